@@ -1,0 +1,29 @@
+# Everything a fresh machine needs: `make demo` and `make test` build .venv by themselves.
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+EXTRAS := megatron,plots,dev
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint types check clean
+
+$(STAMP): pyproject.toml constraints.txt tools/make_venv.sh
+	@bash tools/make_venv.sh $(VENV) "$(EXTRAS)"
+
+demo: $(STAMP)
+	@bash examples/demo/run.sh $(PY)
+
+test: $(STAMP)
+	$(PY) -m pytest
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(STAMP)
+	$(VENV)/bin/mypy
+
+check: lint types test
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""The `quartet` command: one module a command; parses, calls, prints."""

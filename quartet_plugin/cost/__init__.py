@@ -1,0 +1,1 @@
+"""What an iteration costs, before it is measured."""

@@ -1,0 +1,67 @@
+"""The one error hierarchy: each class carries the exit code of the `quartet` command.
+
+A message holds the value, the rule and the fix, in one line. Errors are for what a user or the
+outside world can cause; `assert` is for our own invariants.
+"""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of `quartet`, fixed by the fault matrix (docs/faults.md)."""
+
+    DONE = 0
+    USAGE = 2
+    INFEASIBLE = 3
+    UNSUPPORTED = 4
+    INFRASTRUCTURE = 5
+    STORAGE = 6
+    INTERRUPTED = 130
+
+
+class QuartetError(Exception):
+    """Base of every error we raise on purpose; `exit_code` is what the command line returns."""
+
+    exit_code: ExitCode = ExitCode.USAGE
+
+
+class UsageError(QuartetError):
+    """A wrong command line."""
+
+
+class ConfigError(QuartetError):
+    """A configuration or data file that breaks its schema; names the field, the value and the rule."""
+
+
+class PlanError(QuartetError):
+    """A plan or schedule that is corrupt, impossible, or made for something else."""
+
+
+class InfeasibleError(QuartetError):
+    """No plan fits the constraints."""
+
+    exit_code = ExitCode.INFEASIBLE
+
+
+class SeamError(QuartetError):
+    """An unsupported framework version, or a seam that is missing, changed or already patched."""
+
+    exit_code = ExitCode.UNSUPPORTED
+
+
+class InfrastructureError(QuartetError):
+    """Processes, network, nodes or devices failed, or the user's own command did."""
+
+    exit_code = ExitCode.INFRASTRUCTURE
+
+
+class StorageError(QuartetError):
+    """The run folder or the study's storage cannot be read or written, or another tuner holds it."""
+
+    exit_code = ExitCode.STORAGE
+
+
+class InterruptedByUserError(QuartetError):
+    """Ctrl-C: state is saved and the run can be resumed."""
+
+    exit_code = ExitCode.INTERRUPTED

@@ -1,0 +1,1 @@
+"""Axis 4: which physical slot plays which rank."""

@@ -1,0 +1,1 @@
+"""Value objects: shape, layout, split, plan, cluster and measurement; frozen and validated."""

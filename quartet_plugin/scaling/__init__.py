@@ -1,0 +1,1 @@
+"""Axis 1: model shapes of an equal budget."""

@@ -1,0 +1,1 @@
+"""Axis 2: layers to pipeline stages."""

@@ -1,0 +1,1 @@
+"""One plan, run for a few iterations: runner, watchdog, outcome, result files."""
