@@ -101,7 +101,8 @@ def stage_costs(costs: Costs, *, placement: Sequence[int], layers_per_stage: Seq
         )
     if sum(layers_per_stage) != len(costs.layers) or min(layers_per_stage) < 0:
         raise ConfigError(
-            f"layers_per_stage: {list(layers_per_stage)} sums to {sum(layers_per_stage)}, layers are {len(costs.layers)}"
+            f"layers_per_stage: {list(layers_per_stage)} sums to {sum(layers_per_stage)}; "
+            f"the counts must be >= 0 and sum to the {len(costs.layers)} layers"
         )
     device = np.asarray(placement, dtype=np.int64)
     slowdown = costs.device_slowdown[device]
