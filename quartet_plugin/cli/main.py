@@ -1,0 +1,151 @@
+"""The `quartet` command: finds the sub-command, runs it, and turns errors into one line and an exit code.
+
+What follows the first literal `--` is the user's own training command. It is split off before anything
+is parsed, never edited, and reaches the commands as `Invocation.user_command`.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from quartet_plugin.errors import ExitCode, QuartetError, UsageError
+
+# One line a command: a module with `register(app: typer.Typer) -> None`. Importing it must be cheap, so
+# numpy, numba, pydantic, optuna and the like are imported inside the functions that run.
+COMMAND_MODULES: tuple[str, ...] = ("quartet_plugin.cli.schedule",)
+
+_ClickError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invocation:
+    """What every command can reach as `ctx.obj`: the user's command (None without `--`), and --debug."""
+
+    user_command: tuple[str, ...] | None = None
+    debug: bool = False
+
+
+def invocation(ctx: typer.Context) -> Invocation:
+    """The typed `ctx.obj`."""
+    found = ctx.find_object(Invocation)
+    return Invocation() if found is None else found
+
+
+def user_command(ctx: typer.Context) -> tuple[str, ...]:
+    """The user's command after `--`; raises UsageError where there is none."""
+    command = invocation(ctx).user_command
+    if not command:
+        raise UsageError(
+            f"{ctx.command_path}: no training command; write it after --, as in: -- torchrun ..."
+        )
+    return command
+
+
+def refuse_user_command(ctx: typer.Context) -> None:
+    """Raise UsageError when there is a command after `--` and this command runs none."""
+    command = invocation(ctx).user_command
+    if command is not None:
+        raise UsageError(f"{ctx.command_path}: runs no training command; drop `--` and what follows it")
+
+
+def build_app() -> typer.Typer:
+    """The whole command line; cheap, and without side effects."""
+    app = typer.Typer(
+        name="quartet",
+        help="Tune shape, layer split, pipeline schedule and rank mapping of LLM pretraining.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback(epilog="What follows a literal -- is your own training command; it is never edited.")
+    def _options(
+        version: Annotated[
+            bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+        ] = False,
+        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    ) -> None:
+        del version, debug
+
+    for module in COMMAND_MODULES:
+        import_module(module).register(app)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`, without the program's name, and return its exit code.
+
+    None takes the arguments of this process. No QuartetError leaves it: each is one line on stderr.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command: tuple[str, ...] | None = None
+    if "--" in arguments:
+        at = arguments.index("--")
+        arguments, command = arguments[:at], tuple(arguments[at + 1 :])
+    debug = "--debug" in arguments
+    context = Invocation(user_command=command, debug=debug)
+    try:
+        return _run([argument for argument in arguments if argument != "--debug"], context)
+    except (KeyboardInterrupt, typer.Abort):
+        return _failed("interrupted", ExitCode.INTERRUPTED, debug=debug)
+    except QuartetError as error:
+        return _failed(str(error), error.exit_code, debug=debug)
+    except _ClickError as error:
+        message = _usage_message(error)
+        return _failed(message, ExitCode.USAGE, debug=debug) if message else ExitCode.DONE
+    except Exception as error:
+        reason = f"internal error, please report it with --debug: {type(error).__name__}: {error}"
+        return _failed(reason, 1, debug=debug)
+
+
+def entry() -> None:
+    """The console script."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (head, less) left. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code)
+
+
+def _run(arguments: list[str], context: Invocation) -> int:
+    command = typer.main.get_command(build_app())
+    result = command.main(args=arguments, prog_name="quartet", standalone_mode=False, obj=context)
+    if result == ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
+    return result if isinstance(result, int) else int(ExitCode.DONE)
+
+
+def _failed(message: str, code: int, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"quartet: {message}", file=sys.stderr)
+    return int(code)
+
+
+def _usage_message(error: Exception) -> str:
+    """The parser's own words in one line, and where the help is; nothing where it showed the help itself."""
+    words = " ".join(str(getattr(error, "format_message", error.__str__)()).split()).rstrip(".")
+    if not words:
+        return ""
+    context = getattr(error, "ctx", None)
+    path = "quartet" if context is None else context.command_path
+    return f"{words}; see {path} --help"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from quartet_plugin import __version__
+
+        print(f"quartet {__version__}")
+        raise typer.Exit
