@@ -1,0 +1,81 @@
+"""How a model is spread over devices: the degrees of parallelism and what goes with them."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from quartet_plugin.errors import ConfigError
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Degrees of parallelism, micro-batch size and memory options of one job.
+
+    `virtual_stages` is the number of chunks a device. Raises ConfigError for a degree below 1.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    tensor_parallel: int
+    pipeline_parallel: int
+    data_parallel: int
+    virtual_stages: int
+    context_parallel: int
+    expert_parallel: int
+    micro_batch_size: int
+    sequence_parallel: bool
+    distributed_optimizer: bool
+    recompute: Recompute
+
+    def __post_init__(self) -> None:
+        for name in (
+            "tensor_parallel",
+            "pipeline_parallel",
+            "data_parallel",
+            "virtual_stages",
+            "context_parallel",
+            "expert_parallel",
+            "micro_batch_size",
+        ):
+            value = getattr(self, name)
+            if not 1 <= value <= 2**20:
+                raise ConfigError(f"layout.{name}: {value}; must be from 1 to 2^20")
+        if self.pipeline_parallel == 1 and self.virtual_stages > 1:
+            raise ConfigError(
+                f"layout.virtual_stages: {self.virtual_stages}; virtual stages need pipeline_parallel > 1"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Processes, one a device."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel * self.context_parallel
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages, all devices together."""
+        return self.pipeline_parallel * self.virtual_stages
+
+    def num_microbatches(self, global_batch_size: int) -> int:
+        """Microbatches an iteration. Raises ConfigError where the batch does not divide."""
+        sequences = self.micro_batch_size * self.data_parallel
+        if global_batch_size % sequences:
+            raise ConfigError(
+                f"global batch size {global_batch_size}: must be a multiple of "
+                f"micro_batch_size x data_parallel ({self.micro_batch_size} x {self.data_parallel})"
+            )
+        return global_batch_size // sequences
+
+    @property
+    def label(self) -> str:
+        """A short name for tables: the degrees that are not 1, and the micro-batch."""
+        degrees = (
+            ("tp", self.tensor_parallel),
+            ("pp", self.pipeline_parallel),
+            ("v", self.virtual_stages),
+            ("dp", self.data_parallel),
+            ("cp", self.context_parallel),
+            ("ep", self.expert_parallel),
+        )
+        used = [f"{name}{degree}" for name, degree in degrees if degree > 1]
+        return " ".join([*used, f"mb{self.micro_batch_size}"])

@@ -1,0 +1,266 @@
+"""A plan: everything chosen for one job, as data.
+
+A plan file is shared between people, so it is not trusted: strict schema, size caps, a sha256 digest
+over its canonical JSON, no code, no paths to code and no free command-line words.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import TypeAdapter
+
+from quartet_plugin.errors import PlanError, QuartetError
+from quartet_plugin.model.canonical import digest
+from quartet_plugin.model.files import read_json, write_json_atomic
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.measurement import Comparison, Prediction
+from quartet_plugin.model.schema import dump, parse
+from quartet_plugin.model.shape import ModelShape
+
+MAX_RANKS = 65_536
+MAX_BYTES = 64 * 2**20
+
+ScheduleName = Literal["no-pipelining", "1f1b", "interleaved"]
+_STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeInfo:
+    """One node of the cluster a plan was made on: its host name, what it is, and its slots."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    host: str
+    node_class: str
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeFor:
+    """What a plan fits: the user's own model and batch, the framework and the cluster."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    framework: str
+    framework_version: str
+    shape: ModelShape
+    global_batch_size: int
+    world_size: int
+    nodes: tuple[NodeInfo, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Transformer layers of each stage, in stage order; embedding first, head last, not counted."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    transformer_layers_per_stage: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        """The counts, for tables."""
+        return "+".join(str(count) for count in self.transformer_layers_per_stage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleChoice:
+    """The pipeline schedule by name; `group` (interleaved): microbatches a chunk before the next chunk."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    name: ScheduleName
+    group: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The name, with the group where there is one."""
+        return self.name if self.group is None else f"{self.name} g{self.group}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Slot:
+    """A physical place for one process: the node's index in `made_for.nodes` and the local index on it."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    node: int
+    local: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapping:
+    """`slots[r]` plays Megatron's RANK r."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    slots: tuple[Slot, ...]
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether ranks lie on slots in launcher order."""
+        return list(self.slots) == sorted(self.slots)
+
+    @property
+    def label(self) -> str:
+        """The slot of each rank, for tables."""
+        if self.is_stock:
+            return "stock"
+        if len(self.slots) > 16:
+            moved = sum(a != b for a, b in zip(self.slots, sorted(self.slots), strict=True))
+            return f"{moved} of {len(self.slots)} moved"
+        order = sorted(self.slots)
+        return ",".join(str(order.index(slot)) for slot in self.slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where a plan came from."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    run: str
+    trial: int
+    seed: int
+    quartet_version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything chosen for one job. See docs/formats.md for the file.
+
+    Raises PlanError when the parts contradict each other.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    made_for: MadeFor
+    shape: ModelShape
+    layout: Layout
+    split: Split
+    schedule: ScheduleChoice
+    mapping: Mapping
+    provenance: Provenance
+    prediction: Prediction | None = None
+    measurement: Comparison | None = None
+    schema_version: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        _check_split(self)
+        _check_schedule(self)
+        _check_mapping(self)
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the canonical JSON without the digest itself."""
+        return digest(dump(self))
+
+    @property
+    def key(self) -> str:
+        """sha256 of what the plan does, without where it came from and what was measured."""
+        bare = replace(
+            self,
+            prediction=None,
+            measurement=None,
+            provenance=Provenance(run="", trial=0, seed=0, quartet_version=""),
+        )
+        return digest(dump(bare))
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches an iteration."""
+        return self.layout.num_microbatches(self.made_for.global_batch_size)
+
+
+def _check_split(plan: Plan) -> None:
+    counts = plan.split.transformer_layers_per_stage
+    if len(counts) != plan.layout.num_stages:
+        raise PlanError(
+            f"split: {len(counts)} counts; one for each of {plan.layout.num_stages} stages is needed"
+        )
+    if any(count < 0 for count in counts) or sum(counts) != plan.shape.num_layers:
+        raise PlanError(
+            f"split: {list(counts)}; counts must be >= 0 and sum to {plan.shape.num_layers} layers"
+        )
+    if any(count == 0 for count in counts[1:-1]):
+        raise PlanError(f"split: {list(counts)}; only the first and the last stage may hold no layer")
+
+
+def _check_schedule(plan: Plan) -> None:
+    layout = plan.layout
+    expected: ScheduleName = (
+        "no-pipelining"
+        if layout.pipeline_parallel == 1
+        else ("interleaved" if layout.virtual_stages > 1 else "1f1b")
+    )
+    if plan.schedule.name != expected:
+        raise PlanError(
+            f"schedule.name: {plan.schedule.name!r}; pipeline_parallel {layout.pipeline_parallel} with "
+            f"{layout.virtual_stages} virtual stages needs {expected!r}"
+        )
+    microbatches = plan.num_microbatches
+    group = plan.schedule.group
+    if expected != "interleaved":
+        if group is not None:
+            raise PlanError(f"schedule.group: {group}; only the interleaved schedule has a group")
+    elif group is None or not layout.pipeline_parallel <= group <= max(
+        microbatches, layout.pipeline_parallel
+    ):
+        raise PlanError(
+            f"schedule.group: {group}; must be from pipeline_parallel ({layout.pipeline_parallel}) "
+            f"to the microbatches ({microbatches})"
+        )
+
+
+def _check_mapping(plan: Plan) -> None:
+    nodes, slots = plan.made_for.nodes, plan.mapping.slots
+    if plan.layout.world_size != plan.made_for.world_size:
+        raise PlanError(
+            f"layout: {plan.layout.label} needs {plan.layout.world_size} processes; "
+            f"made_for.world_size is {plan.made_for.world_size}"
+        )
+    if plan.made_for.world_size > MAX_RANKS or sum(n.num_slots for n in nodes) != plan.made_for.world_size:
+        raise PlanError(
+            f"made_for: {sum(n.num_slots for n in nodes)} slots on {len(nodes)} nodes; must equal "
+            f"world_size {plan.made_for.world_size}, at most {MAX_RANKS}"
+        )
+    every = {
+        Slot(node=index, local=local) for index, node in enumerate(nodes) for local in range(node.num_slots)
+    }
+    if len(slots) != len(every) or set(slots) != every:
+        raise PlanError(
+            f"mapping.slots: {len(slots)} entries; every slot of made_for.nodes exactly once is needed"
+        )
+    if slots[0].node != 0:
+        raise PlanError(
+            f"mapping.slots[0]: node {slots[0].node}; RANK 0 must stay on node 0, the master's host"
+        )
+
+
+_ADAPTER: TypeAdapter[Plan] = TypeAdapter(Plan)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read and check a plan file. Raises PlanError in one line: the field, the value and the rule."""
+    try:
+        data = read_json(path, max_bytes=MAX_BYTES)
+        if not isinstance(data, dict):
+            raise PlanError(f"{path}: a plan is a JSON object; this is a {type(data).__name__}")
+        stated = data.pop("digest", None)
+        actual = digest(data)
+        if stated != actual:
+            raise PlanError(
+                f"{path}: digest {str(stated)[:12]!r} does not match its content ({actual[:12]}); "
+                "the file was edited or damaged: make it again with `quartet tune`"
+            )
+        return parse(_ADAPTER, data, where=str(path))
+    except PlanError:
+        raise
+    except QuartetError as error:
+        raise PlanError(str(error)) from error
+
+
+def write_plan(plan: Plan, *, path: Path) -> None:
+    """Write the plan with its digest, whole or not at all."""
+    write_json_atomic(path, {**dump(plan), "digest": plan.digest})

@@ -1,0 +1,92 @@
+"""The shape of a GPT-like model, its parameters and its FLOPs."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from quartet_plugin.errors import ConfigError
+
+PositionEmbedding = Literal["learned_absolute", "rope", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What is trained: everything that changes parameters or FLOPs, and nothing about how it is run.
+
+    `vocab_size` is the padded one that the embedding really has. `kv_channels` is a head's size.
+    Raises ConfigError for sizes that no transformer can have.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    seq_length: int
+    vocab_size: int
+    max_position_embeddings: int
+    gated_ffn: bool
+    tied_embeddings: bool
+    position_embedding: PositionEmbedding
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "seq_length",
+            "vocab_size",
+        ):
+            value = getattr(self, name)
+            if not 1 <= value <= 2**31:
+                raise ConfigError(f"shape.{name}: {value}; must be from 1 to 2^31")
+        if self.num_attention_heads % self.num_query_groups:
+            raise ConfigError(
+                f"shape.num_query_groups: {self.num_query_groups}; "
+                f"must divide num_attention_heads ({self.num_attention_heads})"
+            )
+
+    @property
+    def attention_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def matrix_parameters_per_layer(self) -> int:
+        """Weights of a layer's matrix products: query, key, value, projection and the FFN."""
+        key_value_size = self.num_query_groups * self.kv_channels
+        attention = self.hidden_size * (2 * self.attention_size + 2 * key_value_size)
+        return attention + (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_hidden_size
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Weights of the token embedding; the head has as many, and shares them when tied."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All matrix weights: layers, embeddings, head. Norms and biases are left out."""
+        positions = self.max_position_embeddings if self.position_embedding == "learned_absolute" else 0
+        ends = self.embedding_parameters * (1 if self.tied_embeddings else 2) + positions * self.hidden_size
+        return self.num_layers * self.matrix_parameters_per_layer + ends
+
+    @property
+    def forward_flops_per_layer(self) -> int:
+        """FLOPs of one layer's forward over one sequence; causal attention counts the half it needs."""
+        core = 2 * self.seq_length * self.seq_length * self.attention_size
+        return 2 * self.seq_length * self.matrix_parameters_per_layer + core
+
+    @property
+    def forward_flops_of_head(self) -> int:
+        """FLOPs of the head's forward over one sequence."""
+        return 2 * self.seq_length * self.embedding_parameters
+
+    @property
+    def model_flops_per_sequence(self) -> int:
+        """Forward and backward (twice the forward), without recomputation."""
+        return 3 * (self.num_layers * self.forward_flops_per_layer + self.forward_flops_of_head)
