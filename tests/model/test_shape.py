@@ -1,0 +1,45 @@
+"""Parameters and FLOPs of a shape, against sums written out."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from quartet_plugin.errors import ConfigError
+from tests.model.plans import SHAPE
+
+
+def test_parameters_of_a_small_gpt() -> None:
+    per_layer = 256 * 256 * 4 + 2 * 256 * 1024
+    assert SHAPE.num_parameters == 8 * per_layer + 16384 * 256 + 256 * 256
+    untied = replace(SHAPE, tied_embeddings=False, position_embedding="rope")
+    assert untied.num_parameters == 8 * per_layer + 2 * 16384 * 256
+
+
+def test_grouped_queries_and_gated_ffn_change_the_layer() -> None:
+    grouped = replace(SHAPE, num_query_groups=2, gated_ffn=True)
+    assert grouped.matrix_parameters_per_layer == 256 * (256 * 2 + 128 * 2) + 3 * 256 * 1024
+
+
+def test_gpt3_has_175_billion_parameters() -> None:
+    gpt3 = replace(
+        SHAPE,
+        num_layers=96,
+        hidden_size=12288,
+        ffn_hidden_size=4 * 12288,
+        num_attention_heads=96,
+        num_query_groups=96,
+        kv_channels=128,
+        seq_length=2048,
+        vocab_size=51200,
+        max_position_embeddings=2048,
+    )
+    assert gpt3.num_parameters == pytest.approx(174.6e9, rel=1e-3)
+    # 6 FLOPs a parameter and token, and attention on top
+    assert gpt3.model_flops_per_sequence / 2048 / (6 * gpt3.num_parameters) == pytest.approx(1.01, abs=0.01)
+
+
+@pytest.mark.parametrize("field", ["num_layers", "hidden_size", "vocab_size", "seq_length"])
+def test_sizes_below_one_are_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        replace(SHAPE, **cast(dict[str, Any], {field: 0}))
