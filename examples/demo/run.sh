@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# The demo: real text, a small GPT on two CPU processes, a search over all four axes, and training on with the winner.
+# Usage: bash examples/demo/run.sh PYTHON [RUN_FOLDER]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=$1
+runs=${2:-runs}
+bin=$(dirname "$python")
+export PATH="$(cd "$bin" && pwd):$PATH" OMP_NUM_THREADS=1
+
+echo "== 1. real text: the Python standard library's own source files, as byte-level tokens"
+"$python" examples/prepare_data.py --output data/stdlib --max-mb 8
+
+# An ordinary Megatron command. quartet never edits it.
+command=(torchrun --nproc-per-node 2 examples/pretrain_gpt.py
+    --num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
+    --pipeline-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 16
+    --tokenizer-type NullTokenizer --vocab-size 24575 --data-path data/stdlib_text_document --split 98,1,1
+    --train-iters 40 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 5 --clip-grad 1.0
+    --attention-dropout 0 --hidden-dropout 0 --log-interval 10 --eval-interval 1000 --eval-iters 1
+    --save data/demo-checkpoint --save-interval 40)
+
+echo "== 2. quartet tune -- ${command[*]}"
+rm -rf "$runs/demo" data/demo-checkpoint
+quartet tune --config examples/demo/q.yaml --run-dir "$runs" -- "${command[@]}"
+
+if [ -f "$runs/demo/best/plan.json" ]; then
+    echo "== 3. quartet train --plan $runs/demo/best/plan.json -- (the same command)"
+    quartet train --plan "$runs/demo/best/plan.json" --device cpu -- "${command[@]}"
+    echo "== 4. quartet show $runs/demo/best/plan.json"
+    quartet show "$runs/demo/best/plan.json"
+else
+    echo "== 3. no better plan was found: training goes on with the command as it is"
+    quartet train --device cpu -- "${command[@]}"
+fi
