@@ -19,6 +19,7 @@ from quartet_plugin.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+    from pydantic_core import ErrorDetails
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_DEPTH = 32
@@ -110,12 +111,23 @@ def validate[M: "BaseModel"](model: type[M], data: Any, *, where: str) -> M:
         return model.model_validate(data)
     except ValidationError as error:
         faults = error.errors(include_url=False)
-        fault = faults[0]
-        field = field_path(fault["loc"]) or "the file"
-        rule = fault["msg"].removeprefix("Value error, ")
-        value = "" if fault["type"] == "missing" else f" {shown(fault['input'])}:"
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise ConfigError(f"{where}: {field}:{value} {rule[:1].lower()}{rule[1:]}{more}") from error
+        raise ConfigError(f"{where}: {_fault_line(faults[0])}{more}") from error
+
+
+def _fault_line(fault: "ErrorDetails") -> str:
+    """`field: value: rule`; a validator of ours (type "rule") has written all three itself."""
+    prefix = field_path(fault["loc"])
+    rule = fault["msg"]
+    if fault["type"] == "rule":
+        return rule
+    field = prefix or "the file"
+    if fault["type"] == "missing":
+        return f"{field}: missing; the key is required"
+    if fault["type"] == "extra_forbidden":
+        return f"{field}: {shown(fault['input'])}: unknown key; remove it"
+    rule = rule.removeprefix("Value error, ").removeprefix("Input ")
+    return f"{field}: {shown(fault['input'])}: {rule[:1].lower()}{rule[1:]}"
 
 
 def field_path(parts: Sequence[str | int]) -> str:
