@@ -1,0 +1,194 @@
+"""What a schedule costs: times of every action, makespan, period, bubble and peak activation memory.
+
+A device runs its list in order, one action at a time. A transfer starts when its producer ends and
+occupies nobody. `activation_bytes` are taken at the start of F; the end of I frees all but the held
+fraction, the end of W the rest; the end of B frees all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NoReturn
+
+import numpy as np
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.schedule import kernel
+from quartet_plugin.schedule.action import Action
+from quartet_plugin.schedule.costs import Costs, FloatArray, IntArray, StageCosts, stage_costs
+from quartet_plugin.schedule.kernel import Fault
+from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.table import refusal
+from quartet_plugin.schedule.validate import validate
+
+_PERIOD_ROUNDS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """The outcome of a simulation.
+
+    `period_s` is the steady interval when the lists repeat without a barrier. `bubble_fraction` is
+    1 - sum(busy_s) / (num_devices * makespan_s). `peak_activation_bytes` and `busy_s` are [num_devices];
+    `start_s[d]` and `end_s[d]` are aligned with the schedule's `orders[d]`.
+    """
+
+    makespan_s: float
+    period_s: float
+    bubble_fraction: float
+    peak_activation_bytes: FloatArray
+    busy_s: FloatArray
+    start_s: tuple[FloatArray, ...]
+    end_s: tuple[FloatArray, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lanes:
+    """A schedule's costs as the kernels take them, flat [num_routes * num_stages], and the routes taken."""
+
+    num_stages: int
+    device: IntArray
+    cost_s: FloatArray
+    send_s: FloatArray
+    bytes_: FloatArray
+    held_fraction: float
+    route: IntArray
+
+    @classmethod
+    def of(cls, costs: Sequence[StageCosts], route: IntArray) -> "Lanes":
+        """Join the stage costs of one route, or of two."""
+
+        def join(name: str) -> FloatArray:
+            return np.concatenate([getattr(c, name) for c in costs])
+
+        return cls(
+            num_stages=costs[0].num_stages,
+            device=np.concatenate([c.device_of_stage for c in costs]),
+            cost_s=np.stack([join(f"{k}_s") for k in ("forward", "input_grad", "weight_grad", "backward")]),
+            send_s=np.stack([join("forward_transfer_s"), join("backward_transfer_s")]),
+            bytes_=join("activation_bytes"),
+            held_fraction=costs[0].held_fraction,
+            route=route,
+        )
+
+
+def flatten(schedule: Schedule) -> tuple[IntArray, IntArray]:
+    """All orders in one array, and where each device's begins [num_devices + 1]."""
+    offsets = np.concatenate(([0], np.cumsum([len(order) for order in schedule.orders]))).astype(np.int64)
+    return np.concatenate(schedule.orders).astype(np.int64), offsets
+
+
+def lanes_of(schedule: Schedule, costs: StageCosts, other_route: StageCosts | None = None) -> Lanes:
+    """The kernels' view of `costs`; a two-copy schedule also needs its second route's costs.
+
+    Raises PlanError when the stages or devices do not match the schedule's.
+    """
+    routes = (schedule.placement,) if schedule.routes is None else schedule.routes
+    given = (costs,) if other_route is None else (costs, other_route)
+    if len(given) != len(routes):
+        raise PlanError(
+            f"{len(given)} stage costs for {len(routes)} routes; give one for each copy of the model"
+        )
+    for wanted, have in zip(routes, given, strict=True):
+        if tuple(have.device_of_stage.tolist()) != tuple(wanted):
+            raise PlanError(
+                f"stage costs are for placement {have.device_of_stage.tolist()[:16]}, the schedule has "
+                f"{list(wanted)[:16]}; compute them with the schedule's own placement"
+            )
+    num_microbatches = schedule.num_microbatches
+    if schedule.routes is None:
+        return Lanes.of(given, np.zeros(num_microbatches, dtype=np.int64))
+    chosen = schedule.route_of_microbatch
+    if chosen is None or len(chosen) != num_microbatches or not set(chosen) <= {0, 1}:
+        raise PlanError("route_of_microbatch: a schedule with two routes needs a 0 or 1 for every microbatch")
+    return Lanes.of(given, np.asarray(chosen, dtype=np.int64))
+
+
+def simulate(
+    schedule: Schedule,
+    costs: StageCosts,
+    *,
+    memory_limit_bytes: FloatArray | None = None,
+    other_route: StageCosts | None = None,
+) -> Simulation:
+    """Run `schedule` as soon as possible under `costs`.
+
+    `memory_limit_bytes` is [num_devices] and for activations only. `other_route` holds the costs of the
+    second copy of a two-copy schedule. Raises PlanError, with the table and the offending cell, when an
+    action is unknown, misplaced, doubled or missing, when the lists deadlock, or when memory does not fit.
+    """
+    if len(schedule.orders) != schedule.num_devices:
+        raise PlanError(
+            f"orders: {len(schedule.orders)} lists for {schedule.num_devices} devices; give one each"
+        )
+    lanes = lanes_of(schedule, costs, other_route)
+    orders, offsets = flatten(schedule)
+    limit = np.full(schedule.num_devices, np.inf) if memory_limit_bytes is None else memory_limit_bytes
+    peak = np.zeros(schedule.num_devices)
+    shape = (lanes.num_stages, schedule.num_microbatches)
+    fault = kernel.check_orders(orders, offsets, *shape, lanes.device, lanes.route)
+    if fault[0] == Fault.OK:
+        fault = kernel.check_memory(
+            orders, offsets, *shape, lanes.bytes_, lanes.held_fraction, lanes.route, limit, peak
+        )
+    if fault[0] != Fault.OK:
+        _refuse(schedule, fault, limit)
+    start, end = np.empty(len(orders)), np.empty(len(orders))
+    sequence = np.empty(len(orders), dtype=np.int64)
+    ran = kernel.run_orders(
+        orders, offsets, *shape, lanes.device, lanes.cost_s, lanes.send_s, lanes.route, start, end, sequence
+    )
+    if ran < len(orders):
+        _refuse(schedule, (Fault.DEADLOCK, 0, 0), limit)
+    period = kernel.steady_period(
+        orders, offsets, sequence, *shape, lanes.cost_s, lanes.send_s, lanes.route, _PERIOD_ROUNDS
+    )
+    return _summary(offsets, start, end, peak, float(period))
+
+
+def simulate_costs(schedule: Schedule, costs: Costs) -> Simulation:
+    """`simulate` straight from a cost table: split, both routes and the memory limit included.
+
+    Raises PlanError like `simulate`, and when the schedule is for other devices or microbatches.
+    """
+    if (schedule.num_devices, schedule.num_microbatches) != (costs.num_devices, costs.num_microbatches):
+        raise PlanError(
+            f"the schedule is for {schedule.num_devices} devices x {schedule.num_microbatches} microbatches, "
+            f"the costs for {costs.num_devices} x {costs.num_microbatches}; use matching files"
+        )
+    if schedule.layers_per_stage is None:
+        raise PlanError("layers_per_stage: missing; a schedule without a split cannot be given costs")
+    routes = (schedule.placement,) if schedule.routes is None else schedule.routes
+    given = [stage_costs(costs, placement=r, layers_per_stage=schedule.layers_per_stage) for r in routes]
+    return simulate(
+        schedule,
+        given[0],
+        memory_limit_bytes=costs.memory_limit_bytes,
+        other_route=given[1] if len(given) == 2 else None,
+    )
+
+
+def _summary(
+    offsets: IntArray, start: FloatArray, end: FloatArray, peak: FloatArray, period: float
+) -> Simulation:
+    parts = [slice(a, b) for a, b in pairwise(offsets.tolist())]
+    busy = np.array([float(np.sum(end[part] - start[part])) for part in parts])
+    makespan = float(end.max()) if len(end) else 0.0
+    return Simulation(
+        makespan_s=makespan,
+        period_s=period,
+        bubble_fraction=1.0 - float(busy.sum()) / (len(parts) * makespan) if makespan > 0 else 0.0,
+        peak_activation_bytes=peak,
+        busy_s=busy,
+        start_s=tuple(start[part] for part in parts),
+        end_s=tuple(end[part] for part in parts),
+    )
+
+
+def _refuse(schedule: Schedule, fault: tuple[int, int, int], limit: FloatArray) -> NoReturn:
+    kind, device, index = fault
+    if kind != Fault.OVER_MEMORY:
+        validate(schedule)
+    action = Action.decode(int(schedule.orders[device][index]), schedule.num_microbatches)
+    reason = f"{action} on device {device} exceeds its limit of {limit[device]:g} activation bytes"
+    raise refusal(schedule, reason, mark=(device, index))
