@@ -1,0 +1,293 @@
+"""The user's own training command: what starts it, what it runs, and where our words go in.
+
+Supported are `torchrun`, `python -m torch.distributed.run` and plain `python`, each with a script or
+`-m MODULE`, behind an optional `env NAME=VALUE ...`. The user's words are never edited: wrapping puts
+`-m quartet_plugin.megatron` before the script and our flags behind the user's.
+"""
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.options import (
+    PYTHON_FLAGS,
+    PYTHON_VALUES,
+    TORCHRUN_FLAGS,
+    TORCHRUN_VALUES,
+    Options,
+    read_options,
+)
+
+ENTRY_MODULE = "quartet_plugin.megatron"
+MAX_WORDS = 100_000
+
+Starter = Literal["torchrun", "python"]
+PortFlag = Literal["--master-port", "--rdzv-endpoint"]
+
+_SUPPORTED = "supported are torchrun, python -m torch.distributed.run and python, followed by a script"
+_PYTHON = re.compile(r"python(\d(\.\d+)?)?(\.exe)?")
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=", re.ASCII)
+_RUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_ADVICE = {
+    "deepspeed": "start the script with torchrun instead",
+    "srun": "write the command that srun starts, from torchrun on",
+    "sbatch": "write the command that the job script starts, from torchrun on",
+    "mpirun": "start the script with torchrun instead",
+    "mpiexec": "start the script with torchrun instead",
+    "accelerate": "start the script with torchrun instead",
+    "bash": "write the command itself, not a shell line",
+    "sh": "write the command itself, not a shell line",
+    "uv": "write the command itself, with the environment's own python or torchrun",
+    "ipython": "use python",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A parsed command. `words` are the user's, all of them and in order.
+
+    `words[:before]` start the processes (with `has_module_flag`, a `-m` is among them), `words[target_at:]`
+    are the script (or, with `is_module`, the module) and its arguments. `num_processes` is None where only the machine itself knows (`auto`, `gpu`,
+    `cpu`). `port_flag` is the option that can name a free port, None where the user named a place.
+    """
+
+    words: tuple[str, ...]
+    starter: Starter
+    before: int
+    target_at: int
+    has_module_flag: bool
+    is_module: bool
+    is_wrapped: bool
+    environment: tuple[tuple[str, str], ...]
+    num_processes: int | None
+    num_nodes: int | None
+    port_flag: PortFlag | None
+
+    @property
+    def target(self) -> str:
+        """The script or module that trains."""
+        return self.words[self.target_at]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The training program's own arguments."""
+        return self.words[self.target_at + 1 :]
+
+    def wrapped(self, extra_flags: Sequence[str] = (), *, port: int | None = None) -> list[str]:
+        """The argv that runs the same under the adapter, with `extra_flags` behind the user's.
+
+        `port` is named to torchrun only where the user left the choice open (`port_flag`).
+        """
+        argv = list(self.words[: self.before])
+        if port is not None and self.port_flag is not None:
+            place = f"localhost:{port}" if self.port_flag == "--rdzv-endpoint" else str(port)
+            argv += [self.port_flag, place]
+        argv += [ENTRY_MODULE] if self.has_module_flag else ["-m", ENTRY_MODULE]
+        if self.is_module:
+            argv.append("-m")
+        return [*argv, *self.words[self.target_at :], *extra_flags]
+
+    def __str__(self) -> str:
+        """The command as one types it."""
+        return shlex.join(self.words)
+
+
+def parse_command(words: Sequence[str], *, environment: Mapping[str, str] | None = None) -> Command:
+    """Read the user's command, the words after `--`.
+
+    `environment` (default: this process's) is where torchrun looks for options that are not given.
+    Raises ConfigError, naming the word, for a command that cannot be wrapped.
+    """
+    words = tuple(words)
+    if not words:
+        raise ConfigError(f"the command after -- is empty; {_SUPPORTED}")
+    if len(words) > MAX_WORDS or any("\0" in word for word in words):
+        raise ConfigError(f"the command after --: at most {MAX_WORDS} words, without NUL characters")
+    assignments, at = _environment_words(words)
+    known = {**(os.environ if environment is None else environment), **dict(assignments)}
+    program = words[at].replace("\\", "/").rpartition("/")[2]
+    if program == "torchrun":
+        return _torchrun(words, at + 1, assignments, known)
+    if _PYTHON.fullmatch(program):
+        return _python(words, at + 1, assignments, known)
+    advice = f": {_ADVICE[program]}" if program in _ADVICE else ""
+    raise ConfigError(f"command {words[at]!r}: not supported; {_SUPPORTED}{advice}")
+
+
+def _environment_words(words: tuple[str, ...]) -> tuple[tuple[tuple[str, str], ...], int]:
+    """The assignments of a leading `env`, and where the program is."""
+    if _ASSIGNMENT.match(words[0]):
+        raise ConfigError(
+            f"command {words[0]!r}: no shell runs here; write `env {words[0].partition('=')[0]}=... torchrun`"
+        )
+    if words[0].rpartition("/")[2] != "env":
+        return (), 0
+    at = 1
+    while at < len(words) and _ASSIGNMENT.match(words[at]):
+        at += 1
+    if at == len(words):
+        raise ConfigError(f"command `env`: no program follows; {_SUPPORTED}")
+    if words[at].startswith("-"):
+        raise ConfigError(f"command env {words[at]}: options of env are not supported, only NAME=VALUE")
+    pairs = (word.partition("=") for word in words[1:at])
+    return tuple((name, value) for name, _, value in pairs), at
+
+
+def _torchrun(
+    words: tuple[str, ...],
+    at: int,
+    assignments: tuple[tuple[str, str], ...],
+    environment: Mapping[str, str],
+) -> Command:
+    options = read_options(
+        words, at, flags=TORCHRUN_FLAGS, values=TORCHRUN_VALUES, prefixes=True, program="torchrun"
+    )
+    for flag in ("help", "no_python", "run_path"):
+        if flag in options.found or (flag != "help" and _is_set(environment, flag)):
+            raise ConfigError(
+                f"torchrun --{flag.replace('_', '-')}: not supported; torchrun must start a Python script"
+            )
+    start = _target_at(words, options, program="torchrun")
+    if _is_set(environment, "module") and "module" not in options.found:
+        raise ConfigError("PET_MODULE: not supported; write torchrun -m MODULE")
+    num_processes = _count(options, environment, "nproc_per_node", unknown=("auto", "cpu", "gpu", "xpu"))
+    num_nodes = _num_nodes(options, environment)
+    return _command(
+        words,
+        starter="torchrun",
+        start=start,
+        has_module_flag="module" in options.found,
+        assignments=assignments,
+        num_processes=None if num_processes is None or num_nodes is None else num_processes * num_nodes,
+        num_nodes=num_nodes,
+        port_flag=_port_flag(options, environment, num_nodes),
+    )
+
+
+def _python(
+    words: tuple[str, ...],
+    at: int,
+    assignments: tuple[tuple[str, str], ...],
+    environment: Mapping[str, str],
+) -> Command:
+    options = read_options(
+        words, at, flags=PYTHON_FLAGS, values=PYTHON_VALUES, prefixes=False, program="python"
+    )
+    if "command" in options.found:
+        raise ConfigError("python -c: not supported; put the program into a script")
+    start = _target_at(words, options, program="python")
+    if "module" in options.found and words[start] in _RUN_MODULES:
+        if (
+            words[start] == "torch.distributed.launch"
+            and "--use-env" not in words
+            and "--use_env" not in words
+        ):
+            raise ConfigError(
+                "python -m torch.distributed.launch: not supported without --use-env; write torchrun"
+            )
+        return _torchrun(words, start + 1, assignments, environment)
+    if words[start] in ("-", "--"):
+        raise ConfigError(f"python {words[start]}: a script or -m MODULE is needed")
+    return _command(
+        words,
+        starter="python",
+        start=start,
+        has_module_flag="module" in options.found,
+        assignments=assignments,
+        num_processes=1,
+        num_nodes=1,
+        port_flag=None,
+    )
+
+
+def _command(
+    words: tuple[str, ...],
+    *,
+    starter: Starter,
+    start: int,
+    has_module_flag: bool,
+    assignments: tuple[tuple[str, str], ...],
+    num_processes: int | None,
+    num_nodes: int | None,
+    port_flag: PortFlag | None,
+) -> Command:
+    before, is_module, is_wrapped = start, has_module_flag, False
+    if is_module and words[start] == ENTRY_MODULE:
+        is_wrapped, is_module, start = True, False, start + 1
+        if start < len(words) and words[start] == "-m":
+            is_module, start = True, start + 1
+        if start >= len(words) or words[start].startswith("-"):
+            raise ConfigError(f"-m {ENTRY_MODULE}: no script follows")
+    return Command(
+        words=words,
+        starter=starter,
+        before=before,
+        has_module_flag=has_module_flag,
+        target_at=start,
+        is_module=is_module,
+        is_wrapped=is_wrapped,
+        environment=assignments,
+        num_processes=num_processes,
+        num_nodes=num_nodes,
+        port_flag=port_flag,
+    )
+
+
+def _target_at(words: tuple[str, ...], options: Options, *, program: str) -> int:
+    if options.end >= len(words):
+        raise ConfigError(f"command {program}: no script follows; {_SUPPORTED}")
+    target = words[options.end]
+    if not target or target == "--":
+        raise ConfigError(f"command {program} {target!r}: a script or -m MODULE is needed there")
+    return options.end
+
+
+def _setting(options: Options, environment: Mapping[str, str], name: str) -> str | None:
+    """An option as torchrun resolves it: given, else from the environment's PET_NAME."""
+    return options.found.get(name, environment.get(f"PET_{name.upper()}"))
+
+
+def _is_set(environment: Mapping[str, str], name: str) -> bool:
+    return environment.get(f"PET_{name.upper()}", "0") not in ("", "0")
+
+
+def _count(
+    options: Options, environment: Mapping[str, str], name: str, *, unknown: Sequence[str]
+) -> int | None:
+    text = _setting(options, environment, name)
+    if text is None:
+        return 1
+    if text in unknown:
+        return None
+    if not re.fullmatch(r"[0-9]{1,7}", text, re.ASCII) or int(text) < 1:
+        raise ConfigError(
+            f"torchrun --{name.replace('_', '-')}: {text!r}; "
+            f"must be a number above 0 or one of {', '.join(unknown)}"
+        )
+    return int(text)
+
+
+def _num_nodes(options: Options, environment: Mapping[str, str]) -> int | None:
+    text = _setting(options, environment, "nnodes") or "1"
+    counts = text.split(":")
+    if len(counts) > 2 or not all(re.fullmatch(r"[0-9]{1,7}", c, re.ASCII) and int(c) for c in counts):
+        raise ConfigError(f"torchrun --nnodes: {text!r}; must be a number above 0, or MIN:MAX")
+    return int(counts[0]) if int(counts[0]) == int(counts[-1]) else None
+
+
+def _port_flag(options: Options, environment: Mapping[str, str], num_nodes: int | None) -> PortFlag | None:
+    """What may name a free port: nothing where the user named a place, or several nodes must agree."""
+    if num_nodes != 1 or "standalone" in options.found or _is_set(environment, "standalone"):
+        return None
+    if _setting(options, environment, "rdzv_endpoint"):
+        return None
+    backend = _setting(options, environment, "rdzv_backend") or "static"
+    if backend == "c10d":
+        return "--rdzv-endpoint"
+    if backend != "static" or _setting(options, environment, "master_port") is not None:
+        return None
+    return "--master-port"

@@ -1,0 +1,156 @@
+"""What a trial is asked to do, and what came of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.command import Command
+from quartet_plugin.model.plan import Plan
+
+Device = Literal["auto", "cpu", "cuda"]
+Phase = Literal["launch", "import", "init", "warmup", "measure", "done"]
+
+PHASES: tuple[Phase, ...] = ("launch", "import", "init", "warmup", "measure", "done")
+MIN_FREE_BYTES = 2 * 2**30 + 256 * 2**20
+
+
+class Outcome(StrEnum):
+    """What came of a trial; docs/faults.md says what each one leads to."""
+
+    OK = "OK"
+    INFEASIBLE = "INFEASIBLE"
+    UNSTABLE = "UNSTABLE"
+    WRONG = "WRONG"
+    INFRA = "INFRA"
+    HARNESS = "HARNESS"
+    CANCELLED = "CANCELLED"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long each phase may take without progress, in seconds.
+
+    The first step and every later one are also allowed a multiple of their predicted time. The whole
+    trial has its own deadline. Raises ConfigError for limits that are out of order: shutdown <= step <=
+    first step <= start-up.
+    """
+
+    init_s: float = 300.0
+    first_step_s: float = 120.0
+    first_step_factor: float = 10.0
+    step_s: float = 30.0
+    step_factor: float = 5.0
+    shutdown_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        order = (
+            ("shutdown_s", self.shutdown_s),
+            ("step_s", self.step_s),
+            ("first_step_s", self.first_step_s),
+            ("init_s", self.init_s),
+        )
+        for (lower, least), (upper, most) in pairwise(order):
+            if not 0 < least <= most < float("inf"):
+                raise ConfigError(
+                    f"timeouts.{upper}: {most:g}; must be at least {lower} ({least:g}), which must be above 0"
+                )
+        for name in ("first_step_factor", "step_factor"):
+            if not 1 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"timeouts.{name}: {getattr(self, name):g}; must be at least 1")
+
+    def first_step_limit_s(self, predicted_s: float | None) -> float:
+        """Seconds the first step may take when an iteration is predicted to take `predicted_s`."""
+        return max(self.first_step_s, self.first_step_factor * (predicted_s or 0.0))
+
+    def step_limit_s(self, predicted_s: float | None) -> float:
+        """Seconds every later step may take."""
+        return max(self.step_s, self.step_factor * (predicted_s or 0.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRequest:
+    """One plan (None: the user's own configuration), to be run for a few iterations.
+
+    `folder` is the trial's own, such as `trials/000012`; attempts are made inside it, from number
+    `attempt` on. `deadline_s` limits each attempt. `max_spread` is the median absolute deviation of the
+    iteration times, relative to their median, above which they are measured once more.
+    """
+
+    folder: Path
+    command: Command
+    plan: Plan | None = None
+    attempt: int = 1
+    warmup: int = 3
+    measure: int = 10
+    deadline_s: float = 600.0
+    device: Device = "auto"
+    predicted_iteration_s: float | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    max_attempts: int = 3
+    max_spread: float = 0.25
+    min_free_bytes: int = MIN_FREE_BYTES
+    cwd: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("attempt", 1), ("warmup", 0), ("measure", 1), ("max_attempts", 1)):
+            value = getattr(self, name)
+            if not least <= value <= 100_000:
+                raise ConfigError(f"trial.{name}: {value}; must be from {least} to 100000")
+        if not self.timeouts.shutdown_s < self.deadline_s < float("inf"):
+            raise ConfigError(
+                f"trial.deadline_s: {self.deadline_s:g}; must be above "
+                f"timeouts.shutdown_s ({self.timeouts.shutdown_s:g})"
+            )
+        predicted = self.predicted_iteration_s
+        if predicted is not None and not 0 < predicted < float("inf"):
+            raise ConfigError(f"trial.predicted_iteration_s: {predicted}; must be above 0")
+
+    @property
+    def plan_key(self) -> str | None:
+        """What the ranks must report as their plan."""
+        return None if self.plan is None else self.plan.key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialResult:
+    """What came of an attempt; `reason` is one line for the user.
+
+    `iteration_s`, `loss` and `grad_norm` have an entry a measured iteration, warm-up left out; a time is
+    the slowest rank's. `memory_excess_bytes` is above 0 where memory was the reason. `job` is what the
+    framework resolved (rank 0's report), `last_lines` the end of what the command itself printed.
+    """
+
+    attempt_id: str
+    plan_key: str | None
+    outcome: Outcome
+    reason: str
+    phase: Phase
+    memory_excess_bytes: int = 0
+    iteration_s: tuple[float, ...] = ()
+    loss: tuple[float, ...] = ()
+    grad_norm: tuple[float, ...] = ()
+    peak_memory_bytes: int = 0
+    wall_s: float = 0.0
+    job: Mapping[str, Any] | None = None
+    folder: Path
+    last_lines: tuple[str, ...] = ()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the iteration times may be scored."""
+        return self.outcome in (Outcome.OK, Outcome.UNSTABLE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a running attempt is: the slowest rank's phase and iteration."""
+
+    attempt: int
+    phase: Phase
+    iteration: int
+    num_iterations: int
+    elapsed_s: float
