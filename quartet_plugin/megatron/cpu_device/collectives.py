@@ -1,0 +1,87 @@
+"""torch.distributed on gloo: NCCL's options dropped, and sends whose storage stays until they are waited for.
+
+Megatron's pipeline schedules free an activation's storage as soon as its asynchronous send was issued
+(`deallocate_output_tensor`). NCCL has then ordered the copy on a stream; gloo is still reading the memory,
+and sends whatever the allocator put there: training goes on with wrong numbers and exit code 0.
+"""
+
+import functools
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+class PendingSend:
+    """The `Work` of a send, together with the tensor it reads, until it is waited for.
+
+    Megatron rebinds the `data` of the tensor it sent. That changes the tensor but not an alias of it, so the
+    alias is what is sent and held. A send that nobody waits for is held until the process ends.
+    """
+
+    _pending: "set[PendingSend]" = set()  # noqa: RUF012 - one registry a process, on purpose
+
+    def __init__(self, work: Any, alias: Any) -> None:
+        self._work = work
+        self._alias = alias
+        self._pending.add(self)
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the send as `Work.wait`, then let go of the storage."""
+        result = self._work.wait(*args, **kwargs)
+        self._alias = None
+        self._pending.discard(self)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    @classmethod
+    def num_pending(cls) -> int:
+        """Sends that were issued and not waited for."""
+        return len(cls._pending)
+
+
+def redirect() -> None:
+    """Rebind the asynchronous send and the functions whose arguments name CUDA or NCCL."""
+    # `batch_isend_irecv` calls, and its check compares, the names in distributed_c10d: both are rebound.
+    for function in (
+        _gloo_group(dist.init_process_group),
+        _gloo_group(dist.new_group),
+        _without(dist.barrier, "device_ids"),
+        _holding(dist.isend),
+    ):
+        setattr(dist, function.__name__, function)
+        setattr(distributed_c10d, function.__name__, function)
+
+
+def _gloo_group(make: Any) -> Any:
+    @functools.wraps(make)
+    def make_on_gloo(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("gloo" if argument == "nccl" else argument for argument in args)
+        if kwargs.get("backend") == "nccl":
+            kwargs["backend"] = "gloo"
+        kwargs.pop("device_id", None)
+        kwargs.pop("pg_options", None)
+        return make(*args, **kwargs)
+
+    return make_on_gloo
+
+
+def _without(function: Any, name: str) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop(name, None)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _holding(isend: Any) -> Any:
+    @functools.wraps(isend)
+    def isend_and_hold(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        alias = tensor.detach()
+        work = isend(alias, *args, **kwargs)
+        return work if work is None else PendingSend(work, alias)
+
+    return isend_and_hold

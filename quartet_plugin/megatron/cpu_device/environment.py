@@ -1,0 +1,50 @@
+"""What a CPU rank's environment must hold before the process starts.
+
+glibc reads its allocator settings and OpenMP its thread count at process start, so setting them later has no
+effect. They move step times as much as a layout does: every run of a comparison must have the same.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+
+_REEXECUTED = "QUARTET_CPU_DEVICE_REEXECUTED"
+
+_SETTINGS = {
+    # One thread a rank: ranks share the cores, and a pool a rank would measure its own contention.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    # Freed activations stay in the heap. By default glibc returns each to the kernel and faults it in again.
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "17179869184",
+    "MALLOC_TOP_PAD_": "67108864",
+    # Megatron asserts it with tensor or context parallelism; without a GPU it has no effect.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+
+
+def environment() -> dict[str, str]:
+    """Variables that a launcher merges over the environment of every rank of a CPU run."""
+    return dict(_SETTINGS)
+
+
+def missing_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings of `environment()` that `environ` lacks or has with another value."""
+    return {name: value for name, value in _SETTINGS.items() if environ.get(name) != value}
+
+
+def ensure_environment() -> None:
+    """Start this process anew, once, when it was started without `environment()`; the pid stays.
+
+    Returns without an effect when the settings are there, when the process was already started anew, or when
+    torch is imported: a half-initialized process is not replaced, it only runs with other settings.
+    """
+    missing = missing_settings(os.environ)
+    if not missing or _REEXECUTED in os.environ or "torch" in sys.modules:
+        return
+    # The interpreter's own arguments (-m, -X, ...) are in orig_argv, not in argv.
+    command = [sys.executable, *sys.orig_argv[1:]]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], command, {**os.environ, **missing, _REEXECUTED: "1"})  # noqa: S606 - same program
