@@ -126,6 +126,8 @@ def _fault_line(fault: "ErrorDetails") -> str:
         return f"{field}: missing; the key is required"
     if fault["type"] == "extra_forbidden":
         return f"{field}: {shown(fault['input'])}: unknown key; remove it"
+    if fault["type"] in ("model_type", "dict_type"):
+        return f"{field}: {shown(fault['input'])}: must be a JSON object"
     rule = rule.removeprefix("Value error, ").removeprefix("Input ")
     return f"{field}: {shown(fault['input'])}: {rule[:1].lower()}{rule[1:]}"
 

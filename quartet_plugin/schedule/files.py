@@ -6,10 +6,18 @@ Every refusal is one ConfigError line that names the field, the value and the ru
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from quartet_plugin.errors import ConfigError, PlanError
@@ -19,10 +27,19 @@ from quartet_plugin.schedule.costs import Costs, LayerCost
 from quartet_plugin.schedule.schedule import CodeArray, Schedule
 from quartet_plugin.schedule.validate import check_placement
 
+SCHEMA_VERSION = 1
 MAX_LAYERS = 65_536
 MAX_SECONDS = 1e9
 MAX_BYTES = 1e18
 
+
+def _known_version(version: int) -> int:
+    if version != SCHEMA_VERSION:
+        raise _fault(f"schema_version: {version}: must be {SCHEMA_VERSION}, the version this release knows")
+    return version
+
+
+_Version = Annotated[int, AfterValidator(_known_version)]
 _Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 _Bytes = Annotated[float, Field(ge=0, le=MAX_BYTES)]
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=200)]
@@ -30,6 +47,7 @@ _Count = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
 _Device = Annotated[int, Field(ge=0, lt=MAX_STAGES)]
 _Devices = Annotated[int, Field(ge=1, le=MAX_STAGES)]
 _Microbatches = Annotated[int, Field(ge=1, le=MAX_MICROBATCHES)]
+_Route = Annotated[int, Field(ge=0, le=1)]
 
 _KIND_NAMES = "".join(kind.name for kind in Kind)
 _ORDER = re.compile(r"(?:(?:0|[1-9][0-9]{0,4})[FIWB](?:0|[1-9][0-9]{0,5}),)*+", re.ASCII)
@@ -49,7 +67,7 @@ class _Layer(_Strict):
 
 
 class _CostsFile(_Strict):
-    schema_version: Literal[1]
+    schema_version: _Version
     num_devices: _Devices
     num_microbatches: _Microbatches
     layers: Annotated[list[_Layer], Field(min_length=1, max_length=MAX_LAYERS)]
@@ -96,7 +114,7 @@ class _Predicted(_Strict):
 
 
 class _ScheduleFile(_Strict):
-    schema_version: Literal[1]
+    schema_version: _Version
     num_devices: _Devices
     num_microbatches: _Microbatches
     placement: Annotated[list[_Device], Field(min_length=1, max_length=MAX_STAGES)]
@@ -105,7 +123,7 @@ class _ScheduleFile(_Strict):
     origin: _Origin | None = None
     predicted: _Predicted | None = None
     routes: list[Annotated[list[_Device], Field(max_length=MAX_STAGES)]] | None = None
-    route_of_microbatch: Annotated[list[Literal[0, 1]], Field(max_length=MAX_MICROBATCHES)] | None = None
+    route_of_microbatch: Annotated[list[_Route], Field(max_length=MAX_MICROBATCHES)] | None = None
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
@@ -163,7 +181,7 @@ def costs_to_json(costs: Costs) -> dict[str, Any]:
     """The exact inverse of `costs_from_json`, every key written."""
     limit, fused = costs.memory_limit_bytes, costs.backward_fused_s
     return {
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
         "num_devices": costs.num_devices,
         "num_microbatches": costs.num_microbatches,
         "layers": [
@@ -225,7 +243,7 @@ def schedule_to_json(schedule: Schedule, *, predicted: Mapping[str, Any] | None 
     if schedule.layers_per_stage is None:
         raise ConfigError("layers_per_stage: not known for this schedule; a schedule file holds the split")
     value: dict[str, Any] = {
-        "schema_version": 1,
+        "schema_version": SCHEMA_VERSION,
         "num_devices": schedule.num_devices,
         "num_microbatches": schedule.num_microbatches,
         "placement": list(schedule.placement),
