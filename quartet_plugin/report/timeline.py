@@ -1,6 +1,7 @@
 """A schedule's picture: devices down, time across, one colour a kind, one shade a chunk, gaps for waiting."""
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,11 +36,16 @@ KIND_WORDS = {
 WAITING_COLOUR: Colour = (0.90, 0.90, 0.91)
 
 _DPI = 150
-_INCHES = (9.0, 22.0)
+_MARGINS_INCHES = (1.1, 0.8)  # left: device names; right: how busy they are
+_HEAD_INCHES = 0.72
+_AXIS_INCHES = 0.5
+_BAND_INCHES = (9.0, 15.0)
+_ONE_BAND_INCHES = 16.0
+_MAX_ROWS = 48
 _ROW_INCHES = (0.12, 0.38)
+_ACTION_INCHES = 0.13
 _FONT_POINTS = (4.6, 7.0)
 _DIGIT_WIDTH = 0.64  # of the font's size, for the numbers in the bars
-_ACTION_INCHES = 0.13
 _BAR = 0.86
 _MAX_LABELS = 6_000
 _SEAM_PIXELS = 5.0  # narrower bars would be mostly the white line between them
@@ -67,7 +73,7 @@ def timeline_png(
     """The picture of `schedule` at the times of `simulation`, as the bytes of a PNG.
 
     `unit_times` says that the times are in units, not seconds. Microbatch numbers are written where they
-    fit; wide schedules get a wider picture, up to 3600 pixels. Raises UsageError where matplotlib is not
+    fit; a long schedule is cut into bands, one below the other. Raises UsageError where matplotlib is not
     installed, ConfigError for a schedule without actions.
     """
     try:
@@ -83,18 +89,20 @@ def timeline_png(
         raise ConfigError(
             "the schedule takes no time, so there is nothing to draw; give it actions and costs"
         )
-    width = float(np.clip(_ACTION_INCHES * simulation.makespan_s / scale / _typical(bars), *_INCHES))
-    row = float(np.clip(12.0 / schedule.num_devices, *_ROW_INCHES))
-    height = row * schedule.num_devices + 1.25
-    figure = Figure(figsize=(width + 1.9, height), dpi=_DPI, facecolor="white")
+    page = _Page.of(bars, num_devices=schedule.num_devices, makespan=simulation.makespan_s / scale)
+    figure = Figure(figsize=page.inches, dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.add_axes((1.15 / (width + 1.9), 0.47 / height, width / (width + 1.9), 1 - 1.25 / height))
-    pixels = width * _DPI / (simulation.makespan_s / scale)
-    seam = _typical(bars) * pixels >= _SEAM_PIXELS
-    _draw_bars(axes, bars, schedule.num_devices, simulation.makespan_s / scale, seam=seam)
-    _label_bars(axes, bars, pixels=pixels, row_pixels=row * _DPI)
-    _label_axes(axes, schedule, simulation, unit)
-    _head(axes, bars, _title(schedule, simulation, title, scale, unit))
+    for band in range(page.num_bands):
+        axes = figure.add_axes(page.rectangle(band))
+        axes.set_xlim(page.span * band, page.span * (band + 1))
+        axes.set_ylim(schedule.num_devices - 0.45, -0.55)
+        _draw_bars(axes, bars, page)
+        _label_bars(axes, bars, page)
+        _label_axes(axes, schedule)
+        if band == 0:
+            _head(axes, bars, _title(schedule, simulation, title, scale, "" if unit_times else unit))
+            _note_busy(axes, schedule, simulation)
+    axes.set_xlabel(f"time ({unit})", fontsize=8, labelpad=2)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": "quartet"})
     return buffer.getvalue()
@@ -146,46 +154,95 @@ def num_chunks(routes: Sequence[Sequence[int]]) -> int:
     return sum(len(route) for route in routes) // (max(routes[0]) + 1)
 
 
-def _typical(bars: _Bars) -> float:
-    """A short action's length that should still hold a number; actions without cost do not count."""
-    lengths = bars.end - bars.start
-    lengths = lengths[lengths > 0]
-    return float(np.percentile(lengths, 25)) if len(lengths) else 1.0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Page:
+    """Where everything goes; a long schedule is cut into bands, one below the other, to stay readable.
+
+    `span` is the time a band shows, `width` and `row` are inches of a band and of one device's row.
+    """
+
+    num_bands: int
+    num_devices: int
+    makespan: float
+    width: float
+    row: float
+    typical: float
+
+    @classmethod
+    def of(cls, bars: _Bars, *, num_devices: int, makespan: float) -> "_Page":
+        lengths = bars.end - bars.start
+        # A short action should still hold its number; actions without cost do not count.
+        typical = float(np.percentile(lengths[lengths > 0], 25)) if (lengths > 0).any() else makespan
+        wanted = _ACTION_INCHES * makespan / typical
+        bands = 1 if wanted <= _ONE_BAND_INCHES else math.ceil(wanted / _BAND_INCHES[1])
+        bands = max(1, min(bands, _MAX_ROWS // num_devices))
+        return cls(
+            num_bands=bands,
+            num_devices=num_devices,
+            makespan=makespan,
+            width=float(np.clip(wanted / bands, _BAND_INCHES[0], _ONE_BAND_INCHES)),
+            row=float(np.clip(12.0 / num_devices, *_ROW_INCHES)),
+            typical=typical,
+        )
+
+    @property
+    def span(self) -> float:
+        return self.makespan / self.num_bands
+
+    @property
+    def inches(self) -> tuple[float, float]:
+        height = _HEAD_INCHES + self.num_bands * (self.row * self.num_devices + _AXIS_INCHES)
+        return self.width + sum(_MARGINS_INCHES), height
+
+    @property
+    def pixels_per_time(self) -> float:
+        return self.width * _DPI / self.span
+
+    def rectangle(self, band: int) -> tuple[float, float, float, float]:
+        """Left, bottom, width and height of a band, in fractions of the page."""
+        width, height = self.inches
+        rows = self.row * self.num_devices
+        top = _HEAD_INCHES + band * (rows + _AXIS_INCHES)
+        return _MARGINS_INCHES[0] / width, 1 - (top + rows) / height, self.width / width, rows / height
 
 
-def _draw_bars(axes: "Axes", bars: _Bars, num_devices: int, makespan: float, *, seam: bool) -> None:
+def _draw_bars(axes: "Axes", bars: _Bars, page: _Page) -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Rectangle
 
-    for device in range(num_devices):
-        axes.add_patch(
-            Rectangle((0, device - _BAR / 2), makespan, _BAR, facecolor=WAITING_COLOUR, edgecolor="none")
-        )
-    low, high = bars.device - _BAR / 2, bars.device + _BAR / 2
-    corners = np.stack(
-        [
-            np.stack([x, y], axis=-1)
-            for x, y in ((bars.start, low), (bars.end, low), (bars.end, high), (bars.start, high))
-        ],
-        axis=1,
-    )
+    for row in range(page.num_devices):
+        corner = (0, row - _BAR / 2)
+        axes.add_patch(Rectangle(corner, page.makespan, _BAR, facecolor=WAITING_COLOUR, edgecolor="none"))
+    left, right = axes.get_xlim()
+    shown = (bars.end > left) & (bars.start < right)
+    start, end, device = bars.start[shown], bars.end[shown], bars.device[shown]
+    low, high = device - _BAR / 2, device + _BAR / 2
+    sides = ((start, low), (end, low), (end, high), (start, high))
+    corners = np.stack([np.stack([x, y], axis=-1) for x, y in sides], axis=1)
     count = int(bars.chunk.max()) + 1
     palette = np.array([[shade(kind, chunk, num_chunks=count) for chunk in range(count)] for kind in Kind])
-    colours = palette[bars.kind, bars.chunk]
-    edges = {"edgecolors": "white", "linewidths": 0.35} if seam else {"linewidths": 0}
-    axes.add_collection(PolyCollection(list(corners), facecolors=colours, **edges))
-    axes.set_xlim(0, makespan)
-    axes.set_ylim(num_devices - 0.45, -0.55)
+    seam = page.typical * page.pixels_per_time >= _SEAM_PIXELS
+    axes.add_collection(
+        PolyCollection(
+            list(corners),
+            facecolors=palette[bars.kind[shown], bars.chunk[shown]],
+            edgecolors="white" if seam else "none",
+            linewidths=0.35 if seam else 0.0,
+            antialiaseds=seam,
+        )
+    )
 
 
-def _label_bars(axes: "Axes", bars: _Bars, *, pixels: float, row_pixels: float) -> None:
-    """Write the microbatch into each bar that is wide enough; `pixels` is per unit of time."""
+def _label_bars(axes: "Axes", bars: _Bars, page: _Page) -> None:
+    """Write the microbatch into each bar of this band that is wide enough."""
     digits = np.char.str_len(bars.microbatch.astype(str))
-    room = (bars.end - bars.start) * pixels - 1.5
+    room = (bars.end - bars.start) * page.pixels_per_time - 1.5
     digit_pixels = _DIGIT_WIDTH * _DPI / 72
-    wanted = _typical(bars) * pixels / (digits.max() * digit_pixels)
-    size = min(float(np.clip(wanted, *_FONT_POINTS)), row_pixels * _BAR * 0.6 * 72 / _DPI)
-    fits = np.flatnonzero(room >= digits * size * digit_pixels)
+    wanted = (page.typical * page.pixels_per_time - 1.5) / (digits.max() * digit_pixels)
+    size = min(float(np.clip(wanted, *_FONT_POINTS)), page.row * _BAR * 0.6 * 72)
+    left, right = axes.get_xlim()
+    middle = (bars.start + bars.end) / 2
+    fits = np.flatnonzero((room >= digits * size * digit_pixels) & (left <= middle) & (middle < right))
     if size < _FONT_POINTS[0] or len(fits) > _MAX_LABELS:
         return
     count = int(bars.chunk.max()) + 1
@@ -193,7 +250,7 @@ def _label_bars(axes: "Axes", bars: _Bars, *, pixels: float, row_pixels: float) 
         red, green, blue = shade(Kind(int(bars.kind[at])), int(bars.chunk[at]), num_chunks=count)
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.58
         axes.text(
-            (bars.start[at] + bars.end[at]) / 2,
+            middle[at],
             bars.device[at] + 0.03,
             str(bars.microbatch[at]),
             ha="center",
@@ -204,19 +261,24 @@ def _label_bars(axes: "Axes", bars: _Bars, *, pixels: float, row_pixels: float) 
         )
 
 
-def _label_axes(axes: "Axes", schedule: Schedule, simulation: "Simulation", unit: str) -> None:
-    devices = range(0, schedule.num_devices, -(-schedule.num_devices // _MAX_TICKS))
+def _label_axes(axes: "Axes", schedule: Schedule) -> None:
+    devices = _labelled(schedule)
     axes.set_yticks(list(devices), [f"device {device}" for device in devices], fontsize=8)
-    axes.set_xlabel(f"time ({unit})", fontsize=8, labelpad=2)
     axes.tick_params(axis="x", labelsize=8, length=3)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "left", "right"):
         axes.spines[side].set_visible(False)
-    for device in devices:
+
+
+def _labelled(schedule: Schedule) -> range:
+    return range(0, schedule.num_devices, -(-schedule.num_devices // _MAX_TICKS))
+
+
+def _note_busy(axes: "Axes", schedule: Schedule, simulation: "Simulation") -> None:
+    for device in _labelled(schedule):
         busy = float(simulation.busy_s[device]) / simulation.makespan_s
-        note = f"{100 * busy:.0f} % busy"
         axes.annotate(
-            note,
+            f"{100 * busy:.0f} % busy",
             (1, device),
             xytext=(5, 0),
             xycoords=("axes fraction", "data"),
@@ -240,7 +302,13 @@ def _head(axes: "Axes", bars: _Bars, title: str) -> None:
             colour = shade(kinds[0], chunk, num_chunks=count)
             handles.append(Patch(facecolor=colour, label=f"chunk {chunk}"))
     axes.annotate(
-        title, (0, 1), xytext=(0, 26), xycoords="axes fraction", textcoords="offset points", fontsize=10
+        title,
+        (0, 1),
+        xytext=(0, 26),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=10,
+        parse_math=False,
     )
     axes.legend(
         handles=handles,
@@ -262,7 +330,7 @@ def _title(schedule: Schedule, simulation: "Simulation", title: str, scale: floa
         title or "schedule",
         f"{schedule.num_devices} devices, {schedule.num_stages} stages",
         f"{schedule.num_microbatches} microbatches",
-        f"makespan {simulation.makespan_s / scale:.4g} {unit}",
+        f"makespan {simulation.makespan_s / scale:.4g} {unit}".rstrip(),
         f"bubble {100 * simulation.bubble_fraction:.1f} %",
     ]
     return "   ".join(words)
