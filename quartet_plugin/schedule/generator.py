@@ -1,0 +1,265 @@
+"""The compiled kernel that makes an order while it simulates: list scheduling by keys.
+
+A *lane* is one stage of one copy of the model; its microbatches run in order, so a device chooses among at
+most one F, one I and one W a lane. Devices decide in the order of time. A device runs the ready action of
+smallest key, unless something it still has to do has a key smaller by more than the slack.
+"""
+
+import numpy as np
+
+from quartet_plugin.schedule.costs import FloatArray, IntArray
+from quartet_plugin.schedule.kernel import compiled
+
+# Positions in the vector of scalar rules.
+SLACK, W_GAP, W_LIMIT, W_FILL, PATIENCE = range(5)
+NUM_RULES = 5
+_READY_TOLERANCE = 1e-12
+
+
+@compiled
+def generate_orders(
+    num_devices: int,
+    num_stages: int,
+    num_microbatches: int,
+    lane_device: IntArray,
+    lane_cost: FloatArray,
+    lane_send: FloatArray,
+    lane_bytes: FloatArray,
+    held: float,
+    lane_first: IntArray,
+    lane_count: IntArray,
+    forward_key: FloatArray,
+    backward_key: FloatArray,
+    progress: FloatArray,
+    whole: IntArray,
+    rules: FloatArray,
+    cap: FloatArray,
+    orders: IntArray,
+    offsets: IntArray,
+) -> float:
+    """Fill `orders`, each device's part from `offsets[device]` on; return the makespan, or inf.
+
+    `lane_first`/`lane_count` are a lane's microbatches (a run of consecutive ones), `progress[i]` the key of
+    its i-th; key(F) = progress + forward_key[lane], key(I) = progress + backward_key[lane], key(W) =
+    key(I) + rules[W_GAP]. `whole[lane]` is 1 where the backward is one action. `cap` [num_devices] bounds
+    activation bytes with a banker's rule: an F starts only if what the device's oldest unfinished
+    microbatch still needs fits too, pending W counted as reclaimable; so only a cap below one
+    microbatch's bytes fails, and inf is returned. A W runs when its key is smallest, when more than
+    rules[W_LIMIT] are pending, when its memory is needed, or when the device would idle for at least
+    rules[W_FILL] of its time. A device waits for an action of smaller key that is known to arrive
+    within rules[PATIENCE] of the time the other takes.
+    """
+    num_lanes = len(lane_device)
+    width = num_microbatches
+    slack = rules[0]
+    w_gap = rules[1]
+    w_limit = rules[2]
+    w_fill = rules[3]
+    patience = rules[4]
+
+    # Lanes of each device, in one array.
+    lane_at = np.zeros(num_devices + 1, dtype=np.int64)
+    for lane in range(num_lanes):
+        lane_at[lane_device[lane] + 1] += 1
+    for device in range(num_devices):
+        lane_at[device + 1] += lane_at[device]
+    lanes = np.empty(num_lanes, dtype=np.int64)
+    fill = lane_at[:-1].copy()
+    total = 0
+    for lane in range(num_lanes):
+        device = lane_device[lane]
+        lanes[fill[device]] = lane
+        fill[device] += 1
+        total += lane_count[lane] * (2 if whole[lane] else 3)
+
+    next_f = np.zeros(num_lanes, dtype=np.int64)
+    next_i = np.zeros(num_lanes, dtype=np.int64)
+    next_w = np.zeros(num_lanes, dtype=np.int64)
+    f_arrival = np.full(num_lanes * width, np.inf)
+    i_arrival = np.full(num_lanes * width, np.inf)
+    for lane in range(num_lanes):
+        if lane % num_stages == 0:
+            f_arrival[lane * width : lane * width + lane_count[lane]] = 0.0
+    free = np.zeros(num_devices)
+    wake = np.zeros(num_devices)
+    used = np.zeros(num_devices)
+    pending = np.zeros(num_devices, dtype=np.int64)
+    pending_bytes = np.zeros(num_devices)
+    at = offsets[:-1].copy()
+    w_release = np.empty(num_lanes)
+    tolerance = np.empty(num_devices)
+    for lane in range(num_lanes):
+        w_release[lane] = 0.0 if whole[lane] else lane_bytes[lane] * held
+    for device in range(num_devices):
+        tolerance[device] = cap[device] * (1.0 + 1e-9)
+
+    makespan = 0.0
+    ran = 0
+    relaxed = False
+    while ran < total:
+        device = 0
+        now = wake[0]
+        for d in range(1, num_devices):
+            if wake[d] < now:
+                now = wake[d]
+                device = d
+        if now == np.inf:
+            # Everybody waits for a key out of reach: ignore the slack once. The banker's rule keeps one able.
+            if relaxed:
+                return np.inf
+            relaxed = True
+            for d in range(num_devices):
+                wake[d] = free[d]
+            continue
+        reach = np.inf if relaxed else slack
+
+        first = lane_at[device]
+        last = lane_at[device + 1]
+        # Memory an F may still take.
+        oldest = next_i[lanes[first]]
+        for k in range(first + 1, last):
+            oldest = min(oldest, next_i[lanes[k]])
+        need = 0.0
+        for k in range(first, last):
+            lane = lanes[k]
+            if next_f[lane] <= oldest and next_f[lane] < lane_count[lane]:
+                need += lane_bytes[lane]
+        room = tolerance[device] - used[device] + pending_bytes[device]
+
+        smallest = np.inf
+        best_key = np.inf
+        best_lane = -1
+        best_is_f = False
+        soon_key = np.inf
+        soon = np.inf
+        for k in range(first, last):
+            lane = lanes[k]
+            i = next_i[lane]
+            if i < lane_count[lane]:
+                key = progress[i] + backward_key[lane]
+                smallest = min(smallest, key)
+                if i < next_f[lane] and i_arrival[lane * width + i] <= now + _READY_TOLERANCE:
+                    if key < best_key:
+                        best_key = key
+                        best_lane = lane
+                        best_is_f = False
+            i = next_f[lane]
+            if i < lane_count[lane]:
+                extra = 0.0 if i <= oldest else lane_bytes[lane]
+                if need + extra <= room:
+                    key = progress[i] + forward_key[lane]
+                    smallest = min(smallest, key)
+                    if key < best_key and f_arrival[lane * width + i] <= now + _READY_TOLERANCE:
+                        best_key = key
+                        best_lane = lane
+                        best_is_f = True
+        bound = smallest + reach
+        if best_key > bound:
+            best_lane = -1
+            best_key = np.inf
+        # What is known to arrive and would be preferred (or, with nothing ready, would be allowed).
+        if best_lane < 0 or patience > 0.0:
+            for k in range(first, last):
+                lane = lanes[k]
+                i = next_i[lane]
+                if i < next_f[lane]:
+                    when = i_arrival[lane * width + i]
+                    key = progress[i] + backward_key[lane]
+                    if when < soon and key < best_key and key <= bound:
+                        soon = when
+                        soon_key = key
+                i = next_f[lane]
+                if i < lane_count[lane]:
+                    when = f_arrival[lane * width + i]
+                    key = progress[i] + forward_key[lane]
+                    if when < soon and key < best_key and key <= bound:
+                        extra = 0.0 if i <= oldest else lane_bytes[lane]
+                        if need + extra <= room:
+                            soon = when
+                            soon_key = key
+            if best_lane >= 0 and soon_key < best_key:
+                kind = 0 if best_is_f else (3 if whole[best_lane] else 1)
+                if soon - now <= patience * lane_cost[kind, best_lane]:
+                    best_lane = -1
+                    best_key = np.inf
+
+        run_w = False
+        w_lane = -1
+        if pending[device] > 0:
+            w_key = np.inf
+            for k in range(first, last):
+                lane = lanes[k]
+                i = next_w[lane]
+                if whole[lane] == 0 and i < next_i[lane]:
+                    key = progress[i] + backward_key[lane]
+                    if key < w_key:
+                        w_key = key
+                        w_lane = lane
+            if best_lane < 0:
+                run_w = relaxed or soon - now >= w_fill * lane_cost[2, w_lane] - _READY_TOLERANCE
+            else:
+                run_w = pending[device] > w_limit or w_key + w_gap < best_key
+                if best_is_f and used[device] + lane_bytes[best_lane] > tolerance[device]:
+                    run_w = True
+
+        if run_w:
+            lane = w_lane
+            stage = lane % num_stages
+            i = next_w[lane]
+            next_w[lane] = i + 1
+            done = now + lane_cost[2, lane]
+            used[device] -= w_release[lane]
+            pending[device] -= 1
+            pending_bytes[device] -= w_release[lane]
+            orders[at[device]] = (stage * num_microbatches + lane_first[lane] + i) * 4 + 2
+        elif best_lane >= 0:
+            lane = best_lane
+            stage = lane % num_stages
+            if best_is_f:
+                i = next_f[lane]
+                next_f[lane] = i + 1
+                done = now + lane_cost[0, lane]
+                used[device] += lane_bytes[lane]
+                orders[at[device]] = (stage * num_microbatches + lane_first[lane] + i) * 4
+                if stage == num_stages - 1:
+                    i_arrival[lane * width + i] = done
+                else:
+                    to = lane + 1
+                    when = done + lane_send[0, lane]
+                    f_arrival[to * width + i] = when
+                    other = lane_device[to]
+                    if next_f[to] == i and other != device:
+                        when = max(when, free[other])
+                        wake[other] = min(wake[other], when)
+            else:
+                i = next_i[lane]
+                next_i[lane] = i + 1
+                if whole[lane]:
+                    done = now + lane_cost[3, lane]
+                    used[device] -= lane_bytes[lane]
+                    orders[at[device]] = (stage * num_microbatches + lane_first[lane] + i) * 4 + 3
+                else:
+                    done = now + lane_cost[1, lane]
+                    used[device] -= lane_bytes[lane] - w_release[lane]
+                    pending[device] += 1
+                    pending_bytes[device] += w_release[lane]
+                    orders[at[device]] = (stage * num_microbatches + lane_first[lane] + i) * 4 + 1
+                if stage > 0:
+                    to = lane - 1
+                    when = done + lane_send[1, lane]
+                    i_arrival[to * width + i] = when
+                    other = lane_device[to]
+                    if next_i[to] == i and other != device:
+                        when = max(when, free[other])
+                        wake[other] = min(wake[other], when)
+        else:
+            # Sleep until something known arrives; a message not sent yet wakes the device itself.
+            wake[device] = soon if soon > now else np.inf
+            continue
+        at[device] += 1
+        ran += 1
+        relaxed = False
+        free[device] = done
+        wake[device] = done
+        makespan = max(makespan, done)
+    return makespan
