@@ -1,0 +1,161 @@
+"""Axis 4: which slot plays which rank.
+
+Megatron numbers ranks tp fastest, then cp, dp and pp ("tp-cp-ep-dp-pp"):
+RANK = tp + TP (cp + CP (dp + DP pp)).
+Every order keeps RANK 0 on node 0, the master's host, and every TP group on one node.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import Mapping, NodeInfo, Slot
+
+EXHAUSTIVE_RANKS = 4
+STOCK = "stock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A mapping with a name: `stock`, the name of a rule, or the slots' indices ("1,0")."""
+
+    name: str
+    mapping: Mapping
+
+
+def slots_of(nodes: Sequence[NodeInfo]) -> tuple[Slot, ...]:
+    """All slots, in the launcher's order: node by node."""
+    return tuple(
+        Slot(node=index, local=local) for index, node in enumerate(nodes) for local in range(node.num_slots)
+    )
+
+
+def orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[Order, ...]:
+    """The candidates for `layout`, `stock` first where it is legal, each physical arrangement once.
+
+    Up to four processes these are all permutations modulo what is equal: the order inside a TP group, and
+    which of the equal data-parallel replicas is called which. Beyond, named orders. Raises PlanError when
+    `nodes` do not have one slot a process.
+    """
+    slots = slots_of(nodes)
+    if len(slots) != layout.world_size:
+        raise PlanError(f"mapping: {len(slots)} slots for {layout.world_size} processes; one each is needed")
+    named = _permutations(slots) if len(slots) <= EXHAUSTIVE_RANKS else _named(layout, slots=slots)
+    found: dict[object, Order] = {}
+    for name, candidate in named:
+        if not is_legal(candidate, layout=layout):
+            continue
+        found.setdefault(_arrangement(candidate, layout=layout), _order(name, candidate))
+    return tuple(found.values())
+
+
+def order_named(name: str, *, layout: Layout, nodes: Sequence[NodeInfo]) -> Order:
+    """The order called `name`: `stock`, one of `orders`, or the slot of every rank ("1,0").
+
+    Raises PlanError for an unknown name, or slots that break a rule.
+    """
+    slots = slots_of(nodes)
+    if name == STOCK:
+        return _order(STOCK, slots)
+    if name[:1].isdigit():
+        indices = [int(word) for word in name.split(",")]
+        if sorted(indices) != list(range(len(slots))):
+            raise PlanError(f"mapping: {name!r}; each of the slots 0 to {len(slots) - 1} once is needed")
+        candidate = tuple(slots[index] for index in indices)
+        if not is_legal(candidate, layout=layout):
+            raise PlanError(
+                f"mapping: {name!r}; RANK 0 must stay on node 0, and every TP group of {layout.label} "
+                "on one node"
+            )
+        return _order(name, candidate)
+    for rule, candidate in _named(layout, slots=slots):
+        if rule == name and is_legal(candidate, layout=layout):
+            return _order(name, candidate)
+    known = ", ".join([STOCK, *_RULES])
+    raise PlanError(f"mapping: {name!r}; not an order that {layout.label} can have; known: {known}")
+
+
+def is_legal(slots: Sequence[Slot], *, layout: Layout) -> bool:
+    """Whether RANK 0 is on node 0 and every TP group on one node."""
+    size = layout.tensor_parallel
+    groups = [slots[at : at + size] for at in range(0, len(slots), size)]
+    return slots[0].node == 0 and all(len({slot.node for slot in group}) == 1 for group in groups)
+
+
+def coordinates(rank: int, *, layout: Layout) -> tuple[int, int, int, int]:
+    """(tp, cp, dp, pp) of a Megatron RANK."""
+    rest, tp = divmod(rank, layout.tensor_parallel)
+    rest, cp = divmod(rest, layout.context_parallel)
+    pp, dp = divmod(rest, layout.data_parallel)
+    return tp, cp, dp, pp
+
+
+def rank_of(tp: int, *, cp: int, dp: int, pp: int, layout: Layout) -> int:
+    """The Megatron RANK of these coordinates."""
+    return tp + layout.tensor_parallel * (cp + layout.context_parallel * (dp + layout.data_parallel * pp))
+
+
+def _order(name: str, slots: Sequence[Slot]) -> Order:
+    mapping = Mapping(slots=tuple(slots))
+    return Order(name=STOCK if mapping.is_stock else name, mapping=mapping)
+
+
+def _arrangement(slots: Sequence[Slot], *, layout: Layout) -> object:
+    """What is physically different: a set of replicas, each a list of stages of CP lists of TP sets."""
+    replicas = []
+    for dp in range(layout.data_parallel):
+        stages = []
+        for pp in range(layout.pipeline_parallel):
+            groups = []
+            for cp in range(layout.context_parallel):
+                first = rank_of(0, cp=cp, dp=dp, pp=pp, layout=layout)
+                groups.append(frozenset(slots[first : first + layout.tensor_parallel]))
+            stages.append(tuple(groups))
+        replicas.append(tuple(stages))
+    return frozenset(replicas)
+
+
+_Named = tuple[str, tuple[Slot, ...]]
+
+
+def _permutations(slots: Sequence[Slot]) -> list[_Named]:
+    return [
+        (",".join(str(index) for index in indices), tuple(slots[index] for index in indices))
+        for indices in itertools.permutations(range(len(slots)))
+    ]
+
+
+def _named(layout: Layout, *, slots: Sequence[Slot]) -> list[_Named]:
+    """The named orders; the slot of a rank is the stock slot of the rank that `rule` names."""
+    found: list[_Named] = [(STOCK, tuple(slots))]
+    for name, rule in _RULES.items():
+        indices = [rule(layout, *coordinates(rank, layout=layout)) for rank in range(layout.world_size)]
+        found.append((name, tuple(slots[index] for index in indices)))
+    return found
+
+
+def _pipeline_reversed(layout: Layout, tp: int, cp: int, dp: int, pp: int) -> int:
+    return rank_of(tp, cp=cp, dp=dp, pp=layout.pipeline_parallel - 1 - pp, layout=layout)
+
+
+def _rotated(by: int) -> Callable[[Layout, int, int, int, int], int]:
+    def rule(layout: Layout, tp: int, cp: int, dp: int, pp: int) -> int:
+        return rank_of(tp, cp=cp, dp=dp, pp=(pp + by) % layout.pipeline_parallel, layout=layout)
+
+    return rule
+
+
+def _tp_pp_dp(layout: Layout, tp: int, cp: int, dp: int, pp: int) -> int:
+    """A replica's stages beside each other: slots are counted tp, cp, pp, then dp."""
+    inner = cp + layout.context_parallel * (pp + layout.pipeline_parallel * dp)
+    return tp + layout.tensor_parallel * inner
+
+
+_RULES: dict[str, Callable[[Layout, int, int, int, int], int]] = {
+    "tp-pp-dp": _tp_pp_dp,
+    "pipeline-reversed": _pipeline_reversed,
+    "pipeline-rotated-1": _rotated(1),
+    "pipeline-rotated-minus-1": _rotated(-1),
+}

@@ -1,0 +1,63 @@
+"""What trial 0 reported, as plans need it: what every plan is made for, the baseline, the slots."""
+
+from collections.abc import Iterable, Sequence
+
+from quartet_plugin import __version__
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.mapping.orders import slots_of
+from quartet_plugin.model.plan import MadeFor, Mapping, NodeInfo, Plan, Provenance
+from quartet_plugin.trial.files import Job, RankReport, parse_job
+
+__all__ = ["Job", "baseline_plan", "made_for", "nodes_of", "parse_job", "world_size_of"]
+
+
+def world_size_of(job: Job) -> int:
+    """Processes of the user's command."""
+    return job.layout.world_size
+
+
+def made_for(job: Job, *, nodes: Sequence[NodeInfo]) -> MadeFor:
+    """What every plan of the run is for."""
+    return MadeFor(
+        framework=job.framework,
+        framework_version=job.framework_version,
+        shape=job.shape,
+        global_batch_size=job.global_batch_size,
+        world_size=world_size_of(job),
+        nodes=tuple(nodes),
+    )
+
+
+def baseline_plan(job: Job, *, nodes: Sequence[NodeInfo], run: str, seed: int) -> Plan:
+    """The user's own configuration as a plan; raises PlanError where the report contradicts itself."""
+    return Plan(
+        made_for=made_for(job, nodes=nodes),
+        shape=job.shape,
+        layout=job.layout,
+        split=job.split,
+        schedule=job.schedule,
+        mapping=Mapping(slots=slots_of(nodes)),
+        provenance=Provenance(run=run, trial=0, seed=seed, quartet_version=__version__),
+    )
+
+
+def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
+    """The nodes that ranks ran on, in the launcher's order of ranks.
+
+    Raises ConfigError where a node's local ranks are not 0, 1, ...: a slot could not be named.
+    """
+    locals_of: dict[str, list[int]] = {}
+    device_of: dict[str, str] = {}
+    for report in sorted(reports, key=lambda report: report.launch_rank):
+        locals_of.setdefault(report.host, []).append(report.local_rank)
+        device_of.setdefault(report.host, report.device)
+    for host, local_ranks in locals_of.items():
+        if sorted(local_ranks) != list(range(len(local_ranks))):
+            raise ConfigError(
+                f"host {host}: local ranks {sorted(local_ranks)}; "
+                f"must be 0 to {len(local_ranks) - 1}, each once"
+            )
+    return tuple(
+        NodeInfo(host=host, node_class=f"{device_of[host]} x{len(ranks)}", num_slots=len(ranks))
+        for host, ranks in locals_of.items()
+    )

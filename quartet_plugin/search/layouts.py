@@ -1,0 +1,185 @@
+"""The parallel layouts a job can have: TP x PP x DP, virtual stages and micro-batch, legal for Megatron."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.search.config import SearchConfig
+from quartet_plugin.search.features import Axis
+from quartet_plugin.search.job import Job
+
+MAX_VIRTUAL_STAGES = 4
+MAX_MICRO_BATCH_FACTOR = 8
+MAX_GROUPS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRules:
+    """What the job, the machine and the user's wishes allow."""
+
+    job: Job
+    nodes: tuple[NodeInfo, ...]
+    search: SearchConfig
+    locked: frozenset[Axis]
+
+    @property
+    def slots_per_node(self) -> int:
+        """What a TP group must divide: the greatest common divisor over the nodes."""
+        return math.gcd(*(node.num_slots for node in self.nodes))
+
+
+def legal_layouts(shape: ModelShape, *, rules: LayoutRules) -> tuple[Layout, ...]:
+    """Every layout for `shape`, in a fixed order; the user's own is among them unless it was ruled out.
+
+    Context and expert parallelism, recompute and the optimizer's form stay as the user has them.
+    """
+    found = [
+        layout
+        for degrees in _degrees(rules)
+        for virtual in _virtual_stages(degrees, shape=shape, rules=rules)
+        for layout in _micro_batches(virtual, rules=rules)
+        if _fits(layout, shape=shape, rules=rules)
+    ]
+    return tuple(dict.fromkeys(found))
+
+
+def legal_groups(layout: Layout, *, num_microbatches: int) -> tuple[int, ...]:
+    """Microbatches a chunk before the next one, that Megatron's interleaved schedule accepts.
+
+    From the pipeline's degree (stock) to all microbatches; what is left over must be none or fill the
+    pipeline. At most eight are offered: the degree's doublings and all.
+    """
+    least = layout.pipeline_parallel
+    doublings = [least * 2**power for power in range(MAX_GROUPS)]
+    candidates = [group for group in doublings if group < num_microbatches] + [num_microbatches]
+    return tuple(
+        group for group in candidates if is_legal_group(group, layout, num_microbatches=num_microbatches)
+    )
+
+
+def is_legal_group(group: int, layout: Layout, *, num_microbatches: int) -> bool:
+    """Whether Megatron's interleaved schedule accepts the group."""
+    rest = num_microbatches % group
+    return layout.pipeline_parallel <= group <= num_microbatches and (
+        rest == 0 or rest >= layout.pipeline_parallel
+    )
+
+
+def _degrees(rules: LayoutRules) -> list[Layout]:
+    """TP x PP x DP that fill the processes; TP groups divide the nodes."""
+    own, search = rules.job.layout, rules.search
+    if Axis.DEGREES in rules.locked:
+        return [own]
+    processes = own.world_size // own.context_parallel
+    found = []
+    for tensor in _divisors(processes):
+        if tensor != own.tensor_parallel and rules.slots_per_node % tensor:
+            continue
+        for pipeline in _divisors(processes // tensor):
+            data = processes // tensor // pipeline
+            wanted = (
+                _is_asked(search.tensor_parallel, tensor)
+                and _is_asked(search.pipeline_parallel, pipeline)
+                and _is_asked(search.data_parallel, data)
+            )
+            if wanted:
+                found.append(
+                    replace(
+                        own,
+                        tensor_parallel=tensor,
+                        pipeline_parallel=pipeline,
+                        data_parallel=data,
+                        virtual_stages=1,
+                        # Stays where the user has it; without tensor parallelism there is nothing to split.
+                        sequence_parallel=own.sequence_parallel and tensor > 1,
+                    )
+                )
+    return found
+
+
+def _virtual_stages(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> list[Layout]:
+    own, asked = rules.job.layout, rules.search.virtual_stages
+    if Axis.SCHEDULE in rules.locked:
+        same_degree = layout.pipeline_parallel == own.pipeline_parallel
+        return [replace(layout, virtual_stages=own.virtual_stages if same_degree else 1)]
+    if layout.pipeline_parallel == 1:
+        return [layout] if _is_asked(asked, 1) else []
+    choices = asked or tuple(sorted({1, 2, MAX_VIRTUAL_STAGES, own.virtual_stages}))
+    names = rules.search.schedule
+    return [
+        replace(layout, virtual_stages=choice)
+        for choice in choices
+        if choice * layout.pipeline_parallel <= shape.num_layers + 2
+        and (asked or choice * layout.pipeline_parallel <= shape.num_layers)
+        and _is_schedule_asked("interleaved" if choice > 1 else "1f1b", names, rules)
+    ]
+
+
+def _micro_batches(layout: Layout, *, rules: LayoutRules) -> list[Layout]:
+    own, batch = rules.job.layout, rules.job.global_batch_size
+    asked = rules.search.micro_batch_size
+    if Axis.MICRO_BATCH in rules.locked:
+        choices: Sequence[int] = (own.micro_batch_size,)
+    elif asked:
+        choices = asked
+    else:
+        most = own.micro_batch_size * MAX_MICRO_BATCH_FACTOR
+        powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
+        choices = sorted({*powers, own.micro_batch_size})
+    return [
+        replace(layout, micro_batch_size=choice)
+        for choice in choices
+        if batch % (choice * layout.data_parallel) == 0
+    ]
+
+
+def _fits(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> bool:
+    """Megatron's own divisibility rules, and the group where the schedule is interleaved."""
+    tensor = layout.tensor_parallel
+    divided = (
+        shape.num_attention_heads,
+        shape.num_query_groups,
+        shape.ffn_hidden_size,
+        shape.vocab_size,
+        *((shape.seq_length,) if layout.sequence_parallel else ()),
+    )
+    if any(size % tensor for size in divided):
+        return False
+    if layout.pipeline_parallel == 1 and not _is_schedule_asked(
+        "no-pipelining", rules.search.schedule, rules
+    ):
+        return False
+    if layout.num_stages > shape.num_layers + 2:
+        return False
+    if layout.virtual_stages == 1:
+        return True
+    return bool(asked_groups(layout, rules=rules))
+
+
+def asked_groups(layout: Layout, *, rules: LayoutRules) -> tuple[int, ...]:
+    """The groups to choose from for an interleaved layout; none where the layout cannot be run as asked."""
+    num_microbatches = layout.num_microbatches(rules.job.global_batch_size)
+    if rules.search.group:
+        return tuple(
+            group
+            for group in rules.search.group
+            if is_legal_group(group, layout, num_microbatches=num_microbatches)
+        )
+    found = legal_groups(layout, num_microbatches=num_microbatches)
+    return found[:1] if Axis.SCHEDULE in rules.locked else found
+
+
+def _is_schedule_asked(name: str, asked: Sequence[str] | None, rules: LayoutRules) -> bool:
+    return not asked or name in asked or ("stock" in asked and name == rules.job.schedule.name)
+
+
+def _is_asked(asked: Sequence[int] | None, value: int) -> bool:
+    return not asked or value in asked
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -1,0 +1,325 @@
+"""The study's search space: shape, then layout, split, schedule and mapping, legal by construction.
+
+Every choice is made from what the earlier ones leave legal. Optuna asks that the choices of a parameter
+never change, so a parameter whose choices depend on earlier ones carries them, or the choice they depend
+on, in its name. A parameter with one choice is not a parameter.
+"""
+
+import random
+from collections.abc import Mapping as MappingABC
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from quartet_plugin import __version__
+from quartet_plugin.cost.estimate import relative_cost
+from quartet_plugin.errors import ConfigError, PlanError
+from quartet_plugin.mapping.orders import STOCK, Order, order_named, orders
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.measurement import Prediction
+from quartet_plugin.model.plan import Mapping, NodeInfo, Plan, Provenance, ScheduleChoice, Split
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
+from quartet_plugin.search.config import SearchConfig
+from quartet_plugin.search.features import Axis, locked_axes
+from quartet_plugin.search.job import Job, baseline_plan
+from quartet_plugin.search.layouts import LayoutRules, asked_groups, legal_layouts
+from quartet_plugin.search.splits import even_counts, is_legal_split, weighted_split, weights_of
+
+type Params = MappingABC[str, str | int | float]
+
+SPLIT_EMBEDDING = "split.embedding"
+SPLIT_HEAD = "split.head"
+
+
+class Chooser(Protocol):
+    """Makes the choices of one plan: a sampler, a recorded point, or chance."""
+
+    def category(self, name: str, choices: Sequence[str]) -> str:
+        """One of `choices`, at least two."""
+
+    def weight(self, name: str) -> float:
+        """A number from -1 to 1."""
+
+
+class FixedChooser:
+    """Repeats recorded parameters. A KeyError is a parameter that was not recorded."""
+
+    def __init__(self, params: Params) -> None:
+        self._params = params
+
+    def category(self, name: str, choices: Sequence[str]) -> str:
+        """The recorded choice."""
+        choice = str(self._params[name])
+        if choice not in choices:
+            raise KeyError(name)
+        return choice
+
+    def weight(self, name: str) -> float:
+        """The recorded number."""
+        return float(self._params[name])
+
+
+class RandomChooser:
+    """Chooses by chance, and records."""
+
+    def __init__(self, generator: random.Random) -> None:
+        self._generator = generator
+        self.params: dict[str, str | int | float] = {}
+
+    def category(self, name: str, choices: Sequence[str]) -> str:
+        """Any choice, each as likely."""
+        self.params[name] = choice = self._generator.choice(list(choices))
+        return choice
+
+    def weight(self, name: str) -> float:
+        """Any number from -1 to 1."""
+        self.params[name] = weight = self._generator.uniform(-1.0, 1.0)
+        return weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """All plans of a run, made by `build_space`; `baseline` is the user's own configuration."""
+
+    job: Job
+    nodes: tuple[NodeInfo, ...]
+    search: SearchConfig
+    run: str
+    seed: int
+    baseline: Plan
+    locked: MappingABC[Axis, str]
+    shapes: tuple[ModelShape, ...]
+    layouts: MappingABC[ModelShape, tuple[Layout, ...]]
+    _orders: dict[Layout, tuple[Order, ...]] = field(default_factory=dict)
+
+    def decode(self, choose: Chooser, *, trial: int) -> Plan:
+        """The plan of the choices. Always legal."""
+        shape = self._shape(choose)
+        layout = self._layout(choose, shape)
+        split = self._split(choose, shape, layout)
+        schedule = self._schedule(choose, layout)
+        mapping = self._mapping(choose, layout)
+        plan = Plan(
+            made_for=self.baseline.made_for,
+            shape=shape,
+            layout=layout,
+            split=Split(transformer_layers_per_stage=split),
+            schedule=schedule,
+            mapping=mapping,
+            provenance=Provenance(run=self.run, trial=trial, seed=self.seed, quartet_version=__version__),
+        )
+        cost = relative_cost(plan, baseline=self.baseline)
+        return replace(
+            plan, prediction=Prediction(iteration_s=None, relative_cost=cost, peak_memory_bytes=None)
+        )
+
+    def params_of(self, plan: Plan) -> Params | None:
+        """Choices that lead to `plan`; None where the space does not hold it."""
+        recorder = _Recorder(plan, space=self)
+        try:
+            made = self.decode(recorder, trial=plan.provenance.trial)
+        except KeyError:
+            return None
+        return recorder.params if made.key == plan.key else None
+
+    def layout_groups(self, shape: ModelShape) -> tuple[str, tuple[str, ...]]:
+        """The layout parameter of `shape`: its name, and its choices (degrees, without the micro-batch)."""
+        choices = _degree_labels(self.layouts[shape])
+        known: list[tuple[str, ...]] = []
+        for other in self.shapes:
+            labels = _degree_labels(self.layouts[other])
+            if labels not in known:
+                known.append(labels)
+        at = known.index(choices)
+        return ("layout" if at == 0 else f"layout.{at + 1}"), choices
+
+    def orders_of(self, layout: Layout) -> tuple[Order, ...]:
+        """The rank orders to choose from for `layout`, the stock one first where it is asked for."""
+        if layout not in self._orders:
+            self._orders[layout] = self._find_orders(layout)
+        return self._orders[layout]
+
+    def _find_orders(self, layout: Layout) -> tuple[Order, ...]:
+        stock = order_named(STOCK, layout=layout, nodes=self.nodes)
+        if Axis.MAPPING in self.locked:
+            return (stock,)
+        if self.search.mapping is None:
+            return orders(layout, nodes=self.nodes) or (stock,)
+        found = []
+        for name in self.search.mapping:
+            try:
+                found.append(order_named(name, layout=layout, nodes=self.nodes))
+            except PlanError:
+                continue  # asked for, but not for this layout
+        return tuple(dict.fromkeys(found)) or (stock,)
+
+    def _shape(self, choose: Chooser) -> ModelShape:
+        labels = [shape_label(shape) for shape in self.shapes]
+        return self.shapes[labels.index(_choose(choose, "shape", labels))]
+
+    def _layout(self, choose: Chooser, shape: ModelShape) -> Layout:
+        name, choices = self.layout_groups(shape)
+        degrees = _choose(choose, name, choices)
+        candidates = [layout for layout in self.layouts[shape] if degree_label(layout) == degrees]
+        sizes = [str(layout.micro_batch_size) for layout in candidates]
+        size = _choose(choose, f"micro_batch_size[{','.join(sizes)}]", sizes)
+        return candidates[sizes.index(size)]
+
+    def _split(self, choose: Chooser, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+        if layout.num_stages == 1:
+            return (shape.num_layers,)
+        fixed = self.fixed_splits(shape, layout)
+        if fixed is not None:
+            labels = ["+".join(str(count) for count in counts) for counts in fixed]
+            return fixed[labels.index(_choose(choose, f"split[{','.join(labels)}]", labels))]
+        return weighted_split(
+            shape.num_layers,
+            num_devices=layout.pipeline_parallel,
+            chunks=layout.virtual_stages,
+            embedding=choose.weight(SPLIT_EMBEDDING) * shape.num_layers,
+            head=choose.weight(SPLIT_HEAD) * shape.num_layers,
+        )
+
+    def fixed_splits(self, shape: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
+        """The splits asked for that fit; None where the split is tuned."""
+        names = ("stock",) if Axis.SPLIT in self.locked else self.search.split
+        if names is None:
+            return None
+        found = []
+        for name in names:
+            if name == "stock":
+                counts = self.job.split.transformer_layers_per_stage
+                if not is_legal_split(counts, num_layers=shape.num_layers, num_stages=layout.num_stages):
+                    counts = even_counts(shape.num_layers, num_stages=layout.num_stages)
+            elif name == "even":
+                counts = even_counts(shape.num_layers, num_stages=layout.num_stages)
+            else:
+                counts = tuple(int(count) for count in name.split("+"))
+            if is_legal_split(counts, num_layers=shape.num_layers, num_stages=layout.num_stages):
+                found.append(counts)
+        return tuple(dict.fromkeys(found))
+
+    def _schedule(self, choose: Chooser, layout: Layout) -> ScheduleChoice:
+        if layout.pipeline_parallel == 1:
+            return ScheduleChoice(name="no-pipelining")
+        if layout.virtual_stages == 1:
+            return ScheduleChoice(name="1f1b")
+        rules = _rules(self.job, self.nodes, self.search, self.locked)
+        groups = [str(group) for group in asked_groups(layout, rules=rules)]
+        group = _choose(choose, f"group[{','.join(groups)}]", groups)
+        return ScheduleChoice(name="interleaved", group=int(group))
+
+    def _mapping(self, choose: Chooser, layout: Layout) -> Mapping:
+        found = self.orders_of(layout)
+        names = [order.name for order in found]
+        name = _choose(choose, f"mapping[{degree_label(layout)}]", names)
+        return found[names.index(name)].mapping
+
+
+class _Recorder:
+    """Chooses what leads to a given plan, and records it."""
+
+    def __init__(self, plan: Plan, *, space: Space) -> None:
+        self._plan = plan
+        self._space = space
+        self._weights: tuple[float, float] | None = None
+        self.params: dict[str, str | int | float] = {}
+
+    def category(self, name: str, choices: Sequence[str]) -> str:
+        wanted = self._wanted(name)
+        if wanted not in choices:
+            raise KeyError(name)
+        self.params[name] = wanted
+        return wanted
+
+    def weight(self, name: str) -> float:
+        plan = self._plan
+        if self._weights is None:
+            self._weights = weights_of(
+                plan.split.transformer_layers_per_stage,
+                num_devices=plan.layout.pipeline_parallel,
+                chunks=plan.layout.virtual_stages,
+            )
+        if self._weights is None:
+            raise KeyError(name)
+        value = self._weights[name == SPLIT_HEAD] / plan.shape.num_layers
+        self.params[name] = value
+        return value
+
+    def _wanted(self, name: str) -> str:
+        plan = self._plan
+        kind = name.partition("[")[0].partition(".")[0]
+        if kind == "shape":
+            return shape_label(plan.shape)
+        if kind == "layout":
+            return degree_label(plan.layout)
+        if kind == "micro_batch_size":
+            return str(plan.layout.micro_batch_size)
+        if kind == "split":
+            return plan.split.label
+        if kind == "group":
+            return str(plan.schedule.group)
+        found = self._space.orders_of(plan.layout)
+        return next((order.name for order in found if order.mapping == plan.mapping), "")
+
+
+def build_space(job: Job, *, nodes: Sequence[NodeInfo], search: SearchConfig, run: str, seed: int) -> Space:
+    """The space around the user's job. Raises ConfigError where what was asked leaves no plan."""
+    baseline = baseline_plan(job, nodes=nodes, run=run, seed=seed)
+    locked = locked_axes(job.features)
+    shapes: tuple[ModelShape, ...] = (job.shape,)
+    if search.scaling is not None and Axis.SCALING not in locked:
+        shapes = equal_shapes(job.shape, rule=BudgetRule(**search.scaling.model_dump()))
+    rules = _rules(job, nodes, search, locked)
+    draft = Space(
+        job=job,
+        nodes=tuple(nodes),
+        search=search,
+        run=run,
+        seed=seed,
+        baseline=baseline,
+        locked=locked,
+        shapes=shapes,
+        layouts={},
+    )
+    layouts = {}
+    for shape in shapes:
+        kept = tuple(
+            layout
+            for layout in legal_layouts(shape, rules=rules)
+            if draft.fixed_splits(shape, layout) != () or layout.num_stages == 1
+        )
+        if kept:
+            layouts[shape] = kept
+    if not layouts:
+        raise ConfigError(
+            f"search: no layout of {job.layout.world_size} processes, "
+            f"global batch size {job.global_batch_size} and {job.shape.num_layers} layers fits what is asked; set more axes to auto"
+        )
+    return replace(draft, shapes=tuple(layouts), layouts=layouts)
+
+
+def shape_label(shape: ModelShape) -> str:
+    """Depth x width, for tables and as a choice."""
+    return f"{shape.num_layers}x{shape.hidden_size}"
+
+
+def degree_label(layout: Layout) -> str:
+    """The layout without its micro-batch."""
+    label = layout.label.rpartition("mb")[0].strip()
+    return label or "one"
+
+
+def _degree_labels(layouts: Sequence[Layout]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(degree_label(layout) for layout in layouts))
+
+
+def _rules(
+    job: Job, nodes: Sequence[NodeInfo], search: SearchConfig, locked: MappingABC[Axis, str]
+) -> LayoutRules:
+    return LayoutRules(job=job, nodes=tuple(nodes), search=search, locked=frozenset(locked))
+
+
+def _choose(choose: Chooser, name: str, choices: Sequence[str]) -> str:
+    return choices[0] if len(choices) == 1 else choose.category(name, choices)
