@@ -1,0 +1,135 @@
+"""Editing a command's words with the framework's own parser: which flags were given, and where.
+
+Nothing is guessed from a flag's spelling. The parser says which words are options and how many values each
+takes; words it does not know, those of the script itself, stay where they are. After every edit the new
+words are parsed again and compared with what was asked for.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from quartet_plugin.errors import PlanError
+
+AddArguments = Callable[[argparse.ArgumentParser], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Occurrence:
+    """One given option: its words are `words[start:stop]`."""
+
+    dest: str
+    flag: str
+    start: int
+    stop: int
+
+
+class Flags:
+    """The framework's options, by destination, and the words of a command seen with them."""
+
+    def __init__(self, add_arguments: AddArguments) -> None:
+        """`add_arguments` fills a parser, as `megatron.training.arguments.add_megatron_arguments` does."""
+        self._parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+        add_arguments(self._parser)
+        self._actions = {flag: action for action in self._parser._actions for flag in action.option_strings}
+        self.defaults: dict[str, Any] = {}
+        for action in self._parser._actions:
+            if action.dest not in self.defaults and action.default is not argparse.SUPPRESS:
+                self.defaults[action.dest] = action.default
+            action.default = argparse.SUPPRESS
+            action.required = False
+        self.defaults.update(self._parser._defaults)
+        self._parser._defaults.clear()
+
+    def given(self, words: Sequence[str]) -> dict[str, Any]:
+        """The values that the words give, by destination; nothing for what they leave out.
+
+        Ends as the framework's own parser does (SystemExit, code 2) on a value that it refuses.
+        """
+        return vars(self._parser.parse_known_args(list(words))[0])
+
+    def values(self, words: Sequence[str]) -> argparse.Namespace:
+        """All values, the framework's defaults filled in."""
+        return argparse.Namespace(**{**self.defaults, **self.given(words)})
+
+    def occurrences(self, words: Sequence[str]) -> list[Occurrence]:
+        """The known options among the words, in order, with the words that belong to each."""
+        found = []
+        at = 0
+        while at < len(words) and words[at] != "--":
+            flag, has_value, _ = words[at].partition("=")
+            action = self._actions.get(words[at]) or (self._actions.get(flag) if has_value else None)
+            stop = at + 1
+            if action is not None:
+                if words[at] in self._actions:
+                    flag = words[at]
+                    stop += self._num_values(action, words[stop:])
+                found.append(Occurrence(dest=action.dest, flag=flag, start=at, stop=stop))
+            at = stop
+        return found
+
+    def edit(
+        self, words: Sequence[str], *, remove: Set[str], append: Sequence[str]
+    ) -> tuple[list[str], list[Occurrence]]:
+        """The words without the options of these destinations, then `append`; and what was taken out.
+
+        Raises PlanError if the result would not parse to exactly that, which means the command cannot be
+        edited safely.
+        """
+        taken = [item for item in self.occurrences(words) if item.dest in remove]
+        dropped = {index for item in taken for index in range(item.start, item.stop)}
+        kept = [word for index, word in enumerate(words) if index not in dropped]
+        end = kept.index("--") if "--" in kept else len(kept)
+        edited = [*kept[:end], *append, *kept[end:]]
+        before = {name: value for name, value in self.given(words).items() if name not in remove}
+        expected = {**before, **self.given(append)}
+        if self.given(edited) != expected:
+            raise PlanError(
+                "the command's flags cannot be edited without changing others; "
+                "write each flag with its value as separate words, and no value that looks like a flag"
+            )
+        return edited, taken
+
+    def flag_of(self, dest: str, value: Any = True) -> str:
+        """The option that stores into `dest`; for switches the one that stores `value`."""
+        for action in self._parser._actions:
+            if action.dest == dest and action.option_strings:
+                if isinstance(action, argparse.BooleanOptionalAction):
+                    wanted = "--no-" if value is False else "--"
+                    return next(
+                        flag
+                        for flag in action.option_strings
+                        if flag.startswith("--no-") == (wanted == "--no-")
+                    )
+                if action.nargs != 0 or action.const == value:
+                    return action.option_strings[0]
+        raise PlanError(f"{dest}: this Megatron has no flag that sets it to {value!r}")
+
+    def words_for(self, values: Mapping[str, Any]) -> list[str]:
+        """Words that set these values; a switch is one word, anything else a flag and its value."""
+        words: list[str] = []
+        for dest, value in values.items():
+            words.append(self.flag_of(dest, value))
+            if not isinstance(value, bool):
+                words.append(str(value))
+        return words
+
+    def has(self, dest: str) -> bool:
+        """Whether some option stores into `dest`."""
+        return any(action.dest == dest for action in self._parser._actions)
+
+    def _num_values(self, action: argparse.Action, words: Sequence[str]) -> int:
+        """How many of the words behind an option are its values, by argparse's rules."""
+        available = 0
+        while available < len(words) and self._is_value(words[available]):
+            available += 1
+        if action.nargs is None:
+            return min(1, available)
+        if isinstance(action.nargs, int):
+            return min(action.nargs, available)
+        return min(1, available) if action.nargs == "?" else available
+
+    def _is_value(self, word: str) -> bool:
+        # argparse's own classification (negative numbers, words with spaces) has no public name.
+        return word != "--" and self._parser._parse_optional(word) is None

@@ -1,0 +1,229 @@
+"""The drop-in entry: runs a pretrain script as python would, with a plan, measured, or merely passed through.
+
+    torchrun ... -m quartet_plugin.megatron [-m MODULE | SCRIPT] ARGS... [--quartet-plan FILE]
+
+Without a plan and a trial only an argument group is added. With them Megatron's version and every seam are
+checked before anything is changed.
+"""
+
+import argparse
+import faulthandler
+import importlib.util
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quartet_plugin.errors import QuartetError
+from quartet_plugin.megatron import cpu_device
+from quartet_plugin.megatron.cpu_device.startup import after_import
+from quartet_plugin.megatron.failure import describe_failure
+from quartet_plugin.megatron.options import USAGE, Command, Options, add_group, read_command
+from quartet_plugin.megatron.ranks import Meeting, Place
+
+_DEVICE_NODES = ("nvidia0", "nvidiactl", "dxg", "kfd", "nvhost-gpu", "nvgpu")
+
+
+@dataclass(slots=True)
+class Session:
+    """One process of one start."""
+
+    command: Command
+    place: Place
+    files: Any = None
+    meter: Any = None
+    neutralised: list[str] = field(default_factory=list)
+
+    @property
+    def options(self) -> Options:
+        """Our own flags."""
+        return self.command.options
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps done so far."""
+        return 0 if self.meter is None else int(self.meter.num_steps)
+
+
+def main() -> None:
+    """Run the command line of this process; ends as the script ends."""
+    try:
+        command = read_command(sys.argv[1:])
+    except QuartetError as error:
+        print(f"quartet: {error}", file=sys.stderr)
+        raise SystemExit(int(error.exit_code)) from None
+    if command is None:
+        parser = argparse.ArgumentParser(prog="quartet_plugin.megatron", usage=USAGE, add_help=False)
+        add_group(parser, Options())
+        parser.print_help()
+        return
+    faulthandler.enable()
+    run(Session(command=command, place=Place.of(os.environ)))
+
+
+def run(session: Session) -> None:
+    """Prepare, run the script, and leave a record of how it ended where a trial asks for one."""
+    try:
+        arguments = prepare(session)
+        run_program(session.command, arguments)
+        _end_of_script(session)
+    except QuartetError as error:
+        _record(session, error)
+        if getattr(error, "told_by", session.place.launch_rank) == session.place.launch_rank:
+            print(f"quartet: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(int(error.exit_code)) from None
+    except SystemExit as error:
+        if error.code in (None, 0):
+            _end_of_script(session)
+        else:
+            _record(session, error)
+        raise
+    except BaseException as error:
+        _record(session, error)
+        raise
+
+
+def prepare(session: Session) -> list[str]:
+    """Everything before the script runs; returns the script's arguments.
+
+    Raises QuartetError for a bad plan or trial, an unsupported Megatron, or ranks that disagree.
+    """
+    options = session.options
+    on_cpu = use_cpu(options)
+    if on_cpu:
+        cpu_device.ensure_environment()
+    if options.trial is not None:
+        from quartet_plugin.megatron.records import RankFiles, read_order
+
+        session.files = RankFiles(read_order(options.trial), session.place)
+        session.files.start()
+    if on_cpu:
+        cpu_device.install()
+    if options.plan is None and options.trial is None:
+        after_import("megatron.training.arguments", lambda _: _add_group_if_possible(options, on_cpu))
+        return list(session.command.arguments)
+    arguments = _change(session)
+    return _with_cpu_flags(arguments) if on_cpu else arguments
+
+
+def use_cpu(options: Options) -> bool:
+    """Whether to train on the CPU device; looks at device nodes, since torch must not be imported yet."""
+    if options.device != "auto":
+        return options.device == "cpu"
+    if importlib.util.find_spec("megatron") is None:
+        return False
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return True
+    return not any(Path("/dev", name).exists() for name in _DEVICE_NODES)
+
+
+def _change(session: Session) -> list[str]:
+    """Apply the plan to the arguments and the environment, and put the seams in place."""
+    from quartet_plugin.megatron import seams
+
+    options, words = session.options, list(session.command.arguments)
+    wrappers: dict[seams.Seam, seams.Wrapper] = {seams.ARGUMENTS: _group_wrapper(options, on_cpu=False)}
+    plan, meeting = None, None
+    if options.plan is not None:
+        from quartet_plugin.megatron.agreement import agree_on_plan
+
+        meeting = Meeting.open(session.place)
+        plan = agree_on_plan(options.plan, meeting=meeting, place=session.place)
+    version = seams.check_version()
+    from quartet_plugin.megatron.arguments import Flags
+
+    _, add_megatron_arguments = seams.resolve(seams.ARGUMENTS)
+    flags = Flags(add_megatron_arguments)
+    if plan is not None and meeting is not None:
+        from quartet_plugin.megatron.apply import apply_plan
+
+        words, check_tokenizer = apply_plan(
+            plan, flags=flags, words=words, version=version, meeting=meeting, place=session.place
+        )
+        wrappers[seams.TOKENIZER] = check_tokenizer
+    if session.files is not None:
+        from quartet_plugin.megatron.measure import StepMeter
+        from quartet_plugin.megatron.neutralise import neutralise, start_from
+
+        words, session.neutralised = neutralise(flags, words)
+        if session.files.order.weights is not None:
+            words = start_from(flags, words, session.files.order.weights)
+        session.meter = StepMeter(session.files, neutralised=session.neutralised, started_at=time.time())
+        wrappers[seams.TRAIN_STEP] = session.meter.wrap
+    seams.install(wrappers)
+    return words
+
+
+def _group_wrapper(options: Options, *, on_cpu: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrap(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
+        def add_arguments_and_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            parser = add_megatron_arguments(parser)
+            add_group(parser, options)
+            if on_cpu:
+                # The parser is about to read sys.argv: only now it is certain that a Megatron script runs.
+                sys.argv[1:] = _with_cpu_flags(sys.argv[1:])
+            return parser
+
+        return add_arguments_and_ours
+
+    return wrap
+
+
+def _add_group_if_possible(options: Options, on_cpu: bool) -> None:
+    """The group is a courtesy where nothing else was asked for: any Megatron then runs as it is."""
+    from quartet_plugin.errors import SeamError
+    from quartet_plugin.megatron import seams
+
+    try:
+        seams.install({seams.ARGUMENTS: _group_wrapper(options, on_cpu=on_cpu)})
+    except SeamError as error:
+        print(f"quartet: {error}; running without the quartet flags", file=sys.stderr, flush=True)
+
+
+def _with_cpu_flags(words: list[str]) -> list[str]:
+    end = words.index("--") if "--" in words else len(words)
+    return [*words[:end], *cpu_device.required_flags(set(words[:end])), *words[end:]]
+
+
+def run_program(command: Command, arguments: list[str]) -> None:
+    """Run a script or module as __main__, with sys.argv and sys.path[0] as python sets them."""
+    sys.argv = [command.target, *arguments]
+    if command.is_module:
+        # `python -m` puts the current folder first, and so did the one that runs us.
+        runpy.run_module(command.target, run_name="__main__", alter_sys=True)
+        return
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(command.target).resolve().parent)
+    runpy.run_path(command.target, run_name="__main__")
+
+
+def _end_of_script(session: Session) -> None:
+    """The script ended by itself in a trial that had not seen all its iterations."""
+    if session.files is None:
+        return
+    if session.num_steps:
+        session.meter.write()
+        session.files.move("done", session.num_steps)
+        session.files.close()
+    else:
+        _record(session, RuntimeError("the script ended before its first training step"))
+
+
+def _record(session: Session, error: BaseException) -> None:
+    """Write rank-K.err.json; the error itself matters more than a record that cannot be written."""
+    if session.files is None:
+        return
+    from quartet_plugin.megatron.measure import peak_memory_bytes
+
+    try:
+        session.files.write_error(
+            describe_failure(error, num_steps=session.num_steps, peak_bytes=peak_memory_bytes())
+        )
+        session.files.close()
+    except (QuartetError, OSError) as unwritten:
+        print(f"quartet: the failure could not be recorded: {unwritten}", file=sys.stderr, flush=True)

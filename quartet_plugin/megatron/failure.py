@@ -1,0 +1,131 @@
+"""What an exception of a rank means to whoever runs the trial."""
+
+import errno
+import linecache
+import re
+import traceback
+from types import TracebackType
+from typing import Any, Literal
+
+from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, SeamError
+
+Kind = Literal["out-of-memory", "refused", "plan", "seam", "network", "error"]
+
+_MAX_LINES = 200
+_MAX_CHARACTERS = 4_000
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_NO_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|bad_alloc|cannot allocate memory", re.IGNORECASE
+)
+_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
+_NETWORK = re.compile(
+    r"address already in use|connection (?:was )?(?:closed|reset|refused)|broken pipe|socket timeout"
+    r"|timed out waiting|remote process exited|connectfullmesh|no route to host",
+    re.IGNORECASE,
+)
+_NETWORK_TYPES = {"DistNetworkError", "DistStoreError"}
+_NETWORK_ERRNOS = {
+    errno.EADDRINUSE,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EPIPE,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.ETIMEDOUT,
+}
+# Frames whose own `raise` or `assert` is the framework's verdict on a configuration.
+_FRAMEWORKS = ("megatron", "transformer_engine", "argparse")
+
+
+def describe_failure(error: BaseException, *, num_steps: int, peak_bytes: int) -> dict[str, Any]:
+    """The part of rank-K.err.json that the exception itself tells; `num_steps` training steps were done."""
+    text = message_of(error)
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return {
+        "kind": kind_of(error, num_steps=num_steps),
+        "type": type(error).__name__,
+        "message": text[:_MAX_CHARACTERS],
+        "exit_code": exit_code_of(error),
+        "peak_memory_bytes": peak_bytes,
+        "wanted_bytes": wanted_bytes_of(text),
+        "traceback": [line[:_MAX_CHARACTERS] for line in lines[-_MAX_LINES:]],
+    }
+
+
+def kind_of(error: BaseException, *, num_steps: int) -> Kind:
+    """What went wrong, from the exception and where it was raised; never from anybody's output."""
+    if isinstance(error, SeamError):
+        return "seam"
+    if isinstance(error, InfrastructureError):
+        return "network"
+    if isinstance(error, QuartetError):
+        return "plan"
+    text = message_of(error)
+    if isinstance(error, MemoryError) or _is_named(error, "OutOfMemoryError") or _NO_MEMORY.search(text):
+        return "out-of-memory"
+    if isinstance(error, OSError) and error.errno in _NETWORK_ERRNOS:
+        return "network"
+    if isinstance(error, RuntimeError) and (
+        any(_is_named(error, name) for name in _NETWORK_TYPES) or _NETWORK.search(text)
+    ):
+        return "network"
+    if num_steps == 0 and _is_verdict(error):
+        return "refused"
+    return "error"
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The code that Python ends the process with for this exception."""
+    if isinstance(error, QuartetError):
+        return int(error.exit_code)
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return int(ExitCode.INTERRUPTED)
+    return 1
+
+
+def message_of(error: BaseException) -> str:
+    """What the exception says; for argparse, which only exits, the sentence that it printed."""
+    if isinstance(error, SystemExit):
+        for entry in _innermost(error.__traceback__):
+            frame = entry.tb_frame
+            if frame.f_code.co_name == "error" and frame.f_globals.get("__name__") == "argparse":
+                return str(frame.f_locals.get("message", error))
+        return f"the script ended itself with exit code {error.code}"
+    return str(error).strip() or type(error).__name__
+
+
+def wanted_bytes_of(text: str) -> int:
+    """The size of the allocation that failed, as the allocator wrote it; 0 if it did not."""
+    match = _WANTED.search(text)
+    return round(float(match[1]) * _UNITS[match[2]]) if match else 0
+
+
+def _is_verdict(error: BaseException) -> bool:
+    """Whether a `raise` or `assert` of the framework, not something it called, made this exception."""
+    entries = _innermost(error.__traceback__)
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0) and any(_is_framework(entry) for entry in entries)
+    if not entries or not _is_framework(entries[0]):
+        return False
+    line = linecache.getline(entries[0].tb_frame.f_code.co_filename, entries[0].tb_lineno)
+    return line.lstrip().startswith(("raise", "assert"))
+
+
+def _is_framework(entry: TracebackType) -> bool:
+    return str(entry.tb_frame.f_globals.get("__name__")).partition(".")[0] in _FRAMEWORKS
+
+
+def _is_named(error: BaseException, name: str) -> bool:
+    """Whether torch's class of that name is among its bases; torch may not even be imported."""
+    return any(base.__name__ == name for base in type(error).__mro__)
+
+
+def _innermost(trace: TracebackType | None) -> list[TracebackType]:
+    """The traceback's entries, innermost first."""
+    entries = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    return entries[::-1]

@@ -1,0 +1,131 @@
+"""Where the adapter takes hold of Megatron: each place declared once, checked before any is touched.
+
+A seam is a module global that its users look up when they call it, so rebinding it in its own module is
+enough. All seams of an installation are resolved and checked first; then all are applied, or none.
+"""
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+from quartet_plugin.errors import SeamError
+
+OLDEST = (0, 19, 2)
+BEFORE = (0, 20, 0)
+SUPPORTED = "megatron-core >= 0.19.2, < 0.20"
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seam:
+    """A function of the framework that is wrapped: `module.name`, with these parameters, in this order."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        """The dotted path, for messages."""
+        return f"{self.module}.{self.name}"
+
+
+ARGUMENTS = Seam(module="megatron.training.arguments", name="add_megatron_arguments", parameters=("parser",))
+TOKENIZER = Seam(module="megatron.training.global_vars", name="_build_tokenizer", parameters=("args",))
+TRAIN_STEP = Seam(
+    module="megatron.training.training",
+    name="train_step",
+    parameters=(
+        "forward_step_func",
+        "data_iterator",
+        "model",
+        "optimizer",
+        "opt_param_scheduler",
+        "config",
+        "forward_backward_func",
+        "iteration",
+        "pg_collection",
+        "p2p_communicator",
+    ),
+)
+
+
+class Installation:
+    """Seams in place; `uninstall` puts back what was there."""
+
+    def __init__(self, applied: list[tuple[ModuleType, str, Any, Any]]) -> None:
+        self._applied = applied
+
+    def uninstall(self) -> None:
+        """Restore every original. Raises SeamError when somebody has wrapped one of ours since."""
+        for module, name, _, ours in self._applied:
+            if getattr(module, name) is not ours:
+                raise SeamError(f"{module.__name__}.{name}: changed since; the latest change must go first")
+        while self._applied:
+            module, name, original, _ = self._applied.pop()
+            setattr(module, name, original)
+
+
+def install(wrappers: Mapping[Seam, Wrapper]) -> Installation:
+    """Wrap every seam. Raises SeamError, with nothing touched, if one is missing, changed or taken."""
+    found = [(seam, *resolve(seam)) for seam in wrappers]
+    applied = []
+    for seam, module, original in found:
+        ours = wrappers[seam](original)
+        setattr(module, seam.name, ours)
+        applied.append((module, seam.name, original, ours))
+    return Installation(applied)
+
+
+def resolve(seam: Seam) -> tuple[ModuleType, Callable[..., Any]]:
+    """The module and the framework's own function there. Raises SeamError if it is anything else."""
+    try:
+        module = sys.modules.get(seam.module) or importlib.import_module(seam.module)
+    except ImportError as error:
+        raise SeamError(f"{seam.module}: cannot be imported ({error}); {SUPPORTED} is needed") from error
+    function = getattr(module, seam.name, None)
+    if function is None:
+        raise SeamError(f"{seam.path}: not in this Megatron; {SUPPORTED} is needed")
+    owner = _owner(function)
+    if not isinstance(function, FunctionType) or owner != seam.module or hasattr(function, "__wrapped__"):
+        raise SeamError(
+            f"{seam.path}: already replaced by {owner}; load quartet_plugin without it, or before it"
+        )
+    parameters = tuple(inspect.signature(function).parameters)
+    if parameters != seam.parameters:
+        raise SeamError(
+            f"{seam.path}: takes ({', '.join(parameters)}) here, ({', '.join(seam.parameters)}) is known; "
+            f"{SUPPORTED} is needed"
+        )
+    return module, function
+
+
+def _owner(function: Any) -> str:
+    """The module whose source the function really comes from; decorators copy `__module__`, not globals."""
+    names = getattr(function, "__globals__", None)
+    if isinstance(names, dict):
+        return str(names.get("__name__"))
+    return str(getattr(function, "__module__", None) or type(function).__module__)
+
+
+def check_version() -> str:
+    """Megatron's version, without a local suffix. Raises SeamError if it is absent or not a supported one."""
+    try:
+        package = importlib.import_module("megatron.core.package_info")
+    except ImportError as error:
+        raise SeamError(
+            f"Megatron cannot be imported ({error}); {SUPPORTED} is needed: "
+            "pip install 'quartet-plugin[megatron]'"
+        ) from error
+    version = str(package.__version__).partition("+")[0]
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    parsed = tuple(int(number or 0) for number in numbers.groups()) if numbers else ()
+    if not OLDEST <= parsed < BEFORE:
+        raise SeamError(f"megatron-core {version}: not supported; install {SUPPORTED}")
+    return version
