@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_DEPTH = 32
 
-_LINE_WIDTH = 110
+_LINE_WIDTH = 140
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}:,]|[^\s\[\]{}:,"]+', re.DOTALL)
 _USERS_FAULT = {
     errno.ENOENT,

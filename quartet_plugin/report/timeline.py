@@ -2,7 +2,6 @@
 
 import io
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from quartet_plugin.errors import ConfigError, UsageError
 from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.placement import chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -122,22 +122,13 @@ def _unit(makespan_s: float) -> tuple[float, str]:
     return _UNITS[-1]
 
 
-def chunk_numbers(placement: Sequence[int]) -> NDArray[np.int64]:
-    """Each stage's chunk: its index among the stages of its device."""
-    seen: dict[int, int] = {}
-    chunks = []
-    for device in placement:
-        chunks.append(seen.get(device, 0))
-        seen[device] = chunks[-1] + 1
-    return np.array(chunks, dtype=np.int64)
-
-
 def _bars(schedule: Schedule, simulation: "Simulation", scale: float) -> _Bars:
     codes = np.concatenate(schedule.orders)
     stage, microbatch = np.divmod(codes >> 2, schedule.num_microbatches)
     routes = schedule.routes or (schedule.placement,)
     # The second copy of a two-copy schedule is shaded as further chunks of its devices.
-    chunks = np.stack([chunk_numbers(route) + at * num_chunks(routes[:1]) for at, route in enumerate(routes)])
+    per_copy = schedule.num_stages // schedule.num_devices
+    chunks = np.stack([chunk_of_stage(route) + at * per_copy for at, route in enumerate(routes)])
     route = np.asarray(schedule.route_of_microbatch or [0] * schedule.num_microbatches, dtype=np.int64)
     return _Bars(
         device=np.repeat(np.arange(schedule.num_devices), [len(order) for order in schedule.orders]),
@@ -147,11 +138,6 @@ def _bars(schedule: Schedule, simulation: "Simulation", scale: float) -> _Bars:
         chunk=chunks[route[microbatch], stage],
         microbatch=microbatch,
     )
-
-
-def num_chunks(routes: Sequence[Sequence[int]]) -> int:
-    """Stages a device, all copies of the model together."""
-    return sum(len(route) for route in routes) // (max(routes[0]) + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
