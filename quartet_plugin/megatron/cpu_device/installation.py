@@ -1,6 +1,10 @@
 """Puts the parts of the CPU device in place, in the order in which they depend on each other."""
 
+import gc
+import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from quartet_plugin.errors import SeamError
 
@@ -13,10 +17,11 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """Redirect torch's CUDA surface to the CPU, in this process and in what it spawns.
+    """Redirect torch's CUDA surface to the CPU, in this process and in what it spawns, and import Megatron.
 
-    Must run before Megatron is imported, because Megatron binds torch's names when it is imported. A second
-    call changes nothing. Raises `SeamError` when Megatron came first.
+    Must run before Megatron is imported, because Megatron binds torch's names when it is imported; best also
+    before torch, part of whose import is then left out. A second call changes nothing. Raises `SeamError`
+    when Megatron came first or is not installed.
     """
     global _installed
     if _installed:
@@ -26,9 +31,21 @@ def install() -> None:
             "megatron.core is already imported: the CPU device must be installed before it; "
             "start the script through `-m quartet_plugin.megatron`"
         )
+    for name in ("torch", "megatron"):
+        if importlib.util.find_spec(name) is None:
+            raise SeamError(
+                f"{name} is not installed, and the CPU device trains Megatron: "
+                "pip install 'quartet-plugin[megatron]'"
+            )
+    with _collector_at_rest():
+        _redirect_and_import()
+    _installed = True
+
+
+def _redirect_and_import() -> None:
     from quartet_plugin.megatron.cpu_device import startup
 
-    startup.defer_imports()
+    startup.leave_out_compilers()
     import torch
 
     from quartet_plugin.megatron.cpu_device import collectives, cuda, spawn, tensors
@@ -37,6 +54,18 @@ def install() -> None:
     tensors.redirect()
     cuda.redirect()
     collectives.redirect()
-    startup.skip_compilers()
     spawn.carry_to_children()
-    _installed = True
+    startup.import_megatron()
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """Imports make a million objects that stay: collecting among them, then or later, finds nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,48 +1,59 @@
-"""A short start: what a CPU run imports and compiles without ever using it is put off or left out."""
+"""A short start: what a CPU run imports and compiles without ever using it is put off or left out.
 
+Megatron decorates its elementwise functions with `torch.compile` while it is imported, and torch's optimizers
+mention the compiler in their first step. Either loads all of it, and the first would start a C++ compiler in
+every rank's first step.
+"""
+
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-# Imported at the top of modules that only look whether it exists: loaded when an attribute is first read.
-_DEFERRED = ("triton",)
 
-
-def defer_imports() -> None:
-    """Put off imports of torch and Megatron that a run may never use; called before torch is imported."""
-    # torch wraps its optimizers so that their first use imports the compiler, to keep it away from them.
-    after_import("torch._compile", _never_compile)
-    for name in _DEFERRED:
-        if name in sys.modules:
-            continue
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            continue
-        spec.loader = importlib.util.LazyLoader(spec.loader)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-
-
-def _never_compile(torch_compile: ModuleType) -> None:
-    torch_compile._disable_dynamo = _identity_decorator  # type: ignore[attr-defined]
-
-
-def skip_compilers() -> None:
-    """Leave functions as they are written, and the compiled dataset helper as it was installed.
-
-    Megatron decorates its elementwise functions with `torch.compile` while it is imported. That loads the
-    whole compiler, and on a CPU it would start a C++ compiler in the first step.
-    """
+def leave_out_compilers() -> None:
+    """Leave functions as they are written; to be called before torch is imported, or it saves less."""
+    _defer("triton")
+    after_import("torch._compile", _never_disable)
+    after_import("torch.optim.optimizer", _step_without_graph_break)
     import torch
 
     torch.compile = _identity_decorator
     torch.compiler.disable = _identity_decorator
-    after_import("megatron.core.datasets.utils", _use_installed_dataset_helper)
+
+
+def import_megatron() -> None:
+    """Import what every training script imports, and keep the dataset helper that the wheel holds."""
+    with warnings.catch_warnings():
+        # A dozen lines a rank say that Transformer Engine and Apex are missing, as they must be here.
+        warnings.simplefilter("ignore", UserWarning)
+        import megatron.training.training  # noqa: F401
+    from megatron.core.datasets import utils
+
+    compile_helpers = utils.compile_helpers
+
+    def compile_unless_installed() -> None:
+        # The wheel has the compiled helper but not the Makefile that `compile_helpers` calls.
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            compile_helpers()
+
+    utils.compile_helpers = compile_unless_installed
+
+
+def _defer(name: str) -> None:
+    """Let `import name` cost nothing until something of it is used: Megatron looks whether it exists."""
+    spec = importlib.util.find_spec(name)
+    if name in sys.modules or spec is None or spec.loader is None:
+        return
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
 
 
 def _identity_decorator(function: Any = None, *_args: Any, **_kwargs: Any) -> Any:
@@ -51,15 +62,24 @@ def _identity_decorator(function: Any = None, *_args: Any, **_kwargs: Any) -> An
     return function
 
 
-def _use_installed_dataset_helper(utils: ModuleType) -> None:
-    """Megatron's wheel holds the compiled helper but not the Makefile that `compile_helpers` calls."""
-    compile_helpers = utils.compile_helpers
+def _never_disable(torch_compile: ModuleType) -> None:
+    """torch keeps the compiler away from its optimizers by a wrapper that imports the compiler to do so."""
+    torch_compile._disable_dynamo = _identity_decorator  # type: ignore[attr-defined]
 
-    def compile_unless_installed() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            compile_helpers()
 
-    utils.compile_helpers = compile_unless_installed  # type: ignore[attr-defined]
+def _step_without_graph_break(optimizer: ModuleType) -> None:
+    """The wrapper of an optimizer's step asks the compiler for a graph break around it; ours has no graph."""
+    import torch
+
+    def with_grad_as_asked(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch.set_grad_enabled(self.defaults["differentiable"]):
+                return step(self, *args, **kwargs)
+
+        return wrapped
+
+    optimizer._use_grad_for_differentiable = with_grad_as_asked  # type: ignore[attr-defined]
 
 
 def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
@@ -71,6 +91,8 @@ def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds one module as the other finders do, and changes it after its own loader has loaded it."""
+
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self._name = name
         self._change = change
@@ -82,11 +104,12 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname) if path is None else _find(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        self._loader, spec.loader = spec.loader, self
-        return spec
+        for finder in sys.meta_path:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                self._loader, spec.loader = spec.loader, self
+                return spec
+        return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         assert self._loader is not None
@@ -94,19 +117,8 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         assert self._loader is not None
-        # The module must look as if its own loader had loaded it.
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
+        assert module.__spec__ is not None
+        # The module must look as if its own loader alone had loaded it.
+        module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         self._change(module)
-
-
-def _find(
-    fullname: str, path: Sequence[str] | None, target: ModuleType | None
-) -> importlib.machinery.ModuleSpec | None:
-    for finder in sys.meta_path:
-        spec = finder.find_spec(fullname, path, target)
-        if spec is not None:
-            return spec
-    return None
