@@ -50,9 +50,10 @@ _ADVICE = {
 class Command:
     """A parsed command. `words` are the user's, all of them and in order.
 
-    `words[:before]` start the processes (with `has_module_flag`, a `-m` is among them), `words[target_at:]`
-    are the script (or, with `is_module`, the module) and its arguments. `num_processes` is None where only the machine itself knows (`auto`, `gpu`,
-    `cpu`). `port_flag` is the option that can name a free port, None where the user named a place.
+    `words[:before]` start the processes (with `has_module_flag`, a `-m` is among them);
+    `words[target_at:]` are the script (with `is_module`, the module) and its arguments. `num_processes` is
+    None where only the machine itself knows (`auto`, `gpu`, `cpu`), `num_nodes` where it is a range.
+    `port_flag` is the option that may name a free port, None where the user named a place.
     """
 
     words: tuple[str, ...]
@@ -85,7 +86,8 @@ class Command:
         argv = list(self.words[: self.before])
         if port is not None and self.port_flag is not None:
             place = f"localhost:{port}" if self.port_flag == "--rdzv-endpoint" else str(port)
-            argv += [self.port_flag, place]
+            at = len(argv) - (argv[-1] == "-m")
+            argv[at:at] = [self.port_flag, place]
         argv += [ENTRY_MODULE] if self.has_module_flag else ["-m", ENTRY_MODULE]
         if self.is_module:
             argv.append("-m")

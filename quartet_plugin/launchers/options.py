@@ -134,6 +134,6 @@ def _spelling(
         else:
             return tuple(f"-{letter}" for letter in word[1:]), None
     raise ConfigError(
-        f"command {program} {word}: an option this version does not know; "
-        f"known are {', '.join(sorted([*flags, *values], key=str.lower))}"
+        f"command {program} {word}: not an option that is known here, so the script cannot be found behind "
+        f"it; see {program} --help"
     )

@@ -1,0 +1,120 @@
+"""Starts commands on this machine."""
+
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from quartet_plugin.errors import ConfigError, InfrastructureError, StorageError
+
+# glibc's allocator gives freed memory back and maps it again each step, which costs a CPU run as much as
+# a bad layout; one thread a process, because the processes share the cores.
+CPU_SETTINGS: dict[str, str] = {
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "17179869184",
+    "MALLOC_TOP_PAD_": "67108864",
+    "OMP_NUM_THREADS": "1",
+}
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+def resolve_device(
+    device: Literal["auto", "cpu", "cuda"], *, environment: Mapping[str, str]
+) -> Literal["cpu", "cuda"]:
+    """`auto` is CUDA where the machine shows an accelerator that the environment does not hide."""
+    if device != "auto":
+        return device
+    is_hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return "cuda" if not is_hidden and any(Path(name).exists() for name in _DEVICE_FILES) else "cpu"
+
+
+def child_environment(device: Literal["cpu", "cuda"], *, environment: Mapping[str, str]) -> dict[str, str]:
+    """The caller's environment, with the settings that every CPU run needs alike."""
+    return {**environment, **(CPU_SETTINGS if device == "cpu" else {})}
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing uses now. Raises InfrastructureError when there is none."""
+    try:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise InfrastructureError(f"no free TCP port: {error.strerror}; close other programs") from error
+
+
+class LocalHandle:
+    """A command that runs here, in a session of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Process id of the launcher."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def terminate(self) -> None:
+        """SIGTERM to the launcher alone: torchrun's workers have sessions of their own and it ends them."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to the launcher alone."""
+        self._process.kill()
+
+
+class LocalLauncher:
+    """Starts commands on this machine, each in its own session, so that Ctrl-C reaches only the tuner.
+
+    The output goes straight to the file: a pipe would end the processes when the tuner dies.
+    """
+
+    num_nodes: int | None = 1
+
+    def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> LocalHandle:
+        """Start `argv`. Raises ConfigError for a program that is not there, InfrastructureError for one
+        that cannot start, StorageError when `stdout` cannot be made.
+        """
+        if shutil.which(argv[0], path=env.get("PATH", os.defpath)) is None:
+            raise ConfigError(f"command {argv[0]!r}: not found; activate the environment it is in")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            output = os.open(stdout, flags, 0o600)
+        except OSError as error:
+            raise StorageError(f"{stdout}: cannot be made: {error.strerror}") from error
+        try:
+            process = subprocess.Popen(
+                list(argv),
+                env=dict(env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise InfrastructureError(f"command {argv[0]!r}: cannot start: {error.strerror}") from error
+        finally:
+            os.close(output)
+        _forbid_core_files(process.pid)
+        return LocalHandle(process)
+
+
+def _forbid_core_files(pid: int) -> None:
+    """A hung trial is asked for its stacks with SIGABRT; that must not fill the disk."""
+    try:
+        _, most = psutil.Process(pid).rlimit(resource.RLIMIT_CORE)
+        psutil.Process(pid).rlimit(resource.RLIMIT_CORE, (0, most))
+    except (psutil.Error, OSError, AttributeError):
+        pass  # not every system has prlimit

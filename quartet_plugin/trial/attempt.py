@@ -1,0 +1,198 @@
+"""The folder of one attempt: what is written before the launch, and the result after it."""
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from quartet_plugin.errors import ConfigError, StorageError
+from quartet_plugin.launchers.local import child_environment, resolve_device
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.plan import write_plan
+from quartet_plugin.model.schema import dump
+from quartet_plugin.trial.files import (
+    COMMAND,
+    RESULT,
+    TRIAL,
+    CommandSheet,
+    RankFiles,
+    ResultSheet,
+    TrialSheet,
+    as_float,
+    as_number,
+    read_sheet,
+)
+from quartet_plugin.trial.log import last_lines, read_tail
+from quartet_plugin.trial.outcome import Verdict
+from quartet_plugin.trial.processes import MARK
+from quartet_plugin.trial.redact import recorded_environment, redacted_argv
+from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
+
+PREFIX = "attempt-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """An attempt that is written down and may be started."""
+
+    folder: Path
+    sheet: TrialSheet
+    command: CommandSheet
+
+    @property
+    def log(self) -> Path:
+        """Where the processes print to."""
+        return self.folder / "stdout.log"
+
+    @property
+    def stop_file(self) -> Path:
+        """Its existence asks the ranks to end at their next iteration."""
+        return self.folder / "STOP"
+
+    @property
+    def processes_file(self) -> Path:
+        """Which processes were started."""
+        return self.folder / "processes.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What to start for an attempt; it holds the whole environment and is never written down."""
+
+    attempt: Attempt
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    cwd: Path
+
+
+def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> Launch:
+    """Make the first free attempt folder from `number` on, and write down what will be started.
+
+    Raises StorageError when the disk is too full or fails, or the folder is not a plain one.
+    """
+    folder = _make_folder(request, number=number)
+    device = resolve_device(request.device, environment=os.environ)
+    attempt_id = secrets.token_hex(16)
+    flags = ["--quartet-trial", str(folder / "trial.json"), "--quartet-device", device]
+    if request.plan is not None:
+        write_plan(request.plan, path=folder / "plan.json")
+        flags += ["--quartet-plan", str(folder / "plan.json")]
+    argv = request.command.wrapped(flags, port=port)
+    environment = child_environment(device, environment=os.environ)
+    environment[MARK] = attempt_id
+    environment.setdefault("PYTHONFAULTHANDLER", "1")
+    cwd = (request.cwd or Path()).absolute()
+    sheet = TrialSheet(
+        attempt_id=attempt_id,
+        folder=str(folder),
+        warmup=request.warmup,
+        measure=request.measure,
+        plan_key=request.plan_key,
+    )
+    command = CommandSheet(
+        attempt_id=attempt_id,
+        argv=tuple(redacted_argv(argv)),
+        cwd=str(cwd),
+        environment=recorded_environment({**environment, **dict(request.command.environment)}),
+        starter=request.command.starter,
+        num_processes=request.command.num_processes,
+        time=time.time(),
+        deadline_s=request.deadline_s,
+        predicted_iteration_s=request.predicted_iteration_s,
+        timeouts=asdict(request.timeouts),
+        max_spread=request.max_spread,
+    )
+    write_json_atomic(folder / "trial.json", dump(sheet))
+    write_json_atomic(folder / "command.json", dump(command))
+    attempt = Attempt(folder=folder, sheet=sheet, command=command)
+    return Launch(attempt=attempt, argv=tuple(argv), environment=environment, cwd=cwd)
+
+
+def _make_folder(request: TrialRequest, *, number: int) -> Path:
+    parent = request.folder.absolute()
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if parent.is_symlink():
+            raise StorageError(f"{parent}: a link; a trial's folder must be a folder of its own")
+        free_bytes = shutil.disk_usage(parent).free
+        if free_bytes < request.min_free_bytes:
+            raise StorageError(
+                f"{parent}: {free_bytes >> 20} MiB free; a trial needs {request.min_free_bytes >> 20}: "
+                "delete old runs or name a run folder on another disk"
+            )
+        while True:
+            folder = parent / f"{PREFIX}{number}"
+            try:
+                folder.mkdir(mode=0o700)
+                return folder
+            except FileExistsError:
+                number += 1
+    except OSError as error:
+        raise StorageError(f"{parent}: cannot be made: {error.strerror}; free the disk") from error
+
+
+def open_attempt(folder: Path) -> Attempt | None:
+    """An attempt that an earlier tuner wrote down; None where it ended before that.
+
+    Raises ConfigError for files that break their format or belong to another folder.
+    """
+    try:
+        sheet = read_sheet(TRIAL, folder / "trial.json")
+        command = read_sheet(COMMAND, folder / "command.json")
+    except FileNotFoundError:
+        return None
+    if command.attempt_id != sheet.attempt_id:
+        raise ConfigError(f"{folder / 'command.json'}: attempt_id: not that of trial.json")
+    return Attempt(folder=folder, sheet=sheet, command=command)
+
+
+def write_result(attempt: Attempt, verdict: Verdict, *, wall_s: float) -> TrialResult:
+    """Write result.json, whole or not at all, and return what it says. Raises StorageError."""
+    sheet = ResultSheet(
+        attempt_id=attempt.sheet.attempt_id,
+        plan_key=attempt.sheet.plan_key,
+        outcome=verdict.outcome.value,
+        reason=verdict.reason,
+        phase=verdict.phase,
+        memory_excess_bytes=verdict.memory_excess_bytes,
+        iteration_s=verdict.iteration_s,
+        loss=tuple(as_number(value) for value in verdict.loss),
+        grad_norm=tuple(as_number(value) for value in verdict.grad_norm),
+        peak_memory_bytes=verdict.peak_memory_bytes,
+        wall_s=wall_s,
+    )
+    write_json_atomic(attempt.folder / "result.json", dump(sheet))
+    return _result(sheet, folder=attempt.folder)
+
+
+def read_result(folder: Path) -> TrialResult | None:
+    """The result of an attempt's folder, None where there is none. Raises ConfigError, StorageError."""
+    try:
+        sheet = read_sheet(RESULT, folder / "result.json")
+    except FileNotFoundError:
+        return None
+    return _result(sheet, folder=folder)
+
+
+def _result(sheet: ResultSheet, *, folder: Path) -> TrialResult:
+    snapshot = RankFiles(folder, attempt_id=sheet.attempt_id).scan()
+    jobs = [report.job for report in snapshot.reports.values() if report.rank == 0]
+    return TrialResult(
+        attempt_id=sheet.attempt_id,
+        plan_key=sheet.plan_key,
+        outcome=Outcome(sheet.outcome),
+        reason=sheet.reason,
+        phase=sheet.phase,
+        memory_excess_bytes=sheet.memory_excess_bytes,
+        iteration_s=sheet.iteration_s,
+        loss=tuple(as_float(value) for value in sheet.loss),
+        grad_norm=tuple(as_float(value) for value in sheet.grad_norm),
+        peak_memory_bytes=sheet.peak_memory_bytes,
+        wall_s=sheet.wall_s,
+        job=jobs[0] if jobs else None,
+        folder=folder,
+        last_lines=last_lines(read_tail(folder / "stdout.log")),
+    )

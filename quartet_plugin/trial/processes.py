@@ -1,0 +1,230 @@
+"""Processes of a trial, told apart for certain: pid, start time and boot; never by name.
+
+Every process of a trial inherits `QUARTET_ATTEMPT_ID`, so one that left its parents behind is still
+known as ours. A process that a rank's file names is believed only if it carries the id or descends from
+the launcher.
+"""
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import psutil
+from pydantic import Field, TypeAdapter
+
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.schema import dump
+from quartet_plugin.trial.files import AttemptId, Name, Pid, Seconds, Version, read_sheet
+
+MARK = "QUARTET_ATTEMPT_ID"
+
+# Start times are counted in clock ticks since the boot, and the boot's own time moves when the clock is set.
+_START_TOLERANCE_S = 1.0
+_BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
+
+
+@functools.cache
+def boot_id() -> str:
+    """What tells this start of the machine from every other."""
+    with contextlib.suppress(OSError):
+        return _BOOT_FILE.read_text().strip()
+    return f"{psutil.boot_time():.0f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Identity:
+    """One process for certain: a pid that is used again has another start time or boot."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    pid: Pid
+    process_start: Seconds
+    boot_id: Name
+
+    def find(self) -> psutil.Process | None:
+        """The running process, None when it has ended (a zombie has)."""
+        if self.boot_id != boot_id():
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            if abs(process.create_time() - self.process_start) > _START_TOLERANCE_S:
+                return None
+            return None if process.status() == psutil.STATUS_ZOMBIE else process
+        except psutil.Error:
+            return None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs on this machine."""
+        return self.find() is not None
+
+
+def identify(process: psutil.Process) -> Identity | None:
+    """The identity of a running process, None when it has ended meanwhile."""
+    try:
+        return Identity(pid=process.pid, process_start=process.create_time(), boot_id=boot_id())
+    except psutil.Error:
+        return None
+
+
+def own_identity() -> Identity:
+    """This process's."""
+    found = identify(psutil.Process())
+    assert found is not None
+    return found
+
+
+def descendants(pid: int) -> set[Identity]:
+    """The children of `pid`, theirs, and so on, as far as they run."""
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return set()
+    return {found for child in children if (found := identify(child)) is not None}
+
+
+def marked(attempt_id: str) -> set[Identity]:
+    """Every running process of this user that inherited the attempt's id, whoever its parent is now."""
+    found = set()
+    for process in psutil.process_iter():
+        if process.pid != os.getpid() and _carries(process, attempt_id):
+            identity = identify(process)
+            if identity is not None and identity.is_alive:
+                found.add(identity)
+    return found
+
+
+def _carries(process: psutil.Process, attempt_id: str) -> bool:
+    try:
+        return process.uids().real == os.getuid() and process.environ().get(MARK) == attempt_id
+    except (psutil.Error, OSError):
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sheet:
+    """processes.json."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    attempt_id: AttemptId
+    processes: Annotated[tuple[Identity, ...], Field(max_length=1_000_000)]
+    schema_version: Version = 1
+
+
+_SHEET: TypeAdapter[_Sheet] = TypeAdapter(_Sheet)
+
+
+class ProcessBook:
+    """The processes of one attempt, written to `path` whenever one is added.
+
+    So whoever comes after a killed tuner can end exactly them.
+    """
+
+    def __init__(self, path: Path, *, attempt_id: str) -> None:
+        self._path = path
+        self._attempt_id = attempt_id
+        self._known: set[Identity] = set()
+
+    @classmethod
+    def read(cls, path: Path, *, attempt_id: str) -> "ProcessBook":
+        """The book of an earlier tuner; empty where it had not written one."""
+        book = cls(path, attempt_id=attempt_id)
+        with contextlib.suppress(FileNotFoundError):
+            sheet = read_sheet(_SHEET, path)
+            if sheet.attempt_id == attempt_id:
+                book._known = set(sheet.processes)
+        return book
+
+    @property
+    def identities(self) -> frozenset[Identity]:
+        """Everything recorded so far, ended or not."""
+        return frozenset(self._known)
+
+    @property
+    def alive(self) -> frozenset[Identity]:
+        """What still runs of it."""
+        return frozenset(identity for identity in self._known if identity.is_alive)
+
+    def rescan(self, launcher_pid: int, *, named: Iterable[tuple[int, float]] = ()) -> None:
+        """Add the launcher, its descendants, theirs, and of the `named` (pid, start) those that are ours."""
+        found = descendants(launcher_pid)
+        for known in self.alive:
+            found |= descendants(known.pid)
+        with contextlib.suppress(psutil.Error):
+            launcher = identify(psutil.Process(launcher_pid))
+            found |= {launcher} if launcher is not None else set()
+        for pid, start in named:
+            claimed = Identity(pid=pid, process_start=start, boot_id=boot_id())
+            process = claimed.find()
+            if process is not None and _carries(process, self._attempt_id):
+                found.add(claimed)
+        self._add(found)
+
+    def search(self) -> None:
+        """Add whatever carries the attempt's id: it looks at every process, so not at each turn."""
+        self._add(marked(self._attempt_id))
+
+    def _add(self, found: set[Identity]) -> None:
+        # The same process may have been named with a start time a little off.
+        known = {(one.pid, one.boot_id): one.process_start for one in self._known}
+        new = {
+            one
+            for one in found
+            if abs(known.get((one.pid, one.boot_id), -10.0) - one.process_start) > _START_TOLERANCE_S
+        }
+        if new:
+            self._known |= new
+            sheet = _Sheet(attempt_id=self._attempt_id, processes=tuple(sorted(self._known)))
+            write_json_atomic(self._path, dump(sheet))
+
+
+def reap(
+    identities: Iterable[Identity],
+    *,
+    grace_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> frozenset[Identity]:
+    """End exactly these processes: SIGTERM, up to `grace_s` of waiting, SIGKILL.
+
+    Returns those that still run after it (in an uninterruptible wait, or another user's).
+    """
+    wanted = [identity for identity in identities if identity.is_alive]
+    _signal(wanted, signal.SIGTERM)
+    _wait_for(wanted, grace_s, clock=clock, sleep=sleep)
+    rest = [identity for identity in wanted if identity.is_alive]
+    _signal(rest, signal.SIGKILL)
+    _wait_for(rest, max(grace_s, 5.0) if rest else 0.0, clock=clock, sleep=sleep)
+    return frozenset(identity for identity in rest if identity.is_alive)
+
+
+def ask_for_stacks(identities: Iterable[Identity]) -> None:
+    """SIGABRT: Python's fault handler prints the stacks of a process that hangs, and ends it."""
+    _signal(identities, signal.SIGABRT)
+
+
+def _signal(identities: Iterable[Identity], number: signal.Signals) -> None:
+    for identity in identities:
+        process = identity.find()
+        if process is not None:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+
+
+def _wait_for(
+    identities: list[Identity],
+    limit_s: float,
+    *,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> None:
+    end = clock() + limit_s
+    while any(identity.is_alive for identity in identities) and clock() < end:
+        sleep(0.02)
