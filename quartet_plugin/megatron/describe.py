@@ -57,7 +57,7 @@ def shape_of(args: Namespace, *, vocab_size: int | None = None) -> ModelShape:
                 f"--{name.replace('_', '-')}: not given; a plan needs the model's size in flags"
             )
     heads = args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else None
+    groups = args.num_query_groups if args.group_query_attention else heads
     vocab = vocab_size if vocab_size is not None else getattr(args, "padded_vocab_size", None)
     if vocab is None:
         raise ConfigError("the vocabulary's size is not known before the tokenizer is built")
@@ -66,7 +66,7 @@ def shape_of(args: Namespace, *, vocab_size: int | None = None) -> ModelShape:
         hidden_size=args.hidden_size,
         ffn_hidden_size=_ffn_hidden_size(args),
         num_attention_heads=heads,
-        num_query_groups=groups or heads,
+        num_query_groups=groups,
         kv_channels=args.kv_channels or args.hidden_size // heads,
         seq_length=args.seq_length,
         vocab_size=vocab,
@@ -143,11 +143,11 @@ def _virtual_stages(args: Namespace) -> int:
         return 1
     stages = _layout_stages(args)
     if stages is not None:
-        return max(1, len(stages) // pp)
+        return max(1, len(stages) // int(pp))
     if args.num_virtual_stages_per_pipeline_rank is not None:
         return int(args.num_virtual_stages_per_pipeline_rank)
     if args.num_layers_per_virtual_pipeline_stage is not None and args.num_layers is not None:
-        return max(1, _num_split_layers(args) // pp // args.num_layers_per_virtual_pipeline_stage)
+        return max(1, _num_split_layers(args) // pp // int(args.num_layers_per_virtual_pipeline_stage))
     return 1
 
 

@@ -23,8 +23,9 @@ from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
 from quartet_plugin.megatron.failure import describe_failure
 from quartet_plugin.megatron.options import USAGE, Command, Options, add_group, read_command
-from quartet_plugin.megatron.ranks import Meeting, Place
+from quartet_plugin.megatron.ranks import AgreedRefusalError, Meeting, Place, agree_on_plan
 
+_GRACE_S = 1.0
 _DEVICE_NODES = ("nvidia0", "nvidiactl", "dxg", "kfd", "nvhost-gpu", "nvgpu")
 
 
@@ -69,12 +70,13 @@ def run(session: Session) -> None:
     """Prepare, run the script, and leave a record of how it ended where a trial asks for one."""
     try:
         arguments = prepare(session)
+        if session.files is not None:
+            session.files.move("init", 0)
         run_program(session.command, arguments)
         _end_of_script(session)
     except QuartetError as error:
         _record(session, error)
-        if getattr(error, "told_by", session.place.launch_rank) == session.place.launch_rank:
-            print(f"quartet: {error}", file=sys.stderr, flush=True)
+        _tell(session, error)
         raise SystemExit(int(error.exit_code)) from None
     except SystemExit as error:
         if error.code in (None, 0):
@@ -85,6 +87,18 @@ def run(session: Session) -> None:
     except BaseException as error:
         _record(session, error)
         raise
+
+
+def _tell(session: Session, error: QuartetError) -> None:
+    """One line for the user: from launch rank 0 at once, from others only if it has not ended the start."""
+    rank = session.place.launch_rank
+    if rank != 0:
+        # torchrun ends the others as soon as the first one has gone: most refusals are the same everywhere.
+        time.sleep(_GRACE_S)
+        if isinstance(error, AgreedRefusalError):
+            return
+    where = f"rank {rank}: " if rank else ""
+    print(f"quartet: {where}{error}", file=sys.stderr, flush=True)
 
 
 def prepare(session: Session) -> list[str]:
@@ -130,10 +144,10 @@ def _change(session: Session) -> list[str]:
     wrappers: dict[seams.Seam, seams.Wrapper] = {seams.ARGUMENTS: _group_wrapper(options, on_cpu=False)}
     plan, meeting = None, None
     if options.plan is not None:
-        from quartet_plugin.megatron.agreement import agree_on_plan
-
         meeting = Meeting.open(session.place)
-        plan = agree_on_plan(options.plan, meeting=meeting, place=session.place)
+        plan = agree_on_plan(options.plan, meeting=meeting)
+        if session.files is not None:
+            session.files.plan_key = plan.key
     version = seams.check_version()
     from quartet_plugin.megatron.arguments import Flags
 

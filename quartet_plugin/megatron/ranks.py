@@ -5,9 +5,11 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from quartet_plugin.errors import InfrastructureError, PlanError
+from quartet_plugin.errors import InfrastructureError, PlanError, QuartetError
+from quartet_plugin.model.plan import Plan, read_plan
 
 EXCHANGE_TIMEOUT_S = 300.0
 
@@ -41,6 +43,10 @@ class Place:
         )
 
 
+class AgreedRefusalError(PlanError):
+    """A refusal that every rank has come to; launch rank 0 alone tells it."""
+
+
 class Meeting:
     """All ranks of a start, before and beside Megatron's own process group."""
 
@@ -58,7 +64,7 @@ class Meeting:
         if place.world_size == 1:
             return cls(place, None)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            raise PlanError(
+            raise AgreedRefusalError(
                 f"a plan for {place.world_size} processes must be agreed on through torchrun's store; "
                 "start the script with torchrun"
             )
@@ -95,11 +101,60 @@ class Meeting:
                 f"no word about {name} from {named(absent)} within {EXCHANGE_TIMEOUT_S:g} s: {_line(error)}"
             ) from error
 
+    def settle(self, name: str, refusal: QuartetError | None) -> None:
+        """Go on only if no rank refuses; all stop alike when one does.
+
+        Raises AgreedRefusalError on every rank, in the words of those that refuse.
+        """
+        verdicts = self.exchange(name, "" if refusal is None else str(refusal))
+        if not any(verdicts):
+            return
+        if len(set(verdicts)) == 1:
+            raise AgreedRefusalError(verdicts[0]) from refusal
+        by_verdict = _ranks_by_word(verdicts)
+        told = "; ".join(f"{named(ranks)}: {text}" for text, ranks in by_verdict.items() if text)
+        raise AgreedRefusalError(f"only on {told}") from refusal
+
     def _is_there(self, key: str) -> bool:
         try:
             return bool(self._store.check([key]))
         except RuntimeError:
             return False
+
+
+def _ranks_by_word(words: Sequence[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, word in enumerate(words):
+        found.setdefault(word, []).append(rank)
+    return found
+
+
+def agree_on_plan(path: Path, *, meeting: Meeting) -> Plan:
+    """Read the plan on every rank and go on only with one and the same.
+
+    Raises AgreedRefusalError: for a bad plan its fault, for different plans the ranks in the minority.
+    """
+    plan, fault = None, ""
+    try:
+        plan = read_plan(path)
+    except QuartetError as error:
+        fault = str(error)
+    words = meeting.exchange("plan", fault or f"digest {plan.digest if plan else ''}")
+    by_word = _ranks_by_word(words)
+    if len(by_word) == 1:
+        if plan is None:
+            raise AgreedRefusalError(fault)
+        return plan
+    usual = max(by_word, key=lambda word: (len(by_word[word]), -by_word[word][0]))
+    odd = "; ".join(
+        f"{named(ranks)} has {word[:19] if word.startswith('digest ') else word}"
+        for word, ranks in by_word.items()
+        if word != usual
+    )
+    raise AgreedRefusalError(
+        f"{path}: the ranks have different plans: {named(by_word[usual])} {usual[:19]}, but {odd}; "
+        "give every node the same file"
+    )
 
 
 def named(ranks: Sequence[int], *, limit: int = 8) -> str:

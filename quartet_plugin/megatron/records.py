@@ -88,6 +88,7 @@ class RankFiles:
         self.process_start = psutil.Process().create_time()
         self.phase: Phase = "import"
         self.iteration = 0
+        self.plan_key: str | None = None
         self._moved_at = time.time()
         self._wake = threading.Event()
         self._closed = False
@@ -126,7 +127,7 @@ class RankFiles:
             "host": place.host,
             "local_rank": place.local_rank or 0,
             "pid": os.getpid(),
-            "plan_key": self.order.plan_key,
+            "plan_key": self.plan_key,
         }
         write_json_atomic(self._path("json"), {**head, **content})
 

@@ -1,0 +1,295 @@
+"""A plan, applied to a command: what it was made for is checked, then flags and RANK are set.
+
+Only what differs from the user's own flags is touched, and every flag of theirs that is replaced is named.
+"""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quartet_plugin.errors import PlanError, QuartetError
+from quartet_plugin.megatron.arguments import Flags
+from quartet_plugin.megatron.describe import FRAMEWORK, layout_of, schedule_of, shape_of, split_of
+from quartet_plugin.megatron.mapping import assign, exchange_places, table_of
+from quartet_plugin.megatron.ranks import Meeting, Place
+from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.model.schema import dump
+
+SPLIT_FLAGS = (
+    "pipeline_model_parallel_layout",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+_RECOMPUTE_FLAGS = (
+    "recompute_granularity",
+    "recompute_activations",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "distribute_saved_activations",
+)
+_SHAPE_FLAGS = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "kv_channels": "kv_channels",
+}
+_DEGREE_FLAGS = {
+    "tensor_parallel": "tensor_model_parallel_size",
+    "pipeline_parallel": "pipeline_model_parallel_size",
+    "context_parallel": "context_parallel_size",
+    "expert_parallel": "expert_model_parallel_size",
+    "micro_batch_size": "micro_batch_size",
+    "sequence_parallel": "sequence_parallel",
+    "distributed_optimizer": "use_distributed_optimizer",
+}
+# A plan scales width and depth; these would change the task.
+_FIXED_SHAPE = (
+    "seq_length",
+    "vocab_size",
+    "max_position_embeddings",
+    "gated_ffn",
+    "tied_embeddings",
+    "position_embedding",
+)
+_REFUSED = {
+    "yaml_cfg": "the configuration is not in flags",
+    "use_checkpoint_args": "the model's flags come from a checkpoint",
+    "step_batch_size_schedule": "a plan is for one global batch size",
+    "rampup_batch_size": "a plan is for one global batch size",
+}
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def apply_plan(
+    plan: Plan, *, flags: Flags, words: Sequence[str], version: str, meeting: Meeting, place: Place
+) -> tuple[list[str], Wrapper]:
+    """The command's words with the plan in them; RANK is set, and one rank tells what was changed.
+
+    Also returns a wrapper of Megatron's tokenizer builder that checks the vocabulary, which is known only
+    then. Raises AgreedRefusalError on all ranks when the plan does not fit on one of them.
+    """
+    processes = exchange_places(meeting, place)
+    refusal: QuartetError | None = None
+    edited, rank = list(words), place.launch_rank
+    notes: list[str] = []
+    try:
+        user = flags.values(words)
+        check_fit(plan, user, version=version, world_size=place.world_size)
+        edited, notes = rewrite(plan, flags=flags, words=words)
+        assignment = assign(plan, processes, args=flags.values(edited))
+        rank = assignment.rank_of[place.launch_rank]
+        if assignment.note is not None:
+            notes.append(assignment.note)
+        if not assignment.is_stock:
+            notes.append(table_of(processes, assignment))
+    except QuartetError as error:
+        refusal = error
+    meeting.settle("fit", refusal)
+    os.environ["RANK"] = str(rank) if place.world_size > 1 else os.environ.get("RANK", "0")
+    if place.launch_rank == 0:
+        for note in notes:
+            print(f"quartet: {note}", file=sys.stderr, flush=True)
+    return edited, _vocabulary_check(plan, user)
+
+
+def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> None:
+    """Hold what the plan was made for against the user's own flags; PlanError names every difference."""
+    for dest, reason in _REFUSED.items():
+        if getattr(user, dest, None):
+            raise PlanError(f"--{dest.replace('_', '-')} cannot be used with a plan: {reason}")
+    made_for = plan.made_for
+    layout = layout_of(user, world_size=world_size)
+    batch = user.global_batch_size or user.micro_batch_size * layout.data_parallel
+    # The tokenizer decides the vocabulary, so it is compared when Megatron has built that.
+    shape = dump(shape_of(user, vocab_size=made_for.shape.vocab_size))
+    stated = {
+        "framework": (made_for.framework, FRAMEWORK),
+        "framework_version": (made_for.framework_version, version),
+        "world_size": (made_for.world_size, world_size),
+        "global_batch_size": (made_for.global_batch_size, batch),
+        **{name: (value, shape[name]) for name, value in dump(made_for.shape).items()},
+    }
+    different = [f"{name} {here} (plan: {there})" for name, (there, here) in stated.items() if there != here]
+    if different:
+        raise PlanError(
+            f"the plan was made for another job: {', '.join(different)}; make one with `quartet tune`"
+        )
+    for name in _FIXED_SHAPE:
+        if getattr(plan.shape, name) != getattr(made_for.shape, name):
+            raise PlanError(
+                f"shape.{name}: {getattr(plan.shape, name)}; a plan may change only width and depth"
+            )
+
+
+def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words with the plan's flags, and one line on the user's flags that it replaces (or none).
+
+    Raises PlanError for what stock flags cannot express.
+    """
+    user = flags.values(words)
+    values: dict[str, Any] = {}
+    remove: set[str] = set()
+    _add_shape(plan, user, values, remove)
+    _add_layout(plan, user, values, remove)
+    _add_split(plan, user, values, remove)
+    if user.global_batch_size is None:
+        values["global_batch_size"] = plan.made_for.global_batch_size
+    edited, taken = flags.edit(words, remove=remove | set(values), append=flags.words_for(values))
+    _check_result(plan, flags.values(edited))
+    if not taken:
+        return edited, []
+    given = flags.given(words)
+    replaced = []
+    for item in {item.dest: item for item in taken}.values():
+        old = "" if given[item.dest] is True else f" {given[item.dest]}"
+        new = values.get(item.dest)
+        now = "left out" if new is None else "set" if new is True else str(new)
+        replaced.append(f"{item.flag}{old} -> {now}")
+    return edited, [f"the plan replaces {', '.join(replaced)}"]
+
+
+def _add_shape(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[str]) -> None:
+    if plan.shape == plan.made_for.shape:
+        return
+    # First the sizes themselves, then those that Megatron would derive from them otherwise than planned.
+    changed = Namespace(**vars(user))
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        setattr(changed, name, getattr(plan.shape, name))
+    resolved = shape_of(changed, vocab_size=plan.shape.vocab_size)
+    for field, dest in _SHAPE_FLAGS.items():
+        planned = getattr(plan.shape, field)
+        if getattr(user, dest) != planned and (
+            field in ("num_layers", "hidden_size", "num_attention_heads")
+            or getattr(resolved, field) != planned
+        ):
+            values[dest] = planned
+    if resolved.num_query_groups != plan.shape.num_query_groups:
+        if plan.shape.num_query_groups == plan.shape.num_attention_heads:
+            remove |= {"group_query_attention", "num_query_groups"}
+        else:
+            values["group_query_attention"] = True
+            values["num_query_groups"] = plan.shape.num_query_groups
+
+
+def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[str]) -> None:
+    layout = plan.layout
+    theirs = layout_of(user, world_size=layout.world_size)
+    for field, dest in _DEGREE_FLAGS.items():
+        planned = getattr(layout, field)
+        # A switch is compared as given: Megatron ignores --sequence-parallel without tensor parallelism.
+        current = getattr(user, dest) if isinstance(planned, bool) else getattr(theirs, field)
+        if current == planned:
+            continue
+        if planned is False:
+            remove.add(dest)
+        else:
+            values[dest] = planned
+    if theirs.recompute != layout.recompute:
+        remove |= set(_RECOMPUTE_FLAGS)
+        if layout.recompute != "none":
+            values["recompute_granularity"] = layout.recompute
+        if layout.recompute == "full":
+            values |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if theirs.tensor_parallel != layout.tensor_parallel and user.padded_vocab_size is None:
+        # Megatron pads by the tensor-parallel size: without this the model would change with the layout.
+        if plan.shape.vocab_size % layout.tensor_parallel:
+            raise PlanError(
+                f"layout.tensor_parallel: {layout.tensor_parallel}; must divide the padded vocabulary "
+                f"({plan.shape.vocab_size})"
+            )
+        values["padded_vocab_size"] = plan.shape.vocab_size
+
+
+def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[str]) -> None:
+    layout = plan.layout
+    theirs = layout_of(user, world_size=layout.world_size)
+    same_stages = (theirs.pipeline_parallel, theirs.virtual_stages) == (
+        layout.pipeline_parallel,
+        layout.virtual_stages,
+    )
+    if not same_stages or _split_or_none(user) != plan.split:
+        remove |= set(SPLIT_FLAGS)
+        if layout.pipeline_parallel > 1:
+            if getattr(user, "hybrid_layer_pattern", None) or getattr(user, "hybrid_override_pattern", None):
+                raise PlanError(
+                    "split: a hybrid model takes no --pipeline-model-parallel-layout; its split is the | in "
+                    "--hybrid-layer-pattern, so keep the split and the stages of the command"
+                )
+            values["pipeline_model_parallel_layout"] = layout_string(plan.split)
+    group = plan.schedule.group
+    if plan.schedule.name != "interleaved":
+        if theirs.virtual_stages > 1:
+            remove.add("microbatch_group_size_per_vp_stage")
+    elif group != (user.microbatch_group_size_per_vp_stage or layout.pipeline_parallel):
+        values["microbatch_group_size_per_vp_stage"] = group
+
+
+def _split_or_none(user: Namespace) -> Split | None:
+    """The user's split; None where Megatron could not divide the layers, so that any plan differs."""
+    try:
+        return split_of(user)
+    except QuartetError:
+        return None
+
+
+def layout_string(split: Split) -> str:
+    """The split as Megatron's layout with every layer written out: `Ettt|tt|tL`."""
+    stages = ["t" * count for count in split.transformer_layers_per_stage]
+    stages[0] = f"E{stages[0]}"
+    stages[-1] = f"{stages[-1]}L"
+    return "|".join(stages)
+
+
+def _check_result(plan: Plan, args: Namespace) -> None:
+    """The rewritten flags must say what the plan says: our own invariant, checked at every start."""
+    layout = layout_of(args, world_size=plan.layout.world_size)
+    found = {
+        "shape": shape_of(args, vocab_size=plan.shape.vocab_size),
+        "layout": layout,
+        "split": split_of(args),
+        "schedule": schedule_of(args),
+    }
+    wrong = [name for name, value in found.items() if value != getattr(plan, name)]
+    if wrong:
+        raise PlanError(
+            f"{wrong[0]}: {getattr(plan, wrong[0])} cannot be written in Megatron's flags; "
+            f"they would say {found[wrong[0]]}"
+        )
+
+
+def _vocabulary_check(plan: Plan, user: Namespace) -> Wrapper:
+    """Compare the vocabulary when the tokenizer is there, padded as the user's own flags would pad it."""
+
+    def wrap(build_tokenizer: Callable[..., Any]) -> Callable[..., Any]:
+        def build_and_check(args: Namespace) -> Any:
+            tokenizer = build_tokenizer(args)
+            size = _padded_size(tokenizer, user)
+            planned = plan.made_for.shape.vocab_size
+            if size is not None and size != planned:
+                raise PlanError(
+                    f"the plan was made for another job: vocab_size {size} (plan: {planned}); "
+                    "make one with `quartet tune`"
+                )
+            return tokenizer
+
+        return build_and_check
+
+    return wrap
+
+
+def _padded_size(tokenizer: Any, user: Namespace) -> int | None:
+    if user.padded_vocab_size is not None:
+        return int(user.padded_vocab_size)
+    if not user.pad_vocab_size:
+        return None
+    multiple = user.make_vocab_size_divisible_by * user.tensor_model_parallel_size
+    return int(-(-tokenizer.vocab_size // multiple) * multiple)
