@@ -138,11 +138,11 @@ def generate_orders(
             if i < lane_count[lane]:
                 key = progress[i] + backward_key[lane]
                 smallest = min(smallest, key)
-                if i < next_f[lane] and i_arrival[lane * width + i] <= now + _READY_TOLERANCE:
-                    if key < best_key:
-                        best_key = key
-                        best_lane = lane
-                        best_is_f = False
+                ready = i < next_f[lane] and i_arrival[lane * width + i] <= now + _READY_TOLERANCE
+                if ready and key < best_key:
+                    best_key = key
+                    best_lane = lane
+                    best_is_f = False
             i = next_f[lane]
             if i < lane_count[lane]:
                 extra = 0.0 if i <= oldest else lane_bytes[lane]

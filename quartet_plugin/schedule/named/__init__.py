@@ -1,0 +1,5 @@
+"""Every schedule of the literature that has a name, generated exactly."""
+
+from quartet_plugin.schedule.named.registry import NAMED, NamedSchedule, lookup, named, refusal_of
+
+__all__ = ["NAMED", "NamedSchedule", "lookup", "named", "refusal_of"]

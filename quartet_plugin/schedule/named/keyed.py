@@ -1,0 +1,184 @@
+"""Named schedules that are rules of priority: list scheduling by keys at unit costs F = I = W = 1.
+
+V-Half and V-Min repeat a building block of six slots a microbatch (Qi et al. 2024, "Pipeline Parallelism
+with Controllable Memory"): the keys are the block's slots, the memory cap is the one the block needs.
+Hanayo and Chimera are sorted by the slots of their conflict-free units.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from quartet_plugin.schedule import placement as places
+from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.costs import FloatArray, IntArray
+from quartet_plugin.schedule.generator import generate_orders
+
+SLOTS = 6
+
+
+def list_schedule(
+    routes: Sequence[Sequence[int]],
+    *,
+    num_devices: int,
+    num_microbatches: int,
+    forward_key: FloatArray,
+    backward_key: FloatArray,
+    cap: float,
+    slack: float,
+    whole: bool,
+) -> list[IntArray]:
+    """Orders by keys [num_lanes] at unit costs; `cap` in stages held, split microbatches over the routes."""
+    num_stages, num_routes = len(routes[0]), len(routes)
+    num_lanes = num_stages * num_routes
+    lane_route = np.repeat(np.arange(num_routes), num_stages)
+    count = num_microbatches // num_routes
+    lane_device = np.concatenate([np.asarray(r, dtype=np.int64) for r in routes])
+    per_device = np.bincount(lane_device, minlength=num_devices) * count * (2 if whole else 3)
+    offsets = np.concatenate(([0], np.cumsum(per_device)))
+    orders = np.empty(int(offsets[-1]), dtype=np.int64)
+    makespan = generate_orders(
+        num_devices,
+        num_stages,
+        num_microbatches,
+        lane_device,
+        np.repeat([[1.0], [1.0], [1.0], [2.0]], num_lanes, axis=1),
+        np.zeros((2, num_lanes)),
+        np.ones(num_lanes),
+        1.0,
+        lane_route * count,
+        np.full(num_lanes, count, dtype=np.int64),
+        forward_key,
+        backward_key,
+        np.arange(num_microbatches, dtype=np.float64),
+        np.full(num_lanes, int(whole), dtype=np.int64),
+        np.array([slack, math.inf, math.inf, 0.0, 0.0]),
+        np.full(num_devices, float(cap)),
+        orders,
+        offsets,
+    )
+    assert math.isfinite(makespan)
+    return np.split(orders, offsets[1:-1])
+
+
+def _block(
+    num_devices: int, *, down: int, up: int, turns: tuple[int, int, int]
+) -> tuple[FloatArray, FloatArray]:
+    """Slots of a V block: F0 and I1 move `down` slots a device, F1 and I0 `up`; `turns` wait at the ends."""
+    p = num_devices
+    device = np.arange(p)
+    f0 = down * device
+    f1 = down * (p - 1) + 1 + turns[0] + up * (p - 1 - device)
+    i1 = f1[0] + 1 + turns[1] + down * device
+    i0 = i1[-1] + 1 + turns[2] + up * (p - 1 - device)
+    return np.concatenate((f0, f1[::-1])) / SLOTS, np.concatenate((i0, i1[::-1])) / SLOTS
+
+
+def v_half(p: int, m: int) -> list[IntArray]:
+    """V-Half: memory (p+2)/2; bubble 1.5 p - 3.5 (even p) or 1.5 p - 3 (odd p) at F = I = W = 1."""
+    even = p % 2 == 0
+    forward, backward = _block(p, down=2, up=1, turns=(0, 3 if even else 0, 1))
+    return list_schedule(
+        (places.v_shape(p),),
+        num_devices=p,
+        num_microbatches=m,
+        forward_key=forward,
+        backward_key=backward,
+        cap=p + 2,
+        slack=2 / SLOTS + 0.01 if even else 1.0,
+        whole=False,
+    )
+
+
+def v_min(p: int, m: int) -> list[IntArray]:
+    """V-Min: memory floor((p+4)/3); all actions move one slot a device, W fills the gaps."""
+    forward, backward = _v_min_block(p)
+    return list_schedule(
+        (places.v_shape(p),),
+        num_devices=p,
+        num_microbatches=m,
+        forward_key=forward,
+        backward_key=backward,
+        cap=2 * ((p + 4) // 3),
+        slack=0.0,
+        whole=False,
+    )
+
+
+def _v_min_block(p: int) -> tuple[FloatArray, FloatArray]:
+    """The earliest block of speed one whose four actions never meet in a slot."""
+    best: tuple[int, FloatArray, FloatArray] | None = None
+    for turns in np.ndindex(SLOTS, SLOTS, SLOTS):
+        forward, backward = _block(p, down=1, up=1, turns=(int(turns[0]), int(turns[1]), int(turns[2])))
+        slots = np.rint(
+            np.stack((forward[:p], forward[: p - 1 : -1], backward[:p], backward[: p - 1 : -1])) * SLOTS
+        )
+        taken = np.sort(slots.astype(np.int64) % SLOTS, axis=0)
+        last = int(slots[2, 0])
+        if np.all(np.diff(taken, axis=0) > 0) and (best is None or last < best[0]):
+            best = (last, forward, backward)
+    assert best is not None
+    return best[1], best[2]
+
+
+def mix_pipe(p: int, m: int) -> list[IntArray]:
+    """Bidirectional, more microbatches in flight than Chimera's units (after MixPipe, Zhang et al. 2023)."""
+    routes = two_routes(p)
+    stage = np.arange(p)
+    forward, backward = stage / 6.0, (p + 2.0 * (p - stage)) / 6.0
+    return list_schedule(
+        routes,
+        num_devices=p,
+        num_microbatches=m,
+        forward_key=np.tile(forward, 2),
+        backward_key=np.tile(backward, 2),
+        cap=1.5 * p,
+        slack=2.0,
+        whole=True,
+    )
+
+
+def two_routes(p: int) -> tuple[places.Placement, places.Placement]:
+    """One copy of the model down the devices, the other up."""
+    return places.linear(p), places.linear(p)[::-1]
+
+
+def hanayo(p: int, m: int, v: int) -> list[IntArray]:
+    """Hanayo (Liu et al. 2023): v/2 waves, p microbatches a unit. Bubble (p-1)(F+B)/v if F = B, memory p.
+
+    In slots of F = B = 1 stage s runs microbatch i of a unit at s + 2i and back at 2S - 1 - s + 2i.
+    """
+    num_stages = p * v
+    i = np.arange(m)
+    base = i // p * 2 * num_stages + i % p * 2
+    return _by_slots((places.snake(p, v),), (i,), base, p, m)
+
+
+def chimera(p: int, m: int) -> list[IntArray]:
+    """Chimera (Li and Hoefler 2021): units of p microbatches, half of them each way; p and m even.
+
+    Bubble (p-2)(F+B)/2 if F = B, memory p/2 + 1 to p stages of the two copies.
+    """
+    half = np.arange(m // 2)
+    base = half // (p // 2) * 2 * p + half % (p // 2) * 2
+    return _by_slots(two_routes(p), (half, half + m // 2), base, p, m)
+
+
+def _by_slots(
+    routes: Sequence[Sequence[int]], microbatches: Sequence[IntArray], base: IntArray, p: int, m: int
+) -> list[IntArray]:
+    """Sort each device's actions by slot: F at base + s, B at base + 2S - 1 - s."""
+    num_stages = len(routes[0])
+    codes: list[list[IntArray]] = [[] for _ in range(p)]
+    slots: list[list[IntArray]] = [[] for _ in range(p)]
+    for route, of_route in zip(routes, microbatches, strict=True):
+        for stage, device in enumerate(route):
+            unit = (stage * m + of_route) * 4
+            codes[device] += [unit + Kind.F, unit + Kind.B]
+            slots[device] += [base + stage, base + 2 * num_stages - 1 - stage]
+    orders = []
+    for device in range(p):
+        order = np.argsort(np.concatenate(slots[device]), kind="stable")
+        orders.append(np.concatenate(codes[device])[order])
+    return orders

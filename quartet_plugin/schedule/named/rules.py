@@ -1,0 +1,112 @@
+"""Single-copy schedules that are written down as phases, one list of phases a device.
+
+Each function gives the slots of one device; see `phases` for the letters. p devices, d the device.
+"""
+
+import numpy as np
+
+from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.costs import IntArray
+from quartet_plugin.schedule.named.phases import Phase
+
+
+def gpipe(p: int, m: int, d: int) -> list[Phase]:  # noqa: ARG001 - all rules take the same arguments
+    """All forwards, then all backwards (Huang et al. 2019). Bubble (p-1)(F+I+W), memory m."""
+    return [("f", m), ("b", m)]
+
+
+def one_f_one_b(p: int, m: int, d: int) -> list[Phase]:
+    """1F1B (PipeDream-Flush, Narayanan et al. 2021). Bubble (p-1)(F+I+W), memory p."""
+    return [("f", min(m, p - d - 1)), ("fb", m), ("b", m)]
+
+
+def zb_h1(p: int, m: int, d: int) -> list[Phase]:
+    """ZB-H1 (Qi et al. 2024): device d defers d weight gradients. Bubble (p-1)(F+I-W), memory p."""
+    return [("f", min(m, p - d)), ("if", min(d, max(0, m - (p - d)))), ("iwf", max(0, m - p)), ("iw", m)]
+
+
+def zb_h2(p: int, m: int, d: int) -> list[Phase]:
+    """ZB-H2 (Qi et al. 2024): fills the warm-up too. Bubble (p-1)(F+I-2W) without barrier, memory 2p-1."""
+    warm = min(m, 2 * (p - d) - 1)
+    return [("f", warm), ("if", min(2 * d, m - warm)), ("iwf", max(0, m - (2 * p - 1))), ("iw", m)]
+
+
+def zb_v(p: int, m: int, d: int) -> list[Phase]:
+    """ZB-V (Qi et al. 2024), V placement. Bubble (p-1)F/2 with a barrier, 0 without, memory p."""
+    return [
+        ("f", 2 * (p - d) - 1),
+        ("Ff", d),
+        ("FIW", p - d),
+        ("fiwFIW", max(0, m - (2 * p - d - 1))),
+        ("iwFIW", max(0, m - p) if m < 2 * p - d - 1 else p - d - 1),
+        ("iI", d),
+        ("iw", p - d),
+    ]
+
+
+def dual_pipe_v(p: int, m: int, d: int) -> list[Phase]:
+    """DualPipeV (DeepSeek and Sea AI Lab 2025), its eight phases; m >= 2p. Memory p + 1/2."""
+    return dual_phases(p, m, d)
+
+
+def dual_phases(p: int, m: int, d: int) -> list[Phase]:
+    """The phases DualPipe and DualPipeV share: 2p stages, m microbatches a direction."""
+    half = (d + 1) // 2
+    return [
+        ("f", 2 * (p - d - 1)),
+        ("fF", d + 1),
+        ("IxF", p - d - 1),
+        ("fBFb", m - 2 * p + d + 1),
+        ("BFb", p - d - 1),
+        ("Bb", half),
+        ("Bi", 1 - d % 2),
+        ("Ii", d + 1 - half - (1 - d % 2)),
+        ("xi", p - d - 1),
+        ("x", d + 1),
+    ]
+
+
+def interleaved_chunks(p: int, m: int, v: int, group: int) -> IntArray:  # noqa: ARG001
+    """The chunk of every forward in Megatron's interleaved order: `group` microbatches a chunk in turn."""
+    parts = [np.repeat(np.arange(v), min(group, m - first)) for first in range(0, m, group)]
+    return np.concatenate(parts)
+
+
+def interleaved(p: int, m: int, d: int, v: int, group: int) -> IntArray:
+    """Interleaved 1F1B (Narayanan et al. 2021), Megatron's warm-up: 2(p-d-1) + (v-1) group forwards.
+
+    With group p: bubble (p-1)(F+I+W)/v, memory p + (p-1)/v.
+    """
+    chunks = interleaved_chunks(p, m, v, group)
+    return _alternate(chunks * 4 + Kind.F, (v - 1 - chunks) * 4 + Kind.B, 2 * (p - d - 1) + (v - 1) * group)
+
+
+def _alternate(forward: IntArray, backward: IntArray, warm: int) -> IntArray:
+    """`warm` forwards, then one forward and one backward in turn, then the rest."""
+    total = len(forward)
+    warm = min(warm, total)
+    body = np.empty(2 * (total - warm), dtype=np.int64)
+    body[0::2] = forward[warm:]
+    body[1::2] = backward[: total - warm]
+    return np.concatenate((forward[:warm], body, backward[total - warm :]))
+
+
+def breadth_first(p: int, m: int, d: int, v: int) -> IntArray:  # noqa: ARG001
+    """Breadth-first (Lamy-Poirier 2023): all microbatches of a chunk before the next. Memory m."""
+    chunks = interleaved_chunks(p, m, v, m)
+    return np.concatenate((chunks * 4 + Kind.F, (v - 1 - chunks) * 4 + Kind.B))
+
+
+def zb_interleaved(p: int, m: int, d: int, v: int, group: int) -> IntArray:
+    """Interleaved 1F1B with split backward: device d defers d weight gradients. Bubble (p-1)(F+I-W)/v."""
+    chunks = interleaved_chunks(p, m, v, group)
+    forward, backward = chunks * 4 + Kind.F, (v - 1 - chunks) * 4 + Kind.I
+    total = len(forward)
+    warm = min(2 * (p - d - 1) + (v - 1) * group, total)
+    late = min(d, total)
+    base = _alternate(forward, backward, warm)
+    # A weight gradient after every input gradient but the first `late`; those that are left come last.
+    is_backward = np.flatnonzero(base % 4 == Kind.I)
+    weight = (v - 1 - chunks) * 4 + Kind.W
+    body = np.insert(base, is_backward[late:] + 1, weight[: total - late])
+    return np.concatenate((body, weight[total - late :]))

@@ -1,0 +1,204 @@
+"""Named schedules meet their closed forms: bubble and memory in one device's share of a microbatch."""
+
+import numpy as np
+import pytest
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.named import NAMED, named, refusal_of
+from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.simulate import Simulation, simulate
+from tests.schedule.pipelines import uniform
+
+Shares = tuple[float, float, float]
+ONE: Shares = (1.0, 1.0, 1.0)
+UNEQUAL: Shares = (1.0, 0.9, 0.6)
+SIZES = [(p, m) for p in (1, 2, 3, 4, 5, 8, 12) for m in (2 * p, 2 * p + 3, 4 * p)]
+
+
+def run(schedule: Schedule, shares: Shares = ONE) -> Simulation:
+    routes = schedule.routes or (schedule.placement,)
+    costs = [uniform(route, shares=shares) for route in routes]
+    return simulate(schedule, costs[0], other_route=costs[1] if len(costs) == 2 else None)
+
+
+def bubble(simulation: Simulation, m: int, shares: Shares = ONE) -> float:
+    return simulation.makespan_s - m * sum(shares)
+
+
+def slip(simulation: Simulation, m: int, shares: Shares = ONE) -> float:
+    return simulation.period_s - m * sum(shares)
+
+
+def peak(simulation: Simulation) -> float:
+    return float(simulation.peak_activation_bytes.max())
+
+
+@pytest.mark.parametrize(
+    ("name", "makespan", "memory"),
+    [
+        ("gpipe", 117.0, 32.0),
+        ("1f1b", 117.0, 8.0),
+        ("interleaved", 106.5, 11.5),
+        ("breadth-first", 106.5, 32.0),
+        ("zb-h1", 103.0, 8.0),
+        ("zb-h2", 103.0, 15.0),
+        ("zb-interleaved", 99.5, 11.5),
+        ("zb-v", 99.5, 8.0),
+        ("v-half", 104.5, 5.0),
+        ("v-min", 109.5, 4.0),
+        ("dualpipev", 99.5, 8.5),
+    ],
+)
+def test_eight_devices_and_32_microbatches(name: str, makespan: float, memory: float) -> None:
+    result = run(named(name, num_devices=8, num_microbatches=32))
+    assert result.makespan_s == pytest.approx(makespan)
+    assert peak(result) == pytest.approx(memory)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("shares", [ONE, UNEQUAL])
+def test_linear_closed_forms(p: int, m: int, shares: Shares) -> None:
+    forward, input_grad, weight_grad = shares
+    whole = (p - 1) * sum(shares)
+    for name, memory in (("gpipe", m), ("1f1b", p)):
+        result = run(named(name, num_devices=p, num_microbatches=m), shares)
+        assert bubble(result, m, shares) == pytest.approx(whole)
+        assert peak(result) == pytest.approx(memory)
+    h1 = run(named("zb-h1", num_devices=p, num_microbatches=m), shares)
+    assert bubble(h1, m, shares) == pytest.approx((p - 1) * (forward + input_grad - weight_grad))
+    assert peak(h1) == pytest.approx(p)
+    h2 = run(named("zb-h2", num_devices=p, num_microbatches=m), shares)
+    assert peak(h2) == pytest.approx(2 * p - 1)
+    if m >= 3 * p:
+        expected = (p - 1) * max(0.0, forward + input_grad - 2 * weight_grad)
+        assert slip(h2, m, shares) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("v", [2, 3, 4])
+@pytest.mark.parametrize(("p", "k"), [(2, 2), (3, 3), (4, 2), (4, 4), (8, 2)])
+def test_looped_closed_forms(p: int, k: int, v: int) -> None:
+    m = p * k
+    for shares in (ONE, UNEQUAL):
+        whole = (p - 1) * sum(shares) / v
+        inter = run(named("interleaved", num_devices=p, num_microbatches=m, chunks=v), shares)
+        assert bubble(inter, m, shares) == pytest.approx(whole)
+        assert peak(inter) == pytest.approx(p + (p - 1) / v)
+        breadth = run(named("breadth-first", num_devices=p, num_microbatches=m, chunks=v), shares)
+        assert bubble(breadth, m, shares) == pytest.approx(whole)
+        assert peak(breadth) == pytest.approx(m)
+    zero = run(named("zb-interleaved", num_devices=p, num_microbatches=m, chunks=v))
+    assert bubble(zero, m) == pytest.approx((p - 1) / v)
+    assert peak(zero) == pytest.approx(p + (p - 1) / v)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_v_closed_forms(p: int, m: int) -> None:
+    zb_v = run(named("zb-v", num_devices=p, num_microbatches=m))
+    assert bubble(zb_v, m) == pytest.approx((p - 1) / 2)
+    assert slip(zb_v, m) == pytest.approx(0.0, abs=1e-9)
+    assert peak(zb_v) == pytest.approx(p)
+    dual = run(named("dualpipev", num_devices=p, num_microbatches=m))
+    assert bubble(dual, m) == pytest.approx((p - 1) / 2)
+    assert peak(dual) == pytest.approx(p + 0.5)
+    if m >= 4 * p:
+        half = run(named("v-half", num_devices=p, num_microbatches=m))
+        assert peak(half) == pytest.approx((p + 2) / 2)
+        assert bubble(half, m) == pytest.approx(max(0.0, 1.5 * p - (3.5 if p % 2 == 0 else 3.0)), abs=0.51)
+        smallest = run(named("v-min", num_devices=p, num_microbatches=m))
+        assert peak(smallest) <= (p + 4) // 3 + 1e-9
+        assert bubble(smallest, m) <= 2 * p - 1.5
+
+
+@pytest.mark.parametrize(("p", "waves", "k"), [(2, 1, 1), (4, 1, 2), (4, 2, 1), (8, 1, 1), (8, 2, 3)])
+def test_hanayo_closed_form(p: int, waves: int, k: int) -> None:
+    shares = (1.0, 0.5, 0.5)
+    result = run(named("hanayo", num_devices=p, num_microbatches=p * k, chunks=2 * waves), shares)
+    assert bubble(result, p * k, shares) == pytest.approx((p - 1) * 2.0 / (2 * waves))
+    assert peak(result) == pytest.approx(p)
+
+
+@pytest.mark.parametrize(("p", "k"), [(2, 1), (4, 1), (4, 3), (8, 2)])
+def test_chimera_closed_form(p: int, k: int) -> None:
+    shares = (1.0, 0.5, 0.5)
+    result = run(named("chimera", num_devices=p, num_microbatches=p * k), shares)
+    assert bubble(result, p * k, shares) == pytest.approx((p - 2) / 2 * 2.0)
+    assert peak(result) <= p
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_dualpipe_has_half_the_bubble_of_its_v_form_with_whole_stages(p: int) -> None:
+    result = run(named("dualpipe", num_devices=p, num_microbatches=4 * p))
+    assert bubble(result, 4 * p) == pytest.approx(p / 2 - 1)
+    assert peak(result) == pytest.approx(p + 1)
+
+
+def test_mixpipe_beats_chimera_when_backward_is_longer() -> None:
+    results = [run(named(name, num_devices=8, num_microbatches=32)) for name in ("mixpipe", "chimera")]
+    assert results[0].makespan_s < results[1].makespan_s
+    assert peak(results[0]) <= 12
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_every_size_that_is_not_refused_runs(name: str) -> None:
+    ran = 0
+    for p in (1, 2, 3, 4, 6):
+        for m in (1, 2, 3, 4, 6, 7, 12, 13):
+            grouped = NAMED[name].has_group
+            if refusal_of(name, num_devices=p, num_microbatches=m) or (grouped and m % p):
+                continue
+            run(named(name, num_devices=p, num_microbatches=m))
+            ran += 1
+    assert ran > 3
+
+
+def megatron_interleaved(p: int, m: int, v: int, group: int, rank: int) -> list[tuple[str, int, int]]:
+    """Rank's order as stated by Megatron-Core: (direction, chunk, microbatch)."""
+    table = []
+    for first in range(0, m, group):
+        table += [(i, c) for c in range(v) for i in range(first, min(first + group, m))]
+    warm = min((p - rank - 1) * 2 + (v - 1) * group, m * v)
+    order = [("F", table[k][1], table[k][0]) for k in range(warm)]
+    for k in range(m * v - warm):
+        order.append(("F", table[warm + k][1], table[warm + k][0]))
+        order.append(("B", v - 1 - table[k][1], table[k][0]))
+    order += [("B", v - 1 - table[k][1], table[k][0]) for k in range(m * v - warm, m * v)]
+    return order
+
+
+@pytest.mark.parametrize(("p", "m", "v", "group"), [(4, 8, 2, 4), (4, 8, 3, 8), (2, 10, 2, 5), (3, 7, 2, 4)])
+def test_interleaved_is_megatrons_order(p: int, m: int, v: int, group: int) -> None:
+    schedule = named("interleaved", num_devices=p, num_microbatches=m, chunks=v, group=group)
+    for rank in range(p):
+        ours = [(a.kind.name, a.stage // p, a.microbatch) for a in schedule.actions(rank)]
+        assert ours == megatron_interleaved(p, m, v, group, rank)
+
+
+def test_kinds_match_the_registry() -> None:
+    for name, spec in NAMED.items():
+        schedule = named(name, num_devices=4, num_microbatches=8)
+        kinds = {Kind(int(k)) for k in np.unique(np.concatenate(schedule.orders) & 3)}
+        assert (Kind.W in kinds) == spec.split_backward, name
+        assert (schedule.routes is not None) == (not spec.executable), name
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "words"),
+    [
+        ("2f2b", {}, "expected one of"),
+        ("1f1b", {"chunks": 2}, "exactly 1"),
+        ("zb-v", {"chunks": 3}, "exactly 2"),
+        ("interleaved", {"chunks": 1}, "2 or more"),
+        ("hanayo", {"chunks": 3}, "even"),
+        ("zb-v", {"group": 4}, "only interleaved"),
+        ("interleaved", {"group": 0}, "1 or more"),
+        ("dualpipev", {"num_microbatches": 7}, "at least 8"),
+        ("chimera", {"num_microbatches": 7}, "even number"),
+        ("dualpipe", {"num_devices": 3}, "even number"),
+        ("1f1b", {"num_microbatches": 0}, "1 or more"),
+        ("gpipe", {"num_devices": 4000, "num_microbatches": 60000}, "too many"),
+    ],
+)
+def test_refuses_impossible_sizes(name: str, extra: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        named(name, **({"num_devices": 4, "num_microbatches": 8} | extra))
