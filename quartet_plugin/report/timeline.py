@@ -41,7 +41,8 @@ _HEAD_INCHES = 0.72
 _AXIS_INCHES = 0.5
 _BAND_INCHES = (9.0, 15.0)
 _ONE_BAND_INCHES = 16.0
-_MAX_ROWS = 48
+_MAX_BANDS = 6
+_MAX_ROWS = 48  # of all bands together
 _ROW_INCHES = (0.12, 0.38)
 _ACTION_INCHES = 0.13
 _FONT_POINTS = (4.6, 7.0)
@@ -161,7 +162,7 @@ class _Page:
         typical = float(np.percentile(lengths[lengths > 0], 25)) if (lengths > 0).any() else makespan
         wanted = _ACTION_INCHES * makespan / typical
         bands = 1 if wanted <= _ONE_BAND_INCHES else math.ceil(wanted / _BAND_INCHES[1])
-        bands = max(1, min(bands, _MAX_ROWS // num_devices))
+        bands = max(1, min(bands, _MAX_BANDS, _MAX_ROWS // num_devices))
         return cls(
             num_bands=bands,
             num_devices=num_devices,
