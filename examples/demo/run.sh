@@ -9,13 +9,13 @@ bin=$(dirname "$python")
 export PATH="$(cd "$bin" && pwd):$PATH" OMP_NUM_THREADS=1
 
 echo "== 1. real text: the Python standard library's own source files, as byte-level tokens"
-"$python" examples/prepare_data.py --output data/stdlib --max-mb 8
+"$python" examples/prepare_data.py data/stdlib --max-mb 8
 
 # An ordinary Megatron command. quartet never edits it.
 command=(torchrun --nproc-per-node 2 examples/pretrain_gpt.py
-    --num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
+    --num-layers 8 --hidden-size 192 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
     --pipeline-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 16
-    --tokenizer-type NullTokenizer --vocab-size 24575 --data-path data/stdlib_text_document --split 98,1,1
+    --tokenizer-type NullTokenizer --vocab-size 16384 --null-tokenizer-eod-id 256 --data-path data/stdlib --split 98,1,1
     --train-iters 40 --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 5 --clip-grad 1.0
     --attention-dropout 0 --hidden-dropout 0 --log-interval 10 --eval-interval 1000 --eval-iters 1
     --save data/demo-checkpoint --save-interval 40)
