@@ -191,6 +191,8 @@ def _signal_or_exit(evidence: Evidence) -> Verdict | None:
     ranks = {beat.pid: rank for rank, beat in evidence.snapshot.beats.items()}
     found = root_cause(evidence.log)
     who = "a rank"
+    if found is not None and found[0] > 0 and ranks.get(found[1]) in evidence.snapshot.errs:
+        return None  # it has left a report, and only ended by it
     if evidence.is_single:
         code = evidence.exit_code
         who = "the process"

@@ -1,0 +1,229 @@
+"""Who holds a run folder: one tuner at a time, and one that was replaced writes nothing any more.
+
+`lock.json` names the holder (docs/formats.md) and counts generations. Its age is measured by the file
+server's own clock, as the difference of two modification times in the same folder.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import Field, TypeAdapter
+
+from quartet_plugin.errors import StorageError
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.schema import dump
+from quartet_plugin.trial.files import Name, Pid, Seconds, Version, read_sheet
+from quartet_plugin.trial.processes import Identity, own_identity
+
+LOCK_NAME = "lock.json"
+EXPIRY_S = 120.0
+RENEW_S = 20.0
+
+_GUARD_NAME = ".lock.guard"
+_GUARD_WAIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """lock.json: the process that holds the run, and how often the run has changed hands."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    host: Name
+    pid: Pid
+    process_start: Seconds
+    boot_id: Name
+    generation: Annotated[int, Field(ge=1, le=2**53)]
+    schema_version: Version = 1
+
+    @property
+    def identity(self) -> Identity:
+        """The process, as it is known on its own host."""
+        return Identity(pid=self.pid, process_start=self.process_start, boot_id=self.boot_id)
+
+    def __str__(self) -> str:
+        """Who it is, for the user."""
+        return f"process {self.pid} on {self.host}"
+
+
+_HOLDER: TypeAdapter[Holder] = TypeAdapter(Holder)
+
+
+class Lease:
+    """The right to write into a run folder; `acquire` one, `renew` it, `check` before every write."""
+
+    def __init__(self, folder: Path, holder: Holder, *, clock: Callable[[], float], renew_s: float) -> None:
+        self._folder = folder
+        self._holder = holder
+        self._clock = clock
+        self._renew_s = renew_s
+        self._renewed_s = clock()
+
+    @classmethod
+    def acquire(
+        cls,
+        folder: Path,
+        *,
+        takeover: bool = False,
+        expiry_s: float = EXPIRY_S,
+        renew_s: float = RENEW_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> "Lease":
+        """Take the run folder.
+
+        A holder whose process has provably ended (same host; another boot, or no such process) is replaced
+        at once. Any other is replaced only when `takeover` is asked for and it has not renewed for
+        `expiry_s`. Raises StorageError naming the holder.
+        """
+        with _guard(folder):
+            before = _read(folder)
+            generation = 1
+            if before is not None:
+                _refuse_living(folder, before, takeover=takeover, expiry_s=expiry_s)
+                generation = before.generation + 1
+            me = own_identity()
+            holder = Holder(
+                host=socket.gethostname(),
+                pid=me.pid,
+                process_start=me.process_start,
+                boot_id=me.boot_id,
+                generation=generation,
+            )
+            if before is None:
+                _create(folder, holder)
+            else:
+                write_json_atomic(folder / LOCK_NAME, dump(holder))
+        return cls(folder, holder, clock=clock, renew_s=renew_s)
+
+    @property
+    def generation(self) -> int:
+        """How often the run has been taken, this time included."""
+        return self._holder.generation
+
+    def check(self) -> None:
+        """Raise StorageError when another tuner holds the run now: a tuner that was stopped and woke up
+        must not write. Renews by itself when it is time.
+        """
+        self._verify()
+        if self._clock() - self._renewed_s >= self._renew_s:
+            self.renew()
+
+    def renew(self) -> None:
+        """Say that this tuner lives. Raises StorageError when another one holds the run now."""
+        with _guard(self._folder):
+            self._verify()
+            write_json_atomic(self._folder / LOCK_NAME, dump(self._holder))
+        self._renewed_s = self._clock()
+
+    def release(self) -> None:
+        """Give the run back; nothing when another one holds it."""
+        with _guard(self._folder):
+            if _read(self._folder) == self._holder:
+                (self._folder / LOCK_NAME).unlink(missing_ok=True)
+
+    def __enter__(self) -> "Lease":
+        """Held until the end of the block."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Give the run back."""
+        self.release()
+
+    def _verify(self) -> None:
+        now = _read(self._folder)
+        if now != self._holder:
+            who = "nobody" if now is None else str(now)
+            raise StorageError(
+                f"{self._folder / LOCK_NAME}: the run is held by {who} now, not by this tuner; it writes "
+                "nothing more"
+            )
+
+
+def _read(folder: Path) -> Holder | None:
+    try:
+        return read_sheet(_HOLDER, folder / LOCK_NAME, max_bytes=64 * 1024)
+    except FileNotFoundError:
+        return None
+
+
+def _refuse_living(folder: Path, holder: Holder, *, takeover: bool, expiry_s: float) -> None:
+    is_here = holder.host == socket.gethostname()
+    if is_here and not holder.identity.is_alive:
+        return
+    age_s = _age_s(folder)
+    if takeover and age_s > expiry_s:
+        return
+    fix = "wait for it, stop it, or name another run folder"
+    if age_s > expiry_s:
+        fix = "end it, or add --takeover if it cannot run any more"
+    elif takeover:
+        fix = f"it can be taken over {expiry_s - age_s:.0f} s from now unless it renews"
+    raise StorageError(f"{folder}: another tuner holds this run: {holder}, renewed {age_s:.0f} s ago; {fix}")
+
+
+def _age_s(folder: Path) -> float:
+    """Seconds since the lock was written, by one clock; never negative."""
+    probe = folder / f".lock.{secrets.token_hex(4)}.tmp"
+    try:
+        descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(descriptor, b".")
+            now = os.fstat(descriptor).st_mtime
+        finally:
+            os.close(descriptor)
+            probe.unlink(missing_ok=True)
+        return max(0.0, now - (folder / LOCK_NAME).lstat().st_mtime)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be written: {error.strerror}") from error
+
+
+def _create(folder: Path, holder: Holder) -> None:
+    """The first lock: whole or not at all, and never over one that is there."""
+    draft = folder / f".lock.{secrets.token_hex(4)}.draft"
+    try:
+        write_json_atomic(draft, dump(holder))
+        os.link(draft, folder / LOCK_NAME)
+    except FileExistsError as error:
+        raise StorageError(f"{folder}: another tuner has just taken this run") from error
+    except OSError as error:
+        raise StorageError(f"{folder / LOCK_NAME}: cannot be made: {error.strerror}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _guard(folder: Path) -> Iterator[None]:
+    """One process at a time; the system gives it back when a holder dies. The file stays, empty."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(folder / _GUARD_NAME, flags, 0o600)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be written: {error.strerror}") from error
+    try:
+        _lock(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    end = time.monotonic() + _GUARD_WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                return  # a file system without locks: the exclusive creation and the checks remain
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES) or time.monotonic() > end:
+                raise StorageError(f"{folder}: its lock cannot be had: {error.strerror}") from error
+            time.sleep(0.02)

@@ -1,0 +1,339 @@
+"""A training that is none: it writes the files of a rank and fails in the way it is told.
+
+It stands alone (no import of the package), so the files are what the formats say, not what our writer makes.
+`--gloo` adds a real process group, for what only real processes of torch show.
+"""
+
+import argparse
+import faulthandler
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+MODES = (
+    "ok",
+    "oom",
+    "oom-init",
+    "refused",
+    "plan",
+    "hang",
+    "hang-init",
+    "exc",
+    "sigkill",
+    "segv",
+    "exit17",
+    "nan",
+    "noisy",
+    "orphan",
+    "partial-result",
+    "port-in-use",
+    "network",
+    "stubborn",
+    "short",
+    "other-plan",
+    "bad-beat",
+    "late-exit",
+    "nothing",
+    "shout",
+)
+
+
+def main() -> None:
+    """One rank."""
+    faulthandler.enable()
+    options = arguments()
+    if options.mode == "nothing":
+        print("Traceback (most recent call last):\nSyntaxError: the script's own\x1b[31m fault\x07")
+        sys.exit(3)
+    rank = Rank(options)
+    if options.mode == "stubborn" or options.stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank.run()
+
+
+def arguments() -> argparse.Namespace:
+    """Our flags and the adapter's."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", choices=MODES, default="ok")
+    parser.add_argument("--faulty-rank", type=int, default=1)
+    parser.add_argument("--faulty-attempts", type=int, default=1000)
+    parser.add_argument("--at", type=int, default=3)
+    parser.add_argument("--step-s", type=float, default=0.02)
+    parser.add_argument("--init-s", type=float, default=0.0)
+    parser.add_argument("--gloo", action="store_true")
+    parser.add_argument("--stubborn", action="store_true")
+    parser.add_argument("--quartet-trial", type=Path)
+    parser.add_argument("--quartet-device")
+    parser.add_argument("--quartet-plan")
+    options = parser.parse_args()
+    attempt = int(options.quartet_trial.parent.name.rpartition("-")[2])
+    if attempt > options.faulty_attempts:
+        options.mode = "ok"
+    return options
+
+
+class Rank:
+    """Plays one rank."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.sheet = json.loads(options.quartet_trial.read_text())
+        self.folder = Path(self.sheet["folder"])
+        self.is_faulty = self.rank == options.faulty_rank
+        self.iterations: list[dict[str, Any]] = []
+        self.phase = "import"
+
+    def run(self) -> None:
+        """The life of a rank."""
+        mode = self.options.mode
+        self.beat("import", 0)
+        self.beat("init", 0)
+        self.init(mode)
+        wanted = self.sheet["warmup"] + self.sheet["measure"]
+        if mode == "short":
+            wanted -= 2
+        self.beat("warmup", 0)
+        for iteration in range(1, wanted + 1):
+            if (self.folder / "STOP").exists() and mode != "stubborn":
+                break
+            self.step(mode, iteration)
+            self.beat("warmup" if iteration < self.sheet["warmup"] else "measure", iteration)
+        self.end(mode)
+
+    def init(self, mode: str) -> None:
+        """What can go wrong before the first step."""
+        time.sleep(self.options.init_s)
+        if self.options.gloo:
+            import torch.distributed
+
+            torch.distributed.init_process_group("gloo")
+        if mode == "hang-init":
+            block()
+        if mode == "port-in-use":
+            if self.rank == 0:
+                taken = socket.create_server(("127.0.0.1", 0))
+                try:
+                    socket.socket().bind(taken.getsockname())
+                except OSError as error:
+                    print(f"RuntimeError: {error}")
+                    sys.exit(1)
+            block()
+        if not self.is_faulty:
+            return
+        if mode == "oom-init":
+            self.fail("out-of-memory", "OutOfMemoryError", "no memory", wanted_bytes=4096)
+        if mode == "refused":
+            self.fail("refused", "AssertionError", "hidden size\n must divide")
+        if mode == "plan":
+            self.fail("plan", "PlanError", "made for another model")
+
+    def step(self, mode: str, iteration: int) -> None:
+        """One iteration, and what can go wrong in it."""
+        begin = time.perf_counter()
+        if iteration == self.options.at:
+            self.fault(mode)
+        if self.options.gloo:
+            import torch
+
+            torch.distributed.all_reduce(torch.ones(4))
+        time.sleep(self.options.step_s * (8 if mode == "noisy" and iteration % 2 else 1))
+        loss: float | str = 10.0 - 0.1 * iteration
+        if mode == "nan" and iteration == self.options.at:
+            loss = "nan"
+        self.iterations.append(
+            {
+                "iteration": iteration,
+                "iteration_s": time.perf_counter() - begin,
+                "loss": loss if self.rank == self.options.faulty_rank else None,
+                "grad_norm": 1.5,
+                "skipped": False,
+            }
+        )
+        if mode == "shout":
+            print("x" * 10_000)
+
+    def fault(self, mode: str) -> None:
+        """The fault of this iteration; the other ranks wait for the faulty one for ever, as in a recv."""
+        if mode in ("oom", "exc", "network", "sigkill", "segv", "exit17", "hang", "stubborn"):
+            if self.is_faulty:
+                self.break_down(mode)
+            elif not self.options.gloo:
+                block()
+
+    def break_down(self, mode: str) -> None:
+        """End as told."""
+        if mode == "oom":
+            self.fail("out-of-memory", "OutOfMemoryError", "no memory", wanted_bytes=12_345)
+        elif mode == "exc":
+            print("the script's own last words", flush=True)
+            self.fail("error", "RuntimeError", "broken at 0x7f12")
+        elif mode == "network":
+            self.fail("network", "RuntimeError", "Connection closed by peer")
+        elif mode == "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif mode == "segv":
+            faulthandler.disable()
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif mode == "exit17":
+            os._exit(17)
+        else:
+            block()
+
+    def end(self, mode: str) -> None:
+        """Leave the report, or something else."""
+        if mode == "orphan" and self.is_faulty:
+            daemon()
+        report = {
+            "schema_version": 1,
+            "attempt_id": self.sheet["attempt_id"],
+            "rank": self.rank,
+            "launch_rank": self.rank,
+            "host": socket.gethostname(),
+            "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+            "pid": os.getpid(),
+            "plan_key": "0" * 64 if mode == "other-plan" else self.sheet["plan_key"],
+            "device": "cpu",
+            "phases_s": {"import": 0.1, "init": 0.1, "first_step": 0.1},
+            "iterations": self.iterations,
+            "peak_memory_bytes": 1000 + self.rank,
+            "job": job() if self.rank == 0 else None,
+        }
+        path = self.folder / f"rank-{self.rank}.json"
+        if mode == "partial-result" and self.is_faulty:
+            path.write_text(json.dumps(report)[:200])
+        else:
+            write(path, report)
+        self.beat("done", len(self.iterations))
+        if mode == "late-exit":
+            block()
+        if self.options.gloo:
+            import torch.distributed
+
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+
+    def beat(self, phase: str, iteration: int) -> None:
+        """Say where we are."""
+        self.phase = phase
+        value = {
+            "schema_version": 1,
+            "attempt_id": self.sheet["attempt_id"],
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "process_start": process_start(),
+            "host": socket.gethostname(),
+            "local_rank": int(os.environ.get("LOCAL_RANK", "0")),
+            "phase": phase,
+            "iteration": iteration,
+            "time": time.time(),
+        }
+        if self.options.mode == "bad-beat":
+            value["iteration"] = -1
+        write(self.folder / f"rank-{self.rank}.beat.json", value)
+
+    def fail(self, kind: str, name: str, message: str, *, wanted_bytes: int = 0) -> None:
+        """Report a failure and end."""
+        value = {
+            "schema_version": 1,
+            "attempt_id": self.sheet["attempt_id"],
+            "rank": self.rank,
+            "launch_rank": self.rank,
+            "host": socket.gethostname(),
+            "phase": self.phase,
+            "iteration": len(self.iterations),
+            "time": time.time(),
+            "kind": kind,
+            "type": name,
+            "message": message,
+            "exit_code": 1,
+            "peak_memory_bytes": 5000,
+            "wanted_bytes": wanted_bytes,
+            "traceback": [f"{name}: {message}"],
+        }
+        write(self.folder / f"rank-{self.rank}.err.json", value)
+        sys.exit(1)
+
+
+def job() -> dict[str, Any]:
+    """What RANK 0 says of the framework."""
+    shape = {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "ffn_hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_query_groups": 4,
+        "kv_channels": 16,
+        "seq_length": 32,
+        "vocab_size": 128,
+        "max_position_embeddings": 32,
+        "gated_ffn": False,
+        "tied_embeddings": True,
+        "position_embedding": "learned_absolute",
+    }
+    layout = {
+        "tensor_parallel": 1,
+        "pipeline_parallel": 2,
+        "data_parallel": 1,
+        "virtual_stages": 1,
+        "context_parallel": 1,
+        "expert_parallel": 1,
+        "micro_batch_size": 1,
+        "sequence_parallel": False,
+        "distributed_optimizer": False,
+        "recompute": "none",
+    }
+    return {
+        "framework": "megatron-core",
+        "framework_version": "0.19.2",
+        "torch_version": "2.11.0",
+        "shape": shape,
+        "layout": layout,
+        "split": {"transformer_layers_per_stage": [2, 2]},
+        "schedule": {"name": "1f1b", "group": None},
+        "global_batch_size": 4,
+        "train_iters": 100,
+        "precision": "fp32",
+        "features": [],
+        "neutralised": [],
+    }
+
+
+def process_start() -> float:
+    """Seconds since 1970, as psutil counts them."""
+    import psutil
+
+    return psutil.Process().create_time()
+
+
+def block() -> None:
+    """Wait for ever, as a receive that nobody answers."""
+    while True:
+        time.sleep(60)
+
+
+def daemon() -> None:
+    """A process that leaves its parents: a new session, and a parent that ends at once."""
+    sleeper = "import time; time.sleep(600)"
+    child = (
+        "import subprocess, sys; "
+        f"subprocess.Popen([sys.executable, '-c', {sleeper!r}], start_new_session=True)"
+    )
+    subprocess.run([sys.executable, "-c", child], check=True)
+
+
+def write(path: Path, value: Any) -> None:
+    """A file that appears whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value))
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""`kill -9` of the tuner in the middle of a trial: nothing measured is lost, no process is left."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.trial.attempt import read_result
+from quartet_plugin.trial.processes import marked
+from quartet_plugin.trial.recover import recover
+from quartet_plugin.trial.request import Outcome, TrialResult
+
+ROOT = Path(__file__).parents[2]
+
+
+def killed_tuner(torchrun: Path, folder: Path, *fake: str, when: Callable[[Path], bool]) -> Path:
+    """Start a tuner, kill it as soon as `when` holds for its attempt's folder, return that folder."""
+    words = [sys.executable, "-m", "tests.faults.driver", str(torchrun), str(folder), *fake]
+    tuner = subprocess.Popen(words, cwd=ROOT)
+    attempt = folder / "attempt-1"
+    end = time.monotonic() + 60
+    while not when(attempt):
+        assert time.monotonic() < end, "the trial did not come to the point"
+        assert tuner.poll() is None, "the tuner ended by itself"
+        time.sleep(0.005)
+    os.kill(tuner.pid, signal.SIGKILL)
+    tuner.wait()
+    return attempt
+
+
+def measuring(attempt: Path) -> bool:
+    """Whether both ranks have begun to measure."""
+    for rank in (0, 1):
+        try:
+            beat = json.loads((attempt / f"rank-{rank}.beat.json").read_text())
+        except OSError:
+            return False
+        if beat["phase"] != "measure":
+            return False
+    return True
+
+
+def processes(attempt: Path) -> list[int]:
+    """The pids that run for an attempt."""
+    attempt_id = json.loads((attempt / "trial.json").read_text())["attempt_id"]
+    return [one.pid for one in marked(attempt_id)]
+
+
+def until_all_ended(attempt: Path) -> None:
+    """Wait for the trial's own end."""
+    for pid in processes(attempt):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).wait(30)
+
+
+def test_a_trial_that_still_runs_is_waited_for(fake_torchrun: Path, tmp_path: Path) -> None:
+    trials = tmp_path / "trials"
+    attempt = killed_tuner(fake_torchrun, trials / "000003", "--step-s", "0.3", when=measuring)
+    assert processes(attempt)
+    told: list[Path] = []
+    results = recover(trials, on_attempt=told.append, poll_s=0.02)
+    assert told == [attempt]
+    assert [one.outcome for one in results] == [Outcome.OK]
+    assert len(results[0].iteration_s) == 4
+    assert results[0].job is not None
+    assert read_result(attempt) == results[0]
+    assert recover(trials) == ()
+
+
+def test_a_trial_that_has_ended_meanwhile_is_adopted(fake_torchrun: Path, tmp_path: Path) -> None:
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.05", when=measuring)
+    until_all_ended(attempt)
+    results = recover(tmp_path, poll_s=0.02)
+    assert [one.outcome for one in results] == [Outcome.OK]
+
+
+def test_a_failure_that_was_reported_is_kept(fake_torchrun: Path, tmp_path: Path) -> None:
+    def reported(attempt: Path) -> bool:
+        return (attempt / "rank-1.err.json").exists()
+
+    attempt = killed_tuner(
+        fake_torchrun, tmp_path / "000001", "--mode", "oom", "--step-s", "0.3", when=measuring
+    )
+    end = time.monotonic() + 30
+    while not reported(attempt) and time.monotonic() < end:
+        time.sleep(0.01)
+    results = recover(tmp_path, poll_s=0.02)
+    assert [one.outcome for one in results] == [Outcome.INFEASIBLE]
+    assert results[0].memory_excess_bytes == 12_345
+
+
+def test_a_trial_that_does_not_move_is_ended(fake_torchrun: Path, tmp_path: Path) -> None:
+    attempt = killed_tuner(
+        fake_torchrun, tmp_path / "000001", "--mode", "stubborn", "--at", "4", when=measuring
+    )
+    results = recover(tmp_path, poll_s=0.02)
+    assert [one.outcome for one in results] == [Outcome.INFRA]
+    assert not processes(attempt)
+
+
+def test_processes_that_died_with_the_tuner_are_infra(fake_torchrun: Path, tmp_path: Path) -> None:
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.5", when=measuring)
+    for pid in processes(attempt):
+        os.kill(pid, signal.SIGKILL)
+    results = recover(tmp_path, poll_s=0.02)
+    assert [one.outcome for one in results] == [Outcome.INFRA]
+
+
+def test_a_tuner_killed_right_after_the_launch_leaves_nothing(fake_torchrun: Path, tmp_path: Path) -> None:
+    """Before it has written down a single process: those carry the attempt's id."""
+
+    def launched(attempt: Path) -> bool:
+        return (attempt / "stdout.log").exists()
+
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--mode", "hang-init", when=launched)
+    (attempt / "processes.json").unlink(missing_ok=True)
+    stop = iter([False, True])
+    results = recover(tmp_path, stop=lambda: next(stop, True), poll_s=0.02)
+    assert results[0].outcome in (Outcome.CANCELLED, Outcome.INFRA)
+    assert not processes(attempt)
+
+
+def test_an_attempt_that_was_never_launched(tmp_path: Path) -> None:
+    (tmp_path / "000001" / "attempt-1").mkdir(parents=True)
+    (tmp_path / "000001" / "attempt-1" / ".trial.json.1.ab.tmp").write_text("{")
+    results = recover(tmp_path)
+    assert [(one.outcome, one.phase) for one in results] == [(Outcome.INFRA, "launch")]
+
+
+def test_a_pid_that_is_used_again_is_not_touched(fake_torchrun: Path, tmp_path: Path) -> None:
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.05", when=measuring)
+    until_all_ended(attempt)
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        sheet = json.loads((attempt / "processes.json").read_text())
+        for one in sheet["processes"]:
+            one["pid"] = stranger.pid
+        sheet["processes"] = sheet["processes"][:1]
+        (attempt / "processes.json").write_text(json.dumps(sheet))
+        assert recover(tmp_path, poll_s=0.02)[0].outcome is Outcome.OK
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+        (attempt / "processes.json").unlink()
+
+
+def test_a_foreign_command_file_is_refused(fake_torchrun: Path, tmp_path: Path) -> None:
+    attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.05", when=measuring)
+    until_all_ended(attempt)
+    sheet = json.loads((attempt / "command.json").read_text())
+    sheet["attempt_id"] = "0" * 32
+    (attempt / "command.json").write_text(json.dumps(sheet))
+    with pytest.raises(ConfigError, match="attempt_id"):
+        recover(tmp_path)
+
+
+def test_row_33_the_files_of_an_old_attempt_are_not_listened_to(
+    trial: Callable[..., TrialResult], tmp_path: Path
+) -> None:
+    first = trial("--mode", "ok")
+    again = trial("--mode", "hang-init", max_attempts=1, deadline_s=3.5, attempt=2)
+    assert again.outcome is Outcome.INFEASIBLE
+    report = (first.folder / "rank-0.json").read_text()
+    (again.folder / "rank-0.json").write_text(report)
+    (again.folder / "rank-1.json").write_text((first.folder / "rank-1.json").read_text())
+    (again.folder / "result.json").unlink()
+    results = recover(tmp_path, poll_s=0.02)
+    assert [one.outcome for one in results] == [Outcome.INFRA]

@@ -1,0 +1,414 @@
+"""One test per row of the fault matrix that a trial meets on one machine without a GPU."""
+
+import json
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from quartet_plugin.errors import ConfigError, StorageError
+from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.model.plan import MadeFor, Mapping, NodeInfo, Plan, Provenance, Slot
+from quartet_plugin.trial import watch
+from quartet_plugin.trial.attempt import read_result
+from quartet_plugin.trial.files import parse_job
+from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
+from quartet_plugin.trial.runner import run_trial
+from tests.faults.conftest import FAKE, BareLauncher, trial_request
+from tests.faults.fake_trial import job
+
+Trial = Callable[..., TrialResult]
+HANG = Timeouts(init_s=4.0, first_step_s=2.0, step_s=0.5, shutdown_s=0.5)
+REAL_TORCHRUN = Path(sys.executable).parent / "torchrun"
+
+
+def a_plan() -> Plan:
+    """A plan that fits the fake job."""
+    known = parse_job(job())
+    return Plan(
+        made_for=MadeFor(
+            framework=known.framework,
+            framework_version=known.framework_version,
+            shape=known.shape,
+            global_batch_size=known.global_batch_size,
+            world_size=2,
+            nodes=(NodeInfo(host="node-a", node_class="cpu", num_slots=2),),
+        ),
+        shape=known.shape,
+        layout=known.layout,
+        split=known.split,
+        schedule=known.schedule,
+        mapping=Mapping(slots=(Slot(node=0, local=0), Slot(node=0, local=1))),
+        provenance=Provenance(run="r", trial=1, seed=0, quartet_version="0"),
+    )
+
+
+def attempts(result: TrialResult) -> list[str]:
+    """The attempt folders of a trial, in order."""
+    return sorted(path.name for path in result.folder.parent.iterdir())
+
+
+def test_a_good_trial_is_measured(trial: Trial) -> None:
+    result = trial("--mode", "ok", plan=a_plan())
+    assert result.outcome is Outcome.OK
+    assert len(result.iteration_s) == len(result.loss) == len(result.grad_norm) == 4
+    assert result.loss == pytest.approx((9.8, 9.7, 9.6, 9.5))
+    assert result.peak_memory_bytes == 1001
+    assert result.plan_key == a_plan().key
+    assert result.job is not None
+    assert parse_job(result.job).global_batch_size == 4
+    assert read_result(result.folder) == result
+    assert (result.folder.stat().st_mode & 0o777) == 0o700
+
+
+def test_row_1_out_of_memory_stops_the_whole_trial(trial: Trial) -> None:
+    result = trial("--mode", "oom", timeouts=Timeouts(shutdown_s=3.0))
+    assert (result.outcome, result.phase) == (Outcome.INFEASIBLE, "measure")
+    assert result.memory_excess_bytes == 12_345
+    assert result.peak_memory_bytes == 5000
+    assert attempts(result) == ["attempt-1"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "at", "phase"), [("oom-init", 1, "init"), ("oom", 1, "warmup"), ("oom", 2, "measure")]
+)
+def test_row_2_out_of_memory_keeps_its_phase(trial: Trial, mode: str, at: int, phase: str) -> None:
+    result = trial("--mode", mode, "--at", str(at))
+    assert (result.outcome, result.phase) == (Outcome.INFEASIBLE, phase)
+    assert result.memory_excess_bytes > 0
+
+
+def test_row_1_peers_that_ignore_sigterm_do_not_hold_it_up(trial: Trial) -> None:
+    result = trial("--mode", "oom", "--stubborn", deadline_s=60.0, timeouts=Timeouts())
+    assert result.outcome is Outcome.INFEASIBLE
+    assert watch._PEERS_S + watch._ERROR_GRACE_S + 3 * watch._KILL_GRACE_S < 10.0
+
+
+def test_refused_arguments_are_infeasible_in_one_line(trial: Trial) -> None:
+    result = trial("--mode", "refused", plan=a_plan())
+    assert (result.outcome, result.phase, result.memory_excess_bytes) == (Outcome.INFEASIBLE, "init", 0)
+    assert result.reason.endswith("AssertionError: hidden size must divide")
+
+
+def test_row_3_a_killed_rank_is_tried_once_more(trial: Trial) -> None:
+    result = trial("--mode", "sigkill", "--faulty-attempts", "1")
+    assert result.outcome is Outcome.OK
+    assert attempts(result) == ["attempt-1", "attempt-2"]
+    first = read_result(result.folder.parent / "attempt-1")
+    assert first is not None
+    assert (first.outcome, "SIGKILL" in first.reason) == (Outcome.INFRA, True)
+
+
+def test_row_3_killed_twice_is_the_plan(trial: Trial) -> None:
+    result = trial("--mode", "sigkill", plan=a_plan())
+    assert result.outcome is Outcome.INFEASIBLE
+    assert result.memory_excess_bytes > 0
+    assert attempts(result) == ["attempt-1", "attempt-2"]
+
+
+def test_row_5_a_hang_leaves_its_stacks_and_is_tried_once_more(trial: Trial) -> None:
+    result = trial("--mode", "hang", timeouts=HANG, plan=a_plan())
+    assert (result.outcome, result.phase) == (Outcome.INFEASIBLE, "measure")
+    assert "hang" in result.reason
+    assert attempts(result) == ["attempt-1", "attempt-2"]
+    assert 'fake_trial.py", line' in (result.folder / "stdout.log").read_text()
+
+
+def test_row_5_ranks_that_ignore_sigterm_are_killed(trial: Trial) -> None:
+    result = trial("--mode", "stubborn", timeouts=HANG, max_attempts=1)
+    assert result.outcome is Outcome.INFRA
+
+
+def test_row_6_a_slow_start_is_no_hang(trial: Trial) -> None:
+    result = trial(
+        "--init-s", "1.5", timeouts=Timeouts(init_s=20, first_step_s=1, step_s=0.5, shutdown_s=0.5)
+    )
+    assert result.outcome is Outcome.OK
+
+
+def test_row_6_a_start_that_never_ends_is_one(trial: Trial) -> None:
+    result = trial(
+        "--mode",
+        "hang-init",
+        timeouts=Timeouts(init_s=1, first_step_s=1, step_s=1, shutdown_s=0.5),
+        max_attempts=1,
+    )
+    assert (result.outcome, result.phase) == (Outcome.INFRA, "init")
+
+
+def test_the_deadline_of_a_trial_is_a_budget(trial: Trial) -> None:
+    result = trial(
+        "--step-s",
+        "0.6",
+        deadline_s=1.2,
+        timeouts=Timeouts(init_s=9, first_step_s=9, step_s=9, shutdown_s=0.5),
+    )
+    assert result.outcome is Outcome.INFEASIBLE
+    assert "deadline" in result.reason
+    assert attempts(result) == ["attempt-1"]
+
+
+@pytest.mark.parametrize(("mode", "word"), [("exc", "RuntimeError"), ("segv", "SIGSEGV"), ("exit17", "17")])
+def test_row_7_a_broken_rank_is_tried_again_and_proven_by_repetition(
+    trial: Trial, mode: str, word: str
+) -> None:
+    once = trial("--mode", mode, "--faulty-attempts", "1", plan=a_plan())
+    assert once.outcome is Outcome.OK
+    first = read_result(once.folder.parent / "attempt-1")
+    assert first is not None
+    assert first.outcome is Outcome.INFRA
+    assert word in first.reason
+    assert "rank 1" in first.reason
+
+
+@pytest.mark.parametrize("mode", ["exc", "segv", "exit17"])
+def test_row_7_the_same_error_twice_is_the_plan(trial: Trial, mode: str) -> None:
+    result = trial("--mode", mode, plan=a_plan())
+    assert result.outcome is Outcome.INFEASIBLE
+    assert attempts(result) == ["attempt-1", "attempt-2"]
+
+
+def test_a_script_that_fails_by_itself_shows_its_own_last_lines(trial: Trial) -> None:
+    result = trial("--mode", "exc")
+    assert result.outcome is Outcome.INFRA
+    assert attempts(result) == ["attempt-1"]
+    assert result.last_lines[-1] == "the script's own last words"
+
+
+def test_a_command_that_never_trains_is_not_tried_again(trial: Trial) -> None:
+    result = trial("--mode", "nothing")
+    assert (result.outcome, result.phase) == (Outcome.INFRA, "launch")
+    assert attempts(result) == ["attempt-1"]
+    assert result.last_lines[-1] == "SyntaxError: the script's own fault"
+
+
+def test_a_command_that_is_not_there(trial: Trial) -> None:
+    with pytest.raises(ConfigError, match="not found"):
+        trial(torchrun="/nowhere/torchrun")
+
+
+def test_row_9_ctrl_c_stops_and_cleans_up(trial: Trial, tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    def asked() -> bool:
+        if list(tmp_path.rglob("rank-1.beat.json")):
+            stop.set()
+        return stop.is_set()
+
+    result = trial("--step-s", "0.5", stop=asked)
+    assert result.outcome is Outcome.CANCELLED
+    assert (result.folder / "STOP").exists()
+    assert attempts(result) == ["attempt-1"]
+
+
+def test_row_9_a_second_ctrl_c_kills_at_once(trial: Trial, tmp_path: Path) -> None:
+    def interrupt() -> bool:
+        if list(tmp_path.rglob("rank-1.beat.json")):
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        trial("--mode", "stubborn", stop=interrupt)
+
+
+def test_row_10_a_killed_launcher_leaves_no_ranks(fake_torchrun: Path, tmp_path: Path) -> None:
+    launcher = BareLauncher()
+
+    def kill_launcher() -> bool:
+        if list(tmp_path.rglob("rank-1.beat.json")):
+            psutil.Process(launcher.started[-1]).kill()
+        return False
+
+    request = trial_request(fake_torchrun, tmp_path / "000", "--step-s", "0.5", max_attempts=1)
+    result = run_trial(request, launcher=launcher, stop=kill_launcher, poll_s=0.02)
+    assert result.outcome is Outcome.INFRA
+    assert "the launcher was ended by SIGKILL" in result.reason
+
+
+def test_row_11_an_orphan_is_ended_and_strangers_are_not(trial: Trial) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        result = trial("--mode", "orphan")
+        assert result.outcome is Outcome.OK
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_row_12_nan_is_never_scored(trial: Trial) -> None:
+    result = trial("--mode", "nan", plan=a_plan())
+    assert result.outcome is Outcome.WRONG
+    assert not result.is_measured
+    assert result.reason == "loss is nan at iteration 3"
+    text = (result.folder / "result.json").read_text()
+    assert '"nan"' in text
+    assert "NaN" not in text
+
+
+def test_row_14_noise_is_measured_once_more(trial: Trial) -> None:
+    result = trial("--mode", "noisy", "--step-s", "0.03")
+    assert result.outcome is Outcome.UNSTABLE
+    assert result.is_measured
+    assert attempts(result) == ["attempt-1", "attempt-2"]
+    assert trial("--mode", "noisy", "--step-s", "0.03", "--faulty-attempts", "3").outcome is Outcome.OK
+
+
+def test_row_18_a_taken_port_is_replaced(trial: Trial) -> None:
+    result = trial("--mode", "port-in-use", "--faulty-attempts", "3", max_attempts=1)
+    assert result.outcome is Outcome.OK
+    ports = set()
+    for name in attempts(result):
+        words = json.loads((result.folder.parent / name / "command.json").read_text())["argv"]
+        ports.add(words[words.index("--master-port") + 1])
+    assert len(attempts(result)) == 4
+    assert len(ports) > 1
+
+
+def test_row_18_the_users_own_port_stays(fake_torchrun: Path, tmp_path: Path) -> None:
+    words = [
+        str(fake_torchrun),
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "29511",
+        str(FAKE),
+        "--mode",
+        "port-in-use",
+    ]
+    request = replace(
+        trial_request(fake_torchrun, tmp_path / "000"), command=parse_command(words, environment={})
+    )
+    result = run_trial(request, launcher=BareLauncher(), poll_s=0.02)
+    assert result.outcome is Outcome.INFRA
+    assert "name another port" in result.reason
+    assert attempts(result) == ["attempt-1"]
+
+
+def test_a_lost_peer_is_tried_three_times(trial: Trial) -> None:
+    result = trial("--mode", "network", plan=a_plan())
+    assert result.outcome is Outcome.INFRA
+    assert attempts(result) == ["attempt-1", "attempt-2", "attempt-3"]
+
+
+def test_row_21_a_rank_with_another_plan_is_told(trial: Trial) -> None:
+    result = trial("--mode", "other-plan", plan=a_plan())
+    assert result.outcome is Outcome.HARNESS
+    assert "another plan" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("mode", "field"), [("partial-result", "rank-1.json"), ("bad-beat", "iteration: -1")]
+)
+def test_a_file_that_breaks_its_format_is_our_fault(trial: Trial, mode: str, field: str) -> None:
+    result = trial("--mode", mode)
+    assert result.outcome is Outcome.HARNESS
+    assert field in result.reason
+
+
+def test_a_plan_that_the_ranks_refuse_is_our_fault(trial: Trial) -> None:
+    assert trial("--mode", "plan").outcome is Outcome.HARNESS
+
+
+def test_too_few_iterations_are_said(trial: Trial) -> None:
+    result = trial("--mode", "short")
+    assert result.outcome is Outcome.INFRA
+    assert "3 of 5 iterations" in result.reason
+
+
+def test_a_launcher_that_does_not_exit_does_not_spoil_what_was_measured(trial: Trial) -> None:
+    result = trial("--mode", "late-exit", timeouts=Timeouts(shutdown_s=0.5))
+    assert result.outcome is Outcome.OK
+
+
+def test_row_29_no_trial_is_started_on_a_full_disk(trial: Trial) -> None:
+    with pytest.raises(StorageError, match="MiB free"):
+        trial(min_free_bytes=2**60)
+
+
+def test_row_29_a_disk_that_fills_up_leaves_no_process(tmp_path: Path, fake_torchrun: Path) -> None:
+    """The limit on file sizes stands in for the full disk; it holds for the tuner alone."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill() -> bool:
+        if list(tmp_path.rglob("rank-1.beat.json")):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+        return False
+
+    request = trial_request(fake_torchrun, tmp_path / "000")
+    try:
+        with pytest.raises(StorageError, match="cannot be written"):
+            run_trial(request, launcher=BareLauncher(), stop=fill, poll_s=0.02)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_row_37_secrets_are_not_written_down(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    monkeypatch.setenv("NCCL_TOKEN", "hunter2")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    result = trial("--mode", "ok")
+    for path in tmp_path.rglob("*.json"):
+        assert "hunter2" not in path.read_text()
+    environment = json.loads((result.folder / "command.json").read_text())["environment"]
+    assert environment["NCCL_DEBUG"] == "WARN"
+    assert environment["NCCL_TOKEN"] == "<redacted>"
+    assert "WANDB_API_KEY" not in environment
+
+
+def test_row_39_links_are_not_followed(trial: Trial, tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    (tmp_path / "trials").mkdir()
+    (tmp_path / "trials" / "000000").symlink_to(target)
+    with pytest.raises(StorageError, match="a link"):
+        trial("--mode", "ok")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "outcome", "word"),
+    [
+        ("ok", Outcome.OK, "measured"),
+        ("oom", Outcome.INFEASIBLE, "out of memory"),
+        ("sigkill", Outcome.INFEASIBLE, "rank 1 was killed (SIGKILL)"),
+        ("segv", Outcome.INFEASIBLE, "rank 1 was ended by SIGSEGV"),
+        ("hang", Outcome.INFEASIBLE, "hang"),
+        ("orphan", Outcome.OK, "measured"),
+    ],
+)
+def test_under_the_real_torchrun_with_gloo(trial: Trial, mode: str, outcome: Outcome, word: str) -> None:
+    result = trial(
+        "--gloo",
+        "--mode",
+        mode,
+        torchrun=REAL_TORCHRUN,
+        plan=a_plan(),
+        deadline_s=200.0,
+        timeouts=Timeouts(init_s=120, first_step_s=60, step_s=4, shutdown_s=3),
+    )
+    assert result.outcome is outcome
+    assert word in result.reason
+
+
+@pytest.mark.slow
+def test_row_18_under_the_real_torchrun(tmp_path: Path) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = [str(REAL_TORCHRUN), "--nproc-per-node", "2", "--master-port", str(port), str(FAKE), "--gloo"]
+        request = replace(
+            trial_request("torchrun", tmp_path / "000", timeouts=Timeouts()),
+            command=parse_command(words, environment={}),
+        )
+        result = run_trial(request, launcher=BareLauncher())
+    assert result.outcome is Outcome.INFRA
+    assert "name another port" in result.reason
