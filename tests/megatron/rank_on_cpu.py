@@ -8,11 +8,8 @@ import json
 import os
 import runpy
 import sys
-import time
 from pathlib import Path
 from typing import Any
-
-_STARTED_S = time.time()
 
 
 def main() -> None:
@@ -36,17 +33,12 @@ def record_steps(folder: Path) -> None:
     steps: list[dict[str, Any]] = []
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        if not steps:
-            first_step_s = time.time() - float(os.environ.get("QUARTET_TEST_STARTED_S", _STARTED_S))
-        else:
-            first_step_s = steps[0]["seconds_before_first_step"]
         results = train_step(*args, **kwargs)
         losses, grad_norm = results[0], results[5]
         steps.append(
             {
                 "loss": {name: float(value) for name, value in losses.items()},
                 "grad_norm": None if grad_norm is None else float(grad_norm),
-                "seconds_before_first_step": first_step_s,
             }
         )
         path = folder / f"rank-{os.environ['RANK']}.json"

@@ -11,16 +11,12 @@ from collections.abc import Mapping
 _REEXECUTED = "QUARTET_CPU_DEVICE_REEXECUTED"
 
 _SETTINGS = {
-    # One thread a rank: ranks share the cores, and a pool a rank would measure its own contention.
+    # One thread a rank, which MKL and OpenBLAS obey too: ranks share the cores.
     "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
     # Freed activations stay in the heap. By default glibc returns each to the kernel and faults it in again.
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
     "MALLOC_TRIM_THRESHOLD_": "17179869184",
     "MALLOC_TOP_PAD_": "67108864",
-    # Megatron asserts it with tensor or context parallelism; without a GPU it has no effect.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
 
 

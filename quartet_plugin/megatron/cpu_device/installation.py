@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ def _redirect_and_import() -> None:
     from quartet_plugin.megatron.cpu_device import collectives, cuda, spawn, tensors
 
     torch.set_num_threads(1)
+    # Megatron asserts it with tensor or context parallelism; it means nothing to a CPU.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     tensors.redirect()
     cuda.redirect()
     collectives.redirect()

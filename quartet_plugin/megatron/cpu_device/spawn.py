@@ -29,9 +29,10 @@ def prepare_with_device(data: dict[str, Any]) -> dict[str, Any]:
     """Name our module as the child's main, and pass the parent's own through the child's arguments.
 
     `sys_path` and `sys_argv` are set in a child before its main module runs, so ours can be imported and can
-    read which module it stands in for.
+    read which module it stands in for. runpy sets the first argument, and puts it back, by itself.
     """
     kind = next((key for key in ("init_main_from_name", "init_main_from_path") if key in data), "")
-    data["sys_argv"] = [MARK, kind, data.pop(kind, ""), *data.get("sys_argv", [])]
+    first, *arguments = data.get("sys_argv") or [""]
+    data["sys_argv"] = [first, MARK, kind, data.pop(kind, ""), *arguments]
     data["init_main_from_name"] = _CHILD_MODULE
     return data

@@ -9,8 +9,9 @@ import sys
 from quartet_plugin.megatron.cpu_device import install
 from quartet_plugin.megatron.cpu_device.spawn import MARK
 
-if sys.argv[:1] == [MARK]:
-    _, _kind, _main, *sys.argv = sys.argv
+if sys.argv[1:2] == [MARK]:
+    _kind, _main = sys.argv[2:4]
+    del sys.argv[1:4]
     install()
     # What multiprocessing itself does with the two, whose names then stand in this module.
     if _kind == "init_main_from_path":

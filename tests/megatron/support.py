@@ -1,0 +1,233 @@
+"""How tests start real Megatron: a free port, torchrun, tiny flags, a deadline, and nothing left behind."""
+
+import functools
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from quartet_plugin.megatron import cpu_device
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PRETRAIN_SCRIPT = REPOSITORY / "examples" / "pretrain_gpt.py"
+PREPARE_SCRIPT = REPOSITORY / "examples" / "prepare_data.py"
+_RANK_PROGRAM = Path(__file__).with_name("rank_on_cpu.py")
+
+# Small enough for a test and large enough that all of Megatron's paths are taken; 4 layers split over up to
+# 4 stages. Dropout is off: masks would depend on the layout.
+MODEL_FLAGS = shlex.split(
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--tokenizer-type NullTokenizer --null-tokenizer-eod-id 256 --vocab-size 1000 "
+    "--attention-dropout 0 --hidden-dropout 0"
+)
+TRAINING_FLAGS = shlex.split(
+    "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant --clip-grad 1.0 "
+    "--eval-iters 0 --eval-interval 1000 --log-interval 1 --split 98,1,1"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What `train_step` returned, as floats; `loss` is None on ranks that do not compute it."""
+
+    loss: float | None
+    grad_norm: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One finished training run: its steps by rank, its exit code and what it printed."""
+
+    exit_code: int
+    output: str
+    steps: Mapping[int, Sequence[Step]]
+
+    def losses(self) -> list[float]:
+        """The loss of each step; every rank that has one must have the same."""
+        return [
+            self._agreed([steps[index].loss for steps in self.steps.values()]) for index in self._indices()
+        ]
+
+    def grad_norms(self) -> list[float]:
+        """The gradient norm of each step, before clipping; every rank must have the same."""
+        return [
+            self._agreed([steps[index].grad_norm for steps in self.steps.values()])
+            for index in self._indices()
+        ]
+
+    def _indices(self) -> range:
+        counts = {len(steps) for steps in self.steps.values()}
+        assert len(counts) == 1, f"ranks made different numbers of steps: {counts}"
+        return range(counts.pop())
+
+    @staticmethod
+    def _agreed(values: Sequence[float | None]) -> float:
+        present = {value for value in values if value is not None}
+        assert len(present) == 1, f"ranks disagree: {present}"
+        return present.pop()
+
+
+def largest_deviation(run: Run, reference: Run) -> tuple[float, float]:
+    """The largest relative difference of the losses and of the gradient norms, over all steps."""
+    assert len(run.losses()) == len(reference.losses()), "the runs differ in length"
+
+    def largest(values: Sequence[float], expected: Sequence[float]) -> float:
+        return max(abs(a - b) / abs(b) for a, b in zip(values, expected, strict=True))
+
+    return largest(run.losses(), reference.losses()), largest(run.grad_norms(), reference.grad_norms())
+
+
+@functools.cache
+def dataset(folder: Path, *, max_mb: float = 0.5) -> Path:
+    """The prefix of a small dataset made by `examples/prepare_data.py` in `folder`."""
+    prefix = folder / "stdlib"
+    subprocess.run(
+        [sys.executable, str(PREPARE_SCRIPT), str(prefix), "--max-mb", str(max_mb)],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    return prefix
+
+
+def train(
+    folder: Path,
+    *flags: str,
+    num_processes: int,
+    data: Path,
+    train_iters: int = 3,
+    script: Path = PRETRAIN_SCRIPT,
+    timeout_s: float = 150.0,
+) -> Run:
+    """Train the tiny GPT under torchrun on the CPU device; `flags` come last, so they win.
+
+    `folder` gets the ranks' records and must be new. A run that exceeds `timeout_s` is killed and fails.
+    """
+    folder.mkdir(parents=True)
+    program = [str(_RANK_PROGRAM), str(folder), str(script)]
+    arguments = [
+        *MODEL_FLAGS, *TRAINING_FLAGS, "--train-iters", str(train_iters), "--data-path", str(data), *flags,
+    ]  # fmt: skip
+    exit_code, output = run_processes(
+        torchrun(num_processes, *program, *arguments), timeout_s=timeout_s, log=folder / "log"
+    )
+    return Run(exit_code=exit_code, output=output, steps=read_steps(folder))
+
+
+def torchrun(num_processes: int, *program: str) -> list[str]:
+    """The argv that starts `program`, a script and its arguments, in `num_processes` ranks on a free port."""
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes),
+        "--master-port", str(free_port()), *program,
+    ]  # fmt: skip
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment() -> dict[str, str]:
+    """This environment with what the CPU device's ranks need, and with the repository importable."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, **cpu_device.environment(), "PYTHONPATH": path}
+
+
+def run_processes(
+    command: Sequence[str], *, timeout_s: float, log: Path, environment: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Run a launcher to its end; returns its exit code and output (also in `log`).
+
+    Raises TimeoutError after `timeout_s`. Whatever happens, the launcher and all it started are gone then.
+    """
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment or rank_environment(),
+            cwd=REPOSITORY,
+        )
+    started = Descendants(process.pid)
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        while process.poll() is None:
+            started.look()
+            if time.monotonic() > deadline_s:
+                tail = log.read_text(errors="replace")[-3000:]
+                raise TimeoutError(f"{command[-1]}... did not end within {timeout_s:g} s:\n{tail}")
+            time.sleep(0.1)
+    finally:
+        started.kill()
+        process.wait()
+    return process.returncode, log.read_text(errors="replace")
+
+
+class Descendants:
+    """The processes below one process, remembered by pid and start time: a launcher's death orphans them."""
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self._seen = {self._root}
+
+    def look(self) -> None:
+        """Remember those that exist now."""
+        for known in list(self._seen):
+            try:
+                self._seen.update(known.children(recursive=True))
+            except psutil.NoSuchProcess:
+                continue
+
+    def kill(self) -> None:
+        """End those that still run. psutil compares the start time, so a reused pid is not hit."""
+        self.look()
+        alive = [process for process in self._seen if process.is_running()]
+        for process in alive:
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(alive, timeout=10)
+
+
+def read_steps(folder: Path) -> dict[int, list[Step]]:
+    """The steps that each rank recorded in `folder`."""
+    return {
+        int(path.stem.removeprefix("rank-")): [
+            Step(loss=step["loss"].get("lm loss"), grad_norm=step["grad_norm"])
+            for step in json.loads(path.read_text())
+        ]
+        for path in sorted(folder.glob("rank-*.json"))
+    }
+
+
+def save_weights(folder: Path, *, data: Path) -> tuple[str, ...]:
+    """Make a weights-only torch_dist checkpoint in `folder`; returns the flags that start a run from it.
+
+    Megatron seeds every stage differently: only a loaded checkpoint gives all layouts the same weights. The
+    one iteration that is needed before Megatron saves changes nothing at a learning rate of 0.
+    """
+    weights = str(folder / "weights")
+    run = train(
+        folder / "save",
+        *shlex.split("--lr 0 --min-lr 0 --weight-decay 0 --ckpt-format torch_dist --save-interval 1"),
+        *("--no-save-optim", "--no-save-rng", "--save", weights),
+        num_processes=1,
+        data=data,
+        train_iters=1,
+    )
+    assert run.exit_code == 0, run.output[-3000:]
+    loading = "--finetune --no-load-optim --no-load-rng --ckpt-format torch_dist --exit-on-missing-checkpoint"
+    return (*shlex.split(loading), "--load", weights)
