@@ -6,52 +6,22 @@ is parsed, never edited, and reaches the commands as `Invocation.user_command`.
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated
 
 import typer
 
-from quartet_plugin.errors import ExitCode, QuartetError, UsageError
+from quartet_plugin.cli.invocation import Invocation
+from quartet_plugin.errors import ExitCode, QuartetError
 
 # One line a command: a module with `register(app: typer.Typer) -> None`. Importing it must be cheap, so
 # numpy, numba, pydantic, optuna and the like are imported inside the functions that run.
 COMMAND_MODULES: tuple[str, ...] = ("quartet_plugin.cli.schedule",)
 
 _ClickError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Invocation:
-    """What every command can reach as `ctx.obj`: the user's command (None without `--`), and --debug."""
-
-    user_command: tuple[str, ...] | None = None
-    debug: bool = False
-
-
-def invocation(ctx: typer.Context) -> Invocation:
-    """The typed `ctx.obj`."""
-    found = ctx.find_object(Invocation)
-    return Invocation() if found is None else found
-
-
-def user_command(ctx: typer.Context) -> tuple[str, ...]:
-    """The user's command after `--`; raises UsageError where there is none."""
-    command = invocation(ctx).user_command
-    if not command:
-        raise UsageError(
-            f"{ctx.command_path}: no training command; write it after --, as in: -- torchrun ..."
-        )
-    return command
-
-
-def refuse_user_command(ctx: typer.Context) -> None:
-    """Raise UsageError when there is a command after `--` and this command runs none."""
-    command = invocation(ctx).user_command
-    if command is not None:
-        raise UsageError(f"{ctx.command_path}: runs no training command; drop `--` and what follows it")
 
 
 def build_app() -> typer.Typer:
@@ -80,10 +50,11 @@ def build_app() -> typer.Typer:
     return app
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, started_s: float | None = None) -> int:
     """Run the command line `argv`, without the program's name, and return its exit code.
 
-    None takes the arguments of this process. No QuartetError leaves it: each is one line on stderr.
+    None takes the arguments of this process; `started_s` (monotonic) is when it started, None for now. No
+    QuartetError leaves it: each is one line on stderr.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command: tuple[str, ...] | None = None
@@ -91,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         at = arguments.index("--")
         arguments, command = arguments[:at], tuple(arguments[at + 1 :])
     debug = "--debug" in arguments
-    context = Invocation(user_command=command, debug=debug)
+    begin = time.monotonic() if started_s is None else started_s
+    context = Invocation(user_command=command, debug=debug, started_s=begin)
     try:
         return _run([argument for argument in arguments if argument != "--debug"], context)
     except (KeyboardInterrupt, typer.Abort):
@@ -109,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def entry() -> None:
     """The console script."""
     try:
-        code = main()
+        # Up to here the interpreter only computed, so its CPU time is how long it has been running.
+        code = main(started_s=time.monotonic() - time.process_time())
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) left. Python would complain again when it flushes at exit.

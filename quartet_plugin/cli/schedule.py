@@ -1,13 +1,415 @@
 """`quartet schedule`: search, name, simulate, bound and draw pipeline schedules; no torch, no processes."""
 
+import json
+import time
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+
+from quartet_plugin.cli.invocation import invocation, refuse_user_command
+from quartet_plugin.cli.schedule_options import (
+    AUTO,
+    EVEN,
+    Counts,
+    check_effort,
+    parse_chunks,
+    parse_placement,
+    parse_split,
+)
+from quartet_plugin.errors import UsageError
+
+if TYPE_CHECKING:
+    from quartet_plugin.schedule.costs import Costs
+    from quartet_plugin.schedule.schedule import Schedule
+    from quartet_plugin.schedule.simulate import Simulation
+
+DEFAULT_TIME_LIMIT_S = 10.0
+_RESERVE_S = 0.15
+
+
+class Objective(StrEnum):
+    """What a search makes small."""
+
+    MAKESPAN = "makespan"
+    PERIOD = "period"
+
+
+class Format(StrEnum):
+    """What a schedule is exported as."""
+
+    CSV = "csv"
+    JSON = "json"
+    TEXT = "text"
+    PNG = "png"
+    TRACE = "trace"
+
+
+CostsPath = Annotated[Path, typer.Argument(metavar="COSTS.json", help="The cost table.", show_default=False)]
+SchedulePath = Annotated[
+    Path, typer.Argument(metavar="SCHEDULE.json", help="The schedule.", show_default=False)
+]
+OutputPath = Annotated[
+    Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write it.", show_default=False)
+]
+Placement = Annotated[
+    str, typer.Option("--placement", metavar="auto|linear|loop|v|snake|LIST", help="LIST: 0,1,1,0.")
+]
+Chunks = Annotated[str, typer.Option("--chunks", metavar="auto|N", help="Stages a device.")]
+Split = Annotated[
+    str, typer.Option("--split", metavar="auto|even|COUNTS", help="COUNTS: layers of each stage, 3,2,2.")
+]
+AllowEmpty = Annotated[
+    bool, typer.Option("--allow-empty", help="Allow stages without layers; such schedules only simulate.")
+]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    group = typer.Typer(name="schedule", help="Pipeline schedules.", no_args_is_help=True)
+    group = typer.Typer(
+        name="schedule",
+        help="Search, name, simulate, bound and draw pipeline schedules.",
+        no_args_is_help=True,
+    )
+    group.callback()(refuse_user_command)
+    for name, command in (
+        ("search", search),
+        ("named", named),
+        ("list", list_named),
+        ("simulate", simulate),
+        ("bound", bound),
+        ("export", export),
+    ):
+        group.command(name)(command)
     app.add_typer(group)
 
-    @group.callback()
-    def _group() -> None:
-        pass
+
+def search(
+    ctx: typer.Context,
+    costs: CostsPath,
+    output: OutputPath,
+    placement: Placement = AUTO,
+    chunks: Chunks = AUTO,
+    split: Split = AUTO,
+    objective: Annotated[Objective, typer.Option(help="What to make small.")] = Objective.MAKESPAN,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S", help=f"Seconds for the whole command.  [default: {DEFAULT_TIME_LIMIT_S:g}]"
+        ),
+    ] = None,
+    evaluations: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Evaluations instead of seconds; then only --seed matters."),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of everything random.")] = 0,
+    allow_empty: AllowEmpty = False,
+) -> None:
+    """Search split, placement and order for a cost table."""
+    check_effort(time_limit=time_limit, evaluations=evaluations, seed=seed)
+    places, count, counts = parse_placement(placement), parse_chunks(chunks), parse_split(split)
+    from quartet_plugin.schedule.files import read_costs
+    from quartet_plugin.schedule.search import search as run_search
+
+    table = read_costs(costs)
+    fixed = _fixed_placement(table, places, count)
+    if not isinstance(counts, str):
+        _layers(counts, table, _num_stages(table, fixed, count), allow_empty=allow_empty)
+    limit = None
+    if evaluations is None:
+        spent = time.monotonic() - invocation(ctx).started_s
+        limit = max(0.0, (time_limit or DEFAULT_TIME_LIMIT_S) - spent - _RESERVE_S)
+    result = run_search(
+        table,
+        placement=places,
+        chunks=count,
+        split=counts,
+        objective=objective.value,
+        time_limit_s=limit,
+        evaluations=evaluations,
+        seed=seed,
+        allow_empty=allow_empty,
+    )
+    _write(output, result.schedule, result.simulation)
+
+
+def named(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="See `list`.", show_default=False)],
+    costs: CostsPath,
+    output: OutputPath,
+    chunks: Annotated[
+        int | None, typer.Option(metavar="N", help="Stages a device; each schedule has its own default.")
+    ] = None,
+    group: Annotated[
+        int | None, typer.Option(metavar="N", help="Microbatches a chunk before the next, if interleaved.")
+    ] = None,
+    split: Split = EVEN,
+    allow_empty: AllowEmpty = False,
+) -> None:
+    """Write a schedule of the literature for a cost table."""
+    counts = parse_split(split)
+    from quartet_plugin.report.summary import schedule_summary
+    from quartet_plugin.schedule.files import read_costs
+    from quartet_plugin.schedule.named import named as make
+    from quartet_plugin.split.layers import balanced_split
+
+    table = read_costs(costs)
+    order = make(
+        name,
+        num_devices=table.num_devices,
+        num_microbatches=table.num_microbatches,
+        chunks=chunks,
+        group=group,
+    )
+    if counts == AUTO:
+        layers = balanced_split(table, order.placement, allow_empty=allow_empty)
+    else:
+        layers = _layers(counts, table, order.num_stages, allow_empty=allow_empty)
+    schedule = replace(order, layers_per_stage=layers)
+    simulation = _simulated(schedule, table)
+    _write(output, schedule, simulation)
+    print(schedule_summary(schedule, simulation, memory_limit_bytes=table.memory_limit_bytes))
+
+
+def simulate(
+    costs: CostsPath,
+    schedule: SchedulePath,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="TRACE.json", help="Also write a trace for Perfetto.")
+    ] = None,
+) -> None:
+    """Check a schedule and tell its times and memory; refuses what cannot run or does not fit."""
+    from quartet_plugin.report.summary import schedule_summary
+    from quartet_plugin.schedule.files import read_costs, read_schedule
+
+    table, order = read_costs(costs), read_schedule(schedule)
+    simulation = _simulated(order, table)
+    if trace is not None:
+        _write_trace(trace, order, simulation, table)
+    if as_json:
+        print(json.dumps(_figures(simulation) | {"busy_s": simulation.busy_s.tolist()}))
+    else:
+        print(schedule_summary(order, simulation, memory_limit_bytes=table.memory_limit_bytes))
+
+
+def bound(
+    costs: CostsPath,
+    placement: Placement = AUTO,
+    chunks: Chunks = AUTO,
+    split: Split = AUTO,
+    allow_empty: AllowEmpty = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Prove a lower bound on the makespan of every schedule with this placement and split."""
+    places, count, counts = parse_placement(placement), parse_chunks(chunks), parse_split(split)
+    from quartet_plugin.schedule.bound import lower_bound
+    from quartet_plugin.schedule.files import read_costs
+
+    table = read_costs(costs)
+    fixed = _fixed_placement(table, places, count)
+    stages = _num_stages(table, fixed, count)
+    layers = None if counts == AUTO else _layers(counts, table, stages, allow_empty=allow_empty)
+    value = lower_bound(
+        table, placement=fixed, layers_per_stage=layers, num_chunks=count, allow_empty=allow_empty
+    )
+    if as_json:
+        print(json.dumps({"makespan_s": value.makespan_s, "reason": value.reason}))
+    else:
+        print(f"makespan >= {value.makespan_s!r} s\n{value.reason}")
+
+
+def export(
+    schedule: SchedulePath,
+    output: OutputPath,
+    form: Annotated[Format, typer.Option("--format", help="What to write.", show_default=False)],
+    costs: Annotated[
+        Path | None,
+        typer.Option(metavar="COSTS.json", help="Real times; trace needs them, png has unit times without."),
+    ] = None,
+) -> None:
+    """Write a schedule as CSV for PyTorch's pipelining, JSON, text, a picture or a trace."""
+    if form is Format.TRACE and costs is None:
+        raise UsageError("--format trace: needs times; add --costs COSTS.json")
+    from quartet_plugin.model.files import write_bytes_atomic, write_text_atomic
+    from quartet_plugin.schedule.files import order_texts, read_costs, read_schedule, write_schedule
+    from quartet_plugin.schedule.validate import validate
+
+    order = read_schedule(schedule)
+    table = None if costs is None else read_costs(costs)
+    simulation = None if table is None else _simulated(order, table)
+    if simulation is None:
+        validate(order)
+    if form is Format.CSV:
+        from quartet_plugin.schedule.torch_csv import to_csv
+
+        write_text_atomic(output, to_csv(order))
+    elif form is Format.JSON:
+        write_schedule(output, order, predicted=None if simulation is None else _figures(simulation))
+    elif form is Format.TEXT:
+        rows = (order_texts(row, num_microbatches=order.num_microbatches) for row in order.orders)
+        write_text_atomic(output, "".join(" ".join(row) + "\n" for row in rows))
+    elif form is Format.PNG:
+        write_bytes_atomic(output, _picture(order, simulation))
+    elif table is not None and simulation is not None:
+        _write_trace(output, order, simulation, table)
+    print(f"wrote {output}")
+
+
+def list_named(
+    devices: Annotated[int, typer.Option(metavar="P", min=1, max=64, help="For this many devices.")] = 8,
+    microbatches: Annotated[int, typer.Option(metavar="M", min=1, max=1024, help="And microbatches.")] = 32,
+) -> None:
+    """List the named schedules: chunks, makespan and memory at unit costs, and who can run them."""
+    from quartet_plugin.report.summary import aligned
+    from quartet_plugin.schedule.named import NAMED
+
+    rows = [["name", "placement", "chunks", "backward", ">makespan", ">memory", "can be run"]]
+    for name, spec in NAMED.items():
+        makespan, memory = _at_unit_costs(name, devices, microbatches)
+        chunks = "2 or more" if not spec.chunks else " or ".join(map(str, spec.chunks))
+        rows.append(
+            [
+                name,
+                "two copies" if spec.copies == 2 else spec.placement.value,
+                "even" if spec.even_chunks else chunks,
+                "split" if spec.split_backward else "whole",
+                makespan,
+                memory,
+                "yes" if spec.executable else "simulate only",
+            ]
+        )
+    print("\n".join(aligned(rows)))
+    print(
+        f"\nat {devices} devices and {microbatches} microbatches, when a device's share of one microbatch "
+        "takes 1 for each of F, I and W;\nmemory in such shares' activations, on the fullest device"
+    )
+
+
+def _at_unit_costs(name: str, devices: int, microbatches: int) -> tuple[str, str]:
+    from quartet_plugin.errors import QuartetError
+    from quartet_plugin.schedule.named import named as make
+
+    try:
+        order = make(name, num_devices=devices, num_microbatches=microbatches)
+        simulation = _at_uniform_costs(order, stages_a_share=order.num_stages / devices)
+    except QuartetError:
+        return "-", "-"
+    return f"{simulation.makespan_s:g}", f"{simulation.peak_activation_bytes.max():g}"
+
+
+def _at_uniform_costs(schedule: "Schedule", *, stages_a_share: float) -> "Simulation":
+    """Simulate with F = I = W = 1 for so many stages together, B = 2, and no transfer time."""
+    import numpy as np
+
+    from quartet_plugin.schedule.costs import StageCosts
+    from quartet_plugin.schedule.simulate import simulate as run
+
+    one = np.full(schedule.num_stages, 1.0 / stages_a_share)
+    none = np.zeros(schedule.num_stages)
+    lanes = [
+        StageCosts(
+            device_of_stage=np.asarray(route, dtype=np.int64),
+            forward_s=one,
+            input_grad_s=one,
+            weight_grad_s=one,
+            backward_s=2 * one,
+            activation_bytes=one,
+            forward_transfer_s=none,
+            backward_transfer_s=none,
+            held_fraction=1.0,
+        )
+        for route in schedule.routes or (schedule.placement,)
+    ]
+    return run(schedule, lanes[0], other_route=lanes[1] if len(lanes) == 2 else None)
+
+
+def _simulated(schedule: "Schedule", costs: "Costs") -> "Simulation":
+    """Simulate after all checks, so that a refusal names the rule and shows the cell."""
+    from quartet_plugin.errors import PlanError
+    from quartet_plugin.schedule.simulate import simulate_costs
+    from quartet_plugin.schedule.validate import check_actions, check_costs, check_progress
+
+    check_costs(schedule, costs)
+    check_actions(schedule)
+    try:
+        return simulate_costs(schedule, costs)
+    except PlanError:
+        check_progress(schedule)
+        raise
+
+
+def _picture(schedule: "Schedule", simulation: "Simulation | None") -> bytes:
+    from quartet_plugin.report.timeline import timeline_png
+
+    title = str(schedule.origin.get("name", "searched" if "family" in schedule.origin else ""))
+    if simulation is not None:
+        return timeline_png(schedule, simulation, title=title)
+    return timeline_png(
+        schedule, _at_uniform_costs(schedule, stages_a_share=1.0), title=title, unit_times=True
+    )
+
+
+def _write_trace(path: Path, schedule: "Schedule", simulation: "Simulation", costs: "Costs") -> None:
+    from quartet_plugin.model.files import write_text_atomic
+    from quartet_plugin.report.perfetto import trace
+    from quartet_plugin.report.summary import describe
+    from quartet_plugin.schedule.costs import stage_costs
+
+    layers = schedule.layers_per_stage
+    assert layers is not None, "a simulated schedule has its split"
+    stages = stage_costs(costs, placement=schedule.placement, layers_per_stage=layers)
+    value = trace(schedule, simulation, name=describe(schedule), costs=stages)
+    write_text_atomic(path, json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n")
+
+
+def _figures(simulation: "Simulation") -> dict[str, Any]:
+    """`predicted` of SCHEDULE.json."""
+    return {
+        "makespan_s": float(simulation.makespan_s),
+        "period_s": float(simulation.period_s),
+        "bubble_fraction": float(simulation.bubble_fraction),
+        "peak_activation_bytes": simulation.peak_activation_bytes.tolist(),
+    }
+
+
+def _write(path: Path, schedule: "Schedule", simulation: "Simulation") -> None:
+    from quartet_plugin.schedule.files import write_schedule
+
+    write_schedule(path, schedule, predicted=_figures(simulation))
+
+
+def _fixed_placement(costs: "Costs", places: "str | Counts", chunks: int | None) -> "Counts | None":
+    """The placement the options fix, checked; None where they leave it open."""
+    from quartet_plugin.schedule.placement import build
+
+    if places == AUTO:
+        return None
+    if places in ("loop", "snake") and chunks is None:
+        return None
+    return build(places, num_devices=costs.num_devices, num_chunks=chunks)
+
+
+def _num_stages(costs: "Costs", placement: "Counts | None", chunks: int | None) -> int | None:
+    """The number of stages the options fix; None where they leave it open."""
+    if placement is not None:
+        return len(placement)
+    return None if chunks is None else chunks * costs.num_devices
+
+
+def _layers(split: "str | Counts", costs: "Costs", num_stages: int | None, *, allow_empty: bool) -> "Counts":
+    """The layers of each stage that `--split even` or `--split COUNTS` asks for, checked."""
+    from quartet_plugin.split.layers import check_split, even_split
+
+    if isinstance(split, str):
+        if num_stages is None:
+            raise UsageError("--split even: the number of stages is open; add --placement or --chunks")
+        return even_split(costs, num_stages, allow_empty=allow_empty)
+    if len(split) % costs.num_devices:
+        raise UsageError(
+            f"--split: {len(split)} counts on {costs.num_devices} devices; give one a stage, and every "
+            "device holds equally many stages"
+        )
+    return check_split(costs, split, num_stages=num_stages or len(split), allow_empty=allow_empty)

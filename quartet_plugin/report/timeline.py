@@ -229,7 +229,8 @@ def _label_bars(axes: "Axes", bars: _Bars, page: _Page) -> None:
     size = min(float(np.clip(wanted, *_FONT_POINTS)), page.row * _BAR * 0.6 * 72)
     left, right = axes.get_xlim()
     middle = (bars.start + bars.end) / 2
-    fits = np.flatnonzero((room >= digits * size * digit_pixels) & (left <= middle) & (middle < right))
+    inside = (bars.start >= left - 1e-9 * right) & (bars.end <= right * (1 + 1e-9))
+    fits = np.flatnonzero((room >= digits * size * digit_pixels) & inside)
     if size < _FONT_POINTS[0] or len(fits) > _MAX_LABELS:
         return
     count = int(bars.chunk.max()) + 1

@@ -238,7 +238,7 @@ def schedule_from_json(data: Any, *, where: str = "schedule") -> Schedule:
 def schedule_to_json(schedule: Schedule, *, predicted: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The exact inverse of `schedule_from_json`; `predicted` is `SCHEDULE.json`'s key of that name.
 
-    Raises ConfigError for a schedule whose split is not known: the file has to say it.
+    Of `origin` the file holds the name, or else the family's parameters, and nothing beside it. Raises ConfigError for a schedule whose split is not known: the file has to say it.
     """
     if schedule.layers_per_stage is None:
         raise ConfigError("layers_per_stage: not known for this schedule; a schedule file holds the split")
@@ -252,8 +252,10 @@ def schedule_to_json(schedule: Schedule, *, predicted: Mapping[str, Any] | None 
             order_texts(order, num_microbatches=schedule.num_microbatches) for order in schedule.orders
         ],
     }
-    if schedule.origin:
-        value["origin"] = dict(schedule.origin)
+    for name in ("name", "family"):
+        if name in schedule.origin:
+            value["origin"] = {name: schedule.origin[name]}
+            break
     if predicted is not None:
         value["predicted"] = dict(predicted)
     if schedule.routes is not None and schedule.route_of_microbatch is not None:

@@ -1,0 +1,209 @@
+"""The frame of the command line: `--`, exit codes, one line an error, help and version."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+
+from quartet_plugin import __version__, errors
+from quartet_plugin.cli import main as frame
+from quartet_plugin.cli.invocation import invocation, refuse_user_command, user_command
+from quartet_plugin.cli.main import main
+
+QUARTET = Path(sys.executable).with_name("quartet")
+
+
+class ProbeModule:
+    """Stands for a module of commands: `probe` does whatever the test says."""
+
+    def __init__(self, act: Callable[[typer.Context], object]) -> None:
+        self.act = act
+
+    def register(self, app: typer.Typer) -> None:
+        def probe(ctx: typer.Context, number: int = 0) -> None:
+            self.act(ctx)
+
+        app.command("probe")(probe)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[typer.Context], object]], None]:
+    def put(act: Callable[[typer.Context], object]) -> None:
+        monkeypatch.setattr(frame, "COMMAND_MODULES", ("probe",))
+        monkeypatch.setattr(frame, "import_module", lambda name: ProbeModule(act))
+
+    return put
+
+
+def raising(error: BaseException) -> Callable[[typer.Context], object]:
+    def act(ctx: typer.Context) -> object:
+        raise error
+
+    return act
+
+
+Install = Callable[[Callable[[typer.Context], object]], None]
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["probe"], None),
+        (["probe", "--"], ()),
+        (["probe", "--", "torchrun", "x.py", "--number", "5"], ("torchrun", "x.py", "--number", "5")),
+        (["probe", "--number", "3", "--", "a", "--", "b", "--debug"], ("a", "--", "b", "--debug")),
+    ],
+)
+def test_the_users_command_is_kept_apart(
+    argv: list[str], expected: tuple[str, ...] | None, install: Install
+) -> None:
+    seen: list[object] = []
+    install(lambda ctx: seen.append(invocation(ctx).user_command))
+    assert main(argv) == 0
+    assert seen == [expected]
+
+
+def test_a_command_that_needs_the_users_command(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[object] = []
+    install(lambda ctx: seen.append(user_command(ctx)))
+    assert main(["probe", "--", "torchrun"]) == 0
+    assert seen == [("torchrun",)]
+    assert main(["probe"]) == 2
+    assert capsys.readouterr().err == (
+        "quartet: quartet probe: no training command; write it after --, as in: -- torchrun ...\n"
+    )
+
+
+def test_a_command_that_takes_no_users_command(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install(refuse_user_command)
+    assert main(["probe"]) == 0
+    assert main(["probe", "--", "ls"]) == 2
+    assert "runs no training command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.UsageError("u"), 2),
+        (errors.ConfigError("u"), 2),
+        (errors.PlanError("u"), 2),
+        (errors.InfeasibleError("u"), 3),
+        (errors.SeamError("u"), 4),
+        (errors.InfrastructureError("u"), 5),
+        (errors.StorageError("u"), 6),
+        (errors.InterruptedByUserError("u"), 130),
+    ],
+)
+def test_exit_codes(
+    error: errors.QuartetError, code: int, install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(raising(error))
+    assert main(["probe"]) == code
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "quartet: u\n")
+
+
+def test_ctrl_c(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install(raising(KeyboardInterrupt()))
+    assert main(["probe"]) == 130
+    assert capsys.readouterr().err == "quartet: interrupted\n"
+
+
+def test_a_bug_is_named_as_one(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install(raising(KeyError("x")))
+    assert main(["probe"]) == 1
+    assert capsys.readouterr().err == (
+        "quartet: internal error, please report it with --debug: KeyError: 'x'\n"
+    )
+
+
+@pytest.mark.parametrize("argv", [["probe", "--debug"], ["--debug", "probe"]])
+def test_debug_shows_the_traceback(
+    argv: list[str], install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(raising(errors.PlanError("u")))
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.endswith("quartet: u\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--nonsense"], "No such option: --nonsense; see quartet --help"),
+        (["nonsense"], "No such command 'nonsense'; see quartet --help"),
+        (["probe", "--number"], "--number"),
+        (["probe", "--number", "x"], "--number"),
+        (["probe", "surplus"], "surplus"),
+    ],
+)
+def test_usage_errors_are_one_line(
+    argv: list[str], words: str, install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(lambda ctx: None)
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("quartet: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["schedule"], ["schedule", "--help"]])
+def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert "Usage: quartet" in out
+    assert err == ""
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"quartet {__version__}\n"
+
+
+def test_the_console_script() -> None:
+    done = subprocess.run([QUARTET, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"quartet {__version__}\n", "")
+    done = subprocess.run([QUARTET, "--nonsense"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("quartet: ")
+
+
+def test_a_reader_that_leaves_early() -> None:
+    code = (
+        "import sys\n"
+        "from quartet_plugin.cli import main as frame\n"
+        "class M:\n"
+        "    def register(self, app):\n"
+        "        app.command('probe')(lambda: print('x' * 1000000))\n"
+        "        app.command('other')(lambda: None)\n"
+        "frame.import_module = lambda name: M()\n"
+        "sys.argv = ['quartet', 'probe']\n"
+        "frame.entry()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() in (1, 141)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from quartet_plugin.cli.main import main\n"
+        "main(['schedule', '--help'])\n"
+        "heavy = {'numpy', 'numba', 'scipy', 'optuna', 'matplotlib', 'torch', 'megatron'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
