@@ -8,7 +8,7 @@ from quartet_plugin.schedule.action import Kind
 from quartet_plugin.schedule.named import NAMED, named, refusal_of
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import Simulation, simulate
-from tests.schedule.pipelines import uniform
+from tests.schedule.sample_costs import uniform
 
 Shares = tuple[float, float, float]
 ONE: Shares = (1.0, 1.0, 1.0)

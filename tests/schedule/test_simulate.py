@@ -15,7 +15,7 @@ from quartet_plugin.schedule.named import NAMED, named, refusal_of
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import simulate, simulate_costs
 from quartet_plugin.schedule.twin import simulate_twin
-from tests.schedule.pipelines import random_costs, uneven, uniform
+from tests.schedule.sample_costs import random_costs, uneven, uniform
 
 
 def costs_of_routes(schedule: Schedule, seed: int) -> tuple[StageCosts, StageCosts | None]:

@@ -12,7 +12,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.costs import Costs
 from quartet_plugin.split import balanced_split, check_split, device_loads, even_split, minimum_counts
-from tests.schedule.pipelines import random_costs
+from tests.schedule.sample_costs import random_costs
 
 
 def costs_for(p: int, layers: int, seed: int = 0) -> Costs:
