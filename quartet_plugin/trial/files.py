@@ -234,9 +234,10 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
         if error.errno == errno.ELOOP:
             raise ConfigError(f"{path}: a link; files of a trial must be regular files") from error
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigError(f"{path}: not a regular file; files of a trial must be")
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ConfigError(f"{path}: not a regular file; files of a trial must be")
         try:
             content = file.read(max_bytes + 1)
         except OSError as error:

@@ -374,7 +374,6 @@ def test_row_39_links_are_not_followed(trial: Trial, tmp_path: Path) -> None:
         trial("--mode", "ok")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "outcome", "word"),
     [
@@ -400,7 +399,6 @@ def test_under_the_real_torchrun_with_gloo(trial: Trial, mode: str, outcome: Out
     assert word in result.reason
 
 
-@pytest.mark.slow
 def test_row_18_under_the_real_torchrun(tmp_path: Path) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]

@@ -1,0 +1,96 @@
+"""Commands on this machine."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.errors import ConfigError, InfrastructureError, StorageError
+from quartet_plugin.launchers.local import (
+    CPU_SETTINGS,
+    LocalLauncher,
+    child_environment,
+    free_port,
+    resolve_device,
+)
+
+
+def run(tmp_path: Path, program: str, **environment: str) -> tuple[int, str]:
+    """Run a Python program to its end."""
+    log = tmp_path / "log"
+    handle = LocalLauncher().start(
+        [sys.executable, "-c", program], env={**os.environ, **environment}, cwd=tmp_path, stdout=log
+    )
+    while (code := handle.poll()) is None:
+        time.sleep(0.01)
+    return code, log.read_text()
+
+
+def test_output_and_errors_go_to_the_file(tmp_path: Path) -> None:
+    code, text = run(tmp_path, "import sys; print('a'); print('b', file=sys.stderr); sys.exit(3)")
+    assert code == 3
+    assert sorted(text.split()) == ["a", "b"]
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_command_has_its_own_session_and_no_input(tmp_path: Path) -> None:
+    _, text = run(tmp_path, "import os, sys; print(os.getsid(0) == os.getpid(), repr(sys.stdin.read()))")
+    assert text.split() == ["True", "''"]
+
+
+def test_a_signal_is_a_negative_code(tmp_path: Path) -> None:
+    code, _ = run(tmp_path, "import os; os.kill(os.getpid(), 9)")
+    assert code == -9
+
+
+def test_an_abort_leaves_no_core_file(tmp_path: Path) -> None:
+    _, text = run(
+        tmp_path, "import resource, time; time.sleep(0.3); print(resource.getrlimit(resource.RLIMIT_CORE)[0])"
+    )
+    assert text.strip() == "0"
+
+
+def test_terminate_and_kill(tmp_path: Path) -> None:
+    for number, name in ((15, "terminate"), (9, "kill")):
+        handle = LocalLauncher().start(
+            [sys.executable, "-c", "import time; time.sleep(60)"],
+            env=os.environ,
+            cwd=tmp_path,
+            stdout=tmp_path / name,
+        )
+        getattr(handle, name)()
+        while (code := handle.poll()) is None:
+            time.sleep(0.01)
+        assert code == -number
+        getattr(handle, name)()
+
+
+def test_what_cannot_start_is_said(tmp_path: Path) -> None:
+    start = LocalLauncher().start
+    with pytest.raises(ConfigError, match="not found"):
+        start(["no-such-program"], env={"PATH": "/bin"}, cwd=tmp_path, stdout=tmp_path / "a")
+    with pytest.raises(InfrastructureError, match="cannot start"):
+        start([sys.executable], env={}, cwd=tmp_path / "nowhere", stdout=tmp_path / "b")
+    (tmp_path / "c").symlink_to(tmp_path / "d")
+    with pytest.raises(StorageError, match="cannot be made"):
+        start([sys.executable], env={}, cwd=tmp_path, stdout=tmp_path / "c")
+
+
+def test_cpu_runs_get_the_allocator_settings_and_others_do_not() -> None:
+    assert child_environment("cpu", environment={"A": "b", "OMP_NUM_THREADS": "8"}) == {
+        "A": "b",
+        **CPU_SETTINGS,
+    }
+    assert child_environment("cuda", environment={"A": "b"}) == {"A": "b"}
+
+
+def test_the_device_is_what_was_asked_for() -> None:
+    assert resolve_device("cuda", environment={}) == "cuda"
+    assert resolve_device("cpu", environment={}) == "cpu"
+    assert resolve_device("auto", environment={"CUDA_VISIBLE_DEVICES": ""}) == "cpu"
+
+
+def test_a_free_port_can_be_bound() -> None:
+    assert 1024 <= free_port() <= 65535

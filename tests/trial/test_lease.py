@@ -1,0 +1,140 @@
+"""One tuner a run folder."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.errors import ExitCode, StorageError
+from quartet_plugin.trial.lease import Lease
+from quartet_plugin.trial.processes import boot_id
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from quartet_plugin.trial.lease import Lease
+lease = Lease.acquire(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def holder(folder: Path) -> subprocess.Popen[str]:
+    """Another process that holds the folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def change_lock(folder: Path, **changes: Any) -> None:
+    """Make the lock say something else."""
+    path = folder / "lock.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_row_30_a_second_tuner_is_told_who_holds_the_run(tmp_path: Path) -> None:
+    process = holder(tmp_path)
+    try:
+        for takeover in (False, True):
+            with pytest.raises(StorageError) as caught:
+                Lease.acquire(tmp_path, takeover=takeover)
+            assert f"process {process.pid} on {socket.gethostname()}" in str(caught.value)
+            assert caught.value.exit_code is ExitCode.STORAGE
+    finally:
+        process.kill()
+        process.wait()
+    with Lease.acquire(tmp_path) as lease:
+        assert lease.generation == 2
+    assert not (tmp_path / "lock.json").exists()
+
+
+def test_it_is_given_back_and_taken_again(tmp_path: Path) -> None:
+    with Lease.acquire(tmp_path) as lease:
+        lease.check()
+        lease.renew()
+        written = json.loads((tmp_path / "lock.json").read_text())
+        assert written["pid"] == os.getpid()
+        assert written["boot_id"] == boot_id()
+        with pytest.raises(StorageError):
+            Lease.acquire(tmp_path)
+    with Lease.acquire(tmp_path) as lease:
+        assert lease.generation == 1
+
+
+def test_another_hosts_lease_needs_expiry_and_the_word(tmp_path: Path) -> None:
+    Lease.acquire(tmp_path)
+    change_lock(tmp_path, host="elsewhere")
+    with pytest.raises(StorageError, match=r"process \d+ on elsewhere"):
+        Lease.acquire(tmp_path, takeover=True)
+    old = time.time() - 1000
+    os.utime(tmp_path / "lock.json", (old, old))
+    with pytest.raises(StorageError, match="--takeover"):
+        Lease.acquire(tmp_path)
+    assert Lease.acquire(tmp_path, takeover=True).generation == 2
+
+
+def test_row_34_a_lock_from_the_future_is_not_expired(tmp_path: Path) -> None:
+    Lease.acquire(tmp_path)
+    change_lock(tmp_path, host="elsewhere")
+    ahead = time.time() + 1e6
+    os.utime(tmp_path / "lock.json", (ahead, ahead))
+    with pytest.raises(StorageError):
+        Lease.acquire(tmp_path, takeover=True)
+
+
+@pytest.mark.parametrize("changes", [{"boot_id": "another"}, {"process_start": 5.0}])
+def test_a_pid_that_is_used_again_or_another_boot_is_a_dead_holder(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    Lease.acquire(tmp_path)
+    change_lock(tmp_path, **changes)
+    assert Lease.acquire(tmp_path).generation == 2
+
+
+def test_row_32_a_tuner_that_wakes_up_after_a_takeover_writes_nothing(tmp_path: Path) -> None:
+    first = Lease.acquire(tmp_path, renew_s=0.0)
+    first.check()
+    change_lock(tmp_path, process_start=5.0)
+    second = Lease.acquire(tmp_path)
+    for write in (first.check, first.renew):
+        with pytest.raises(StorageError, match="writes nothing more"):
+            write()
+    first.release()
+    second.check()
+    second.release()
+    with pytest.raises(StorageError, match="nobody"):
+        second.check()
+
+
+def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    try:
+        said = [process.stdout.readline() for process in processes if process.stdout is not None]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert said.count("held\n") == 1
+
+
+def test_a_broken_lock_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "lock.json").write_text("{")
+    with pytest.raises(Exception, match=r"lock\.json"):
+        Lease.acquire(tmp_path)
+    with pytest.raises(StorageError):
+        Lease.acquire(tmp_path / "nowhere")

@@ -1,0 +1,129 @@
+"""Processes are ended by identity alone."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.trial.processes import (
+    MARK,
+    Identity,
+    ProcessBook,
+    boot_id,
+    identify,
+    marked,
+    own_identity,
+    reap,
+)
+from tests.trial.factory import ID
+
+SLEEP = "import time; print('up', flush=True); time.sleep(600)"
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
+
+
+def start(program: str = SLEEP, *, mark: str | None = None) -> subprocess.Popen[str]:
+    """A process that is up."""
+    environment = {**os.environ, **({MARK: mark} if mark else {})}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    return process
+
+
+@pytest.fixture
+def processes() -> Iterator[list[subprocess.Popen[str]]]:
+    """Those that a test starts."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def known(process: subprocess.Popen[str]) -> Identity:
+    """Its identity."""
+    found = identify(psutil.Process(process.pid))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("program", [SLEEP, DEAF])
+def test_reap_ends_exactly_these(program: str, processes: list[subprocess.Popen[str]]) -> None:
+    processes += [start(program), start(program)]
+    assert reap([known(processes[0])], grace_s=0.3) == frozenset()
+    assert not known_alive(processes[0])
+    assert known_alive(processes[1])
+
+
+def known_alive(process: subprocess.Popen[str]) -> bool:
+    """Whether it runs."""
+    return process.poll() is None
+
+
+def test_another_start_or_boot_is_another_process(processes: list[subprocess.Popen[str]]) -> None:
+    processes.append(start())
+    mine = known(processes[0])
+    assert mine.is_alive
+    for other in (
+        replace(mine, process_start=mine.process_start - 5),
+        replace(mine, boot_id="another"),
+        replace(mine, pid=2**30),
+    ):
+        assert not other.is_alive
+        reap([other], grace_s=0.1)
+    assert known_alive(processes[0])
+
+
+def test_the_book_holds_descendants_and_survives_its_writer(
+    tmp_path: Path, processes: list[subprocess.Popen[str]]
+) -> None:
+    parent = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); "
+        "import time; time.sleep(600)"
+    )
+    processes.append(start(parent))
+    path = tmp_path / "processes.json"
+    book = ProcessBook(path, attempt_id=ID)
+    book.rescan(processes[0].pid)
+    assert len(book.alive) == 2
+    again = ProcessBook.read(path, attempt_id=ID)
+    assert again.identities == book.identities
+    assert ProcessBook.read(path, attempt_id="b" * 32).identities == frozenset()
+    assert reap(again.alive, grace_s=1.0) == frozenset()
+    assert not again.alive
+
+
+def test_a_named_process_is_believed_only_with_the_attempts_mark(
+    tmp_path: Path, processes: list[subprocess.Popen[str]]
+) -> None:
+    processes += [start(), start(mark=ID), start(mark="b" * 32)]
+    named = [(known(one).pid, known(one).process_start) for one in processes]
+    book = ProcessBook(tmp_path / "p.json", attempt_id=ID)
+    book.rescan(2**30, named=[*named, (1, 0.0), (os.getpid(), own_identity().process_start)])
+    assert {one.pid for one in book.identities} == {processes[1].pid}
+    assert {one.pid for one in marked(ID)} == {processes[1].pid}
+
+
+def test_a_broken_book_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"schema_version": 1, "attempt_id": ID, "processes": [{"pid": "1"}]}))
+    with pytest.raises(ConfigError, match=r"p\.json"):
+        ProcessBook.read(path, attempt_id=ID)
+    assert ProcessBook.read(tmp_path / "none", attempt_id=ID).identities == frozenset()
+
+
+def test_this_process_is_itself() -> None:
+    me = own_identity()
+    assert me.is_alive
+    assert me.boot_id == boot_id()
+    assert me.process_start <= time.time() + 1

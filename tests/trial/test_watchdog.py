@@ -1,0 +1,133 @@
+"""Deadlines, by a clock that the test turns."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.trial.request import Timeouts
+from quartet_plugin.trial.watchdog import Watchdog
+from tests.trial.factory import beat
+
+LIMITS = Timeouts(init_s=100, first_step_s=50, step_s=10, shutdown_s=5)
+
+
+@dataclass
+class Clock:
+    """A clock."""
+
+    now: float = 1e6
+
+    def __call__(self) -> float:
+        """The time."""
+        return self.now
+
+
+def watchdog(clock: Clock, **changes: Any) -> Watchdog:
+    """Of two ranks."""
+    options: dict[str, Any] = {"deadline_s": 600.0, "predicted_s": None, "num_processes": 2}
+    return Watchdog(LIMITS, clock=clock, **{**options, **changes})
+
+
+@pytest.mark.parametrize(
+    ("phase", "iteration", "limit_s"),
+    [
+        ("import", 0, 100.0),
+        ("init", 0, 100.0),
+        ("warmup", 0, 51.0),
+        ("warmup", 1, 11.0),
+        ("measure", 9, 11.0),
+        ("done", 9, 15.0),
+    ],
+)
+def test_each_phase_has_its_own_limit(phase: str, iteration: int, limit_s: float) -> None:
+    clock = Clock()
+    dog = watchdog(clock)
+    beats = [beat(0, phase=phase, iteration=iteration), beat(1, phase=phase, iteration=iteration)]
+    dog.observe(beats)
+    clock.now += limit_s
+    dog.observe(beats)
+    assert dog.expired() is None
+    clock.now += 0.1
+    dog.observe(beats)
+    expiry = dog.expired()
+    assert expiry is not None
+    assert (expiry.phase, expiry.rank, expiry.is_wall) == (phase, 0, False)
+
+
+def test_a_rank_that_moves_is_left_alone_and_one_that_does_not_is_named() -> None:
+    clock = Clock()
+    dog = watchdog(clock)
+    dog.observe([beat(0, iteration=1), beat(1, iteration=1)])
+    for step in range(2, 4):
+        clock.now += 9.0
+        dog.observe([beat(0, iteration=step), beat(1, iteration=1)])
+    expiry = dog.expired()
+    assert expiry is not None
+    assert expiry.rank == 1
+    assert "rank 1" in str(expiry)
+
+
+def test_a_rank_that_never_shows_up() -> None:
+    clock = Clock()
+    dog = watchdog(clock)
+    dog.observe([beat(0, phase="init", iteration=0)])
+    clock.now += 100.1
+    expiry = dog.expired()
+    assert expiry is not None
+    assert (expiry.phase, expiry.rank) == ("launch", 1)
+    quiet = watchdog(clock, num_processes=None)
+    clock.now += 100.1
+    expiry = quiet.expired()
+    assert expiry is not None
+    assert expiry.rank is None
+
+
+def test_the_deadline_of_the_whole_trial() -> None:
+    clock = Clock()
+    dog = watchdog(clock, deadline_s=20.0)
+    clock.now += 20.1
+    dog.observe([beat(0), beat(1)])
+    expiry = dog.expired()
+    assert expiry is not None
+    assert expiry.is_wall
+
+
+def test_clocks_of_ranks_may_jump() -> None:
+    """Row 34: only our own monotonic clock counts; the beat's own time is not read."""
+    clock = Clock()
+    dog = watchdog(clock)
+    dog.observe([beat(0, time=1e9), beat(1, time=0.0)])
+    clock.now += 5
+    dog.observe([beat(0, time=0.0), beat(1, time=1e9)])
+    assert dog.expired() is None
+    clock.now += 6.5
+    dog.observe([beat(0, time=2e9), beat(1, time=3e9)])
+    assert dog.expired() is not None
+
+
+def test_slow_steps_that_are_predicted_are_allowed() -> None:
+    clock = Clock()
+    dog = watchdog(clock, predicted_s=20.0)
+    dog.observe([beat(0), beat(1)])
+    clock.now += 100.0
+    assert dog.expired() is None
+    assert LIMITS.first_step_limit_s(20.0) == 200.0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"shutdown_s": 0.0},
+        {"step_s": 5.0},
+        {"first_step_s": 20.0},
+        {"init_s": 100.0},
+        {"step_s": float("nan")},
+        {"init_s": float("inf")},
+        {"step_factor": 0.5},
+    ],
+)
+def test_limits_that_are_out_of_order_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="timeouts"):
+        Timeouts(**wrong)
