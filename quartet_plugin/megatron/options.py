@@ -103,3 +103,13 @@ def add_group(parser: argparse.ArgumentParser, options: Options) -> None:
         group.add_argument(
             f"--quartet-{name}", default=None if value is None else str(value), metavar=metavar, help=text
         )
+    _mend_help(parser)
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Let `--help` work: a bare % in one of Megatron's own help texts makes argparse raise instead."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = (action.help or "").replace("%", "%%")

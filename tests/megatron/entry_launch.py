@@ -1,0 +1,191 @@
+"""Starts the example script through the drop-in entry under real torchrun, and makes plans for it."""
+
+import json
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quartet_plugin.model import plan as plans
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import (
+    MadeFor,
+    NodeInfo,
+    Plan,
+    Provenance,
+    ScheduleChoice,
+    ScheduleName,
+    Slot,
+    Split,
+)
+from quartet_plugin.model.shape import ModelShape
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
+SHAPE = ModelShape(
+    num_layers=6,
+    hidden_size=32,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    num_query_groups=4,
+    kv_channels=8,
+    seq_length=32,
+    vocab_size=128,
+    max_position_embeddings=32,
+    gated_ffn=False,
+    tied_embeddings=True,
+    position_embedding="learned_absolute",
+)
+GLOBAL_BATCH_SIZE = 8
+# A user's own command: nothing in it is about pipelines. With two TP ranks Megatron would pad it to 256.
+MEGATRON_FLAGS = shlex.split("""
+    --num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --micro-batch-size 2 --global-batch-size 8 --mock-data --tokenizer-type NullTokenizer --vocab-size 127
+    --train-iters 20 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --clip-grad 1.0 --log-interval 1
+    --eval-interval 100 --eval-iters 1
+""")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What a start left behind; `ranks`, `failures` and `beats` are the trial's files by launch rank."""
+
+    code: int
+    output: str
+    ranks: Mapping[int, dict[str, Any]]
+    failures: Mapping[int, dict[str, Any]]
+    beats: Mapping[int, dict[str, Any]]
+
+    @property
+    def told(self) -> list[str]:
+        """The lines that the plugin printed, without the launcher's prefixes."""
+        return [
+            line[line.index("quartet: ") :] for line in self.output.splitlines() if "quartet: " in line[:30]
+        ]
+
+    def losses(self) -> list[float]:
+        """The loss of every iteration, from a rank that has it."""
+        for content in self.ranks.values():
+            values = [step["loss"] for step in content["iterations"]]
+            if None not in values:
+                return values
+        raise AssertionError("no rank has a loss")
+
+    def grad_norms(self) -> list[float]:
+        """The gradient norm of every iteration; all ranks must have the same."""
+        norms = [[step["grad_norm"] for step in content["iterations"]] for content in self.ranks.values()]
+        assert all(norm == norms[0] for norm in norms)
+        return norms[0]
+
+
+def make_plan(
+    *,
+    split: Sequence[int],
+    tensor: int = 1,
+    pipeline: int = 1,
+    data: int = 1,
+    chunks: int = 1,
+    micro_batch: int = 2,
+    group: int | None = None,
+    order: Sequence[int] | None = None,
+    shape: ModelShape = SHAPE,
+    made_for_shape: ModelShape = SHAPE,
+    global_batch_size: int = GLOBAL_BATCH_SIZE,
+    framework_version: str = "0.19.2",
+    hosts: Sequence[str] | None = None,
+) -> Plan:
+    """A plan for the command above; `order[r]` is the local slot of rank r, all slots over `hosts` evenly."""
+    world_size = tensor * pipeline * data
+    names = list(hosts) if hosts is not None else [socket.gethostname()]
+    per_node = world_size // len(names)
+    slots = [Slot(node=index // per_node, local=index % per_node) for index in order or range(world_size)]
+    name: ScheduleName = "no-pipelining" if pipeline == 1 else "interleaved" if chunks > 1 else "1f1b"
+    return Plan(
+        made_for=MadeFor(
+            framework="megatron-core",
+            framework_version=framework_version,
+            shape=made_for_shape,
+            global_batch_size=global_batch_size,
+            world_size=world_size,
+            nodes=tuple(NodeInfo(host=host, node_class="cpu", num_slots=per_node) for host in names),
+        ),
+        shape=shape,
+        layout=Layout(
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
+            data_parallel=data,
+            virtual_stages=chunks,
+            context_parallel=1,
+            expert_parallel=1,
+            micro_batch_size=micro_batch,
+            sequence_parallel=False,
+            distributed_optimizer=False,
+            recompute="none",
+        ),
+        split=Split(transformer_layers_per_stage=tuple(split)),
+        schedule=ScheduleChoice(name=name, group=group),
+        mapping=plans.Mapping(slots=tuple(slots)),
+        provenance=Provenance(run="test", trial=0, seed=0, quartet_version="0.1.0"),
+    )
+
+
+def write_trial(
+    folder: Path, *, warmup: int = 0, measure: int = 3, plan: Plan | None = None, weights: Path | None = None
+) -> Path:
+    """A trial.json in `folder`, as a runner writes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content: dict[str, Any] = {
+        "schema_version": 1,
+        "attempt_id": secrets.token_hex(16),
+        "folder": str(folder),
+        "warmup": warmup,
+        "measure": measure,
+        "plan_key": None if plan is None else plan.key,
+    }
+    if weights is not None:
+        content["weights"] = str(weights)
+    path = folder / "trial.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def launch(
+    num_processes: int,
+    flags: Sequence[str],
+    *,
+    script: Path = SCRIPT,
+    folder: Path | None = None,
+    torchrun: Sequence[str] = (),
+    entry: Sequence[str] = ("-m", "quartet_plugin.megatron"),
+    timeout_s: float = 120.0,
+) -> Launch:
+    """`torchrun -m quartet_plugin.megatron SCRIPT FLAGS`; the trial's files are read from `folder`."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *torchrun),
+        *(*entry, str(script), *flags),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+    def read(ending: str) -> dict[int, dict[str, Any]]:
+        if folder is None:
+            return {}
+        paths = {rank: folder / f"rank-{rank}.{ending}" for rank in range(num_processes)}
+        return {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
+
+    return Launch(
+        code=done.returncode,
+        output=done.stdout + done.stderr,
+        ranks=read("json"),
+        failures=read("err.json"),
+        beats=read("beat.json"),
+    )

@@ -1,0 +1,81 @@
+"""Every plan trains the same: real Megatron, one weights-only checkpoint, dropout off, compared as floats."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.model.plan import Plan, write_plan
+from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan, write_trial
+
+pytestmark = pytest.mark.slow
+
+PLANS = {
+    "pp2": make_plan(split=(4, 2), pipeline=2),
+    "tp2": make_plan(split=(6,), tensor=2),
+    "pp2-dp2": make_plan(split=(2, 4), pipeline=2, data=2, micro_batch=1),
+    "pp2-chunks2": make_plan(split=(1, 2, 2, 1), pipeline=2, chunks=2, group=4),
+    # Rank 1 on slot 2, rank 2 on slot 3, rank 3 on slot 1: not its own inverse, and every stage differs.
+    "pp4-permuted": make_plan(split=(2, 1, 3, 0), pipeline=4, order=(0, 2, 3, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the model's weights alone, in the form that loads under any layout."""
+    folder = tmp_path_factory.mktemp("parity") / "weights"
+    flags = [*MEGATRON_FLAGS, "--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
+    done = launch(1, [*flags, "--no-save-optim", "--no-save-rng", "--quartet-device", "cpu"])
+    assert (folder / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
+    return folder
+
+
+def train(plan: Plan, *, folder: Path, weights: Path, torchrun: tuple[str, ...] = ()) -> Launch:
+    """Five iterations of the user's command with the plan, as a trial."""
+    trial = write_trial(folder, measure=5, plan=plan, weights=weights)
+    write_plan(plan, path=folder / "plan.json")
+    flags = [*MEGATRON_FLAGS, "--quartet-plan", str(folder / "plan.json"), "--quartet-trial", str(trial)]
+    done = launch(
+        plan.layout.world_size, [*flags, "--quartet-device", "cpu"], folder=folder, torchrun=torchrun
+    )
+    assert done.code == 0, done.output[-3000:]
+    assert "successfully loaded checkpoint" in done.output
+    return done
+
+
+@pytest.fixture(scope="module")
+def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """One process."""
+    return train(make_plan(split=(6,)), folder=tmp_path_factory.mktemp("one"), weights=weights)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
+    plan = PLANS[name]
+    done = train(plan, folder=tmp_path, weights=weights, torchrun=("--tee", "3"))
+
+    tolerance = 5e-6 if plan.layout.tensor_parallel > 1 else 1e-6
+    assert len(reference.losses()) == 5
+    assert done.losses() == pytest.approx(reference.losses(), rel=tolerance)
+    assert done.grad_norms() == pytest.approx(reference.grad_norms(), rel=tolerance)
+    job = next(content["job"] for content in done.ranks.values() if content["rank"] == 0)
+    assert tuple(job["split"]["transformer_layers_per_stage"]) == plan.split.transformer_layers_per_stage
+    assert job["layout"]["virtual_stages"] == plan.layout.virtual_stages
+    assert job["schedule"] == {"name": plan.schedule.name, "group": plan.schedule.group}
+    assert all(content["plan_key"] == plan.key for content in done.ranks.values())
+    check_places(plan, done)
+
+
+def check_places(plan: Plan, done: Launch) -> None:
+    """Each process plays the rank of its slot, and holds the stage that Megatron itself says it holds."""
+    for rank, slot in enumerate(plan.mapping.slots):
+        assert done.ranks[slot.local]["rank"] == rank
+        assert done.ranks[slot.local]["local_rank"] == slot.local
+    if plan.mapping.is_stock:
+        return
+    pattern = r"\[default(\d)\]: > number of parameters on .* model parallel rank \([0, ]*(\d)\)"
+    stage_of_slot = {int(slot): int(stage) for slot, stage in re.findall(pattern, done.output)}
+    assert stage_of_slot == {slot.local: rank for rank, slot in enumerate(plan.mapping.slots)}
+    with_loss = [slot for slot, content in done.ranks.items() if content["iterations"][0]["loss"] is not None]
+    assert with_loss == [plan.mapping.slots[-1].local]
+    assert any(line.startswith("quartet: mapping: rank 0 on ") for line in done.told)
