@@ -295,7 +295,8 @@ def build_space(job: Job, *, nodes: Sequence[NodeInfo], search: SearchConfig, ru
     if not layouts:
         raise ConfigError(
             f"search: no layout of {job.layout.world_size} processes, "
-            f"global batch size {job.global_batch_size} and {job.shape.num_layers} layers fits what is asked; set more axes to auto"
+            f"global batch size {job.global_batch_size} and {job.shape.num_layers} layers "
+            "fits what is asked; set more axes to auto"
         )
     return replace(draft, shapes=tuple(layouts), layouts=layouts)
 

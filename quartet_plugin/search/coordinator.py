@@ -1,0 +1,353 @@
+"""The coordinator: the one process that asks the study, has plans launched, and tells what came of them.
+
+Trial 0 is the user's own command, untouched. Its report opens the space; the study spends the trials; the
+best plans and the baseline are measured again in turns. Whatever was measured is on disk before the study
+is told, and telling is by trial and attempt, so a killed coordinator resumes as if it had not been.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from quartet_plugin.errors import InfeasibleError, InfrastructureError, SeamError
+from quartet_plugin.launchers.command import Command
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.measurement import Objective
+from quartet_plugin.model.plan import NodeInfo, Plan
+from quartet_plugin.model.schema import dump
+from quartet_plugin.search.budget import TimeBudget
+from quartet_plugin.search.events import EventLog
+from quartet_plugin.search.final import (
+    BASELINE,
+    CONFIRM_BELOW,
+    MIN_ROUNDS,
+    Ranking,
+    candidates,
+    order_of_round,
+    rank,
+)
+from quartet_plugin.search.job import Job, parse_job
+from quartet_plugin.search.launches import Launches, ShouldStop
+from quartet_plugin.search.launching import Launching, Yardstick, told_of
+from quartet_plugin.search.observer import Observer
+from quartet_plugin.search.run_folder import Run
+from quartet_plugin.search.scoring import objective_of, score
+from quartet_plugin.search.space import Space, build_space
+from quartet_plugin.search.starts import starting_points
+from quartet_plugin.search.study import Proposal, Record, TuneStudy
+from quartet_plugin.trial.request import Outcome, TrialResult
+
+MAX_INFEASIBLE_IN_A_ROW = 30
+MAX_LOST_IN_A_ROW = 3
+MAX_REPEATS_IN_A_ROW = 8
+# Of the trials, at most this part are the cost model's starting points; the others are the sampler's.
+STARTS_FRACTION = 0.6
+MIN_STARTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneResult:
+    """What a run found. `winner` is None where nothing beat the baseline."""
+
+    objective: Objective
+    baseline: Plan
+    records: tuple[Record, ...]
+    rankings: tuple[Ranking, ...]
+    winner: Ranking | None
+
+
+class Coordinator:
+    """Runs one tuning run, from its baseline to its winner.
+
+    `fence` is called before every write and raises where another tuner has taken the run.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        command: Command,
+        launches: Launches,
+        observer: Observer,
+        should_stop: ShouldStop = lambda: False,
+        fence: Callable[[], None] = lambda: None,
+        max_minutes: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run = run
+        self._config = run.config.study
+        self._launches = launches
+        self._observer = observer
+        self._should_stop = should_stop
+        self._fence = fence
+        self._events = EventLog(run.folder.events_file)
+        limit_s = None if max_minutes is None else 60.0 * max_minutes
+        self._budget = TimeBudget(limit_s=limit_s, clock=clock)
+        self._launching = Launching(
+            run,
+            command=command,
+            launches=launches,
+            observer=observer,
+            events=self._events,
+            should_stop=should_stop,
+            fence=fence,
+            budget=self._budget,
+        )
+
+    def tune(self) -> TuneResult:
+        """The whole run.
+
+        Raises InfrastructureError when the user's own command fails or trials cannot be run, SeamError where
+        the plugin does not fit the framework, InfeasibleError when nothing fits, InterruptedByUserError when
+        asked to stop, StorageError when the folder or the study fails.
+        """
+        self._events.add("begin", run=self._run.name)
+        for folder in (self._run.folder.trials, self._run.folder.final):
+            self._launches.recover(folder, should_stop=self._should_stop)
+        result = self._measure_baseline()
+        space = self._open_space(result)
+        yardstick = Yardstick(
+            plan=space.baseline,
+            score=score(space.baseline, iteration_s=result.iteration_s),
+            objective=objective_of(self._config.objective, num_shapes=len(space.shapes)),
+        )
+        self._launching.yardstick = yardstick
+        study = self._open_study(space, result, yardstick)
+        try:
+            self._observer.message(self._search(study))
+            records = study.records()
+        finally:
+            study.close()
+        found = self._finish(records, yardstick)
+        self._events.add("end", winner=None if found.winner is None else found.winner.record.number)
+        return found
+
+    # Trial 0 and what it opens
+
+    def _measure_baseline(self) -> TrialResult:
+        result = self._launching.launch(
+            None,
+            number=BASELINE,
+            folder=self._run.folder.trial(BASELINE),
+            label=str(BASELINE),
+            stage="baseline",
+            num_left=self._num_in_search(tried=0) + 1,
+        )
+        if result.is_measured and result.job is not None:
+            return result
+        for line in result.last_lines:
+            self._observer.message(f"  | {line}")
+        if result.outcome is Outcome.HARNESS:
+            raise SeamError(f"your own command could not be measured: {result.reason}")
+        advice = "make it run by itself first; nothing is searched"
+        if result.outcome is Outcome.WRONG:
+            advice = "the training itself diverges: mend that first; nothing is searched"
+        raise InfrastructureError(f"your own command failed: {result.reason}; {advice}")
+
+    def _open_space(self, result: TrialResult) -> Space:
+        job = parse_job(result.job or {}, where=str(result.folder))
+        nodes = self._launches.nodes(result)
+        self._write_cluster(nodes)
+        search = self._run.config.search
+        space = build_space(job, nodes=nodes, search=search, run=self._run.name, seed=self._config.seed)
+        self._tell_limits(space, job)
+        return space
+
+    def _write_cluster(self, nodes: tuple[NodeInfo, ...]) -> None:
+        content = {"schema_version": 1, "nodes": [dump(node) for node in nodes]}
+        write_json_atomic(self._run.folder.cluster_file, content)
+
+    def _tell_limits(self, space: Space, job: Job) -> None:
+        """What is not tuned and why, and what trials leave out: never silently."""
+        by_feature: dict[str, list[str]] = {}
+        for axis, feature in space.locked.items():
+            by_feature.setdefault(feature, []).append(axis.value)
+        for feature, axes in by_feature.items():
+            self._observer.message(f"{feature} keeps as they are: {', '.join(axes)}")
+        if job.neutralised:
+            self._observer.message(f"left out in trials: {', '.join(job.neutralised)}")
+        if self._run.config.search.scaling is not None and len(space.shapes) == 1:
+            self._observer.message("scaling: no other shape is inside the tolerance and the band")
+
+    def _open_study(self, space: Space, result: TrialResult, yardstick: Yardstick) -> TuneStudy:
+        config, path = self._config, self._run.folder.study_file
+        if path.exists():
+            study = TuneStudy.open(path, space=space, seed=config.seed, name=self._run.name)
+            for record in study.records():
+                if record.told.repeats is None:
+                    self._budget.add(record.told.wall_s)
+            return study
+        num_starts = max(MIN_STARTS, round(STARTS_FRACTION * config.trials))
+        return TuneStudy.create(
+            path,
+            space=space,
+            seed=config.seed,
+            name=self._run.name,
+            objective=yardstick.objective,
+            baseline=told_of(space.baseline, result, objective=yardstick.objective),
+            starts=starting_points(space, num=min(num_starts, config.trials)),
+        )
+
+    # The search
+
+    def _search(self, study: TuneStudy) -> str:
+        """Spend the trials; returns why the search ended."""
+        while True:
+            records = study.records()
+            _check_rows(records)
+            tried = sum(_is_spent(record) for record in records)
+            if tried >= self._config.trials:
+                return f"{tried} plans were tried"
+            if not self._budget.fits(num_launches=1, then=self._num_in_final()):
+                return f"{tried} plans were tried; the time that is left is kept for the final rounds"
+            proposal = study.unfinished() or self._ask(study, records)
+            if proposal is None:
+                return f"{tried} plans were tried; there are no others to try"
+            self._try(study, proposal, records, tried=tried)
+
+    def _ask(self, study: TuneStudy, records: list[Record]) -> Proposal | None:
+        """A new proposal; None where no new plan is left. After some repeats chance finds one."""
+        self._launching.check_stop()
+        repeats = _in_a_row(records, lambda record: record.told.repeats is not None)
+        if repeats >= MAX_REPEATS_IN_A_ROW:
+            known = frozenset(record.plan.key for record in records)
+            if not study.enqueue_fresh(known=known):
+                return None
+        return study.ask()
+
+    def _try(self, study: TuneStudy, proposal: Proposal, records: list[Record], *, tried: int) -> None:
+        """Launch the proposal, or answer it from what was measured, and tell the study."""
+        assert self._launching.yardstick is not None
+        self._fence()
+        key = proposal.plan.key
+        known = next((record for record in records if record.plan.key == key), None)
+        if known is not None:
+            study.tell(proposal, replace(known.told, repeats=known.number, wall_s=0.0))
+            self._events.add("repeat", trial=proposal.number, of=known.number)
+            return
+        result = self._launching.launch(
+            proposal.plan,
+            number=proposal.number,
+            folder=self._run.folder.trial(proposal.number),
+            label=str(proposal.number),
+            stage="search",
+            num_left=self._num_in_search(tried=tried),
+        )
+        if result.outcome is Outcome.HARNESS:
+            raise SeamError(f"trial {proposal.number}: {result.reason}; see {result.folder}")
+        self._fence()
+        told = told_of(proposal.plan, result, objective=self._launching.yardstick.objective)
+        study.tell(proposal, told)
+        self._events.add("told", trial=proposal.number, verdict=told.verdict, value=told.value)
+
+    # The final rounds
+
+    def _finish(self, records: list[Record], yardstick: Yardstick) -> TuneResult:
+        chosen = candidates(records, baseline_value=yardstick.value, top_k=self._config.top_k)
+        every = {BASELINE: yardstick.plan, **{record.number: record.plan for record in chosen}}
+        plans = every
+        launches: dict[int, dict[int, TrialResult]] = {number: {} for number in plans}
+        rankings: list[Ranking] = []
+        confirmed: set[int] = set()
+        rounds = range(self._config.rounds)
+        while chosen:
+            self._final_rounds(plans, launches, rounds=rounds)
+            rankings = rank(
+                chosen,
+                baseline=yardstick.plan,
+                launches=launches,
+                objective=yardstick.objective,
+                seed=self._config.seed,
+            )
+            winner = _winner(rankings)
+            if winner is None or winner.comparison.speedup.median >= CONFIRM_BELOW:
+                break
+            if winner.record.number in confirmed or not self._budget.fits(num_launches=2):
+                break
+            confirmed.add(winner.record.number)
+            plans = {number: every[number] for number in (BASELINE, winner.record.number)}
+            rounds = range(rounds.stop, rounds.stop + self._config.rounds)
+            self._observer.message(
+                f"trial {winner.record.number} leads by little: it and the baseline are measured again"
+            )
+        return TuneResult(
+            objective=yardstick.objective,
+            baseline=yardstick.plan,
+            records=tuple(records),
+            rankings=tuple(rankings),
+            winner=_winner(rankings),
+        )
+
+    def _final_rounds(
+        self, plans: dict[int, Plan], found: dict[int, dict[int, TrialResult]], *, rounds: range
+    ) -> None:
+        """Add measured results to `found[number][round]`; a plan that fails once is left out from then on."""
+        left = list(plans)
+        for round_number in rounds:
+            if round_number >= MIN_ROUNDS and not self._budget.fits(num_launches=len(left)):
+                self._observer.message(f"time is up after {round_number} final rounds")
+                break
+            in_turn = order_of_round(left, seed=self._config.seed, round_number=round_number)
+            for at, number in enumerate(in_turn):
+                num_left = len(left) * (rounds.stop - round_number) - at
+                result = self._final_launch(plans, number, round_number=round_number, num_left=num_left)
+                if result.is_measured:
+                    found[number][round_number] = result
+                elif number != BASELINE:
+                    left.remove(number)
+
+    def _final_launch(
+        self, plans: dict[int, Plan], number: int, *, round_number: int, num_left: int
+    ) -> TrialResult:
+        return self._launching.launch(
+            None if number == BASELINE else plans[number],
+            number=number,
+            folder=self._run.folder.final_launch(number, round_number=round_number),
+            label=f"{number} round {round_number + 1}",
+            stage="final",
+            num_left=num_left,
+        )
+
+    def _num_in_final(self) -> int:
+        return self._config.rounds * (self._config.top_k + 1)
+
+    def _num_in_search(self, *, tried: int) -> int:
+        return self._config.trials - tried + self._num_in_final()
+
+
+def _winner(rankings: list[Ranking]) -> Ranking | None:
+    """The first ranking that wins."""
+    return next((ranking for ranking in rankings if ranking.is_win), None)
+
+
+def _check_rows(records: list[Record]) -> None:
+    """End a search that goes nowhere."""
+    launched = [record for record in records if record.told.repeats is None]
+    infeasible = _in_a_row(launched, lambda record: record.told.verdict == "infeasible")
+    if infeasible >= MAX_INFEASIBLE_IN_A_ROW:
+        nearest = min(launched[-infeasible:], key=lambda record: record.told.excess)
+        raise InfeasibleError(
+            f"{infeasible} plans in a row did not fit; the nearest was trial {nearest.number} "
+            f"({nearest.plan.layout.label}): {nearest.told.reason}; narrow the search in q.yaml"
+        )
+    lost = _in_a_row(launched, lambda record: record.told.verdict == "lost")
+    if lost >= MAX_LOST_IN_A_ROW:
+        raise InfrastructureError(
+            f"{lost} trials in a row could not be run: {launched[-1].told.reason}; "
+            "mend that and begin a new run"
+        )
+
+
+def _is_spent(record: Record) -> bool:
+    """Whether a trial used up one of the study's trials."""
+    return record.number != BASELINE and record.told.repeats is None and record.told.verdict != "lost"
+
+
+def _in_a_row(records: list[Record], is_one: Callable[[Record], bool]) -> int:
+    """How many of the latest records are such."""
+    count = 0
+    for record in reversed(records):
+        if not is_one(record):
+            break
+        count += 1
+    return count

@@ -1,0 +1,171 @@
+"""One launch after another: from a trial's folder or from a launch now, shown, logged and timed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quartet_plugin.errors import InterruptedByUserError
+from quartet_plugin.launchers.command import Command
+from quartet_plugin.model.measurement import Objective
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.search.budget import TimeBudget
+from quartet_plugin.search.events import EventLog
+from quartet_plugin.search.launches import Launches, ShouldStop
+from quartet_plugin.search.observer import Observer, Stage
+from quartet_plugin.search.run_folder import Run
+from quartet_plugin.search.scoring import Score, score
+from quartet_plugin.search.study import REFUSED_EXCESS, Told, Verdict
+from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
+
+_VERDICTS: dict[Outcome, Verdict] = {
+    Outcome.OK: "measured",
+    Outcome.UNSTABLE: "measured",
+    Outcome.INFEASIBLE: "infeasible",
+    Outcome.WRONG: "wrong",
+    Outcome.INFRA: "lost",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yardstick:
+    """What the user's own configuration does: its plan, score and what it is compared by."""
+
+    plan: Plan
+    score: Score
+    objective: Objective
+
+    @property
+    def value(self) -> float:
+        """The baseline's objective."""
+        return self.score.value(self.objective)
+
+
+class Launching:
+    """Has plans launched for a run. `yardstick` is None until trial 0 is measured."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        command: Command,
+        launches: Launches,
+        observer: Observer,
+        events: EventLog,
+        should_stop: ShouldStop,
+        fence: Callable[[], None],
+        budget: TimeBudget,
+    ) -> None:
+        self._run = run
+        self._command = command
+        self._launches = launches
+        self._observer = observer
+        self._events = events
+        self._should_stop = should_stop
+        self._fence = fence
+        self._budget = budget
+        self.yardstick: Yardstick | None = None
+
+    def launch(
+        self, plan: Plan | None, *, number: int, folder: Path, label: str, stage: Stage, num_left: int
+    ) -> TrialResult:
+        """The settled result of one launch; None is the user's own command.
+
+        `num_left` launches, this one included, are still to come. Raises InterruptedByUserError when asked
+        to stop.
+        """
+        known = self._launches.recorded(folder, plan_key=None if plan is None else plan.key)
+        if known is not None:
+            self._budget.add(known.wall_s)
+            self._show(label, plan, known)
+            return known
+        self.check_stop()
+        self._fence()
+        left_s = self._budget.forecast_s(num_launches=num_left)
+        self._observer.plan_started(label, plan, stage=stage, time_left_s=left_s)
+        self._events.add("launch", trial=number, stage=stage, folder=folder.name)
+        result = self._launches.run(
+            self._request(plan, folder=folder), on_progress=self._progressed, should_stop=self._should_stop
+        )
+        self._budget.add(result.wall_s)
+        self._events.add("outcome", trial=number, outcome=result.outcome.value, reason=result.reason)
+        self._show(label, plan, result)
+        if result.outcome is Outcome.CANCELLED:
+            raise self._interrupted()
+        return result
+
+    def check_stop(self) -> None:
+        """Raise InterruptedByUserError when asked to stop."""
+        if self._should_stop():
+            raise self._interrupted()
+
+    def _interrupted(self) -> InterruptedByUserError:
+        self._events.add("interrupted")
+        return InterruptedByUserError(
+            "stopped; everything measured is kept: the same command with --resume goes on"
+        )
+
+    def _request(self, plan: Plan | None, *, folder: Path) -> TrialRequest:
+        config = self._run.config
+        predicted_s = None if self.yardstick is None else self.yardstick.score.iteration_s
+        if predicted_s is not None and plan is not None and plan.prediction is not None:
+            predicted_s *= max(1.0, plan.prediction.relative_cost or 1.0)
+        return TrialRequest(
+            folder=folder,
+            command=self._command,
+            plan=plan,
+            warmup=config.trial.warmup,
+            measure=config.trial.measure,
+            deadline_s=config.trial.deadline_s,
+            device=config.device,
+            predicted_iteration_s=predicted_s,
+            cwd=self._run.cwd,
+        )
+
+    def _progressed(self, progress: Progress) -> None:
+        self._fence()
+        self._observer.progressed(
+            progress.phase,
+            iteration=progress.iteration,
+            num_iterations=progress.num_iterations,
+            elapsed_s=progress.elapsed_s,
+        )
+
+    def _show(self, label: str, plan: Plan | None, result: TrialResult) -> None:
+        own = self.yardstick
+        scored = None
+        shown = plan or (own.plan if own else None)
+        if result.is_measured and shown is not None:
+            scored = score(shown, iteration_s=result.iteration_s)
+        self._observer.plan_finished(
+            label,
+            plan,
+            outcome=result.outcome.value,
+            reason=result.reason,
+            iteration_s=scored.iteration_s if scored else None,
+            tokens_per_s=scored.tokens_per_s if scored else None,
+            versus_baseline=scored.value(own.objective) / own.value if scored and own else None,
+        )
+
+
+def told_of(plan: Plan, result: TrialResult, *, objective: Objective) -> Told:
+    """What the study keeps of a result; not for cancelled trials or faults of the harness."""
+    common = Told(
+        verdict=_VERDICTS[result.outcome],
+        outcome=result.outcome.value,
+        reason=result.reason,
+        attempt_id=result.attempt_id,
+        peak_memory_bytes=result.peak_memory_bytes,
+        wall_s=result.wall_s,
+    )
+    if result.is_measured:
+        scored = score(plan, iteration_s=result.iteration_s)
+        return replace(
+            common,
+            value=scored.value(objective),
+            iteration_s=scored.iteration_s,
+            tokens_per_s=scored.tokens_per_s,
+            model_flops_per_s_per_device=scored.model_flops_per_s_per_device,
+        )
+    if result.outcome is Outcome.INFEASIBLE:
+        return replace(common, excess=float(result.memory_excess_bytes) or REFUSED_EXCESS)
+    return replace(common, excess=1.0 if result.outcome is Outcome.WRONG else 0.0)

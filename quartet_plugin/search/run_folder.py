@@ -1,0 +1,170 @@
+"""A run's folder: its paths, and config.json, by which a run is resumed as it was begun."""
+
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quartet_plugin.errors import ConfigError, StorageError
+from quartet_plugin.model.files import read_json, write_json_atomic
+from quartet_plugin.search.config import TuneConfig, parse_config
+
+# What a resumed run may ask for anew: none of it changes what was measured.
+_MAY_CHANGE = {("study", "trials"), ("study", "top_k"), ("study", "rounds"), ("trial", "deadline_s")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """The paths of a run."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """q.yaml as it was read, and the user's command."""
+        return self.path / "config.json"
+
+    @property
+    def cluster_file(self) -> Path:
+        """The nodes and slots that trial 0 found."""
+        return self.path / "cluster.json"
+
+    @property
+    def study_file(self) -> Path:
+        """The Optuna study."""
+        return self.path / "study.sqlite3"
+
+    @property
+    def events_file(self) -> Path:
+        """What happened, a line an event."""
+        return self.path / "events.jsonl"
+
+    @property
+    def trials(self) -> Path:
+        """The trials' folders."""
+        return self.path / "trials"
+
+    @property
+    def final(self) -> Path:
+        """The re-measurements."""
+        return self.path / "final"
+
+    @property
+    def best_plan(self) -> Path:
+        """The winner."""
+        return self.path / "best" / "plan.json"
+
+    @property
+    def best_command(self) -> Path:
+        """A shell line that trains with the winner."""
+        return self.path / "best" / "command.sh"
+
+    def trial(self, number: int) -> Path:
+        """One trial's folder."""
+        return self.trials / f"{number:06d}"
+
+    def final_launch(self, number: int, *, round_number: int) -> Path:
+        """The folder of a trial's plan in one of the final rounds, both counted from 0."""
+        return self.final / f"{number:06d}-round-{round_number + 1}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run as it was begun: its folder, configuration, the user's command and where that starts."""
+
+    folder: RunFolder
+    config: TuneConfig
+    command: tuple[str, ...]
+    cwd: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.config.run or self.folder.path.name
+
+
+def create_run(path: Path, *, config: TuneConfig, command: Sequence[str]) -> Run:
+    """Make the folder and write what was asked. Raises ConfigError where the run exists already."""
+    folder = RunFolder(path=path.absolute())
+    try:
+        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not stat.S_ISDIR(folder.path.lstat().st_mode):
+            raise ConfigError(f"{path}: a link; a run's folder must be a folder of its own")
+    except FileExistsError as error:
+        raise ConfigError(f"{path}: is not a folder; name another `run:`") from error
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
+    if folder.config_file.exists():
+        raise ConfigError(f"{path}: the run exists; add --resume to go on with it, or name another `run:`")
+    run = Run(folder=folder, config=config, command=tuple(command), cwd=Path.cwd())
+    _write_config(run)
+    return run
+
+
+def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] | None) -> Run:
+    """The run in `path` with its configuration and command.
+
+    `config` and `command`, where given, must be those it was begun with, but for what changes no measurement
+    (the number of trials, the final rounds, the deadline). Raises ConfigError with the first difference.
+    """
+    folder = RunFolder(path=path.absolute())
+    if not folder.config_file.exists():
+        raise ConfigError(f"{path}: no run to resume; leave --resume out to begin one")
+    data = read_json(folder.config_file)
+    if not isinstance(data, dict) or not _is_command(data.get("command")):
+        raise ConfigError(f"{folder.config_file}: command: must be a list of words")
+    if not isinstance(data.get("cwd"), str):
+        raise ConfigError(f"{folder.config_file}: cwd: must be the folder that the command starts in")
+    begun = parse_config(_unfilled(data.get("config")), where=str(folder.config_file))
+    words = tuple(data["command"])
+    if command is not None and tuple(command) != words:
+        raise ConfigError(f"{path}: the run was begun with another command: {' '.join(words)[:300]}")
+    cwd = Path(data["cwd"])
+    if config is None:
+        return Run(folder=folder, config=begun, command=words, cwd=cwd)
+    _refuse_changes(begun, config, path=path)
+    merged = config.model_copy(update={"run": begun.run})
+    run = Run(folder=folder, config=merged, command=words, cwd=cwd)
+    _write_config(run)
+    return run
+
+
+def _is_command(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(word, str) for word in value)
+
+
+def _unfilled(data: Any) -> Any:
+    """config.json holds `auto` as null, which q.yaml has no word for."""
+    if isinstance(data, dict):
+        return {key: _unfilled(value) for key, value in data.items() if value is not None}
+    return data
+
+
+def _refuse_changes(begun: TuneConfig, config: TuneConfig, *, path: Path) -> None:
+    before, after = begun.model_dump(), config.model_dump()
+    for section in before:
+        if section == "run":
+            continue
+        old, new = before[section], after[section]
+        keys = old if isinstance(old, dict) else {None: None}
+        for key in keys:
+            was, now = (old, new) if key is None else (old[key], new[key])
+            if was != now and (section, key) not in _MAY_CHANGE:
+                name = section if key is None else f"{section}.{key}"
+                raise ConfigError(
+                    f"{path}: {name}: {now}; the run was begun with {was}: keep it, or name another `run:`"
+                )
+
+
+def _write_config(run: Run) -> None:
+    from quartet_plugin import __version__
+
+    content = {
+        "schema_version": 1,
+        "quartet_version": __version__,
+        "config": run.config.model_dump(mode="json"),
+        "command": list(run.command),
+        "cwd": str(run.cwd),
+    }
+    write_json_atomic(run.folder.config_file, content)

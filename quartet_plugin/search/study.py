@@ -1,0 +1,299 @@
+"""The Optuna study of a run: asked for plans, told what came of them, resumable exactly.
+
+The sampler is seeded anew for every trial from the study's seed and the trial's number, so what is proposed
+depends on what was told alone, not on how often the tuner was restarted. Only the coordinator writes here.
+"""
+
+import contextlib
+import hashlib
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quartet_plugin.errors import StorageError
+from quartet_plugin.model.measurement import Objective
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.search.space import FixedChooser, Params, RandomChooser, Space
+
+NUM_STARTUP_TRIALS = 8
+MAX_FRESH_TRIES = 2000
+# A refused configuration is worse than any excess of memory, in bytes.
+REFUSED_EXCESS = 2.0**50
+
+# The user attributes of a trial.
+TOLD = "told"
+PLAN = "plan"
+
+Verdict = Literal["measured", "infeasible", "wrong", "lost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What came of a plan, as the study keeps it.
+
+    `value` is the objective and there is one for `measured` alone. `wrong` plans computed something else and
+    are never scored; `lost` ones could not be measured for reasons outside of them and cost no budget.
+    `excess` is above 0 where the plan does not fit: bytes, or REFUSED_EXCESS. `attempt_id` fences off old
+    attempts; `repeats` is the number of the trial that measured the same plan before.
+    """
+
+    verdict: Verdict
+    outcome: str
+    reason: str
+    attempt_id: str
+    value: float | None = None
+    excess: float = 0.0
+    iteration_s: float | None = None
+    tokens_per_s: float | None = None
+    model_flops_per_s_per_device: float | None = None
+    peak_memory_bytes: int = 0
+    wall_s: float = 0.0
+    repeats: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A trial that was asked for and not yet told."""
+
+    number: int
+    plan: Plan
+    trial: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A trial that was told."""
+
+    number: int
+    plan: Plan
+    told: Told
+
+
+class TuneStudy:
+    """One run's study in a SQLite file; every Optuna tool can open it. Close it when done."""
+
+    def __init__(self, study: Any, storage: Any, *, space: Space, seed: int) -> None:
+        self._study = study
+        self._storage = storage
+        self._space = space
+        self._seed = seed
+        self._records: dict[int, Record] = {}
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        *,
+        space: Space,
+        seed: int,
+        name: str,
+        objective: Objective,
+        baseline: Told,
+        starts: Sequence[Params],
+    ) -> "TuneStudy":
+        """Make the study with the measured baseline as trial 0 and `starts` waiting, whole or not at all."""
+        temporary = path.with_name(f".{path.name}.new")
+        temporary.unlink(missing_ok=True)
+        with _storage_errors(path):
+            made = cls._connect(temporary, space=space, seed=seed, name=name, is_new=True)
+            made._study.set_user_attr("objective", objective)
+            params = space.params_of(space.baseline)
+            if params is not None:
+                made._study.enqueue_trial(dict(params))
+            trial = made._study.ask()
+            if params is not None:
+                space.decode(_TrialChooser(trial, reseed=lambda _: None), trial=0)
+            made.tell(Proposal(number=trial.number, plan=space.baseline, trial=trial), baseline)
+            for point in starts:
+                made._study.enqueue_trial(dict(point))
+            made.close()
+            temporary.replace(path)
+        return cls.open(path, space=space, seed=seed, name=name)
+
+    @classmethod
+    def open(cls, path: Path, *, space: Space, seed: int, name: str) -> "TuneStudy":
+        """Go on with the study in `path`. Raises StorageError when it cannot be read."""
+        with _storage_errors(path):
+            return cls._connect(path, space=space, seed=seed, name=name)
+
+    @classmethod
+    def _connect(cls, path: Path, *, space: Space, seed: int, name: str, is_new: bool = False) -> "TuneStudy":
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        storage = optuna.storages.RDBStorage(f"sqlite:///{path.absolute()}")
+        if is_new:
+            study = optuna.create_study(storage=storage, study_name=name, direction="maximize")
+        else:
+            study = optuna.load_study(storage=storage, study_name=name)
+        return cls(study, storage, space=space, seed=seed)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._storage.remove_session()
+        self._storage.engine.dispose()
+
+    def records(self) -> list[Record]:
+        """Every told trial, in order."""
+        for frozen in self._trials("COMPLETE", "PRUNED", "FAIL"):
+            if frozen.number not in self._records:
+                self._records[frozen.number] = self._record(frozen)
+        return [self._records[number] for number in sorted(self._records)]
+
+    def unfinished(self) -> Proposal | None:
+        """The trial that an earlier process asked for and did not live to tell."""
+        import optuna
+
+        for frozen in self._trials("RUNNING"):
+            return self._proposal(optuna.trial.Trial(self._study, frozen._trial_id))
+        return None
+
+    def ask(self) -> Proposal:
+        """A new trial: a waiting point first, then the sampler's."""
+        waiting = self._trials("WAITING")
+        number = waiting[0].number if waiting else len(self._trials())
+        self._reseed(number, "trial")
+        with _storage_errors(None):
+            return self._proposal(self._study.ask())
+
+    def enqueue_fresh(self, *, known: frozenset[str]) -> bool:
+        """Let the next trial be a random plan whose key is not in `known`; False where none is found."""
+        generator = random.Random(derived_seed(self._seed, len(self._trials()), "fresh"))  # noqa: S311
+        for _ in range(MAX_FRESH_TRIES):
+            chooser = RandomChooser(generator)
+            if self._space.decode(chooser, trial=0).key not in known:
+                with _storage_errors(None):
+                    self._study.enqueue_trial(chooser.params)
+                return True
+        return False
+
+    def tell(self, proposal: Proposal, told: Told) -> None:
+        """Record what came of a proposal. Telling a finished trial again changes nothing."""
+        from optuna.trial import TrialState
+
+        with _storage_errors(None):
+            trial = proposal.trial
+            if self._is_finished(proposal.number):
+                return
+            # Few attributes: each is a transaction with its own flush to the disk.
+            trial.set_user_attr(TOLD, asdict(told))
+            trial.set_user_attr(PLAN, _readable(proposal.plan))
+            state = {"measured": TrialState.COMPLETE, "infeasible": TrialState.COMPLETE}.get(
+                told.verdict, TrialState.PRUNED if told.verdict == "wrong" else TrialState.FAIL
+            )
+            if told.verdict != "lost" and not trial.constraints:
+                trial.set_constraint(_constraint_name(told), told.excess)
+            value = told.value
+            if told.verdict == "infeasible":
+                value = self._worst()
+            self._study.tell(trial, value if state == TrialState.COMPLETE else None, state=state)
+
+    def _worst(self) -> float:
+        """The worst objective measured so far: what is told for a plan that does not fit."""
+        values = [r.told.value for r in self.records() if r.told.value is not None]
+        return min(values, default=0.0)
+
+    def _is_finished(self, number: int) -> bool:
+        return any(frozen.number == number for frozen in self._trials("COMPLETE", "PRUNED", "FAIL"))
+
+    def _trials(self, *states: str) -> list[Any]:
+        from optuna.trial import TrialState
+
+        with _storage_errors(None):
+            wanted = tuple(TrialState[state] for state in states) or None
+            trials: list[Any] = self._study.get_trials(deepcopy=False, states=wanted)
+            return trials
+
+    def _proposal(self, trial: Any) -> Proposal:
+        number = trial.number
+        with _storage_errors(None):
+            self._reseed(number, "relative")
+            _ = trial.relative_params  # drawn here, with its own seed, whichever parameter comes first
+            chooser = _TrialChooser(trial, reseed=lambda name: self._reseed(number, name))
+            plan = self._space.decode(chooser, trial=number)
+        return Proposal(number=number, plan=plan, trial=trial)
+
+    def _reseed(self, number: int, what: str) -> None:
+        import optuna
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            self._study.sampler = optuna.samplers.TPESampler(
+                seed=derived_seed(self._seed, number, what),
+                n_startup_trials=NUM_STARTUP_TRIALS,
+                multivariate=True,
+                group=True,
+                constant_liar=False,  # there is one writer
+            )
+
+    def _record(self, frozen: Any) -> Record:
+        try:
+            told = Told(**frozen.user_attrs[TOLD])
+            plan = self._space.baseline
+            if frozen.number > 0:
+                plan = self._space.decode(FixedChooser(frozen.params), trial=frozen.number)
+        except (KeyError, TypeError) as error:
+            raise StorageError(
+                f"study: trial {frozen.number} lacks {error}; it was written by something else: "
+                "start a new run"
+            ) from error
+        return Record(number=frozen.number, plan=plan, told=told)
+
+
+class _TrialChooser:
+    """Lets an Optuna trial choose."""
+
+    def __init__(self, trial: Any, *, reseed: Any) -> None:
+        self._trial = trial
+        self._reseed = reseed
+
+    def category(self, name: str, choices: Sequence[str]) -> str:
+        self._reseed(name)
+        choice: str = self._trial.suggest_categorical(name, list(choices))
+        return choice
+
+    def weight(self, name: str) -> float:
+        self._reseed(name)
+        weight: float = self._trial.suggest_float(name, -1.0, 1.0)
+        return weight
+
+
+def derived_seed(seed: int, number: int, what: str) -> int:
+    """A seed of its own for one purpose of one trial."""
+    text = f"{seed}/{number}/{what}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:4], "big")
+
+
+def _readable(plan: Plan) -> dict[str, str]:
+    """What Optuna's tools show beside a trial."""
+    return {
+        "plan_key": plan.key,
+        "shape": f"{plan.shape.num_layers}x{plan.shape.hidden_size}",
+        "layout": plan.layout.label,
+        "split": plan.split.label,
+        "schedule": plan.schedule.label,
+        "mapping": plan.mapping.label,
+    }
+
+
+def _constraint_name(told: Told) -> str:
+    if told.verdict == "wrong":
+        return "wrong"
+    return "refused" if told.excess == REFUSED_EXCESS else "memory_excess"
+
+
+@contextlib.contextmanager
+def _storage_errors(path: Path | None) -> Iterator[None]:
+    """Optuna's and SQLAlchemy's storage failures as one line."""
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (StorageInternalError, SQLAlchemyError, OSError, KeyError) as error:
+        first = (str(error.__cause__ or error).splitlines() or [""])[0][:200]
+        where = "the study" if path is None else str(path)
+        raise StorageError(f"{where}: cannot be read or written: {first}") from error

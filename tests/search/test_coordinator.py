@@ -1,0 +1,288 @@
+"""A whole run on a machine made of arithmetic."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.errors import (
+    InfeasibleError,
+    InfrastructureError,
+    InterruptedByUserError,
+    SeamError,
+    StorageError,
+)
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.search.coordinator import TuneResult
+from quartet_plugin.search.final import order_of_round
+from quartet_plugin.trial.request import Outcome, TrialRequest
+from tests.search.fakes import FakeMachine, Killed, Watching, begin, resume, tune
+from tests.search.jobs import make_job
+
+SCALING = {"scaling": {"tolerance": 0.05}}
+
+
+def finished(study: Any) -> list[Any]:
+    return [trial for trial in study.trials if trial.state.is_finished()]
+
+
+def told(result: TuneResult) -> list[tuple[Any, ...]]:
+    return [
+        (record.number, record.plan.key, record.told.verdict, record.told.value, record.told.repeats)
+        for record in result.records
+    ]
+
+
+def test_a_study_tries_every_axis_early_and_finds_a_faster_plan(tmp_path: Path) -> None:
+    machine = FakeMachine()
+    result = tune(begin(tmp_path / "r", search=SCALING, study={"trials": 14}), machine)
+    plans = [record.plan for record in result.records]
+    assert plans[0].key == result.baseline.key
+    early = plans[:9]
+    assert len({plan.shape for plan in early}) > 1
+    assert len({plan.split for plan in early}) > 2
+    assert len({plan.schedule.name for plan in early}) > 1
+    assert len({plan.mapping for plan in early}) > 1
+    assert result.winner is not None
+    assert result.winner.comparison.speedup.low > 1
+    assert result.objective == "model_flops_per_s_per_device"
+    tried = [record for record in result.records[1:] if record.told.repeats is None]
+    assert len(tried) == 14
+
+
+def test_no_plan_is_launched_twice_in_the_search(tmp_path: Path) -> None:
+    machine = FakeMachine()
+    tune(begin(tmp_path / "r", study={"trials": 25}), machine)
+    searched = [key for folder, key in machine.launched if "round" not in folder]
+    assert len(searched) == len(set(searched)) == 26
+
+
+def test_a_small_space_ends_when_nothing_new_is_left(tmp_path: Path) -> None:
+    machine, watching = FakeMachine(), Watching()
+    fixed = {"pipeline_parallel": 2, "virtual_stages": 1, "micro_batch_size": 4, "split": ["6+2", "7+1"]}
+    result = tune(begin(tmp_path / "r", search=fixed), machine, observer=watching)
+    assert len({record.plan.key for record in result.records}) == 5  # two splits, two mappings, the baseline
+    assert any("no others" in text for text in watching.messages)
+
+
+def test_nothing_better_is_said_plainly(tmp_path: Path) -> None:
+    machine = FakeMachine(seconds=lambda plan: 1.0, noise=0.05)
+    result = tune(begin(tmp_path / "r", study={"trials": 10}), machine)
+    assert result.winner is None
+    assert all(ranking.comparison.speedup.low <= 1.0 for ranking in result.rankings)
+
+
+def test_a_small_lead_is_measured_as_often_again(tmp_path: Path) -> None:
+    def seconds(plan: Plan) -> float:
+        return 1.0 if plan.layout.data_parallel == 2 else 1.05
+
+    machine, watching = FakeMachine(seconds=seconds, noise=0.005), Watching()
+    run = begin(tmp_path / "r", study={"trials": 12, "rounds": 3, "top_k": 2})
+    result = tune(run, machine, observer=watching)
+    assert result.winner is not None
+    assert result.winner.comparison.plan.num_launches == 6
+    assert any("leads by little" in text for text in watching.messages)
+
+
+def test_clearly_slower_plans_are_not_measured_again(tmp_path: Path) -> None:
+    job = make_job()
+    machine = FakeMachine(job=job)
+    own = machine.seconds
+
+    def seconds(plan: Plan) -> float:
+        is_own = plan.split == job.split and plan.layout == job.layout and plan.mapping.is_stock
+        return 0.1 if is_own and plan.shape == job.shape else 1.0 + own(plan)
+
+    machine.seconds = seconds
+    result = tune(begin(tmp_path / "r", study={"trials": 8}), machine)
+    assert result.winner is None
+    assert result.rankings == ()
+    assert not any("round" in folder for folder, _ in machine.launched)
+
+
+def test_the_final_rounds_are_interleaved_in_random_order(tmp_path: Path) -> None:
+    machine = FakeMachine()
+    result = tune(begin(tmp_path / "r", study={"trials": 10, "rounds": 4, "top_k": 2}), machine)
+    finals = [folder for folder, _ in machine.launched if "round" in folder]
+    rounds = [finals[at : at + 3] for at in range(0, len(finals), 3)]
+    assert [{name[-1] for name in one} for one in rounds] == [{"1"}, {"2"}, {"3"}, {"4"}]
+    numbers = {name[:6] for name in finals}
+    assert len(numbers) == 3
+    assert "000000" in numbers
+    assert all(ranking.comparison.plan.num_launches == 4 for ranking in result.rankings)
+    orders = {tuple(order_of_round([0, 3, 5], seed=0, round_number=at)) for at in range(20)}
+    assert len(orders) == 6
+
+
+def test_plans_that_do_not_fit_are_told_with_a_constraint_and_never_win(tmp_path: Path) -> None:
+    import optuna
+
+    def outcome(plan: Plan) -> Outcome:
+        return Outcome.INFEASIBLE if plan.layout.data_parallel == 2 else Outcome.OK
+
+    run = begin(tmp_path / "r", study={"trials": 14})
+    result = tune(run, FakeMachine(outcome=outcome))
+    study = optuna.load_study(
+        study_name="r", storage=f"sqlite:///{run.folder.study_file}", sampler=optuna.samplers.RandomSampler()
+    )
+    assert not any(trial.state == optuna.trial.TrialState.FAIL for trial in study.trials)
+    infeasible = [trial for trial in finished(study) if trial.user_attrs["told"]["outcome"] == "INFEASIBLE"]
+    assert infeasible
+    for trial in infeasible:
+        assert trial.state == optuna.trial.TrialState.COMPLETE
+        assert trial.constraints == {"memory_excess": float(1 << 20)}
+    assert study.best_trial.user_attrs["told"]["outcome"] == "OK"
+    assert all(r.record.plan.layout.data_parallel == 1 for r in result.rankings)
+
+
+def test_wrong_results_are_never_scored(tmp_path: Path) -> None:
+    import optuna
+
+    def outcome(plan: Plan) -> Outcome:
+        return Outcome.WRONG if plan.layout.virtual_stages > 1 else Outcome.OK
+
+    run = begin(tmp_path / "r", study={"trials": 12})
+    tune(run, FakeMachine(outcome=outcome))
+    study = optuna.load_study(study_name="r", storage=f"sqlite:///{run.folder.study_file}")
+    wrong = [trial for trial in finished(study) if trial.user_attrs["told"]["outcome"] == "WRONG"]
+    assert wrong
+    for trial in wrong:
+        assert trial.state == optuna.trial.TrialState.PRUNED
+        assert trial.value is None
+        assert trial.constraints == {"wrong": 1.0}
+
+
+def test_thirty_plans_that_do_not_fit_end_the_search(tmp_path: Path) -> None:
+    job = make_job()
+
+    def outcome(plan: Plan) -> Outcome:
+        return Outcome.OK if plan.split == job.split and plan.layout == job.layout else Outcome.INFEASIBLE
+
+    with pytest.raises(InfeasibleError, match="30 plans in a row did not fit"):
+        tune(begin(tmp_path / "r", study={"trials": 60}), FakeMachine(outcome=outcome))
+
+
+def test_trials_that_cannot_be_run_cost_no_budget_but_end_in_a_row(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def outcome(plan: Plan) -> Outcome:
+        seen.append(plan.key)
+        return Outcome.INFRA if len(seen) in (3, 6) else Outcome.OK
+
+    result = tune(begin(tmp_path / "r", study={"trials": 10}), FakeMachine(outcome=outcome))
+    verdicts = [record.told.verdict for record in result.records if record.told.repeats is None]
+    assert verdicts.count("lost") == 2
+    assert len(verdicts) == 1 + 10 + 2
+
+    job = make_job()
+    broken = FakeMachine(outcome=lambda plan: Outcome.OK if plan.split == job.split else Outcome.INFRA)
+    with pytest.raises(InfrastructureError, match="3 trials in a row could not be run"):
+        tune(begin(tmp_path / "s", search={"pipeline_parallel": 2, "virtual_stages": 1}), broken)
+
+
+def test_a_fault_of_the_harness_stops_the_study(tmp_path: Path) -> None:
+    def outcome(plan: Plan) -> Outcome:
+        return Outcome.HARNESS if plan.layout.data_parallel == 2 else Outcome.OK
+
+    with pytest.raises(SeamError, match="trial"):
+        tune(begin(tmp_path / "r", study={"trials": 12}), FakeMachine(outcome=outcome))
+
+
+@pytest.mark.parametrize("outcome", [Outcome.INFRA, Outcome.INFEASIBLE, Outcome.WRONG])
+def test_a_command_that_fails_by_itself_is_shown_and_nothing_is_searched(
+    tmp_path: Path, outcome: Outcome
+) -> None:
+    machine, watching = FakeMachine(outcome=lambda plan: outcome), Watching()
+    with pytest.raises(InfrastructureError, match=r"your own command failed.*nothing is searched"):
+        tune(begin(tmp_path / "r"), machine, observer=watching)
+    assert len(machine.launched) == 1
+    assert "  | ValueError: bad flag" in watching.messages
+    assert not (tmp_path / "r" / "study.sqlite3").exists()
+
+
+def test_a_run_is_the_same_again(tmp_path: Path) -> None:
+    first = tune(begin(tmp_path / "a" / "r", study={"trials": 12}), FakeMachine())
+    second = tune(begin(tmp_path / "b" / "r", study={"trials": 12}), FakeMachine())
+    assert told(first) == told(second)
+    other = tune(begin(tmp_path / "c" / "r", study={"trials": 12, "seed": 1}), FakeMachine())
+    assert told(other) != told(first)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_killed_run_resumes_exactly(tmp_path: Path, is_written: bool) -> None:
+    config = {"search": SCALING, "study": {"trials": 11, "rounds": 3, "top_k": 2}}
+    whole = FakeMachine()
+    expected = tune(begin(tmp_path / "whole" / "r", **config), whole)
+    assert expected.rankings
+    for dies_at in range(0, len(whole.launched), 3):
+        folder = tmp_path / f"{dies_at}" / "r"
+        machine = FakeMachine(dies_at=dies_at, dies_before_result=not is_written)
+        with pytest.raises(Killed):
+            tune(begin(folder, **config), machine)
+        result = tune(resume(folder), machine)
+        assert told(result) == told(expected)
+        assert [r.comparison for r in result.rankings] == [r.comparison for r in expected.rankings]
+        repeated = 0 if is_written else 1
+        assert len(machine.launched) == len(whole.launched) + repeated
+
+
+def test_stopping_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
+    config = {"study": {"trials": 8}}
+    expected = tune(begin(tmp_path / "whole" / "r", **config), FakeMachine())
+    machine = FakeMachine()
+    stops: list[bool] = []
+
+    def stop_in_the_fifth(request: TrialRequest) -> None:
+        if len(machine.launched) == 5:
+            stops.append(True)
+
+    machine.on_launch = stop_in_the_fifth
+    with pytest.raises(InterruptedByUserError, match="--resume"):
+        tune(begin(tmp_path / "r", **config), machine, should_stop=lambda: bool(stops))
+    stops.clear()
+    machine.on_launch = lambda request: None
+    assert told(tune(resume(tmp_path / "r"), machine)) == told(expected)
+
+
+def test_a_tuner_whose_run_was_taken_writes_nothing_more(tmp_path: Path) -> None:
+    machine = FakeMachine()
+
+    def fence() -> None:
+        if len(machine.launched) >= 3:
+            raise StorageError("held by another")
+
+    with pytest.raises(StorageError, match="held by another"):
+        tune(begin(tmp_path / "r"), machine, fence=fence)
+    assert len(machine.launched) == 3
+
+
+def test_the_time_limit_keeps_the_final_rounds(tmp_path: Path) -> None:
+    now = [0.0]
+    machine = FakeMachine(wall_s=10.0)
+
+    def advance(request: TrialRequest) -> None:
+        now[0] += 10.0
+
+    machine.on_launch = advance
+    watching = Watching()
+    run = begin(tmp_path / "r", study={"trials": 50, "rounds": 3, "top_k": 2})
+    result = tune(run, machine, max_minutes=4.0, clock=lambda: now[0], observer=watching)
+    assert now[0] <= 240.0
+    assert result.rankings
+    assert all(ranking.comparison.plan.num_launches == 3 for ranking in result.rankings)
+    assert any("kept for the final rounds" in text for text in watching.messages)
+
+
+def test_events_are_one_object_a_line(tmp_path: Path) -> None:
+    run = begin(tmp_path / "r", study={"trials": 4})
+    tune(run, FakeMachine())
+    with run.folder.events_file.open("a") as file:
+        file.write('{"torn": ')
+    tune(resume(tmp_path / "r"), FakeMachine())
+    lines = run.folder.events_file.read_text().splitlines()
+    torn = [line for line in lines if not line.endswith("}")]
+    assert torn == ['{"torn": ']
+    kinds = [json.loads(line)["kind"] for line in lines if line not in torn]
+    assert kinds[0] == "begin"
+    assert kinds[-1] == "end"
