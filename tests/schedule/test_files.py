@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -371,3 +372,60 @@ def test_the_fast_parser_agrees_with_the_plain_one(texts: list[str]) -> None:
     else:
         codes = parse_order(texts, num_stages=50, num_microbatches=50)
         assert [Action.decode(int(code), 50) for code in codes] == expected
+
+
+@given(
+    devices=st.integers(1, 6),
+    microbatches=st.integers(1, 10),
+    family=st.none() | st.dictionaries(st.text(max_size=5), st.floats(-10, 10) | st.lists(st.integers())),
+    copies=st.booleans(),
+)
+@settings(deadline=None, max_examples=60)
+def test_schedules_round_trip(
+    devices: int, microbatches: int, family: dict[str, Any] | None, copies: bool
+) -> None:
+    schedule = schedule_of(one_f_one_b(devices, microbatches), microbatches)
+    if family is not None:
+        schedule = replace(schedule, origin={"family": family})
+    if copies:
+        routes = (schedule.placement, tuple(reversed(schedule.placement)))
+        schedule = replace(schedule, routes=routes, route_of_microbatch=(1,) * microbatches)
+    back = schedule_from_json(json.loads(json.dumps(schedule_to_json(schedule))))
+    assert same_schedule(back, schedule)
+    assert back.origin == schedule.origin
+    assert back.routes == schedule.routes
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from([10**400, -0.0, "0F0", "1B2", 65_536, 4_096]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("name", ["schedule_costs.json", "schedule_v.json", "schedule_two_copies.json"])
+@given(data=st.data())
+@settings(deadline=None, max_examples=150)
+def test_any_value_anywhere_is_taken_or_refused_in_one_line(name: str, data: st.DataObject) -> None:
+    """Nothing but a ConfigError leaves the readers, whatever stands where."""
+    value = read_json(GOLDEN / name)
+    place, key = value, data.draw(st.sampled_from(sorted(value)))
+    while isinstance(place[key], dict | list) and place[key] and data.draw(st.booleans()):
+        place = place[key]
+        keys = sorted(place) if isinstance(place, dict) else list(range(len(place)))
+        key = data.draw(st.sampled_from(keys))
+    place[key] = data.draw(json_values)
+    try:
+        if "layers" in value:
+            costs_from_json(value)
+        else:
+            schedule_from_json(value)
+    except ConfigError as error:
+        text = str(error)
+        assert text.splitlines() == [text]
+        assert len(text) < 400
