@@ -1,91 +1,93 @@
-"""Stage costs and random schedules shared by the tests of this room."""
-
-from collections.abc import Sequence
+"""Random pipelines and random legal schedules of them, for property tests."""
 
 import numpy as np
 
-from quartet_plugin.schedule.costs import EMBEDDING, HEAD, Costs, LayerCost, StageCosts
+from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.costs import Costs
+from quartet_plugin.schedule.files import costs_from_json
+from quartet_plugin.schedule.schedule import Schedule
 
 
-def uniform(
-    placement: Sequence[int], *, shares: tuple[float, float, float] = (1.0, 1.0, 1.0), held: float = 1.0
-) -> StageCosts:
-    """A device's share of one microbatch costs F, I, W = `shares` and 1 byte; no transfer time."""
-    num_stages = len(placement)
-    part = np.full(num_stages, (max(placement) + 1) / num_stages)
-    forward, input_grad, weight_grad = shares
-    return StageCosts(
-        device_of_stage=np.array(placement, dtype=np.int64),
-        forward_s=part * forward,
-        input_grad_s=part * input_grad,
-        weight_grad_s=part * weight_grad,
-        backward_s=part * (input_grad + weight_grad),
-        activation_bytes=part,
-        forward_transfer_s=np.zeros(num_stages),
-        backward_transfer_s=np.zeros(num_stages),
-        held_fraction=held,
-    )
+def random_placement(rng: np.random.Generator, num_devices: int, num_chunks: int) -> list[int]:
+    """Linear, loop, V-like or shuffled; device 0 first, every device equally often."""
+    there = list(range(num_devices))
+    kind = rng.choice(["loop", "snake", "any"])
+    if kind == "loop":
+        return there * num_chunks
+    if kind == "snake":
+        return [d for c in range(num_chunks) for d in (there if c % 2 == 0 else there[::-1])]
+    rest = rng.permutation([d for d in there for _ in range(num_chunks)][1:])
+    return [0, *rest.tolist()]
 
 
-def uneven(placement: Sequence[int], seed: int) -> StageCosts:
-    """Random costs, transfers where the device changes, and a random held fraction."""
-    rng = np.random.default_rng(seed)
-    device = np.array(placement, dtype=np.int64)
-    num_stages = len(device)
-    input_grad, weight_grad = rng.uniform(0.2, 2.0, (2, num_stages))
-    moved = np.append(device[1:] != device[:-1], False)
-    return StageCosts(
-        device_of_stage=device,
-        forward_s=rng.uniform(0.2, 2.0, num_stages),
-        input_grad_s=input_grad,
-        weight_grad_s=weight_grad,
-        backward_s=(input_grad + weight_grad) * rng.uniform(0.8, 1.0),
-        activation_bytes=rng.uniform(0.5, 2.0, num_stages),
-        forward_transfer_s=rng.uniform(0.0, 0.5, num_stages) * moved,
-        backward_transfer_s=rng.uniform(0.0, 0.5, num_stages) * np.concatenate(([False], moved[:-1])),
-        held_fraction=float(rng.uniform()),
-    )
+def random_split(rng: np.random.Generator, num_layers: int, num_stages: int) -> list[int]:
+    """No empty stage."""
+    cuts = sorted(rng.choice(np.arange(1, num_layers), size=num_stages - 1, replace=False).tolist())
+    counts: list[int] = np.diff([0, *cuts, num_layers]).tolist()
+    return counts
 
 
 def random_costs(
-    *,
-    num_devices: int,
-    num_microbatches: int,
-    num_layers: int,
-    seed: int,
-    cap_shares: float | None = None,
-    head: float = 2.0,
+    rng: np.random.Generator, *, num_devices: int, num_microbatches: int, num_layers: int, fused: bool = False
 ) -> Costs:
-    """A cost table with unequal F, I, W, an embedding, a head, unequal devices and links.
-
-    `cap_shares`: the memory limit in an even share of all layers' bytes, None for no limit.
-    """
-    rng = np.random.default_rng(seed)
-
-    def layer(name: str, scale: float, size: float) -> LayerCost:
-        forward, input_grad, weight_grad = scale * rng.uniform(0.7, 1.3, 3)
-        return LayerCost(
-            name=name,
-            forward_s=float(forward),
-            input_grad_s=float(input_grad),
-            weight_grad_s=float(weight_grad),
-            activation_bytes=size,
-        )
-
-    layers = [layer(EMBEDDING, 0.1, 0.1)]
-    layers += [layer(f"layer.{i}", 1.0, 1.0) for i in range(num_layers)]
-    layers.append(layer(HEAD, head, 0.5))
-    transfer = rng.uniform(0.0, 0.3, (num_devices, num_devices))
-    np.fill_diagonal(transfer, 0.0)
-    total = sum(item.activation_bytes for item in layers)
-    limit = None if cap_shares is None else np.full(num_devices, cap_shares * total / num_devices)
-    return Costs(
-        num_devices=num_devices,
-        num_microbatches=num_microbatches,
-        layers=tuple(layers),
-        device_slowdown=np.where(rng.uniform(size=num_devices) < 0.75, 1.0, 1.3),
-        transfer_s=transfer,
-        memory_limit_bytes=limit,
-        weight_grad_held_fraction=float(rng.choice([1.0, 0.5])),
-        backward_fused_s=None,
+    """Unequal layers, devices and links; some costs are 0; no memory limit."""
+    transfer = rng.uniform(0, 1.5, size=(num_devices, num_devices)) * (rng.random() < 0.7)
+    np.fill_diagonal(transfer, 0)
+    layers = [
+        {
+            "name": f"layer.{index}",
+            "forward_s": float(rng.choice([0.0, 1.0, 2.0, rng.uniform(0, 5)])),
+            "input_grad_s": float(rng.choice([0.0, 1.0, 2.0, rng.uniform(0, 5)])),
+            "weight_grad_s": float(rng.choice([0.0, 1.0, rng.uniform(0, 5)])),
+            "activation_bytes": float(rng.integers(0, 4)),
+        }
+        for index in range(num_layers)
+    ]
+    return costs_from_json(
+        {
+            "schema_version": 1,
+            "num_devices": num_devices,
+            "num_microbatches": num_microbatches,
+            "layers": layers,
+            "device_slowdown": rng.choice([1.0, 1.0, 1.5], size=num_devices).tolist(),
+            "transfer_s": transfer.tolist(),
+            "weight_grad_held_fraction": float(rng.choice([0.0, 0.5, 1.0])),
+            "backward_fused_s": [float(rng.uniform(0, 6)) for _ in layers] if fused else None,
+        }
     )
+
+
+def random_schedule(
+    rng: np.random.Generator, *, placement: list[int], num_microbatches: int, mixed: bool = True
+) -> Schedule:
+    """Run any action that could run, until all have; backwards whole or split as it falls, or all split."""
+    num_stages = len(placement)
+    whole = (
+        rng.random((num_stages, num_microbatches)) < 0.4
+        if mixed
+        else np.zeros((num_stages, num_microbatches))
+    )
+    kinds = [
+        [(Kind.F, Kind.B) if whole[s, i] else (Kind.F, Kind.I, Kind.W) for i in range(num_microbatches)]
+        for s in range(num_stages)
+    ]
+    todo = [Action(s, k, i) for s in range(num_stages) for i in range(num_microbatches) for k in kinds[s][i]]
+    done: set[tuple[int, Kind, int]] = set()
+    rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
+    while todo:
+        able = [a for a in todo if _able(a, done, num_stages)]
+        order = rng.permutation(len(able)) if rng.random() < 0.5 else np.arange(len(able))
+        action = able[int(order[0])]
+        todo.remove(action)
+        rows[placement[action.stage]].append(action)
+        done.add((action.stage, Kind.I if action.kind == Kind.B else action.kind, action.microbatch))
+    return Schedule.of_actions(rows, num_microbatches=num_microbatches, placement=placement)
+
+
+def _able(action: Action, done: set[tuple[int, Kind, int]], num_stages: int) -> bool:
+    stage, kind, i = action
+    if kind == Kind.F:
+        return stage == 0 or (stage - 1, Kind.F, i) in done
+    if kind == Kind.W:
+        return (stage, Kind.I, i) in done
+    return (stage, Kind.F, i) in done and (stage == num_stages - 1 or (stage + 1, Kind.I, i) in done)

@@ -1,0 +1,168 @@
+"""A proven lower bound on the makespan, whatever the order, and on request whatever the split and placement.
+
+Split and placement fixed. `relaxation` gives every action a head (no schedule starts it earlier: paths,
+class order, memory) and a tail (no schedule finishes earlier after its end: the same, and the load of
+other devices). The bound is the largest, over devices, of the preemptive one-machine optimum with these
+heads and tails, and the longest path. The relaxed actions are never more work than the legal ones, so it
+holds for every mixture of whole and split backwards.
+
+Split free. The bound is the least, over splits, of the bound above; splits are skipped only when a cheaper
+bound of theirs reaches the least found. Where too many remain, an integer program over the cut positions
+bounds every split at once (`bound_program`), and its dual bound is what counts.
+
+Placement free. Nothing is assumed but what every legal placement has: the first stage on device 0, every
+device holding equally many stages (and, unless empty stages are allowed, at least one entry). An integer
+program hands entries, or given stages, to devices; see `bound_program.over_placements`.
+
+A schedule that carries two copies of the model is not covered.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.schedule.bound_program import over_placements, over_splits
+from quartet_plugin.schedule.bound_splits import promising_splits
+from quartet_plugin.schedule.costs import Costs, stage_costs
+from quartet_plugin.schedule.relaxation import relaxation, root_bounds
+
+ROUNDING = 1e-10
+MAX_SPLITS = 4_000
+TIME_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """No schedule is shorter than `makespan_s` seconds; `reason` says in words what forces it.
+
+    `device_s` is the bound of each device [num_devices], `path_s` the longest path, both for the split
+    `layers_per_stage`, and all three None where the bound is over more splits or placements than one.
+    """
+
+    makespan_s: float
+    reason: str
+    device_s: tuple[float, ...] | None = None
+    path_s: float | None = None
+    layers_per_stage: tuple[int, ...] | None = None
+
+
+def lower_bound(
+    costs: Costs,
+    *,
+    placement: Sequence[int] | None = None,
+    layers_per_stage: Sequence[int] | None = None,
+    num_chunks: int | None = None,
+    allow_empty: bool = False,
+    max_splits: int = MAX_SPLITS,
+    time_limit_s: float = TIME_LIMIT_S,
+) -> Bound:
+    """Bound the makespan from below over everything that is not given.
+
+    `placement` [num_stages] is the device of each stage; None stands for every placement with device 0
+    first and every device equally often, of `num_chunks` stages a device if that is given.
+    `layers_per_stage` [num_stages] counts entries; None stands for every split in which stage 0 holds an
+    `embedding` entry, the last stage a `head` entry, and no stage is empty unless `allow_empty`. At most
+    `max_splits` splits are bounded one by one; `time_limit_s` is for each integer program, whose bound is
+    valid however early it stops. Raises ConfigError for sizes that do not agree.
+    """
+    _check(costs, placement=placement, split=layers_per_stage, num_chunks=num_chunks, allow_empty=allow_empty)
+    if placement is None:
+        return _rounded(
+            over_placements(
+                costs,
+                layers_per_stage=layers_per_stage,
+                num_chunks=num_chunks,
+                allow_empty=allow_empty,
+                time_limit_s=time_limit_s,
+            ),
+            "work that no placement or split spreads better",
+        )
+    if layers_per_stage is not None:
+        return _fixed(costs, placement, layers_per_stage)
+    least = over_splits(costs, placement=placement, allow_empty=allow_empty, time_limit_s=time_limit_s)
+    one_by_one = _over_listed_splits(costs, placement, least.layers_per_stage, allow_empty, max_splits)
+    if one_by_one is not None:
+        return one_by_one
+    anywhere_s = over_placements(
+        costs,
+        layers_per_stage=None,
+        num_chunks=len(placement) // costs.num_devices,
+        allow_empty=allow_empty,
+        time_limit_s=time_limit_s,
+    )
+    return _rounded(
+        max(least.makespan_s, anywhere_s), "the busiest device's load and way under the best split"
+    )
+
+
+def _check(
+    costs: Costs,
+    *,
+    placement: Sequence[int] | None,
+    split: Sequence[int] | None,
+    num_chunks: int | None,
+    allow_empty: bool,
+) -> None:
+    num_devices = costs.num_devices
+    sizes = {
+        "placement": None if placement is None else len(placement),
+        "layers_per_stage": None if split is None else len(split),
+        "num_chunks * num_devices": None if num_chunks is None else num_chunks * num_devices,
+    }
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if len(set(given.values())) > 1:
+        raise ConfigError(f"{given}: these are numbers of stages and must be equal")
+    for name, size in given.items():
+        if size < 1 or size % num_devices:
+            raise ConfigError(f"{name}: {size} stages do not fill {num_devices} devices; give a multiple")
+        if size > len(costs.layers) and not allow_empty:
+            raise ConfigError(
+                f"{name}: {size} stages for {len(costs.layers)} layers leave one empty; use fewer"
+            )
+    if placement is not None:
+        counts = np.bincount(placement, minlength=num_devices)
+        if placement[0] != 0 or len(counts) != num_devices or len(set(counts.tolist())) != 1:
+            raise ConfigError(
+                f"placement: {list(placement)[:16]} must begin with 0 and hold every device equally often"
+            )
+
+
+def _rounded(makespan_s: float, reason: str) -> Bound:
+    return Bound(makespan_s=makespan_s * (1 - ROUNDING), reason=reason)
+
+
+def _fixed(costs: Costs, placement: Sequence[int], split: Sequence[int]) -> Bound:
+    stages = stage_costs(costs, placement=placement, layers_per_stage=split)
+    device_s, path_s = root_bounds(relaxation(costs, stages))
+    worst = int(device_s.argmax())
+    reason = f"device {worst}: its load between the earliest start and the least that must follow"
+    if path_s > device_s[worst]:
+        reason = "the longest path"
+    return Bound(
+        makespan_s=max(float(device_s[worst]), path_s) * (1 - ROUNDING),
+        reason=reason,
+        device_s=tuple(device_s.tolist()),
+        path_s=path_s,
+        layers_per_stage=tuple(split),
+    )
+
+
+def _over_listed_splits(
+    costs: Costs, placement: Sequence[int], first: Sequence[int] | None, allow_empty: bool, max_splits: int
+) -> Bound | None:
+    """The least bound over all splits, or None when more than `max_splits` could have it."""
+    best = None if first is None else _fixed(costs, placement, first)
+    below = math.inf if best is None else best.makespan_s
+    splits = promising_splits(
+        costs, placement=placement, below_s=below, allow_empty=allow_empty, max_splits=max_splits
+    )
+    if splits is None:
+        return None
+    for split in splits:
+        bound = _fixed(costs, placement, split)
+        if best is None or bound.makespan_s < best.makespan_s:
+            best = bound
+    return best
