@@ -36,12 +36,15 @@ def orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[Order, ...]:
     """The candidates for `layout`, `stock` first where it is legal, each physical arrangement once.
 
     Up to four processes these are all permutations modulo what is equal: the order inside a TP group, and
-    which of the equal data-parallel replicas is called which. Beyond, named orders. Raises PlanError when
+    which of the equal data-parallel replicas is called which. Beyond, named orders. Nodes of unequal size
+    keep the stock order: RANKs could not be dealt out at launch. Raises PlanError when
     `nodes` do not have one slot a process.
     """
     slots = slots_of(nodes)
     if len(slots) != layout.world_size:
         raise PlanError(f"mapping: {len(slots)} slots for {layout.world_size} processes; one each is needed")
+    if len({node.num_slots for node in nodes}) > 1:
+        return (_order(STOCK, slots),)
     named = _permutations(slots) if len(slots) <= EXHAUSTIVE_RANKS else _named(layout, slots=slots)
     found: dict[object, Order] = {}
     for name, candidate in named:

@@ -16,29 +16,44 @@ class Axis(StrEnum):
 
 
 _ALL = frozenset(Axis)
+_DATA = frozenset({Axis.DEGREES, Axis.MICRO_BATCH})
+_STAGES = frozenset({Axis.SPLIT, Axis.SCHEDULE, Axis.DEGREES})
+_SCALING = frozenset({Axis.SCALING})
+_MAPPING = frozenset({Axis.MAPPING})
+_NONE: frozenset[Axis] = frozenset()
 
-# Features that are known to limit nothing here are listed with an empty set.
 _LOCKS: dict[str, frozenset[Axis]] = {
-    # Number of microbatches changes while training: only what does not depend on it.
-    "rampup_batch_size": frozenset({Axis.SCHEDULE, Axis.DEGREES, Axis.MICRO_BATCH}),
-    # Auxiliary losses and capacity are per microbatch and group (class C), experts bind ranks to nodes.
-    "moe": frozenset({Axis.SCALING, Axis.DEGREES, Axis.MICRO_BATCH, Axis.MAPPING}),
-    "expert_parallel": frozenset({Axis.SCALING, Axis.DEGREES, Axis.MICRO_BATCH, Axis.MAPPING}),
-    # Extra layers after the last one follow rules of their own.
-    "mtp": frozenset({Axis.SCALING, Axis.SPLIT, Axis.DEGREES, Axis.SCHEDULE}),
-    # The split is a pattern of its own.
-    "hybrid": frozenset({Axis.SCALING, Axis.SPLIT, Axis.DEGREES, Axis.SCHEDULE}),
+    # Auxiliary losses and capacity are per microbatch and group (class C); experts bind ranks to nodes.
+    "moe": _DATA | _SCALING | _MAPPING,
+    "overlap_moe": _DATA | _STAGES | _SCALING | _MAPPING,
+    # Layers that are not all alike, or not a list of layers at all.
+    "mtp": _STAGES | _SCALING,
+    "hybrid": _STAGES | _SCALING,
+    "heterogeneous": _STAGES | _SCALING,
+    "multi_latent_attention": _SCALING,
+    "attention_variant": _SCALING | {Axis.SPLIT},
     # Token counts differ between microbatches: micro-batch and DP change the objective (class C).
-    "packing": frozenset({Axis.DEGREES, Axis.MICRO_BATCH}),
-    "variable_tokens": frozenset({Axis.DEGREES, Axis.MICRO_BATCH}),
-    "cyclic_dataloader": frozenset({Axis.DEGREES, Axis.MICRO_BATCH}),
-    # Parameters are sharded instead of staged.
-    "fsdp": frozenset({Axis.SPLIT, Axis.SCHEDULE, Axis.DEGREES}),
-    "context_parallel": frozenset(),
-    "sequence_parallel": frozenset(),
-    "distributed_optimizer": frozenset(),
-    "recompute": frozenset(),
-    "fp8": frozenset(),
+    "packing": _DATA,
+    # The number of microbatches changes while training; no plan can be applied.
+    "rampup_batch_size": _ALL,
+    # Parameters are sharded over devices instead of staged, or live elsewhere.
+    "fsdp": _STAGES,
+    "weight_shards": _STAGES | _MAPPING,
+    "cpu_offload": _STAGES,
+    # Ranks are taken for places, or in another order.
+    "tp_comm_overlap": _MAPPING,
+    "hierarchical_context_parallel": _MAPPING | {Axis.DEGREES},
+    "distributed_optimizer_instances": _MAPPING | {Axis.DEGREES},
+    "inprocess_restart": _MAPPING,
+    "tp_pp_dp_order": _MAPPING,
+    # Graphs are captured for one order of microbatches.
+    "cuda_graphs": frozenset({Axis.SCHEDULE}),
+    "per_token_loss": _NONE,
+    "context_parallel": _NONE,
+    "overlap_grad_reduce": _NONE,
+    "overlap_param_gather": _NONE,
+    "fp8": _NONE,
+    "fp4": _NONE,
 }
 
 

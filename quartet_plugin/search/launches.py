@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -52,7 +53,8 @@ class LocalLaunches:
         for attempt in attempts:
             # A file that breaks its format is worth nothing: the plan is launched again, in a new folder.
             with contextlib.suppress(QuartetError):
-                result = read_result(attempt)
+                found = read_result(attempt)
+                result = None if found is None else _judged(found)
                 if result and result.plan_key == plan_key and result.outcome in SETTLED:
                     return result
         return None
@@ -63,7 +65,7 @@ class LocalLaunches:
         """See `Launches`."""
         from quartet_plugin.trial.runner import run_trial
 
-        return run_trial(request, on_progress=on_progress, stop=should_stop)
+        return _judged(run_trial(request, on_progress=on_progress, stop=should_stop))
 
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """See `Launches`."""
@@ -71,6 +73,17 @@ class LocalLaunches:
 
         snapshot = RankFiles(result.folder, attempt_id=result.attempt_id).scan()
         return nodes_of(snapshot.reports.values())
+
+
+def _judged(result: TrialResult) -> TrialResult:
+    """A plan that the adapter refuses beside this command does not fit; the harness is not broken."""
+    if result.outcome is not Outcome.HARNESS or result.plan_key is None:
+        return result
+    from quartet_plugin.trial.files import RankFiles
+
+    errs = RankFiles(result.folder, attempt_id=result.attempt_id).scan().errs
+    kinds = {err.kind for err in errs.values() if err.kind != "network"}
+    return replace(result, outcome=Outcome.INFEASIBLE) if kinds == {"plan"} else result
 
 
 def _attempt_number(path: Path) -> int:

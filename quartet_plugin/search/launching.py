@@ -127,7 +127,6 @@ class Launching:
             progress.phase,
             iteration=progress.iteration,
             num_iterations=progress.num_iterations,
-            elapsed_s=progress.elapsed_s,
         )
 
     def _show(self, label: str, plan: Plan | None, result: TrialResult) -> None:

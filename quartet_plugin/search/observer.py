@@ -16,7 +16,7 @@ class Observer(Protocol):
     def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
         """A launch begins; `plan` is None for the user's own configuration."""
 
-    def progressed(self, phase: str, *, iteration: int, num_iterations: int, elapsed_s: float) -> None:
+    def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """Where the running launch is."""
 
     def plan_finished(
@@ -42,7 +42,7 @@ class Silent:
     def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
         """Nothing."""
 
-    def progressed(self, phase: str, *, iteration: int, num_iterations: int, elapsed_s: float) -> None:
+    def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """Nothing."""
 
     def plan_finished(

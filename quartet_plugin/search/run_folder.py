@@ -84,9 +84,19 @@ class Run:
         return self.config.run or self.folder.path.name
 
 
-def create_run(path: Path, *, config: TuneConfig, command: Sequence[str]) -> Run:
-    """Make the folder and write what was asked. Raises ConfigError where the run exists already."""
+def prepare_folder(path: Path, *, is_resumed: bool) -> Path:
+    """The run's folder, made where the run begins.
+
+    Raises ConfigError where a run that begins is there already, or one to resume is not; StorageError when
+    it cannot be made.
+    """
     folder = RunFolder(path=path.absolute())
+    if is_resumed:
+        if not folder.config_file.is_file():
+            raise ConfigError(f"{path}: no run to resume; leave --resume out to begin one")
+        return folder.path
+    if folder.config_file.exists():
+        raise ConfigError(f"{path}: the run exists; add --resume to go on with it, or name another `run:`")
     try:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not stat.S_ISDIR(folder.path.lstat().st_mode):
@@ -95,8 +105,12 @@ def create_run(path: Path, *, config: TuneConfig, command: Sequence[str]) -> Run
         raise ConfigError(f"{path}: is not a folder; name another `run:`") from error
     except OSError as error:
         raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
-    if folder.config_file.exists():
-        raise ConfigError(f"{path}: the run exists; add --resume to go on with it, or name another `run:`")
+    return folder.path
+
+
+def create_run(path: Path, *, config: TuneConfig, command: Sequence[str]) -> Run:
+    """Begin a run: write down what was asked. Raises ConfigError where the run exists already."""
+    folder = RunFolder(path=prepare_folder(path, is_resumed=False))
     run = Run(folder=folder, config=config, command=tuple(command), cwd=Path.cwd())
     _write_config(run)
     return run
@@ -108,9 +122,7 @@ def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] 
     `config` and `command`, where given, must be those it was begun with, but for what changes no measurement
     (the number of trials, the final rounds, the deadline). Raises ConfigError with the first difference.
     """
-    folder = RunFolder(path=path.absolute())
-    if not folder.config_file.exists():
-        raise ConfigError(f"{path}: no run to resume; leave --resume out to begin one")
+    folder = RunFolder(path=prepare_folder(path, is_resumed=True))
     data = read_json(folder.config_file)
     if not isinstance(data, dict) or not _is_command(data.get("command")):
         raise ConfigError(f"{folder.config_file}: command: must be a list of words")

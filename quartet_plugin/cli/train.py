@@ -1,0 +1,128 @@
+"""`quartet train`: run the user's own command with a plan."""
+
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from quartet_plugin.cli.main import user_command
+from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, PlanError, UsageError
+
+if TYPE_CHECKING:
+    from quartet_plugin.launchers.command import Command
+    from quartet_plugin.model.plan import Plan
+
+Device = Literal["auto", "cpu", "cuda"]
+DEVICES: tuple[Device, ...] = ("auto", "cpu", "cuda")
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+
+    @app.command("train", epilog="The training command follows a literal --; it is run as it is.")
+    def _train(
+        ctx: typer.Context,
+        plan: Annotated[
+            Path | None, typer.Option(help="The plan to train with. Without one the command runs as it is.")
+        ] = None,
+        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    ) -> int:
+        """Train with a plan: the command that follows `--`, checkpoints and all."""
+        if device not in DEVICES:
+            raise UsageError(f"--device {device}: must be one of {', '.join(DEVICES)}")
+        return train(user_command(ctx), plan_file=plan, device=device)
+
+
+def train(words: Sequence[str], *, plan_file: Path | None, device: Device) -> int:
+    """Run the command with the plan and return its exit code.
+
+    Raises PlanError for a plan that is damaged or was made for something else, as far as that can be seen
+    before the start; the ranks check the rest.
+    """
+    from quartet_plugin.launchers.command import parse_command
+
+    command = parse_command(words)
+    flags = ["--quartet-device", device] if device != "auto" else []
+    if plan_file is not None:
+        from quartet_plugin.model.plan import read_plan
+
+        check_before_start(read_plan(plan_file), command=command, path=plan_file)
+        flags += ["--quartet-plan", str(plan_file.absolute())]
+    return run_wrapped(command, flags=flags, device=device)
+
+
+def check_before_start(plan: "Plan", *, command: "Command", path: Path) -> None:
+    """Hold a plan against what is known without starting anything; PlanError names the difference."""
+    made_for = plan.made_for
+    here = _framework_version(made_for.framework)
+    if here is not None and here != made_for.framework_version:
+        raise PlanError(
+            f"{path}: made for {made_for.framework} {made_for.framework_version}, here is {here}; "
+            "make a plan with `quartet tune`"
+        )
+    if command.num_processes is not None and command.num_processes != made_for.world_size:
+        raise PlanError(
+            f"{path}: made for {made_for.world_size} processes, the command starts {command.num_processes}; "
+            "make a plan with `quartet tune`"
+        )
+
+
+def run_wrapped(command: "Command", *, flags: Sequence[str], device: Device) -> int:
+    """Run the command under the adapter, its output and signals passed on, and return its exit code."""
+    import os
+
+    from quartet_plugin.launchers.local import child_environment, free_port, resolve_device
+
+    port = free_port() if command.port_flag is not None else None
+    argv = command.wrapped(flags, port=port)
+    resolved = resolve_device(device, environment=os.environ)
+    environment = child_environment(resolved, environment=os.environ)
+    try:
+        # In this session: a terminal's Ctrl-C reaches it as it would without us.
+        process = subprocess.Popen(argv, env=environment)
+    except FileNotFoundError as error:
+        raise ConfigError(f"command {argv[0]!r}: not found; activate the environment it is in") from error
+    except OSError as error:
+        raise InfrastructureError(f"command {argv[0]!r}: cannot start: {error.strerror}") from error
+    code = _wait(process)
+    if code == 0:
+        return int(ExitCode.DONE)
+    if code in (-signal.SIGINT, 128 + signal.SIGINT):
+        return int(ExitCode.INTERRUPTED)
+    ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    raise InfrastructureError(f"the command ended {ended}; its own output above says why")
+
+
+def _wait(process: "subprocess.Popen[bytes]") -> int:
+    """Wait for the end, passing signals on that did not come from the terminal."""
+    is_interrupted = False
+
+    def handle(number: int, frame: object) -> None:
+        nonlocal is_interrupted
+        del frame
+        is_interrupted |= number == signal.SIGINT
+        if process.poll() is None and number != signal.SIGINT:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, handle) for number in _PASSED_ON}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return -signal.SIGINT if is_interrupted and code != 0 else code
+
+
+def _framework_version(framework: str) -> str | None:
+    """The installed version; None where this environment has none (the command may bring its own)."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(framework).partition("+")[0]
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,140 @@
+"""`quartet tune`: search with short live trials of the user's own command."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quartet_plugin.cli.main import user_command
+
+if TYPE_CHECKING:
+    from quartet_plugin.model.plan import Plan
+    from quartet_plugin.search.coordinator import TuneResult
+    from quartet_plugin.search.run_folder import Run
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+
+    @app.command("tune", epilog="The training command follows a literal --; it is run as it is.")
+    def _tune(
+        ctx: typer.Context,
+        config: Annotated[
+            Path | None, typer.Option(help="What to search: a q.yaml. Without one everything is tuned.")
+        ] = None,
+        run_dir: Annotated[Path, typer.Option(help="Where runs are kept.")] = Path("runs"),
+        resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+        takeover: Annotated[
+            bool, typer.Option("--takeover", help="Take a run whose tuner was lost on another host.")
+        ] = False,
+        max_minutes: Annotated[
+            float | None,
+            typer.Option(min=0.1, max=1e6, help="End in about this time, final rounds included."),
+        ] = None,
+    ) -> None:
+        """Tune the training command that follows `--`."""
+        tune(
+            user_command(ctx),
+            config_file=config,
+            run_dir=run_dir,
+            is_resumed=resume,
+            takeover=takeover,
+            max_minutes=max_minutes,
+        )
+
+
+def tune(
+    words: tuple[str, ...],
+    *,
+    config_file: Path | None,
+    run_dir: Path,
+    is_resumed: bool,
+    takeover: bool,
+    max_minutes: float | None,
+) -> None:
+    """Run the search and print what it found. Raises QuartetError."""
+    from rich.console import Console
+
+    from quartet_plugin.launchers.command import parse_command
+    from quartet_plugin.report.live import reporter
+    from quartet_plugin.search.best import write_best
+    from quartet_plugin.search.config import default_run_name, read_config
+    from quartet_plugin.search.coordinator import Coordinator
+    from quartet_plugin.search.launches import LocalLaunches
+    from quartet_plugin.search.run_folder import create_run, prepare_folder, resume_run
+    from quartet_plugin.trial.lease import Lease
+
+    command = parse_command(words)
+    config = read_config(config_file)
+    path = run_dir / (config.run or default_run_name((command.target,)))
+    folder = prepare_folder(path, is_resumed=is_resumed)
+    with Lease.acquire(folder, takeover=takeover) as lease:
+        if is_resumed:
+            run = resume_run(folder, config=None if config_file is None else config, command=words)
+        else:
+            run = create_run(folder, config=config.model_copy(update={"run": path.name}), command=words)
+        with reporter(Console()) as shown, stop_on_signals() as stop:
+            shown.message(f"run {run.name} in {path}; the command: {command}")
+            result = Coordinator(
+                run,
+                command=command,
+                launches=LocalLaunches(),
+                observer=shown,
+                should_stop=stop.is_set,
+                fence=lease.check,
+                max_minutes=max_minutes,
+            ).tune()
+        plan = write_best(result, run=run)
+    for line in summary_lines(result, plan=plan, run=run):
+        typer.echo(line)
+
+
+def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "Run") -> list[str]:
+    """What the search found, and how to train with it."""
+    from quartet_plugin.report.tables import change_lines, comparison_lines
+
+    if plan is None or result.winner is None:
+        tried = sum(record.told.repeats is None for record in result.records) - 1
+        lines = [f"no better plan was found: {tried} plans were tried, your own command stays as it is"]
+        if result.rankings:
+            lines += comparison_lines(result.rankings[0].comparison, names=("your own", "nearest"))
+        return lines
+    return [
+        f"trial {result.winner.record.number} is faster than your own command",
+        *comparison_lines(result.winner.comparison, names=("your own", "best")),
+        *change_lines(plan, baseline=result.baseline),
+        f"plan      {_shown(run.folder.best_plan)}",
+        f"train     sh {_shown(run.folder.best_command)}",
+    ]
+
+
+def _shown(path: Path) -> str:
+    """The path as one would type it here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C (or SIGTERM, SIGHUP) sets; the second raises KeyboardInterrupt."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: object) -> None:
+        del number, frame
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, b"\nquartet: stopping after cleaning up; once more to kill at once\n")
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

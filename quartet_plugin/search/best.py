@@ -1,0 +1,43 @@
+"""The run's winner on disk: best/plan.json, and a shell line that trains with it."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+from quartet_plugin.model.files import write_text_atomic
+from quartet_plugin.model.plan import Plan, write_plan
+from quartet_plugin.search.coordinator import TuneResult
+from quartet_plugin.search.run_folder import Run
+
+
+def write_best(result: TuneResult, *, run: Run) -> Plan | None:
+    """Write the winner with its measurement and return it.
+
+    Without a winner nothing is written, and what an earlier, shorter search of the run left is removed.
+    """
+    folder = run.folder
+    if result.winner is None:
+        for path in (folder.best_plan, folder.best_command):
+            path.unlink(missing_ok=True)
+        return None
+    plan = replace(result.winner.record.plan, measurement=result.winner.comparison)
+    folder.best_plan.parent.mkdir(mode=0o700, exist_ok=True)
+    write_plan(plan, path=folder.best_plan)
+    write_text_atomic(folder.best_command, command_text(plan, run=run, path=folder.best_plan))
+    return plan
+
+
+def command_text(plan: Plan, *, run: Run, path: Path) -> str:
+    """A shell script, every word quoted where it must be."""
+    train = ["quartet", "train", "--plan", str(path)]
+    if run.config.device != "auto":
+        train += ["--device", run.config.device]
+    speedup = plan.measurement.speedup if plan.measurement is not None else None
+    gain = f": {speedup.median:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})" if speedup else ""
+    return (
+        "#!/bin/sh\n"
+        f"# Trains with the best plan of the run {run.name}{gain}.\n"
+        f"cd {shlex.quote(str(run.cwd))} || exit\n"
+        f"exec {shlex.join(train)} -- \\\n"
+        f"    {shlex.join(run.command)}\n"
+    )

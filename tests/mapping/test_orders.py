@@ -1,0 +1,122 @@
+"""Orders of ranks: legal, distinct, and complete up to four processes."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.mapping.orders import (
+    coordinates,
+    is_legal,
+    order_named,
+    orders,
+    rank_of,
+    slots_of,
+)
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import NodeInfo
+from tests.search.jobs import make_layout, make_nodes
+
+
+def layout_of(tensor: int, pipeline: int, data: int, context: int = 1) -> Layout:
+    return make_layout(
+        tensor_parallel=tensor, pipeline_parallel=pipeline, data_parallel=data, context_parallel=context
+    )
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Layout, tuple[NodeInfo, ...]]:
+    layout = layout_of(
+        draw(st.sampled_from([1, 2, 4])),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 4)),
+        draw(st.sampled_from([1, 2])),
+    )
+    world = layout.world_size
+    divisors = [
+        n for n in range(1, world + 1) if world % n == 0 and (world // n) % layout.tensor_parallel == 0
+    ]
+    num_nodes = draw(st.sampled_from(divisors))
+    return layout, make_nodes(*[world // num_nodes] * num_nodes)
+
+
+@settings(max_examples=150, deadline=None)
+@given(jobs())
+def test_orders_are_legal_and_distinct(job: tuple[Layout, tuple[NodeInfo, ...]]) -> None:
+    layout, nodes = job
+    found = orders(layout, nodes=nodes)
+    assert found[0].name == "stock"
+    assert found[0].mapping.slots == slots_of(nodes)
+    assert len({order.name for order in found}) == len(found)
+    assert len({order.mapping for order in found}) == len(found)
+    for order in found:
+        assert sorted(order.mapping.slots) == list(slots_of(nodes))
+        assert order.mapping.slots[0].node == 0
+        assert is_legal(order.mapping.slots, layout=layout)
+        assert order_named(order.name, layout=layout, nodes=nodes) == order
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs())
+def test_ranks_and_coordinates_are_inverse(job: tuple[Layout, tuple[NodeInfo, ...]]) -> None:
+    layout, _ = job
+    for rank in range(layout.world_size):
+        tp, cp, dp, pp = coordinates(rank, layout=layout)
+        assert rank_of(tp, cp=cp, dp=dp, pp=pp, layout=layout) == rank
+
+
+@pytest.mark.parametrize(
+    ("degrees", "num"),
+    [
+        ((1, 2, 1), 2),  # the swap
+        ((1, 4, 1), math.factorial(4)),
+        ((4, 1, 1), 1),  # inside a TP group nothing changes
+        ((1, 1, 4), 1),  # replicas are alike
+        ((1, 2, 2), math.factorial(4) // 2),
+        ((2, 2, 1), math.comb(4, 2)),
+    ],
+)
+def test_up_to_four_processes_every_arrangement_is_there_once(
+    degrees: tuple[int, int, int], num: int
+) -> None:
+    layout = layout_of(*degrees)
+    assert len(orders(layout, nodes=make_nodes(layout.world_size))) == num
+
+
+def test_an_arrangement_beside_the_listed_ones_is_equal_to_one_of_them() -> None:
+    layout = layout_of(1, 2, 2)
+    nodes = make_nodes(4)
+    slots = slots_of(nodes)
+    stages = {
+        frozenset(zip(order.mapping.slots[:2], order.mapping.slots[2:], strict=True))
+        for order in orders(layout, nodes=nodes)
+    }
+    for permutation in itertools.permutations(slots):
+        assert frozenset(zip(permutation[:2], permutation[2:], strict=True)) in stages
+
+
+def test_many_processes_have_named_orders() -> None:
+    layout = layout_of(2, 4, 2)
+    names = {order.name for order in orders(layout, nodes=make_nodes(8, 8))}
+    assert {"stock", "tp-pp-dp"} <= names
+    beside = order_named("tp-pp-dp", layout=layout, nodes=make_nodes(8, 8)).mapping.slots
+    replica = [beside[rank_of(0, cp=0, dp=0, pp=pp, layout=layout)].node for pp in range(4)]
+    assert replica == [0, 0, 0, 0]
+
+
+def test_nodes_of_unequal_size_keep_the_stock_order() -> None:
+    assert [order.name for order in orders(layout_of(1, 3, 1), nodes=make_nodes(1, 2))] == ["stock"]
+
+
+@pytest.mark.parametrize("name", ["0,0", "0,1,2", "sideways", "9,1"])
+def test_an_impossible_order_is_refused(name: str) -> None:
+    with pytest.raises(PlanError, match="mapping"):
+        order_named(name, layout=layout_of(1, 2, 1), nodes=make_nodes(2))
+
+
+def test_rank_zero_stays_on_the_first_node() -> None:
+    with pytest.raises(PlanError, match="RANK 0"):
+        order_named("1,0", layout=layout_of(1, 2, 1), nodes=make_nodes(1, 1))
