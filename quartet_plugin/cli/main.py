@@ -14,12 +14,20 @@ from typing import Annotated
 
 import typer
 
-from quartet_plugin.cli.invocation import Invocation
+from quartet_plugin.cli.invocation import Invocation, invocation, refuse_user_command, user_command
 from quartet_plugin.errors import ExitCode, QuartetError
+
+__all__ = ["Invocation", "build_app", "entry", "invocation", "main", "refuse_user_command", "user_command"]
 
 # One line a command: a module with `register(app: typer.Typer) -> None`. Importing it must be cheap, so
 # numpy, numba, pydantic, optuna and the like are imported inside the functions that run.
-COMMAND_MODULES: tuple[str, ...] = ("quartet_plugin.cli.schedule",)
+COMMAND_MODULES: tuple[str, ...] = (
+    "quartet_plugin.cli.tune",
+    "quartet_plugin.cli.train",
+    "quartet_plugin.cli.show",
+    "quartet_plugin.cli.export",
+    "quartet_plugin.cli.schedule",
+)
 
 _ClickError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 

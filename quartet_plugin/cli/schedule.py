@@ -110,6 +110,7 @@ def search(
     """Search split, placement and order for a cost table."""
     check_effort(time_limit=time_limit, evaluations=evaluations, seed=seed)
     places, count, counts = parse_placement(placement), parse_chunks(chunks), parse_split(split)
+    from quartet_plugin.report.summary import schedule_summary
     from quartet_plugin.schedule.files import read_costs
     from quartet_plugin.schedule.search import search as run_search
 
@@ -133,6 +134,17 @@ def search(
         allow_empty=allow_empty,
     )
     _write(output, result.schedule, result.simulation)
+    best = None if result.named_best is None else (result.named_best.label, result.named_best.score_s)
+    print(
+        schedule_summary(
+            result.schedule,
+            result.simulation,
+            memory_limit_bytes=table.memory_limit_bytes,
+            best_named=best,
+            objective=objective.value,
+        )
+    )
+    print(f"\n{result.num_evaluations} evaluations in {result.elapsed_s:.1f} s; wrote {output}")
 
 
 def named(
@@ -153,7 +165,7 @@ def named(
     from quartet_plugin.report.summary import schedule_summary
     from quartet_plugin.schedule.files import read_costs
     from quartet_plugin.schedule.named import named as make
-    from quartet_plugin.split.layers import balanced_split
+    from quartet_plugin.split import balanced_split
 
     table = read_costs(costs)
     order = make(
@@ -401,7 +413,7 @@ def _num_stages(costs: "Costs", placement: "Counts | None", chunks: int | None) 
 
 def _layers(split: "str | Counts", costs: "Costs", num_stages: int | None, *, allow_empty: bool) -> "Counts":
     """The layers of each stage that `--split even` or `--split COUNTS` asks for, checked."""
-    from quartet_plugin.split.layers import check_split, even_split
+    from quartet_plugin.split import check_split, even_split
 
     if isinstance(split, str):
         if num_stages is None:

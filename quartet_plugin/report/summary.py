@@ -33,10 +33,12 @@ def schedule_summary(
     memory_limit_bytes: FloatArray | None = None,
     lower_bound_s: float | None = None,
     best_named: tuple[str, float] | None = None,
+    objective: str = "makespan",
 ) -> str:
     """The figures of a simulated schedule, then a row a device (the first 64).
 
-    `lower_bound_s` and `best_named` (name and makespan) are what the makespan is compared with.
+    `lower_bound_s` is what the makespan is compared with, `best_named` (name and seconds) what the
+    objective is, makespan or period.
     """
     makespan = simulation.makespan_s
     figures = [
@@ -49,7 +51,8 @@ def schedule_summary(
         figures.append(("bound", f"{seconds(lower_bound_s)}, proven; {_above(makespan, lower_bound_s)}"))
     if best_named is not None:
         name, named_s = best_named
-        figures.append(("best named", f"{name} {seconds(named_s)}; {_against(makespan, named_s)}"))
+        reached = simulation.period_s if objective == "period" else makespan
+        figures.append(("best named", f"{name} {seconds(named_s)}; {_against(reached, named_s)}"))
     lines = [f"{name:<11}{text}" for name, text in figures]
     return "\n".join([*lines, "", *_devices(schedule, simulation, memory_limit_bytes)])
 

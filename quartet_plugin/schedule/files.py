@@ -238,7 +238,8 @@ def schedule_from_json(data: Any, *, where: str = "schedule") -> Schedule:
 def schedule_to_json(schedule: Schedule, *, predicted: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The exact inverse of `schedule_from_json`; `predicted` is `SCHEDULE.json`'s key of that name.
 
-    Of `origin` the file holds the name, or else the family's parameters, and nothing beside it. Raises ConfigError for a schedule whose split is not known: the file has to say it.
+    Of `origin` the file holds a name or parameters; a named order that was changed has no name. Raises
+    ConfigError for a schedule whose split is not known: the file has to say it.
     """
     if schedule.layers_per_stage is None:
         raise ConfigError("layers_per_stage: not known for this schedule; a schedule file holds the split")
@@ -252,16 +253,20 @@ def schedule_to_json(schedule: Schedule, *, predicted: Mapping[str, Any] | None 
             order_texts(order, num_microbatches=schedule.num_microbatches) for order in schedule.orders
         ],
     }
-    for name in ("name", "family"):
-        if name in schedule.origin:
-            value["origin"] = {name: schedule.origin[name]}
-            break
+    if schedule.origin:
+        value["origin"] = _origin_to_json(schedule.origin)
     if predicted is not None:
         value["predicted"] = dict(predicted)
     if schedule.routes is not None and schedule.route_of_microbatch is not None:
         value["routes"] = [list(route) for route in schedule.routes]
         value["route_of_microbatch"] = list(schedule.route_of_microbatch)
     return value
+
+
+def _origin_to_json(origin: Mapping[str, Any]) -> dict[str, Any]:
+    if not origin.get("inserted"):
+        return {key: origin[key] for key in ("name", "family") if key in origin}
+    return {"family": {**origin.get("family", {"start": origin.get("name")}), "inserted": True}}
 
 
 def write_schedule(
