@@ -138,12 +138,12 @@ def _layout_stages(args: Namespace) -> list[int] | None:
 
 def _virtual_stages(args: Namespace) -> int:
     """Chunks a device, as validate_args derives them."""
-    pp = args.pipeline_model_parallel_size
+    pp = int(args.pipeline_model_parallel_size)
     if pp == 1:
         return 1
     stages = _layout_stages(args)
     if stages is not None:
-        return max(1, len(stages) // int(pp))
+        return max(1, len(stages) // pp)
     if args.num_virtual_stages_per_pipeline_rank is not None:
         return int(args.num_virtual_stages_per_pipeline_rank)
     if args.num_layers_per_virtual_pipeline_stage is not None and args.num_layers is not None:

@@ -163,7 +163,7 @@ def launch(
     folder: Path | None = None,
     torchrun: Sequence[str] = (),
     entry: Sequence[str] = ("-m", "quartet_plugin.megatron"),
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
 ) -> Launch:
     """`torchrun -m quartet_plugin.megatron SCRIPT FLAGS`; the trial's files are read from `folder`."""
     command = [

@@ -1,6 +1,7 @@
 """The drop-in entry under real torchrun: what passes through, what is measured, what is refused and how."""
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -232,4 +233,9 @@ def test_start_without_torchruns_store_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def test_importing_the_adapter_changes_nothing() -> None:
-    assert not any(type(finder).__module__.startswith("quartet_plugin") for finder in sys.meta_path)
+    code = (
+        "import sys; before = list(sys.meta_path)\n"
+        "import quartet_plugin.megatron.entry\n"
+        "assert sys.meta_path == before and not {'torch', 'megatron', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,163 @@
+"""A plan in flags: only what differs, and what it was made for is checked."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.megatron.apply import check_fit, layout_string, rewrite
+from quartet_plugin.model.plan import Split
+from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, make_plan
+from tests.megatron.native import native_flags
+
+
+def test_own_configuration_changes_nothing() -> None:
+    words = [*MEGATRON_FLAGS, "--pipeline-model-parallel-size=2", "--tensor-model-parallel-size", "2"]
+    plan = make_plan(split=(3, 3), pipeline=2, tensor=2)
+    assert rewrite(plan, flags=native_flags(), words=words) == (words, [])
+
+
+def test_uneven_split_is_written_out() -> None:
+    words = [*MEGATRON_FLAGS, "--pipeline-model-parallel-size", "2"]
+    edited, notes = rewrite(make_plan(split=(5, 1), pipeline=2), flags=native_flags(), words=words)
+    assert edited == [*words, "--pipeline-model-parallel-layout", "Ettttt|tL"]
+    assert notes == []
+
+
+def test_replaced_flags_of_the_user_are_named() -> None:
+    words = [
+        *MEGATRON_FLAGS,
+        *("--pipeline-model-parallel-size=2", "--num-layers-per-virtual-pipeline-stage", "1"),
+        *("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        *("--use-distributed-optimizer", "--my-own", "flag"),
+    ]
+    plan = make_plan(split=(6,), data=2, micro_batch=4)
+    edited, notes = rewrite(plan, flags=native_flags(), words=words)
+    assert edited[-4:] == ["--pipeline-model-parallel-size", "1", "--micro-batch-size", "4"]
+    assert edited[-6:-4] == ["--my-own", "flag"]
+    assert notes == [
+        "the plan replaces --micro-batch-size 2 -> 4, --pipeline-model-parallel-size 2 -> 1, "
+        "--num-layers-per-virtual-pipeline-stage 1 -> left out, --recompute-granularity full -> left out, "
+        "--recompute-method uniform -> left out, --recompute-num-layers 1 -> left out, "
+        "--use-distributed-optimizer -> left out"
+    ]
+
+
+def test_batch_that_follows_from_the_layout_is_kept() -> None:
+    words = [word for word in MEGATRON_FLAGS if word not in ("--global-batch-size", "8")]
+    plan = make_plan(split=(6,), data=2, micro_batch=1, global_batch_size=4)
+    edited, _ = rewrite(plan, flags=native_flags(), words=words)
+    assert native_flags().given(edited)["global_batch_size"] == 4
+
+
+def test_vocabulary_is_not_padded_further_by_tensor_parallelism() -> None:
+    edited, _ = rewrite(make_plan(split=(6,), tensor=2), flags=native_flags(), words=MEGATRON_FLAGS)
+    appended = ["--tensor-model-parallel-size", "2", "--padded-vocab-size", "128"]
+    assert edited == [*MEGATRON_FLAGS, *appended]
+
+
+def test_interleaving_and_its_group() -> None:
+    plan = make_plan(split=(1, 2, 2, 1), pipeline=2, chunks=2, group=4)
+    edited, _ = rewrite(plan, flags=native_flags(), words=MEGATRON_FLAGS)
+    found = native_flags().given(edited)
+    assert found["pipeline_model_parallel_layout"] == "Et|tt|tt|tL"
+    assert found["microbatch_group_size_per_vp_stage"] == 4
+    stock = replace(plan, schedule=replace(plan.schedule, group=2))
+    edited, _ = rewrite(stock, flags=native_flags(), words=MEGATRON_FLAGS)
+    assert "microbatch_group_size_per_vp_stage" not in native_flags().given(edited)
+
+
+def test_derived_sizes_are_written_when_megatron_would_derive_others() -> None:
+    wider = replace(SHAPE, num_layers=4, hidden_size=48, ffn_hidden_size=192, kv_channels=12)
+    edited, _ = rewrite(make_plan(split=(4,), shape=wider), flags=native_flags(), words=MEGATRON_FLAGS)
+    assert edited[-4:] == ["--num-layers", "4", "--hidden-size", "48"]
+    assert "--ffn-hidden-size" not in edited
+    odd = replace(wider, ffn_hidden_size=200, kv_channels=8)
+    edited, _ = rewrite(make_plan(split=(4,), shape=odd), flags=native_flags(), words=MEGATRON_FLAGS)
+    found = native_flags().given(edited)
+    assert (found["ffn_hidden_size"], found["kv_channels"]) == (200, 8)
+    grouped = replace(SHAPE, num_query_groups=2)
+    edited, _ = rewrite(make_plan(split=(6,), shape=grouped), flags=native_flags(), words=MEGATRON_FLAGS)
+    found = native_flags().given(edited)
+    assert (found["group_query_attention"], found["num_query_groups"]) == (True, 2)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_plan_reads_back_from_its_flags(data: st.DataObject) -> None:
+    """`rewrite` checks its own result; here many users' flags meet many plans."""
+    pipeline = data.draw(st.sampled_from([1, 2, 4]))
+    chunks = data.draw(st.sampled_from([1, 2])) if pipeline > 1 else 1
+    stages = pipeline * chunks
+    cuts = sorted(
+        data.draw(st.lists(st.integers(1, 11), min_size=stages - 1, max_size=stages - 1, unique=True))
+    )
+    split = [b - a for a, b in zip([0, *cuts], [*cuts, 12], strict=True)]
+    shape = replace(SHAPE, num_layers=12)
+    plan = make_plan(
+        split=split,
+        pipeline=pipeline,
+        chunks=chunks,
+        tensor=data.draw(st.sampled_from([1, 2])),
+        data=4 // pipeline,
+        micro_batch=1,
+        group=pipeline if chunks > 1 else None,
+        shape=shape,
+        made_for_shape=data.draw(st.sampled_from([SHAPE, shape])),
+        global_batch_size=16,
+    )
+    users = data.draw(
+        st.sampled_from(
+            [
+                [],
+                ["--pipeline-model-parallel-size", "2"],
+                ["--pipeline-model-parallel-size=2", "--num-virtual-stages-per-pipeline-rank=3"],
+                ["--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "1"],
+                ["--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "Et|tt|tt|tL"],
+                ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+                ["--recompute-activations", "--micro-batch-size", "1"],
+                ["--pipeline-model-parallel-size", "4"],
+            ]
+        )
+    )
+    words = [*MEGATRON_FLAGS[2:], "--num-layers", str(plan.made_for.shape.num_layers), *users]
+    edited, notes = rewrite(plan, flags=native_flags(), words=words)
+    assert len(notes) <= 1
+    assert rewrite(plan, flags=native_flags(), words=edited)[0] == edited
+
+
+def test_layout_string_has_every_layer() -> None:
+    assert layout_string(Split(transformer_layers_per_stage=(0, 2, 1, 0))) == "E|tt|t|L"
+    assert layout_string(Split(transformer_layers_per_stage=(2, 1))) == "Ett|tL"
+
+
+def test_misfit_names_every_difference() -> None:
+    plan = make_plan(split=(6,), data=2, global_batch_size=16, framework_version="0.19.3")
+    user = native_flags().values(["--num-layers", "5", *MEGATRON_FLAGS[2:]])
+    with pytest.raises(PlanError) as raised:
+        check_fit(plan, user, version="0.19.2", world_size=4)
+    for part in (
+        "framework_version 0.19.2 (plan: 0.19.3)",
+        "world_size 4 (plan: 2)",
+        "global_batch_size 8 (plan: 16)",
+        "num_layers 5 (plan: 6)",
+    ):
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [["--use-checkpoint-args"], ["--yaml-cfg", "x.yaml"], ["--rampup-batch-size", "2", "2", "9"]],
+)
+def test_commands_that_no_plan_fits(extra: list[str]) -> None:
+    user = native_flags().values([*MEGATRON_FLAGS, *extra])
+    with pytest.raises(PlanError, match=extra[0]):
+        check_fit(make_plan(split=(6,)), user, version="0.19.2", world_size=1)
+
+
+def test_hybrid_models_keep_their_split() -> None:
+    words = [*MEGATRON_FLAGS, "--pipeline-model-parallel-size", "2", "--hybrid-layer-pattern", "M*|M*"]
+    with pytest.raises(PlanError, match="hybrid-layer-pattern"):
+        rewrite(make_plan(split=(4, 2), pipeline=2), flags=native_flags(), words=words)
