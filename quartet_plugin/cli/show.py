@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.main import refuse_user_command
+from quartet_plugin.cli.invocation import refuse_user_command
 
 if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan

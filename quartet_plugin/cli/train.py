@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from quartet_plugin.cli.main import user_command
+from quartet_plugin.cli.invocation import user_command
 from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, PlanError, UsageError
 
 if TYPE_CHECKING:

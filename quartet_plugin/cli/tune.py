@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.main import user_command
+from quartet_plugin.cli.invocation import user_command
 
 if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
