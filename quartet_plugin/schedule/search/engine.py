@@ -1,0 +1,420 @@
+"""The search: named schedules, the family, then insertion on the winners, then the test under noise.
+
+Work is cut into tasks of compiled, GIL-free kernels that threads run side by side. With a fixed number of
+evaluations the tasks, their seeds and their order depend on the arguments alone, so the number of threads
+does not matter.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.schedule.costs import Costs
+from quartet_plugin.schedule.family import Pipeline, run
+from quartet_plugin.schedule.placement import Placement
+from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.search.baseline import Baseline, named_schedules, unscored
+from quartet_plugin.schedule.search.insertion import improve_orders
+from quartet_plugin.schedule.search.noise import NoisyCosts
+from quartet_plugin.schedule.search.problem import Point, Problem, vector_of
+from quartet_plugin.schedule.search.space import AUTO, placements_for, splits_for
+from quartet_plugin.schedule.search.starts import starts
+from quartet_plugin.schedule.simulate import Simulation, flatten, simulate_costs
+from quartet_plugin.split import Split
+
+DEFAULT_TIME_LIMIT_S = 10.0
+_ROUND_WIDTH = 8
+_POOL = 24
+_PER_PLACEMENT = 8
+# Parts of the effort after which a phase ends.
+_NAMED_UNTIL, _FAMILY_UNTIL, _INSERTION_UNTIL = 0.2, 0.65, 0.93
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A named schedule's best result: `score_s` is its makespan, or period when that is the objective."""
+
+    label: str
+    schedule: Schedule
+    score_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """What a search found.
+
+    `named_best` is the best named schedule that fits, None when none does; `named` all that fit, best
+    first. `found_s` is the best score seen, also when the order lost under noise and was not taken.
+    """
+
+    schedule: Schedule
+    simulation: Simulation
+    named_best: Named | None
+    named: tuple[Named, ...]
+    found_s: float
+    num_evaluations: int
+    elapsed_s: float
+
+
+def search(
+    costs: Costs,
+    *,
+    placement: str | Sequence[int] = AUTO,
+    chunks: str | int | None = AUTO,
+    split: str | Sequence[int] = AUTO,
+    objective: Literal["makespan", "period"] | str = "makespan",
+    time_limit_s: float | None = None,
+    evaluations: int | None = None,
+    seed: int = 0,
+    allow_empty: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> SearchResult:
+    """Search placement, split and order for `costs`; never worse than the best named schedule.
+
+    `time_limit_s` (10 if neither is given) is for everything but compilation; `evaluations` makes the
+    result depend on `seed` alone. A found order replaces a named one only if its mean makespan over 64
+    paired draws of the costs is lower too. Raises ConfigError for impossible arguments and InfeasibleError
+    when the memory limit does not hold one microbatch under any split.
+    """
+    if objective not in ("makespan", "period"):
+        raise ConfigError(f"objective: {objective[:40]!r}; expected makespan or period")
+    problem = Problem.of(
+        costs, want_period=objective == "period", allow_empty=allow_empty, free_split=split == AUTO
+    )
+    shapes = placements_for(costs, placement=placement, chunks=chunks, split=split, allow_empty=allow_empty)
+    limit = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
+    effort = Effort(clock=clock, time_limit_s=None if evaluations else limit, evaluations=evaluations)
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+        job = _Job(problem=problem, effort=effort, pool=pool, rng=np.random.default_rng(seed))
+        return job.search(
+            {shape: splits_for(costs, shape, split, allow_empty=allow_empty) for shape in shapes}
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Effort:
+    """How much has been and may be spent, in seconds or in evaluations."""
+
+    clock: Callable[[], float]
+    time_limit_s: float | None
+    evaluations: int | None
+    used: int = 0
+    started_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started_s = self.clock()
+
+    @property
+    def spent(self) -> float:
+        """Fraction of what may be spent."""
+        if self.evaluations is not None:
+            return self.used / self.evaluations
+        assert self.time_limit_s is not None
+        return (self.clock() - self.started_s) / self.time_limit_s if self.time_limit_s > 0 else math.inf
+
+    def steps(self, until: float, seconds_each: Sequence[float]) -> list[int]:
+        """Steps for a round of tasks whose steps take `seconds_each`, some rounds before `until` is spent."""
+        left, width = until - self.spent, len(seconds_each)
+        if left <= 0:
+            return [0] * width
+        if self.evaluations is not None:
+            return [max(1, min(200, int(left * self.evaluations / width)))] * width
+        assert self.time_limit_s is not None
+        task_s = min(0.08, left * self.time_limit_s * _cores() / width)
+        return [int(min(2000, task_s / max(each, 1e-7))) for each in seconds_each]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """One search under way."""
+
+    problem: Problem
+    effort: Effort
+    pool: ThreadPoolExecutor
+    rng: np.random.Generator
+    move_rate: "Rate" = field(default_factory=lambda: Rate(3e-8))
+    climb_rate: "Rate" = field(default_factory=lambda: Rate(1.5e-7))
+    insert_rate: "Rate" = field(default_factory=lambda: Rate(1.5e-7))
+
+    def search(self, options: dict[Placement, list[Split]]) -> SearchResult:
+        named = self.named(options)
+        family = self.family(options, named)
+        found = self.refined(family, named)
+        return self.result(found, named)
+
+    # Named schedules.
+
+    def named(self, options: dict[Placement, list[Split]]) -> list[Baseline]:
+        """Every named schedule under every start split, then layers moved where that is free."""
+        costs = self.problem.costs
+        schedules = named_schedules(
+            list(options), num_devices=costs.num_devices, num_microbatches=costs.num_microbatches
+        )
+        fresh = [unscored(s, split) for s in schedules for split in options[s.placement]]
+        scored = self.each([(item, 0) for item in fresh], partial(_moved, problem=self.problem))
+        best: dict[str, Baseline] = {}
+        for item in scored:
+            if math.isfinite(item.score) and item.score < (
+                best[item.label].score if item.label in best else math.inf
+            ):
+                best[item.label] = item
+        items = sorted(best.values(), key=lambda item: item.score)
+        if not self.problem.free_split:
+            return [item for item in items if item.fits]
+        while items and self.effort.spent < _NAMED_UNTIL:
+            # The promising half is climbed twice as often.
+            turn = items if self.rng.random() < 0.5 else items[: (len(items) + 1) // 2]
+            moved = self.round(turn, self.move_rate, _NAMED_UNTIL, partial(_moved, problem=self.problem))
+            if not moved:
+                break
+            items = sorted([*moved, *items[len(turn) :]], key=lambda item: item.score)
+        return [item for item in items if item.fits]
+
+    # The family.
+
+    def family(self, options: dict[Placement, list[Split]], named: list[Baseline]) -> list[Point]:
+        """Structured starts, then hill climbs from the best points found so far."""
+        m = self.problem.costs.num_microbatches
+        short = min(m, max(16, 4 * self.problem.costs.num_devices))
+        points = self.started(self.start_points(options, named, short), short)
+        fraction = _FAMILY_UNTIL if short == m else 0.8 * _FAMILY_UNTIL
+        points = self.climb_rounds(points, short, fraction)
+        if short == m or not points:
+            return points
+        full = self.each(
+            [(p, 0) for p in points[:12]], partial(_climbed, problem=self.problem, num_microbatches=m)
+        )
+        return self.climb_rounds(sorted(full, key=lambda p: p.score), m, _FAMILY_UNTIL)
+
+    def started(self, points: list[Point], m: int) -> list[Point]:
+        """Score structured starts, batch by batch, as many as a third of the family's time allows."""
+        done: list[Point] = []
+        until = (self.effort.spent + _FAMILY_UNTIL) / 2
+        for first in range(0, len(points), 64):
+            batch = [(point, 0) for point in points[first : first + 64]]
+            done += self.each(batch, partial(_climbed, problem=self.problem, num_microbatches=m))
+            self.effort.used += len(batch)
+            if self.effort.spent > until:
+                break
+        return _pruned([p for p in done if math.isfinite(p.score)])
+
+    def start_points(
+        self, options: dict[Placement, list[Split]], named: list[Baseline], num_microbatches: int
+    ) -> list[Point]:
+        """Every structured start, with the split that served the placement's named schedules best."""
+        devices = self.problem.costs.num_devices
+        points = []
+        for placement, splits in options.items():
+            same = [b.split for b in named if b.schedule.placement == placement]
+            chosen = list(dict.fromkeys([*same[:1], splits[0]]))
+            families = starts(len(placement) // devices, devices, num_microbatches)
+            for k, family in enumerate(families):
+                whole = np.zeros(len(placement), dtype=np.int64)
+                if self.problem.fused_pays and k % 2:
+                    whole[:] = 1
+                points.append(
+                    Point(
+                        placement=placement,
+                        split=chosen[k % len(chosen)],
+                        params=vector_of(family),
+                        whole=whole,
+                    )
+                )
+        return [points[int(k)] for k in self.rng.permutation(len(points))]
+
+    def climb_rounds(self, points: list[Point], m: int, until: float) -> list[Point]:
+        """Rounds of climbs from points chosen by rank, until `until` of the effort is spent."""
+        task = partial(_climbed, problem=self.problem, num_microbatches=m)
+        while points and self.effort.spent < until:
+            ranks = np.minimum(self.rng.geometric(0.25, size=_ROUND_WIDTH) - 1, len(points) - 1)
+            climbed = self.round([points[int(k)] for k in ranks], self.climb_rate, until, task, m=m)
+            if not climbed:
+                break
+            points = _pruned([*climbed, *points])
+        return points
+
+    # Insertion.
+
+    def refined(self, family: list[Point], named: list[Baseline]) -> list[tuple[float, Schedule]]:
+        """The best orders of both kinds, improved by insertion; (score, schedule), best first."""
+        orders = [(p.score, self.schedule_of(p)) for p in family[:6]]
+        orders += [(b.score, replace(b.schedule, layers_per_stage=b.split)) for b in named[:2]]
+        orders.sort(key=lambda pair: pair[0])
+        if self.problem.want_period or not orders:
+            return orders
+        current = [schedule for _, schedule in orders[:4]]
+        results = list(orders)
+        while self.effort.spent < _INSERTION_UNTIL:
+            outcome = self.round(current, self.insert_rate, _INSERTION_UNTIL, self.inserted)
+            if not outcome:
+                break
+            results = sorted([*results, *(best for best, _ in outcome)], key=lambda pair: pair[0])[:12]
+            current = [last for _, last in outcome]
+        return sorted([*results, *orders], key=lambda pair: pair[0])
+
+    def inserted(self, start: tuple[Schedule, int], seed: int) -> tuple[tuple[float, Schedule], Schedule]:
+        """The best order with its score, and the last one, after some steps of insertion."""
+        schedule, steps = start
+        assert schedule.layers_per_stage is not None
+        costs = self.problem.stage_costs(schedule.placement, schedule.layers_per_stage)
+        orders, offsets = flatten(schedule)
+        best = np.empty_like(orders)
+        score = improve_orders(
+            orders,
+            offsets,
+            schedule.num_stages,
+            schedule.num_microbatches,
+            costs.device_of_stage,
+            np.stack([costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.backward_s]),
+            np.stack([costs.forward_transfer_s, costs.backward_transfer_s]),
+            costs.activation_bytes,
+            costs.held_fraction,
+            self.problem.limit_bytes * (1 + 1e-12),
+            steps,
+            0.0,
+            seed,
+            best,
+        )
+        origin = dict(schedule.origin) | {"inserted": True}
+        parts = tuple(np.split(best, offsets[1:-1])), tuple(np.split(orders, offsets[1:-1]))
+        best_schedule, last = (replace(schedule, orders=part, origin=origin) for part in parts)
+        return (float(score), best_schedule), last
+
+    def schedule_of(self, point: Point) -> Schedule:
+        """The order a point stands for."""
+        costs = self.problem.costs
+        pipeline = Pipeline.of(
+            self.problem.stage_costs(point.placement, point.split),
+            costs.num_microbatches,
+            memory_limit_bytes=costs.memory_limit_bytes,
+        )
+        _, orders, offsets = run(point.family, pipeline)
+        return Schedule(
+            num_devices=costs.num_devices,
+            num_microbatches=costs.num_microbatches,
+            placement=point.placement,
+            orders=tuple(np.split(orders, offsets[1:-1])),
+            layers_per_stage=point.split,
+            origin={"family": point.family.to_json()},
+        )
+
+    # The choice.
+
+    def result(self, found: list[tuple[float, Schedule]], named: list[Baseline]) -> SearchResult:
+        """The best order that also wins under noise, else the best named one."""
+        table = tuple(
+            Named(label=b.label, schedule=replace(b.schedule, layers_per_stage=b.split), score_s=b.score)
+            for b in named
+        )
+        if not found:
+            raise InfeasibleError(
+                "memory_limit_bytes: no order fits, one microbatch is too much under every split tried; "
+                "raise the limit or use more devices"
+            )
+        chosen = self.proven(found, table[0]) if table else found[0][1]
+        return SearchResult(
+            schedule=chosen,
+            simulation=simulate_costs(chosen, self.problem.costs),
+            named_best=table[0] if table else None,
+            named=table,
+            found_s=found[0][0],
+            num_evaluations=self.effort.used,
+            elapsed_s=self.effort.clock() - self.effort.started_s,
+        )
+
+    def proven(self, found: list[tuple[float, Schedule]], named: Named) -> Schedule:
+        """The first of the distinct best that beats `named` plainly and under noise."""
+        better = [pair for pair in found if pair[0] < named.score_s * (1 - 1e-9)]
+        if not better:
+            return named.schedule
+        noisy = NoisyCosts.draw(self.problem.costs, self.rng)
+        to_beat = noisy.mean_makespan(named.schedule)
+        tried: list[float] = []
+        for score, schedule in better:
+            if any(abs(score - t) <= 1e-12 * t for t in tried):
+                continue
+            if len(tried) == 4:
+                break
+            tried.append(score)
+            if noisy.mean_makespan(schedule) < to_beat:
+                return schedule
+        return named.schedule
+
+    def round[Item: (Baseline, Point, Schedule), Result](
+        self,
+        items: Sequence[Item],
+        rate: "Rate",
+        until: float,
+        task: Callable[[tuple[Item, int], int], Result],
+        *,
+        m: int | None = None,
+    ) -> list[Result]:
+        """Give every item steps by what a step costs, run them, and learn what it did cost.
+
+        Empty when `until` of the effort is spent, or a step would take longer than what is left.
+        """
+        sizes = [_size(item, m or self.problem.costs.num_microbatches) for item in items]
+        steps = self.effort.steps(until, [rate.seconds * size for size in sizes])
+        if max(steps) == 0:
+            return []
+        begin = time.perf_counter()
+        results = self.each(list(zip(items, steps, strict=True)), task)
+        work = sum(size * (n + 1) for size, n in zip(sizes, steps, strict=True))
+        rate.seconds = (time.perf_counter() - begin) * min(_cores(), len(items)) / work
+        self.effort.used += sum(steps)
+        return results
+
+    def each[Item, Result](self, items: Sequence[Item], task: Callable[[Item, int], Result]) -> list[Result]:
+        """Run `task(item, seed)` for all items on all cores; results in the items' order."""
+        seeds = self.rng.integers(0, 2**31 - 1, size=len(items)).tolist()
+        return list(self.pool.map(task, items, seeds))
+
+
+@dataclass(slots=True)
+class Rate:
+    """Seconds a step takes an action, learned from round to round."""
+
+    seconds: float
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _size(item: Baseline | Point | Schedule, num_microbatches: int) -> int:
+    placement = item.schedule.placement if isinstance(item, Baseline) else item.placement
+    return 3 * len(placement) * num_microbatches
+
+
+def _moved(start: tuple[Baseline, int], seed: int, *, problem: Problem) -> Baseline:
+    return start[0].climbed(problem, steps=start[1], seed=seed)
+
+
+def _climbed(start: tuple[Point, int], seed: int, *, problem: Problem, num_microbatches: int) -> Point:
+    point, steps = start
+    return point.climbed(problem, num_microbatches=num_microbatches, steps=steps, target=0.0, seed=seed)
+
+
+def _pruned(points: list[Point]) -> list[Point]:
+    """The best distinct points, at most a few of each placement."""
+    kept: list[Point] = []
+    count: dict[Placement, int] = {}
+    seen: set[tuple[float, bytes, Split]] = set()
+    for point in sorted(points, key=lambda p: p.score):
+        key = (point.score, point.params.tobytes(), point.split)
+        if key in seen or count.get(point.placement, 0) >= _PER_PLACEMENT:
+            continue
+        seen.add(key)
+        count[point.placement] = count.get(point.placement, 0) + 1
+        kept.append(point)
+        if len(kept) == _POOL:
+            break
+    return kept

@@ -1,0 +1,90 @@
+"""Which placements, chunk counts and splits a search may use."""
+
+from collections.abc import Sequence
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.schedule import placement as places
+from quartet_plugin.schedule.costs import Costs
+from quartet_plugin.schedule.placement import Placement, PlacementKind
+from quartet_plugin.split import Split, balanced_split, check_split, even_split, minimum_counts
+
+AUTO = "auto"
+EVEN = "even"
+_AUTO_SHAPES = (
+    (PlacementKind.LINEAR, 1),
+    (PlacementKind.V, 2),
+    (PlacementKind.LOOP, 2),
+    (PlacementKind.LOOP, 3),
+    (PlacementKind.LOOP, 4),
+    (PlacementKind.SNAKE, 4),
+)
+
+
+def placements_for(
+    costs: Costs,
+    *,
+    placement: str | Sequence[int],
+    chunks: str | int | None,
+    split: str | Sequence[int],
+    allow_empty: bool,
+) -> tuple[Placement, ...]:
+    """The placements to search, those with too few layers or another number of stages left out.
+
+    Raises ConfigError for an illegal placement or chunk count, and when nothing is left.
+    """
+    count = None if chunks in (AUTO, None) else int(chunks)
+    devices = costs.num_devices
+    if placement != AUTO:
+        shapes = [places.build(placement, num_devices=devices, num_chunks=count)]
+        if count is None and placement in (PlacementKind.LOOP, PlacementKind.SNAKE):
+            more = (3, 4) if placement == PlacementKind.LOOP else (4,)
+            shapes += [places.build(placement, num_devices=devices, num_chunks=n) for n in more]
+    else:
+        shapes = [
+            places.build(kind, num_devices=devices, num_chunks=n)
+            for kind, n in _AUTO_SHAPES
+            if count in (None, n)
+        ]
+        if count is not None and not shapes:
+            shapes = [places.build(PlacementKind.LOOP, num_devices=devices, num_chunks=count)]
+    if not isinstance(split, str):
+        shapes = [shape for shape in shapes if len(shape) == len(split)]
+        if not shapes:
+            raise ConfigError(f"split: {len(split)} counts match no allowed placement; give one a stage")
+    fitting = tuple(
+        dict.fromkeys(
+            shape
+            for shape in shapes
+            if sum(minimum_counts(costs, len(shape), allow_empty=allow_empty)) <= len(costs.layers)
+            and _splits(costs, shape, split, allow_empty=allow_empty, strict=len(shapes) == 1)
+        )
+    )
+    if not fitting:
+        raise ConfigError(
+            f"{len(costs.layers)} layers for {len(shapes[0])} stages; use fewer chunks, or --allow-empty"
+        )
+    return fitting
+
+
+def splits_for(
+    costs: Costs, placement: Placement, split: str | Sequence[int], *, allow_empty: bool
+) -> list[Split]:
+    """The splits to start from: the balanced and the even one when free, else the given one."""
+    return _splits(costs, placement, split, allow_empty=allow_empty, strict=True)
+
+
+def _splits(
+    costs: Costs, placement: Placement, split: str | Sequence[int], *, allow_empty: bool, strict: bool
+) -> list[Split]:
+    stages = len(placement)
+    if not isinstance(split, str):
+        return [check_split(costs, split, num_stages=stages, allow_empty=allow_empty)]
+    if split not in (AUTO, EVEN):
+        raise ConfigError(f"split: {split[:40]!r}; expected auto, even, or one count a stage")
+    found = [balanced_split(costs, placement, allow_empty=allow_empty)] if split == AUTO else []
+    try:
+        found.append(even_split(costs, stages, allow_empty=allow_empty))
+    except ConfigError:
+        if strict and not found:
+            raise
+    return list(dict.fromkeys(found))
