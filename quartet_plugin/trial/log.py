@@ -10,7 +10,7 @@ _KEPT_BYTES = 16 * 2**20
 _TAIL_BYTES = 256 * 1024
 
 _ELASTIC_LINE = re.compile(r"[WEIF]\d{4} [\d:.]+ \d+ .*torch/distributed/")
-_ELASTIC_FAILURE = re.compile(r"torch/distributed/elastic/.*\] failed \(exitcode")
+_ELASTIC_FAILURE = re.compile(r"torch/distributed/elastic/.*\] (failed \(exitcode|Received \d+ death signal)")
 _ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)?", re.DOTALL)
 _ROOT_CAUSE = re.compile(r"Root Cause.*?exitcode\s*:\s*(-?\d{1,5}) \(pid: (\d{1,10})\)", re.DOTALL)
 _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use")

@@ -80,13 +80,23 @@ def own_identity() -> Identity:
     return found
 
 
-def descendants(pid: int) -> set[Identity]:
-    """The children of `pid`, theirs, and so on, as far as they run."""
-    try:
-        children = psutil.Process(pid).children(recursive=True)
-    except psutil.Error:
-        return set()
-    return {found for child in children if (found := identify(child)) is not None}
+def descendants(pids: Iterable[int]) -> set[Identity]:
+    """The children of `pids`, theirs, and so on, as far as they run; one look at all processes."""
+    children: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            children.setdefault(process.ppid(), []).append(process)
+    found: set[Identity] = set()
+    open_pids = list(pids)
+    seen = set(open_pids)
+    while open_pids:
+        for child in children.get(open_pids.pop(), []):
+            identity = identify(child)
+            if identity is not None and child.pid not in seen:
+                seen.add(child.pid)
+                found.add(identity)
+                open_pids.append(child.pid)
+    return found
 
 
 def marked(attempt_id: str) -> set[Identity]:
@@ -154,9 +164,7 @@ class ProcessBook:
 
     def rescan(self, launcher_pid: int, *, named: Iterable[tuple[int, float]] = ()) -> None:
         """Add the launcher, its descendants, theirs, and of the `named` (pid, start) those that are ours."""
-        found = descendants(launcher_pid)
-        for known in self.alive:
-            found |= descendants(known.pid)
+        found = descendants({launcher_pid, *(known.pid for known in self.alive)} - {0})
         with contextlib.suppress(psutil.Error):
             launcher = identify(psutil.Process(launcher_pid))
             found |= {launcher} if launcher is not None else set()

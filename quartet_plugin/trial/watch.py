@@ -23,7 +23,11 @@ _EARLIEST_S = 0.2
 _ERROR_GRACE_S = 5.0
 _STACKS_S = 1.0
 _KILL_GRACE_S = 0.5
+
+# Looking for new processes takes milliseconds on a busy machine: often while they are being started, rarely
+# while they are being measured.
 _RESCAN_S = 0.5
+_RESCAN_MEASURING_S = 5.0
 
 OnMove = Callable[[Phase, int, float], None]
 
@@ -126,7 +130,7 @@ class Watch:
         iteration = min((beat.iteration for beat in snapshot.beats.values()), default=0)
         now = self._clock()
         if now >= self._next_rescan_s:
-            self._next_rescan_s = now + _RESCAN_S
+            self._next_rescan_s = now + (_RESCAN_MEASURING_S if iteration > 0 else _RESCAN_S)
             self._rescan(snapshot)
             self._log.trim()
         if (phase, iteration) != self._shown:

@@ -76,6 +76,12 @@ def test_a_trial_that_still_runs_is_waited_for(fake_torchrun: Path, tmp_path: Pa
     assert recover(trials) == ()
 
 
+def test_a_trial_under_the_real_torchrun_is_waited_for(tmp_path: Path) -> None:
+    torchrun = Path(sys.executable).parent / "torchrun"
+    killed_tuner(torchrun, tmp_path / "000001", "--gloo", "--step-s", "0.3", when=measuring)
+    assert [one.outcome for one in recover(tmp_path)] == [Outcome.OK]
+
+
 def test_a_trial_that_has_ended_meanwhile_is_adopted(fake_torchrun: Path, tmp_path: Path) -> None:
     attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.05", when=measuring)
     until_all_ended(attempt)

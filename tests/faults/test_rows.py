@@ -399,6 +399,21 @@ def test_under_the_real_torchrun_with_gloo(trial: Trial, mode: str, outcome: Out
     assert word in result.reason
 
 
+def test_row_10_under_the_real_torchrun(tmp_path: Path) -> None:
+    """Its ranks have sessions of their own, and live on when it is killed."""
+    launcher = BareLauncher()
+
+    def kill_launcher() -> bool:
+        if list(tmp_path.rglob("rank-1.beat.json")):
+            psutil.Process(launcher.started[-1]).kill()
+        return False
+
+    request = trial_request(REAL_TORCHRUN, tmp_path / "000", "--step-s", "0.5", max_attempts=1)
+    result = run_trial(request, launcher=launcher, stop=kill_launcher)
+    assert result.outcome is Outcome.INFRA
+    assert "the launcher was ended by SIGKILL" in result.reason
+
+
 def test_row_18_under_the_real_torchrun(tmp_path: Path) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]

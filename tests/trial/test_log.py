@@ -51,6 +51,11 @@ def test_torchruns_own_words_are_left_out() -> None:
         "Traceback (most recent call last):\nChildFailedError: theirs\n"
     )
     assert last_lines(text) == ("Traceback (most recent call last):", "ValueError: mine")
+    stopped = (
+        "mine\nW1121 10:51:51.0 77 torch/distributed/elastic/agent/server/api.py:739] Received 15 death "
+        "signal, shutting down workers\nTraceback (most recent call last):\nSignalException: theirs\n"
+    )
+    assert last_lines(stopped) == ("mine",)
 
 
 @settings(deadline=None, max_examples=200)
