@@ -1,0 +1,167 @@
+"""What measuring costs: `python benchmarks/adapter_overhead.py [--pairs 40] [--steps 12] [--output FILE]`.
+
+Two processes train a small GPT (PP2, CPU device). A pair is two adjacent blocks of steps in these same
+processes, one with the measuring adapter around `train_step` and one without, in random order; its ratio is
+the time with over the time without, of the slower rank. Printed are the median of the ratios and its 95 %
+bootstrap interval over pairs. The exit code is 1 when the interval's upper end is not below 1.01.
+"""
+
+import argparse
+import json
+import os
+import random
+import runpy
+import secrets
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "pretrain_gpt.py"
+GOAL = 1.01
+# Short iterations, so that what the adapter adds to each weighs more than in a real job.
+FLAGS = shlex.split(
+    "--num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
+    "--pipeline-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 16 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 4095 --train-iters 100000 "
+    "--lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --clip-grad 1.0 "
+    "--attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-interval 1000000 --eval-iters 0"
+)
+WARMUP_STEPS = 10
+
+
+def main() -> int:
+    """Start the two processes, or be one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=12, help="steps a block")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="write every block's time there, as JSON")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.folder is not None:
+        run_rank(options)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", __file__),
+                *("--folder", folder, "--pairs", str(options.pairs), "--steps", str(options.steps)),
+                *("--seed", str(options.seed)),
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        )
+        blocks = [json.loads((Path(folder) / f"blocks-{rank}.json").read_text()) for rank in range(2)]
+    return report(options, blocks)
+
+
+def report(options: argparse.Namespace, blocks: Sequence[Any]) -> int:
+    """Print the interval; 0 when its upper end is below the goal."""
+    seconds = np.max([rank["seconds"] for rank in blocks], axis=0).reshape(-1, 2)
+    is_on = np.array(blocks[0]["is_on"]).reshape(-1, 2)
+    assert bool((is_on.sum(axis=1) == 1).all())
+    with_s, without_s = seconds[is_on], seconds[~is_on]
+    ratios = with_s / without_s
+    generator = np.random.default_rng(options.seed)
+    draws = generator.choice(ratios, size=(20_000, len(ratios)))
+    low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
+    median = float(np.median(ratios))
+    iteration_s = float(np.median(without_s)) / options.steps
+    print(f"pairs {len(ratios)}, steps a block {options.steps}, iteration {iteration_s * 1e3:.1f} ms without")
+    print(
+        f"time with the adapter / without: {median:.4f} [{low:.4f}, {high:.4f}] (95 % bootstrap over pairs)"
+    )
+    print(f"upper end below {GOAL}: {'yes' if high < GOAL else 'no'}")
+    if options.output is not None:
+        content = {
+            "ratio": {"median": median, "low": float(low), "high": float(high)},
+            "iteration_s": iteration_s,
+            "with_s": with_s.tolist(),
+            "without_s": without_s.tolist(),
+            "steps_per_block": options.steps,
+            "seed": options.seed,
+        }
+        options.output.write_text(json.dumps(content, indent=1) + "\n")
+    return 0 if high < GOAL else 1
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """Train, with a `train_step` that switches the adapter on and off between blocks."""
+    from quartet_plugin.megatron import cpu_device
+
+    cpu_device.ensure_environment()
+    cpu_device.install()
+    from megatron.training import training
+
+    from quartet_plugin.megatron.measure import StepMeter
+    from quartet_plugin.megatron.ranks import Place
+    from quartet_plugin.megatron.records import Order, RankFiles
+
+    order = Order(
+        schema_version=1,
+        attempt_id=secrets.token_hex(16),
+        folder=str(options.folder),
+        warmup=0,
+        measure=100_000,
+        plan_key=None,
+    )
+    files = RankFiles(order, Place.of(os.environ))
+    files.start()
+    meter = StepMeter(files, neutralised=[], started_at=time.time())
+    plain = training.train_step
+    training.train_step = Blocks(options, plain=plain, measured=meter.wrap(plain)).train_step
+    sys.argv = [str(SCRIPT), *FLAGS, *cpu_device.required_flags(set(FLAGS))]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+class Blocks:
+    """Counts steps and takes one or the other function, block by block, alike on every rank."""
+
+    def __init__(self, options: argparse.Namespace, *, plain: Any, measured: Any) -> None:
+        generator = random.Random(options.seed)
+        pairs = [generator.sample([True, False], 2) for _ in range(options.pairs)]
+        self._is_on = [is_on for pair in pairs for is_on in pair]
+        self._functions = {True: measured, False: plain}
+        self._steps = options.steps
+        self._folder = options.folder
+        self._done = -WARMUP_STEPS
+        self._block_start = 0.0
+        self._seconds: list[float] = []
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One step of the current block; both functions run during the warm-up."""
+        block = self._done // self._steps
+        is_on = self._is_on[block] if self._done >= 0 else self._done % 2 == 0
+        results = self._functions[is_on](*args, **kwargs)
+        self._done += 1
+        if self._done >= 0 and self._done % self._steps == 0:
+            now = time.perf_counter()
+            if self._done > 0:
+                self._seconds.append(now - self._block_start)
+            self._block_start = now
+        if len(self._seconds) == len(self._is_on):
+            self._finish()
+        return results
+
+    def _finish(self) -> None:
+        import torch.distributed as dist
+
+        from quartet_plugin.megatron.measure import leave
+
+        path = self._folder / f"blocks-{os.environ['RANK']}.json"
+        path.write_text(json.dumps({"seconds": self._seconds, "is_on": self._is_on}))
+        dist.barrier()
+        leave()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
