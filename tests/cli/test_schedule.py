@@ -12,29 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet_plugin.cli.main import main
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.schedule.files import read_schedule, write_schedule
 from quartet_plugin.schedule.validate import validate
+from tests.cli.quartet_schedule import Quartet, cost_table
 from tests.schedule.orders import edited, one_f_one_b, schedule_of
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 QUARTET = Path(sys.executable).with_name("quartet")
 
 
-def cost_table(
-    *, num_devices: int = 4, num_microbatches: int = 8, num_layers: int = 8, **others: Any
-) -> dict[str, Any]:
-    """A device's share of one microbatch takes F = I = W = 1 and one unit of memory."""
-    share = num_devices / num_layers
-    layer = dict.fromkeys(("forward_s", "input_grad_s", "weight_grad_s", "activation_bytes"), share)
-    return {
-        "schema_version": 1,
-        "num_devices": num_devices,
-        "num_microbatches": num_microbatches,
-        "layers": [{"name": f"layer.{i}", **layer} for i in range(num_layers)],
-        **others,
-    }
+@pytest.fixture
+def quartet(capsys: pytest.CaptureFixture[str]) -> Quartet:
+    return Quartet(capsys)
 
 
 @pytest.fixture
@@ -42,33 +32,6 @@ def costs(tmp_path: Path) -> Path:
     path = tmp_path / "costs.json"
     write_json_atomic(path, cost_table())
     return path
-
-
-@pytest.fixture
-def quartet(capsys: pytest.CaptureFixture[str]) -> "Quartet":
-    return Quartet(capsys)
-
-
-class Quartet:
-    """`quartet schedule ...`, in this process."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self.capsys = capsys
-
-    def __call__(self, *arguments: object) -> str:
-        """What it prints when it succeeds."""
-        code = main(["schedule", *map(str, arguments)])
-        out, err = self.capsys.readouterr()
-        assert (code, err) == (0, "")
-        return out
-
-    def refused(self, *arguments: object, code: int = 2) -> str:
-        """Its one line when it refuses, and what follows it."""
-        assert main(["schedule", *map(str, arguments)]) == code
-        out, err = self.capsys.readouterr()
-        assert out == ""
-        assert err.startswith("quartet: ")
-        return err.removeprefix("quartet: ").rstrip("\n")
 
 
 def test_named_writes_what_simulate_reads(quartet: Quartet, costs: Path, tmp_path: Path) -> None:
