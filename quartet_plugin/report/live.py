@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 Stage = Literal["baseline", "search", "final"]
 
 MAX_ROWS = 24
+_TOLD_PHASES = ("init", "measure")
 _COLUMNS = (
     "trial",
     "shape",
@@ -147,9 +148,9 @@ class PlainLines:
         self._write(self._running.sentence(now_s=self._clock()))
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
-        """A line for each phase, not for each iteration."""
+        """A line where the wait changes its kind, not one for each iteration."""
         running = self._running
-        if running is None or running.phase == phase:
+        if running is None or running.phase == phase or phase not in _TOLD_PHASES:
             return
         self._running = replace(running, phase=phase, iteration=iteration, num_iterations=num_iterations)
         self._write(self._running.sentence(now_s=self._clock()))

@@ -76,7 +76,8 @@ class Launching:
         known = self._launches.recorded(folder, plan_key=None if plan is None else plan.key)
         if known is not None:
             self._budget.add(known.wall_s)
-            self._show(label, plan, known)
+            if self.yardstick is not None:
+                self.show(label, plan, known)
             return known
         self.check_stop()
         self._fence()
@@ -88,7 +89,8 @@ class Launching:
         )
         self._budget.add(result.wall_s)
         self._events.add("outcome", trial=number, outcome=result.outcome.value, reason=result.reason)
-        self._show(label, plan, result)
+        if self.yardstick is not None or not result.is_measured:
+            self.show(label, plan, result)
         if result.outcome is Outcome.CANCELLED:
             raise self._interrupted()
         return result
@@ -129,7 +131,8 @@ class Launching:
             num_iterations=progress.num_iterations,
         )
 
-    def _show(self, label: str, plan: Plan | None, result: TrialResult) -> None:
+    def show(self, label: str, plan: Plan | None, result: TrialResult) -> None:
+        """Tell the observer; what a time is worth is known once there is a yardstick."""
         own = self.yardstick
         scored = None
         shown = plan or (own.plan if own else None)

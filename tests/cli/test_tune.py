@@ -1,0 +1,182 @@
+"""`quartet tune` from the command line: refusals in one line, a whole run, Ctrl-C and kill -9."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.cli.main import main
+from tests.cli.tuning import CONFIG, environment, living, prepare, wait_until
+
+ENTRY = "from quartet_plugin.cli.main import entry; entry()"
+SLOW = ["--step-s", "0.3"]
+
+
+def tune(folder: Path, *more: str, fake: list[str] | None = None, config: str = CONFIG) -> int:
+    options, command = prepare(folder, config=config)
+    return main([*options, *more, "--", *command, *(fake or [])])
+
+
+def start(folder: Path, *more: str, fake: list[str], **options: Any) -> "subprocess.Popen[bytes]":
+    words, command = prepare(folder)
+    argv = [sys.executable, "-c", ENTRY, *words, *more, "--", *command, *fake]
+    return subprocess.Popen(argv, env=environment(), **options)
+
+
+def verdicts(folder: Path) -> list[str]:
+    import optuna
+
+    study = optuna.load_study(study_name="fake", storage=f"sqlite:///{folder / 'runs/fake/study.sqlite3'}")
+    return [trial.user_attrs["told"]["verdict"] for trial in study.trials if trial.state.is_finished()]
+
+
+def test_a_run_from_the_baseline_to_the_final_rounds(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert tune(tmp_path) == 0
+    run = tmp_path / "runs" / "fake"
+    printed = capfd.readouterr().out
+    assert "trial 0: your own command" in printed
+    assert "tokens/s" in printed
+    assert "faster than your own command" in printed or "no better plan was found" in printed
+    assert "verdict" not in printed
+    assert verdicts(tmp_path).count("measured") >= 4
+    for name in ("config.json", "cluster.json", "events.jsonl"):
+        assert (run / name).is_file()
+    assert json.loads((run / "cluster.json").read_text())["nodes"][0]["num_slots"] == 2
+    assert not (run / "lock.json").exists()
+    for number in range(4):
+        attempt = run / "trials" / f"{number:06d}" / "attempt-1"
+        assert json.loads((attempt / "result.json").read_text())["outcome"] in ("OK", "UNSTABLE")
+        assert (attempt / "plan.json").exists() == (number > 0)
+    assert living(tmp_path) == []
+
+
+def test_a_script_that_fails_by_itself_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert tune(tmp_path, fake=["--mode", "nothing"]) == 5
+    shown = capfd.readouterr()
+    assert "SyntaxError: the script's own" in shown.out
+    assert len(shown.err.strip().splitlines()) == 1
+    assert "nothing is searched" in shown.err
+    assert not (tmp_path / "runs/fake/study.sqlite3").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["tune"], 2, "write it after --"),
+        (["tune", "--"], 2, "training command"),
+        (["tune", "--", "ls", "-l"], 2, "not supported"),
+        (["tune", "--", "deepspeed", "train.py"], 2, "torchrun"),
+        (["tune", "--config", "nowhere.yaml", "--", "python", "x.py"], 2, "nowhere.yaml"),
+        (["tune", "--resume", "--run-dir", "nowhere", "--", "python", "x.py"], 2, "no run to resume"),
+        (["tune", "--max-minutes", "soon", "--", "python", "x.py"], 2, "max-minutes"),
+    ],
+)
+def test_refusals_are_one_line(
+    words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == code
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert says in lines[0]
+
+
+def test_an_unknown_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune(tmp_path, config="study: {trails: 3}") == 2
+    assert "trails" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_exists_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune(tmp_path, fake=["--mode", "nothing"]) == 5
+    assert tune(tmp_path) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert tune(tmp_path, "--resume") == 2
+    assert "another command" in capsys.readouterr().err
+
+
+def test_ctrl_c_on_a_terminal_stops_cleanly_and_the_run_goes_on(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = start(
+        tmp_path,
+        fake=SLOW,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=lambda: _controlling_terminal(theirs),
+        start_new_session=True,
+    )
+    os.close(theirs)
+    beat = tmp_path / "runs/fake/trials/000001/attempt-1/rank-0.beat.json"
+    wait_until(lambda: beat.exists(), what="trial 1")
+    os.write(ours, b"\x03")
+    printed = _read_all(ours)
+    assert process.wait(timeout=60) == 130
+    assert "stopping after cleaning up" in printed
+    assert "--resume goes on" in printed
+    assert living(tmp_path) == []
+    assert verdicts(tmp_path) == ["measured"]
+    assert tune(tmp_path, "--resume", fake=SLOW) == 0
+    assert verdicts(tmp_path).count("measured") >= 4
+
+
+def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
+    process = start(
+        tmp_path,
+        fake=["--mode", "stubborn", "--faulty-attempts", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    beat = tmp_path / "runs/fake/trials/000000/attempt-1/rank-0.beat.json"
+    wait_until(lambda: beat.exists(), what="the baseline")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if b"once more" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    assert process.wait(timeout=60) == 130
+    process.stdout.close()
+    assert living(tmp_path) == []
+
+
+def test_a_killed_tuner_loses_nothing(tmp_path: Path) -> None:
+    process = start(tmp_path, fake=SLOW, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    beat = tmp_path / "runs/fake/trials/000002/attempt-1/rank-0.beat.json"
+    wait_until(lambda: beat.exists(), what="trial 2")
+    process.kill()
+    process.wait(timeout=30)
+    assert verdicts(tmp_path) == ["measured", "measured"]
+    assert tune(tmp_path, "--resume", fake=SLOW) == 0
+    assert verdicts(tmp_path).count("measured") >= 4
+    for number in (0, 1):
+        assert not (tmp_path / f"runs/fake/trials/{number:06d}/attempt-2").exists()
+    assert living(tmp_path) == []
+
+
+def _controlling_terminal(descriptor: int) -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
+
+
+def _read_all(descriptor: int) -> str:
+    pieces = []
+    while True:
+        try:
+            piece = os.read(descriptor, 65536)
+        except OSError:
+            break
+        if not piece:
+            break
+        pieces.append(piece)
+    os.close(descriptor)
+    return b"".join(pieces).decode(errors="replace")
