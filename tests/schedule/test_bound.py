@@ -111,7 +111,6 @@ def test_zero_bubble_meets_the_bound() -> None:
     """ZB-H2's makespan: the last device starts after p - 1 forwards and never waits again."""
     bound = lower_bound(uniform(8, 32, 8), placement=range(8), layers_per_stage=[1] * 8)
     assert bound.makespan_s == pytest.approx(3 * 32 + 7)
-    assert bound.reason.startswith("device 7")
 
 
 def test_memory_makes_the_bound_longer() -> None:

@@ -1,0 +1,121 @@
+"""The CSV and PyTorch's own loader and validator."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.torch_csv import from_csv, to_csv
+from tests.schedule.pipelines import random_placement, random_schedule
+
+
+def make(seed: int, placement: list[int] | None = None, num_microbatches: int = 5) -> Schedule:
+    rng = np.random.default_rng(seed)
+    placement = placement or random_placement(rng, int(rng.integers(1, 5)), int(rng.integers(1, 4)))
+    return random_schedule(rng, placement=placement, num_microbatches=num_microbatches)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 100_000), num_microbatches=st.integers(1, 12))
+def test_printer_and_parser_are_exact_inverses(seed: int, num_microbatches: int) -> None:
+    schedule = make(seed, num_microbatches=num_microbatches)
+    text = to_csv(schedule)
+    parsed = from_csv(text)
+    assert parsed.placement == schedule.placement
+    assert parsed.num_microbatches == num_microbatches
+    assert [row.tolist() for row in parsed.orders] == [row.tolist() for row in schedule.orders]
+    assert to_csv(parsed) == text
+
+
+def test_idle_steps_and_other_line_ends_are_read() -> None:
+    assert to_csv(from_csv("0F0,,0B0\r\n,1F0,1B0,\r\n")) == "0F0,0B0\n1F0,1B0\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no action"),
+        ("0F0,0B0,x\n", "row 0, column 2: action 'x'"),
+        ("0F0, 0B0\n", "row 0, column 1"),
+        ("0F0,0SEND_F0,0B0\n", "0SEND_F0"),
+        ("0F0,0B0\n0F0,0B0\n", "stage 0 is already in row 0"),
+        ("0F0,0B0\n2F0,2B0\n", "stage 1 has no action"),
+        ("0F0,0I0\n", "0"),
+        ("0B0,0F0\n", "0"),
+        ("0F9999999,0B0\n", "0F9999999"),
+        ("0F70000,0B0\n", "beyond"),
+    ],
+)
+def test_texts_that_are_no_schedule_are_refused(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        from_csv(text)
+
+
+def test_two_copies_of_the_model_cannot_be_written() -> None:
+    order = np.array([0], dtype=np.int64)
+    schedule = Schedule(
+        num_devices=1,
+        num_microbatches=1,
+        placement=(0,),
+        orders=(order,),
+        routes=((0,), (0,)),
+        route_of_microbatch=(0,),
+    )
+    with pytest.raises(PlanError, match="two copies"):
+        to_csv(schedule)
+
+
+LOADER = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules
+
+path, num_stages, num_microbatches, num_devices = sys.argv[1], *map(int, sys.argv[2:5])
+placement = list(map(int, sys.argv[5].split(",")))
+dist.init_process_group("fake", rank=0, world_size=num_devices, store=dist.HashStore())
+stages = [
+    PipelineStage(torch.nn.Linear(2, 2), index, num_stages, torch.device("cpu"))
+    for index in range(num_stages) if placement[index] == 0
+]
+runtime = schedules._PipelineScheduleRuntime(stages, num_microbatches, loss_fn=lambda a, b: a.sum())
+runtime._load_csv(path, format="compute_only")
+found = schedules._validate_schedule(runtime.pipeline_order, num_devices, num_stages, num_microbatches)
+assert found == dict(enumerate(placement)), found
+for rank, row in runtime.pipeline_order.items():
+    print(",".join(map(str, row)))
+"""
+
+
+@pytest.mark.parametrize(
+    "placement", [[0, 1, 2, 2, 1, 0], [0, 1, 2, 0, 1, 2], [0, 1]], ids=["v", "loop", "linear"]
+)
+def test_pytorch_loads_and_validates_it(tmp_path: Path, placement: list[int]) -> None:
+    schedule = make(1, placement, num_microbatches=6)
+    kinds = {a.kind for d in range(schedule.num_devices) for a in schedule.actions(d)}
+    assert kinds == set(Kind)
+    path = tmp_path / "schedule.csv"
+    path.write_text(to_csv(schedule))
+    arguments = [
+        len(placement),
+        schedule.num_microbatches,
+        schedule.num_devices,
+        ",".join(map(str, placement)),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", LOADER, str(path), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2_000:]
+    assert done.stdout == path.read_text()
