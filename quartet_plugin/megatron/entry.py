@@ -115,6 +115,10 @@ def prepare(session: Session) -> list[str]:
 
         session.files = RankFiles(read_order(options.trial), session.place)
         session.files.start()
+    if options.plan is not None or options.trial is not None:
+        from quartet_plugin.megatron.seams import check_version
+
+        check_version()
     if on_cpu:
         cpu_device.install()
     if options.plan is None and options.trial is None:
@@ -143,12 +147,12 @@ def _change(session: Session) -> list[str]:
     options, words = session.options, list(session.command.arguments)
     wrappers: dict[seams.Seam, seams.Wrapper] = {seams.ARGUMENTS: _group_wrapper(options, on_cpu=False)}
     plan, meeting = None, None
+    version = seams.check_version()
     if options.plan is not None:
         meeting = Meeting.open(session.place)
         plan = agree_on_plan(options.plan, meeting=meeting)
         if session.files is not None:
             session.files.plan_key = plan.key
-    version = seams.check_version()
     from quartet_plugin.megatron.arguments import Flags
 
     _, add_megatron_arguments = seams.resolve(seams.ARGUMENTS)
@@ -157,7 +161,12 @@ def _change(session: Session) -> list[str]:
         from quartet_plugin.megatron.apply import apply_plan
 
         words, check_tokenizer = apply_plan(
-            plan, flags=flags, words=words, version=version, meeting=meeting, place=session.place
+            plan,
+            flags=flags,
+            words=words,
+            version=seams.check_version(),
+            meeting=meeting,
+            place=session.place,
         )
         wrappers[seams.TOKENIZER] = check_tokenizer
     if session.files is not None:

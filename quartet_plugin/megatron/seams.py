@@ -4,14 +4,17 @@ A seam is a module global that its users look up when they call it, so rebinding
 enough. All seams of an installation are resolved and checked first; then all are applied, or none.
 """
 
+import ast
 import importlib
+import importlib.util
 import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from quartet_plugin.errors import SeamError
 
@@ -114,18 +117,36 @@ def _owner(function: Any) -> str:
     return str(getattr(function, "__module__", None) or type(function).__module__)
 
 
-def check_version() -> str:
-    """Megatron's version, without a local suffix. Raises SeamError if it is absent or not a supported one."""
-    try:
-        package = importlib.import_module("megatron.core.package_info")
-    except ImportError as error:
-        raise SeamError(
-            f"Megatron cannot be imported ({error}); {SUPPORTED} is needed: "
-            "pip install 'quartet-plugin[megatron]'"
-        ) from error
-    version = str(package.__version__).partition("+")[0]
+def check_version(version: str | None = None) -> str:
+    """The installed Megatron's version, or `version`. Raises SeamError if it is absent or not supported."""
+    version = version or installed_version()
     numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
     parsed = tuple(int(number or 0) for number in numbers.groups()) if numbers else ()
     if not OLDEST <= parsed < BEFORE:
         raise SeamError(f"megatron-core {version}: not supported; install {SUPPORTED}")
     return version
+
+
+def installed_version() -> str:
+    """The version of the Megatron that would be imported, read from its source.
+
+    Nothing is imported, because the CPU device must come first, and no package database is asked, because a
+    source checkout on the path counts. Raises SeamError where there is no Megatron.
+    """
+    spec = importlib.util.find_spec("megatron")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    sources = [path for folder in folders if (path := Path(folder, "core", "package_info.py")).is_file()]
+    if not sources:
+        raise SeamError(
+            f"Megatron is not installed; {SUPPORTED} is needed: pip install 'quartet-plugin[megatron]'"
+        )
+    found: dict[str, str] = {}
+    for node in ast.parse(sources[0].read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            found.update({target.id: str(node.value.value) for target in node.targets if _is_name(target)})
+    numbers = [found.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH")]
+    return ".".join(numbers) + found.get("PRE_RELEASE", "")
+
+
+def _is_name(node: ast.expr) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name)

@@ -47,7 +47,7 @@ GLOBAL_BATCH_SIZE = 8
 MEGATRON_FLAGS = shlex.split("""
     --num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
     --micro-batch-size 2 --global-batch-size 8 --mock-data --tokenizer-type NullTokenizer --vocab-size 127
-    --train-iters 20 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --clip-grad 1.0 --log-interval 1
+    --train-iters 20 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --clip-grad 1.0 --log-interval 1
     --eval-interval 100 --eval-iters 1
 """)
 

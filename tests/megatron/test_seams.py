@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from quartet_plugin.errors import SeamError
 from quartet_plugin.megatron import seams
-from quartet_plugin.megatron.seams import Seam, check_version, install, resolve
+from quartet_plugin.megatron.seams import Seam, check_version, install, installed_version, resolve
 
 ONE = Seam(module="quartet_test_framework", name="one", parameters=("a", "b"))
 TWO = Seam(module="quartet_test_framework", name="two", parameters=())
@@ -75,14 +76,24 @@ def test_installed_megatron_has_the_seam(seam: Seam) -> None:
 
 @pytest.mark.parametrize(
     ("version", "is_supported"),
-    [("0.19.2", True), ("0.19.7+abc", True), ("0.19.1", False), ("0.20.0rc0", False), ("0.16.1", False)],
+    [("0.19.2", True), ("0.19.7", True), ("0.19.1", False), ("0.20.0rc0", False), ("0.16.1", False)],
 )
-def test_versions(version: str, is_supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = ModuleType("megatron.core.package_info")
-    package.__dict__["__version__"] = version
-    monkeypatch.setitem(sys.modules, "megatron.core.package_info", package)
+def test_versions(version: str, is_supported: bool) -> None:
     if is_supported:
-        assert check_version() == version.partition("+")[0]
+        assert check_version(version) == version
         return
     with pytest.raises(SeamError, match=r"not supported; install megatron-core >= 0.19.2"):
+        check_version(version)
+
+
+def test_version_is_read_without_importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import package_info
+
+    assert installed_version() == package_info.__version__.partition("+")[0]
+    source = tmp_path / "megatron" / "core" / "package_info.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("MAJOR = 0\nMINOR = 20\nPATCH = 1\nPRE_RELEASE = 'rc1'\nraise SystemExit\n")
+    monkeypatch.delitem(sys.modules, "megatron")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SeamError, match=r"megatron-core 0\.20\.1rc1"):
         check_version()
