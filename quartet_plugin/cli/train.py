@@ -1,7 +1,10 @@
 """`quartet train`: run the user's own command with a plan."""
 
+import contextlib
+import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -9,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from quartet_plugin.cli.invocation import user_command
-from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, PlanError, UsageError
+from quartet_plugin.errors import (
+    ConfigError,
+    ExitCode,
+    InfrastructureError,
+    PlanError,
+    QuartetError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from quartet_plugin.launchers.command import Command
@@ -17,6 +27,9 @@ if TYPE_CHECKING:
 
 Device = Literal["auto", "cpu", "cuda"]
 DEVICES: tuple[Device, ...] = ("auto", "cpu", "cuda")
+
+# Where ranks outside of a trial leave their rank-K.err.json, so that an exit code survives torchrun.
+ERRORS_VARIABLE = "QUARTET_ERRORS"
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -73,29 +86,54 @@ def check_before_start(plan: "Plan", *, command: "Command", path: Path) -> None:
 
 
 def run_wrapped(command: "Command", *, flags: Sequence[str], device: Device) -> int:
-    """Run the command under the adapter, its output and signals passed on, and return its exit code."""
-    import os
+    """Run the command under the adapter, its output and signals passed on, and return its exit code.
 
+    Raises the ranks' own error where one says why the command failed, InfrastructureError elsewhere.
+    """
     from quartet_plugin.launchers.local import child_environment, free_port, resolve_device
 
     port = free_port() if command.port_flag is not None else None
     argv = command.wrapped(flags, port=port)
     resolved = resolve_device(device, environment=os.environ)
-    environment = child_environment(resolved, environment=os.environ)
-    try:
-        # In this session: a terminal's Ctrl-C reaches it as it would without us.
-        process = subprocess.Popen(argv, env=environment)
-    except FileNotFoundError as error:
-        raise ConfigError(f"command {argv[0]!r}: not found; activate the environment it is in") from error
-    except OSError as error:
-        raise InfrastructureError(f"command {argv[0]!r}: cannot start: {error.strerror}") from error
-    code = _wait(process)
+    with tempfile.TemporaryDirectory(prefix="quartet-", ignore_cleanup_errors=True) as folder:
+        environment = child_environment(resolved, environment=os.environ)
+        environment[ERRORS_VARIABLE] = folder
+        try:
+            # In this session: a terminal's Ctrl-C reaches it as it would without us.
+            process = subprocess.Popen(argv, env=environment)
+        except FileNotFoundError as error:
+            raise ConfigError(f"command {argv[0]!r}: not found; activate the environment it is in") from error
+        except OSError as error:
+            raise InfrastructureError(f"command {argv[0]!r}: cannot start: {error.strerror}") from error
+        code = _wait(process)
+        reported = first_error(Path(folder))
     if code == 0:
         return int(ExitCode.DONE)
     if code in (-signal.SIGINT, 128 + signal.SIGINT):
         return int(ExitCode.INTERRUPTED)
+    if reported is not None:
+        raise reported
     ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     raise InfrastructureError(f"the command ended {ended}; its own output above says why")
+
+
+def first_error(folder: Path) -> QuartetError | None:
+    """What the ranks wrote about their failure: the first, before those that only saw a peer go away."""
+    from quartet_plugin.model.files import read_json
+
+    found: list[tuple[bool, float, int, str]] = []
+    for path in folder.glob("rank-*.err.json"):
+        with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):
+            err = read_json(path)
+            text = " ".join(str(err["message"]).split())[:500]
+            found.append((err["kind"] == "network", float(err["time"]), int(err["exit_code"]), text))
+    if not found:
+        return None
+    _, _, code, text = min(found)
+    error = QuartetError(text)
+    known = code in (ExitCode.USAGE, ExitCode.UNSUPPORTED, ExitCode.INFEASIBLE, ExitCode.STORAGE)
+    error.exit_code = ExitCode(code) if known else ExitCode.INFRASTRUCTURE
+    return error
 
 
 def _wait(process: "subprocess.Popen[bytes]") -> int:

@@ -109,7 +109,7 @@ def comparison_lines(comparison: Comparison, *, names: Sequence[str] = ("baselin
     return [
         _measurement_line(names[0], comparison.baseline),
         _measurement_line(names[1], comparison.plan),
-        f"speedup   {_spread(comparison.speedup, '{:.2f}')}x in {_OBJECTIVES[comparison.objective]}, "
+        f"speedup   {_spread(comparison.speedup, '{:.2f}x')} in {_OBJECTIVES[comparison.objective]}, "
         f"measured in turns over {comparison.plan.num_launches} rounds (95 % interval)",
     ]
 

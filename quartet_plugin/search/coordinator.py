@@ -112,7 +112,7 @@ class Coordinator:
             objective=objective_of(self._config.objective, num_shapes=len(space.shapes)),
         )
         self._launching.yardstick = yardstick
-        self._launching.show(str(BASELINE), None, result)
+        self._launching.show(str(BASELINE), None, result, stage="baseline")
         study = self._open_study(space, result, yardstick)
         try:
             self._observer.message(self._search(study))

@@ -77,7 +77,7 @@ class Launching:
         if known is not None:
             self._budget.add(known.wall_s)
             if self.yardstick is not None:
-                self.show(label, plan, known)
+                self.show(label, plan, known, stage=stage)
             return known
         self.check_stop()
         self._fence()
@@ -90,7 +90,7 @@ class Launching:
         self._budget.add(result.wall_s)
         self._events.add("outcome", trial=number, outcome=result.outcome.value, reason=result.reason)
         if self.yardstick is not None or not result.is_measured:
-            self.show(label, plan, result)
+            self.show(label, plan, result, stage=stage)
         if result.outcome is Outcome.CANCELLED:
             raise self._interrupted()
         return result
@@ -131,8 +131,11 @@ class Launching:
             num_iterations=progress.num_iterations,
         )
 
-    def show(self, label: str, plan: Plan | None, result: TrialResult) -> None:
-        """Tell the observer; what a time is worth is known once there is a yardstick."""
+    def show(self, label: str, plan: Plan | None, result: TrialResult, *, stage: Stage) -> None:
+        """Tell the observer; what a time is worth is known once there is a yardstick.
+
+        In the final rounds a launch is compared with the baseline of its own round alone, and at their end.
+        """
         own = self.yardstick
         scored = None
         shown = plan or (own.plan if own else None)
@@ -145,7 +148,9 @@ class Launching:
             reason=result.reason,
             iteration_s=scored.iteration_s if scored else None,
             tokens_per_s=scored.tokens_per_s if scored else None,
-            versus_baseline=scored.value(own.objective) / own.value if scored and own else None,
+            versus_baseline=(
+                scored.value(own.objective) / own.value if scored and own and stage != "final" else None
+            ),
         )
 
 

@@ -87,15 +87,15 @@ class Run:
 def prepare_folder(path: Path, *, is_resumed: bool) -> Path:
     """The run's folder, made where the run begins.
 
-    Raises ConfigError where a run that begins is there already, or one to resume is not; StorageError when
-    it cannot be made.
+    Raises ConfigError where a run that begins has measured something already, or one to resume is not there;
+    StorageError when it cannot be made.
     """
     folder = RunFolder(path=path.absolute())
     if is_resumed:
         if not folder.config_file.is_file():
             raise ConfigError(f"{path}: no run to resume; leave --resume out to begin one")
         return folder.path
-    if folder.config_file.exists():
+    if folder.study_file.exists() or _has_measured(folder):
         raise ConfigError(f"{path}: the run exists; add --resume to go on with it, or name another `run:`")
     try:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,6 +106,18 @@ def prepare_folder(path: Path, *, is_resumed: bool) -> Path:
     except OSError as error:
         raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
     return folder.path
+
+
+def _has_measured(folder: RunFolder) -> bool:
+    """Whether the baseline was measured: a run that only failed so far may be begun again."""
+    for path in folder.trial(0).glob("attempt-*/result.json"):
+        try:
+            result = read_json(path)
+        except ConfigError:
+            continue
+        if isinstance(result, dict) and result.get("outcome") in ("OK", "UNSTABLE"):
+            return True
+    return False
 
 
 def create_run(path: Path, *, config: TuneConfig, command: Sequence[str]) -> Run:

@@ -96,9 +96,10 @@ def test_an_unknown_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_run_that_exists_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune(tmp_path, fake=["--mode", "nothing"]) == 5
+    assert tune(tmp_path) == 0  # nothing was measured yet, so it may be begun again
     assert tune(tmp_path) == 2
     assert "--resume" in capsys.readouterr().err
-    assert tune(tmp_path, "--resume") == 2
+    assert tune(tmp_path, "--resume", fake=["--at", "2"]) == 2
     assert "another command" in capsys.readouterr().err
 
 

@@ -1,0 +1,53 @@
+"""`quartet export`: a plan as Megatron's own flags."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.cli.export import flags_of, layout_string
+from quartet_plugin.cli.main import main
+from quartet_plugin.model.plan import ScheduleChoice, Split, write_plan
+from tests.model.plans import PLAN
+from tests.search.jobs import make_layout, make_shape
+
+
+def test_flags_say_what_the_plan_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(PLAN, path=path)
+    assert main(["export", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    words = shlex.split("\n".join(lines), comments=True)
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    assert given["--pipeline-model-parallel-layout"] == "Etttttt|ttL"
+    assert given["--pipeline-model-parallel-size"] == "2"
+    assert given["--micro-batch-size"] == "4"
+    assert "# RANK 0: node-a, LOCAL_RANK 1" in lines
+    assert main(["export", str(path), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["flags"]["--num-layers"] == 8
+    assert [row["local_rank"] for row in content["ranks"]] == [1, 0]
+    assert content["is_stock_order"] is False
+
+
+def test_switches_and_the_group() -> None:
+    plan = replace(
+        PLAN,
+        layout=make_layout(virtual_stages=2, recompute="full", distributed_optimizer=True),
+        split=Split(transformer_layers_per_stage=(0, 4, 3, 1)),
+        schedule=ScheduleChoice(name="interleaved", group=4),
+        shape=make_shape(num_query_groups=2),
+    )
+    flags = flags_of(plan)
+    assert flags["--microbatch-group-size-per-virtual-pipeline-stage"] == 4
+    assert flags["--recompute-granularity"] == "full"
+    assert flags["--use-distributed-optimizer"] is True
+    assert flags["--num-query-groups"] == 2
+    assert flags["--pipeline-model-parallel-layout"] == "E|tttt|ttt|tL"
+
+
+def test_a_layout_counts_every_layer() -> None:
+    assert layout_string(Split(transformer_layers_per_stage=(8, 0))) == "Etttttttt|L"
+    assert layout_string(Split(transformer_layers_per_stage=(3,))) == "EtttL"

@@ -1,0 +1,111 @@
+"""`quartet train`: the user's command with a plan, its output, signals and exit code."""
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.cli.main import main
+from quartet_plugin.cli.train import first_error
+from quartet_plugin.model.plan import Plan, write_plan
+from tests.cli.tuning import environment, wait_until
+from tests.model.plans import PLAN
+
+SCRIPT = """\
+import sys, time
+from pathlib import Path
+print("began", sys.argv[1:], flush=True)
+if "--wait" in sys.argv:
+    Path(sys.argv[-1]).write_text("up")
+    time.sleep(60)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def script(folder: Path) -> str:
+    path = folder / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def saved(folder: Path, plan: Plan = PLAN) -> str:
+    path = folder / "plan.json"
+    write_plan(plan, path=path)
+    return str(path)
+
+
+def test_the_output_and_a_good_end_are_the_commands(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--", sys.executable, script(tmp_path), "0", "two words"]) == 0
+    assert "began ['0', 'two words']" in capfd.readouterr().out
+
+
+def test_a_bad_end_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--", sys.executable, script(tmp_path), "7"]) == 5
+    assert "ended with exit code 7" in capfd.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_reach_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    up = tmp_path / "up"
+    words = [sys.executable, script(tmp_path), "--wait", str(up)]
+    code = "from quartet_plugin.cli.main import entry; entry()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "train", "--", *words],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    wait_until(up.exists, what="the script")
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 5
+    assert number.name in out.decode()
+
+
+def test_a_plan_for_another_number_of_processes_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--plan", saved(tmp_path), "--", sys.executable, script(tmp_path), "0"]) == 2
+    shown = capfd.readouterr()
+    assert "made for 2 processes, the command starts 1" in shown.err
+    assert "began" not in shown.out
+
+
+def test_a_plan_for_another_version_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    other = replace(PLAN, made_for=replace(PLAN.made_for, framework_version="0.1.0"))
+    command = ["torchrun", "--nproc-per-node", "2", script(tmp_path), "0"]
+    assert main(["train", "--plan", saved(tmp_path, other), "--", *command]) == 2
+    assert "0.1.0" in capfd.readouterr().err
+
+
+def test_a_damaged_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(saved(tmp_path))
+    path.write_text(path.read_text().replace('"num_layers": 8', '"num_layers": 9', 1))
+    assert main(["train", "--plan", str(path), "--", "torchrun", "x.py"]) == 2
+    assert "digest" in capsys.readouterr().err
+
+
+def test_an_unknown_device_and_a_missing_command_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--device", "tpu", "--", "python", "x.py"]) == 2
+    assert main(["train"]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 2
+
+
+def test_the_ranks_own_error_gives_the_exit_code(tmp_path: Path) -> None:
+    def write(rank: int, **content: object) -> None:
+        (tmp_path / f"rank-{rank}.err.json").write_text(json.dumps(content))
+
+    assert first_error(tmp_path) is None
+    write(0, kind="network", time=1.0, exit_code=1, message="Connection closed by peer")
+    write(1, kind="plan", time=2.0, exit_code=2, message="the plan was made\nfor another job")
+    write(2, kind="plan", time="never", exit_code=2, message="torn")
+    error = first_error(tmp_path)
+    assert error is not None
+    assert str(error) == "the plan was made for another job"
+    assert error.exit_code == 2
