@@ -164,7 +164,7 @@ def _change(session: Session) -> list[str]:
             plan,
             flags=flags,
             words=words,
-            version=seams.check_version(),
+            version=version,
             meeting=meeting,
             place=session.place,
         )
