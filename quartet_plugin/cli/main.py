@@ -29,6 +29,7 @@ COMMAND_MODULES: tuple[str, ...] = (
     "quartet_plugin.cli.schedule",
 )
 
+_IMPORTED_S = time.monotonic()
 _ClickError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
@@ -89,8 +90,8 @@ def main(argv: Sequence[str] | None = None, *, started_s: float | None = None) -
 def entry() -> None:
     """The console script."""
     try:
-        # Up to here the interpreter only computed, so its CPU time is how long it has been running.
-        code = main(started_s=time.monotonic() - time.process_time())
+        # The interpreter has been running at least as long as it has computed.
+        code = main(started_s=min(_IMPORTED_S, time.monotonic() - time.process_time()))
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) left. Python would complain again when it flushes at exit.

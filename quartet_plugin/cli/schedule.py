@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -13,18 +13,24 @@ from quartet_plugin.cli.invocation import invocation, refuse_user_command
 from quartet_plugin.cli.schedule_options import (
     AUTO,
     EVEN,
-    Counts,
     check_effort,
     parse_chunks,
     parse_placement,
     parse_split,
 )
-from quartet_plugin.errors import UsageError
-
-if TYPE_CHECKING:
-    from quartet_plugin.schedule.costs import Costs
-    from quartet_plugin.schedule.schedule import Schedule
-    from quartet_plugin.schedule.simulate import Simulation
+from quartet_plugin.cli.schedule_steps import (
+    at_uniform_costs,
+    figures,
+    fixed_placement,
+    layers_of,
+    num_stages,
+    picture,
+    quick_bound,
+    simulated,
+    write_trace,
+    write_with_figures,
+)
+from quartet_plugin.errors import QuartetError, UsageError
 
 DEFAULT_TIME_LIMIT_S = 10.0
 _RESERVE_S = 0.15
@@ -115,13 +121,15 @@ def search(
     from quartet_plugin.schedule.search import search as run_search
 
     table = read_costs(costs)
-    fixed = _fixed_placement(table, places, count)
+    fixed = fixed_placement(table, places, count)
     if not isinstance(counts, str):
-        _layers(counts, table, _num_stages(table, fixed, count), allow_empty=allow_empty)
+        counts = layers_of(counts, table, num_stages(table, fixed, count), allow_empty=allow_empty)
+    whole_s = None if evaluations is not None else time_limit or DEFAULT_TIME_LIMIT_S
+    proven = quick_bound(table, fixed, counts, count, allow_empty=allow_empty, within_s=whole_s)
     limit = None
-    if evaluations is None:
+    if whole_s is not None:
         spent = time.monotonic() - invocation(ctx).started_s
-        limit = max(0.0, (time_limit or DEFAULT_TIME_LIMIT_S) - spent - _RESERVE_S)
+        limit = max(0.0, whole_s - spent - _RESERVE_S)
     result = run_search(
         table,
         placement=places,
@@ -133,13 +141,14 @@ def search(
         seed=seed,
         allow_empty=allow_empty,
     )
-    _write(output, result.schedule, result.simulation)
+    write_with_figures(output, result.schedule, result.simulation)
     best = None if result.named_best is None else (result.named_best.label, result.named_best.score_s)
     print(
         schedule_summary(
             result.schedule,
             result.simulation,
             memory_limit_bytes=table.memory_limit_bytes,
+            lower_bound_s=proven,
             best_named=best,
             objective=objective.value,
         )
@@ -178,10 +187,10 @@ def named(
     if counts == AUTO:
         layers = balanced_split(table, order.placement, allow_empty=allow_empty)
     else:
-        layers = _layers(counts, table, order.num_stages, allow_empty=allow_empty)
+        layers = layers_of(counts, table, order.num_stages, allow_empty=allow_empty)
     schedule = replace(order, layers_per_stage=layers)
-    simulation = _simulated(schedule, table)
-    _write(output, schedule, simulation)
+    simulation = simulated(schedule, table)
+    write_with_figures(output, schedule, simulation)
     print(schedule_summary(schedule, simulation, memory_limit_bytes=table.memory_limit_bytes))
 
 
@@ -198,11 +207,11 @@ def simulate(
     from quartet_plugin.schedule.files import read_costs, read_schedule
 
     table, order = read_costs(costs), read_schedule(schedule)
-    simulation = _simulated(order, table)
+    simulation = simulated(order, table)
     if trace is not None:
-        _write_trace(trace, order, simulation, table)
+        write_trace(trace, order, simulation, table)
     if as_json:
-        print(json.dumps(_figures(simulation) | {"busy_s": simulation.busy_s.tolist()}))
+        print(json.dumps(figures(simulation) | {"busy_s": simulation.busy_s.tolist()}))
     else:
         print(schedule_summary(order, simulation, memory_limit_bytes=table.memory_limit_bytes))
 
@@ -221,9 +230,9 @@ def bound(
     from quartet_plugin.schedule.files import read_costs
 
     table = read_costs(costs)
-    fixed = _fixed_placement(table, places, count)
-    stages = _num_stages(table, fixed, count)
-    layers = None if counts == AUTO else _layers(counts, table, stages, allow_empty=allow_empty)
+    fixed = fixed_placement(table, places, count)
+    stages = num_stages(table, fixed, count)
+    layers = None if counts == AUTO else layers_of(counts, table, stages, allow_empty=allow_empty)
     value = lower_bound(
         table, placement=fixed, layers_per_stage=layers, num_chunks=count, allow_empty=allow_empty
     )
@@ -251,7 +260,7 @@ def export(
 
     order = read_schedule(schedule)
     table = None if costs is None else read_costs(costs)
-    simulation = None if table is None else _simulated(order, table)
+    simulation = None if table is None else simulated(order, table)
     if simulation is None:
         validate(order)
     if form is Format.CSV:
@@ -259,14 +268,14 @@ def export(
 
         write_text_atomic(output, to_csv(order))
     elif form is Format.JSON:
-        write_schedule(output, order, predicted=None if simulation is None else _figures(simulation))
+        write_schedule(output, order, predicted=None if simulation is None else figures(simulation))
     elif form is Format.TEXT:
         rows = (order_texts(row, num_microbatches=order.num_microbatches) for row in order.orders)
         write_text_atomic(output, "".join(" ".join(row) + "\n" for row in rows))
     elif form is Format.PNG:
-        write_bytes_atomic(output, _picture(order, simulation))
+        write_bytes_atomic(output, picture(order, simulation))
     elif table is not None and simulation is not None:
-        _write_trace(output, order, simulation, table)
+        write_trace(output, order, simulation, table)
     print(f"wrote {output}")
 
 
@@ -301,127 +310,11 @@ def list_named(
 
 
 def _at_unit_costs(name: str, devices: int, microbatches: int) -> tuple[str, str]:
-    from quartet_plugin.errors import QuartetError
     from quartet_plugin.schedule.named import named as make
 
     try:
         order = make(name, num_devices=devices, num_microbatches=microbatches)
-        simulation = _at_uniform_costs(order, stages_a_share=order.num_stages / devices)
+        simulation = at_uniform_costs(order, stages_a_share=order.num_stages / devices)
     except QuartetError:
         return "-", "-"
     return f"{simulation.makespan_s:g}", f"{simulation.peak_activation_bytes.max():g}"
-
-
-def _at_uniform_costs(schedule: "Schedule", *, stages_a_share: float) -> "Simulation":
-    """Simulate with F = I = W = 1 for so many stages together, B = 2, and no transfer time."""
-    import numpy as np
-
-    from quartet_plugin.schedule.costs import StageCosts
-    from quartet_plugin.schedule.simulate import simulate as run
-
-    one = np.full(schedule.num_stages, 1.0 / stages_a_share)
-    none = np.zeros(schedule.num_stages)
-    lanes = [
-        StageCosts(
-            device_of_stage=np.asarray(route, dtype=np.int64),
-            forward_s=one,
-            input_grad_s=one,
-            weight_grad_s=one,
-            backward_s=2 * one,
-            activation_bytes=one,
-            forward_transfer_s=none,
-            backward_transfer_s=none,
-            held_fraction=1.0,
-        )
-        for route in schedule.routes or (schedule.placement,)
-    ]
-    return run(schedule, lanes[0], other_route=lanes[1] if len(lanes) == 2 else None)
-
-
-def _simulated(schedule: "Schedule", costs: "Costs") -> "Simulation":
-    """Simulate after all checks, so that a refusal names the rule and shows the cell."""
-    from quartet_plugin.errors import PlanError
-    from quartet_plugin.schedule.simulate import simulate_costs
-    from quartet_plugin.schedule.validate import check_actions, check_costs, check_progress
-
-    check_costs(schedule, costs)
-    check_actions(schedule)
-    try:
-        return simulate_costs(schedule, costs)
-    except PlanError:
-        check_progress(schedule)
-        raise
-
-
-def _picture(schedule: "Schedule", simulation: "Simulation | None") -> bytes:
-    from quartet_plugin.report.timeline import timeline_png
-
-    title = str(schedule.origin.get("name", "searched" if "family" in schedule.origin else ""))
-    if simulation is not None:
-        return timeline_png(schedule, simulation, title=title)
-    return timeline_png(
-        schedule, _at_uniform_costs(schedule, stages_a_share=1.0), title=title, unit_times=True
-    )
-
-
-def _write_trace(path: Path, schedule: "Schedule", simulation: "Simulation", costs: "Costs") -> None:
-    from quartet_plugin.model.files import write_text_atomic
-    from quartet_plugin.report.perfetto import trace
-    from quartet_plugin.report.summary import describe
-    from quartet_plugin.schedule.costs import stage_costs
-
-    layers = schedule.layers_per_stage
-    assert layers is not None, "a simulated schedule has its split"
-    stages = stage_costs(costs, placement=schedule.placement, layers_per_stage=layers)
-    value = trace(schedule, simulation, name=describe(schedule), costs=stages)
-    write_text_atomic(path, json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n")
-
-
-def _figures(simulation: "Simulation") -> dict[str, Any]:
-    """`predicted` of SCHEDULE.json."""
-    return {
-        "makespan_s": float(simulation.makespan_s),
-        "period_s": float(simulation.period_s),
-        "bubble_fraction": float(simulation.bubble_fraction),
-        "peak_activation_bytes": simulation.peak_activation_bytes.tolist(),
-    }
-
-
-def _write(path: Path, schedule: "Schedule", simulation: "Simulation") -> None:
-    from quartet_plugin.schedule.files import write_schedule
-
-    write_schedule(path, schedule, predicted=_figures(simulation))
-
-
-def _fixed_placement(costs: "Costs", places: "str | Counts", chunks: int | None) -> "Counts | None":
-    """The placement the options fix, checked; None where they leave it open."""
-    from quartet_plugin.schedule.placement import build
-
-    if places == AUTO:
-        return None
-    if places in ("loop", "snake") and chunks is None:
-        return None
-    return build(places, num_devices=costs.num_devices, num_chunks=chunks)
-
-
-def _num_stages(costs: "Costs", placement: "Counts | None", chunks: int | None) -> int | None:
-    """The number of stages the options fix; None where they leave it open."""
-    if placement is not None:
-        return len(placement)
-    return None if chunks is None else chunks * costs.num_devices
-
-
-def _layers(split: "str | Counts", costs: "Costs", num_stages: int | None, *, allow_empty: bool) -> "Counts":
-    """The layers of each stage that `--split even` or `--split COUNTS` asks for, checked."""
-    from quartet_plugin.split import check_split, even_split
-
-    if isinstance(split, str):
-        if num_stages is None:
-            raise UsageError("--split even: the number of stages is open; add --placement or --chunks")
-        return even_split(costs, num_stages, allow_empty=allow_empty)
-    if len(split) % costs.num_devices:
-        raise UsageError(
-            f"--split: {len(split)} counts on {costs.num_devices} devices; give one a stage, and every "
-            "device holds equally many stages"
-        )
-    return check_split(costs, split, num_stages=num_stages or len(split), allow_empty=allow_empty)

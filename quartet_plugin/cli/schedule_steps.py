@@ -1,0 +1,166 @@
+"""What several schedule commands do: simulate with all checks, read options into sizes, write results."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quartet_plugin.cli.schedule_options import AUTO, Counts
+from quartet_plugin.errors import PlanError, QuartetError, UsageError
+
+if TYPE_CHECKING:
+    from quartet_plugin.schedule.costs import Costs
+    from quartet_plugin.schedule.schedule import Schedule
+    from quartet_plugin.schedule.simulate import Simulation
+
+_BOUND_FROM_S = 2.0
+
+
+def at_uniform_costs(schedule: "Schedule", *, stages_a_share: float) -> "Simulation":
+    """Simulate with F = I = W = 1 for so many stages together, B = 2, and no transfer time."""
+    import numpy as np
+
+    from quartet_plugin.schedule.costs import StageCosts
+    from quartet_plugin.schedule.simulate import simulate as run
+
+    one = np.full(schedule.num_stages, 1.0 / stages_a_share)
+    none = np.zeros(schedule.num_stages)
+    lanes = [
+        StageCosts(
+            device_of_stage=np.asarray(route, dtype=np.int64),
+            forward_s=one,
+            input_grad_s=one,
+            weight_grad_s=one,
+            backward_s=2 * one,
+            activation_bytes=one,
+            forward_transfer_s=none,
+            backward_transfer_s=none,
+            held_fraction=1.0,
+        )
+        for route in schedule.routes or (schedule.placement,)
+    ]
+    return run(schedule, lanes[0], other_route=lanes[1] if len(lanes) == 2 else None)
+
+
+def simulated(schedule: "Schedule", costs: "Costs") -> "Simulation":
+    """Simulate after all checks, so that a refusal names the rule and shows the cell."""
+    from quartet_plugin.schedule.simulate import simulate_costs
+    from quartet_plugin.schedule.validate import check_actions, check_costs, check_progress
+
+    check_costs(schedule, costs)
+    check_actions(schedule)
+    try:
+        return simulate_costs(schedule, costs)
+    except PlanError:
+        check_progress(schedule)
+        raise
+
+
+def picture(schedule: "Schedule", simulation: "Simulation | None") -> bytes:
+    """The PNG, in unit times without a simulation."""
+    from quartet_plugin.report.timeline import timeline_png
+
+    title = str(schedule.origin.get("name", "searched" if "family" in schedule.origin else ""))
+    if simulation is not None:
+        return timeline_png(schedule, simulation, title=title)
+    return timeline_png(
+        schedule, at_uniform_costs(schedule, stages_a_share=1.0), title=title, unit_times=True
+    )
+
+
+def write_trace(path: Path, schedule: "Schedule", simulation: "Simulation", costs: "Costs") -> None:
+    """Write the trace for Perfetto, memory included."""
+    from quartet_plugin.model.files import write_text_atomic
+    from quartet_plugin.report.perfetto import trace
+    from quartet_plugin.report.summary import describe
+    from quartet_plugin.schedule.costs import stage_costs
+
+    layers = schedule.layers_per_stage
+    assert layers is not None, "a simulated schedule has its split"
+    stages = stage_costs(costs, placement=schedule.placement, layers_per_stage=layers)
+    value = trace(schedule, simulation, name=describe(schedule), costs=stages)
+    write_text_atomic(path, json.dumps(value, separators=(",", ":"), allow_nan=False) + "\n")
+
+
+def figures(simulation: "Simulation") -> dict[str, Any]:
+    """`predicted` of SCHEDULE.json."""
+    return {
+        "makespan_s": float(simulation.makespan_s),
+        "period_s": float(simulation.period_s),
+        "bubble_fraction": float(simulation.bubble_fraction),
+        "peak_activation_bytes": simulation.peak_activation_bytes.tolist(),
+    }
+
+
+def quick_bound(
+    costs: "Costs",
+    placement: "Counts | None",
+    split: "str | Counts",
+    chunks: int | None,
+    *,
+    allow_empty: bool,
+    within_s: float | None,
+) -> float | None:
+    """A bound to compare a search with, for a small part of its time; None where that is too short.
+
+    Where the split is open the placement is taken as open too, which is quick and still a bound.
+    """
+    if within_s is not None and within_s < _BOUND_FROM_S:
+        return None
+    from quartet_plugin.schedule.bound import lower_bound
+
+    effort = 1.0 if within_s is None else 0.05 * within_s
+    is_open = isinstance(split, str)
+    try:
+        return lower_bound(
+            costs,
+            placement=None if is_open else placement,
+            layers_per_stage=None if isinstance(split, str) else split,
+            num_chunks=chunks if is_open else None,
+            allow_empty=allow_empty,
+            time_limit_s=effort,
+        ).makespan_s
+    except QuartetError:
+        return None  # the search refuses the same sizes in its own words
+
+
+def write_with_figures(path: Path, schedule: "Schedule", simulation: "Simulation") -> None:
+    """Write SCHEDULE.json with what is predicted."""
+    from quartet_plugin.schedule.files import write_schedule
+
+    write_schedule(path, schedule, predicted=figures(simulation))
+
+
+def fixed_placement(costs: "Costs", places: "str | Counts", chunks: int | None) -> "Counts | None":
+    """The placement the options fix, checked; None where they leave it open."""
+    from quartet_plugin.schedule.placement import build
+
+    if places == AUTO:
+        return None
+    if places in ("loop", "snake") and chunks is None:
+        return None
+    return build(places, num_devices=costs.num_devices, num_chunks=chunks)
+
+
+def num_stages(costs: "Costs", placement: "Counts | None", chunks: int | None) -> int | None:
+    """The number of stages the options fix; None where they leave it open."""
+    if placement is not None:
+        return len(placement)
+    return None if chunks is None else chunks * costs.num_devices
+
+
+def layers_of(
+    split: "str | Counts", costs: "Costs", num_stages: int | None, *, allow_empty: bool
+) -> "Counts":
+    """The layers of each stage that `--split even` or `--split COUNTS` asks for, checked."""
+    from quartet_plugin.split import check_split, even_split
+
+    if isinstance(split, str):
+        if num_stages is None:
+            raise UsageError("--split even: the number of stages is open; add --placement or --chunks")
+        return even_split(costs, num_stages, allow_empty=allow_empty)
+    if len(split) % costs.num_devices:
+        raise UsageError(
+            f"--split: {len(split)} counts on {costs.num_devices} devices; give one a stage, and every "
+            "device holds equally many stages"
+        )
+    return check_split(costs, split, num_stages=num_stages or len(split), allow_empty=allow_empty)
