@@ -22,6 +22,7 @@ import numpy as np
 END_OF_DOCUMENT = 256
 _TOKEN_DTYPE = np.dtype("<u2")
 _UINT16_CODE = 8  # of Megatron's list of data types
+_FEWEST_DOCUMENTS_TO_SPLIT = 100  # so that 1 % is a document
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 # Left out: tests repeat themselves and hold broken bytes on purpose; the others are not the library's.
@@ -137,6 +138,12 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     if sys.stderr.isatty():
         print(file=sys.stderr)
+    if num_documents < _FEWEST_DOCUMENTS_TO_SPLIT:
+        print(
+            f"warning: {num_documents} files: Megatron hangs on a part of --split that gets none; "
+            "give --split 100,0,0 to train, or a larger --max-mb here",
+            file=sys.stderr,
+        )
     print(
         f"{arguments.prefix}: {num_documents} files, {num_tokens:,} tokens, sha256 {digest.hexdigest()[:16]}"
     )

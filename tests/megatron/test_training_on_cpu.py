@@ -87,11 +87,12 @@ def test_weights_matter_to_the_comparison(reference: Reference, tmp_path: Path) 
     assert min(support.largest_deviation(run, reference.run)) > 100 * _TOLERANCE
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_never_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+def test_training_goes_on_from_a_checkpoint_as_if_never_stopped(tmp_path: Path, optimizer: str) -> None:
     data = support.dataset(tmp_path)
     flags = shlex.split(
-        "--pipeline-model-parallel-size 2 --ckpt-format torch_dist --use-distributed-optimizer "
-        "--hidden-dropout 0.1 --attention-dropout 0.1"
+        "--pipeline-model-parallel-size 2 --ckpt-format torch_dist "
+        f"--hidden-dropout 0.1 --attention-dropout 0.1 {optimizer}"
     )
     folder = str(tmp_path / "checkpoints")
     whole = support.train(

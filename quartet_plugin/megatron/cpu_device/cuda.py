@@ -1,5 +1,6 @@
 """`torch.cuda` as Megatron asks it: one device a rank, which is the CPU."""
 
+import functools
 import logging
 import os
 import time
@@ -90,6 +91,7 @@ def redirect() -> None:
         for name, function in functions.items():
             setattr(target, name, function)
     _allow_fork_to_advance_the_generator()
+    _keep_data_loaders_off_the_generator()
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -208,6 +210,24 @@ def _memory() -> dict[str, Any]:
         "empty_cache": _always(None),
         "ipc_collect": _always(None),
     }
+
+
+def _keep_data_loaders_off_the_generator() -> None:
+    """Let a data loader that is started leave the state as it was.
+
+    It draws a seed from the CPU's generator. On a GPU that leaves dropout's generator alone; here it would
+    give a run that resumes from a checkpoint other masks than the run that goes on.
+    """
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    start = _BaseDataLoaderIter.__init__
+
+    @functools.wraps(start)
+    def start_and_restore(self: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.random.fork_rng(devices=()):
+            start(self, *args, **kwargs)
+
+    _BaseDataLoaderIter.__init__ = start_and_restore
 
 
 def _allow_fork_to_advance_the_generator() -> None:

@@ -49,7 +49,7 @@ def _redirect_and_import() -> None:
     startup.leave_out_compilers()
     import torch
 
-    from quartet_plugin.megatron.cpu_device import collectives, cuda, spawn, tensors
+    from quartet_plugin.megatron.cpu_device import checkpoints, collectives, cuda, spawn, tensors
 
     torch.set_num_threads(1)
     # Megatron asserts it with tensor or context parallelism; it means nothing to a CPU.
@@ -59,6 +59,7 @@ def _redirect_and_import() -> None:
     collectives.redirect()
     spawn.carry_to_children()
     startup.import_megatron()
+    checkpoints.resume_with_torch_adam()
 
 
 @contextmanager

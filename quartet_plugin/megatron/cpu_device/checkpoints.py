@@ -1,0 +1,44 @@
+"""Checkpoints of the distributed optimizer with torch's Adam, to which Megatron falls back without a GPU.
+
+With Apex's and Transformer Engine's Adam a run resumes as if it had never stopped. With torch's, Megatron
+0.19.2 fails twice while it loads the checkpoint, and would then count the steps wrongly without a word.
+"""
+
+import functools
+from typing import Any
+
+
+def resume_with_torch_adam() -> None:
+    """Rebind the three methods of Megatron's `DistributedOptimizer` that loading goes through."""
+    import torch
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+
+    if HAVE_APEX_OR_TE:
+        return
+    sharded_state_dict = DistributedOptimizer.sharded_state_dict
+    load_state_dict = DistributedOptimizer.load_state_dict
+
+    @functools.wraps(sharded_state_dict)
+    def with_state(self: Any, model: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
+        # The step count is read from the state before anything is loaded, and torch's Adam has no state
+        # before its first step. It is made as Megatron makes it for another format, by a step with zero
+        # gradients; the weights that this decays are about to be loaded.
+        if is_loading and not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        return sharded_state_dict(self, model, is_loading, *args, **kwargs)
+
+    @functools.wraps(load_state_dict)
+    def with_own_step_counts(self: Any, state_dict: Any) -> Any:
+        result = load_state_dict(self, state_dict)
+        # Every parameter was given one and the same tensor as its step count, and then an old value in it.
+        (step,) = {group["step"] for group in state_dict["optimizer"]["param_groups"]}
+        for state in self.optimizer.state.values():
+            state["step"] = torch.tensor(float(step))
+        return result
+
+    DistributedOptimizer.sharded_state_dict = with_state
+    DistributedOptimizer.load_state_dict = with_own_step_counts
+    # In fp32 the optimizer's copy of a weight is a view of the weight, which autograd guards.
+    DistributedOptimizer._set_main_param_and_optimizer_states = torch.no_grad()(
+        DistributedOptimizer._set_main_param_and_optimizer_states
+    )
