@@ -1,0 +1,251 @@
+"""Runs a lowered program under a communication library's own rules, to see that it cannot deadlock.
+
+NCCL: no tags, no buffering. Posted transfers stand in queues, first in, first out, sends and receives
+together; a queue belongs to (device, peer, group) or to (device, group), as the program's scope says. Only
+the batch at the head of a queue is under way; in it, the first unfinished send to a peer meets the first
+unfinished receive that the peer's batch has for this device. Whether it is the same message NCCL does not
+check; we do. gloo: a transfer is over when both ends have posted the same message; a wait blocks.
+
+The outcome does not depend on timing: transfers and actions only ever enable more, so running whatever can
+run, in any order, ends in the same place.
+"""
+
+from collections import defaultdict, deque
+from enum import StrEnum
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.instruction import (
+    Compute,
+    Instruction,
+    Message,
+    Post,
+    Program,
+    QueueScope,
+    Side,
+    Transfer,
+    consumes,
+    produces,
+)
+
+_End = tuple[Side, Message]
+_QueueKey = tuple[int, int, int]  # device, peer or -1, group
+_Tensor = tuple[int, int, int]  # from stage, to stage, microbatch
+
+
+class Backend(StrEnum):
+    """Whose rules apply."""
+
+    NCCL = "nccl"
+    GLOO = "gloo"
+
+
+def check_program(program: Program, *, backend: Backend) -> None:
+    """Run `program` to its end.
+
+    Raises PlanError, naming where every blocked device stands, when it deadlocks; when a receive gets
+    another message than it was posted for; when an action runs before what it needs has arrived, a send
+    before its producer, a buffer is used while another message holds it, or a transfer is never waited for.
+    """
+    _Run(program, backend).finish()
+
+
+class _Run:
+    """The state of a run: where each device stands, what is posted, what is over."""
+
+    def __init__(self, program: Program, backend: Backend) -> None:
+        self._program = program
+        self._at = [0] * program.num_devices
+        self._wire: _Wire
+        self._wire = _Gloo() if backend is Backend.GLOO else _Nccl(program.queues)
+        self._ledger = _Ledger(program)
+
+    def finish(self) -> None:
+        """Advance every device as far as it goes until none can go on."""
+        moved = True
+        while moved:
+            moved = False
+            for device, row in enumerate(self._program.instructions):
+                while self._at[device] < len(row) and self._step(device, row[self._at[device]]):
+                    self._at[device] += 1
+                    moved = True
+        stuck = [
+            f"device {d} at {row[at]}"
+            for d, (row, at) in enumerate(zip(self._program.instructions, self._at, strict=True))
+            if at < len(row)
+        ]
+        if stuck:
+            raise PlanError(f"deadlock between transfers: {'; '.join(stuck[:8])}; lower the schedule again")
+        self._ledger.close()
+
+    def _step(self, device: int, instruction: Instruction) -> bool:
+        if isinstance(instruction, Compute):
+            self._ledger.compute(device, instruction.action)
+        elif isinstance(instruction, Post):
+            for transfer in instruction.transfers:
+                self._ledger.post(device, transfer)
+            self._wire.post(device, instruction.transfers)
+        else:
+            if not self._wire.is_over(device, instruction.transfer):
+                return False
+            self._ledger.wait(device, instruction.transfer)
+        return True
+
+
+class _Gloo:
+    """Tags matched, no order between messages."""
+
+    def __init__(self) -> None:
+        self._posted: set[_End] = set()
+
+    def post(self, _device: int, transfers: tuple[Transfer, ...]) -> None:
+        self._posted.update((t.side, t.message) for t in transfers)
+
+    def is_over(self, _device: int, transfer: Transfer) -> bool:
+        return all((side, transfer.message) in self._posted for side in Side)
+
+
+class _Batch:
+    """Transfers of one queue that were posted together."""
+
+    def __init__(self, transfers: list[Transfer]) -> None:
+        self.left = list(transfers)
+
+    def first(self, side: Side, peer: int) -> Transfer | None:
+        return next((t for t in self.left if t.side is side and t.peer == peer), None)
+
+
+class _Nccl:
+    """No tags: queues of batches."""
+
+    def __init__(self, scope: QueueScope) -> None:
+        self._scope = scope
+        self._queues: dict[_QueueKey, deque[_Batch]] = defaultdict(deque)
+        self._batch_of: dict[_End, _Batch] = {}
+        self._over: set[_End] = set()
+
+    def post(self, device: int, transfers: tuple[Transfer, ...]) -> None:
+        batches: dict[_QueueKey, list[Transfer]] = defaultdict(list)
+        for transfer in transfers:
+            batches[self._key(device, transfer.peer, transfer.message.group)].append(transfer)
+        for key, part in batches.items():
+            batch = _Batch(part)
+            self._queues[key].append(batch)
+            self._batch_of.update({(t.side, t.message): batch for t in part})
+        todo = [(device, t.peer, t.message.group) for t in transfers]
+        while todo:
+            todo += self._match(*todo.pop())
+
+    def is_over(self, _device: int, transfer: Transfer) -> bool:
+        end = (transfer.side, transfer.message)
+        if self._scope is QueueScope.DEVICE:
+            return end in self._batch_of and not self._batch_of[end].left
+        return end in self._over
+
+    def _key(self, device: int, peer: int, group: int) -> _QueueKey:
+        return (device, peer if self._scope is QueueScope.PAIR else -1, group)
+
+    def _match(self, a: int, b: int, group: int) -> list[tuple[int, int, int]]:
+        """Run what the heads of both queues have for each other; returns which pairs to look at next."""
+        again: list[tuple[int, int, int]] = []
+        for source, target in ((a, b), (b, a)):
+            sending, receiving = (
+                self._queues[self._key(*ends, group)] for ends in ((source, target), (target, source))
+            )
+            while sending and receiving:
+                send = sending[0].first(Side.SEND, target)
+                receive = receiving[0].first(Side.RECV, source)
+                if send is None or receive is None:
+                    break
+                if send.message != receive.message:
+                    raise PlanError(
+                        f"device {target} posted {receive} but device {source} sends {send} first; "
+                        "post both ends in the same order"
+                    )
+                for queue, transfer in ((sending, send), (receiving, receive)):
+                    self._over.add((transfer.side, transfer.message))
+                    queue[0].left.remove(transfer)
+                    if not queue[0].left:
+                        queue.popleft()
+                        device = source if queue is sending else target
+                        again += [(device, t.peer, group) for t in (queue[0].left if queue else [])]
+        return again
+
+
+_Wire = _Gloo | _Nccl
+
+
+def _tensor(message: Message) -> _Tensor:
+    return (message.source_stage, message.target_stage, message.microbatch)
+
+
+class _Ledger:
+    """Checks that the program moves the right data at the right time, whatever the library."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._done: set[tuple[int, bool, int]] = set()
+        self._arrived: set[_Tensor] = set()
+        self._posted: set[_End] = set()
+        self._buffer_of: dict[tuple[int, Side, _Tensor], int] = {}
+        self._taken: set[tuple[int, Side, int]] = set()
+        self._num_buffers = {Side.SEND: program.num_send_buffers, Side.RECV: program.num_receive_buffers}
+
+    def compute(self, device: int, action: Action) -> None:
+        program, forward = self._program, action.kind == Kind.F
+        source = consumes(action, len(program.placement))
+        ready = forward or (action.stage, action.kind != Kind.W, action.microbatch) in self._done
+        if source is not None and program.placement[source] == device:
+            ready &= (source, forward, action.microbatch) in self._done
+        elif source is not None:
+            ready &= (source, action.stage, action.microbatch) in self._arrived
+        if not ready or program.placement[action.stage] != device:
+            raise PlanError(
+                f"{action} on device {device}: runs before what it needs; lower the schedule again"
+            )
+        if action.kind != Kind.W:
+            self._done.add((action.stage, forward, action.microbatch))
+        if source is not None and program.placement[source] != device:
+            self._release(device, Side.RECV, (source, action.stage, action.microbatch))
+
+    def post(self, device: int, transfer: Transfer) -> None:
+        message = transfer.message
+        end = (transfer.side, message)
+        mine = message.source_device if transfer.side is Side.SEND else message.target_device
+        made = (message.source_stage, message.is_forward, message.microbatch) in self._done
+        if end in self._posted or mine != device or (transfer.side is Side.SEND and not made):
+            raise PlanError(f"{transfer} on device {device}: posted twice, elsewhere or before it was made")
+        self._posted.add(end)
+        slot = (device, transfer.side, transfer.buffer)
+        if slot in self._taken or transfer.buffer >= self._num_buffers[transfer.side][device]:
+            raise PlanError(f"{transfer} on device {device}: buffer {transfer.buffer} is not free")
+        self._taken.add(slot)
+        self._buffer_of[device, transfer.side, _tensor(message)] = transfer.buffer
+
+    def wait(self, device: int, transfer: Transfer) -> None:
+        tensor = _tensor(transfer.message)
+        if transfer.side is Side.RECV:
+            self._arrived.add(tensor)
+        else:
+            self._release(device, Side.SEND, tensor)
+
+    def _release(self, device: int, side: Side, tensor: _Tensor) -> None:
+        buffer = self._buffer_of.pop((device, side, tensor), None)
+        if buffer is None:
+            raise PlanError(f"message {tensor} on device {device}: no {side} buffer holds it")
+        self._taken.remove((device, side, buffer))
+
+    def close(self) -> None:
+        """Every cross-device boundary was sent once and nothing is left."""
+        program = self._program
+        expected = sum(
+            program.placement[target] != program.placement[stage]
+            for stage in range(len(program.placement))
+            for kind in (Kind.F, Kind.I)
+            if (target := produces(Action(stage, kind, 0), len(program.placement))) is not None
+        )
+        if self._taken or len(self._arrived) != expected * program.num_microbatches:
+            raise PlanError(
+                f"{len(self._arrived)} messages arrived of {expected * program.num_microbatches}, "
+                f"{len(self._taken)} buffers still held; lower the schedule again"
+            )

@@ -1,0 +1,176 @@
+"""What a device does, one after the other: compute, post transfers, wait for one.
+
+A runtime executes a device's list from top to bottom. `Compute` runs an action. `Post` starts transfers
+together, as one batch, and does not block. `Wait` blocks until a transfer is over: after waiting for a
+receive its buffer holds the tensor, after waiting for a send its buffer may be written again. A receive's
+buffer belongs to the tensor from its Post to the end of the action that reads it, a send's from the action
+that writes it to its Wait.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from quartet_plugin.schedule.action import Action, Kind
+
+
+class Side(StrEnum):
+    """Which end of a message a device is."""
+
+    SEND = "SEND"
+    RECV = "RECV"
+
+
+class QueueScope(StrEnum):
+    """Which posted transfers run one after the other, in the order they were posted.
+
+    PAIR: those of one pair of devices in one group, each on its own - isend and irecv on a communicator a
+    pair. DEVICE: all of one device in one group, batch after batch - `batch_isend_irecv`, whose batches
+    share the group's communicator, and which are only over as a whole.
+    """
+
+    PAIR = "pair"
+    DEVICE = "device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One boundary tensor of one microbatch on its way between two devices.
+
+    Forward it is stage `source_stage`'s output, backward the gradient of stage `target_stage`'s output.
+    """
+
+    source_stage: int
+    target_stage: int
+    microbatch: int
+    source_device: int
+    target_device: int
+    group: int
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether an activation, not a gradient."""
+        return self.target_stage > self.source_stage
+
+    def text(self, side: Side, prefix: str = "") -> str:
+        """As PyTorch's pipelining writes it: `2SEND_F0`, `3RECV_F0`, `3SEND_B0`, `2RECV_B0`."""
+        stage = self.source_stage if side is Side.SEND else self.target_stage
+        return f"{stage}{prefix}{side}_{'F' if self.is_forward else 'B'}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One end of a message, and the number of the send or receive buffer it uses on its device."""
+
+    side: Side
+    message: Message
+    buffer: int
+
+    @property
+    def peer(self) -> int:
+        """The device at the other end."""
+        message = self.message
+        return message.target_device if self.side is Side.SEND else message.source_device
+
+    def __str__(self) -> str:
+        return self.message.text(self.side)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """Run an action."""
+
+    action: Action
+
+    def __str__(self) -> str:
+        return str(self.action)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Post:
+    """Start transfers together, without blocking; those of one group are one batch, in this order."""
+
+    transfers: tuple[Transfer, ...]
+
+    def __str__(self) -> str:
+        return f"[{' '.join(map(str, self.transfers))}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Block until a posted transfer is over."""
+
+    transfer: Transfer
+
+    def __str__(self) -> str:
+        return self.transfer.message.text(self.transfer.side, "WAIT_")
+
+
+Instruction = Compute | Post | Wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Every device's instructions.
+
+    `groups` names the process groups, numbered as `Message.group`; each holds all devices. `num_send_buffers`
+    and `num_receive_buffers` are [num_devices]; every buffer holds one boundary tensor.
+    """
+
+    num_devices: int
+    num_microbatches: int
+    placement: tuple[int, ...]
+    queues: QueueScope
+    groups: tuple[str, ...]
+    instructions: tuple[tuple[Instruction, ...], ...]
+    num_send_buffers: tuple[int, ...]
+    num_receive_buffers: tuple[int, ...]
+
+    def to_text(self) -> str:
+        """One line a device: actions as `2F0`, batches as `[2SEND_F0 2RECV_F1]`, waits as `2WAIT_RECV_F1`."""
+        return "".join(" ".join(map(str, row)) + "\n" for row in self.instructions)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: every transfer with its peer, group and buffer."""
+        return {
+            "schema_version": 1,
+            "num_devices": self.num_devices,
+            "num_microbatches": self.num_microbatches,
+            "placement": list(self.placement),
+            "queues": self.queues.value,
+            "groups": list(self.groups),
+            "num_send_buffers": list(self.num_send_buffers),
+            "num_receive_buffers": list(self.num_receive_buffers),
+            "instructions": [[_to_json(instruction) for instruction in row] for row in self.instructions],
+        }
+
+
+def _to_json(instruction: Instruction) -> dict[str, Any]:
+    if isinstance(instruction, Compute):
+        return {"compute": str(instruction.action)}
+    if isinstance(instruction, Post):
+        return {"post": [_transfer_to_json(transfer) for transfer in instruction.transfers]}
+    return {"wait": _transfer_to_json(instruction.transfer)}
+
+
+def _transfer_to_json(transfer: Transfer) -> dict[str, Any]:
+    return {
+        "transfer": str(transfer),
+        "peer": transfer.peer,
+        "group": transfer.message.group,
+        "buffer": transfer.buffer,
+    }
+
+
+def produces(action: Action, num_stages: int) -> int | None:
+    """The stage an action's result goes to, or None."""
+    if action.kind == Kind.F:
+        return action.stage + 1 if action.stage + 1 < num_stages else None
+    return action.stage - 1 if action.kind != Kind.W and action.stage > 0 else None
+
+
+def consumes(action: Action, num_stages: int) -> int | None:
+    """The other stage whose result an action needs, or None."""
+    if action.kind == Kind.F:
+        return action.stage - 1 if action.stage > 0 else None
+    return action.stage + 1 if action.kind != Kind.W and action.stage + 1 < num_stages else None

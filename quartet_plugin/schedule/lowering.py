@@ -1,0 +1,305 @@
+"""From a schedule to what each device computes, sends and receives, in an order that cannot deadlock.
+
+Where things go. A SEND is posted right behind its producer. A RECV is posted where its device stands when
+the message is predicted to leave, never by the sender's position: earlier holds a buffer for nothing, later
+makes the message wait. A send is waited for once it is predicted to have arrived. A hand-over inside a
+device is no message; all that is posted at one point is one batch.
+
+Groups. Every pair of devices has up to four streams: activations and gradients, each way. No two streams of
+a pair share a group, so no queue holds both sends and receives of a pair and none holds both kinds:
+`forward` and `backward` where each kind goes one way (linear, loop), and two more for the returning chunks
+of placements like V and snake.
+
+Why it cannot deadlock. Fix a linear order < of all actions that respects the device lists and the data
+(by predicted start). A device reaches the point in front of its action k when k - 1 is done. Scope PAIR: a
+queue has one direction; both ends post it in the order the producers run. What message M needs - its SEND,
+its RECV, and the messages before it in its queue - is posted behind its producer P and earlier producers of
+that queue, and at the point in front of some z on the receiver, so it is over once P and the action before
+z are. The consumer comes behind both; the wait for the send is put behind both. So every wait is for
+smaller actions, and by induction over < everything runs, whatever the real durations. Scope DEVICE: RECV is
+posted in front of the receiver's first action z > P, so every device's queue of every group holds its
+messages in ascending order of P, batch by batch. The smallest unfinished message of a group is then at the
+head of both its queues, and its RECV waits only for the action before z, which is < P.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.costs import FloatArray
+from quartet_plugin.schedule.instruction import (
+    Compute,
+    Instruction,
+    Message,
+    Post,
+    Program,
+    QueueScope,
+    Side,
+    Transfer,
+    Wait,
+    consumes,
+    produces,
+)
+from quartet_plugin.schedule.schedule import Schedule
+
+GROUP_NAMES = ("forward", "backward", "forward_return", "backward_return")
+
+_Stream = tuple[int, int, bool]
+
+
+@dataclass(slots=True)
+class _Point:
+    """What a device does between two actions."""
+
+    sends: list[Message] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
+    sent: list[Message] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Timeline:
+    """Actions with their place in the linear order and their predicted times; all [device][index]."""
+
+    actions: list[list[Action]]
+    rank: list[list[int]]
+    start_s: Sequence[FloatArray]
+    end_s: Sequence[FloatArray]
+    at: dict[tuple[int, bool, int], tuple[int, int]]  # (stage, is forward, microbatch) -> device, index
+
+
+def lower(
+    schedule: Schedule,
+    *,
+    start_s: Sequence[FloatArray],
+    end_s: Sequence[FloatArray],
+    transfer_s: FloatArray | None = None,
+    queues: QueueScope = QueueScope.PAIR,
+) -> Program:
+    """Lower `schedule` for a runtime.
+
+    `start_s[d]` and `end_s[d]` are the predicted times of `schedule.orders[d]`, as `simulate` gives them;
+    `transfer_s` [num_devices, num_devices] of one boundary tensor, default 0. `queues` says what the
+    runtime's transfers run behind. Times only decide how well it overlaps, never whether it deadlocks.
+    Raises PlanError for two copies of the model, times of another shape, or a schedule that cannot run.
+    """
+    if schedule.routes is not None:
+        raise PlanError("routes: a schedule with two copies of the model can only be simulated, not lowered")
+    lengths = [len(order) for order in schedule.orders]
+    if [len(row) for row in start_s] != lengths or [len(row) for row in end_s] != lengths:
+        raise PlanError(f"times: need one start and end for each of {lengths[:16]} actions a device")
+    timeline = _timeline(schedule, start_s, end_s)
+    groups = _groups(schedule.placement)
+    numbers = {name: n for n, name in enumerate(sorted(set(groups.values()), key=GROUP_NAMES.index))}
+    transfers = np.zeros((schedule.num_devices,) * 2) if transfer_s is None else transfer_s
+    points = _points(schedule, timeline, {s: numbers[g] for s, g in groups.items()}, transfers, queues)
+    devices = [_Device(row) for row in timeline.actions]
+    rows = tuple(tuple(d.emit(points[n], schedule.num_stages)) for n, d in enumerate(devices))
+    return Program(
+        num_devices=schedule.num_devices,
+        num_microbatches=schedule.num_microbatches,
+        placement=schedule.placement,
+        queues=queues,
+        groups=tuple(numbers),
+        instructions=rows,
+        num_send_buffers=tuple(d.buffers[Side.SEND].count for d in devices),
+        num_receive_buffers=tuple(d.buffers[Side.RECV].count for d in devices),
+    )
+
+
+def _groups(placement: Sequence[int]) -> dict[_Stream, str]:
+    """The group of every stream (from device, to device, is forward)."""
+    groups: dict[_Stream, str] = {}
+    for source, target in pairwise(placement):
+        if source == target or (source, target, True) in groups:
+            continue
+        suffix = "_return" if (target, source, True) in groups else ""
+        groups[source, target, True] = f"forward{suffix}"
+        groups[target, source, False] = f"backward{suffix}"
+    return groups
+
+
+def _timeline(schedule: Schedule, start_s: Sequence[FloatArray], end_s: Sequence[FloatArray]) -> _Timeline:
+    """Merge the device lists into one order, by start as far as the data allow (Kahn)."""
+    actions = [schedule.actions(d) for d in range(schedule.num_devices)]
+    at = {
+        (a.stage, a.kind == Kind.F, a.microbatch): (d, n)
+        for d, row in enumerate(actions)
+        for n, a in enumerate(row)
+        if a.kind != Kind.W
+    }
+    rank = [[-1] * len(row) for row in actions]
+    followers: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    missing = [[0] * len(row) for row in actions]
+    for d, row in enumerate(actions):
+        for n, action in enumerate(row):
+            needs = [(d, n - 1)] if n else []
+            needs += [at[key] for key in _needed(action, schedule.num_stages)]
+            missing[d][n] = len(needs)
+            for need in needs:
+                followers[need].append((d, n))
+    heap = [(start_s[d][0], d, 0) for d, row in enumerate(actions) if row and not missing[d][0]]
+    heapq.heapify(heap)
+    count = 0
+    while heap:
+        _, d, n = heapq.heappop(heap)
+        rank[d][n] = count
+        count += 1
+        for e, k in followers[d, n]:
+            missing[e][k] -= 1
+            if not missing[e][k]:
+                heapq.heappush(heap, (start_s[e][k], e, k))
+    if count < sum(map(len, actions)):
+        raise PlanError(f"deadlock: only {count} of {sum(map(len, actions))} actions can run; reorder them")
+    return _Timeline(actions=actions, rank=rank, start_s=start_s, end_s=end_s, at=at)
+
+
+def _needed(action: Action, num_stages: int) -> list[tuple[int, bool, int]]:
+    """Keys of the results an action needs."""
+    forward = action.kind == Kind.F
+    needed = [] if forward else [(action.stage, action.kind != Kind.W, action.microbatch)]
+    other = consumes(action, num_stages)
+    return needed if other is None else [*needed, (other, forward, action.microbatch)]
+
+
+def _points(
+    schedule: Schedule,
+    timeline: _Timeline,
+    group_of: dict[_Stream, int],
+    transfer_s: FloatArray,
+    queues: QueueScope,
+) -> list[list[_Point]]:
+    """Place each message's SEND, RECV and wait for the SEND; point k is in front of action k or the end."""
+    points = [[_Point() for _ in range(len(row) + 1)] for row in timeline.actions]
+    streams: dict[_Stream, list[tuple[Message, int, int]]] = defaultdict(list)
+    for source, row in enumerate(timeline.actions):
+        for index, action in enumerate(row):
+            to_stage = produces(action, schedule.num_stages)
+            if to_stage is None or schedule.placement[to_stage] == source:
+                continue
+            target, consumer = timeline.at[to_stage, action.kind == Kind.F, action.microbatch]
+            stream = (source, target, action.kind == Kind.F)
+            message = Message(
+                source_stage=action.stage,
+                target_stage=to_stage,
+                microbatch=action.microbatch,
+                source_device=source,
+                target_device=target,
+                group=group_of[stream],
+            )
+            wanted = _receive_point(timeline, source, index, target, queues)
+            streams[stream].append((message, index, min(wanted, consumer)))
+    for (source, target, _), messages in streams.items():
+        latest = len(timeline.actions[target])
+        for message, index, wanted in reversed(messages):
+            latest = min(latest, wanted)  # a message before another in its queue is posted before it
+            points[target][latest].receives.append(message)
+            arrival_s = float(timeline.end_s[source][index] + transfer_s[source, target])
+            waited = _sent_point(timeline, source, index, target, latest, arrival_s)
+            points[source][index + 1].sends.append(message)
+            points[source][waited].sent.append(message)
+
+    def order(message: Message) -> int:
+        device, index = timeline.at[message.source_stage, message.is_forward, message.microbatch]
+        return timeline.rank[device][index]
+
+    for point in (point for row in points for point in row):
+        point.receives.sort(key=order)
+        point.sent.sort(key=order)
+    return points
+
+
+def _receive_point(timeline: _Timeline, source: int, index: int, target: int, queues: QueueScope) -> int:
+    """In front of which of `target`'s actions to post the RECV of what action `index` of `source` sends."""
+    if queues is QueueScope.DEVICE:
+        return int(np.searchsorted(timeline.rank[target], timeline.rank[source][index]))
+    return int(np.searchsorted(timeline.end_s[target], timeline.end_s[source][index], side="right"))
+
+
+def _sent_point(
+    timeline: _Timeline, source: int, index: int, target: int, received_at: int, arrival_s: float
+) -> int:
+    """In front of which of `source`'s actions to wait for the SEND: predicted to be over, and sure to be."""
+    point = int(np.searchsorted(timeline.start_s[source], arrival_s))
+    if received_at:
+        before = timeline.rank[target][received_at - 1]
+        point = max(point, int(np.searchsorted(timeline.rank[source], before)))
+    return max(point, index + 1)
+
+
+class _Buffers:
+    """Hands out the smallest free number."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._free: list[int] = []
+        self._of: dict[Message, int] = {}
+
+    def take(self, message: Message) -> int:
+        if self._free:
+            number = heapq.heappop(self._free)
+        else:
+            number, self.count = self.count, self.count + 1
+        self._of[message] = number
+        return number
+
+    def of(self, message: Message) -> int:
+        return self._of[message]
+
+    def give_back(self, message: Message) -> None:
+        heapq.heappush(self._free, self._of.pop(message))
+
+
+class _Device:
+    """Writes one device's instructions and numbers its buffers."""
+
+    def __init__(self, actions: list[Action]) -> None:
+        self.buffers = {side: _Buffers() for side in Side}
+        self._actions = actions
+
+    def emit(self, points: list[_Point], num_stages: int) -> list[Instruction]:
+        """At every point: post, wait for sends, wait for what the action needs; then the action."""
+        written: list[Instruction] = []
+        arriving: dict[tuple[int, int, int], Message] = {}
+        sending = {(m.source_stage, m.target_stage, m.microbatch): m for point in points for m in point.sends}
+        for index, point in enumerate(points):
+            for message in point.receives:
+                self.buffers[Side.RECV].take(message)
+                arriving[message.source_stage, message.target_stage, message.microbatch] = message
+            batch = [self._transfer(Side.SEND, m) for m in point.sends]
+            batch += [self._transfer(Side.RECV, m) for m in point.receives]
+            if batch:
+                written.append(Post(transfers=tuple(batch)))
+            for message in point.sent:
+                written.append(Wait(transfer=self._transfer(Side.SEND, message)))
+                self.buffers[Side.SEND].give_back(message)
+            if index < len(self._actions):
+                self._run(self._actions[index], num_stages, arriving, sending, written)
+        return written
+
+    def _run(
+        self,
+        action: Action,
+        num_stages: int,
+        arriving: dict[tuple[int, int, int], Message],
+        sending: dict[tuple[int, int, int], Message],
+        written: list[Instruction],
+    ) -> None:
+        source, target = consumes(action, num_stages), produces(action, num_stages)
+        needed = None if source is None else arriving.pop((source, action.stage, action.microbatch), None)
+        if needed is not None:
+            written.append(Wait(transfer=self._transfer(Side.RECV, needed)))
+        made = None if target is None else sending.get((action.stage, target, action.microbatch))
+        if made is not None:
+            self.buffers[Side.SEND].take(made)
+        written.append(Compute(action=action))
+        if needed is not None:
+            self.buffers[Side.RECV].give_back(needed)
+
+    def _transfer(self, side: Side, message: Message) -> Transfer:
+        return Transfer(side=side, message=message, buffer=self.buffers[side].of(message))
