@@ -429,3 +429,18 @@ def test_any_value_anywhere_is_taken_or_refused_in_one_line(name: str, data: st.
         text = str(error)
         assert text.splitlines() == [text]
         assert len(text) < 400
+
+
+@pytest.mark.parametrize(
+    ("origin", "written"),
+    [
+        ({"name": "interleaved", "group": 8}, {"name": "interleaved"}),
+        ({"family": {"slack": 1.0}}, {"family": {"slack": 1.0}}),
+        ({"name": "zb-v", "inserted": True}, {"family": {"start": "zb-v", "inserted": True}}),
+        ({"family": {"slack": 1.0}, "inserted": True}, {"family": {"slack": 1.0, "inserted": True}}),
+    ],
+)
+def test_a_changed_order_does_not_keep_its_name(origin: dict[str, Any], written: dict[str, Any]) -> None:
+    value = schedule_to_json(replace(v_schedule(), origin=origin))
+    assert value["origin"] == written
+    assert schedule_from_json(value).origin == written
