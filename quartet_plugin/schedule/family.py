@@ -162,11 +162,17 @@ def run(family: Family, pipeline: Pipeline) -> tuple[float, IntArray, IntArray]:
         progress,
         whole,
         rules,
-        np.minimum(pipeline.memory_limit_bytes, family.memory_cap * pipeline.share_bytes),
+        _cap(family, pipeline),
         orders,
         offsets,
     )
     return float(makespan), orders, offsets
+
+
+def _cap(family: Family, pipeline: Pipeline) -> FloatArray:
+    if math.isinf(family.memory_cap):
+        return pipeline.memory_limit_bytes
+    return np.minimum(pipeline.memory_limit_bytes, family.memory_cap * pipeline.share_bytes)
 
 
 def generate(

@@ -115,7 +115,9 @@ def evaluate(
     cap = np.empty(num_devices)
     for device in range(num_devices):
         offsets[device + 1] += offsets[device]
-        cap[device] = min(limit[device], params[4 * v + MEMORY_CAP] * share[device])
+        cap[device] = limit[device]
+        if params[4 * v + MEMORY_CAP] < np.inf:
+            cap[device] = min(limit[device], params[4 * v + MEMORY_CAP] * share[device])
     forward_key = np.empty(num_stages)
     backward_key = np.empty(num_stages)
     progress = np.empty(num_microbatches)

@@ -296,7 +296,8 @@ class _Job:
             costs.num_microbatches,
             memory_limit_bytes=costs.memory_limit_bytes,
         )
-        _, orders, offsets = run(point.family, pipeline)
+        makespan, orders, offsets = run(point.family, pipeline)
+        assert math.isfinite(makespan), point
         return Schedule(
             num_devices=costs.num_devices,
             num_microbatches=costs.num_microbatches,

@@ -1,0 +1,228 @@
+"""The search: never worse than named schedules, repeatable, within its limits, near proven optima."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.schedule import placement as places
+from quartet_plugin.schedule.costs import Costs
+from quartet_plugin.schedule.exact import exact_optimum
+from quartet_plugin.schedule.named import named
+from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.search import SearchResult, search
+from quartet_plugin.schedule.search.insertion import improve_orders
+from quartet_plugin.schedule.search.noise import NoisyCosts
+from quartet_plugin.schedule.simulate import flatten, simulate, simulate_costs
+from quartet_plugin.split import even_split
+from tests.schedule.sample_costs import random_costs, uneven
+
+
+def costs_for(
+    p: int, m: int, seed: int, cap: float | None = None, layers: int | None = None, head: float = 2.0
+) -> Costs:
+    return random_costs(
+        num_devices=p,
+        num_microbatches=m,
+        num_layers=3 * p if layers is None else layers,
+        seed=seed,
+        cap_shares=cap,
+        head=head,
+    )
+
+
+def same(first: Schedule, second: Schedule) -> bool:
+    return (first.placement, first.layers_per_stage) == (second.placement, second.layers_per_stage) and all(
+        np.array_equal(a, b) for a, b in zip(first.orders, second.orders, strict=True)
+    )
+
+
+@given(
+    p=st.integers(2, 5),
+    m=st.integers(1, 9),
+    seed=st.integers(0, 999),
+    cap=st.one_of(st.none(), st.floats(2.5, 6.0)),
+    split=st.sampled_from(["auto", "even"]),
+)
+@settings(deadline=None, max_examples=15)
+def test_never_worse_than_the_best_named_and_legal(
+    p: int, m: int, seed: int, cap: float | None, split: str
+) -> None:
+    costs = costs_for(p, m, seed, cap)
+    result = search(costs, split=split, evaluations=400, seed=seed)
+    again = simulate_costs(result.schedule, costs)
+    assert again.makespan_s == result.simulation.makespan_s
+    if result.named_best is not None:
+        assert result.simulation.makespan_s <= result.named_best.score_s * (1 + 1e-9)
+        best = simulate_costs(result.named_best.schedule, costs)
+        assert best.makespan_s == pytest.approx(result.named_best.score_s)
+
+
+def test_beats_the_named_schedules_under_tight_memory() -> None:
+    costs = costs_for(6, 12, seed=4, cap=4.5)
+    result = search(costs, split="even", evaluations=4000)
+    assert result.named_best is not None
+    assert result.simulation.makespan_s < 0.97 * result.named_best.score_s
+    assert "family" in result.schedule.origin
+
+
+@pytest.mark.parametrize("split", ["auto", "even"])
+def test_a_seed_and_a_number_of_evaluations_decide_the_result(
+    split: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = costs_for(4, 8, seed=7)
+    first = search(costs, split=split, evaluations=1500, seed=3)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    ticks = itertools.count()
+    second = search(costs, split=split, evaluations=1500, seed=3, clock=lambda: float(next(ticks)))
+    assert same(first.schedule, second.schedule)
+    assert first.num_evaluations == second.num_evaluations
+    assert first.num_evaluations == pytest.approx(1500, rel=0.3)
+
+
+def test_the_time_limit_is_kept() -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.01
+        return now[0]
+
+    result = search(costs_for(4, 8, seed=1), time_limit_s=1.0, clock=clock)
+    assert result.elapsed_s < 2.0
+
+
+@pytest.mark.parametrize(("kind", "m"), [("linear", 5), ("v", 3), ("loop", 3), ("linear", 8), ("v", 2)])
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_tiny_cases_reach_the_proven_optimum(kind: str, m: int, cap: float | None) -> None:
+    placement = places.build(kind, num_devices=4)
+    costs = costs_for(4, m, seed=11 * m, cap=cap, layers=14)
+    split = even_split(costs, len(placement))
+    optimum = exact_optimum(costs, placement=placement, layers_per_stage=split, time_limit_s=30.0)
+    assert optimum.proven
+    result = search(costs, placement=placement, split=split, evaluations=20_000)
+    assert result.found_s >= optimum.makespan_s * (1 - 1e-9)
+    assert result.found_s <= optimum.makespan_s * 1.005
+
+
+def test_a_found_order_must_win_under_noise() -> None:
+    costs = costs_for(4, 6, seed=9, cap=3.0)
+    result = search(costs, evaluations=2000, seed=5)
+    assert result.named_best is not None
+    draws = [NoisyCosts.draw(costs, np.random.default_rng(k)) for k in range(3)]
+    ours = np.mean([d.mean_makespan(result.schedule) for d in draws])
+    theirs = np.mean([d.mean_makespan(result.named_best.schedule) for d in draws])
+    assert "name" in result.schedule.origin or ours < theirs
+
+
+def test_noise_scales_costs_by_at_most_a_tenth() -> None:
+    costs = costs_for(3, 5, seed=2)
+    schedule = replace(
+        named("1f1b", num_devices=3, num_microbatches=5), layers_per_stage=even_split(costs, 3)
+    )
+    plain = simulate_costs(schedule, replace(costs, transfer_s=np.zeros((3, 3)))).makespan_s
+    noisy = NoisyCosts.draw(replace(costs, transfer_s=np.zeros((3, 3))), np.random.default_rng(0))
+    ratios = noisy.prefix[:, :3, :, -1] / noisy.prefix[:, :3, :, -1].mean(axis=0)
+    assert 0.9 < ratios.min() < ratios.max() < 1.1
+    assert noisy.mean_makespan(schedule) == pytest.approx(plain, rel=0.1)
+
+
+@given(
+    name=st.sampled_from(["1f1b", "zb-h1", "zb-v", "interleaved", "hanayo", "v-half"]),
+    p=st.integers(2, 4),
+    k=st.integers(1, 3),
+    seed=st.integers(0, 999),
+    room=st.floats(1.0, 1.5),
+)
+@settings(deadline=None, max_examples=40)
+def test_insertion_keeps_orders_legal_and_within_memory(
+    name: str, p: int, k: int, seed: int, room: float
+) -> None:
+    schedule = named(name, num_devices=p, num_microbatches=p * k)
+    costs = uneven(schedule.placement, seed)
+    before = simulate(schedule, costs)
+    limit = before.peak_activation_bytes * room
+    orders, offsets = flatten(schedule)
+    best = np.empty_like(orders)
+    makespan = improve_orders(
+        orders,
+        offsets,
+        schedule.num_stages,
+        p * k,
+        costs.device_of_stage,
+        np.stack([costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.backward_s]),
+        np.stack([costs.forward_transfer_s, costs.backward_transfer_s]),
+        costs.activation_bytes,
+        costs.held_fraction,
+        limit * (1 + 1e-12),
+        400,
+        0.0,
+        seed,
+        best,
+    )
+    for flat in (best, orders):
+        moved = replace(schedule, orders=tuple(np.split(flat, offsets[1:-1])))
+        after = simulate(moved, costs, memory_limit_bytes=limit)
+        if flat is best:
+            assert after.makespan_s == pytest.approx(makespan)
+            assert makespan <= before.makespan_s * (1 + 1e-12)
+
+
+def test_placements_chunks_and_splits_are_obeyed() -> None:
+    costs = costs_for(3, 4, seed=1, layers=16)
+
+    def run(**options: object) -> SearchResult:
+        return search(costs, evaluations=150, **options)  # type: ignore[arg-type]
+
+    assert run(placement="v").schedule.placement == places.v_shape(3)
+    assert run(placement="loop", chunks=3).schedule.placement == places.loop(3, 3)
+    assert run(placement=[0, 1, 2, 1, 0, 2]).schedule.placement == (0, 1, 2, 1, 0, 2)
+    assert len(run(chunks=1).schedule.placement) == 3
+    assert run(split=[4, 2, 3, 3, 3, 3]).schedule.layers_per_stage == (4, 2, 3, 3, 3, 3)
+    assert run(objective="period").simulation.period_s > 0
+
+
+def test_the_period_objective_lowers_the_period() -> None:
+    costs = costs_for(4, 8, seed=6)
+    short = search(costs, split="even", evaluations=1500, objective="period")
+    assert short.named_best is not None
+    assert short.simulation.period_s <= short.named_best.score_s * (1 + 1e-9)
+    named_period = simulate_costs(short.named_best.schedule, costs).period_s
+    assert named_period == pytest.approx(short.named_best.score_s)
+
+
+def test_empty_stages_only_when_asked() -> None:
+    costs = costs_for(4, 4, seed=1, layers=2, head=3.0)
+    strict = search(costs, evaluations=300)
+    assert strict.schedule.layers_per_stage is not None
+    assert min(strict.schedule.layers_per_stage) >= 1
+    free = search(costs, placement="v", evaluations=300, allow_empty=True)
+    assert free.schedule.layers_per_stage is not None
+    assert min(free.schedule.layers_per_stage) == 0
+    with pytest.raises(ConfigError, match="allow-empty"):
+        search(costs, placement="v", evaluations=300)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"placement": "ring"}, "ring"),
+        ({"placement": [1, 0, 2]}, "start with device 0"),
+        ({"chunks": 2, "placement": "linear"}, "exactly 1"),
+        ({"split": [1, 2, 3]}, "sums to"),
+        ({"split": [5, 5]}, "match no allowed placement"),
+        ({"split": "best"}, "best"),
+        ({"objective": "memory"}, "memory"),
+    ],
+)
+def test_refuses_impossible_arguments(options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        search(costs_for(3, 4, seed=1), evaluations=50, **options)  # type: ignore[arg-type]
+
+
+def test_too_little_memory_for_one_microbatch_is_infeasible() -> None:
+    with pytest.raises(InfeasibleError, match="memory_limit_bytes"):
+        search(costs_for(3, 4, seed=1, cap=0.3), evaluations=200)
