@@ -50,7 +50,7 @@ def refusal(
     related: Collection[Cell] = (),
     centres: Sequence[int] | None = None,
 ) -> PlanError:
-    """The error for a schedule that breaks a rule: one line of reason, then the table with the cell marked."""
+    """The error for a schedule that breaks a rule: a line of reason, then the table with the cell marked."""
     return PlanError(f"{reason}\n{render(schedule, mark=mark, related=related, centres=centres)}")
 
 
