@@ -230,7 +230,7 @@ def _label_bars(axes: "Axes", bars: _Bars, page: _Page) -> None:
     left, right = axes.get_xlim()
     middle = (bars.start + bars.end) / 2
     inside = (bars.start >= left - 1e-9 * right) & (bars.end <= right * (1 + 1e-9))
-    fits = np.flatnonzero((room >= digits * size * digit_pixels) & inside)
+    fits = np.flatnonzero((room + 0.1 >= digits * size * digit_pixels) & inside)
     if size < _FONT_POINTS[0] or len(fits) > _MAX_LABELS:
         return
     count = int(bars.chunk.max()) + 1
