@@ -147,14 +147,19 @@ def agree_on_plan(path: Path, *, meeting: Meeting) -> Plan:
         return plan
     usual = max(by_word, key=lambda word: (len(by_word[word]), -by_word[word][0]))
     odd = "; ".join(
-        f"{named(ranks)} has {word[:19] if word.startswith('digest ') else word}"
+        f"{named(ranks)} {'has' if len(ranks) == 1 else 'have'} {_short(word)}"
         for word, ranks in by_word.items()
         if word != usual
     )
     raise AgreedRefusalError(
-        f"{path}: the ranks have different plans: {named(by_word[usual])} {usual[:19]}, but {odd}; "
+        f"{path}: the ranks have different plans: {named(by_word[usual])} {_short(usual)}, but {odd}; "
         "give every node the same file"
     )
+
+
+def _short(word: str) -> str:
+    """A digest's first digits; a fault as it is."""
+    return word[:19] if word.startswith("digest ") else word
 
 
 def named(ranks: Sequence[int], *, limit: int = 8) -> str:

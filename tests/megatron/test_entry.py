@@ -65,6 +65,15 @@ def test_other_scripts_run_as_python_runs_them(tmp_path: Path) -> None:
     assert "exitcode  : 7" in done.output
 
 
+def test_modules_run_as_python_runs_them(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import sys; print([__name__, *sys.argv[1:], 'torch' in sys.modules])\n"
+    )
+    command = [sys.executable, "-m", "quartet_plugin.megatron", "--quartet-device=cuda", "-m", "mine", "--x"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "['__main__', '--x', False]\n"
+
+
 def test_help_shows_the_group() -> None:
     done = launch(1, ["--help", "--quartet-device", "cpu"])
     assert done.code == 0
