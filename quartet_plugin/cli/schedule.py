@@ -33,7 +33,7 @@ from quartet_plugin.cli.schedule_steps import (
 from quartet_plugin.errors import QuartetError, UsageError
 
 DEFAULT_TIME_LIMIT_S = 10.0
-_RESERVE_S = 0.15
+_RESERVE_S = 0.4  # for the interpreter to start and to end, and to write the result
 
 
 class Objective(StrEnum):
