@@ -172,8 +172,8 @@ class Coordinator:
 
     def _open_study(self, space: Space, result: TrialResult, yardstick: Yardstick) -> TuneStudy:
         config, path = self._config, self._run.folder.study_file
-        if path.exists():
-            study = TuneStudy.open(path, space=space, seed=config.seed, name=self._run.name)
+        study = TuneStudy.open(path, space=space, seed=config.seed, name=self._run.name)
+        if study is not None:
             for record in study.records():
                 if record.told.repeats is None:
                     self._budget.add(record.told.wall_s)
@@ -193,6 +193,7 @@ class Coordinator:
 
     def _search(self, study: TuneStudy) -> str:
         """Spend the trials; returns why the search ended."""
+        proposal = study.unfinished()
         while True:
             records = study.records()
             _check_rows(records)
@@ -201,10 +202,11 @@ class Coordinator:
                 return f"{tried} plans were tried"
             if not self._budget.fits(num_launches=1, then=self._num_in_final()):
                 return f"{tried} plans were tried; the time that is left is kept for the final rounds"
-            proposal = study.unfinished() or self._ask(study, records)
+            proposal = proposal or self._ask(study, records)
             if proposal is None:
                 return f"{tried} plans were tried; there are no others to try"
             self._try(study, proposal, records, tried=tried)
+            proposal = None
 
     def _ask(self, study: TuneStudy, records: list[Record]) -> Proposal | None:
         """A new proposal; None where no new plan is left. After some repeats chance finds one."""

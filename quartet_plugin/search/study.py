@@ -23,9 +23,10 @@ MAX_FRESH_TRIES = 2000
 # A refused configuration is worse than any excess of memory, in bytes.
 REFUSED_EXCESS = 2.0**50
 
-# The user attributes of a trial.
+# The user attributes of a trial, and the mark of a study that was made to its end.
 TOLD = "told"
 PLAN = "plan"
+COMPLETE = "complete"
 
 Verdict = Literal["measured", "infeasible", "wrong", "lost"]
 
@@ -94,11 +95,13 @@ class TuneStudy:
         baseline: Told,
         starts: Sequence[Params],
     ) -> "TuneStudy":
-        """Make the study with the measured baseline as trial 0 and `starts` waiting, whole or not at all."""
-        temporary = path.with_name(f".{path.name}.new")
-        temporary.unlink(missing_ok=True)
+        """Make the study with the measured baseline as trial 0 and `starts` waiting.
+
+        A study that was not made to its end lacks the mark, and `open` does not take it.
+        """
         with _storage_errors(path):
-            made = cls._connect(temporary, space=space, seed=seed, name=name, is_new=True)
+            path.unlink(missing_ok=True)
+            made = cls._connect(path, space=space, seed=seed, name=name, is_new=True)
             made._study.set_user_attr("objective", objective)
             params = space.params_of(space.baseline)
             if params is not None:
@@ -109,15 +112,27 @@ class TuneStudy:
             made.tell(Proposal(number=trial.number, plan=space.baseline, trial=trial), baseline)
             for point in starts:
                 made._study.enqueue_trial(dict(point))
-            made.close()
-            temporary.replace(path)
-        return cls.open(path, space=space, seed=seed, name=name)
+            made._study.set_user_attr(COMPLETE, True)
+        return made
 
     @classmethod
-    def open(cls, path: Path, *, space: Space, seed: int, name: str) -> "TuneStudy":
-        """Go on with the study in `path`. Raises StorageError when it cannot be read."""
+    def open(cls, path: Path, *, space: Space, seed: int, name: str) -> "TuneStudy | None":
+        """Go on with the study in `path`; None where it was not made to its end.
+
+        Raises StorageError when it cannot be read.
+        """
+        if not path.exists():
+            return None
         with _storage_errors(path):
-            return cls._connect(path, space=space, seed=seed, name=name)
+            try:
+                found = cls._connect(path, space=space, seed=seed, name=name)
+            except KeyError:
+                return None  # the schema is there, the study is not yet
+            if not found._study.user_attrs.get(COMPLETE):
+                found.close()
+                return None
+            found._read_records()
+            return found
 
     @classmethod
     def _connect(cls, path: Path, *, space: Space, seed: int, name: str, is_new: bool = False) -> "TuneStudy":
@@ -138,23 +153,27 @@ class TuneStudy:
 
     def records(self) -> list[Record]:
         """Every told trial, in order."""
-        for frozen in self._trials("COMPLETE", "PRUNED", "FAIL"):
-            if frozen.number not in self._records:
-                self._records[frozen.number] = self._record(frozen)
         return [self._records[number] for number in sorted(self._records)]
+
+    def _read_records(self) -> None:
+        """What was told before; from then on this object knows, since nobody else writes."""
+        for frozen in self._trials():
+            if frozen.state.is_finished():
+                self._records[frozen.number] = self._record(frozen)
 
     def unfinished(self) -> Proposal | None:
         """The trial that an earlier process asked for and did not live to tell."""
         import optuna
 
-        for frozen in self._trials("RUNNING"):
-            return self._proposal(optuna.trial.Trial(self._study, frozen._trial_id))
+        for frozen in self._trials():
+            if frozen.state == optuna.trial.TrialState.RUNNING:
+                return self._proposal(optuna.trial.Trial(self._study, frozen._trial_id))
         return None
 
     def ask(self) -> Proposal:
         """A new trial: a waiting point first, then the sampler's."""
-        waiting = self._trials("WAITING")
-        number = waiting[0].number if waiting else len(self._trials())
+        trials = self._trials()
+        number = next((one.number for one in trials if one.state.name == "WAITING"), len(trials))
         self._reseed(number, "trial")
         with _storage_errors(None):
             return self._proposal(self._study.ask())
@@ -176,7 +195,7 @@ class TuneStudy:
 
         with _storage_errors(None):
             trial = proposal.trial
-            if self._is_finished(proposal.number):
+            if proposal.number in self._records:
                 return
             # Few attributes: each is a transaction with its own flush to the disk.
             trial.set_user_attr(TOLD, asdict(told))
@@ -190,21 +209,16 @@ class TuneStudy:
             if told.verdict == "infeasible":
                 value = self._worst()
             self._study.tell(trial, value if state == TrialState.COMPLETE else None, state=state)
+            self._records[proposal.number] = Record(number=proposal.number, plan=proposal.plan, told=told)
 
     def _worst(self) -> float:
         """The worst objective measured so far: what is told for a plan that does not fit."""
         values = [r.told.value for r in self.records() if r.told.value is not None]
         return min(values, default=0.0)
 
-    def _is_finished(self, number: int) -> bool:
-        return any(frozen.number == number for frozen in self._trials("COMPLETE", "PRUNED", "FAIL"))
-
-    def _trials(self, *states: str) -> list[Any]:
-        from optuna.trial import TrialState
-
+    def _trials(self) -> list[Any]:
         with _storage_errors(None):
-            wanted = tuple(TrialState[state] for state in states) or None
-            trials: list[Any] = self._study.get_trials(deepcopy=False, states=wanted)
+            trials: list[Any] = self._study.get_trials(deepcopy=False)
             return trials
 
     def _proposal(self, trial: Any) -> Proposal:
@@ -293,7 +307,7 @@ def _storage_errors(path: Path | None) -> Iterator[None]:
 
     try:
         yield
-    except (StorageInternalError, SQLAlchemyError, OSError, KeyError) as error:
+    except (StorageInternalError, SQLAlchemyError, OSError) as error:
         first = (str(error.__cause__ or error).splitlines() or [""])[0][:200]
         where = "the study" if path is None else str(path)
         raise StorageError(f"{where}: cannot be read or written: {first}") from error

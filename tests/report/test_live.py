@@ -1,0 +1,69 @@
+"""A run on the screen: plain lines for pipes, a table for terminals."""
+
+import io
+
+from rich.console import Console
+
+from quartet_plugin.report.live import LiveTable, PlainLines, Reporter, reporter
+from tests.model.plans import PLAN
+
+
+def play(shown: Reporter) -> None:
+    """A baseline and two trials, one of which does not fit."""
+    shown.message("hello [bold]world")
+    shown.plan_started("0", None, stage="baseline", time_left_s=None)
+    shown.progressed("init", iteration=0, num_iterations=13)
+    shown.plan_finished(
+        "0", None, outcome="OK", reason="measured", iteration_s=0.5, tokens_per_s=1000.0, versus_baseline=1.0
+    )
+    shown.plan_started("1", PLAN, stage="search", time_left_s=125.0)
+    shown.progressed("measure", iteration=4, num_iterations=13)
+    shown.progressed("measure", iteration=5, num_iterations=13)
+    shown.plan_finished(
+        "1", PLAN, outcome="OK", reason="measured", iteration_s=0.4, tokens_per_s=1250.0, versus_baseline=1.25
+    )
+    shown.plan_started("2", PLAN, stage="final", time_left_s=30.0)
+    shown.plan_finished(
+        "2",
+        PLAN,
+        outcome="INFEASIBLE",
+        reason="out of memory [red]",
+        iteration_s=None,
+        tokens_per_s=None,
+        versus_baseline=None,
+    )
+
+
+def test_plain_lines_are_one_an_event() -> None:
+    lines: list[str] = []
+    now = [0.0]
+    with PlainLines(lines.append, clock=lambda: now[0]) as shown:
+        play(shown)
+    assert all("\n" not in line for line in lines)
+    assert "trial 0: your own command: 0.500 s/iteration, 1,000 tokens/s, 1.00x the baseline" in lines
+    assert "trial 1: measure 4/13, 0 s; about 2 min 05 s left" in lines
+    assert sum("measure" in line for line in lines) == 1
+    assert any("6+2, 1f1b, 1,0" in line and "1.25x" in line for line in lines)
+    assert "INFEASIBLE: out of memory [red]" in lines[-1]
+
+
+def test_a_terminal_gets_a_table_that_stays() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=140, height=40)
+    shown = reporter(console)
+    assert isinstance(shown, LiveTable)
+    with shown:
+        play(shown)
+        shown.plan_started("3", PLAN, stage="search", time_left_s=None)
+        with console.capture() as captured:
+            console.print(shown.render())
+        now = captured.get()
+        assert "trial 3: launch" in now
+        assert "1.25x" in now
+        assert "6+2" in now
+    assert "hello [bold]world" in screen.getvalue()
+    assert "out of memory [red]" in screen.getvalue()
+
+
+def test_a_pipe_gets_lines() -> None:
+    assert isinstance(reporter(Console(file=io.StringIO())), PlainLines)
