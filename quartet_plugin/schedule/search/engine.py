@@ -32,6 +32,7 @@ from quartet_plugin.split import Split
 
 DEFAULT_TIME_LIMIT_S = 10.0
 _ROUND_WIDTH = 8
+_BATCH = 32
 _POOL = 24
 _PER_PLACEMENT = 8
 # Parts of the effort after which a phase ends.
@@ -195,11 +196,11 @@ class _Job:
         return self.climb_rounds(sorted(full, key=lambda p: p.score), m, _FAMILY_UNTIL)
 
     def started(self, points: list[Point], m: int) -> list[Point]:
-        """Score structured starts, batch by batch, as many as a third of the family's time allows."""
+        """Score structured starts, batch by batch, as many as a part of the family's effort allows."""
         done: list[Point] = []
-        until = (self.effort.spent + _FAMILY_UNTIL) / 2
-        for first in range(0, len(points), 64):
-            batch = [(point, 0) for point in points[first : first + 64]]
+        until = self.effort.spent + 0.3 * max(0.0, _FAMILY_UNTIL - self.effort.spent)
+        for first in range(0, len(points), _BATCH):
+            batch = [(point, 0) for point in points[first : first + _BATCH]]
             done += self.each(batch, partial(_climbed, problem=self.problem, num_microbatches=m))
             self.effort.used += len(batch)
             if self.effort.spent > until:
@@ -209,26 +210,19 @@ class _Job:
     def start_points(
         self, options: dict[Placement, list[Split]], named: list[Baseline], num_microbatches: int
     ) -> list[Point]:
-        """Every structured start, with the split that served the placement's named schedules best."""
+        """Every structured start, best guesses first, with the split that served named schedules."""
         devices = self.problem.costs.num_devices
-        points = []
+        ranked: list[tuple[int, Point]] = []
         for placement, splits in options.items():
             same = [b.split for b in named if b.schedule.placement == placement]
             chosen = list(dict.fromkeys([*same[:1], splits[0]]))
             families = starts(len(placement) // devices, devices, num_microbatches)
             for k, family in enumerate(families):
-                whole = np.zeros(len(placement), dtype=np.int64)
-                if self.problem.fused_pays and k % 2:
-                    whole[:] = 1
-                points.append(
-                    Point(
-                        placement=placement,
-                        split=chosen[k % len(chosen)],
-                        params=vector_of(family),
-                        whole=whole,
-                    )
-                )
-        return [points[int(k)] for k in self.rng.permutation(len(points))]
+                whole = np.full(len(placement), int(self.problem.fused_pays and k % 2 == 1), dtype=np.int64)
+                split = chosen[k // 2 % len(chosen)]
+                point = Point(placement=placement, split=split, params=vector_of(family), whole=whole)
+                ranked.append((k, point))
+        return [point for _, point in sorted(ranked, key=lambda pair: pair[0])]
 
     def climb_rounds(self, points: list[Point], m: int, until: float) -> list[Point]:
         """Rounds of climbs from points chosen by rank, until `until` of the effort is spent."""
