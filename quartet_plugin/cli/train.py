@@ -118,15 +118,22 @@ def run_wrapped(command: "Command", *, flags: Sequence[str], device: Device) -> 
 
 
 def first_error(folder: Path) -> QuartetError | None:
-    """What the ranks wrote about their failure: the first, before those that only saw a peer go away."""
+    """What the ranks wrote about their failure: the first, before those that only saw a peer go away.
+
+    Our own refusals keep their exit code; what the user's command does by itself is INFRASTRUCTURE.
+    """
     from quartet_plugin.model.files import read_json
 
     found: list[tuple[bool, float, int, str]] = []
+    ours = ("plan", "seam")
     for path in folder.glob("rank-*.err.json"):
         with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):
             err = read_json(path)
             text = " ".join(str(err["message"]).split())[:500]
-            found.append((err["kind"] == "network", float(err["time"]), int(err["exit_code"]), text))
+            code = int(err["exit_code"])
+            if err["kind"] not in ours:
+                code, text = int(ExitCode.INFRASTRUCTURE), f"your own command failed: {text}"
+            found.append((err["kind"] == "network", float(err["time"]), code, text))
     if not found:
         return None
     _, _, code, text = min(found)

@@ -240,6 +240,7 @@ def _end_of_script(session: Session) -> None:
 def _record(session: Session, error: BaseException) -> None:
     """Write rank-K.err.json; the error itself matters more than a record that cannot be written."""
     if session.files is None:
+        _leave_error(session, error)
         return
     from quartet_plugin.megatron.measure import peak_memory_bytes
 
@@ -250,3 +251,20 @@ def _record(session: Session, error: BaseException) -> None:
         session.files.close()
     except (QuartetError, OSError) as unwritten:
         print(f"quartet: the failure could not be recorded: {unwritten}", file=sys.stderr, flush=True)
+
+
+def _leave_error(session: Session, error: BaseException) -> None:
+    """Outside of a trial: write it where `quartet train` asks, since torchrun's own exit code is always 1."""
+    folder = os.environ.get("QUARTET_ERRORS")
+    if not folder:
+        return
+    from quartet_plugin.model.files import write_json_atomic
+
+    rank = session.place.launch_rank
+    content = describe_failure(error, num_steps=session.num_steps, peak_bytes=0)
+    try:
+        write_json_atomic(
+            Path(folder, f"rank-{rank}.err.json"), {"launch_rank": rank, "time": time.time(), **content}
+        )
+    except (QuartetError, OSError):
+        return

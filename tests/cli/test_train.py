@@ -47,7 +47,7 @@ def test_the_output_and_a_good_end_are_the_commands(
 
 def test_a_bad_end_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--", sys.executable, script(tmp_path), "7"]) == 5
-    assert "ended with exit code 7" in capfd.readouterr().err.splitlines()[-1]
+    assert "the script ended itself with exit code 7" in capfd.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -109,3 +109,18 @@ def test_the_ranks_own_error_gives_the_exit_code(tmp_path: Path) -> None:
     assert error is not None
     assert str(error) == "the plan was made for another job"
     assert error.exit_code == 2
+    write(1, kind="refused", time=2.0, exit_code=2, message="unrecognized arguments: --x")
+    error = first_error(tmp_path)
+    assert error is not None
+    assert error.exit_code == 5
+
+
+def test_a_refusal_by_the_ranks_keeps_its_exit_code(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = replace(PLAN, made_for=replace(PLAN.made_for, framework="another-framework"))
+    command = ["torchrun", "--nproc-per-node", "2", script(tmp_path), "0"]
+    assert main(["train", "--plan", saved(tmp_path, plan), "--device", "cpu", "--", *command]) == 2
+    shown = capfd.readouterr()
+    assert shown.err.splitlines()[-1].startswith("quartet: ")
+    assert "began" not in shown.out
