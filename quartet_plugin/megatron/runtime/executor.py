@@ -1,0 +1,178 @@
+"""Runs one device's instruction list: any compute, any transport, no state from one run to the next.
+
+What computes and what communicates are protocols, so the same loop trains Megatron's stages, drives a test
+on plain tensors, and rehearses a cluster with compute that sleeps.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quartet_plugin.errors import InfrastructureError
+from quartet_plugin.megatron.runtime.records import Recorder
+from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.instruction import (
+    Compute,
+    Instruction,
+    Message,
+    Post,
+    Program,
+    Side,
+    Transfer,
+    Wait,
+    consumes,
+    produces,
+)
+
+Tensor = Any
+# A result on its way: the stage that reads it, forward or backward, the microbatch.
+_Value = tuple[int, bool, int]
+
+
+class StageCompute(Protocol):
+    """The work of the stages of one device.
+
+    `received` is what the neighbouring stage produced: None on the first stage's forward and on the last
+    stage's backward. It belongs to the callee. What `forward`, `backward` and `input_grad` return goes to the
+    next, or the previous, stage: None only where there is none. The runtime keeps a result until it has left,
+    so the callee must not write to it, but may drop its own reference at once.
+    """
+
+    def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor | None:
+        """Run F; returns the activation for stage + 1."""
+
+    def backward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor | None:
+        """Run B, the whole backward; returns the gradient for stage - 1."""
+
+    def input_grad(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor | None:
+        """Run I; returns the gradient for stage - 1."""
+
+    def weight_grad(self, stage: int, microbatch: int) -> None:
+        """Run W, after the I of the same stage and microbatch."""
+
+
+class Transport(Protocol):
+    """Moves boundary tensors between devices. Nothing is pending when a run has ended."""
+
+    def post(self, transfers: Sequence[tuple[Transfer, Tensor | None]]) -> None:
+        """Start transfers without blocking, in this order; the tensor is the one to send, None for a RECV."""
+
+    def wait(self, transfer: Transfer) -> Tensor | None:
+        """Until a posted transfer is over; returns what a RECV brought, None for a SEND.
+
+        On a GPU the current stream waits, not the host.
+        """
+
+    def abort(self) -> None:
+        """Drop what is pending after an error; may be called at any time and does not raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A Compute instruction, with where its input comes from and where its result goes."""
+
+    action: Action
+    reads: _Value | None
+    writes: _Value | None
+
+
+_Step = _Run | Post | Wait
+
+
+class Executor:
+    """One device's instructions, prepared to be run any number of times."""
+
+    def __init__(self, program: Program, *, device: int) -> None:
+        """`device` is the index in `program.instructions`."""
+        self.program = program
+        self.device = device
+        num_stages = len(program.placement)
+        self._steps = [_prepare(instruction, num_stages) for instruction in program.instructions[device]]
+
+    @property
+    def actions(self) -> list[Action]:
+        """The device's actions in order: those that a recorder's entries belong to."""
+        return [step.action for step in self._steps if isinstance(step, _Run)]
+
+    def run(self, compute: StageCompute, transport: Transport, recorder: Recorder) -> None:
+        """Execute every instruction once.
+
+        An exception gets a note that names the action. Raises InfrastructureError, naming the message, when a
+        transfer fails because a peer or the network has.
+        """
+        calls: dict[Kind, Callable[[int, int, Tensor | None], Tensor | None]] = {
+            Kind.F: compute.forward,
+            Kind.B: compute.backward,
+            Kind.I: compute.input_grad,
+            Kind.W: _without_input(compute),
+        }
+        values: dict[_Value, Tensor] = {}
+        recorder.begin()
+        try:
+            for step in self._steps:
+                if isinstance(step, _Run):
+                    received = None if step.reads is None else values.pop(step.reads)
+                    stage, kind, microbatch = step.action
+                    recorder.starts()
+                    result = calls[kind](stage, microbatch, received)
+                    recorder.ends()
+                    if step.writes is not None:
+                        values[step.writes] = result
+                    del received, result
+                elif isinstance(step, Post):
+                    transport.post([(t, _outgoing(t, values)) for t in step.transfers])
+                else:
+                    self._wait(step.transfer, transport, recorder, values)
+        except BaseException as error:
+            transport.abort()
+            _annotate(error, step, self.device)
+            raise
+        assert not values, f"results that nobody read: {list(values)[:8]}"
+
+    def _wait(
+        self, transfer: Transfer, transport: Transport, recorder: Recorder, values: dict[_Value, Tensor]
+    ) -> None:
+        if transfer.side is Side.RECV:
+            recorder.waits()
+        try:
+            tensor = transport.wait(transfer)
+        except RuntimeError as error:
+            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise InfrastructureError(
+                f"device {self.device}: {transfer} with device {transfer.peer} failed: {line}"
+            ) from error
+        if transfer.side is Side.RECV:
+            values[_value_of(transfer.message)] = tensor
+
+
+def _without_input(compute: StageCompute) -> Callable[[int, int, Tensor | None], None]:
+    def weight_grad(stage: int, microbatch: int, _: Tensor | None) -> None:
+        compute.weight_grad(stage, microbatch)
+
+    return weight_grad
+
+
+def _prepare(instruction: Instruction, num_stages: int) -> _Step:
+    if not isinstance(instruction, Compute):
+        return instruction
+    action = instruction.action
+    forward = action.kind is Kind.F
+    source, target = consumes(action, num_stages), produces(action, num_stages)
+    return _Run(
+        action=action,
+        reads=None if source is None else (action.stage, forward, action.microbatch),
+        writes=None if target is None else (target, forward, action.microbatch),
+    )
+
+
+def _value_of(message: Message) -> _Value:
+    return message.target_stage, message.is_forward, message.microbatch
+
+
+def _outgoing(transfer: Transfer, values: dict[_Value, Tensor]) -> Tensor | None:
+    return values.pop(_value_of(transfer.message)) if transfer.side is Side.SEND else None
+
+
+def _annotate(error: BaseException, step: _Step, device: int) -> None:
+    what = step.action if isinstance(step, _Run) else step
+    error.add_note(f"quartet: device {device} was at {what}")

@@ -1,0 +1,160 @@
+"""Boundary tensors between processes: directly, or through host memory where the devices cannot meet.
+
+One process group a stream of the program (`Program.groups`), because a communicator has one queue a pair and
+forward and backward messages must not stand in each other's way. Tags are not used: NCCL ignores them, so
+nothing may depend on them. A tensor that is being sent is held until its transfer is over: freeing an
+activation's storage while gloo still reads it corrupts the run without an error.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quartet_plugin.schedule.instruction import Side, Transfer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """Shape, type and device of every tensor that crosses a stage boundary in one run."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channels:
+    """The process groups of a program's streams; `ranks[d]` is the global rank of device d."""
+
+    groups: tuple[Any, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def open(cls, names: Sequence[str], *, ranks: Sequence[int], backend: str | None = None) -> "Channels":
+        """Make one group for each of `Program.groups`; all `ranks` call this together, others need not.
+
+        Do it once a process: groups that are destroyed and made again meet under the same name in the store.
+        """
+        groups = tuple(
+            dist.new_group(list(ranks), backend=backend, use_local_synchronization=True) for _ in names
+        )
+        return cls(groups=groups, ranks=tuple(ranks))
+
+
+class PairTransport:
+    """`isend` and `irecv`, each pair of devices on its own (`QueueScope.PAIR`); for gloo and NCCL."""
+
+    def __init__(self, channels: Channels, boundary: Boundary) -> None:
+        self._channels = channels
+        self._boundary = boundary
+        self._pending: dict[Transfer, tuple[Any, torch.Tensor]] = {}
+
+    def post(self, transfers: Sequence[tuple[Transfer, torch.Tensor | None]]) -> None:
+        """Start every transfer."""
+        for transfer, tensor in transfers:
+            peer = self._channels.ranks[transfer.peer]
+            group = self._channels.groups[transfer.message.group]
+            if transfer.side is Side.SEND:
+                # A view of one's own: the owner may free its tensor, which would free a shared storage.
+                held = self._checked(tensor, transfer)
+                work = dist.isend(held, peer, group=group)
+            else:
+                # Not from a pool: autograd keeps a received activation until its backward has run.
+                held = torch.empty(
+                    self._boundary.shape, dtype=self._boundary.dtype, device=self._boundary.device
+                )
+                work = dist.irecv(held, peer, group=group)
+            self._pending[transfer] = (work, held)
+
+    def wait(self, transfer: Transfer) -> torch.Tensor | None:
+        """Until it is over; returns the tensor of a RECV."""
+        work, held = self._pending.pop(transfer)
+        work.wait()
+        return held if transfer.side is Side.RECV else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is pending."""
+        return not self._pending
+
+    def abort(self) -> None:
+        """Forget what is pending."""
+        self._pending.clear()
+
+    def _checked(self, tensor: torch.Tensor | None, transfer: Transfer) -> torch.Tensor:
+        if tensor is None or tuple(tensor.shape) != self._boundary.shape:
+            shape = None if tensor is None else tuple(tensor.shape)
+            raise ValueError(f"{transfer}: the stage made {shape}, the boundary is {self._boundary.shape}")
+        if tensor.dtype != self._boundary.dtype:
+            raise ValueError(
+                f"{transfer}: the stage made {tensor.dtype}, the boundary is {self._boundary.dtype}"
+            )
+        return tensor.detach().contiguous()
+
+
+@dataclass(slots=True)
+class _Stage:
+    """One numbered buffer in host memory, and when the device has last read or written it."""
+
+    host: torch.Tensor
+    event: Any = None
+
+
+@dataclass(slots=True)
+class _Stages:
+    send: dict[int, _Stage] = field(default_factory=dict)
+    receive: dict[int, _Stage] = field(default_factory=dict)
+
+
+class HostTransport(PairTransport):
+    """The same through pinned host memory and gloo groups: several processes may share one GPU.
+
+    Host buffers are the program's numbered ones, so there are never more than it needs. Keep the object from
+    run to run to keep them.
+    """
+
+    def __init__(self, channels: Channels, boundary: Boundary) -> None:
+        super().__init__(channels, boundary)
+        self._stages = _Stages()
+        self._on_cuda = boundary.device.type == "cuda"
+
+    def post(self, transfers: Sequence[tuple[Transfer, torch.Tensor | None]]) -> None:
+        """Copy what is sent to the host, then start the transfers."""
+        for transfer, tensor in transfers:
+            peer = self._channels.ranks[transfer.peer]
+            group = self._channels.groups[transfer.message.group]
+            stage = self._stage(transfer)
+            if transfer.side is Side.SEND:
+                # Blocks until the tensor is there: gloo reads the memory at once.
+                stage.host.copy_(self._checked(tensor, transfer))
+                work = dist.isend(stage.host, peer, group=group)
+            else:
+                if stage.event is not None:
+                    stage.event.synchronize()
+                    stage.event = None
+                work = dist.irecv(stage.host, peer, group=group)
+            self._pending[transfer] = (work, stage.host)
+
+    def wait(self, transfer: Transfer) -> torch.Tensor | None:
+        """Until it is over; a received tensor is copied to the device in the current stream."""
+        work, host = self._pending.pop(transfer)
+        work.wait()
+        if transfer.side is Side.SEND:
+            return None
+        tensor = torch.empty(self._boundary.shape, dtype=self._boundary.dtype, device=self._boundary.device)
+        tensor.copy_(host, non_blocking=True)
+        if self._on_cuda:
+            stage = self._stage(transfer)
+            stage.event = torch.cuda.Event()
+            stage.event.record()
+        return tensor
+
+    def _stage(self, transfer: Transfer) -> _Stage:
+        stages = self._stages.send if transfer.side is Side.SEND else self._stages.receive
+        if transfer.buffer not in stages:
+            host = torch.empty(self._boundary.shape, dtype=self._boundary.dtype, pin_memory=self._on_cuda)
+            stages[transfer.buffer] = _Stage(host=host)
+        return stages[transfer.buffer]

@@ -1,0 +1,83 @@
+"""Programs for any number of microbatches: valid, free of dead-locks under both libraries' rules."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.megatron.runtime.programs import Library, Recipe, make_schedule, predicted_times
+from quartet_plugin.schedule.action import Action
+from quartet_plugin.schedule.channels import Backend, check_program
+from quartet_plugin.schedule.named import named
+from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.simulate import simulate
+from tests.megatron.runtime.pipelines import SCHEDULES, recipe, stage_costs
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    name=st.sampled_from(sorted(SCHEDULES)),
+    num_devices=st.integers(2, 5),
+    num_microbatches=st.integers(1, 11),
+    whole=st.frozensets(st.integers(0, 3), max_size=2),
+)
+def test_any_number_of_microbatches_runs_under_both_libraries(
+    name: str, num_devices: int, num_microbatches: int, whole: frozenset[int]
+) -> None:
+    made = recipe(name, num_devices)
+    known = frozenset(stage for stage in whole if stage < len(made.placement))
+    program = Library(recipe(name, num_devices, whole=known)).program(num_microbatches)
+    for backend in Backend:
+        check_program(program, backend=backend)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_predicted_times_are_the_simulators(name: str) -> None:
+    made = recipe(name, 3)
+    schedule = make_schedule(made, 7)
+    start_s, end_s = predicted_times(schedule, made.costs)
+    expected = simulate(schedule, made.costs)
+    for device in range(3):
+        np.testing.assert_allclose(start_s[device], expected.start_s[device])
+        np.testing.assert_allclose(end_s[device], expected.end_s[device])
+
+
+def written(rows: list[list[str]], **changes: Any) -> Recipe:
+    schedule = Schedule.of_actions(
+        [[Action.parse(text) for text in row] for row in rows],
+        num_microbatches=2,
+        placement=(0, 1),
+    )
+    return Recipe(costs=stage_costs((0, 1)), written=schedule, **changes)
+
+
+GOOD = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+
+
+def test_a_written_order_is_used_for_its_own_number_and_replaced_elsewhere() -> None:
+    made = written(GOOD)
+    assert [str(a) for a in make_schedule(made, 2).actions(0)] == GOOD[0]
+    assert len(make_schedule(made, 3).actions(0)) == 6
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([["0F0", "0F1", "0B0"], GOOD[1]], "0B1"),
+        ([GOOD[0], ["1F0", "1B0", "1F1"]], "1B1"),
+        ([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]], "deadlock|wait"),
+        ([["0B0", "0F0", "0F1", "0B1"], GOOD[1]], "0B0"),
+    ],
+)
+def test_a_wrong_written_order_is_refused(rows: list[list[str]], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        make_schedule(written(rows), 2)
+
+
+def test_an_order_for_another_placement_is_refused() -> None:
+    other = named("1f1b", num_devices=3, num_microbatches=2)
+    with pytest.raises(PlanError, match="placement"):
+        make_schedule(Recipe(costs=stage_costs((0, 1)), written=other), 2)

@@ -1,0 +1,42 @@
+"""Real process groups: the executor over gloo, directly and through host memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quartet_plugin.megatron.runtime.programs import Library
+from quartet_plugin.megatron.runtime.transport import Boundary, Channels, PairTransport
+from quartet_plugin.schedule.instruction import Post, Side
+from tests.megatron.runtime.pipelines import recipe
+from tests.megatron.support import run_processes, torchrun
+
+RANK_PROGRAM = "tests.megatron.runtime.gloo_rank"
+
+
+def test_gradients_over_gloo(tmp_path: Path) -> None:
+    command = torchrun(3, "-m", RANK_PROGRAM, "zb-v", "interleaved", "snake-3")
+    code, output = run_processes(command, timeout_s=120, log=tmp_path / "log")
+    assert code == 0, output[-3000:]
+    assert output.count(" done") == 3
+
+
+def test_a_tensor_of_another_shape_or_type_is_refused_before_it_is_sent() -> None:
+    boundary = Boundary(shape=(2, 3), dtype=torch.float32, device=torch.device("cpu"))
+    moving = PairTransport(Channels(groups=(None, None), ranks=(0, 1)), boundary)
+    program = Library(recipe("1f1b", 2)).program(1)
+    send = next(
+        transfer
+        for instruction in program.instructions[0]
+        if isinstance(instruction, Post)
+        for transfer in instruction.transfers
+        if transfer.side is Side.SEND
+    )
+    for wrong, words in (
+        (torch.zeros(3, 2), "boundary is"),
+        (torch.zeros(2, 3).double(), "float64"),
+        (None, "None"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            moving.post([(send, wrong)])
+    assert moving.is_idle
