@@ -1,0 +1,55 @@
+"""Golden files of an attempt: what an earlier version wrote is read for ever, and written alike."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.schema import dump
+from quartet_plugin.trial.files import COMMAND, RESULT, TRIAL, RankFiles, parse_job, read_sheet
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "attempt"
+ATTEMPT = "0123456789abcdef" * 2
+SHEETS: dict[str, TypeAdapter[Any]] = {"trial": TRIAL, "command": COMMAND, "result": RESULT}
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_a_sheet_reads_and_writes_the_same(name: str) -> None:
+    path = GOLDEN / f"{name}.json"
+    assert json.loads(json.dumps(dump(read_sheet(SHEETS[name], path)))) == json.loads(path.read_text())
+
+
+def test_rank_files_are_read_whole() -> None:
+    seen = RankFiles(GOLDEN, attempt_id=ATTEMPT).scan()
+    assert seen.faults == ()
+    assert (set(seen.beats), set(seen.reports), set(seen.errs)) == ({0}, {0, 1}, {1})
+    for report in seen.reports.values():
+        path = GOLDEN / f"rank-{report.launch_rank}.json"
+        assert json.loads(json.dumps(dump(report))) == json.loads(path.read_text())
+    assert [iteration.iteration for iteration in seen.reports[1].iterations] == [1, 2, 3, 4]
+    assert seen.errs[1].kind == "out-of-memory"
+    assert seen.errs[1].wanted_bytes == 2 * 2**30
+
+
+def test_the_job_of_rank_zero_is_read_whole() -> None:
+    job = RankFiles(GOLDEN, attempt_id=ATTEMPT).scan().reports[0].job
+    assert job is not None
+    assert json.loads(json.dumps(dump(parse_job(job)))) == job
+
+
+def test_files_of_another_attempt_are_not_listened_to() -> None:
+    seen = RankFiles(GOLDEN, attempt_id="f" * 32).scan()
+    assert not seen.beats
+    assert not seen.reports
+    assert not seen.errs
+
+
+@pytest.mark.parametrize("name", ["trial", "command", "result"])
+def test_an_unknown_key_is_refused(name: str, tmp_path: Path) -> None:
+    data = json.loads((GOLDEN / f"{name}.json").read_text())
+    (tmp_path / "x.json").write_text(json.dumps({**data, "hook": "os.system"}))
+    with pytest.raises(ConfigError, match="hook"):
+        read_sheet(SHEETS[name], tmp_path / "x.json")
