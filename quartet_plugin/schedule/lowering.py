@@ -32,7 +32,7 @@ import numpy as np
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.schedule.action import Action, Kind
-from quartet_plugin.schedule.costs import FloatArray
+from quartet_plugin.schedule.costs import FloatArray, IntArray
 from quartet_plugin.schedule.instruction import (
     Compute,
     Instruction,
@@ -67,7 +67,7 @@ class _Timeline:
     """Actions with their place in the linear order and their predicted times; all [device][index]."""
 
     actions: list[list[Action]]
-    rank: list[list[int]]
+    rank: list[IntArray]
     start_s: Sequence[FloatArray]
     end_s: Sequence[FloatArray]
     at: dict[tuple[int, bool, int], tuple[int, int]]  # (stage, is forward, microbatch) -> device, index
@@ -133,7 +133,7 @@ def _timeline(schedule: Schedule, start_s: Sequence[FloatArray], end_s: Sequence
         for n, a in enumerate(row)
         if a.kind != Kind.W
     }
-    rank = [[-1] * len(row) for row in actions]
+    rank = [np.full(len(row), -1, dtype=np.int64) for row in actions]
     followers: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     missing = [[0] * len(row) for row in actions]
     for d, row in enumerate(actions):
@@ -206,7 +206,7 @@ def _points(
 
     def order(message: Message) -> int:
         device, index = timeline.at[message.source_stage, message.is_forward, message.microbatch]
-        return timeline.rank[device][index]
+        return int(timeline.rank[device][index])
 
     for point in (point for row in points for point in row):
         point.receives.sort(key=order)
@@ -227,7 +227,7 @@ def _sent_point(
     """In front of which of `source`'s actions to wait for the SEND: predicted to be over, and sure to be."""
     point = int(np.searchsorted(timeline.start_s[source], arrival_s))
     if received_at:
-        before = timeline.rank[target][received_at - 1]
+        before = int(timeline.rank[target][received_at - 1])
         point = max(point, int(np.searchsorted(timeline.rank[source], before)))
     return max(point, index + 1)
 

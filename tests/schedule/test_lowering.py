@@ -27,6 +27,7 @@ from quartet_plugin.schedule.instruction import (
     Wait,
 )
 from quartet_plugin.schedule.lowering import lower
+from quartet_plugin.schedule.named import NAMED, named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.twin import TwinResult, simulate_twin
 from tests.schedule.pipelines import random_costs, random_placement, random_schedule
@@ -60,7 +61,7 @@ def make(seed: int, placement: list[int] | None = None, **options: Any) -> tuple
 
 
 def timed_makespan(program: Program, schedule: Schedule, costs: Costs) -> float:
-    """Run the program with durations: a message leaves when both ends are posted and the last one has left."""
+    """Run the program with durations: a message leaves when both ends are posted and the one before has."""
     stages = stage_costs(costs, placement=schedule.placement, layers_per_stage=[1] * schedule.num_stages)
     seconds = (stages.forward_s, stages.input_grad_s, stages.weight_grad_s, stages.backward_s)
     clock = [0.0] * program.num_devices
@@ -131,6 +132,21 @@ def test_posting_by_arrival_adds_no_waiting(seed: int) -> None:
     schedule, costs, program = make(seed)
     expected = predict(schedule, costs)[0].makespan_s
     assert timed_makespan(program, schedule, costs) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("queues", QueueScope)
+@pytest.mark.parametrize("name", [name for name, spec in NAMED.items() if spec.copies == 1])
+def test_every_named_schedule_can_be_lowered(name: str, queues: QueueScope) -> None:
+    schedule = named(name, num_devices=4, num_microbatches=8)
+    rng = np.random.default_rng(7)
+    for _ in range(3):
+        costs = random_costs(rng, num_devices=4, num_microbatches=8, num_layers=schedule.num_stages)
+        result, times = predict(schedule, costs)
+        program = lower(schedule, transfer_s=costs.transfer_s, queues=queues, **times)
+        for backend in Backend:
+            check_program(program, backend=backend)
+        if queues is QueueScope.PAIR:
+            assert timed_makespan(program, schedule, costs) == pytest.approx(result.makespan_s, rel=1e-12)
 
 
 def posts(program: Program, device: int) -> list[tuple[int, Transfer]]:
