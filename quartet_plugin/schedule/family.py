@@ -15,7 +15,7 @@ import numpy as np
 
 from quartet_plugin.errors import InfeasibleError, PlanError
 from quartet_plugin.schedule.costs import FloatArray, IntArray, StageCosts
-from quartet_plugin.schedule.generator import NUM_RULES, generate_orders
+from quartet_plugin.schedule.generator import NUM_SCALARS, fill_keys, generate_orders
 from quartet_plugin.schedule.placement import chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
 
@@ -58,6 +58,41 @@ class Family:
                 f"family: keys {sorted(set(data) ^ names)} are unknown or missing; expected {sorted(names)}"
             )
         return cls(**{name: _restore(name, value) for name, value in data.items()})
+
+    def to_vector(self) -> FloatArray:
+        """The kernels' parameters (`generator.fill_keys`), all but `whole`."""
+        chunks = (self.stretch_forward, self.stretch_backward, self.shift_forward, self.shift_backward)
+        scalars = (
+            self.w_gap,
+            self.group,
+            self.slack,
+            self.memory_cap,
+            self.w_limit,
+            self.w_fill,
+            self.patience,
+        )
+        return np.array([x for part in (*chunks, scalars) for x in part], dtype=np.float64)
+
+    @classmethod
+    def from_vector(cls, params: FloatArray, whole: IntArray) -> Self:
+        """The inverse of `to_vector`."""
+        v = (len(params) - NUM_SCALARS) // 4
+        values = params.tolist()
+        w_gap, group, slack, memory_cap, w_limit, w_fill, patience = values[4 * v :]
+        return cls(
+            stretch_forward=tuple(values[:v]),
+            stretch_backward=tuple(values[v : 2 * v]),
+            shift_forward=tuple(values[2 * v : 3 * v]),
+            shift_backward=tuple(values[3 * v : 4 * v]),
+            w_gap=w_gap,
+            group=int(group),
+            slack=slack,
+            memory_cap=memory_cap,
+            w_limit=w_limit,
+            w_fill=w_fill,
+            patience=patience,
+            whole=tuple(bool(x) for x in whole),
+        )
 
 
 def _finite(value: Any) -> Any:
@@ -113,39 +148,30 @@ class Pipeline:
         return self.costs.num_stages // self.num_devices
 
 
-def keys(family: Family, pipeline: Pipeline) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Offsets of F and of I [num_stages], and the progress of each microbatch, all in microbatches."""
-    chunk, costs = pipeline.chunk, pipeline.costs
-    forward = (costs.forward_s + costs.forward_transfer_s) * np.asarray(family.stretch_forward)[chunk]
-    whole = np.asarray(family.whole, dtype=bool)
-    own = np.where(whole, costs.backward_s, costs.input_grad_s) if whole.any() else costs.input_grad_s
-    backward = (own + costs.backward_transfer_s) * np.asarray(family.stretch_backward)[chunk]
-    reached = np.concatenate(([0.0], np.cumsum(forward)))
-    returned = np.concatenate((np.cumsum(backward[::-1])[::-1][1:], [0.0]))
-    off_forward = reached[:-1] / pipeline.beat_s + np.asarray(family.shift_forward)[chunk]
-    off_backward = (reached[-1] + returned) / pipeline.beat_s + np.asarray(family.shift_backward)[chunk]
-    i = np.arange(pipeline.num_microbatches)
-    group = max(1, family.group)
-    return (
-        off_forward,
-        off_backward,
-        i // group * group + i % group / (pipeline.num_chunks if group > 1 else 1.0),
-    )
-
-
 def run(family: Family, pipeline: Pipeline) -> tuple[float, IntArray, IntArray]:
     """Makespan (inf when the memory cannot hold one microbatch), flat orders and device offsets."""
     num_stages, num_microbatches = pipeline.costs.num_stages, pipeline.num_microbatches
-    off_forward, off_backward, progress = keys(family, pipeline)
     whole = np.zeros(num_stages, dtype=np.int64)
     whole[: len(family.whole)] = family.whole
+    params = family.to_vector()
+    forward_key, backward_key = np.empty(num_stages), np.empty(num_stages)
+    progress = np.empty(num_microbatches)
+    fill_keys(
+        params,
+        whole,
+        pipeline.chunk,
+        pipeline.cost_s,
+        pipeline.send_s,
+        pipeline.beat_s,
+        forward_key,
+        backward_key,
+        progress,
+    )
     per_device = np.bincount(
         pipeline.costs.device_of_stage, weights=3 - whole, minlength=pipeline.num_devices
     ).astype(np.int64)
     offsets = np.concatenate(([0], np.cumsum(per_device * num_microbatches)))
     orders = np.empty(int(offsets[-1]), dtype=np.int64)
-    rules = np.array([family.slack, family.w_gap, family.w_limit, family.w_fill, family.patience])
-    assert len(rules) == NUM_RULES
     makespan = generate_orders(
         pipeline.num_devices,
         num_stages,
@@ -157,11 +183,11 @@ def run(family: Family, pipeline: Pipeline) -> tuple[float, IntArray, IntArray]:
         pipeline.costs.held_fraction,
         np.zeros(num_stages, dtype=np.int64),
         np.full(num_stages, num_microbatches, dtype=np.int64),
-        off_forward,
-        off_backward,
+        forward_key,
+        backward_key,
         progress,
         whole,
-        rules,
+        params[-NUM_SCALARS:],
         _cap(family, pipeline),
         orders,
         offsets,

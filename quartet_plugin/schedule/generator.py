@@ -10,10 +10,80 @@ import numpy as np
 from quartet_plugin.schedule.costs import FloatArray, IntArray
 from quartet_plugin.schedule.kernel import compiled
 
-# Positions in the vector of scalar rules.
-SLACK, W_GAP, W_LIMIT, W_FILL, PATIENCE = range(5)
-NUM_RULES = 5
+# Scalars in a vector of parameters, after the 4 v numbers of the chunks.
+W_GAP, GROUP, SLACK, MEMORY_CAP, W_LIMIT, W_FILL, PATIENCE = range(7)
+NUM_SCALARS = 7
 _READY_TOLERANCE = 1e-12
+
+
+@compiled
+def fill_keys(
+    params: FloatArray,
+    whole: IntArray,
+    chunk: IntArray,
+    cost: FloatArray,
+    send: FloatArray,
+    beat: float,
+    forward_key: FloatArray,
+    backward_key: FloatArray,
+    progress: FloatArray,
+) -> None:
+    """Fill offsets of F and I [stages] and the progress of microbatches, in microbatches.
+
+    A vector of parameters for v chunks: stretch_forward, stretch_backward, shift_forward, shift_backward
+    [v each], then w_gap, group, slack, memory_cap, w_limit, w_fill, patience, as `family.Family` explains.
+    `beat`: the busiest device's seconds a microbatch.
+    """
+    num_stages = len(chunk)
+    v = (len(params) - NUM_SCALARS) // 4
+    reached = 0.0
+    for stage in range(num_stages):
+        c = chunk[stage]
+        forward_key[stage] = reached / beat + params[2 * v + c]
+        reached += (cost[0, stage] + send[0, stage]) * params[c]
+    returned = 0.0
+    for stage in range(num_stages - 1, -1, -1):
+        c = chunk[stage]
+        backward_key[stage] = (reached + returned) / beat + params[3 * v + c]
+        own = cost[3, stage] if whole[stage] else cost[1, stage]
+        returned += (own + send[1, stage]) * params[v + c]
+    group = max(1, int(params[4 * v + GROUP]))
+    for i in range(len(progress)):
+        progress[i] = i // group * group + i % group / (v if group > 1 else 1.0)
+
+
+@compiled
+def _safe(
+    lane: int,
+    room: float,
+    lanes: IntArray,
+    next_f: IntArray,
+    next_i: IntArray,
+    lane_count: IntArray,
+    lane_bytes: FloatArray,
+) -> bool:
+    """The banker's rule: after the next F of `lane` all microbatches can still finish, oldest first.
+
+    Microbatch k needs the bytes of the lanes it has not entered, and finds `room` (what is free, pending W
+    counted as done) plus all that older ones hold. It can only fail where a lane's next F stands.
+    """
+    free = room - lane_bytes[lane]
+    if free < 0.0:
+        return False
+    for at in lanes:
+        k = next_f[at] + (1 if at == lane else 0)
+        if k >= lane_count[at]:
+            continue
+        need = 0.0
+        held = 0.0
+        for other in lanes:
+            entered = next_f[other] + (1 if other == lane else 0)
+            if entered <= k:
+                need += lane_bytes[other]
+            held += lane_bytes[other] * max(0, min(entered, k) - next_i[other])
+        if need > free + held:
+            return False
+    return True
 
 
 @compiled
@@ -41,21 +111,21 @@ def generate_orders(
 
     `lane_first`/`lane_count` are a lane's microbatches (a run of consecutive ones), `progress[i]` the key of
     its i-th; key(F) = progress + forward_key[lane], key(I) = progress + backward_key[lane], key(W) =
-    key(I) + rules[W_GAP]. `whole[lane]` is 1 where the backward is one action. `cap` [num_devices] bounds
-    activation bytes with a banker's rule: an F starts only if what the device's oldest unfinished
-    microbatch still needs fits too, pending W counted as reclaimable; so only a cap below one
-    microbatch's bytes fails, and inf is returned. A W runs when its key is smallest, when more than
+    key(I) + rules[W_GAP]. `rules`: the scalars of a vector of parameters, group and cap unused.
+    `whole[lane]` is 1 where the backward is one action. `cap` [num_devices] bounds
+    activation bytes with a banker's rule (`_safe`), so only a cap below one microbatch's bytes fails,
+    and inf is returned. A W runs when its key is smallest, when more than
     rules[W_LIMIT] are pending, when its memory is needed, or when the device would idle for at least
     rules[W_FILL] of its time. A device waits for an action of smaller key that is known to arrive
     within rules[PATIENCE] of the time the other takes.
     """
     num_lanes = len(lane_device)
     width = num_microbatches
-    slack = rules[0]
-    w_gap = rules[1]
-    w_limit = rules[2]
-    w_fill = rules[3]
-    patience = rules[4]
+    slack = rules[SLACK]
+    w_gap = rules[W_GAP]
+    w_limit = rules[W_LIMIT]
+    w_fill = rules[W_FILL]
+    patience = rules[PATIENCE]
 
     # Lanes of each device, in one array.
     lane_at = np.zeros(num_devices + 1, dtype=np.int64)
@@ -88,7 +158,10 @@ def generate_orders(
     at = offsets[:-1].copy()
     w_release = np.empty(num_lanes)
     tolerance = np.empty(num_devices)
+    may_start = np.zeros(num_lanes, dtype=np.bool_)
+    share = np.zeros(num_devices)
     for lane in range(num_lanes):
+        share[lane_device[lane]] += lane_bytes[lane]
         w_release[lane] = 0.0 if whole[lane] else lane_bytes[lane] * held
     for device in range(num_devices):
         tolerance[device] = cap[device] * (1.0 + 1e-9)
@@ -115,15 +188,6 @@ def generate_orders(
 
         first = lane_at[device]
         last = lane_at[device + 1]
-        # Memory an F may still take.
-        oldest = next_i[lanes[first]]
-        for k in range(first + 1, last):
-            oldest = min(oldest, next_i[lanes[k]])
-        need = 0.0
-        for k in range(first, last):
-            lane = lanes[k]
-            if next_f[lane] <= oldest and next_f[lane] < lane_count[lane]:
-                need += lane_bytes[lane]
         room = tolerance[device] - used[device] + pending_bytes[device]
 
         smallest = np.inf
@@ -144,15 +208,18 @@ def generate_orders(
                     best_lane = lane
                     best_is_f = False
             i = next_f[lane]
-            if i < lane_count[lane]:
-                extra = 0.0 if i <= oldest else lane_bytes[lane]
-                if need + extra <= room:
-                    key = progress[i] + forward_key[lane]
-                    smallest = min(smallest, key)
-                    if key < best_key and f_arrival[lane * width + i] <= now + _READY_TOLERANCE:
-                        best_key = key
-                        best_lane = lane
-                        best_is_f = True
+            may = i < lane_count[lane] and (
+                room >= share[device] + lane_bytes[lane]
+                or _safe(lane, room, lanes[first:last], next_f, next_i, lane_count, lane_bytes)
+            )
+            if may:
+                key = progress[i] + forward_key[lane]
+                smallest = min(smallest, key)
+                if key < best_key and f_arrival[lane * width + i] <= now + _READY_TOLERANCE:
+                    best_key = key
+                    best_lane = lane
+                    best_is_f = True
+            may_start[lane] = may
         bound = smallest + reach
         if best_key > bound:
             best_lane = -1
@@ -169,14 +236,12 @@ def generate_orders(
                         soon = when
                         soon_key = key
                 i = next_f[lane]
-                if i < lane_count[lane]:
+                if may_start[lane]:
                     when = f_arrival[lane * width + i]
                     key = progress[i] + forward_key[lane]
                     if when < soon and key < best_key and key <= bound:
-                        extra = 0.0 if i <= oldest else lane_bytes[lane]
-                        if need + extra <= room:
-                            soon = when
-                            soon_key = key
+                        soon = when
+                        soon_key = key
             if best_lane >= 0 and soon_key < best_key:
                 kind = 0 if best_is_f else (3 if whole[best_lane] else 1)
                 if soon - now <= patience * lane_cost[kind, best_lane]:

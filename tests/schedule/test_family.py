@@ -13,9 +13,9 @@ from quartet_plugin.errors import InfeasibleError, PlanError
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.action import Kind
 from quartet_plugin.schedule.family import Family, Pipeline, generate, run
+from quartet_plugin.schedule.generator import NUM_SCALARS
 from quartet_plugin.schedule.named import NAMED, named, refusal_of
-from quartet_plugin.schedule.search import climb
-from quartet_plugin.schedule.search.problem import Point, Problem, family_of, vector_of
+from quartet_plugin.schedule.search.problem import Point, Problem
 from quartet_plugin.schedule.search.starts import starts
 from quartet_plugin.schedule.simulate import simulate, simulate_costs
 from quartet_plugin.split import balanced_split, even_split
@@ -139,7 +139,7 @@ def _candidates(name: str, p: int, m: int) -> list[Family]:
 def test_json_and_vector_are_exact_inverses(data: st.DataObject, v: int, stages: int) -> None:
     family = data.draw(families(v, stages))
     assert Family.from_json(json.loads(json.dumps(family.to_json(), allow_nan=False))) == family
-    assert family_of(vector_of(family), np.array(family.whole, dtype=np.int64)) == family
+    assert Family.from_vector(family.to_vector(), np.array(family.whole, dtype=np.int64)) == family
 
 
 def test_json_refuses_unknown_keys() -> None:
@@ -159,7 +159,7 @@ def test_the_climbs_evaluation_is_the_familys(seed: int, v: int, data: st.DataOb
     point = Point(
         placement=placement,
         split=split,
-        params=vector_of(family),
+        params=family.to_vector(),
         whole=np.array(family.whole, dtype=np.int64),
     )
     pipeline = Pipeline.of(
@@ -168,7 +168,7 @@ def test_the_climbs_evaluation_is_the_familys(seed: int, v: int, data: st.DataOb
     score = point.climbed(problem, num_microbatches=6, steps=0, target=0.0, seed=0).score
     assert score == pytest.approx(run(family, pipeline)[0], rel=1e-9)
     climbed = point.climbed(problem, num_microbatches=6, steps=30, target=0.0, seed=seed)
-    assert climbed.score <= score
+    assert climbed.score <= score * (1 + 1e-9)
     assert sum(climbed.split) == len(costs.layers)
     assert min(climbed.split) >= 1
 
@@ -179,7 +179,7 @@ def test_the_climb_can_minimize_the_period() -> None:
     problem = Problem.of(costs, want_period=True, allow_empty=False, free_split=False)
     family = starts(1, 3, 6)[5]
     point = Point(
-        placement=(0, 1, 2), split=split, params=vector_of(family), whole=np.zeros(3, dtype=np.int64)
+        placement=(0, 1, 2), split=split, params=family.to_vector(), whole=np.zeros(3, dtype=np.int64)
     )
     score = point.climbed(problem, num_microbatches=6, steps=0, target=0.0, seed=0).score
     schedule = generate(family, problem.stage_costs((0, 1, 2), split), 6)
@@ -188,4 +188,4 @@ def test_the_climb_can_minimize_the_period() -> None:
 
 
 def test_the_vector_has_the_kernels_length() -> None:
-    assert len(vector_of(starts(2, 4, 8)[0])) == 8 + climb.NUM_SCALARS
+    assert len(starts(2, 4, 8)[0].to_vector()) == 8 + NUM_SCALARS

@@ -53,7 +53,7 @@ def list_schedule(
         backward_key,
         np.arange(num_microbatches, dtype=np.float64),
         np.full(num_lanes, int(whole), dtype=np.int64),
-        np.array([slack, math.inf, math.inf, 0.0, 0.0]),
+        np.array([math.inf, 1.0, slack, math.inf, math.inf, 0.0, 0.0]),
         np.full(num_devices, float(cap)),
         orders,
         offsets,

@@ -1,17 +1,22 @@
-"""The compiled hill climb over the family's parameters and the split.
-
-A parameter vector for v chunks: stretch_forward, stretch_backward, shift_forward, shift_backward [v each],
-then w_gap, group, slack, memory_cap, w_limit, w_fill, patience. Infinity is allowed where `Family` allows it.
-"""
+"""The compiled hill climb over the family's parameters (see `generator.fill_keys`) and the split."""
 
 import numpy as np
 
 from quartet_plugin.schedule.costs import FloatArray, IntArray
-from quartet_plugin.schedule.generator import generate_orders
+from quartet_plugin.schedule.generator import (
+    GROUP,
+    MEMORY_CAP,
+    NUM_SCALARS,
+    PATIENCE,
+    SLACK,
+    W_FILL,
+    W_GAP,
+    W_LIMIT,
+    fill_keys,
+    generate_orders,
+)
 from quartet_plugin.schedule.kernel import compiled, run_orders, steady_period
 
-W_GAP, GROUP, SLACK, MEMORY_CAP, W_LIMIT, W_FILL, PATIENCE = range(7)
-NUM_SCALARS = 7
 _SLACKS = np.array([0.0, 0.1, 0.2, 0.34, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, np.inf])
 _GAPS = np.array([0.0, 0.25, 0.5, 1.0, 2.0, 4.0, np.inf])
 _LIMITS = np.array([0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, np.inf])
@@ -45,37 +50,6 @@ def stage_arrays(
         send[0, stage] = transfer[placement[stage], placement[stage + 1]] if stage < num_stages - 1 else 0.0
         send[1, stage] = transfer[placement[stage], placement[stage - 1]] if stage > 0 else 0.0
         begin = end
-
-
-@compiled
-def fill_keys(
-    params: FloatArray,
-    whole: IntArray,
-    chunk: IntArray,
-    cost: FloatArray,
-    send: FloatArray,
-    beat: float,
-    forward_key: FloatArray,
-    backward_key: FloatArray,
-    progress: FloatArray,
-) -> None:
-    """Offsets and progress of a parameter vector; the twin of `family.keys`."""
-    num_stages = len(chunk)
-    v = (len(params) - NUM_SCALARS) // 4
-    reached = 0.0
-    for stage in range(num_stages):
-        c = chunk[stage]
-        forward_key[stage] = reached / beat + params[2 * v + c]
-        reached += (cost[0, stage] + send[0, stage]) * params[c]
-    returned = 0.0
-    for stage in range(num_stages - 1, -1, -1):
-        c = chunk[stage]
-        backward_key[stage] = (reached + returned) / beat + params[3 * v + c]
-        own = cost[3, stage] if whole[stage] else cost[1, stage]
-        returned += (own + send[1, stage]) * params[v + c]
-    group = max(1, int(params[4 * v + GROUP]))
-    for i in range(len(progress)):
-        progress[i] = i // group * group + i % group / (v if group > 1 else 1.0)
 
 
 @compiled
@@ -122,12 +96,6 @@ def evaluate(
     backward_key = np.empty(num_stages)
     progress = np.empty(num_microbatches)
     fill_keys(params, whole, chunk, cost, send, beat, forward_key, backward_key, progress)
-    rules = np.empty(5)
-    rules[0] = params[4 * v + SLACK]
-    rules[1] = params[4 * v + W_GAP]
-    rules[2] = params[4 * v + W_LIMIT]
-    rules[3] = params[4 * v + W_FILL]
-    rules[4] = params[4 * v + PATIENCE]
     orders = np.empty(offsets[num_devices], dtype=np.int64)
     makespan = generate_orders(
         num_devices,
@@ -144,7 +112,7 @@ def evaluate(
         backward_key,
         progress,
         whole,
-        rules,
+        params[4 * v :],
         cap,
         orders,
         offsets,

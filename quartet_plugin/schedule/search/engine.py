@@ -24,7 +24,7 @@ from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search.baseline import Baseline, named_schedules, unscored
 from quartet_plugin.schedule.search.insertion import improve_orders
 from quartet_plugin.schedule.search.noise import NoisyCosts
-from quartet_plugin.schedule.search.problem import Point, Problem, vector_of
+from quartet_plugin.schedule.search.problem import Point, Problem
 from quartet_plugin.schedule.search.space import AUTO, placements_for, splits_for
 from quartet_plugin.schedule.search.starts import starts
 from quartet_plugin.schedule.simulate import Simulation, flatten, simulate_costs
@@ -220,7 +220,7 @@ class _Job:
             for k, family in enumerate(families):
                 whole = np.full(len(placement), int(self.problem.fused_pays and k % 2 == 1), dtype=np.int64)
                 split = chosen[k // 2 % len(chosen)]
-                point = Point(placement=placement, split=split, params=vector_of(family), whole=whole)
+                point = Point(placement=placement, split=split, params=family.to_vector(), whole=whole)
                 ranked.append((k, point))
         return [point for _, point in sorted(ranked, key=lambda pair: pair[0])]
 
@@ -239,7 +239,7 @@ class _Job:
 
     def refined(self, family: list[Point], named: list[Baseline]) -> list[tuple[float, Schedule]]:
         """The best orders of both kinds, improved by insertion; (score, schedule), best first."""
-        orders = [(p.score, self.schedule_of(p)) for p in family[:6]]
+        orders = [self.scored(self.schedule_of(p)) for p in family[:6]]
         orders += [(b.score, replace(b.schedule, layers_per_stage=b.split)) for b in named[:2]]
         orders.sort(key=lambda pair: pair[0])
         if self.problem.want_period or not orders:
@@ -281,6 +281,11 @@ class _Job:
         parts = tuple(np.split(best, offsets[1:-1])), tuple(np.split(orders, offsets[1:-1]))
         best_schedule, last = (replace(schedule, orders=part, origin=origin) for part in parts)
         return (float(score), best_schedule), last
+
+    def scored(self, schedule: Schedule) -> tuple[float, Schedule]:
+        """With its score by the simulator, which may run an order earlier than its generator did."""
+        result = simulate_costs(schedule, self.problem.costs)
+        return (result.period_s if self.problem.want_period else result.makespan_s), schedule
 
     def schedule_of(self, point: Point) -> Schedule:
         """The order a point stands for."""

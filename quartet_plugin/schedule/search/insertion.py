@@ -7,6 +7,8 @@ the current order, taken if not tabu, and never exceed the memory cap. An action
 with slots F, backward (I or B), W.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from quartet_plugin.schedule.costs import FloatArray, IntArray
@@ -304,6 +306,317 @@ def _fits(i: int, j: int, seq: IntArray, delta: FloatArray, level: FloatArray, c
     return True
 
 
+class Shop(NamedTuple):
+    """What does not change while orders do; by id but for `placement`, `send` and `has_w` by stage."""
+
+    offsets: IntArray
+    num_stages: int
+    m: int
+    placement: IntArray
+    send: FloatArray
+    has_w: IntArray
+    whole: IntArray
+    duration: FloatArray
+    delta: FloatArray
+    cap: FloatArray
+    device_at: IntArray
+    device_end: IntArray
+
+
+class Orders(NamedTuple):
+    """An order and its times: `seq` and `level` by position, the others by id, `topo` of positions."""
+
+    seq: IntArray
+    level: FloatArray
+    position: IntArray
+    head: FloatArray
+    tail: FloatArray
+    topo: IntArray
+
+
+@compiled
+def _shop(
+    codes: IntArray,
+    offsets: IntArray,
+    num_stages: int,
+    m: int,
+    placement: IntArray,
+    cost: FloatArray,
+    send: FloatArray,
+    sizes: FloatArray,
+    held: float,
+    cap: FloatArray,
+) -> Shop:
+    ids = num_stages * m * 3
+    duration = np.zeros(ids)
+    delta = np.zeros(ids)
+    has_w = np.zeros(num_stages, dtype=np.int64)
+    whole = np.zeros(ids, dtype=np.int64)
+    device_at = np.empty(len(codes), dtype=np.int64)
+    device_end = np.empty(len(codes), dtype=np.int64)
+    for d in range(len(offsets) - 1):
+        device_at[offsets[d] : offsets[d + 1]] = d
+        device_end[offsets[d] : offsets[d + 1]] = offsets[d + 1]
+    for code in codes:
+        kind = code & 3
+        stage = (code >> 2) // m
+        x = (code >> 2) * 3 + (1 if kind == 3 else kind)
+        duration[x] = cost[kind, stage]
+        if kind == 0:
+            delta[x] = sizes[stage]
+        elif kind == 1:
+            delta[x] = -sizes[stage] * (1.0 - held)
+        elif kind == 2:
+            delta[x] = -sizes[stage] * held
+            has_w[stage] = 1
+        else:
+            delta[x] = -sizes[stage]
+            whole[x] = 1
+    return Shop(
+        offsets, num_stages, m, placement, send, has_w, whole, duration, delta, cap, device_at, device_end
+    )
+
+
+@compiled
+def _empty_orders(codes: IntArray, num_ids: int) -> Orders:
+    seq = np.empty(len(codes), dtype=np.int64)
+    for k in range(len(codes)):
+        kind = codes[k] & 3
+        seq[k] = (codes[k] >> 2) * 3 + (1 if kind == 3 else kind)
+    return Orders(
+        seq,
+        np.zeros(len(codes)),
+        np.zeros(num_ids, dtype=np.int64),
+        np.full(num_ids, -1.0),
+        np.zeros(num_ids),
+        np.zeros(len(codes), dtype=np.int64),
+    )
+
+
+@compiled
+def _write(seq: IntArray, whole: IntArray, codes: IntArray) -> None:
+    """Ids back to action codes."""
+    for k in range(len(seq)):
+        x = seq[k]
+        codes[k] = x // 3 * 4 + (3 if whole[x] else x % 3)
+
+
+@compiled
+def _timed(shop: Shop, now: Orders) -> bool:
+    """Heads of the order; False when it deadlocks."""
+    ran = _run(
+        now.seq,
+        shop.offsets,
+        shop.num_stages,
+        shop.m,
+        shop.placement,
+        shop.send,
+        shop.duration,
+        now.head,
+        now.topo,
+    )
+    return ran == len(now.seq)
+
+
+@compiled
+def _finish(shop: Shop, now: Orders) -> float:
+    """Tails of a timed order; its makespan."""
+    _fill_tails(
+        now.seq,
+        shop.device_end,
+        now.topo,
+        shop.num_stages,
+        shop.m,
+        shop.send,
+        shop.has_w,
+        shop.duration,
+        now.tail,
+    )
+    makespan = 0.0
+    for d in range(len(shop.offsets) - 1):
+        if shop.offsets[d + 1] > shop.offsets[d]:
+            y = now.seq[shop.offsets[d + 1] - 1]
+            makespan = max(makespan, now.head[y] + shop.duration[y])
+    return makespan
+
+
+@compiled
+def _settle(shop: Shop, now: Orders, low: int, high: int) -> None:
+    """Positions and memory levels of low..high, all on one device, after a change."""
+    memory = now.level[low - 1] if low > shop.offsets[shop.device_at[low]] else 0.0
+    for k in range(low, high + 1):
+        now.position[now.seq[k]] = k
+        memory += shop.delta[now.seq[k]]
+        now.level[k] = memory
+
+
+@compiled
+def _settle_all(shop: Shop, now: Orders) -> None:
+    for d in range(len(shop.offsets) - 1):
+        if shop.offsets[d + 1] > shop.offsets[d]:
+            _settle(shop, now, shop.offsets[d], shop.offsets[d + 1] - 1)
+
+
+@compiled
+def _try_shift(shop: Shop, now: Orders, i: int, j: int) -> bool:
+    """Move i to j and time the order anew; undone, and False, if that deadlocks."""
+    _shift(now.seq, i, j)
+    if _timed(shop, now):
+        _settle(shop, now, min(i, j), max(i, j))
+        return True
+    _shift(now.seq, j, i)
+    _timed(shop, now)
+    return False
+
+
+@compiled
+def _last_critical(shop: Shop, now: Orders, makespan: float, eps: float) -> int:
+    """One of the actions that end last, picked at random."""
+    chosen = -1
+    ends = 0
+    for d in range(len(shop.offsets) - 1):
+        if shop.offsets[d + 1] > shop.offsets[d]:
+            y = now.seq[shop.offsets[d + 1] - 1]
+            if now.head[y] + shop.duration[y] >= makespan - eps:
+                ends += 1
+                if np.random.randint(0, ends) == 0:
+                    chosen = y
+    return chosen
+
+
+@compiled
+def _critical_before(shop: Shop, now: Orders, x: int, eps: float) -> int:
+    """One of the actions that x had to wait for, picked at random; -1 if none."""
+    row = 3 * shop.m
+    slot = x % 3
+    stage = x // row
+    begin = now.head[x] - eps
+    k = now.position[x]
+    options = (
+        now.seq[k - 1] if k > shop.offsets[shop.device_at[k]] else -1,
+        x - 1 if slot > 0 else (x - row if stage > 0 else -1),
+        x + row if slot == 1 and stage < shop.num_stages - 1 else -1,
+    )
+    chosen = -1
+    found = 0
+    for which in range(3):
+        y = options[which]
+        if y < 0:
+            continue
+        lag = 0.0
+        if which == 1 and slot == 0:
+            lag = shop.send[0, stage - 1]
+        elif which == 2:
+            lag = shop.send[1, stage + 1]
+        if now.head[y] + shop.duration[y] + lag >= begin:
+            found += 1
+            if np.random.randint(0, found) == 0:
+                chosen = y
+    return chosen
+
+
+@compiled
+def _critical_blocks(shop: Shop, now: Orders, makespan: float, eps: float, blocks: IntArray) -> int:
+    """Fill `blocks` [n, 2] with first and last positions of one critical path's blocks; their number."""
+    x = _last_critical(shop, now, makespan, eps)
+    count = 0
+    last = now.position[x]
+    first = last
+    while now.head[x] > eps:
+        x = _critical_before(shop, now, x, eps)
+        if x < 0:
+            break
+        k = now.position[x]
+        if k == first - 1 and shop.device_at[k] == shop.device_at[first]:
+            first = k
+            continue
+        if last > first:
+            blocks[count, 0] = first
+            blocks[count, 1] = last
+            count += 1
+        first = k
+        last = k
+    if last > first:
+        blocks[count, 0] = first
+        blocks[count, 1] = last
+        count += 1
+    return count
+
+
+@compiled
+def _target(shop: Shop, now: Orders, i: int, first: int, last: int, left: bool) -> int:
+    """Where the action at i may go within its block towards one end; i itself if nowhere."""
+    if left:
+        j = _latest_left(i, first, now.seq, shop.num_stages, shop.m, shop.duration, now.head)
+    else:
+        j = _latest_right(i, last, now.seq, shop.num_stages, shop.m, shop.has_w, shop.duration, now.head)
+    limit = shop.cap[shop.device_at[i]]
+    while j != i and not _fits(i, j, now.seq, shop.delta, now.level, limit):
+        j += 1 if left else -1
+    return j
+
+
+@compiled
+def _best_move(
+    shop: Shop, now: Orders, blocks: IntArray, count: int, tabu: IntArray, step: int, best: float, eps: float
+) -> tuple[int, int]:
+    """The move of lowest estimate out of some blocks, picked at random among equals; (-1, -1) if none."""
+    moved = np.empty(2 * _REACH + 2, dtype=np.int64)
+    scratch = np.empty((2, 2 * _REACH + 2))
+    chosen = (-1, -1)
+    lowest = np.inf
+    ties = 0
+    for b in range(count):
+        if np.random.random() * count > _BLOCKS:
+            continue
+        first = blocks[b, 0]
+        last = blocks[b, 1]
+        d = shop.device_at[first]
+        for turn in range(2 * min(_REACH, last - first)):
+            left = turn % 2 == 0
+            i = first + 1 + turn // 2 if left else last - 1 - turn // 2
+            j = _target(shop, now, i, first, last, left)
+            if j == i:
+                continue
+            estimate = _path_through(
+                i,
+                j,
+                now.seq,
+                shop.offsets[d],
+                shop.offsets[d + 1],
+                shop.num_stages,
+                shop.m,
+                shop.send,
+                shop.has_w,
+                shop.duration,
+                now.head,
+                now.tail,
+                moved,
+                scratch[0],
+                scratch[1],
+            )
+            if (tabu[now.seq[i]] > step and estimate >= best - eps) or estimate > lowest + eps:
+                continue
+            ties = ties + 1 if estimate >= lowest - eps else 1
+            lowest = min(lowest, estimate)
+            if np.random.randint(0, ties) == 0:
+                chosen = (i, j)
+    return chosen
+
+
+@compiled
+def _kick(shop: Shop, now: Orders, moves: int) -> None:
+    """A few random legal shifts."""
+    for _ in range(moves):
+        i = np.random.randint(0, len(now.seq))
+        d = shop.device_at[i]
+        first = max(shop.offsets[d], i - _REACH)
+        last = min(shop.offsets[d + 1] - 1, i + _REACH)
+        j = _target(shop, now, i, first, last, np.random.random() < 0.5)
+        if j != i:
+            _try_shift(shop, now, i, j)
+
+
 @compiled
 def improve_orders(
     orders: IntArray,
@@ -324,261 +637,52 @@ def improve_orders(
     """Tabu search from `orders`; fill `best_orders` and return its makespan.
 
     `orders` is overwritten with the order the search ended at. Deterministic in `seed`. Stops at `target`.
+    When nothing better turns up for long it goes back to the best order, kicked by a few random shifts.
     """
     np.random.seed(seed)
     total = len(orders)
-    num_devices = len(offsets) - 1
-    ids = num_stages * m * 3
-    seq = np.empty(total, dtype=np.int64)
-    duration = np.zeros(ids)
-    delta = np.zeros(ids)
-    has_w = np.zeros(num_stages, dtype=np.int64)
-    is_whole = np.zeros(ids, dtype=np.uint8)
-    for k in range(total):
-        code = orders[k]
-        unit = code >> 2
-        kind = code & 3
-        stage = unit // m
-        x = unit * 3 + (1 if kind == 3 else kind)
-        seq[k] = x
-        duration[x] = cost[kind, stage]
-        if kind == 0:
-            delta[x] = sizes[stage]
-        elif kind == 1:
-            delta[x] = -sizes[stage] * (1.0 - held)
-        elif kind == 2:
-            delta[x] = -sizes[stage] * held
-            has_w[stage] = 1
-        else:
-            delta[x] = -sizes[stage]
-            is_whole[x] = 1
-    device_end = np.empty(total, dtype=np.int64)
-    device_at = np.empty(total, dtype=np.int64)
-    level = np.empty(total)
-    for d in range(num_devices):
-        memory = 0.0
-        for k in range(offsets[d], offsets[d + 1]):
-            device_end[k] = offsets[d + 1]
-            device_at[k] = d
-            memory += delta[seq[k]]
-            level[k] = memory
-    head = np.full(ids, -1.0)
-    tail = np.zeros(ids)
-    topo = np.empty(total, dtype=np.int64)
-    position = np.empty(ids, dtype=np.int64)
-    for k in range(total):
-        position[seq[k]] = k
-    path = np.empty(total, dtype=np.int64)
-    moved = np.empty(2 * _REACH + 2, dtype=np.int64)
-    scratch = np.empty((2, 2 * _REACH + 2))
-    tabu = np.zeros(ids, dtype=np.int64)
-    _run(seq, offsets, num_stages, m, placement, send, duration, head, topo)
-    _fill_tails(seq, device_end, topo, num_stages, m, send, has_w, duration, tail)
-    makespan = 0.0
-    for k in range(total):
-        makespan = max(makespan, head[seq[k]] + duration[seq[k]])
+    shop = _shop(orders, offsets, num_stages, m, placement, cost, send, sizes, held, cap)
+    now = _empty_orders(orders, num_stages * m * 3)
+    _settle_all(shop, now)
+    _timed(shop, now)
+    makespan = _finish(shop, now)
     best = makespan
-    best_seq = seq.copy()
+    best_seq = now.seq.copy()
+    blocks = np.empty((total, 2), dtype=np.int64)
+    tabu = np.zeros(num_stages * m * 3, dtype=np.int64)
     stall = 0
-    patience = 300 + total // 4
     kicks = 0
+    patience = 300 + total // 4
     for step in range(1, iterations + 1):
         if best <= target:
             break
         eps = _TOLERANCE * makespan
-        # One critical path, backwards, ties broken at random.
-        count = 0
-        ends = 0
-        x = -1
-        for d in range(num_devices):
-            if offsets[d + 1] > offsets[d]:
-                y = seq[offsets[d + 1] - 1]
-                if head[y] + duration[y] >= makespan - eps:
-                    ends += 1
-                    if np.random.randint(0, ends) == 0:
-                        x = y
-        row = 3 * m
-        while x >= 0:
-            path[count] = x
-            count += 1
-            begin = head[x]
-            if begin <= eps:
-                break
-            k = position[x]
-            slot = x % 3
-            stage = x // row
-            found = 0
-            chosen = -1
-            if k > offsets[device_at[k]]:
-                y = seq[k - 1]
-                if head[y] + duration[y] >= begin - eps:
-                    found += 1
-                    chosen = y
-            if slot == 0:
-                if stage > 0:
-                    y = x - row
-                    if y != chosen and head[y] + duration[y] + send[0, stage - 1] >= begin - eps:
-                        found += 1
-                        if np.random.randint(0, found) == 0:
-                            chosen = y
-            else:
-                y = x - 1
-                if y != chosen and head[y] + duration[y] >= begin - eps:
-                    found += 1
-                    if np.random.randint(0, found) == 0:
-                        chosen = y
-                if slot == 1 and stage < num_stages - 1:
-                    y = x + row
-                    if y != chosen and head[y] + duration[y] + send[1, stage + 1] >= begin - eps:
-                        found += 1
-                        if np.random.randint(0, found) == 0:
-                            chosen = y
-            x = chosen
-        # Its blocks; examine a few, picked at random.
-        best_estimate = np.inf
-        move_from = -1
-        move_to = -1
-        ties = 0
-        blocks = 0
-        k = count - 1
-        while k >= 0:
-            first = position[path[k]]
-            last = first
-            while k > 0 and position[path[k - 1]] == last + 1 and last + 1 < device_end[first]:
-                last += 1
-                k -= 1
-            k -= 1
-            if last > first:
-                blocks += 1
-        skip = 0.0 if blocks <= _BLOCKS else 1.0 - _BLOCKS / blocks
-        k = count - 1
-        while k >= 0:
-            first = position[path[k]]
-            last = first
-            while k > 0 and position[path[k - 1]] == last + 1 and last + 1 < device_end[first]:
-                last += 1
-                k -= 1
-            k -= 1
-            if last == first or np.random.random() < skip:
-                continue
-            d = device_at[first]
-            start_of = offsets[d]
-            end_of = offsets[d + 1]
-            limit = cap[d]
-            for side in range(2):
-                near = first if side == 0 else last
-                for away in range(1, min(_REACH, last - first) + 1):
-                    i = near + away if side == 0 else near - away
-                    if side == 0:
-                        j = _latest_left(i, first, seq, num_stages, m, duration, head)
-                    else:
-                        j = _latest_right(i, last, seq, num_stages, m, has_w, duration, head)
-                    while j != i and not _fits(i, j, seq, delta, level, limit):
-                        j += 1 if side == 0 else -1
-                    if j == i:
-                        continue
-                    estimate = _path_through(
-                        i,
-                        j,
-                        seq,
-                        start_of,
-                        end_of,
-                        num_stages,
-                        m,
-                        send,
-                        has_w,
-                        duration,
-                        head,
-                        tail,
-                        moved,
-                        scratch[0],
-                        scratch[1],
-                    )
-                    if tabu[seq[i]] > step and estimate >= best - eps:
-                        continue
-                    if estimate < best_estimate - eps:
-                        best_estimate = estimate
-                        move_from = i
-                        move_to = j
-                        ties = 1
-                    elif estimate <= best_estimate + eps:
-                        ties += 1
-                        if np.random.randint(0, ties) == 0:
-                            move_from = i
-                            move_to = j
-        if move_from < 0:
+        count = _critical_blocks(shop, now, makespan, eps, blocks)
+        i, j = _best_move(shop, now, blocks, count, tabu, step, best, eps)
+        if i < 0:
             stall = patience
         else:
-            x = seq[move_from]
-            tabu[x] = step + 6 + np.random.randint(0, 10)
-            _shift(seq, move_from, move_to)
-            if _run(seq, offsets, num_stages, m, placement, send, duration, head, topo) < total:
-                _shift(seq, move_to, move_from)
-                _run(seq, offsets, num_stages, m, placement, send, duration, head, topo)
+            x = now.seq[i]
+            if not _try_shift(shop, now, i, j):
                 tabu[x] = step + 50
                 continue
-            low = min(move_from, move_to)
-            high = max(move_from, move_to)
-            memory = level[low - 1] if low > offsets[device_at[low]] else 0.0
-            for k in range(low, high + 1):
-                position[seq[k]] = k
-                memory += delta[seq[k]]
-                level[k] = memory
-            _fill_tails(seq, device_end, topo, num_stages, m, send, has_w, duration, tail)
-            makespan = 0.0
-            for d in range(num_devices):
-                if offsets[d + 1] > offsets[d]:
-                    y = seq[offsets[d + 1] - 1]
-                    makespan = max(makespan, head[y] + duration[y])
+            tabu[x] = step + 6 + np.random.randint(0, 10)
+            makespan = _finish(shop, now)
+            stall += 1
             if makespan < best * (1.0 - 1e-12):
                 best = makespan
-                best_seq[:] = seq
+                best_seq[:] = now.seq
                 stall = 0
                 kicks = 0
-            else:
-                stall += 1
         if stall >= patience:
-            # Back to the best order, kicked by random legal shifts.
             stall = 0
             kicks += 1
-            seq[:] = best_seq
             tabu[:] = 0
-            for d in range(num_devices):
-                memory = 0.0
-                for k in range(offsets[d], offsets[d + 1]):
-                    position[seq[k]] = k
-                    memory += delta[seq[k]]
-                    level[k] = memory
-            _run(seq, offsets, num_stages, m, placement, send, duration, head, topo)
-            for _ in range(min(2 + kicks, 12)):
-                i = np.random.randint(0, total)
-                d = device_at[i]
-                if np.random.random() < 0.5:
-                    j = _latest_left(i, max(offsets[d], i - _REACH), seq, num_stages, m, duration, head)
-                else:
-                    high = min(offsets[d + 1] - 1, i + _REACH)
-                    j = _latest_right(i, high, seq, num_stages, m, has_w, duration, head)
-                if j == i or not _fits(i, j, seq, delta, level, cap[d]):
-                    continue
-                _shift(seq, i, j)
-                if _run(seq, offsets, num_stages, m, placement, send, duration, head, topo) < total:
-                    _shift(seq, j, i)
-                    _run(seq, offsets, num_stages, m, placement, send, duration, head, topo)
-                low = min(i, j)
-                memory = level[low - 1] if low > offsets[d] else 0.0
-                for k in range(low, max(i, j) + 1):
-                    position[seq[k]] = k
-                    memory += delta[seq[k]]
-                    level[k] = memory
-            _fill_tails(seq, device_end, topo, num_stages, m, send, has_w, duration, tail)
-            makespan = 0.0
-            for k in range(total):
-                makespan = max(makespan, head[seq[k]] + duration[seq[k]])
-    for k in range(total):
-        x = best_seq[k]
-        slot = x % 3
-        best_orders[k] = x // 3 * 4 + (3 if is_whole[x] else slot)
-        x = seq[k]
-        slot = x % 3
-        orders[k] = x // 3 * 4 + (3 if is_whole[x] else slot)
+            now.seq[:] = best_seq
+            _settle_all(shop, now)
+            _timed(shop, now)
+            _kick(shop, now, min(2 + kicks, 12))
+            makespan = _finish(shop, now)
+    _write(best_seq, shop.whole, best_orders)
+    _write(now.seq, shop.whole, orders)
     return best

@@ -78,7 +78,7 @@ class Point:
     @property
     def family(self) -> Family:
         """The parameters by name."""
-        return family_of(self.params, self.whole)
+        return Family.from_vector(self.params, self.whole)
 
     def climbed(
         self, problem: Problem, *, num_microbatches: int, steps: int, target: float, seed: int
@@ -114,44 +114,3 @@ class Point:
                 seed,
             )
         return replace(self, params=params, whole=whole, split=tuple(counts.tolist()), score=float(score))
-
-
-def family_of(params: FloatArray, whole: IntArray) -> Family:
-    """The named parameters of a kernel's vector (see `climb`)."""
-    v = (len(params) - climb.NUM_SCALARS) // 4
-    values = params.tolist()
-    w_gap, group, slack, memory_cap, w_limit, w_fill, patience = values[4 * v :]
-    return Family(
-        stretch_forward=tuple(values[:v]),
-        stretch_backward=tuple(values[v : 2 * v]),
-        shift_forward=tuple(values[2 * v : 3 * v]),
-        shift_backward=tuple(values[3 * v : 4 * v]),
-        w_gap=w_gap,
-        group=int(group),
-        slack=slack,
-        memory_cap=memory_cap,
-        w_limit=w_limit,
-        w_fill=w_fill,
-        patience=patience,
-        whole=tuple(bool(x) for x in whole),
-    )
-
-
-def vector_of(family: Family) -> FloatArray:
-    """The kernel's vector of named parameters; the inverse of `family_of` but for `whole`."""
-    return np.array(
-        [
-            *family.stretch_forward,
-            *family.stretch_backward,
-            *family.shift_forward,
-            *family.shift_backward,
-            family.w_gap,
-            family.group,
-            family.slack,
-            family.memory_cap,
-            family.w_limit,
-            family.w_fill,
-            family.patience,
-        ],
-        dtype=np.float64,
-    )
