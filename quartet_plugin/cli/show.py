@@ -1,14 +1,11 @@
 """`quartet show`: a plan for reading."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from quartet_plugin.cli.invocation import refuse_user_command
-
-if TYPE_CHECKING:
-    from quartet_plugin.model.plan import Plan
 
 
 def register(app: typer.Typer) -> None:
@@ -24,29 +21,5 @@ def register(app: typer.Typer) -> None:
         from quartet_plugin.report.tables import plan_lines
 
         refuse_user_command(ctx)
-        shown = read_plan(plan)
-        for line in plan_lines(shown, baseline=baseline_of(shown, path=plan)):
+        for line in plan_lines(read_plan(plan)):
             typer.echo(line)
-
-
-def baseline_of(plan: "Plan", *, path: Path) -> "Plan | None":
-    """The user's own configuration, where the plan still lies in its run's folder; None elsewhere."""
-    from quartet_plugin.errors import QuartetError
-    from quartet_plugin.search.job import baseline_plan, parse_job
-    from quartet_plugin.search.launches import LocalLaunches
-    from quartet_plugin.search.run_folder import RunFolder
-
-    folder = RunFolder(path=path.absolute().parent.parent)
-    if path.absolute().parent.name != "best" or not folder.config_file.is_file():
-        return None
-    try:
-        result = LocalLaunches().recorded(folder.trial(0), plan_key=None)
-        if result is None or result.job is None:
-            return None
-        job = parse_job(result.job, where=str(result.folder))
-        baseline = baseline_plan(
-            job, nodes=plan.made_for.nodes, run=plan.provenance.run, seed=plan.provenance.seed
-        )
-    except QuartetError:
-        return None
-    return baseline if baseline.made_for == plan.made_for else None

@@ -107,7 +107,7 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "Run") -> l
     return [
         f"trial {result.winner.record.number} is faster than your own command",
         *comparison_lines(result.winner.comparison, names=("your own", "best")),
-        *change_lines(plan, baseline=result.baseline),
+        *change_lines(plan),
         f"plan      {_shown(run.folder.best_plan)}",
         f"train     sh {_shown(run.folder.best_command)}",
     ]

@@ -20,6 +20,7 @@ from quartet_plugin.model.shape import ModelShape
 
 MAX_RANKS = 65_536
 MAX_BYTES = 64 * 2**20
+STOCK = "stock"
 
 ScheduleName = Literal["no-pipelining", "1f1b", "interleaved"]
 _STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
@@ -34,20 +35,6 @@ class NodeInfo:
     host: str
     node_class: str
     num_slots: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MadeFor:
-    """What a plan fits: the user's own model and batch, the framework and the cluster."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    framework: str
-    framework_version: str
-    shape: ModelShape
-    global_batch_size: int
-    world_size: int
-    nodes: tuple[NodeInfo, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +66,32 @@ class ScheduleChoice:
         return self.name if self.group is None else f"{self.name} g{self.group}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """The user's own configuration, which a plan is compared with; its mapping is the launcher's order."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    layout: Layout
+    split: Split
+    schedule: ScheduleChoice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeFor:
+    """What a plan fits: the user's own model, batch and configuration, the framework and the cluster."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    framework: str
+    framework_version: str
+    shape: ModelShape
+    global_batch_size: int
+    baseline: Baseline
+    world_size: int
+    nodes: tuple[NodeInfo, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Slot:
     """A physical place for one process: the node's index in `made_for.nodes` and the local index on it."""
@@ -106,7 +119,7 @@ class Mapping:
     def label(self) -> str:
         """The slot of each rank, for tables."""
         if self.is_stock:
-            return "stock"
+            return STOCK
         if len(self.slots) > 16:
             moved = sum(a != b for a, b in zip(self.slots, sorted(self.slots), strict=True))
             return f"{moved} of {len(self.slots)} moved"

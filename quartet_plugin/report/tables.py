@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quartet_plugin.model.measurement import Comparison, Interval, Measurement, Objective
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.plan import STOCK, Plan
 from quartet_plugin.model.shape import ModelShape
 
 # A: rounding of nothing but order; B: rounding of reductions; C: may change the objective; D: another model.
@@ -33,8 +33,9 @@ class Change:
     change_class: ChangeClass
 
 
-def changes(plan: Plan, *, baseline: Plan) -> tuple[Change, ...]:
-    """What `plan` changes against `baseline`, with the class of each change."""
+def changes(plan: Plan) -> tuple[Change, ...]:
+    """What a plan changes against the user's own configuration, with the class of each change."""
+    baseline = plan.made_for.baseline
     own, other = plan.layout, baseline.layout
     numbers = ("tensor_parallel", "data_parallel", "context_parallel", "expert_parallel", "micro_batch_size")
     reduces = any(getattr(own, name) != getattr(other, name) for name in numbers)
@@ -42,14 +43,14 @@ def changes(plan: Plan, *, baseline: Plan) -> tuple[Change, ...]:
     candidates = (
         Change(
             part="shape",
-            before=shape_label(baseline.shape),
+            before=shape_label(plan.made_for.shape),
             after=shape_label(plan.shape),
             change_class="D",
         ),
         Change(part="layout", before=other.label, after=own.label, change_class="B" if reduces else "A"),
         Change(part="split", before=baseline.split.label, after=plan.split.label, change_class="A"),
         Change(part="schedule", before=baseline.schedule.label, after=plan.schedule.label, change_class="A"),
-        Change(part="mapping", before=baseline.mapping.label, after=plan.mapping.label, change_class="A"),
+        Change(part="mapping", before=STOCK, after=plan.mapping.label, change_class="A"),
     )
     return tuple(change for change in candidates if change.before != change.after)
 
@@ -59,8 +60,8 @@ def shape_label(shape: ModelShape) -> str:
     return f"{shape.num_layers}x{shape.hidden_size}"
 
 
-def plan_lines(plan: Plan, *, baseline: Plan | None = None) -> list[str]:
-    """A plan for reading. `baseline` is the user's own configuration where it is known."""
+def plan_lines(plan: Plan) -> list[str]:
+    """A plan for reading."""
     made = plan.made_for
     nodes = ", ".join(f"{node.host} ({node.node_class})" for node in made.nodes[:8])
     more = f", and {len(made.nodes) - 8} more" if len(made.nodes) > 8 else ""
@@ -74,24 +75,15 @@ def plan_lines(plan: Plan, *, baseline: Plan | None = None) -> list[str]:
         f"schedule  {plan.schedule.label}",
         f"mapping   {plan.mapping.label}",
     ]
-    lines += ["", *change_lines(plan, baseline=baseline)]
+    lines += ["", *change_lines(plan)]
     if plan.measurement is not None:
         lines += ["", *comparison_lines(plan.measurement)]
     return lines
 
 
-def change_lines(plan: Plan, *, baseline: Plan | None) -> list[str]:
+def change_lines(plan: Plan) -> list[str]:
     """What the plan changes and how far that can be seen in the training."""
-    if baseline is None:
-        scaled = plan.shape != plan.made_for.shape
-        shape = f"{shape_label(plan.made_for.shape)} -> {shape_label(plan.shape)}"
-        lines = [f"changes   class D, {CLASS_MEANING['D']}: shape {shape}"] if scaled else []
-        return [
-            *lines,
-            f"{'          ' if scaled else 'changes   '}class B where TP, DP or micro-batch differ from your "
-            "command's, class A elsewhere",
-        ]
-    found = changes(plan, baseline=baseline)
+    found = changes(plan)
     if not found:
         return ["changes   nothing"]
     lines = []

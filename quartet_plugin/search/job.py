@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from quartet_plugin import __version__
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.orders import slots_of
-from quartet_plugin.model.plan import MadeFor, Mapping, NodeInfo, Plan, Provenance
+from quartet_plugin.model.plan import Baseline, MadeFor, Mapping, NodeInfo, Plan, Provenance
 from quartet_plugin.trial.files import Job, RankReport, parse_job
 
 __all__ = ["Job", "baseline_plan", "made_for", "nodes_of", "parse_job", "world_size_of"]
@@ -17,25 +17,35 @@ def world_size_of(job: Job) -> int:
 
 
 def made_for(job: Job, *, nodes: Sequence[NodeInfo]) -> MadeFor:
-    """What every plan of the run is for."""
+    """What every plan of the run is for. Raises ConfigError for a model that has no split."""
+    if job.split is None:
+        raise ConfigError(
+            "the model is not one list of like layers (hybrid or encoder-decoder): "
+            "its stages cannot be planned; tune a GPTModel"
+        )
     return MadeFor(
         framework=job.framework,
         framework_version=job.framework_version,
         shape=job.shape,
         global_batch_size=job.global_batch_size,
+        baseline=Baseline(layout=job.layout, split=job.split, schedule=job.schedule),
         world_size=world_size_of(job),
         nodes=tuple(nodes),
     )
 
 
 def baseline_plan(job: Job, *, nodes: Sequence[NodeInfo], run: str, seed: int) -> Plan:
-    """The user's own configuration as a plan; raises PlanError where the report contradicts itself."""
+    """The user's own configuration as a plan.
+
+    Raises ConfigError for a model that has no split, PlanError where the report contradicts itself.
+    """
+    fits = made_for(job, nodes=nodes)
     return Plan(
-        made_for=made_for(job, nodes=nodes),
+        made_for=fits,
         shape=job.shape,
-        layout=job.layout,
-        split=job.split,
-        schedule=job.schedule,
+        layout=fits.baseline.layout,
+        split=fits.baseline.split,
+        schedule=fits.baseline.schedule,
         mapping=Mapping(slots=slots_of(nodes)),
         provenance=Provenance(run=run, trial=0, seed=seed, quartet_version=__version__),
     )

@@ -189,7 +189,7 @@ class Space:
         found = []
         for name in names:
             if name == "stock":
-                counts = self.job.split.transformer_layers_per_stage
+                counts = self.baseline.split.transformer_layers_per_stage
                 if not is_legal_split(counts, num_layers=shape.num_layers, num_stages=layout.num_stages):
                     counts = even_counts(shape.num_layers, num_stages=layout.num_stages)
             elif name == "even":

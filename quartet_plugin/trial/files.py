@@ -121,7 +121,10 @@ class ErrReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What the framework resolved from the user's command, as RANK 0 reported it."""
+    """What the framework resolved from the user's command, as RANK 0 reported it.
+
+    `split` is None for a model that is no list of like layers.
+    """
 
     __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
@@ -130,7 +133,7 @@ class Job:
     torch_version: Name
     shape: ModelShape
     layout: Layout
-    split: Split
+    split: Split | None
     schedule: ScheduleChoice
     global_batch_size: Annotated[int, Field(ge=1, le=2**31)]
     train_iters: Count

@@ -15,7 +15,7 @@ import pytest
 
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.launchers.command import parse_command
-from quartet_plugin.model.plan import MadeFor, Mapping, NodeInfo, Plan, Provenance, Slot
+from quartet_plugin.model.plan import Baseline, MadeFor, Mapping, NodeInfo, Plan, Provenance, Slot
 from quartet_plugin.trial import watch
 from quartet_plugin.trial.attempt import read_result
 from quartet_plugin.trial.files import parse_job
@@ -32,12 +32,14 @@ REAL_TORCHRUN = Path(sys.executable).parent / "torchrun"
 def a_plan() -> Plan:
     """A plan that fits the fake job."""
     known = parse_job(job())
+    assert known.split is not None
     return Plan(
         made_for=MadeFor(
             framework=known.framework,
             framework_version=known.framework_version,
             shape=known.shape,
             global_batch_size=known.global_batch_size,
+            baseline=Baseline(layout=known.layout, split=known.split, schedule=known.schedule),
             world_size=2,
             nodes=(NodeInfo(host="node-a", node_class="cpu", num_slots=2),),
         ),

@@ -15,6 +15,7 @@ from typing import Any
 from quartet_plugin.model import plan as plans
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import (
+    Baseline,
     MadeFor,
     NodeInfo,
     Plan,
@@ -106,30 +107,34 @@ def make_plan(
     per_node = world_size // len(names)
     slots = [Slot(node=index // per_node, local=index % per_node) for index in order or range(world_size)]
     name: ScheduleName = "no-pipelining" if pipeline == 1 else "interleaved" if chunks > 1 else "1f1b"
+    layout = Layout(
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        data_parallel=data,
+        virtual_stages=chunks,
+        context_parallel=1,
+        expert_parallel=1,
+        micro_batch_size=micro_batch,
+        sequence_parallel=False,
+        distributed_optimizer=False,
+        recompute="none",
+    )
+    counts = Split(transformer_layers_per_stage=tuple(split))
+    schedule = ScheduleChoice(name=name, group=group)
     return Plan(
         made_for=MadeFor(
             framework="megatron-core",
             framework_version=framework_version,
             shape=made_for_shape,
             global_batch_size=global_batch_size,
+            baseline=Baseline(layout=layout, split=counts, schedule=schedule),
             world_size=world_size,
             nodes=tuple(NodeInfo(host=host, node_class="cpu", num_slots=per_node) for host in names),
         ),
         shape=shape,
-        layout=Layout(
-            tensor_parallel=tensor,
-            pipeline_parallel=pipeline,
-            data_parallel=data,
-            virtual_stages=chunks,
-            context_parallel=1,
-            expert_parallel=1,
-            micro_batch_size=micro_batch,
-            sequence_parallel=False,
-            distributed_optimizer=False,
-            recompute="none",
-        ),
-        split=Split(transformer_layers_per_stage=tuple(split)),
-        schedule=ScheduleChoice(name=name, group=group),
+        layout=layout,
+        split=counts,
+        schedule=schedule,
         mapping=plans.Mapping(slots=tuple(slots)),
         provenance=Provenance(run="test", trial=0, seed=0, quartet_version="0.1.0"),
     )

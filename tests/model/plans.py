@@ -5,6 +5,7 @@ from typing import Any
 
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import (
+    Baseline,
     MadeFor,
     Mapping,
     NodeInfo,
@@ -47,6 +48,11 @@ MADE_FOR = MadeFor(
     framework_version="0.19.2",
     shape=SHAPE,
     global_batch_size=32,
+    baseline=Baseline(
+        layout=LAYOUT,
+        split=Split(transformer_layers_per_stage=(4, 4)),
+        schedule=ScheduleChoice(name="1f1b"),
+    ),
     world_size=2,
     nodes=(NodeInfo(host="node-a", node_class="cpu x2", num_slots=2),),
 )
