@@ -1,0 +1,215 @@
+"""Time of collectives and transfers on the links that the ranks of a group really use.
+
+Megatron numbers ranks tp fastest, then cp, dp and pp; a group of `size` ranks `stride` apart spans one
+scale-up domain, or several with some ranks in each.
+"""
+
+from dataclasses import dataclass
+
+from quartet_plugin.cost.compute import IMBALANCE, Times
+from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.run import Experts, Machines, Overlap, Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The ranks of a collective: how many, how many share a scale-up domain, and the ring's bandwidth."""
+
+    size: int
+    local: int
+    bytes_per_s: float
+    hop_s: float
+
+    @property
+    def num_domains(self) -> int:
+        """Scale-up domains the group spans."""
+        return -(-self.size // self.local)
+
+    @property
+    def ring_latency_s(self) -> float:
+        """Of one pass around the ring of all ranks: gathers and scatters have no tree."""
+        return self.hop_s * (self.num_domains - 1) + self.hop_s / 4 * (self.size - self.num_domains)
+
+    @property
+    def tree_latency_s(self) -> float:
+        """Of one all-reduce: logarithmic across domains."""
+        return self.hop_s * (self.num_domains - 1).bit_length() + self.hop_s / 4 * (self.local - 1)
+
+    def gather_s(self, total_bytes: float, *, calls: float = 1.0) -> float:
+        """All-gathers or reduce-scatters of `total_bytes` together, in that many calls."""
+        if self.size == 1:
+            return 0.0
+        moved = total_bytes * (self.size - 1) / self.size / self.bytes_per_s
+        return moved + calls * self.ring_latency_s
+
+    def reduce_s(self, total_bytes: float) -> float:
+        """An all-reduce."""
+        if self.size == 1:
+            return 0.0
+        return 2 * (total_bytes * (self.size - 1) / self.size / self.bytes_per_s + self.tree_latency_s)
+
+
+def group(machines: Machines, constants: Constants, *, size: int, stride: int) -> Group:
+    """The group of `size` ranks that are `stride` apart in Megatron's order."""
+    domain = machines.scale_up_devices
+    span = size * stride
+    if span <= domain:
+        up = machines.scale_up_bytes_per_s * constants.scale_up
+        if machines.device.scale_up_topology == "mesh" and size > 1:
+            # A mesh reaches each peer with its own link only.
+            up *= min(1.0, (size - 1) / max(1, machines.device.scale_up_devices - 1))
+        return Group(size=size, local=size, bytes_per_s=up, hop_s=constants.hop_s)
+    local = max(1, domain // stride) if stride < domain else 1
+    local = min(local, size)
+    # Several rings, one through each local rank's network port, share the traffic between domains.
+    out = machines.scale_out_bytes_per_s * constants.scale_out * local
+    up = machines.scale_up_bytes_per_s * constants.scale_up
+    bandwidth = min(out, up) if local > 1 else out
+    return Group(size=size, local=local, bytes_per_s=bandwidth, hop_s=constants.hop_s)
+
+
+def exchange_s(found: Group, machines: Machines, constants: Constants, total_bytes: float) -> float:
+    """An all-to-all where every rank sends `total_bytes`, its own share included."""
+    if found.size == 1:
+        return 0.0
+    inside = total_bytes * (found.local - 1) / found.size
+    outside = total_bytes * (found.size - found.local) / found.size
+    up = machines.scale_up_bytes_per_s * constants.scale_up
+    out = machines.scale_out_bytes_per_s * constants.scale_out
+    return inside / up + outside / out + found.tree_latency_s
+
+
+def tensor_parallel(run: Run, constants: Constants) -> tuple[Times, float]:
+    """Exposed time of a layer's tensor-parallel collectives, and of one repeated forward.
+
+    Two all-reduces forward and two backward (Shoeybi et al. 2019), or as many gather and scatter pairs
+    under sequence parallelism, which gathers once more for the weight gradients (Korthikanti et al. 2022).
+    """
+    tp = run.layout.tensor_parallel
+    if tp == 1:
+        return Times(), 0.0
+    found = group(run.machines, constants, size=tp, stride=1)
+    size = 2.0 * run.tokens_per_microbatch * run.shape.hidden_size
+    forward = 2 * found.reduce_s(size)
+    backward = forward
+    overlap = run.software.tensor_overlap
+    left = constants.tensor_exposed
+    if overlap is Overlap.NONE:
+        again = 2 * found.gather_s(size) if run.layout.sequence_parallel else 0.0
+        return Times(forward, backward + again, 0.0), forward
+    if overlap is Overlap.FULL:
+        return Times(forward * left, backward * left, 0.0), forward * left
+    return Times(forward, backward * left, 0.0), forward
+
+
+def context_parallel(run: Run, constants: Constants, attention: Times) -> Times:
+    """Exposed time of passing keys and values around the ring, beside the attention it feeds."""
+    cp = run.layout.context_parallel
+    if cp == 1:
+        return Times()
+    found = group(run.machines, constants, size=cp, stride=run.layout.tensor_parallel)
+    width = 2.0 * run.shape.num_query_groups * run.shape.kv_channels / run.layout.tensor_parallel
+    size = 2.0 * run.tokens_per_microbatch * width * cp
+    forward = found.gather_s(size)
+    left = constants.tensor_exposed
+    return Times(
+        max(forward * left, forward - attention.forward),
+        max(2 * forward * left, 2 * forward - attention.input_grad),
+        0.0,
+    )
+
+
+def expert_parallel(run: Run, constants: Constants, experts: Experts) -> Times:
+    """Dispatch and combine of a layer's tokens, forward and backward."""
+    ep = run.layout.expert_parallel
+    if ep == 1:
+        return Times()
+    found = group(run.machines, constants, size=ep, stride=run.layout.tensor_parallel)
+    size = 2.0 * run.tokens_per_microbatch * experts.top_k * run.shape.hidden_size * IMBALANCE
+    once = exchange_s(found, run.machines, constants, size / run.layout.tensor_parallel)
+    return Times(2 * once, 2 * once, 0.0)
+
+
+def transfer_s(run: Run, constants: Constants, *, sender: int, receiver: int) -> float:
+    """One microbatch's boundary tensor between two pipeline ranks.
+
+    Ranks that hold the same boundary send a slice each where sequence parallelism, or the scatter and
+    gather of interleaved schedules, allows it (Narayanan et al. 2021).
+    """
+    layout, machines = run.layout, run.machines
+    stride = layout.tensor_parallel * run.copies
+    size = 2.0 * run.tokens_per_microbatch * run.shape.hidden_size
+    if layout.sequence_parallel or layout.virtual_stages > 1:
+        size /= layout.tensor_parallel
+    domain = machines.scale_up_devices
+    if sender * stride // domain == receiver * stride // domain:
+        return size / (machines.scale_up_bytes_per_s * constants.peer) + constants.hop_s
+    return size / (machines.scale_out_bytes_per_s * constants.scale_out) + constants.hop_s
+
+
+def buckets(parameters: float, ranks: int) -> float:
+    """Megatron's gradient buckets: 40 million elements, or a million a rank where that is more."""
+    return max(1.0, parameters / max(40e6, 1e6 * ranks))
+
+
+def data_parallel(
+    run: Run, constants: Constants, *, dense: float, expert: float, forward_s: float, backward_s: float
+) -> float:
+    """Exposed time of reducing gradients and bringing updated parameters back.
+
+    `dense` parameters are shared by all data and context parallel ranks, `expert` ones by those that hold the
+    same experts. `forward_s` and `backward_s` are one microbatch's: what the traffic can hide behind.
+    """
+    if run.zero_stage == 3:
+        return 0.0
+    tp, ep = run.layout.tensor_parallel, run.layout.expert_parallel
+    reduce, gather = _reduce_and_gather(run, constants, dense, ranks=run.copies, stride=tp)
+    if expert and run.copies > ep:
+        more = _reduce_and_gather(run, constants, expert, ranks=run.copies // ep, stride=tp * ep)
+        reduce, gather = reduce + more[0], gather + more[1]
+    if not run.software.data_overlap:
+        return reduce + gather
+    left = constants.data_exposed
+    # Chunks of an interleaved schedule finish one after the other, each after a round of microbatches.
+    v = run.layout.virtual_stages
+    rounds = max(1.0, run.layout.pipeline_parallel * (v - 1) / v)
+    rounds = min(rounds, float(run.num_microbatches))
+    return max(reduce * left, reduce - rounds * backward_s) + max(gather * left, gather - rounds * forward_s)
+
+
+def _reduce_and_gather(
+    run: Run, constants: Constants, parameters: float, *, ranks: int, stride: int
+) -> tuple[float, float]:
+    if ranks == 1:
+        return 0.0, 0.0
+    found = group(run.machines, constants, size=ranks, stride=stride)
+    gradients = float(run.software.gradient_bytes) * parameters
+    if run.zero_stage == 0:
+        return found.reduce_s(gradients), 0.0
+    own = min(run.optimizer_group, ranks)
+    calls = buckets(parameters, ranks)
+    reduce = found.reduce_s(gradients) if own < ranks else found.gather_s(gradients, calls=calls)
+    back = group(run.machines, constants, size=own, stride=stride)
+    gather = back.gather_s(float(run.software.parameter_bytes) * parameters, calls=calls)
+    if run.software.zero_broadcasts:
+        gather += own * (back.num_domains - 1) * constants.hop_s
+    return reduce, gather
+
+
+def sharded_parameters(
+    run: Run, constants: Constants, *, parameters: float, forward_s: float, backward_s: float
+) -> float:
+    """Exposed time a microbatch of fully sharded parameters (ZeRO-3, FSDP).
+
+    Gather before the forward, gather again and scatter gradients in the backward, prefetched a layer ahead.
+    """
+    if run.zero_stage != 3:
+        return 0.0
+    size = run.shard_group
+    found = group(run.machines, constants, size=size, stride=run.layout.tensor_parallel)
+    calls = float(run.shape.num_layers * run.software.collectives_per_layer)
+    gather = found.gather_s(2.0 * parameters, calls=calls)
+    scatter = found.gather_s(float(run.software.gradient_bytes) * parameters, calls=calls)
+    left = constants.data_exposed
+    backward = gather + scatter
+    return max(gather * left, gather - forward_s) + max(backward * left, backward - backward_s)

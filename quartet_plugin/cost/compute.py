@@ -1,0 +1,280 @@
+"""Compute time of a layer, the embedding and the head: one microbatch on one device.
+
+A matrix product costs its FLOPs at the device's rate and its operand traffic, joined as a smooth maximum,
+so that small and badly shaped products are slower without a table of shapes. The rest of a layer
+is memory traffic and kernel starts.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.devices import Device, Precision
+from quartet_plugin.cost.run import Experts, Run
+
+FLASH_BLOCK = 128
+# What streaming kernels reach of the nominal memory bandwidth.
+MEMORY_RATE = 0.85
+# Generations on a 4 nm process, whose half-precision units outgrew the power budget.
+POWER_LIMITED = ("hopper", "blackwell", "ada")
+# Kernels of a layer's forward: fused (norms, rotary, activation, residuals) and not.
+FUSED_KERNELS, PLAIN_KERNELS = 14, 30
+# A fused attention's backward multiplies five matrices where its forward multiplies two, a bit slower.
+FLASH_BACKWARD = 2.5 / 0.85
+ELEMENTWISE_BACKWARD = 1.5
+# Tokens of the fullest device of an expert group, over the mean, with balanced routing.
+IMBALANCE = 1.1
+
+
+class Times(NamedTuple):
+    """Seconds of a forward, an input gradient and a weight gradient."""
+
+    forward: float = 0.0
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
+
+    def scaled(self, factor: float) -> "Times":
+        """All three times `factor`."""
+        return Times(self.forward * factor, self.input_grad * factor, self.weight_grad * factor)
+
+    def plus(self, other: "Times") -> "Times":
+        """The sums."""
+        return Times(
+            self.forward + other.forward,
+            self.input_grad + other.input_grad,
+            self.weight_grad + other.weight_grad,
+        )
+
+    @property
+    def total(self) -> float:
+        """All three together."""
+        return self.forward + self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTimes:
+    """A layer's compute by cause; `recompute` is the forward that is repeated in the backward."""
+
+    gemm: Times
+    attention: Times
+    elementwise: Times
+    launch: Times
+    recompute: float = 0.0
+
+    @property
+    def forward_s(self) -> float:
+        """The whole forward."""
+        return self.gemm.forward + self.attention.forward + self.elementwise.forward + self.launch.forward
+
+
+class Rates:
+    """What one device does a second under given constants; made once a run."""
+
+    __slots__ = ("cast", "flash", "half", "launch_s", "matmul", "memory", "operand_bytes", "traffic")
+
+    def __init__(self, run: Run, constants: Constants) -> None:
+        device = run.machines.device
+        low = run.matmul in ("fp8", "fp4")
+        self.half = half_rate(device, run.half, constants)
+        self.matmul = device.ceiling(run.matmul) * constants.fp8_rate if low else self.half
+        self.flash = self.half * constants.flash_rate * flash_share(run)
+        self.memory = device.memory_bandwidth_bytes_per_s * MEMORY_RATE
+        self.traffic = constants.gemm_traffic / device.memory_bandwidth_bytes_per_s
+        self.operand_bytes = 1 if low else 2
+        self.cast = constants.cast if low else 0.0
+        self.launch_s = 0.0 if run.software.graphs else constants.launch_s
+
+    def gemm(self, m: float, n: float, k: float, *, gradient: bool = False) -> float:
+        """Seconds of [m, k] x [k, n] in the layers' precision; a weight gradient adds to fp32."""
+        size = self.operand_bytes
+        out = 8 if gradient else 2
+        return _joined(2 * m * n * k / self.matmul, (size * (m * k + k * n) + out * m * n) * self.traffic)
+
+    def half_gemm(self, m: float, n: float, k: float, batch: float = 1.0, *, out: float = 2) -> float:
+        """The same in half precision, `batch` times."""
+        return batch * _joined(2 * m * n * k / self.half, (2 * (m * k + k * n) + out * m * n) * self.traffic)
+
+
+def _joined(compute_s: float, traffic_s: float) -> float:
+    """Operations hide traffic and the other way round, less well the closer they are."""
+    return math.hypot(compute_s, traffic_s)
+
+
+def flash_share(run: Run) -> float:
+    """What an attention kernel reaches of the one written for the device.
+
+    FlashAttention 1 and its Triton form reach about half of version 2 (Dao 2023), version 2 about half of
+    version 3 on Hopper (Shah et al. 2024).
+    """
+    if run.software.attention == "flash-1":
+        return 0.55
+    new = run.machines.device.generation in ("hopper", "blackwell")
+    return 0.55 if run.software.attention == "flash-2" and new else 1.0
+
+
+def half_rate(device: Device, precision: Precision, constants: Constants) -> float:
+    """FLOP/s of large half-precision products: near the ceiling, or what the power budget allows."""
+    reached = device.ceiling(precision) * constants.gemm_rate
+    if device.power_watts is None or device.generation not in POWER_LIMITED:
+        return reached
+    return min(reached, device.power_watts * constants.flops_per_joule)
+
+
+def products(run: Run) -> list[tuple[float, float]]:
+    """(out, in) sizes of a layer's attention products on one tensor-parallel rank."""
+    shape, tp = run.shape, run.layout.tensor_parallel
+    h, d = shape.hidden_size, shape.kv_channels
+    heads = shape.num_attention_heads / tp
+    if run.latent is not None:
+        mla = run.latent
+        wide = mla.plain_channels + mla.rotary_channels
+        return [
+            (mla.query_rank, h),
+            (heads * wide, mla.query_rank),
+            (mla.key_value_rank + mla.rotary_channels, h),
+            (heads * (mla.plain_channels + mla.value_channels), mla.key_value_rank),
+            (h, heads * mla.value_channels),
+        ]
+    groups = max(1.0, shape.num_query_groups / tp)
+    return [((heads + 2 * groups) * d, h), (h, heads * d)]
+
+
+def ffn_products(hidden: float, ffn: float, *, gated: bool) -> list[tuple[float, float]]:
+    """(out, in) sizes of an FFN."""
+    return [(ffn * (2 if gated else 1), hidden), (hidden, ffn)]
+
+
+def layer_times(run: Run, constants: Constants, rates: Rates, *, experts: Experts | None) -> LayerTimes:
+    """One transformer layer with a dense FFN, or with `experts`."""
+    t = run.tokens_per_microbatch
+    shape, tp = run.shape, run.layout.tensor_parallel
+    sizes = products(run)
+    attention, attention_passes = _attention(run, constants, rates)
+    gemm = _gemms(rates, t, sizes)
+    if experts is None:
+        ffn = ffn_products(shape.hidden_size, shape.ffn_hidden_size / tp, gated=shape.gated_ffn)
+        gemm = gemm.plus(_gemms(rates, t, ffn))
+        hidden_ffn = shape.ffn_hidden_size / tp
+        routed = 0.0
+        num_casts = sizes + ffn
+    else:
+        extra, hidden_ffn, routed = _experts(run, rates, experts)
+        gemm = gemm.plus(extra)
+        num_casts = sizes
+    passes = _elementwise_bytes(run, hidden_ffn) + attention_passes + routed
+    scale = constants.elementwise / rates.memory
+    cast = rates.cast * sum(4.0 * t * (size_in + size_out) for size_out, size_in in num_casts) / rates.memory
+    memory = passes * scale
+    elementwise = Times(memory + cast / 2, memory * ELEMENTWISE_BACKWARD + cast / 2, 0.0)
+    kernels = FUSED_KERNELS if run.software.fused_elementwise else PLAIN_KERNELS
+    if experts is not None:
+        kernels *= 2
+    start = kernels * rates.launch_s
+    launch = Times(start, start, start * 0.5)
+    times = LayerTimes(gemm=gemm, attention=attention, elementwise=elementwise, launch=launch)
+    last = rates.gemm(t, shape.hidden_size, hidden_ffn) if run.software.early_stop else 0.0
+    repeat = _recompute(run, times, last)
+    return LayerTimes(
+        gemm=gemm, attention=attention, elementwise=elementwise, launch=launch, recompute=repeat
+    )
+
+
+def head_times(run: Run, constants: Constants, rates: Rates) -> LayerTimes:
+    """Final norm, output product and loss; the logits stay in half precision until the loss."""
+    t, tp = run.tokens_per_microbatch, run.layout.tensor_parallel
+    vocab, h = run.shape.vocab_size / tp, run.shape.hidden_size
+    forward = rates.half_gemm(t, vocab, h)
+    logits = t * vocab / rates.memory * constants.logits
+    fused = run.software.fused_loss
+    return LayerTimes(
+        gemm=Times(forward, rates.half_gemm(t, h, vocab), rates.half_gemm(vocab, h, t, out=8)),
+        attention=Times(),
+        elementwise=Times(logits * (8 if fused else 16), logits * (6 if fused else 12), 0.0),
+        launch=Times(10 * rates.launch_s, 10 * rates.launch_s, 0.0),
+    )
+
+
+def embedding_times(run: Run, rates: Rates) -> LayerTimes:
+    """A gather, and a scattered addition to fp32 gradients."""
+    traffic = run.tokens_per_microbatch * run.shape.hidden_size / rates.memory
+    return LayerTimes(
+        gemm=Times(),
+        attention=Times(),
+        elementwise=Times(6 * traffic, 0.0, 10 * traffic),
+        launch=Times(4 * rates.launch_s, 0.0, 4 * rates.launch_s),
+    )
+
+
+def _gemms(rates: Rates, tokens: float, sizes: list[tuple[float, float]]) -> Times:
+    forward = sum(rates.gemm(tokens, n, k) for n, k in sizes)
+    inputs = sum(rates.gemm(tokens, k, n) for n, k in sizes)
+    weights = sum(rates.gemm(n, k, tokens, gradient=True) for n, k in sizes)
+    return Times(forward, inputs, weights)
+
+
+def _attention(run: Run, constants: Constants, rates: Rates) -> tuple[Times, float]:
+    """The core of attention, and the bytes of its rearrangements."""
+    shape, layout = run.shape, run.layout
+    heads = shape.num_attention_heads / layout.tensor_parallel
+    s, b = shape.seq_length, layout.micro_batch_size
+    query = s / layout.context_parallel
+    qk = v = float(shape.kv_channels)
+    if run.latent is not None:
+        qk, v = run.latent.plain_channels + run.latent.rotary_channels, run.latent.value_channels
+    if run.software.attention != "unfused":
+        # Causal: half of the scores, in blocks; the diagonal blocks are computed whole.
+        share = 0.5 * (1 + FLASH_BLOCK / s)
+        flops = 2 * b * heads * query * s * (qk + v) * share
+        # Heads under 128 channels leave the matrix units idle in part.
+        forward = flops / (rates.flash * min(1.0, (qk + v) / 2 / 128) ** 0.5)
+        return Times(forward, forward * FLASH_BACKWARD, 0.0), 0.0
+    batch = b * heads
+    forward = rates.half_gemm(query, s, qk, batch) + rates.half_gemm(query, v, s, batch)
+    scores = batch * query * s / rates.memory * constants.softmax
+    drop = 5.0 if run.software.dropout else 0.0
+    moves = 2 * 2 * run.tokens_per_microbatch * heads * (2 * qk + 2 * v)
+    return Times(forward + scores * (4 + drop), 2 * forward + scores * (6 + drop), 0.0), moves
+
+
+def _elementwise_bytes(run: Run, ffn: float) -> float:
+    """Bytes of norms, residuals, rotary embedding and activation in one forward; `ffn` is a rank's width."""
+    shape, layout = run.shape, run.layout
+    t, tp = run.tokens_per_microbatch, layout.tensor_parallel
+    split = tp if layout.sequence_parallel else 1
+    fused = run.software.fused_elementwise
+    modern = shape.position_embedding == "rope"
+    # Norms and residual sums; an unfused root-mean-square norm passes over memory twice as often.
+    residual = (11.0 if run.software.dropout else 10.0) + (4.0 if modern and not fused else 0.0)
+    heads = (shape.num_attention_heads + shape.num_query_groups) * shape.kv_channels / tp
+    rotary = (2.0 if fused else 6.0) * heads if modern else 0.0
+    activation = ((3.0 if fused else 5.0) if shape.gated_ffn else 2.0) * ffn
+    return 2.0 * t * (residual * shape.hidden_size / split + rotary + activation)
+
+
+def _experts(run: Run, rates: Rates, experts: Experts) -> tuple[Times, float, float]:
+    """Products of the experts, their activations' width a token, and the bytes of permuting tokens."""
+    shape, layout = run.shape, run.layout
+    t, h = run.tokens_per_microbatch, shape.hidden_size
+    tp, ep = layout.tensor_parallel, layout.expert_parallel
+    local = max(1.0, experts.num_experts / ep)
+    arriving = t * experts.top_k * IMBALANCE
+    each = arriving / local
+    sizes = ffn_products(h, experts.ffn_hidden_size / tp, gated=shape.gated_ffn)
+    routed = _gemms(rates, each, sizes).scaled(local)
+    if experts.shared_ffn_hidden_size:
+        shared = ffn_products(h, experts.shared_ffn_hidden_size / tp, gated=shape.gated_ffn)
+        routed = routed.plus(_gemms(rates, t, shared))
+    width = (experts.ffn_hidden_size * experts.top_k + experts.shared_ffn_hidden_size) / tp
+    # Permute before and after the exchange and back: four copies of every routed token.
+    return routed, width, 2.0 * arriving * h * 8
+
+
+def _recompute(run: Run, times: LayerTimes, last_product_s: float) -> float:
+    mode = run.layout.recompute
+    if mode == "full":
+        return times.forward_s - last_product_s
+    if mode == "selective":
+        rest = times.gemm.forward + times.elementwise.forward
+        return times.attention.forward + run.software.selective_fraction * rest
+    return 0.0

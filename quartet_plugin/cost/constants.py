@@ -1,0 +1,77 @@
+"""The few physical constants of the cost model: what they mean, where they may lie, what they are.
+
+The values in `constants.json` were fitted to published runs (`benchmarks/predict_published.py --fit`),
+each pulled towards its physical default, so that hardware nobody measured keeps a sane one.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from importlib import resources
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.files import read_json
+
+FILE = "constants.json"
+
+
+def _constant(default: float, low: float, high: float, spread: float, meaning: str) -> float:
+    """`spread`: one standard deviation of the prior, as a relative error (of the logarithm)."""
+    value: float = field(
+        default=default, metadata={"low": low, "high": high, "spread": spread, "meaning": meaning}
+    )
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """Shared by all devices and runs; dimensionless unless the name has a unit."""
+
+    gemm_rate: float = _constant(0.9, 0.7, 1.1, 0.06, "large half-precision products, over the ceiling")
+    flops_per_joule: float = _constant(1.05e12, 6e11, 2e12, 0.1, "what power allows them on 4 nm devices")
+    fp8_rate: float = _constant(0.95, 0.5, 1.2, 0.08, "large fp8 products, over the ceiling")
+    gemm_traffic: float = _constant(0.7, 0.2, 2.5, 0.4, "operand bytes of a matrix product that add time")
+    flash_rate: float = _constant(0.8, 0.4, 1.2, 0.12, "fused attention, over large products")
+    elementwise: float = _constant(1.2, 0.5, 3.0, 0.3, "memory passes of norms, activations and residuals")
+    softmax: float = _constant(1.2, 0.5, 3.0, 0.3, "memory passes of unfused attention scores")
+    cast: float = _constant(1.0, 0.2, 3.0, 0.4, "memory passes of casts to fp8")
+    logits: float = _constant(1.0, 0.2, 3.0, 0.4, "memory passes of logits and loss")
+    launch_s: float = _constant(4e-6, 1e-6, 1.5e-5, 0.4, "a kernel's start and tail")
+    scale_up: float = _constant(0.7, 0.3, 1.0, 0.2, "collectives over scale-up links, of nominal")
+    scale_out: float = _constant(0.7, 0.3, 1.0, 0.2, "collectives over the network, of nominal")
+    hop_s: float = _constant(1e-5, 2e-6, 6e-5, 0.5, "latency of one step of a collective")
+    peer: float = _constant(0.25, 0.05, 1.0, 0.4, "one sender to one receiver, of nominal")
+    tensor_exposed: float = _constant(0.4, 0.05, 1.0, 0.4, "tensor-parallel traffic left when overlapped")
+    data_exposed: float = _constant(0.2, 0.02, 1.0, 0.5, "data-parallel traffic left when overlapped")
+    optimizer: float = _constant(1.3, 0.6, 4.0, 0.4, "memory passes of the optimizer's step")
+    step_s: float = _constant(0.02, 0.001, 0.2, 0.7, "fixed time of an iteration: data, logging, sync")
+    straggler: float = _constant(0.004, 0.0005, 0.02, 0.5, "slowdown a doubling of the nodes")
+
+    def __post_init__(self) -> None:
+        for known in fields(self):
+            value = getattr(self, known.name)
+            low, high = known.metadata["low"], known.metadata["high"]
+            if not (isinstance(value, float) and math.isfinite(value) and low <= value <= high):
+                raise ConfigError(f"constants.{known.name}: {value}; must be from {low} to {high}")
+
+
+def names() -> tuple[str, ...]:
+    """The constants in their order."""
+    return tuple(known.name for known in fields(Constants))
+
+
+def of_mapping(values: Mapping[str, float], *, where: str) -> Constants:
+    """Constants from data; what is missing keeps its default. Raises ConfigError for an unknown name."""
+    unknown = sorted(set(values) - set(names()))
+    if unknown:
+        raise ConfigError(f"{where}: {unknown[0]}: unknown constant; remove it")
+    return Constants(**{name: float(value) for name, value in values.items()})
+
+
+@functools.cache
+def fitted() -> Constants:
+    """The constants that come with the package."""
+    path = resources.files("quartet_plugin.cost") / FILE
+    with resources.as_file(path) as file:
+        return of_mapping(read_json(file)["values"], where=str(file))

@@ -1,0 +1,123 @@
+"""The library of devices: what the data sheets and the highest measured matrix products say.
+
+One JSON file a device in `hardware/`; a user's own files are read the same way and go first. Bandwidths
+are bytes/s of one device in one direction; `peak_flops` is dense, FLOP/s; `matmul_ceiling` is the highest
+measured matrix product as a fraction of the nominal peak (peaks are power-limited in practice).
+"""
+
+import functools
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.files import read_json
+from quartet_plugin.model.schema import parse
+
+Precision = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
+Topology = Literal["switch", "mesh"]
+Positive = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=2**20)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+DEFAULT_MATMUL_CEILING = 0.85
+# fp8 over bf16, as fractions of nominal: 0.88 on H100, 0.98 on B200.
+NARROW_FORMAT = 0.93
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One kind of accelerator, with the links it usually comes with.
+
+    `scale_up_bandwidth_bytes_per_s` is the sum over all peers; a "mesh" reaches one peer with only its
+    share of it. `scale_up_devices` is how many the fast links join, `devices_per_node` how many share a host.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    schema_version: Literal[1]
+    name: Name
+    generation: Name
+    peak_flops: Mapping[Precision, Positive]
+    memory_bytes: Annotated[int, Field(ge=1, le=2**50)]
+    memory_bandwidth_bytes_per_s: Positive
+    scale_up_bandwidth_bytes_per_s: Positive
+    scale_up_topology: Topology
+    scale_up_devices: Count
+    scale_out_bandwidth_bytes_per_s: Positive
+    devices_per_node: Count
+    source: Name
+    power_watts: Positive | None = None
+    matmul_ceiling: Mapping[Precision, Annotated[float, Field(gt=0, le=1)]] = field(default_factory=dict)
+    aliases: tuple[Name, ...] = ()
+
+    def peak(self, precision: Precision) -> float:
+        """Dense FLOP/s; a format the device lacks runs at the rate of the next wider one it has."""
+        wider: tuple[Precision, ...] = ("fp4", "fp8", "bf16", "fp16", "fp32")
+        for name in wider[wider.index(precision) :]:
+            if name in self.peak_flops:
+                return self.peak_flops[name]
+        return max(self.peak_flops.values())
+
+    def ceiling(self, precision: Precision) -> float:
+        """The highest rate a matrix product reaches in practice, FLOP/s.
+
+        A format that was not measured takes the widest measured one's fraction, less what narrower formats
+        lose where both were measured.
+        """
+        measured = self.matmul_ceiling
+        if precision in measured:
+            return self.peak(precision) * measured[precision]
+        widest = next((measured[name] for name in ("bf16", "fp16") if name in measured), None)
+        fraction = DEFAULT_MATMUL_CEILING if widest is None else widest
+        narrow = NARROW_FORMAT if precision in ("fp8", "fp4") else 1.0
+        return self.peak(precision) * fraction * narrow
+
+
+_ADAPTER: TypeAdapter[Device] = TypeAdapter(Device)
+
+
+def read_device(path: str | os.PathLike[str]) -> Device:
+    """The device in the JSON file `path`; raises ConfigError naming field, value and rule."""
+    return parse(_ADAPTER, read_json(path), where=str(path))
+
+
+@functools.cache
+def library() -> Mapping[str, Device]:
+    """The devices that come with the package, by name and alias in lower case."""
+    folder = resources.files("quartet_plugin.cost") / "hardware"
+    with resources.as_file(folder) as path:
+        return index(read_device(file) for file in sorted(path.glob("*.json")))
+
+
+def index(devices: Iterable[Device]) -> Mapping[str, Device]:
+    """Devices by every name they go by; raises ConfigError where two claim the same one."""
+    found: dict[str, Device] = {}
+    for device in devices:
+        for name in (device.name, *device.aliases):
+            if found.setdefault(name.lower(), device) is not device:
+                raise ConfigError(f"device {name!r}: the name is taken twice; rename one of the files")
+    return found
+
+
+def device_named(name: str, *, extra: Mapping[str, Device] | None = None) -> Device:
+    """The device called `name`; a remark in parentheses after the name is ignored.
+
+    `extra` (see `index`) goes before the library. Raises ConfigError for an unknown name.
+    """
+    plain = name.split("(")[0].strip().lower()
+    for devices in (extra or {}, library()):
+        if plain in devices:
+            return devices[plain]
+    known = ", ".join(sorted({device.name for device in library().values()}))
+    raise ConfigError(f"device {name!r}: unknown; add a hardware file for it, or use one of {known}")
+
+
+def read_folder(folder: str | os.PathLike[str]) -> Mapping[str, Device]:
+    """All devices of the JSON files in `folder`, for `device_named(extra=...)`."""
+    return index(read_device(file) for file in sorted(Path(folder).glob("*.json")))

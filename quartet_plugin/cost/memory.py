@@ -1,0 +1,246 @@
+"""Peak memory of the fullest device: weights, gradients, optimizer, activations, buffers. Needs no device.
+
+Activation bytes follow Korthikanti et al. (2022), with grouped queries, gated FFNs, fused attention, experts
+and latent attention added; the schedule says how many microbatches are held. Sizes are bytes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quartet_plugin.cost import compute
+from quartet_plugin.cost.pipeline import activation_peak
+from quartet_plugin.cost.run import Experts, Run
+from quartet_plugin.schedule.costs import FloatArray
+
+HALF = 2.0
+# Master weight and two moments in fp32.
+OPTIMIZER_BYTES = 12.0
+# What the driver, its contexts and the collective library take beside the allocator.
+CONTEXT_BYTES = 1.5 * 2**30
+# The share of a data sheet's memory that programs can allocate.
+USABLE = 0.985
+# Between input and weight gradient: the products' inputs and the gradients of their outputs stay.
+HELD_FRACTION = 0.6
+# Holes that caching allocators before expandable segments leave between activations.
+FRAGMENTATION = 1.08
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Parameters of one stage on one rank: those all data-parallel ranks share, and the experts'."""
+
+    dense: float
+    expert: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.dense + self.expert
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes at the peak of the fullest pipeline device, by what holds them; `fits` compares the sum."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporary: float
+    device: int
+    capacity: float
+
+    @property
+    def total(self) -> float:
+        """What the allocator holds at the peak."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
+
+    @property
+    def available(self) -> float:
+        """What the device leaves the allocator beside its driver's context."""
+        return self.capacity * USABLE - CONTEXT_BYTES
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device can hold it."""
+        return self.total <= self.available
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """What holds the bytes; the values sum to `total`."""
+        return {
+            "parameters_bytes": self.parameters,
+            "gradients_bytes": self.gradients,
+            "optimizer_bytes": self.optimizer,
+            "activations_bytes": self.activations,
+            "temporary_bytes": self.temporary,
+        }
+
+
+def weights_of_stages(run: Run) -> list[Weights]:
+    """The parameters of each stage on one rank, tensor and expert parallel shards taken."""
+    shape, layout = run.shape, run.layout
+    tp, h = layout.tensor_parallel, shape.hidden_size
+    width = 3 if shape.gated_ffn else 2
+    common = sum(n * k for n, k in compute.products(run)) + 4 * h
+    dense = common + width * h * shape.ffn_hidden_size / tp
+    shared = routed = 0.0
+    if run.experts:
+        e = run.experts
+        shared = common + width * h * e.shared_ffn_hidden_size / tp + e.num_experts * h
+        routed = width * h * e.ffn_hidden_size / tp * e.num_experts / layout.expert_parallel
+    num_dense = run.experts.num_dense_layers if run.experts else shape.num_layers
+    positions = shape.max_position_embeddings * (shape.position_embedding == "learned_absolute")
+    vocabulary = shape.vocab_size * h / tp
+    found: list[Weights] = []
+    first, last = 0, len(run.layers_per_stage) - 1
+    for stage, count in enumerate(run.layers_per_stage):
+        plain = max(0, min(count, num_dense - first))
+        first += count
+        total = plain * dense + (count - plain) * shared
+        if stage == 0:
+            total += vocabulary + h * positions
+        if stage == last and not (stage == 0 and shape.tied_embeddings):
+            total += vocabulary
+        found.append(Weights(dense=total, expert=(count - plain) * routed))
+    return found
+
+
+def layer_activation_bytes(run: Run, *, experts: Experts | None) -> float:
+    """What one layer keeps of one microbatch from its forward to its backward, nothing recomputed."""
+    shape, layout = run.shape, run.layout
+    t, tp, h = run.tokens_per_microbatch, layout.tensor_parallel, shape.hidden_size
+    split = tp if layout.sequence_parallel else 1
+    masks = 1.0 if run.software.dropout else 0.0
+    # Inputs of two norms, and what the norms give to the products (gathered again from its shard).
+    outside = (4 * HALF + 2 * masks) * h / split
+    inner = _attention_bytes(run)
+    if experts is None:
+        return t * (outside + inner + _ffn_bytes(run, shape.ffn_hidden_size / tp))
+    routed = experts.top_k * (HALF * h / tp + _ffn_bytes(run, experts.ffn_hidden_size / tp))
+    shared = _ffn_bytes(run, experts.shared_ffn_hidden_size / tp)
+    return t * (outside + inner + routed + shared + 8.0 * experts.num_experts)
+
+
+def peak_memory(run: Run) -> Memory:
+    """The fullest device's memory at the peak of a step."""
+    p = run.layout.pipeline_parallel
+    stages = len(run.layers_per_stage)
+    weights = weights_of_stages(run)
+    kept, held = _stage_activations(run)
+    peaks = activation_peak(run, kept, held)
+    found = []
+    for device in range(p):
+        own = [weights[stage] for stage in range(device, stages, p)]
+        dense, expert = sum(w.dense for w in own), sum(w.expert for w in own)
+        parameters, gradients, optimizer = _states(run, dense, expert)
+        ends = (0 in range(device, stages, p), (stages - 1) in range(device, stages, p))
+        found.append(
+            Memory(
+                parameters=parameters,
+                gradients=gradients,
+                optimizer=optimizer,
+                activations=float(peaks[device]) * (FRAGMENTATION if run.software.fragments else 1.0),
+                temporary=_temporary(run, last=ends[1]),
+                device=device,
+                capacity=float(run.machines.memory_bytes),
+            )
+        )
+    return max(found, key=lambda memory: memory.total)
+
+
+def _states(run: Run, dense: float, expert: float) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer state; sharded by the ZeRO stage."""
+    ranks = float(run.optimizer_group if run.zero_stage in (1, 2) else 1)
+    expert_ranks = (
+        max(1.0, ranks * run.layout.tensor_parallel / run.layout.expert_parallel) if expert else 1.0
+    )
+    if run.layout.tensor_parallel > 1 and expert:
+        expert_ranks = max(1.0, ranks / run.layout.expert_parallel)
+    gradient = float(run.software.main_gradient_bytes)
+    if run.zero_stage == 3:
+        shards = run.shard_group
+        # One layer's gathered weights, and the next one's that is prefetched. The fp32 shard is the master.
+        layer = 2 * HALF * dense / max(1, run.shape.num_layers)
+        return layer, 4.0 * dense / shards, OPTIMIZER_BYTES * dense / shards
+    optimizer = run.software.optimizer_bytes * (dense / ranks + expert / expert_ranks)
+    return HALF * (dense + expert), gradient * (dense + expert), optimizer
+
+
+def _stage_activations(run: Run) -> tuple[FloatArray, float]:
+    """Bytes each stage keeps of a microbatch, and the part that waits for the weight gradient."""
+    shape, layout = run.shape, run.layout
+    whole = layer_activation_bytes(run, experts=None)
+    moe = layer_activation_bytes(run, experts=run.experts) if run.experts else whole
+    num_dense = run.experts.num_dense_layers if run.experts else shape.num_layers
+    split = layout.tensor_parallel if layout.sequence_parallel else 1
+    boundary = HALF * run.tokens_per_microbatch * shape.hidden_size / split
+    kept, first = [], 0
+    for count in run.layers_per_stage:
+        plain = max(0, min(count, num_dense - first))
+        first += count
+        kept.append(plain * _kept(run, whole, boundary) + (count - plain) * _kept(run, moe, boundary))
+    ends = 2 if run.software.keeps_stage_outputs else 1
+    kept = [amount + ends * boundary for amount in kept]
+    return np.array(kept), 0.0 if run.layout.recompute == "full" else HELD_FRACTION
+
+
+def _kept(run: Run, whole: float, boundary: float) -> float:
+    """What recompute leaves of a layer's `whole` activations; full recompute keeps the layer's input."""
+    if run.layout.recompute == "full":
+        return boundary
+    if run.layout.recompute == "selective":
+        share = run.software.selective_fraction
+        return (whole - _scores_bytes(run)) * (1 - share) + boundary * share
+    return whole
+
+
+def _scores_bytes(run: Run) -> float:
+    """Softmax output, dropout mask and dropout output of unfused attention, of one layer and microbatch."""
+    if run.software.attention != "unfused":
+        return 0.0
+    heads = run.shape.num_attention_heads / run.layout.tensor_parallel
+    per_score = 2 * HALF + 1.0 if run.software.dropout else HALF
+    return per_score * heads * run.tokens_per_microbatch * run.shape.seq_length
+
+
+def _attention_bytes(run: Run) -> float:
+    """A token's queries, keys, values and output on one rank; the scores where they are materialized."""
+    shape, tp = run.shape, run.layout.tensor_parallel
+    if run.latent is not None:
+        mla, heads = run.latent, shape.num_attention_heads / tp
+        wide = mla.plain_channels + mla.rotary_channels
+        compressed = 2 * (mla.query_rank + mla.key_value_rank) + mla.rotary_channels
+        return HALF * (compressed + heads * (2 * wide + 2 * mla.value_channels)) + 4 * heads
+    d = shape.kv_channels
+    heads, groups = shape.num_attention_heads / tp, max(1.0, shape.num_query_groups / tp)
+    projected = HALF * (heads + 2 * groups) * d
+    output = HALF * heads * d
+    if run.software.attention == "unfused":
+        return projected + output + _scores_bytes(run) / run.tokens_per_microbatch
+    rotated = HALF * (heads + groups) * d if shape.position_embedding == "rope" else 0.0
+    return projected + rotated + output + 4 * heads
+
+
+def _ffn_bytes(run: Run, ffn: float) -> float:
+    """A token's first product and its activation."""
+    return HALF * ffn * (3.0 if run.shape.gated_ffn else 2.0)
+
+
+def _temporary(run: Run, *, last: bool) -> float:
+    """Buffers of operations: placeholders of weight gradients, a layer's gradients, logits, buckets."""
+    shape, tp, t = run.shape, run.layout.tensor_parallel, run.tokens_per_microbatch
+    sizes = [*compute.products(run)]
+    width = shape.ffn_hidden_size / tp
+    sizes += compute.ffn_products(shape.hidden_size, width, gated=shape.gated_ffn)
+    placeholders = 0.0
+    if run.software.fused_weight_gradient:
+        placeholders = HALF * sum(n * k for n, k in sizes)
+    logits = 0.0
+    if last:
+        logits = t * shape.vocab_size / tp * run.software.logit_bytes
+    backward = HALF * t * (2 * width * (2 if shape.gated_ffn else 1))
+    if run.layout.recompute == "full":
+        backward += layer_activation_bytes(run, experts=None)
+    return placeholders + max(backward, logits) + run.software.bucket_bytes

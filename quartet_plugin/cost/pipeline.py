@@ -1,0 +1,106 @@
+"""The pipeline's part of a step: simulated, and folded where many microbatches only repeat.
+
+Beyond a few rounds of p microbatches a named order repeats, so its makespan grows by the same time every
+round: two short simulations give that of any number of microbatches.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from quartet_plugin.cost.run import Run, ScheduleKind
+from quartet_plugin.schedule import kernel
+from quartet_plugin.schedule.costs import FloatArray, IntArray, StageCosts
+from quartet_plugin.schedule.named import named
+from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.simulate import flatten, lanes_of, simulate
+
+# Rounds of p microbatches that are simulated as they are; what is beyond is extrapolated.
+FULL_ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Seconds of one microbatch on each stage, and of its boundary tensor to the next [num_stages]."""
+
+    forward_s: FloatArray
+    input_grad_s: FloatArray
+    weight_grad_s: FloatArray
+    transfer_s: FloatArray
+
+
+@functools.lru_cache(maxsize=512)
+def order(
+    kind: ScheduleKind, devices: int, chunks: int, microbatches: int
+) -> tuple[Schedule, IntArray, IntArray]:
+    """The named schedule, and its orders in one array with the offsets of the devices."""
+    group = {"group": devices} if kind is ScheduleKind.INTERLEAVED and microbatches % devices == 0 else {}
+    schedule = named(
+        kind.value,
+        num_devices=devices,
+        num_microbatches=microbatches,
+        chunks=chunks if chunks > 1 else None,
+        **group,
+    )
+    return schedule, *flatten(schedule)
+
+
+def makespan_s(run: Run, times: StageTimes) -> float:
+    """Seconds from the first forward to the last gradient of a step.
+
+    With post-validation the steady interval instead: the optimizer's barrier is gone (Qi et al. 2024).
+    """
+    count = run.num_microbatches
+    devices = run.layout.pipeline_parallel
+    if devices == 1:
+        return count * float(times.forward_s.sum() + times.input_grad_s.sum() + times.weight_grad_s.sum())
+    if count <= (FULL_ROUNDS + 1) * devices:
+        return _simulated(run, times, count)
+    rest = count % devices
+    shorter, longer = ((FULL_ROUNDS - 1 + extra) * devices + rest for extra in (0, 1))
+    first, second = _simulated(run, times, shorter), _simulated(run, times, longer)
+    return second + (second - first) * (count - longer) / devices
+
+
+def activation_peak(run: Run, stage_bytes: FloatArray, held_fraction: float) -> FloatArray:
+    """The schedule's highest activation bytes on each device."""
+    devices = run.layout.pipeline_parallel
+    if devices == 1:
+        return np.array([float(stage_bytes.sum())])
+    count = min(run.num_microbatches, 3 * devices + run.num_microbatches % devices)
+    schedule, orders, offsets = order(run.schedule, devices, run.layout.virtual_stages, count)
+    peak = np.zeros(devices)
+    limit = np.full(devices, np.inf)
+    route = np.zeros(count, dtype=np.int64)
+    kernel.check_memory(
+        orders, offsets, schedule.num_stages, count, stage_bytes, held_fraction, route, limit, peak
+    )
+    return peak
+
+
+def _simulated(run: Run, times: StageTimes, count: int) -> float:
+    devices = run.layout.pipeline_parallel
+    schedule, orders, offsets = order(run.schedule, devices, run.layout.virtual_stages, count)
+    costs = StageCosts(
+        device_of_stage=np.asarray(schedule.placement, dtype=np.int64),
+        forward_s=times.forward_s,
+        input_grad_s=times.input_grad_s,
+        weight_grad_s=times.weight_grad_s,
+        backward_s=times.input_grad_s + times.weight_grad_s,
+        activation_bytes=np.ones(schedule.num_stages),
+        forward_transfer_s=times.transfer_s,
+        backward_transfer_s=np.concatenate(([0.0], times.transfer_s[:-1])),
+        held_fraction=1.0,
+    )
+    if run.software.post_validation and run.schedule is ScheduleKind.ZB_H2:
+        return simulate(schedule, costs).period_s
+    lanes = lanes_of(schedule, costs)
+    start, end = np.empty(len(orders)), np.empty(len(orders))
+    sequence = np.empty(len(orders), dtype=np.int64)
+    ran = kernel.run_orders(
+        orders, offsets, schedule.num_stages, count, lanes.device, lanes.cost_s, lanes.send_s, lanes.route,
+        start, end, sequence,
+    )  # fmt: skip
+    assert ran == len(orders)
+    return float(end.max())

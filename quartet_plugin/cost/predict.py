@@ -1,0 +1,226 @@
+"""What one iteration of a run costs, as named terms that add up, and the memory it needs."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from quartet_plugin.cost import communication, compute
+from quartet_plugin.cost.compute import LayerTimes, Rates, Times
+from quartet_plugin.cost.constants import Constants, fitted
+from quartet_plugin.cost.devices import Device
+from quartet_plugin.cost.memory import Memory, Weights, peak_memory, weights_of_stages
+from quartet_plugin.cost.pipeline import StageTimes, makespan_s
+from quartet_plugin.cost.rows import Resolved, read_row, resolve
+from quartet_plugin.cost.run import Experts, Run
+from quartet_plugin.errors import ConfigError, QuartetError
+from quartet_plugin.model.layout import Recompute
+from quartet_plugin.schedule.costs import FloatArray
+
+# Bytes a parameter that an Adam step reads and writes: fp32 weight and moments twice, gradient, new weight.
+OPTIMIZER_BYTES = 28.0
+# Causes of a stage's time that are computation, by the key of `StageParts`.
+COMPUTE = ("gemm", "attention", "elementwise", "launch", "head")
+StageParts = dict[str, Times]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Seconds an iteration; `terms` sum to it, `compute_terms` to the term `compute_s`."""
+
+    iter_time_s: float
+    terms: Mapping[str, float]
+    compute_terms: Mapping[str, float]
+
+
+def predict(run: Run, constants: Constants) -> Prediction:
+    """The iteration's time by cause: of the busiest pipeline device, its waiting as the bubble."""
+    parts = stage_parts(run, constants)
+    sums = [total_of(part.values()) for part in parts]
+    weights = weights_of_stages(run)
+    p, m = run.layout.pipeline_parallel, run.num_microbatches
+    device = max(range(p), key=lambda d: sum(one.total for one in sums[d::p]))
+    by_cause: dict[str, float] = {}
+    for part in parts[device::p]:
+        for name, times in part.items():
+            by_cause[name] = by_cause.get(name, 0.0) + m * times.total
+    compute_terms = {f"{name}_s": by_cause.pop(name, 0.0) for name in COMPUTE}
+    terms = {"compute_s": sum(compute_terms.values())} | {f"{k}_s": v for k, v in by_cause.items()}
+    busy = sum(terms.values())
+    span, blocked = _span(run, constants, sums, device)
+    terms["pp_comm_s"] = blocked
+    terms["pp_bubble_s"] = span - busy - blocked
+    forward = sum(one.forward for one in sums[device::p])
+    backward = sum(one.input_grad + one.weight_grad for one in sums[device::p])
+    terms["fsdp_comm_s"] = m * communication.sharded_parameters(
+        run, constants, parameters=sum(w.total for w in weights), forward_s=forward, backward_s=backward
+    )
+    held = max((_held(weights[d::p]) for d in range(p)), key=lambda w: w.total)
+    terms["dp_comm_s"] = communication.data_parallel(
+        run, constants, dense=held.dense, expert=held.expert, forward_s=forward, backward_s=backward
+    )
+    terms["optimizer_s"] = _optimizer_s(run, constants, held)
+    terms["step_overhead_s"] = 0.0 if run.software.logs_step_only else constants.step_s
+    nodes = run.machines.num_devices / run.machines.devices_per_node
+    terms["straggler_s"] = constants.straggler * max(0.0, math.log2(nodes)) * sum(terms.values())
+    return Prediction(iter_time_s=sum(terms.values()), terms=terms, compute_terms=compute_terms)
+
+
+def predict_rows(
+    data: Any, *, where: str, devices: Mapping[str, Device] | None = None
+) -> list[dict[str, Any]]:
+    """`predict_row` of every entry; raises ConfigError where `data` is no array of objects."""
+    if not isinstance(data, list):
+        raise ConfigError(f"{where}: must be an array of rows, not {type(data).__name__}")
+    for index, row in enumerate(data):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where}: {index}: must be an object, not {type(row).__name__}")
+    return [predict_row(row, devices=devices) for row in data]
+
+
+def predict_row(
+    data: Mapping[str, Any],
+    *,
+    constants: Constants | None = None,
+    devices: Mapping[str, Device] | None = None,
+) -> dict[str, Any]:
+    """The output entry of one row of `ROWS.json`: what is predicted and assumed, or its `error`."""
+    label = data.get("id")
+    used = constants or fitted()
+    try:
+        resolved = resolve(read_row(data), devices=devices)
+        memory = _fitting(resolved)
+        found = predict(resolved.run, used)
+    except QuartetError as error:
+        return {"id": label, "error": str(error)}
+    return {
+        "id": label,
+        "iter_time_s": found.iter_time_s,
+        "peak_memory_bytes": memory.total,
+        "fits": memory.fits,
+        "terms": dict(found.terms),
+        "compute_terms": dict(found.compute_terms),
+        "memory_terms": memory.terms,
+        "assumed": resolved.assumed,
+        "warnings": resolved.warnings,
+    }
+
+
+def stage_parts(run: Run, constants: Constants) -> list[StageParts]:
+    """Of each stage, the time of one microbatch by cause."""
+    rates = Rates(run, constants)
+    dense = _layer(run, constants, rates, None)
+    moe = dense if run.experts is None else _layer(run, constants, rates, run.experts)
+    num_dense = run.experts.num_dense_layers if run.experts else run.shape.num_layers
+    parts: list[StageParts] = []
+    first, last = 0, len(run.layers_per_stage) - 1
+    for stage, count in enumerate(run.layers_per_stage):
+        plain = max(0, min(count, num_dense - first))
+        first += count
+        found = {name: dense[name].scaled(plain).plus(moe[name].scaled(count - plain)) for name in dense}
+        if stage == 0:
+            _add(found, compute.embedding_times(run, rates))
+        if stage == last:
+            head = compute.head_times(run, constants, rates)
+            _add(found, replace(head, gemm=Times()))
+            found["head"] = head.gemm
+        parts.append(found)
+    return parts
+
+
+def total_of(times: Iterable[Times]) -> Times:
+    """The sums of each kind."""
+    f = i = w = 0.0
+    for one in times:
+        f += one.forward
+        i += one.input_grad
+        w += one.weight_grad
+    return Times(f, i, w)
+
+
+def _layer(run: Run, constants: Constants, rates: Rates, experts: Experts | None) -> StageParts:
+    layer = compute.layer_times(run, constants, rates, experts=experts)
+    tensor, repeated = communication.tensor_parallel(run, constants)
+    if run.layout.recompute == "full":
+        tensor = Times(tensor.forward, tensor.input_grad + repeated, 0.0)
+    return {
+        "gemm": layer.gemm,
+        "attention": layer.attention,
+        "elementwise": layer.elementwise,
+        "launch": layer.launch,
+        "recompute": Times(0.0, layer.recompute, 0.0),
+        "tp_comm": tensor,
+        "cp_comm": communication.context_parallel(run, constants, layer.attention),
+        "ep_comm": communication.expert_parallel(run, constants, experts) if experts else Times(),
+    }
+
+
+def _add(found: StageParts, extra: LayerTimes) -> None:
+    for name in ("gemm", "elementwise", "launch"):
+        found[name] = found[name].plus(getattr(extra, name))
+
+
+def _span(run: Run, constants: Constants, sums: Sequence[Times], device: int) -> tuple[float, float]:
+    """The pipeline's makespan, and how long `device` waits for its own sends where those block."""
+    p, m = run.layout.pipeline_parallel, run.num_microbatches
+    transfers = _transfers(run, constants)
+    blocked = 0.0
+    if run.software.blocking_transfers and run.layout.virtual_stages == 1:
+        back = np.concatenate(([0.0], transfers[:-1]))
+        sums = [
+            Times(one.forward + out, one.input_grad + into, one.weight_grad)
+            for one, out, into in zip(sums, transfers.tolist(), back.tolist(), strict=True)
+        ]
+        blocked = m * float(transfers[device::p].sum() + back[device::p].sum())
+        transfers = np.zeros_like(transfers)
+    times = StageTimes(
+        forward_s=np.array([one.forward for one in sums]),
+        input_grad_s=np.array([one.input_grad for one in sums]),
+        weight_grad_s=np.array([one.weight_grad for one in sums]),
+        transfer_s=transfers,
+    )
+    return makespan_s(run, times), blocked
+
+
+def _transfers(run: Run, constants: Constants) -> FloatArray:
+    stages, p = run.layout.num_stages, run.layout.pipeline_parallel
+    found = np.zeros(stages)
+    if p > 1:
+        for stage in range(stages - 1):
+            found[stage] = communication.transfer_s(
+                run, constants, sender=stage % p, receiver=(stage + 1) % p
+            )
+    return found
+
+
+def _held(weights: Sequence[Weights]) -> Weights:
+    return Weights(dense=sum(w.dense for w in weights), expert=sum(w.expert for w in weights))
+
+
+def _optimizer_s(run: Run, constants: Constants, held: Weights) -> float:
+    shards = {0: 1, 3: run.shard_group}.get(run.zero_stage, run.optimizer_group)
+    memory = run.machines.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
+    # Reading gradients for their norm and clearing them touches all of them, the step the own shard.
+    clear = 6.0 if run.zero_stage != 3 else 6.0 / shards
+    return constants.optimizer * held.total * (OPTIMIZER_BYTES / shards + clear) / memory
+
+
+def _fitting(resolved: Resolved) -> Memory:
+    """The run's memory; recompute that a row does not state is the least that fits."""
+    memory = peak_memory(resolved.run)
+    if not memory.fits and "recompute" in resolved.assumed:
+        modes: tuple[Recompute, ...] = ("selective", "full")
+        for mode in modes:
+            other = replace(resolved.run, layout=replace(resolved.run.layout, recompute=mode))
+            needed = peak_memory(other)
+            if needed.fits:
+                resolved.run, resolved.assumed["recompute"] = other, mode
+                return needed
+    if not memory.fits:
+        resolved.warnings.append(
+            f"memory: {memory.total / 2**30:.1f} GiB needed on pipeline rank {memory.device}, "
+            f"{memory.available / 2**30:.1f} GiB available; it does not fit"
+        )
+    return memory

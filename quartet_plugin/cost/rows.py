@@ -1,0 +1,320 @@
+"""Rows of published runs: which fields a prediction may read, and what is assumed for the others.
+
+Only `ALLOWED` passes the reader; results, notes and names are dropped before anything sees the row, so
+a prediction cannot lean on them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter
+
+from quartet_plugin.cost.devices import Device, device_named
+from quartet_plugin.cost.run import (
+    Experts,
+    HalfPrecision,
+    LatentAttention,
+    Machines,
+    Overlap,
+    Run,
+    ScheduleKind,
+    Software,
+)
+from quartet_plugin.cost.software import software_named
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.layout import Layout, Recompute
+from quartet_plugin.model.schema import parse
+from quartet_plugin.model.shape import ModelShape
+
+_Count = Annotated[int, Field(ge=1, le=2**31)]
+_Rate = Annotated[float, Field(gt=0, le=1e9)]
+_Words = Annotated[str, Field(max_length=400)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The allowed fields of a row, with the names and units of the published table; None is not printed."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    arch: Literal["dense", "moe", "moe-mla"] | None = None
+    layers: _Count
+    hidden: _Count
+    heads: _Count
+    seq_len: _Count
+    gpu: _Words
+    gpus: _Count
+    kv_heads: _Count | None = None
+    head_dim: _Count | None = None
+    ffn: _Count | None = None
+    gated_ffn: bool | None = None
+    vocab: _Count | None = None
+    experts: _Count | None = None
+    topk: _Count | None = None
+    moe_ffn: _Count | None = None
+    gbs: _Count | None = None
+    mbs: _Count | None = None
+    microbatches: _Count | None = None
+    tp: _Count | None = None
+    pp: _Count | None = None
+    vpp: _Count | None = None
+    dp: _Count | None = None
+    cp: _Count | None = None
+    ep: _Count | None = None
+    sp: bool | None = None
+    zero: Annotated[int, Field(ge=0, le=3)] | None = None
+    fsdp: _Count | None = None
+    precision: _Words | None = None
+    schedule: _Words | None = None
+    recompute: _Words | None = None
+    software: _Words | None = None
+    options: Mapping[str, Any] | None = None
+    gpu_mem_gb: _Rate | None = None
+    gpus_per_node: _Count | None = None
+    nvlink_domain: _Count | None = None
+    intra_bw_GBps_per_dir: _Rate | None = None  # noqa: N815 - the table's own name
+    inter_bw_Gbps_per_gpu: _Rate | None = None  # noqa: N815
+
+
+ALLOWED: frozenset[str] = frozenset(Row.__slots__)
+_ADAPTER: TypeAdapter[Row] = TypeAdapter(Row)
+
+
+@dataclass(slots=True)
+class Resolved:
+    """A run, what had to be assumed for it (field to value), and what a reader should know."""
+
+    run: Run
+    assumed: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_row(data: Mapping[str, Any]) -> Row:
+    """The allowed fields of `data`; every other key is dropped unread. Raises ConfigError."""
+    return parse(_ADAPTER, {key: data[key] for key in sorted(ALLOWED & set(data))}, where="row")
+
+
+def resolve(row: Row, *, devices: Mapping[str, Device] | None = None) -> Resolved:
+    """Close every open field by the rules of docs/cost-model.md.
+
+    Raises ConfigError for an unknown device and for sizes that no run can have, such as heads that
+    tensor parallelism does not divide.
+    """
+    assumed: dict[str, Any] = {}
+    warnings: list[str] = []
+    software = _software(row, assumed)
+    if software.tensor_overlap is Overlap.FULL and "fp8" in (row.precision or ""):
+        software = Software(**{**_fields(software), "parameter_bytes": 1})
+    device = device_named(row.gpu, extra=devices)
+    shape, experts, latent = _shape(row, assumed)
+    layout, num_microbatches = _layout(row, assumed, warnings)
+    _check_divisible(shape, layout)
+    half, matmul = _precisions(row, device, assumed)
+    schedule = _schedule(row, layout, assumed)
+    stages = split_layers(shape.num_layers, layout.num_stages)
+    zero = row.zero if row.zero is not None else (3 if row.fsdp else 1)
+    if row.zero is None:
+        assumed["zero"] = zero
+    ranks = layout.data_parallel * layout.context_parallel
+    group = (row.options or {}).get("zero1_group")
+    run = Run(
+        shape=shape,
+        layout=layout,
+        num_microbatches=num_microbatches,
+        layers_per_stage=stages,
+        half=half,
+        matmul=matmul,
+        zero_stage=zero,
+        shard_group=min(row.fsdp or ranks, ranks) if zero == 3 else 1,
+        optimizer_group=group if isinstance(group, int) and 0 < group <= ranks else ranks,
+        schedule=schedule,
+        machines=_machines(row, device, assumed),
+        software=software,
+        experts=experts,
+        latent=latent,
+    )
+    return Resolved(run, assumed, warnings)
+
+
+def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Transformer layers of each stage: even, or with embedding and head counted as a layer each.
+
+    The second where only that divides, as published runs with L + 2 divisible did.
+    """
+    if num_layers % num_stages and (num_layers + 2) % num_stages == 0 and num_stages > 1:
+        each = (num_layers + 2) // num_stages
+        return (each - 1, *([each] * (num_stages - 2)), each - 1)
+    cuts = [stage * num_layers // num_stages for stage in range(num_stages + 1)]
+    return tuple(after - before for before, after in pairwise(cuts))
+
+
+def _software(row: Row, assumed: dict[str, Any]) -> Software:
+    if row.software is None:
+        assumed["software"] = "Megatron-Core"
+    found = software_named(row.software or "", row.options, pipelined=(row.pp or 1) > 1)
+    if "all-reduce sync" not in (row.schedule or "") and found.name == "zero-bubble":
+        return Software(**{**_fields(found), "post_validation": True})
+    return found
+
+
+def _fields(value: Software) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in Software.__slots__}
+
+
+def _shape(row: Row, assumed: dict[str, Any]) -> tuple[ModelShape, Experts | None, LatentAttention | None]:
+    kv_heads = _default(row.kv_heads, row.heads, "kv_heads", assumed)
+    head_dim = row.head_dim or max(1, row.hidden // row.heads)
+    gated = _default(row.gated_ffn, False, "gated_ffn", assumed)
+    ffn = _default(row.ffn, 4 * row.hidden, "ffn", assumed)
+    vocab = _default(row.vocab, 51200, "vocab", assumed)
+    degree = row.tp or 1
+    old = not gated and kv_heads == row.heads
+    shape = ModelShape(
+        num_layers=row.layers,
+        hidden_size=row.hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=row.heads,
+        num_query_groups=kv_heads,
+        kv_channels=head_dim,
+        seq_length=row.seq_len,
+        vocab_size=-(-vocab // (128 * degree)) * 128 * degree,
+        max_position_embeddings=row.seq_len,
+        gated_ffn=gated,
+        tied_embeddings=old,
+        position_embedding="learned_absolute" if old else "rope",
+    )
+    assumed["tied_embeddings"] = old
+    if row.experts is None:
+        return shape, None, None
+    latent = LatentAttention() if row.arch == "moe-mla" else None
+    moe_ffn = _default(row.moe_ffn, ffn, "moe_ffn", assumed)
+    experts = Experts(
+        num_experts=row.experts,
+        top_k=_default(row.topk, 1, "topk", assumed),
+        ffn_hidden_size=moe_ffn,
+        shared_ffn_hidden_size=_shared_ffn(row.experts, moe_ffn) if latent else 0,
+        num_dense_layers=1 if latent else 0,
+    )
+    if latent:
+        assumed["latent_attention"] = "DeepSeek: ranks 1536 and 512, heads 128 + 64, one dense layer"
+        assumed["shared_ffn"] = experts.shared_ffn_hidden_size
+    return shape, experts, latent
+
+
+def _shared_ffn(num_experts: int, moe_ffn: int) -> int:
+    """DeepSeek-V2 has two shared experts, V3 (256 experts) one."""
+    return moe_ffn * (1 if num_experts >= 256 else 2)
+
+
+def _layout(row: Row, assumed: dict[str, Any], warnings: list[str]) -> tuple[Layout, int]:
+    tp, pp, cp = (_default(v, 1, n, assumed) for v, n in ((row.tp, "tp"), (row.pp, "pp"), (row.cp, "cp")))
+    model = tp * pp * cp
+    if row.gpus % model:
+        raise ConfigError(f"gpus: {row.gpus}; must be a multiple of tp x pp x cp ({tp} x {pp} x {cp})")
+    dp = _default(row.dp, row.gpus // model, "dp", assumed)
+    if dp * model != row.gpus:
+        raise ConfigError(f"dp: {dp}; tp x pp x cp x dp must be the {row.gpus} gpus, not {dp * model}")
+    mbs = _default(row.mbs, 1, "mbs", assumed)
+    sequences = dp * mbs
+    gbs = _default(row.gbs, sequences * (row.microbatches or 1), "gbs", assumed)
+    count = (
+        max(1, round(gbs / sequences)) if gbs % sequences == 0 else row.microbatches or -(-gbs // sequences)
+    )
+    if gbs % sequences:
+        warnings.append(f"gbs {gbs} is no multiple of dp x mbs ({dp} x {mbs}); {count} microbatches taken")
+    layout = Layout(
+        tensor_parallel=tp,
+        pipeline_parallel=pp,
+        data_parallel=dp,
+        virtual_stages=(row.vpp or 1) if pp > 1 else 1,
+        context_parallel=cp,
+        expert_parallel=row.ep or 1,
+        micro_batch_size=mbs,
+        sequence_parallel=bool(_default(row.sp, False, "sp", assumed)) and tp > 1,
+        distributed_optimizer=(row.zero or 0) >= 1,
+        recompute=_recompute(row, assumed),
+    )
+    return layout, count
+
+
+def _recompute(row: Row, assumed: dict[str, Any]) -> Recompute:
+    words = _default(row.recompute, "none", "recompute", assumed)
+    for mode in ("none", "selective", "full"):
+        if words.startswith(mode):
+            return mode
+    raise ConfigError(f"recompute: {words!r}; must be none, selective or full")
+
+
+def _check_divisible(shape: ModelShape, layout: Layout) -> None:
+    tp, stages = layout.tensor_parallel, layout.num_stages
+    for name, value in (("heads", shape.num_attention_heads), ("ffn", shape.ffn_hidden_size)):
+        if value % tp:
+            raise ConfigError(f"{name}: {value}; must be a multiple of tp ({tp})")
+    if shape.num_query_groups % tp and tp % shape.num_query_groups:
+        raise ConfigError(f"kv_heads: {shape.num_query_groups}; must divide tp ({tp}) or be a multiple of it")
+    if shape.num_layers < stages - 2:
+        raise ConfigError(f"layers: {shape.num_layers}; must fill pp x vpp ({stages}) stages")
+    if shape.seq_length % layout.context_parallel:
+        raise ConfigError(
+            f"seq_len: {shape.seq_length}; must be a multiple of cp ({layout.context_parallel})"
+        )
+
+
+def _precisions(
+    row: Row, device: Device, assumed: dict[str, Any]
+) -> tuple[HalfPrecision, Literal["fp16", "bf16", "fp8", "fp4"]]:
+    words = _default(row.precision, "bf16", "precision", assumed).lower()
+    half: HalfPrecision = "fp16" if words.startswith("fp16") or "bf16" not in device.peak_flops else "bf16"
+    if "fp4" in words:
+        return half, "fp4"
+    return half, "fp8" if "fp8" in words else half
+
+
+def _schedule(row: Row, layout: Layout, assumed: dict[str, Any]) -> ScheduleKind:
+    if layout.pipeline_parallel == 1:
+        return ScheduleKind.NONE
+    words = _default(row.schedule, "1F1B", "schedule", assumed).lower()
+    if layout.virtual_stages > 1:
+        return ScheduleKind.INTERLEAVED
+    for prefix, kind in (
+        ("zb-1p", ScheduleKind.ZB_H1),
+        ("zb-h1", ScheduleKind.ZB_H1),
+        ("zb-2p", ScheduleKind.ZB_H2),
+        ("zb-h2", ScheduleKind.ZB_H2),
+        ("gpipe", ScheduleKind.GPIPE),
+        ("1f1b", ScheduleKind.ONE_F_ONE_B),
+        ("none", ScheduleKind.ONE_F_ONE_B),
+    ):
+        if words.startswith(prefix):
+            return kind
+    raise ConfigError(
+        f"schedule: {words!r}; must be 1F1B, 1F1B-interleaved, GPipe, ZB-1p, ZB-2p, ZB-H1 or ZB-H2"
+    )
+
+
+def _machines(row: Row, device: Device, assumed: dict[str, Any]) -> Machines:
+    per_node = _default(row.gpus_per_node, device.devices_per_node, "gpus_per_node", assumed)
+    up = row.intra_bw_GBps_per_dir
+    out = row.inter_bw_Gbps_per_gpu
+    if up is None:
+        assumed["intra_bw_GBps_per_dir"] = device.scale_up_bandwidth_bytes_per_s / 1e9
+    if out is None and row.gpus > (row.nvlink_domain or per_node):
+        assumed["inter_bw_Gbps_per_gpu"] = device.scale_out_bandwidth_bytes_per_s * 8 / 1e9
+    return Machines(
+        device=device,
+        num_devices=row.gpus,
+        devices_per_node=per_node,
+        scale_up_devices=row.nvlink_domain or max(per_node, device.scale_up_devices),
+        scale_up_bytes_per_s=up * 1e9 if up else device.scale_up_bandwidth_bytes_per_s,
+        scale_out_bytes_per_s=out * 1e9 / 8 if out else device.scale_out_bandwidth_bytes_per_s,
+        memory_bytes=int(row.gpu_mem_gb * 2**30) if row.gpu_mem_gb else device.memory_bytes,
+    )
+
+
+def _default[T](value: T | None, default: T, name: str, assumed: dict[str, Any]) -> T:
+    if value is None:
+        assumed[name] = default
+        return default
+    return value

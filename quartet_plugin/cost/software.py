@@ -1,0 +1,125 @@
+"""What a framework does, told from the words a table uses for it.
+
+Published tables name a framework and sometimes an option; what follows from it is written down here as
+rules, oldest first, so that a reader can argue with each. An unknown name counts as today's Megatron-Core.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quartet_plugin.cost.run import Overlap, Software
+
+# GPT-2 and GPT-3 recipes train with dropout, materialize the attention scores and reduce half gradients.
+_EARLY = Software(
+    name="Megatron-LM, early",
+    attention="unfused",
+    dropout=True,
+    tensor_overlap=Overlap.NONE,
+    data_overlap=False,
+    gradient_bytes=2,
+    main_gradient_bytes=2,
+    blocking_transfers=True,
+    fragments=True,
+    fused_weight_gradient=False,
+)
+_CORE = Software()
+
+
+def software_named(
+    text: str, options: Mapping[str, Any] | None = None, *, pipelined: bool = False
+) -> Software:
+    """The behaviour of the framework called `text`, with the options a row states."""
+    words = text.lower()
+    known = _family(words)
+    if known is _EARLY and not pipelined:
+        # Without a pipeline the early releases used torch's DistributedDataParallel, which overlaps.
+        known = replace(known, data_overlap=True)
+    if "no comm overlap" in words:
+        known = replace(known, data_overlap=False)
+    if "tp overlap off" in words:
+        known = replace(known, tensor_overlap=Overlap.NONE)
+    if "fused cross entropy" in words:
+        known = replace(known, fused_loss=True, logit_bytes=4.0)
+    if "mlperf" in words:
+        known = replace(known, graphs=True, logs_step_only=True)
+    return _with_options(known, options or {})
+
+
+def _family(words: str) -> Software:
+    if "sail-sg" in words:
+        return replace(_EARLY, name="zero-bubble", tensor_overlap=Overlap.BACKWARD, gradient_bytes=4)
+    if "megatron-deepspeed" in words:
+        # ZeRO-1 keeps an fp32 gradient shard and two buckets of 5e8 half-precision elements; its many
+        # communicators hold about as much again in buffers of their own.
+        return replace(
+            _EARLY,
+            name="Megatron-DeepSpeed",
+            optimizer_bytes=16.0,
+            bucket_bytes=5e9,
+            keeps_stage_outputs=True,
+        )
+    if "zero-3" in words:
+        return replace(_EARLY, name="DeepSpeed ZeRO-3", data_overlap=True, collectives_per_layer=12)
+    if "megatron-lm" in words and any(year in words for year in ("2019", "2020", "2021")):
+        return _EARLY
+    if "megatron-lm 2022" in words:
+        return replace(_EARLY, name="Megatron-LM 2022", tensor_overlap=Overlap.BACKWARD)
+    if "nemo" in words:
+        return replace(
+            _CORE,
+            name="NeMo",
+            tensor_overlap=Overlap.FULL,
+            gradient_bytes=2,
+            main_gradient_bytes=2,
+            fused_loss=True,
+            logit_bytes=4.0,
+        )
+    if "mindspeed" in words:
+        return replace(
+            _CORE, name="MindSpeed", tensor_overlap=Overlap.FULL if "mc2" in words else Overlap.BACKWARD
+        )
+    if "torchtitan" in words:
+        return replace(
+            _CORE,
+            name="torchtitan",
+            attention="flash-2",
+            tensor_overlap=Overlap.NONE,
+            selective_fraction=0.5,
+            logit_bytes=12.0,
+            fused_weight_gradient=False,
+            early_stop=True,
+            gradient_bytes=4,
+        )
+    if "composer" in words or "fsdp" in words:
+        return replace(
+            _CORE,
+            name="FSDP",
+            attention="flash-1",
+            fused_elementwise=False,
+            gradient_bytes=2,
+            early_stop=True,
+            fused_loss=True,
+            logit_bytes=4.0,
+            fused_weight_gradient=False,
+        )
+    if "internevo" in words:
+        return replace(
+            _CORE,
+            name="InternEvo",
+            attention="flash-2",
+            fused_elementwise=False,
+            gradient_bytes=2,
+            main_gradient_bytes=2,
+        )
+    return _CORE
+
+
+def _with_options(known: Software, options: Mapping[str, Any]) -> Software:
+    if "torch_compile" in options:
+        known = replace(known, fused_elementwise=options["torch_compile"] is True)
+    if options.get("async_tp") is True:
+        known = replace(known, tensor_overlap=Overlap.FULL)
+    if options.get("zero1_group") == -1:
+        known = replace(known, zero_broadcasts=True)
+    return known

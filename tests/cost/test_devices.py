@@ -1,0 +1,92 @@
+"""The hardware library and its strict reader."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.cost.devices import device_named, index, library, read_device, read_folder
+from quartet_plugin.errors import ConfigError
+
+NAMES = (
+    "A100-SXM-80GB", "A100-SXM-40GB (DGX-A100)", "H100-SXM-80GB", "H100-SXM-96GB HBM2e (500 W)",
+    "B200-SXM-180GB", "B300-SXM", "GB200", "GB300", "V100-SXM3-32GB (DGX-2)", "H20", "H800", "H200",
+    "Ascend-910B (Atlas 900 A2 PODc)", "MI300X", "MI325X", "MI355X", "MI250X", "A800", "L4", "TPU v4",
+)  # fmt: skip
+
+
+def sample(**changes: Any) -> dict[str, Any]:
+    return {
+        "schema_version": 1,
+        "name": "Toy",
+        "generation": "toy",
+        "peak_flops": {"bf16": 1e14},
+        "memory_bytes": 2**34,
+        "memory_bandwidth_bytes_per_s": 1e12,
+        "scale_up_bandwidth_bytes_per_s": 1e11,
+        "scale_up_topology": "switch",
+        "scale_up_devices": 8,
+        "scale_out_bandwidth_bytes_per_s": 1e10,
+        "devices_per_node": 8,
+        "source": "made up",
+    } | changes
+
+
+def written(path: Path, content: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_published_device_is_known(name: str) -> None:
+    device = device_named(name)
+    assert 0 < device.ceiling("bf16") <= device.peak("bf16")
+
+
+def test_an_unknown_device_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"device 'H1000': unknown.*H100-SXM-80GB"):
+        device_named("H1000")
+
+
+def test_a_users_device_goes_first(tmp_path: Path) -> None:
+    written(tmp_path / "mine.json", sample(name="H100", aliases=["My GPU"]))
+    extra = read_folder(tmp_path)
+    assert device_named("h100 (loaned)", extra=extra).generation == "toy"
+    assert device_named("My GPU", extra=extra).name == "H100"
+    assert device_named("H100").generation == "hopper"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("memory_bandwidth_bytes_per_s", -1.0),
+        ("memory_bytes", 0),
+        ("peak_flops", {"bf17": 1e14}),
+        ("scale_up_topology", "torus"),
+        ("schema_version", 2),
+        ("colour", "red"),
+        ("matmul_ceiling", {"bf16": 1.5}),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(tmp_path: Path, field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field):
+        read_device(written(tmp_path / "bad.json", sample(**{field: value})))
+
+
+def test_two_devices_of_one_name_are_refused(tmp_path: Path) -> None:
+    one = read_device(written(tmp_path / "a.json", sample()))
+    other = read_device(written(tmp_path / "b.json", sample(memory_bytes=2**35)))
+    with pytest.raises(ConfigError, match="taken twice"):
+        index([one, other])
+
+
+def test_a_missing_format_runs_at_the_next_wider_one() -> None:
+    a100, v100 = device_named("A100"), device_named("V100-SXM2")
+    assert a100.peak("fp8") == a100.peak("bf16")
+    assert v100.peak("bf16") == v100.peak("fp16") == 125e12
+
+
+def test_the_library_knows_each_device_once() -> None:
+    names = {device.name for device in library().values()}
+    assert len(names) == len({id(device) for device in library().values()})
