@@ -177,7 +177,7 @@ def _summary(
     return Simulation(
         makespan_s=makespan,
         period_s=period,
-        bubble_fraction=1.0 - float(busy.sum()) / (len(parts) * makespan) if makespan > 0 else 0.0,
+        bubble_fraction=max(0.0, 1.0 - float(busy.sum()) / (len(parts) * makespan)) if makespan > 0 else 0.0,
         peak_activation_bytes=peak,
         busy_s=busy,
         start_s=tuple(start[part] for part in parts),

@@ -34,6 +34,7 @@ DEFAULT_TIME_LIMIT_S = 10.0
 _ROUND_WIDTH = 8
 _BATCH = 32
 _POOL = 24
+_PROOFS = 8
 _PER_PLACEMENT = 8
 # Parts of the effort after which a phase ends.
 _NAMED_UNTIL, _FAMILY_UNTIL, _INSERTION_UNTIL = 0.2, 0.65, 0.93
@@ -148,6 +149,7 @@ class _Job:
     def search(self, options: dict[Placement, list[Split]]) -> SearchResult:
         named = self.named(options)
         family = self.family(options, named)
+        named = self.crossed(named, family[:3])
         found = self.refined(family, named)
         return self.result(found, named)
 
@@ -179,6 +181,22 @@ class _Job:
             items = sorted([*moved, *items[len(turn) :]], key=lambda item: item.score)
         return [item for item in items if item.fits]
 
+    def crossed(self, named: list[Baseline], family: list[Point]) -> list[Baseline]:
+        """Named schedules under the splits that served the family best, where those are better."""
+        if not self.problem.free_split:
+            return named
+        trials = [
+            (replace(item, split=point.split), 0)
+            for item in named
+            for point in family
+            if item.schedule.placement == point.placement and item.split != point.split
+        ]
+        best = {item.label: item for item in named}
+        for item in self.each(trials, partial(_moved, problem=self.problem)):
+            if item.score < best[item.label].score:
+                best[item.label] = item
+        return sorted(best.values(), key=lambda item: item.score)
+
     # The family.
 
     def family(self, options: dict[Placement, list[Split]], named: list[Baseline]) -> list[Point]:
@@ -203,7 +221,7 @@ class _Job:
             batch = [(point, 0) for point in points[first : first + _BATCH]]
             done += self.each(batch, partial(_climbed, problem=self.problem, num_microbatches=m))
             self.effort.used += len(batch)
-            if self.effort.spent > until:
+            if self.effort.spent >= until:
                 break
         return _pruned([p for p in done if math.isfinite(p.score)])
 
@@ -215,11 +233,11 @@ class _Job:
         ranked: list[tuple[int, Point]] = []
         for placement, splits in options.items():
             same = [b.split for b in named if b.schedule.placement == placement]
-            chosen = list(dict.fromkeys([*same[:1], splits[0]]))
+            chosen = list(dict.fromkeys([*same[:1], *splits]))
             families = starts(len(placement) // devices, devices, num_microbatches)
             for k, family in enumerate(families):
-                whole = np.full(len(placement), int(self.problem.fused_pays and k % 2 == 1), dtype=np.int64)
-                split = chosen[k // 2 % len(chosen)]
+                whole = np.full(len(placement), int(self.problem.fused_pays and k % 5 > 2), dtype=np.int64)
+                split = chosen[k % len(chosen)]
                 point = Point(placement=placement, split=split, params=family.to_vector(), whole=whole)
                 ranked.append((k, point))
         return [point for _, point in sorted(ranked, key=lambda pair: pair[0])]
@@ -228,11 +246,15 @@ class _Job:
         """Rounds of climbs from points chosen by rank, until `until` of the effort is spent."""
         task = partial(_climbed, problem=self.problem, num_microbatches=m)
         while points and self.effort.spent < until:
-            ranks = np.minimum(self.rng.geometric(0.25, size=_ROUND_WIDTH) - 1, len(points) - 1)
-            climbed = self.round([points[int(k)] for k in ranks], self.climb_rate, until, task, m=m)
+            ranks = np.minimum(self.rng.geometric(0.2, size=_ROUND_WIDTH) - 1, len(points) - 1).tolist()
+            climbed = self.round([points[k] for k in ranks], self.climb_rate, until, task, m=m)
             if not climbed:
                 break
-            points = _pruned([*climbed, *points])
+            # The best child replaces its parent, so that the pool stays as diverse as its starts.
+            for k, child in zip(ranks, climbed, strict=True):
+                if child.score <= points[k].score:
+                    points[k] = child
+            points.sort(key=lambda p: p.score)
         return points
 
     # Insertion.
@@ -341,7 +363,7 @@ class _Job:
         for score, schedule in better:
             if any(abs(score - t) <= 1e-12 * t for t in tried):
                 continue
-            if len(tried) == 4:
+            if len(tried) == _PROOFS:
                 break
             tried.append(score)
             if noisy.mean_makespan(schedule) < to_beat:
