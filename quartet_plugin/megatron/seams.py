@@ -1,7 +1,8 @@
 """Where the adapter takes hold of Megatron: each place declared once, checked before any is touched.
 
-A seam is a module global that its users look up when they call it, so rebinding it in its own module is
-enough. All seams of an installation are resolved and checked first; then all are applied, or none.
+A seam is a module global. It is rebound in its own module and in every loaded one that has imported it by
+name; modules that are loaded later find the new one. All seams of an installation are resolved and checked
+first; then all are applied, or none.
 """
 
 import ast
@@ -10,7 +11,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -77,13 +78,34 @@ class Installation:
 
 def install(wrappers: Mapping[Seam, Wrapper]) -> Installation:
     """Wrap every seam. Raises SeamError, with nothing touched, if one is missing, changed or taken."""
-    found = [(seam, *resolve(seam)) for seam in wrappers]
+    found = [(seam, resolve(seam)[1]) for seam in wrappers]
+    return rebind([(original, wrappers[seam](original)) for seam, original in found])
+
+
+def rebind(pairs: Sequence[tuple[Any, Any]]) -> Installation:
+    """Put the second of each pair wherever a loaded module has the first as a global."""
+    replacement = {id(original): (original, ours) for original, ours in pairs}
     applied = []
-    for seam, module, original in found:
-        ours = wrappers[seam](original)
-        setattr(module, seam.name, ours)
-        applied.append((module, seam.name, original, ours))
+    for module in list(sys.modules.values()):
+        # Anything may stand in sys.modules, None and lazy objects too.
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in replacement:
+                original, ours = replacement[id(value)]
+                setattr(module, name, ours)
+                applied.append((module, name, original, ours))
     return Installation(applied)
+
+
+def chain(*wrappers: Wrapper | None) -> Wrapper:
+    """One wrapper out of several for one seam; the first is the outermost, None is left out."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        for wrapper in reversed(wrappers):
+            if wrapper is not None:
+                original = wrapper(original)
+        return original
+
+    return wrap
 
 
 def resolve(seam: Seam) -> tuple[ModuleType, Callable[..., Any]]:

@@ -8,6 +8,7 @@ activation's storage while gloo still reads it corrupts the run without an error
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,15 +34,26 @@ class Channels:
     ranks: tuple[int, ...]
 
     @classmethod
-    def open(cls, names: Sequence[str], *, ranks: Sequence[int], backend: str | None = None) -> "Channels":
-        """Make one group for each of `Program.groups`; all `ranks` call this together, others need not.
+    def open(
+        cls,
+        names: Sequence[str],
+        *,
+        ranks: Sequence[int],
+        backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> "Channels":
+        """Make one group for each of `Program.groups`; every process of the job calls this, once.
 
-        Do it once a process: groups that are destroyed and made again meet under the same name in the store.
+        `ranks` are this process's pipeline. All pipelines of the job are gathered first, because a group is
+        made by everybody together.
         """
-        groups = tuple(
-            dist.new_group(list(ranks), backend=backend, use_local_synchronization=True) for _ in names
-        )
-        return cls(groups=groups, ranks=tuple(ranks))
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, tuple(ranks))
+        own: tuple[Any, ...] = ()
+        for pipeline in sorted(set(everybody)):
+            groups = tuple(dist.new_group(list(pipeline), timeout=timeout, backend=backend) for _ in names)
+            own = groups if pipeline == tuple(ranks) else own
+        return cls(groups=own, ranks=tuple(ranks))
 
 
 class PairTransport:

@@ -1,0 +1,81 @@
+"""Megatron's layer layout with the stages of its string on the devices of a placement."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from quartet_plugin.errors import PlanError, SeamError
+from quartet_plugin.megatron.placement.state import Placed
+
+
+class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
+    """`layout[pp_rank][chunk]` holds the layers of the stage that lies there."""
+
+    def __init__(self, layout: str, pipeline_model_parallel_size: int, placed: Placed) -> None:
+        """Raises PlanError for a string with another number of stages."""
+        super().__init__(layout, pipeline_model_parallel_size)
+        by_rank: list[list[Any]] = self.layout
+        in_loop_order = [
+            by_rank[rank][chunk]
+            for chunk in range(self.virtual_pipeline_model_parallel_size)
+            for rank in range(pipeline_model_parallel_size)
+        ]
+        if len(in_loop_order) != placed.num_stages or pipeline_model_parallel_size != placed.num_devices:
+            raise PlanError(
+                f"--pipeline-model-parallel-layout: {len(in_loop_order)} stages on "
+                f"{pipeline_model_parallel_size} ranks; the plan places {placed.num_stages} on "
+                f"{placed.num_devices}"
+            )
+        self._placed = placed
+        self._by_stage = in_loop_order
+        self.layout: list[list[Any]] = [
+            [in_loop_order[stage] for stage in placed.stages(rank)] for rank in range(placed.num_devices)
+        ]
+
+    def get_layer_offset(
+        self,
+        layer_type: LayerType = LayerType.decoder,
+        vp_stage: int | None = None,
+        pp_rank: int | None = None,
+    ) -> int:
+        """Layers of this type in all stages before the one at (pp_rank, vp_stage)."""
+        rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+        stage = self._placed.stage(rank, vp_stage or 0)
+        return sum(layers.count(layer_type) for layers in self._by_stage[:stage])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Checkpoints pickle the arguments: there it is Megatron's own class, so that it loads without us."""
+        return PipelineParallelLayerLayout, (self.input_data, self.pipeline_model_parallel_size)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PlacedLayout":
+        """Immutable after construction; copying by `__reduce__` would lose the placement."""
+        return self
+
+
+def install(placed: Placed) -> Callable[[], None]:
+    """Let `PipelineParallelLayerLayout.from_str` return placed layouts; returns what undoes it.
+
+    The string is read again for every configuration, so the class is the place, not one configuration.
+    Raises SeamError when somebody else has replaced it.
+    """
+    original = PipelineParallelLayerLayout.__dict__.get("from_str")
+    inner = getattr(getattr(original, "__func__", None), "__wrapped__", None)
+    if getattr(inner, "__module__", None) != PipelineParallelLayerLayout.__module__:
+        raise SeamError("PipelineParallelLayerLayout.from_str: not Megatron's own; load quartet_plugin first")
+    made: dict[tuple[str, int], PlacedLayout] = {}
+
+    def from_str(layout: str, pipeline_model_parallel_size: int) -> PlacedLayout:
+        key = (layout, pipeline_model_parallel_size)
+        if key not in made:
+            made[key] = PlacedLayout(layout, pipeline_model_parallel_size, placed)
+        return made[key]
+
+    PipelineParallelLayerLayout.from_str = staticmethod(from_str)
+
+    def undo() -> None:
+        PipelineParallelLayerLayout.from_str = original
+
+    return undo

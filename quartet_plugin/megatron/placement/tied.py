@@ -1,0 +1,72 @@
+"""Embedding and head of one weight on one device: Megatron only ties them across devices.
+
+Both chunks have a copy. They are made equal when the model has been built, and their gradients are summed
+where Megatron would reduce them across devices: before gradients are scaled by the number of tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quartet_plugin.megatron.seams import Seam, Wrapper
+
+GET_OPTIMIZER = Seam(
+    module="megatron.core.optimizer",
+    name="get_megatron_optimizer",
+    parameters=(
+        "config",
+        "model_chunks",
+        "config_overrides",
+        "use_gloo_process_groups",
+        "pg_collection",
+        "dump_param_to_param_group_map",
+    ),
+)
+WORD_EMBEDDING_GRADS = Seam(
+    module="megatron.core.distributed.finalize_model_grads",
+    name="_allreduce_word_embedding_grads",
+    parameters=("model", "config", "embd_group", "pp_group"),
+)
+
+
+def wrappers() -> dict[Seam, Wrapper]:
+    """For a placement with both ends on one device."""
+    return {GET_OPTIMIZER: _copy_before_optimizer, WORD_EMBEDDING_GRADS: _sum_after_reduction}
+
+
+def _copy_before_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        pair = tied_weights(model_chunks)
+        if pair is not None:
+            embedding, head = pair
+            head.data.copy_(embedding.data)
+        return original(config, model_chunks, *args, **kwargs)
+
+    return get_megatron_optimizer
+
+
+def _sum_after_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
+    def allreduce_word_embedding_grads(model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(model, *args, **kwargs)
+        pair = tied_weights(model)
+        if pair is not None:
+            embedding, head = (weight.main_grad for weight in pair)
+            embedding.add_(head)
+            head.copy_(embedding)
+        return result
+
+    return allreduce_word_embedding_grads
+
+
+def tied_weights(model_chunks: Sequence[Any]) -> tuple[Any, Any] | None:
+    """The embedding's and the head's copy of one weight, where this device has both; otherwise None."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    first, last = (
+        get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        for chunk in (model_chunks[0], model_chunks[-1])
+    )
+    if first is last or not (first.pre_process and last.post_process):
+        return None
+    if not getattr(last, "share_embeddings_and_output_weights", False):
+        return None
+    return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()

@@ -1,0 +1,205 @@
+"""What Megatron calls as its forward_backward_func: a step or an evaluation, run by the executor.
+
+Everything a stock schedule does for its callers around the actions is done here in the same order: timers,
+gradient synchronisation, finishing the gradients, graphs and offloading resets. Re-entrant: a call leaves no
+state behind but its instructions, its process groups and its records.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_config
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.megatron.placement.state import Placed
+from quartet_plugin.megatron.runtime.executor import Executor
+from quartet_plugin.megatron.runtime.microbatches import MicrobatchIterator
+from quartet_plugin.megatron.runtime.programs import Library
+from quartet_plugin.megatron.runtime.records import NullRecorder, Recorder
+from quartet_plugin.megatron.runtime.stages import Call, GradSync, MegatronStages
+from quartet_plugin.megatron.runtime.transport import Boundary, Channels, HostTransport, PairTransport
+from quartet_plugin.megatron.split_backward import WeightGradients
+from quartet_plugin.schedule.action import Kind
+
+
+class Runtime:
+    """One process's schedule runtime."""
+
+    def __init__(
+        self,
+        library: Library,
+        *,
+        placed: Placed,
+        gradients: WeightGradients,
+        recorder: Recorder | None = None,
+        host_transport: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """`host_transport`: boundary tensors go through host memory and gloo; `timeout` is of a transfer."""
+        self._library = library
+        self._placed = placed
+        self._gradients = gradients
+        self._recorder = recorder or NullRecorder()
+        self._host_transport = host_transport
+        self._timeout = timeout
+        self._executors: dict[tuple[int, bool], Executor] = {}
+        self._channels: Channels | None = None
+        self._transports: dict[Boundary, PairTransport] = {}
+
+    def executor(self, num_microbatches: int, *, forward_only: bool = False) -> Executor:
+        """This device's instructions for so many microbatches."""
+        key = (num_microbatches, forward_only)
+        if key not in self._executors:
+            program = self._library.program(num_microbatches, forward_only=forward_only)
+            self._executors[key] = Executor(program, device=_pipeline_rank())
+        return self._executors[key]
+
+    def forward_backward(
+        self,
+        *,
+        forward_step_func: Any,
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Any = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Megatron's contract: the losses on the device of the last stage, nothing elsewhere.
+
+        Raises PlanError for what the runtime does not take: other process groups, adjusted shapes.
+        """
+        for name, value in (
+            ("adjust_tensor_shapes_fn", adjust_tensor_shapes_fn),
+            ("p2p_communicator", p2p_communicator),
+            ("pg_collection", pg_collection),
+        ):
+            if value is not None:
+                raise PlanError(f"{name}: the plan's schedule runs with Megatron's own only; leave it out")
+        chunks = list(model) if isinstance(model, list) else [model]
+        config = get_model_config(chunks[0])
+        groups = schedules._build_default_pg_collection()
+        executor = self.executor(num_microbatches, forward_only=forward_only)
+        call = Call(
+            forward_step_func=forward_step_func,
+            chunks=chunks,
+            iterators=self._iterators(data_iterator, executor, len(chunks)),
+            config=config,
+            num_microbatches=num_microbatches,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            cp_size=groups.cp.size(),
+        )
+        shape = schedules.get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )[0]
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        stages = self._run(
+            executor, call, self._boundary(shape, config, chunks[0]), force_all_reduce=force_all_reduce
+        )
+        if config.finalize_model_grads_func is not None and not forward_only:
+            config.finalize_model_grads_func(
+                chunks,
+                stages.num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=groups,
+                force_all_reduce=force_all_reduce,
+            )
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return stages.losses
+
+    def _run(
+        self, executor: Executor, call: Call, boundary: Boundary, *, force_all_reduce: bool | None
+    ) -> MegatronStages:
+        config, training = call.config, not call.forward_only
+        sync = GradSync(
+            call.chunks,
+            num_microbatches=call.num_microbatches,
+            # The door for an all-reduce instead of a reduce-scatter is at the end of the step alone.
+            is_overlapped=training and config.no_sync_func is not None and not force_all_reduce,
+        )
+        stages = MegatronStages(
+            call,
+            placed=self._placed,
+            device=executor.device,
+            gradients=self._gradients,
+            grad_sync=sync,
+        )
+        if training and config.param_sync_func is not None:
+            for chunk, start in zip(call.chunks, _listed(config.param_sync_func), strict=True):
+                start(chunk.parameters())
+        recorder = self._recorder if training else NullRecorder()
+        with _no_sync(config.no_sync_func):
+            try:
+                executor.run(stages, self._transport(boundary, executor), recorder)
+            except BaseException:
+                self._gradients.clear()
+                raise
+        return stages
+
+    def _iterators(self, given: Any, executor: Executor, num_chunks: int) -> Sequence[Any]:
+        """One iterator a chunk; those whose forwards jump about give their samples by number."""
+        iterators = list(given) if isinstance(given, list) else [given]
+        if len(iterators) != num_chunks:
+            raise PlanError(f"data_iterator: {len(iterators)} iterators for {num_chunks} chunks; one each")
+        for chunk, stage in enumerate(self._placed.stages(executor.device)):
+            order = [a.microbatch for a in executor.actions if a.stage == stage and a.kind is Kind.F]
+            if order != sorted(order) and iterators[chunk] is not None:
+                iterators[chunk] = MicrobatchIterator(iterators[chunk])
+        return iterators
+
+    def _boundary(self, shape: Sequence[int], config: Any, chunk: Any) -> Boundary:
+        return Boundary(
+            shape=tuple(shape),
+            dtype=config.pipeline_dtype,
+            device=next(chunk.parameters()).device,
+        )
+
+    def _transport(self, boundary: Boundary, executor: Executor) -> PairTransport:
+        if self._channels is None:
+            ranks = torch.distributed.get_process_group_ranks(
+                parallel_state.get_pipeline_model_parallel_group()
+            )
+            backend = "gloo" if self._host_transport else None
+            self._channels = Channels.open(
+                executor.program.groups, ranks=ranks, backend=backend, timeout=self._timeout
+            )
+        if boundary not in self._transports:
+            kind = HostTransport if self._host_transport else PairTransport
+            self._transports[boundary] = kind(self._channels, boundary)
+        return self._transports[boundary]
+
+
+def _pipeline_rank() -> int:
+    return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+def _listed(functions: Any) -> list[Callable[..., Any]]:
+    return list(functions) if isinstance(functions, list) else [functions]
+
+
+@contextlib.contextmanager
+def _no_sync(functions: Any) -> Any:
+    with contextlib.ExitStack() as stack:
+        for function in _listed(functions) if functions is not None else ():
+            stack.enter_context(function())
+        yield

@@ -1,0 +1,129 @@
+"""One device's Megatron chunks as the executor's compute: Megatron's own forward_step and backward_step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from quartet_plugin.megatron.placement.state import Placed
+from quartet_plugin.megatron.runtime.microbatches import MicrobatchIterator
+from quartet_plugin.megatron.split_backward import WeightGradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of Megatron's forward_backward_func, for this device; lists are by chunk."""
+
+    forward_step_func: Any
+    chunks: Sequence[Any]
+    iterators: Sequence[Any]
+    config: Any
+    num_microbatches: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    cp_size: int
+
+
+class MegatronStages:
+    """Runs the actions of one step. Made anew for every call: nothing outlives it."""
+
+    def __init__(
+        self, call: Call, *, placed: Placed, device: int, gradients: WeightGradients, grad_sync: "GradSync"
+    ) -> None:
+        """`device` is this process's pipeline rank."""
+        self._call = call
+        self._placed = placed
+        self._chunk_of = {stage: chunk for chunk, stage in enumerate(placed.stages(device))}
+        self._last_stage = placed.num_stages - 1
+        self._gradients = gradients
+        self._grad_sync = grad_sync
+        self._held: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._begun: set[int] = set()
+        self.losses: list[Any] = []
+        self.num_tokens = torch.zeros([], dtype=torch.int, device="cuda")
+
+    def forward(self, stage: int, microbatch: int, received: Any) -> Any:
+        """F, with Megatron's forward_step."""
+        call, chunk = self._call, self._chunk_of[stage]
+        value = None if received is None else received.detach()
+        if value is not None and not call.forward_only:
+            value.requires_grad_()
+        iterator = call.iterators[chunk]
+        if isinstance(iterator, MicrobatchIterator):
+            iterator.choose(microbatch)
+        is_first = chunk not in self._begun
+        self._begun.add(chunk)
+        with self._placed.running_stage(stage):
+            output, num_tokens = schedules.forward_step(
+                call.forward_step_func,
+                iterator,
+                call.chunks[chunk],
+                call.num_microbatches,
+                value,
+                self.losses,
+                call.config,
+                cp_group_size=call.cp_size,
+                collect_non_loss_data=call.collect_non_loss_data,
+                is_first_microbatch=schedules.check_first_val_step(
+                    call.first_val_step, call.forward_only, is_first
+                ),
+                current_microbatch=microbatch,
+                vp_stage=chunk if len(call.chunks) > 1 else None,
+                is_last_stage=stage == self._last_stage,
+            )
+        self.num_tokens += num_tokens
+        if not call.forward_only:
+            self._held[stage, microbatch] = (value, output)
+        if stage == self._last_stage:
+            return None
+        handed = output.detach()
+        if not call.forward_only:
+            # The view keeps the storage until it has left; autograd only needs the node behind the output.
+            schedules.deallocate_output_tensor(output, call.config.deallocate_pipeline_outputs)
+        return handed
+
+    def backward(self, stage: int, microbatch: int, received: Any) -> Any:
+        """B, with Megatron's backward_step."""
+        result = self._backward_step(stage, microbatch, received)
+        self._grad_sync.done(self._chunk_of[stage])
+        return result
+
+    def input_grad(self, stage: int, microbatch: int, received: Any) -> Any:
+        """I: the same while the layers leave out their weights' gradients."""
+        self._gradients.begin()
+        result = self._backward_step(stage, microbatch, received)
+        self._gradients.end(stage, microbatch)
+        return result
+
+    def weight_grad(self, stage: int, microbatch: int) -> None:
+        """W: what the layers left out."""
+        self._gradients.run(stage, microbatch)
+        self._grad_sync.done(self._chunk_of[stage])
+
+    def _backward_step(self, stage: int, microbatch: int, received: Any) -> Any:
+        value, output = self._held.pop((stage, microbatch))
+        with self._placed.running_stage(stage):
+            return schedules.backward_step(value, output, received, self._call.config)
+
+
+class GradSync:
+    """Starts the reduction of a chunk's gradients when its last microbatch is through.
+
+    Everything runs under DDP's `no_sync`, so that its own counting of ready gradients, which expects the
+    order of the first step for ever, never sees a step: the number of microbatches may change.
+    """
+
+    def __init__(self, chunks: Sequence[Any], *, num_microbatches: int, is_overlapped: bool) -> None:
+        """`is_overlapped`: reduce in the background while other chunks still compute."""
+        self._chunks = chunks
+        self._left = [num_microbatches] * len(chunks)
+        self._is_overlapped = is_overlapped
+
+    def done(self, chunk: int) -> None:
+        """One microbatch's gradients of a chunk are complete."""
+        self._left[chunk] -= 1
+        if self._left[chunk] == 0 and self._is_overlapped:
+            self._chunks[chunk].start_grad_sync()

@@ -1,0 +1,80 @@
+"""One rank of a test: `rank_with_schedule.py RECORD_FOLDER ORDER SCRIPT ARGS...` on the CPU device.
+
+ORDER is `stock`, or NAME:PLACEMENT with NAME a named schedule or `family`, PLACEMENT like 0-1-1-0, and
+optionally :host to send boundary tensors through host memory.
+"""
+
+import os
+import runpy
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+
+def main() -> None:
+    """Install device, runtime and recording, then run the script."""
+    from quartet_plugin.megatron import cpu_device
+
+    cpu_device.ensure_environment()
+    folder, order, script, *arguments = sys.argv[1:]
+    cpu_device.install()
+    from tests.megatron.rank_on_cpu import record_steps
+
+    if order != "stock":
+        install(order, arguments, Path(folder))
+    record_steps(Path(folder))
+    sys.argv = [script, *arguments, *cpu_device.required_flags(set(arguments))]
+    runpy.run_path(script, run_name="__main__")
+
+
+def install(order: str, arguments: list[str], folder: Path) -> None:
+    """Put the runtime in place for the number of microbatches that the flags say."""
+    from quartet_plugin.megatron import seams
+    from quartet_plugin.megatron.runtime.install import prepare
+    from quartet_plugin.megatron.runtime.programs import Recipe
+    from quartet_plugin.megatron.runtime.records import Recorder
+    from quartet_plugin.schedule.family import Family
+    from tests.megatron.runtime.pipelines import stage_costs
+
+    name, stages, *rest = order.split(":")
+    placement = tuple(int(device) for device in stages.split("-"))
+    chunks = len(placement) // (max(placement) + 1)
+    family = Family(
+        stretch_forward=(1.0,) * chunks,
+        stretch_backward=(1.0,) * chunks,
+        shift_forward=(0.0,) * chunks,
+        shift_backward=(0.0,) * chunks,
+        slack=2.0,
+        memory_cap=float(max(placement) + 2),
+        w_limit=2.0,
+    )
+    recorder = Recorder()
+    prepared = prepare(
+        Recipe(
+            costs=stage_costs(placement),
+            name=None if name in ("family", "plain") else name,
+            family=family if name == "family" else None,
+        ),
+        num_microbatches=num_microbatches(arguments, placement),
+        recorder=recorder,
+        host_transport="host" in rest,
+        timeout=timedelta(seconds=90),
+    )
+    seams.install(prepared.wrappers)
+    prepared.apply()
+
+
+def num_microbatches(arguments: list[str], placement: tuple[int, ...]) -> int:
+    """Of the final batch; flags that come last win."""
+
+    def value(flag: str, default: int) -> int:
+        at = [n for n, word in enumerate(arguments) if word == flag]
+        return int(arguments[at[-1] + 1]) if at else default
+
+    ranks = int(os.environ["WORLD_SIZE"]) // (max(placement) + 1)
+    data_parallel = ranks // value("--tensor-model-parallel-size", 1)
+    return value("--global-batch-size", 1) // value("--micro-batch-size", 1) // data_parallel
+
+
+if __name__ == "__main__":
+    main()
