@@ -24,12 +24,18 @@ echo "== 2. quartet tune -- ${command[*]}"
 rm -rf "$runs/demo" data/demo-checkpoint
 quartet tune --config examples/demo/q.yaml --run-dir "$runs" -- "${command[@]}"
 
+# Megatron prints a thousand lines: all of them go to a file, the ones about the training here.
+train() {
+    quartet train "$@" --device cpu -- "${command[@]}" 2>&1 | tee "$runs/demo/train.log" |
+        grep --line-buffered -E '^quartet|elapsed time|saved checkpoint|loss at iteration'
+}
+
 if [ -f "$runs/demo/best/plan.json" ]; then
-    echo "== 3. quartet train --plan $runs/demo/best/plan.json -- (the same command)"
-    quartet train --plan "$runs/demo/best/plan.json" --device cpu -- "${command[@]}"
+    echo "== 3. quartet train --plan $runs/demo/best/plan.json -- (the same command); the whole log: $runs/demo/train.log"
+    train --plan "$runs/demo/best/plan.json"
     echo "== 4. quartet show $runs/demo/best/plan.json"
     quartet show "$runs/demo/best/plan.json"
 else
-    echo "== 3. no better plan was found: training goes on with the command as it is"
-    quartet train --device cpu -- "${command[@]}"
+    echo "== 3. no better plan was found: training goes on with the command as it is; the log: $runs/demo/train.log"
+    train
 fi
