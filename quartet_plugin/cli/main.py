@@ -24,6 +24,7 @@ __all__ = ["Invocation", "build_app", "entry", "invocation", "main", "refuse_use
 COMMAND_MODULES: tuple[str, ...] = (
     "quartet_plugin.cli.tune",
     "quartet_plugin.cli.train",
+    "quartet_plugin.cli.check",
     "quartet_plugin.cli.show",
     "quartet_plugin.cli.export",
     "quartet_plugin.cli.schedule",

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,14 +45,19 @@ def register(app: typer.Typer) -> None:
             Path | None, typer.Option(help="The plan to train with. Without one the command runs as it is.")
         ] = None,
         device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+        skip_parity_check: Annotated[
+            bool, typer.Option(help="Train with a schedule of ours that `quartet check` has not passed.")
+        ] = False,
     ) -> int:
         """Train with a plan: the command that follows `--`, checkpoints and all."""
         if device not in DEVICES:
             raise UsageError(f"--device {device}: must be one of {', '.join(DEVICES)}")
-        return train(user_command(ctx), plan_file=plan, device=device)
+        return train(user_command(ctx), plan_file=plan, device=device, skip_parity_check=skip_parity_check)
 
 
-def train(words: Sequence[str], *, plan_file: Path | None, device: Device) -> int:
+def train(
+    words: Sequence[str], *, plan_file: Path | None, device: Device, skip_parity_check: bool = False
+) -> int:
     """Run the command with the plan and return its exit code.
 
     Raises PlanError for a plan that is damaged or was made for something else, as far as that can be seen
@@ -64,7 +70,9 @@ def train(words: Sequence[str], *, plan_file: Path | None, device: Device) -> in
     if plan_file is not None:
         from quartet_plugin.model.plan import read_plan
 
-        check_before_start(read_plan(plan_file), command=command, path=plan_file)
+        plan = read_plan(plan_file)
+        check_before_start(plan, command=command, path=plan_file)
+        check_receipt(plan, path=plan_file, skip=skip_parity_check)
         flags += ["--quartet-plan", str(plan_file.absolute())]
     return run_wrapped(command, flags=flags, device=device)
 
@@ -83,6 +91,26 @@ def check_before_start(plan: "Plan", *, command: "Command", path: Path) -> None:
             f"{path}: made for {made_for.world_size} processes, the command starts {command.num_processes}; "
             "make a plan with `quartet tune`"
         )
+
+
+def check_receipt(plan: "Plan", *, path: Path, skip: bool) -> None:
+    """Ask for the parity gate's receipt where the plan uses our runtime; PlanError without one.
+
+    `skip` trains all the same and says so.
+    """
+    from quartet_plugin.model.receipt import needs_receipt, receipt_path, require_receipt
+
+    if not needs_receipt(plan):
+        return
+    if not skip:
+        require_receipt(plan, path=path, torch_version=_framework_version("torch"))
+        return
+    print(
+        f"quartet: parity check skipped (--skip-parity-check): {receipt_path(path)} was not asked for, and "
+        f"nothing shows that schedule {plan.schedule.name!r} trains as stock does",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def run_wrapped(command: "Command", *, flags: Sequence[str], device: Device) -> int:

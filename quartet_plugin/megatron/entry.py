@@ -171,13 +171,20 @@ def _change(session: Session) -> list[str]:
         wrappers[seams.TOKENIZER] = check_tokenizer
     if session.files is not None:
         from quartet_plugin.megatron.measure import StepMeter
-        from quartet_plugin.megatron.neutralise import neutralise, start_from
+        from quartet_plugin.megatron.neutralise import compare_from, neutralise
+        from quartet_plugin.megatron.parity import ParityMeter
 
         words, session.neutralised = neutralise(flags, words)
-        if session.files.order.weights is not None:
-            words = start_from(flags, words, session.files.order.weights)
+        order = session.files.order
+        if order.is_compared:
+            words = compare_from(flags, words, weights=order.weights, save_weights=order.save_weights)
         session.meter = StepMeter(session.files, neutralised=session.neutralised, started_at=time.time())
-        wrappers[seams.TRAIN_STEP] = session.meter.wrap
+        meter = session.meter
+        if order.is_compared:
+            comparing = ParityMeter(session.files)
+            wrappers[seams.TRAIN_STEP] = lambda train_step: meter.wrap(comparing.wrap(train_step))
+        else:
+            wrappers[seams.TRAIN_STEP] = meter.wrap
     seams.install(wrappers)
     return words
 

@@ -74,6 +74,8 @@ REMOVED = (
 SET: dict[str, Any] = {"eval_iters": 0, "enable_one_logger": False}
 # A trial's own watchdog must speak before a collective's timeout does. The interval is never reached.
 SET_UNLESS_GIVEN: dict[str, Any] = {"distributed_timeout_minutes": 5, "eval_interval": 1000}
+# Random at every forward pass, and off unless given.
+_NOISE = ("moe_input_jitter_eps",)
 _REFUSED = {
     "use_checkpoint_args": "the model comes from a checkpoint, which no trial loads; write its flags out",
     "use_mp_args_from_checkpoint_args": "the layout comes from a checkpoint; write its flags out",
@@ -97,16 +99,24 @@ def neutralise(flags: Flags, words: Sequence[str]) -> tuple[list[str], list[str]
     return edited, list(dict.fromkeys(names))
 
 
-def start_from(flags: Flags, words: Sequence[str], weights: str) -> list[str]:
-    """The words, with training started from a weights-only checkpoint and dropout off, for comparisons."""
-    values: dict[str, Any] = {
-        "load": weights,
-        "finetune": True,
-        "no_load_optim": True,
-        "no_load_rng": True,
-        "exit_on_missing_checkpoint": True,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-    }
-    edited, _ = flags.edit(words, remove=set(values), append=flags.words_for(values))
+def compare_from(
+    flags: Flags, words: Sequence[str], *, weights: str | None, save_weights: str | None
+) -> list[str]:
+    """The words of a trial of the parity gate: dropout and jitter off, weights loaded or ready to be saved.
+
+    Both are weights alone in Megatron's torch_dist form, which loads under any layout.
+    """
+    values: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "ckpt_format": "torch_dist"}
+    if weights is not None:
+        values |= {
+            "load": weights,
+            "finetune": True,
+            "no_load_optim": True,
+            "no_load_rng": True,
+            "exit_on_missing_checkpoint": True,
+        }
+    if save_weights is not None:
+        # The interval is never reached: Megatron only insists on one.
+        values |= {"save": save_weights, "save_interval": 10**9, "no_save_optim": True, "no_save_rng": True}
+    edited, _ = flags.edit(words, remove={*values, *_NOISE}, append=flags.words_for(values))
     return edited

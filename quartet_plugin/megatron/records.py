@@ -28,8 +28,9 @@ _MAX_ITERATIONS = 100_000
 class Order:
     """A trial.json: what the ranks were told.
 
-    `weights` names a weights-only checkpoint that every rank starts from, with dropout off: two plans are
-    compared so. Raises ConfigError for what no trial can be.
+    `weights` names a weights-only checkpoint that every rank starts from, `save_weights` a folder where one
+    is written before the first step; with either, dropout and jitter are off and the ranks leave what the
+    parity gate compares. Raises ConfigError for what no trial can be.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -41,12 +42,17 @@ class Order:
     measure: int
     plan_key: str | None
     weights: str | None = None
+    save_weights: str | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[0-9a-f]{32}", self.attempt_id):
             raise ConfigError(f"attempt_id: {self.attempt_id[:80]!r}; must be 32 hex digits")
         if not Path(self.folder).is_absolute():
             raise ConfigError(f"folder: {self.folder[:200]!r}; must be an absolute path")
+        for name in ("weights", "save_weights"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_absolute():
+                raise ConfigError(f"{name}: {path[:200]!r}; must be an absolute path")
         for name, least in (("warmup", 0), ("measure", 1)):
             if not least <= getattr(self, name) <= _MAX_ITERATIONS:
                 raise ConfigError(f"{name}: {getattr(self, name)}; must be from {least} to {_MAX_ITERATIONS}")
@@ -55,6 +61,11 @@ class Order:
     def num_iterations(self) -> int:
         """Warm-up and measured iterations together."""
         return self.warmup + self.measure
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether this is a trial of the parity gate."""
+        return self.weights is not None or self.save_weights is not None
 
 
 _ADAPTER: TypeAdapter[Order] = TypeAdapter(Order)

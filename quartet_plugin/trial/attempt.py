@@ -91,6 +91,8 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
         warmup=request.warmup,
         measure=request.measure,
         plan_key=request.plan_key,
+        weights=None if request.weights is None else str(request.weights.absolute()),
+        save_weights=None if request.save_weights is None else str(request.save_weights.absolute()),
     )
     command = CommandSheet(
         attempt_id=attempt_id,

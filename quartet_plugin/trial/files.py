@@ -153,6 +153,8 @@ class TrialSheet:
     warmup: Annotated[int, Field(ge=0, le=100_000)]
     measure: Annotated[int, Field(ge=1, le=100_000)]
     plan_key: PlanKey | None
+    weights: Annotated[str, Field(max_length=4096)] | None = None
+    save_weights: Annotated[str, Field(max_length=4096)] | None = None
     schema_version: Version = 1
 
 
@@ -196,6 +198,27 @@ class ResultSheet:
     schema_version: Version = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSquares:
+    """One step's squared gradient norms of a rank's share of every part of the model."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    squares: Annotated[dict[Name, Number], Field(max_length=100_000)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParitySheet:
+    """rank-K.parity.json: what the parity gate compares beside loss and gradient norm."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    schema_version: Version
+    attempt_id: AttemptId
+    launch_rank: Rank
+    steps: Annotated[tuple[PartSquares, ...], Field(max_length=100_000)]
+
+
 _BEAT: TypeAdapter[Beat] = TypeAdapter(Beat)
 _REPORT: TypeAdapter[RankReport] = TypeAdapter(RankReport)
 _ERR: TypeAdapter[ErrReport] = TypeAdapter(ErrReport)
@@ -203,6 +226,7 @@ _JOB: TypeAdapter[Job] = TypeAdapter(Job)
 TRIAL: TypeAdapter[TrialSheet] = TypeAdapter(TrialSheet)
 COMMAND: TypeAdapter[CommandSheet] = TypeAdapter(CommandSheet)
 RESULT: TypeAdapter[ResultSheet] = TypeAdapter(ResultSheet)
+PARITY: TypeAdapter[ParitySheet] = TypeAdapter(ParitySheet)
 
 
 def parse_job(job: Mapping[str, Any], *, where: str = "job") -> Job:

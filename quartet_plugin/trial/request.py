@@ -77,7 +77,9 @@ class TrialRequest:
 
     `folder` is the trial's own, such as `trials/000012`; attempts are made inside it, from number
     `attempt` on. `deadline_s` limits each attempt. `max_spread` is the median absolute deviation of the
-    iteration times, relative to their median, above which they are measured once more.
+    iteration times, relative to their median, above which they are measured once more. `weights` (a
+    weights-only checkpoint to start from) and `save_weights` (where to write one) make it a trial of the
+    parity gate.
     """
 
     folder: Path
@@ -94,6 +96,8 @@ class TrialRequest:
     max_spread: float = 0.25
     min_free_bytes: int = MIN_FREE_BYTES
     cwd: Path | None = None
+    weights: Path | None = None
+    save_weights: Path | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("attempt", 1), ("warmup", 0), ("measure", 1), ("max_attempts", 1)):

@@ -3,7 +3,7 @@
 import pytest
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.megatron.neutralise import REMOVED, SET, SET_UNLESS_GIVEN, neutralise, start_from
+from quartet_plugin.megatron.neutralise import REMOVED, SET, SET_UNLESS_GIVEN, compare_from, neutralise
 from tests.megatron.entry_launch import MEGATRON_FLAGS
 from tests.megatron.native import native_flags
 
@@ -52,6 +52,20 @@ def test_commands_whose_model_is_not_in_flags() -> None:
 
 def test_comparisons_start_from_weights_without_dropout() -> None:
     words = [*MEGATRON_FLAGS, "--hidden-dropout", "0.2"]
-    found = native_flags().given(start_from(native_flags(), words, "/weights"))
+    words += ["--moe-input-jitter-eps", "0.1", "--ckpt-format", "torch"]
+    flags = native_flags()
+    edited = compare_from(flags, words, weights="/weights", save_weights=None)
+    found = flags.given(edited)
     assert (found["load"], found["hidden_dropout"], found["attention_dropout"]) == ("/weights", 0.0, 0.0)
     assert found["finetune"] is found["no_load_optim"] is found["no_load_rng"] is True
+    assert found["ckpt_format"] == "torch_dist"
+    assert "moe_input_jitter_eps" not in found
+    assert "save" not in found
+
+
+def test_weights_are_saved_without_optimizer_and_random_state() -> None:
+    flags = native_flags()
+    found = flags.given(compare_from(flags, MEGATRON_FLAGS, weights=None, save_weights="/weights"))
+    assert (found["save"], found["ckpt_format"]) == ("/weights", "torch_dist")
+    assert found["no_save_optim"] is found["no_save_rng"] is True
+    assert "load" not in found

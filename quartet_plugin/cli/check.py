@@ -1,0 +1,129 @@
+"""`quartet check`: does a plan train as stock does? Writes the receipt that `quartet train` asks for."""
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quartet_plugin.cli.invocation import user_command
+from quartet_plugin.errors import ExitCode, PlanError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from quartet_plugin.model.receipt import Receipt
+    from quartet_plugin.trial.request import Device, Progress
+
+_MAX_STEPS = 1_000
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+
+    @app.command("check", epilog="The training command follows a literal --; it is run three times, briefly.")
+    def _check(
+        ctx: typer.Context,
+        plan: Annotated[Path, typer.Argument(help="The plan to check.", show_default=False)],
+        steps: Annotated[int, typer.Option(help="Steps to compare.")] = 5,
+        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+        folder: Annotated[
+            Path | None,
+            typer.Option(
+                help="Where weights and logs go; all nodes must see it. Default: PLAN.parity beside the plan."
+            ),
+        ] = None,
+        deadline: Annotated[float, typer.Option(help="Seconds that each of the runs may take.")] = 600.0,
+    ) -> int:
+        """Compare loss and gradient norm of a plan with stock, from the same weights, on the same data."""
+        from quartet_plugin.cli.train import DEVICES
+
+        if device not in DEVICES:
+            raise UsageError(f"--device {device}: must be one of {', '.join(DEVICES)}")
+        if not 1 <= steps <= _MAX_STEPS:
+            raise UsageError(f"--steps {steps}: must be from 1 to {_MAX_STEPS}")
+        name = next(one for one in DEVICES if one == device)
+        return check(
+            plan, words=user_command(ctx), num_steps=steps, device=name, folder=folder, deadline_s=deadline
+        )
+
+
+def check(
+    plan_file: Path,
+    *,
+    words: tuple[str, ...],
+    num_steps: int,
+    device: "Device",
+    folder: Path | None,
+    deadline_s: float,
+) -> int:
+    """Run the gate, write `PLAN.parity.json` and print what was found.
+
+    Raises PlanError when the plan does not train as stock does, after the receipt is written.
+    """
+    from quartet_plugin.cli.train import check_before_start
+    from quartet_plugin.launchers.command import parse_command
+    from quartet_plugin.model.plan import read_plan
+    from quartet_plugin.model.receipt import receipt_path, write_receipt
+    from quartet_plugin.trial.parity import ParityGate
+
+    plan = read_plan(plan_file)
+    command = parse_command(words)
+    check_before_start(plan, command=command, path=plan_file)
+    place = folder or plan_file.with_name(f"{plan_file.name.removesuffix('.json')}.parity")
+    weights = _new_folder(place)
+    gate = ParityGate(
+        command=command,
+        folder=place,
+        weights=weights,
+        num_steps=num_steps,
+        device=device,
+        deadline_s=deadline_s,
+        on_progress=_show if sys.stderr.isatty() else None,
+    )
+    try:
+        receipt = gate.check(plan)
+    finally:
+        shutil.rmtree(weights, ignore_errors=True)
+    target = receipt_path(plan_file)
+    write_receipt(receipt, path=target)
+    typer.echo("\n".join(lines(receipt)))
+    if receipt.failure is not None:
+        raise PlanError(
+            f"{plan_file}: does not train as stock does: {receipt.failure.reason}; logs in {place}"
+        )
+    typer.echo(f"the plan trains as stock does; receipt: {target}")
+    return int(ExitCode.DONE)
+
+
+def lines(receipt: "Receipt") -> list[str]:
+    """The steps as a table, with what is allowed above them."""
+    against = "the command's own configuration" if receipt.reference == "command" else "stock parallelism"
+    allowed = receipt.tolerance
+    found = [
+        f"against {against}, {receipt.precision}; allowed: loss {allowed.loss:g}, gradient norm "
+        f"{allowed.grad_norm:g} (relative)",
+        f"{'step':>4}  {'loss':>14}  {'deviation':>10}  {'gradient norm':>14}  {'deviation':>10}",
+    ]
+    found += [
+        f"{one.step:>4}  {float(one.loss):>14.9g}  {float(one.loss_deviation):>10.2e}  "
+        f"{float(one.grad_norm):>14.9g}  {float(one.grad_norm_deviation):>10.2e}"
+        for one in receipt.steps
+    ]
+    return found
+
+
+def _show(name: str, progress: "Progress") -> None:
+    text = f"{name}: {progress.phase} {progress.iteration}/{progress.num_iterations}"
+    print(f"\r{text:<60}", end="", file=sys.stderr, flush=True)
+
+
+def _new_folder(place: Path) -> Path:
+    """A folder of our own for the weights, so that removing it can hit nothing else."""
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="weights-", dir=place.absolute()))
+    except OSError as error:
+        raise StorageError(
+            f"{place}: cannot be made: {error.strerror}; name a writable place with --folder"
+        ) from error

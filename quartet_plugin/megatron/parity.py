@@ -1,0 +1,135 @@
+"""A rank's side of the parity gate: weights written before the first step, and what every step gave.
+
+Beside loss and gradient norm each rank leaves the squared gradient norm of its share of every part of the
+model, by global layer number, so that two layouts can be compared stage by stage. Only trials that are asked
+for it pay for this.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from quartet_plugin.megatron.records import RankFiles, number
+from quartet_plugin.model.files import write_json_atomic
+
+# Megatron takes 0 for "no checkpoint"; a run that starts from weights alone counts from 0 whatever they say.
+_ITERATION = 1
+
+
+class ParityMeter:
+    """Wraps `train_step` for one rank of a trial of the parity gate."""
+
+    def __init__(self, files: RankFiles) -> None:
+        self._files = files
+        self._steps: list[dict[str, Any]] = []
+
+    def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        """`train_step` as Megatron calls it, with our file written after every step."""
+
+        def compared_train_step(
+            forward_step_func: Any,
+            data_iterator: Any,
+            model: Any,
+            optimizer: Any,
+            opt_param_scheduler: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            if not self._steps and self._files.order.save_weights is not None:
+                save_weights(model, optimizer, opt_param_scheduler)
+            results = train_step(
+                forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, *args, **kwargs
+            )
+            self._steps.append({"squares": _as_numbers(part_squares(model, optimizer, results[5]))})
+            self._write()
+            return results
+
+        return compared_train_step
+
+    def _write(self) -> None:
+        order, place = self._files.order, self._files.place
+        path = Path(order.folder, f"rank-{place.launch_rank}.parity.json")
+        content = {
+            "schema_version": 1,
+            "attempt_id": order.attempt_id,
+            "launch_rank": place.launch_rank,
+            "steps": self._steps,
+        }
+        write_json_atomic(path, content)
+
+
+def save_weights(model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
+    """Write the model as it is, in the form that loads under any layout, where `--save` points."""
+    from megatron.training.checkpointing import save_checkpoint
+
+    save_checkpoint(_ITERATION, model, optimizer, opt_param_scheduler, 0)
+
+
+def part_squares(model: Any, optimizer: Any, grad_norm: Any) -> dict[str, float]:
+    """The sum of squared gradients of this rank's share of every part, before clipping.
+
+    What several ranks hold alike is counted on one of them, as Megatron's own gradient norm does. After a
+    step the optimizer still holds the gradients it used.
+    """
+    from megatron.core import mpu
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    is_sharded = bool(args.use_distributed_optimizer)
+    is_first_replica = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    undo = _clip_factor(grad_norm, float(args.clip_grad or 0.0))
+    squares: defaultdict[str, Any] = defaultdict(float)
+    for part, param in _named_parts(model):
+        if not (is_sharded or is_first_replica):
+            continue
+        gradient = _gradient(param, optimizer)
+        if gradient is None or not (
+            param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param)
+        ):
+            continue
+        squares[part] = squares[part] + gradient.detach().double().square().sum()
+    return {part: float(value) / undo**2 for part, value in squares.items()}
+
+
+def _clip_factor(grad_norm: Any, clip: float) -> float:
+    """What clipping has multiplied the gradients with (core/optimizer/clip_grads.py)."""
+    if grad_norm is None or clip <= 0.0:
+        return 1.0
+    factor = clip / (float(grad_norm) + 1.0e-6)
+    return min(1.0, factor) if factor > 0 else 1.0
+
+
+def _named_parts(model: Any) -> Iterator[tuple[str, Any]]:
+    """Every parameter of this rank, with the name of its part: `embedding`, `layer.N`, `head`."""
+    from megatron.core.utils import unwrap_model
+
+    for chunk in unwrap_model(model):
+        layers = getattr(getattr(chunk, "decoder", None), "layers", ())
+        numbers = {id(p): layer.layer_number - 1 for layer in layers for p in layer.parameters()}
+        for name, param in chunk.named_parameters():
+            if id(param) in numbers:
+                yield f"layer.{numbers[id(param)]}", param
+            else:
+                yield ("embedding" if name.startswith("embedding.") else "head"), param
+
+
+def _gradient(param: Any, optimizer: Any) -> Any:
+    """The gradient that the optimizer used for a parameter, or for this rank's shard of it; None for none."""
+    holder = param
+    for one in getattr(optimizer, "chained_optimizers", None) or (optimizer,):
+        places = getattr(one, "model_param_group_index_map", None)
+        if places is None:
+            main = getattr(param, "main_param", None)
+            holder = param if main is None else main
+        elif param in places:
+            group, index = places[param]
+            holder = one.optimizer.param_groups[group]["params"][index]
+    decoupled = getattr(holder, "decoupled_grad", None)
+    return holder.grad if decoupled is None else decoupled
+
+
+def _as_numbers(squares: dict[str, float]) -> dict[str, float | str | None]:
+    return {part: number(value) for part, value in squares.items()}

@@ -1,0 +1,319 @@
+"""The parity gate's judgement and its receipt: does a plan train as stock does?
+
+Loss and gradient norm of every step are compared, relative to stock's. The receipt is a file beside the plan
+that `quartet train` asks for where a plan uses our own runtime.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter
+
+from quartet_plugin.errors import ConfigError, PlanError
+from quartet_plugin.model.files import read_json, write_json_atomic
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.schema import parse
+
+MAX_STEPS = 10_000
+MAX_BYTES = 16 * 2**20
+STOCK_SCHEDULES = frozenset({"no-pipelining", "1f1b", "interleaved"})
+
+# The difference grows when the last half of the steps is worse than this many times the first half.
+GROWTH = 4.0
+
+_STRICT: dict[str, object] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+_Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Name = Annotated[str, Field(max_length=512)]
+_Number = float | Literal["nan", "inf", "-inf"]
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Quantity = Literal["loss", "grad_norm"]
+_QUANTITIES: tuple[Quantity, ...] = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """The largest relative differences allowed."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    loss: Annotated[float, Field(gt=0, lt=1)]
+    grad_norm: Annotated[float, Field(gt=0, lt=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """What the check was run with."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    framework: _Name
+    framework_version: _Name
+    torch_version: _Name
+    quartet_version: _Name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepComparison:
+    """One step on both sides; deviations are relative to the reference, infinite where one has no number."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    step: Annotated[int, Field(ge=1, le=MAX_STEPS)]
+    loss: _Number
+    reference_loss: _Number
+    loss_deviation: _Number
+    grad_norm: _Number
+    reference_grad_norm: _Number
+    grad_norm_deviation: _Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The first step that differs, in what, and the stage where it begins (None: not known)."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    step: Annotated[int, Field(ge=1, le=MAX_STEPS)]
+    quantity: Quantity
+    grows: bool
+    stage: Annotated[int, Field(ge=0, le=2**20)] | None
+    reason: _Name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What `quartet check` found. `reference` is what the plan was compared with: the user's own command,
+    or stock parallelism of the plan's own shape. See docs/formats.md for the file.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    plan_digest: _Hash
+    plan_key: _Hash
+    reference: Literal["command", "stock"]
+    versions: Versions
+    precision: Precision
+    tolerance: Tolerance
+    steps: Annotated[tuple[StepComparison, ...], Field(max_length=MAX_STEPS)]
+    verdict: Literal["passed", "failed"]
+    failure: Failure | None
+    schema_version: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        if (self.verdict == "failed") != (self.failure is not None):
+            raise ConfigError(f"verdict: {self.verdict!r}; a failure belongs to 'failed' and only to it")
+        if [one.step for one in self.steps] != list(range(1, len(self.steps) + 1)) or not self.steps:
+            raise ConfigError("steps: must be numbered from 1 on, at least one")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepValues:
+    """What one step gave. `parts` has the gradient norm of each part of the model: `embedding`, `layer.0`
+    ..., `head`; it may be empty, and serves only to name the stage that differs.
+    """
+
+    loss: float
+    grad_norm: float
+    parts: Mapping[str, float]
+
+
+def tolerance_for(precision: Precision, *, tensor_parallel_differs: bool) -> Tolerance:
+    """Rounding that another order of the same sums may cause, by precision."""
+    if precision != "fp32":
+        return Tolerance(loss=2e-3, grad_norm=1e-2)
+    limit = 5e-6 if tensor_parallel_differs else 1e-6
+    return Tolerance(loss=limit, grad_norm=limit)
+
+
+def compare(reference: Sequence[StepValues], measured: Sequence[StepValues]) -> tuple[StepComparison, ...]:
+    """Both sides step by step. Raises ConfigError for series of different length."""
+    if len(reference) != len(measured):
+        raise ConfigError(f"steps: {len(measured)}; the reference has {len(reference)}")
+    return tuple(
+        StepComparison(
+            step=step,
+            loss=_number(ours.loss),
+            reference_loss=_number(theirs.loss),
+            loss_deviation=_number(_deviation(ours.loss, theirs.loss)),
+            grad_norm=_number(ours.grad_norm),
+            reference_grad_norm=_number(theirs.grad_norm),
+            grad_norm_deviation=_number(_deviation(ours.grad_norm, theirs.grad_norm)),
+        )
+        for step, (theirs, ours) in enumerate(zip(reference, measured, strict=True), start=1)
+    )
+
+
+def find_failure(
+    plan: Plan,
+    reference: Sequence[StepValues],
+    measured: Sequence[StepValues],
+    *,
+    tolerance: Tolerance,
+) -> Failure | None:
+    """The first step that differs by more than the tolerance, or where the difference begins to grow.
+
+    None where the plan trains as the reference does.
+    """
+    steps = compare(reference, measured)
+    for one in steps:
+        for quantity in _QUANTITIES:
+            if not float(getattr(one, f"{quantity}_deviation")) <= getattr(tolerance, quantity):
+                return _failure(
+                    plan, reference, measured, step=one.step, quantity=quantity, tolerance=tolerance
+                )
+    for quantity in _QUANTITIES:
+        deviations = [float(getattr(one, f"{quantity}_deviation")) for one in steps]
+        step = _growing_step(deviations, limit=getattr(tolerance, quantity))
+        if step is not None:
+            return _failure(
+                plan, reference, measured, step=step, quantity=quantity, tolerance=tolerance, grows=True
+            )
+    return None
+
+
+def _growing_step(deviations: Sequence[float], *, limit: float) -> int | None:
+    """The step where growth shows: the worst of the last half, far above the worst of the first half.
+
+    What stays below half the tolerance is rounding, not growth.
+    """
+    half = len(deviations) // 2
+    if half < 2:
+        return None
+    early, late = max(deviations[:half]), max(deviations[-half:])
+    if late <= limit / 2 or late <= GROWTH * early:
+        return None
+    return next(i for i, value in enumerate(deviations, 1) if i > half and value > max(early, limit / 2))
+
+
+def _failure(
+    plan: Plan,
+    reference: Sequence[StepValues],
+    measured: Sequence[StepValues],
+    *,
+    step: int,
+    quantity: Quantity,
+    tolerance: Tolerance,
+    grows: bool = False,
+) -> Failure:
+    theirs, ours = reference[step - 1], measured[step - 1]
+    here, there = getattr(ours, quantity), getattr(theirs, quantity)
+    in_forward = quantity == "loss"
+    stage = _first_stage(plan, theirs.parts, ours.parts, in_forward=in_forward, limit=tolerance.grad_norm)
+    words = "loss" if in_forward else "gradient norm"
+    where = "" if stage is None else f", first in stage {stage} ({', '.join(parts_of(plan, stage)[:6])})"
+    how = "grows over the steps" if grows else f"above {getattr(tolerance, quantity):g}"
+    return Failure(
+        step=step,
+        quantity=quantity,
+        grows=grows,
+        stage=stage,
+        reason=f"step {step}: {words} {here:.9g}, stock has {there:.9g}: "
+        f"relative {_deviation(here, there):.2g}, {how}{where}",
+    )
+
+
+def parts_of(plan: Plan, stage: int) -> list[str]:
+    """The names of a stage's parts: `embedding`, `layer.N`, `head`."""
+    counts = plan.split.transformer_layers_per_stage
+    first = sum(counts[:stage])
+    names = [f"layer.{layer}" for layer in range(first, first + counts[stage])]
+    if stage == 0:
+        names.insert(0, "embedding")
+    if stage == len(counts) - 1:
+        names.append("head")
+    return names
+
+
+def _first_stage(
+    plan: Plan, theirs: Mapping[str, float], ours: Mapping[str, float], *, in_forward: bool, limit: float
+) -> int | None:
+    """The first stage whose gradients differ, in the order in which the fault travels.
+
+    A wrong loss comes from the forward pass, which begins at stage 0; a wrong gradient goes from the last
+    stage to the first.
+    """
+    found: dict[int, float] = {}
+    for stage in range(len(plan.split.transformer_layers_per_stage)):
+        names = [name for name in parts_of(plan, stage) if name in theirs and name in ours]
+        if names:
+            norms = [math.hypot(*(side[name] for name in names)) for side in (ours, theirs)]
+            found[stage] = _deviation(*norms)
+    if not found:
+        return None
+    above = [stage for stage, deviation in found.items() if not deviation <= limit]
+    if not above:
+        return max(found, key=lambda stage: found[stage])
+    return min(above) if in_forward else max(above)
+
+
+def _deviation(value: float, reference: float) -> float:
+    if not (math.isfinite(value) and math.isfinite(reference)):
+        return math.inf
+    if value == reference:
+        return 0.0
+    return abs(value - reference) / abs(reference) if reference else math.inf
+
+
+def _number(value: float) -> _Number:
+    if math.isfinite(value):
+        return value
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+
+
+def needs_receipt(plan: Plan) -> bool:
+    """Whether the plan uses our own runtime; stock schedules by native flags are exempt."""
+    return plan.schedule.name not in STOCK_SCHEDULES
+
+
+def receipt_path(plan_path: Path) -> Path:
+    """`PLAN.json` -> `PLAN.parity.json`, in the same folder."""
+    stem = plan_path.name.removesuffix(".json")
+    return plan_path.with_name(f"{stem}.parity.json")
+
+
+_ADAPTER: TypeAdapter[Receipt] = TypeAdapter(Receipt)
+
+
+def read_receipt(path: Path) -> Receipt:
+    """Read and check a receipt. Raises ConfigError in one line: the field, the value and the rule."""
+    data = read_json(path, max_bytes=MAX_BYTES)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a receipt is a JSON object; this is a {type(data).__name__}")
+    return parse(_ADAPTER, data, where=str(path))
+
+
+def write_receipt(receipt: Receipt, *, path: Path) -> None:
+    """Write the receipt, whole or not at all."""
+    write_json_atomic(path, asdict(receipt))
+
+
+def require_receipt(plan: Plan, *, path: Path, torch_version: str | None) -> Receipt:
+    """The receipt that lets the plan at `path` train. Raises PlanError, with the cure, where there is none.
+
+    `torch_version` is the installed one, None where that is not known here. What a plan does must be what
+    was checked (`Plan.key`); measurements and origin may have been added since.
+    """
+    place = receipt_path(path)
+    cure = f"run `quartet check {path} -- COMMAND`, or pass --skip-parity-check"
+    if not place.exists():
+        raise PlanError(f"{path}: schedule {plan.schedule.name!r} has no parity receipt ({place}); {cure}")
+    try:
+        receipt = read_receipt(place)
+    except ConfigError as error:
+        raise PlanError(f"{error}; {cure}") from error
+    if receipt.plan_key != plan.key:
+        raise PlanError(f"{place}: is for another plan ({receipt.plan_key[:12]}); {cure}")
+    versions = {
+        plan.made_for.framework: (receipt.versions.framework_version, plan.made_for.framework_version),
+        "torch": (receipt.versions.torch_version, torch_version or receipt.versions.torch_version),
+    }
+    for name, (then, now) in versions.items():
+        if then != now:
+            raise PlanError(f"{place}: was checked with {name} {then}, here is {now}; {cure}")
+    if receipt.failure is not None:
+        raise PlanError(f"{place}: the plan does not train as stock does: {receipt.failure.reason}")
+    return receipt
