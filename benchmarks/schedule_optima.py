@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quartet_plugin.errors import InfeasibleError
-from quartet_plugin.schedule.costs import Costs, IntArray, LayerCost
+from quartet_plugin.model.costs import Costs, IntArray, LayerCost
 from quartet_plugin.schedule.exact import ExactResult, exact_optimum
 from quartet_plugin.schedule.files import costs_to_json, order_texts
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quartet_plugin.schedule.costs import EMBEDDING, HEAD, Costs, LayerCost
+from quartet_plugin.model.costs import EMBEDDING, HEAD, Costs, LayerCost
 from quartet_plugin.schedule.search import SearchResult, search
 
 

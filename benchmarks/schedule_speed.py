@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from quartet_plugin.schedule.costs import StageCosts
+from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.schedule.family import Family, Pipeline, generate, run
 from quartet_plugin.schedule.named import NAMED, named
 from quartet_plugin.schedule.placement import v_shape

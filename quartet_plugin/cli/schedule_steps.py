@@ -8,7 +8,7 @@ from quartet_plugin.cli.schedule_options import AUTO, Counts
 from quartet_plugin.errors import PlanError, QuartetError, UsageError
 
 if TYPE_CHECKING:
-    from quartet_plugin.schedule.costs import Costs
+    from quartet_plugin.model.costs import Costs
     from quartet_plugin.schedule.schedule import Schedule
     from quartet_plugin.schedule.simulate import Simulation
 
@@ -19,7 +19,7 @@ def at_uniform_costs(schedule: "Schedule", *, stages_a_share: float) -> "Simulat
     """Simulate with F = I = W = 1 for so many stages together, B = 2, and no transfer time."""
     import numpy as np
 
-    from quartet_plugin.schedule.costs import StageCosts
+    from quartet_plugin.model.costs import StageCosts
     from quartet_plugin.schedule.simulate import simulate as run
 
     one = np.full(schedule.num_stages, 1.0 / stages_a_share)
@@ -69,10 +69,10 @@ def picture(schedule: "Schedule", simulation: "Simulation | None") -> bytes:
 
 def write_trace(path: Path, schedule: "Schedule", simulation: "Simulation", costs: "Costs") -> None:
     """Write the trace for Perfetto, memory included."""
+    from quartet_plugin.model.costs import stage_costs
     from quartet_plugin.model.files import write_text_atomic
     from quartet_plugin.report.perfetto import trace
     from quartet_plugin.report.summary import describe
-    from quartet_plugin.schedule.costs import stage_costs
 
     layers = schedule.layers_per_stage
     assert layers is not None, "a simulated schedule has its split"

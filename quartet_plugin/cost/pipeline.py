@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quartet_plugin.cost.run import Run, ScheduleKind
+from quartet_plugin.model.costs import FloatArray, IntArray, StageCosts
 from quartet_plugin.schedule import kernel
-from quartet_plugin.schedule.costs import FloatArray, IntArray, StageCosts
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import flatten, lanes_of, simulate

@@ -11,7 +11,7 @@ from quartet_plugin.schedule.action import Action, Kind
 from quartet_plugin.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
-    from quartet_plugin.schedule.costs import StageCosts
+    from quartet_plugin.model.costs import StageCosts
     from quartet_plugin.schedule.simulate import Simulation
 
 MAX_FLOWS = 50_000

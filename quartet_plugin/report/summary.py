@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quartet_plugin.schedule.costs import FloatArray
+from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.schedule.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.costs import Costs, stage_costs
 from quartet_plugin.schedule.bound_program import over_placements, over_splits
 from quartet_plugin.schedule.bound_splits import promising_splits
-from quartet_plugin.schedule.costs import Costs, stage_costs
 from quartet_plugin.schedule.relaxation import relaxation, root_bounds
 
 ROUNDING = 1e-10

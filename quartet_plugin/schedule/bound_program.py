@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from quartet_plugin.schedule.costs import Costs, FloatArray
+from quartet_plugin.model.costs import Costs, FloatArray
 
 SOLVER_TOLERANCE = 1e-6
 MAX_CUTS = 2_500  # above, the solver does not keep to its time limit

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from quartet_plugin.model.costs import Costs, FloatArray, IntArray
 from quartet_plugin.schedule.bound_program import Entries, entries
-from quartet_plugin.schedule.costs import Costs, FloatArray, IntArray
 from quartet_plugin.schedule.kernel import compiled
 
 MAX_NODES = 2_000_000

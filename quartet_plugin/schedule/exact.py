@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.model.costs import Costs, FloatArray, StageCosts, stage_costs
 from quartet_plugin.schedule.action import Action, Kind
-from quartet_plugin.schedule.costs import Costs, FloatArray, StageCosts, stage_costs
 from quartet_plugin.schedule.exact_kernel import BoolArray, Level, Problem, empty_level, expand
 from quartet_plugin.schedule.relaxation import Relaxation, relaxation, root_bounds, tails
 from quartet_plugin.schedule.schedule import Schedule

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet_plugin.schedule.costs import FloatArray, IntArray
+from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule.kernel import MEMORY_TOLERANCE, compiled
 from quartet_plugin.schedule.relaxation import Classes, CountArray, Relaxation, heads, one_machine
 

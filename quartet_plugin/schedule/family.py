@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from quartet_plugin.errors import InfeasibleError, PlanError
-from quartet_plugin.schedule.costs import FloatArray, IntArray, StageCosts
+from quartet_plugin.model.costs import FloatArray, IntArray, StageCosts
 from quartet_plugin.schedule.generator import NUM_SCALARS, fill_keys, generate_orders
 from quartet_plugin.schedule.placement import chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule

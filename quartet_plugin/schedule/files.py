@@ -21,9 +21,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from quartet_plugin.errors import ConfigError, PlanError
+from quartet_plugin.model.costs import Costs, LayerCost
 from quartet_plugin.model.files import read_json, shown, validate, write_json_atomic
 from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, MAX_STAGES, Action, Kind
-from quartet_plugin.schedule.costs import Costs, LayerCost
 from quartet_plugin.schedule.schedule import CodeArray, Schedule
 from quartet_plugin.schedule.validate import check_placement
 

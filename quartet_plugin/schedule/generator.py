@@ -7,7 +7,7 @@ smallest key, unless something it still has to do has a key smaller by more than
 
 import numpy as np
 
-from quartet_plugin.schedule.costs import FloatArray, IntArray
+from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule.kernel import compiled
 
 # Scalars in a vector of parameters, after the 4 v numbers of the chunks.

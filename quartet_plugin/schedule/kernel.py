@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 from numba import njit
 
-from quartet_plugin.schedule.costs import FloatArray, IntArray
+from quartet_plugin.model.costs import FloatArray, IntArray
 
 F, I, W, B = 0, 1, 2, 3  # noqa: E741 - the field's letter for the input gradient
 MEMORY_TOLERANCE = 1e-9

@@ -31,8 +31,8 @@ from itertools import pairwise
 import numpy as np
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule.action import Action, Kind
-from quartet_plugin.schedule.costs import FloatArray, IntArray
 from quartet_plugin.schedule.instruction import (
     Compute,
     Instruction,

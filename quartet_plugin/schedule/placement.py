@@ -10,8 +10,8 @@ from enum import StrEnum
 import numpy as np
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.costs import IntArray
 from quartet_plugin.schedule.action import MAX_STAGES
-from quartet_plugin.schedule.costs import IntArray
 
 Placement = tuple[int, ...]
 

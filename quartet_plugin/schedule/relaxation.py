@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet_plugin.schedule.costs import Costs, FloatArray, IntArray, StageCosts
+from quartet_plugin.model.costs import Costs, FloatArray, IntArray, StageCosts
 from quartet_plugin.schedule.kernel import MEMORY_TOLERANCE, compiled
 
 CountArray = NDArray[np.int16]

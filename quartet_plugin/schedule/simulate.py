@@ -13,9 +13,9 @@ from typing import NoReturn
 import numpy as np
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.model.costs import Costs, FloatArray, IntArray, StageCosts, stage_costs
 from quartet_plugin.schedule import kernel
 from quartet_plugin.schedule.action import Action
-from quartet_plugin.schedule.costs import Costs, FloatArray, IntArray, StageCosts, stage_costs
 from quartet_plugin.schedule.kernel import Fault
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.table import refusal

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.schedule.action import Action, Kind
-from quartet_plugin.schedule.costs import StageCosts
 from quartet_plugin.schedule.schedule import Schedule
 
 _SETS = ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W})

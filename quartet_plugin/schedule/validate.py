@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.model.costs import Costs
 from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, MAX_STAGES, Action, Kind
-from quartet_plugin.schedule.costs import Costs
 from quartet_plugin.schedule.schedule import CodeArray, Schedule
 from quartet_plugin.schedule.table import Cell, place, refusal
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.schedule.costs import Costs, FloatArray
+from quartet_plugin.model.costs import Costs, FloatArray
 
 Split = tuple[int, ...]
 

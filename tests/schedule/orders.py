@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.schedule.action import Action
-from quartet_plugin.schedule.costs import StageCosts
 from quartet_plugin.schedule.schedule import Schedule
 
 Rows = list[list[str]]

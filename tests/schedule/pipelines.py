@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from quartet_plugin.model.costs import Costs
 from quartet_plugin.schedule.action import Action, Kind
-from quartet_plugin.schedule.costs import Costs
 from quartet_plugin.schedule.files import costs_from_json
 from quartet_plugin.schedule.schedule import Schedule
 

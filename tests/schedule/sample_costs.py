@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quartet_plugin.schedule.costs import EMBEDDING, HEAD, Costs, LayerCost, StageCosts
+from quartet_plugin.model.costs import EMBEDDING, HEAD, Costs, LayerCost, StageCosts
 
 
 def uniform(

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.costs import Costs, LayerCost, stage_costs
 from quartet_plugin.schedule.bound import lower_bound
 from quartet_plugin.schedule.bound_splits import promising_splits
-from quartet_plugin.schedule.costs import Costs, LayerCost, stage_costs
 from quartet_plugin.schedule.exact import exact_optimum
 from quartet_plugin.schedule.files import costs_from_json
 from quartet_plugin.schedule.twin import simulate_twin

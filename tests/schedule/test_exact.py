@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.model.costs import Costs, StageCosts, stage_costs
 from quartet_plugin.schedule.action import Action, Kind
-from quartet_plugin.schedule.costs import Costs, StageCosts, stage_costs
 from quartet_plugin.schedule.exact import exact_optimum
 from quartet_plugin.schedule.files import costs_from_json, parse_order
 from quartet_plugin.schedule.schedule import Schedule

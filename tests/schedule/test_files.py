@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError, PlanError
+from quartet_plugin.model.costs import Costs, LayerCost
 from quartet_plugin.model.files import read_json
 from quartet_plugin.schedule.action import Action, Kind
-from quartet_plugin.schedule.costs import Costs, LayerCost
 from quartet_plugin.schedule.files import (
     costs_from_json,
     costs_to_json,

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.model.costs import Costs, stage_costs
 from quartet_plugin.schedule.action import Action
 from quartet_plugin.schedule.channels import Backend, check_program
-from quartet_plugin.schedule.costs import Costs, stage_costs
 from quartet_plugin.schedule.instruction import (
     Compute,
     Instruction,

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.model.costs import Costs
 from quartet_plugin.schedule import placement as places
-from quartet_plugin.schedule.costs import Costs
 from quartet_plugin.schedule.exact import exact_optimum
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.model.costs import StageCosts, stage_costs
 from quartet_plugin.schedule import placement as places
-from quartet_plugin.schedule.costs import StageCosts, stage_costs
 from quartet_plugin.schedule.kernel import _largest_cycle_mean
 from quartet_plugin.schedule.named import NAMED, named, refusal_of
 from quartet_plugin.schedule.schedule import Schedule

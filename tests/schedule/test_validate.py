@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.schedule.costs import Costs, LayerCost
+from quartet_plugin.model.costs import Costs, LayerCost
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.validate import (
     check_actions,

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.costs import Costs
 from quartet_plugin.schedule import placement as places
-from quartet_plugin.schedule.costs import Costs
 from quartet_plugin.split import balanced_split, check_split, device_loads, even_split, minimum_counts
 from tests.schedule.sample_costs import random_costs
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.action import Kind
-from quartet_plugin.schedule.costs import FloatArray, IntArray
 from quartet_plugin.schedule.generator import generate_orders
 
 SLOTS = 6

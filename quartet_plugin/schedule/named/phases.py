@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from quartet_plugin.model.costs import IntArray
 from quartet_plugin.schedule.action import Kind
-from quartet_plugin.schedule.costs import IntArray
 
 Phase = tuple[str, int]
 OLDEST_W = -1

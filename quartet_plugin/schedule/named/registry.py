@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.costs import IntArray
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES
-from quartet_plugin.schedule.costs import IntArray
 from quartet_plugin.schedule.named import keyed, rules
 from quartet_plugin.schedule.named.phases import Phase, order_of_slots, slots_of
 from quartet_plugin.schedule.placement import PlacementKind

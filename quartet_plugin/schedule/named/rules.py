@@ -5,8 +5,8 @@ Each function gives the slots of one device; see `phases` for the letters. p dev
 
 import numpy as np
 
+from quartet_plugin.model.costs import IntArray
 from quartet_plugin.schedule.action import Kind
-from quartet_plugin.schedule.costs import IntArray
 from quartet_plugin.schedule.named.phases import Phase
 
 

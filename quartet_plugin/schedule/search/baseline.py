@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quartet_plugin.schedule.costs import FloatArray, IntArray
+from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule.kernel import check_memory, compiled, run_orders, steady_period
 from quartet_plugin.schedule.named import NAMED, named, refusal_of
 from quartet_plugin.schedule.placement import Placement

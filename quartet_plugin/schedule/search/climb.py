@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from quartet_plugin.schedule.costs import FloatArray, IntArray
+from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule.generator import (
     GROUP,
     MEMORY_CAP,

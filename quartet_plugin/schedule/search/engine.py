@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
-from quartet_plugin.schedule.costs import Costs
+from quartet_plugin.model.costs import Costs
 from quartet_plugin.schedule.family import Pipeline, run
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.schedule import Schedule

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quartet_plugin.schedule.costs import FloatArray, IntArray
+from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule.kernel import compiled
 
 _REACH = 16

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quartet_plugin.schedule.costs import Costs, FloatArray
+from quartet_plugin.model.costs import Costs, FloatArray
 from quartet_plugin.schedule.kernel import run_orders
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import flatten

@@ -7,7 +7,7 @@ from typing import Self
 
 import numpy as np
 
-from quartet_plugin.schedule.costs import Costs, FloatArray, IntArray, StageCosts, stage_costs
+from quartet_plugin.model.costs import Costs, FloatArray, IntArray, StageCosts, stage_costs
 from quartet_plugin.schedule.family import Family
 from quartet_plugin.schedule.placement import Placement, chunk_of_stage
 from quartet_plugin.schedule.search import climb

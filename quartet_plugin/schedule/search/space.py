@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.costs import Costs
 from quartet_plugin.schedule import placement as places
-from quartet_plugin.schedule.costs import Costs
 from quartet_plugin.schedule.placement import Placement, PlacementKind
 from quartet_plugin.split import Split, balanced_split, check_split, even_split, minimum_counts
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from quartet_plugin.megatron.runtime.programs import Recipe
-from quartet_plugin.schedule.costs import StageCosts
+from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.schedule.placement import build
 
 WIDTH, ROWS = 6, 3
