@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.model.canonical import digest
+from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Comparison, Prediction
@@ -22,7 +23,7 @@ MAX_RANKS = 65_536
 MAX_BYTES = 64 * 2**20
 STOCK = "stock"
 
-ScheduleName = Literal["no-pipelining", "1f1b", "interleaved"]
+ScheduleName = Literal["no-pipelining", "1f1b", "interleaved", "custom"]
 _STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 
 
@@ -53,16 +54,22 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleChoice:
-    """The pipeline schedule by name; `group` (interleaved): microbatches a chunk before the next chunk."""
+    """The pipeline schedule by name; `group` (interleaved): microbatches a chunk before the next chunk.
+
+    `custom` goes with the name "custom": a schedule that our own runtime executes.
+    """
 
     __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     name: ScheduleName
     group: int | None = None
+    custom: CustomSchedule | None = None
 
     @property
     def label(self) -> str:
         """The name, with the group where there is one."""
+        if self.custom is not None:
+            return self.custom.label
         return self.name if self.group is None else f"{self.name} g{self.group}"
 
 
@@ -202,6 +209,9 @@ def _check_split(plan: Plan) -> None:
 
 def _check_schedule(plan: Plan) -> None:
     layout = plan.layout
+    if plan.schedule.name == "custom" or plan.schedule.custom is not None:
+        _check_custom(plan)
+        return
     expected: ScheduleName = (
         "no-pipelining"
         if layout.pipeline_parallel == 1
@@ -223,6 +233,22 @@ def _check_schedule(plan: Plan) -> None:
         raise PlanError(
             f"schedule.group: {group}; must be from pipeline_parallel ({layout.pipeline_parallel}) "
             f"to the microbatches ({microbatches})"
+        )
+
+
+def _check_custom(plan: Plan) -> None:
+    layout, custom = plan.layout, plan.schedule.custom
+    if plan.schedule.name != "custom" or custom is None:
+        raise PlanError(
+            f"schedule.name: {plan.schedule.name!r} {'without' if custom is None else 'with'} a custom part; "
+            "the two go together"
+        )
+    if plan.schedule.group is not None:
+        raise PlanError(f"schedule.group: {plan.schedule.group}; only the interleaved schedule has a group")
+    if (custom.num_devices, len(custom.placement)) != (layout.pipeline_parallel, layout.num_stages):
+        raise PlanError(
+            f"schedule.custom.placement: {len(custom.placement)} stages on {custom.num_devices} ranks; the "
+            f"layout has {layout.num_stages} on {layout.pipeline_parallel}"
         )
 
 

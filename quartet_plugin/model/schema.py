@@ -13,9 +13,18 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+# Fields that were added to files which have digests: left out where they say nothing, so that the digest of
+# older content stays what it was.
+_ADDED = frozenset({"custom"})
+
+
 def dump(value: "DataclassInstance") -> dict[str, Any]:
     """A dataclass as plain data, nested ones included."""
-    return asdict(value)
+    return asdict(value, dict_factory=_without_silent)
+
+
+def _without_silent(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in items if value is not None or name not in _ADDED}
 
 
 def parse[T](adapter: TypeAdapter[T], data: Mapping[str, Any], *, where: str) -> T:

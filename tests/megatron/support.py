@@ -214,17 +214,19 @@ def read_steps(folder: Path) -> dict[int, list[Step]]:
     }
 
 
-def save_weights(folder: Path, *, data: Path) -> tuple[str, ...]:
+def save_weights(folder: Path, *flags: str, data: Path) -> tuple[str, ...]:
     """Make a weights-only torch_dist checkpoint in `folder`; returns the flags that start a run from it.
 
     Megatron seeds every stage differently: only a loaded checkpoint gives all layouts the same weights. The
-    one iteration that is needed before Megatron saves changes nothing at a learning rate of 0.
+    one iteration that is needed before Megatron saves changes nothing at a learning rate of 0. `flags` change
+    the model.
     """
     weights = str(folder / "weights")
     run = train(
         folder / "save",
         *shlex.split("--lr 0 --min-lr 0 --weight-decay 0 --ckpt-format torch_dist --save-interval 1"),
         *("--no-save-optim", "--no-save-rng", "--save", weights),
+        *flags,
         num_processes=1,
         data=data,
         train_iters=1,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quartet_plugin.errors import PlanError, QuartetError
+from quartet_plugin.model.costs import FloatArray, StageCosts
 from quartet_plugin.schedule.action import Action, Kind
-from quartet_plugin.schedule.costs import FloatArray, StageCosts
 from quartet_plugin.schedule.family import Family, generate
 from quartet_plugin.schedule.instruction import Program, consumes
 from quartet_plugin.schedule.lowering import lower
@@ -30,7 +30,8 @@ class Recipe:
     `costs` are the stages' predicted times: they place receives and make the family's orders. `written` is
     the order for its own number of microbatches. Else `name` (with `group` where it takes one) or `family`
     makes it; with neither, the plain order of the family. `whole` are the stages whose backward is never
-    split, whatever the order says: their I becomes B and their W is left out.
+    split, whatever the order says: their I becomes B and their W is left out. `memory_limit_bytes`
+    [num_devices] bounds the family's orders.
     """
 
     costs: StageCosts
@@ -39,6 +40,7 @@ class Recipe:
     group: int | None = None
     family: Family | None = None
     whole: frozenset[int] = frozenset()
+    memory_limit_bytes: FloatArray | None = None
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -99,7 +101,12 @@ def _ordered(recipe: Recipe, num_microbatches: int) -> Schedule:
                 schedule = None
             if schedule is not None:
                 return schedule
-    return generate(recipe.family or plain_family(recipe), recipe.costs, num_microbatches)
+    return generate(
+        recipe.family or plain_family(recipe),
+        recipe.costs,
+        num_microbatches,
+        memory_limit_bytes=recipe.memory_limit_bytes,
+    )
 
 
 def plain_family(recipe: Recipe) -> Family:

@@ -6,7 +6,9 @@ nothing may depend on them. A tensor that is being sent is held until its transf
 activation's storage while gloo still reads it corrupts the run without an error.
 """
 
+import atexit
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -53,7 +55,16 @@ class Channels:
         for pipeline in sorted(set(everybody)):
             groups = tuple(dist.new_group(list(pipeline), timeout=timeout, backend=backend) for _ in names)
             own = groups if pipeline == tuple(ranks) else own
+        atexit.register(_release, own)
         return cls(groups=own, ranks=tuple(ranks))
+
+
+def _release(groups: Sequence[Any]) -> None:
+    """End gloo's threads before the interpreter takes their objects apart, which can abort the process."""
+    for group in groups:
+        with suppress(RuntimeError, ValueError, AssertionError):
+            if dist.is_initialized() and dist.get_backend(group) == "gloo":
+                dist.destroy_process_group(group)
 
 
 class PairTransport:

@@ -1,14 +1,16 @@
 """One rank of a test: `rank_with_schedule.py RECORD_FOLDER ORDER SCRIPT ARGS...` on the CPU device.
 
 ORDER is `stock`, or NAME:PLACEMENT with NAME a named schedule or `family`, PLACEMENT like 0-1-1-0, and
-optionally :host to send boundary tensors through host memory.
+optionally :host to send boundary tensors through host memory, :whole for backwards in one piece.
 """
 
+import copy
 import os
 import runpy
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -20,6 +22,8 @@ def main() -> None:
     cpu_device.install()
     from tests.megatron.rank_on_cpu import record_steps
 
+    if "--sequence-parallel" in arguments:
+        mark_norms()
     if order != "stock":
         install(order, arguments, Path(folder))
     record_steps(Path(folder))
@@ -54,6 +58,7 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
             costs=stage_costs(placement),
             name=None if name in ("family", "plain") else name,
             family=family if name == "family" else None,
+            whole=frozenset(range(len(placement))) if "whole" in rest else frozenset(),
         ),
         num_microbatches=num_microbatches(arguments, placement),
         recorder=recorder,
@@ -62,6 +67,30 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
     )
     seams.install(prepared.wrappers)
     prepared.apply()
+
+
+def mark_norms() -> None:
+    """A torch norm whose parameters are marked as Transformer Engine's are under sequence parallelism.
+
+    Megatron refuses torch's own norm there only because its gradients would not be reduced without the mark.
+    """
+    import torch
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    original = WrappedTorchNorm.__new__
+
+    def marked(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        norm: torch.nn.Module = original(cls, replace_flag(config), *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    def replace_flag(config: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        return plain
+
+    WrappedTorchNorm.__new__ = marked
 
 
 def num_microbatches(arguments: list[str], placement: tuple[int, ...]) -> int:

@@ -1,0 +1,104 @@
+"""Schedules as a plan carries them, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.model.costs import FloatArray, StageCosts
+from quartet_plugin.model.custom_schedule import PER_STAGE, CustomSchedule, StageProfile
+from quartet_plugin.schedule.family import Family
+from quartet_plugin.schedule.files import order_texts, parse_order
+from quartet_plugin.schedule.schedule import Schedule
+
+
+def choice_of(
+    schedule: Schedule,
+    costs: StageCosts,
+    *,
+    memory_limit_bytes: FloatArray | None = None,
+    with_orders: bool | None = None,
+) -> CustomSchedule:
+    """`schedule` for a plan; its `origin` says how it is made again for other numbers of microbatches.
+
+    `costs` are those of its stages. The order itself is written out where its origin does not make exactly
+    it; `with_orders` decides otherwise. Raises PlanError for two copies of the model, which nothing executes.
+    """
+    if schedule.routes is not None:
+        raise PlanError("routes: a schedule with two copies of the model can only be simulated")
+    origin = schedule.origin
+    family = origin.get("family")
+    # A search that started from a named schedule and improved it says {"start": ...}: no point of the family.
+    known = isinstance(family, Mapping) and set(family) == set(Family.__dataclass_fields__)
+    exact = not origin.get("inserted") and (known or origin.get("name") is not None)
+    orders = None
+    if with_orders or (with_orders is None and not exact):
+        orders = tuple(
+            tuple(order_texts(order, num_microbatches=schedule.num_microbatches)) for order in schedule.orders
+        )
+    return CustomSchedule(
+        placement=schedule.placement,
+        profile=profile_of(costs, memory_limit_bytes=memory_limit_bytes),
+        named=None if known else origin.get("name"),
+        group=None if known else origin.get("group"),
+        family=dict(family) if known and isinstance(family, Mapping) else None,
+        orders=orders,
+    )
+
+
+def profile_of(costs: StageCosts, *, memory_limit_bytes: FloatArray | None = None) -> StageProfile:
+    """Stage costs as plain data."""
+    values: dict[str, Any] = {name: tuple(getattr(costs, name).tolist()) for name in PER_STAGE}
+    finite = memory_limit_bytes is not None and bool(np.isfinite(memory_limit_bytes).all())
+    limits = tuple(memory_limit_bytes.tolist()) if finite and memory_limit_bytes is not None else None
+    return StageProfile(**values, held_fraction=float(costs.held_fraction), memory_limit_bytes=limits)
+
+
+def costs_of(choice: CustomSchedule) -> StageCosts:
+    """The stage costs that a plan carries."""
+    arrays = {name: np.array(getattr(choice.profile, name), dtype=np.float64) for name in PER_STAGE}
+    return StageCosts(
+        device_of_stage=np.array(choice.placement, dtype=np.int64),
+        held_fraction=choice.profile.held_fraction,
+        **arrays,
+    )
+
+
+def family_of(choice: CustomSchedule) -> Family | None:
+    """The point of the family, or None. Raises PlanError for parameters that are none."""
+    if choice.family is None:
+        return None
+    try:
+        family = Family.from_json(choice.family)
+        chunks = len(choice.placement) // choice.num_devices
+        per_chunk = (
+            family.stretch_forward,
+            family.stretch_backward,
+            family.shift_forward,
+            family.shift_backward,
+        )
+        lengths = {len(values) for values in per_chunk}
+        numbers = [family.w_gap, family.slack, family.memory_cap, family.w_limit, family.w_fill]
+        known = all(isinstance(value, (int, float)) for value in [*numbers, family.patience, family.group])
+        if lengths != {chunks} or not known or len(family.whole) not in (0, len(choice.placement)):
+            raise PlanError(f"schedule.custom.family: needs numbers, and lists of {chunks} for the chunks")
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"schedule.custom.family: {error}") from error
+    return family
+
+
+def written_of(choice: CustomSchedule, *, num_microbatches: int) -> Schedule | None:
+    """The order that is written out, for the plan's own number of microbatches, or None."""
+    if choice.orders is None:
+        return None
+    orders = tuple(
+        parse_order(row, num_stages=len(choice.placement), num_microbatches=num_microbatches)
+        for row in choice.orders
+    )
+    return Schedule(
+        num_devices=choice.num_devices,
+        num_microbatches=num_microbatches,
+        placement=choice.placement,
+        orders=orders,
+    )

@@ -1,0 +1,199 @@
+"""Real Megatron on CPU with our schedules: losses and gradient norms of ten steps are one process's."""
+
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.megatron import support
+
+_TOLERANCE = 1e-6
+_TOLERANCE_ACROSS_TP = 5e-6
+_RANK_PROGRAM = Path(__file__).with_name("rank_with_schedule.py")
+# Ten layers fill the twelve stages of a snake with three chunks on four devices.
+_MODEL = "--num-layers 10 --hidden-size 32 --seq-length 32 --max-position-embeddings 32"
+_OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+_TRAIN_ITERS = 10
+
+TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
+LINEAR_2 = f"{TWO} --pipeline-model-parallel-layout E{'t' * 6}|ttttL"
+EVEN_2 = f"{TWO} --pipeline-model-parallel-layout Ettttt|tttttL"
+CHUNKS_2 = f"{TWO} --pipeline-model-parallel-layout Ettt|tttt|tt|tL"
+SIX_2 = f"{TWO} --pipeline-model-parallel-layout Ett|tt|t|tt|tt|tL"
+LINEAR_4 = f"{FOUR} --pipeline-model-parallel-layout Ett|ttt|ttt|ttL"
+CHUNKS_4 = f"{FOUR} --pipeline-model-parallel-layout Et|tt|t|t|tt|t|t|tL"
+TWELVE_4 = f"{FOUR} --pipeline-model-parallel-layout E{'|t' * 10}|L"
+V_2, V_4 = "0-1-1-0", "0-1-2-3-3-2-1-0"
+SNAKE_2, SNAKE_4 = "0-1-1-0-0-1", "0-1-2-3-3-2-1-0-0-1-2-3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run; `variant` names flags that its reference shares."""
+
+    order: str
+    flags: str
+    num_processes: int = 2
+    variant: str = ""
+    tolerance: float = _TOLERANCE
+
+
+UNTIED = "--untie-embeddings-and-output-weights"
+RAMP = "--rampup-batch-size 4 2 30"
+EVALUATED = "--eval-iters 2 --eval-interval 4 --split 80,20,0"
+PER_TOKEN = "--calculate-per-token-loss"
+
+# A few that touch everything once; the others run with the slow tests.
+CORE = {
+    "zb-h1 pp2 uneven": Case(order="zb-h1:0-1", flags=LINEAR_2),
+    "zb-v pp2 tied": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2),
+    "snake-3 pp2": Case(order=f"plain:{SNAKE_2}", flags=SIX_2),
+    "zb-v pp2 dp2 both overlaps": Case(order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} {_OVERLAP}", num_processes=4),
+    "zb-v pp2 ramp-up": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=RAMP),
+    "zb-v pp2 evaluated": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=EVALUATED),
+}
+MATRIX = {
+    "gpipe pp2": Case(order="gpipe:0-1", flags=EVEN_2),
+    "1f1b pp2": Case(order="1f1b:0-1", flags=EVEN_2),
+    "interleaved pp2": Case(order="interleaved:0-1-0-1", flags=CHUNKS_2),
+    "breadth-first pp2": Case(order="breadth-first:0-1-0-1", flags=CHUNKS_2),
+    "v-half pp2": Case(order=f"v-half:{V_2}", flags=CHUNKS_2),
+    "family pp2": Case(order=f"family:{V_2}", flags=CHUNKS_2),
+    "family list pp2": Case(order="family:0-1-0-1-1-0", flags=SIX_2),
+    "zb-v pp2 through host memory": Case(order=f"zb-v:{V_2}:host", flags=CHUNKS_2),
+    "gpipe pp4": Case(order="gpipe:0-1-2-3", flags=LINEAR_4, num_processes=4),
+    "1f1b pp4": Case(order="1f1b:0-1-2-3", flags=LINEAR_4, num_processes=4),
+    "zb-h1 pp4": Case(order="zb-h1:0-1-2-3", flags=LINEAR_4, num_processes=4),
+    "interleaved pp4": Case(order="interleaved:0-1-2-3-0-1-2-3", flags=CHUNKS_4, num_processes=4),
+    "breadth-first pp4": Case(order="breadth-first:0-1-2-3-0-1-2-3", flags=CHUNKS_4, num_processes=4),
+    "zb-v pp4": Case(order=f"zb-v:{V_4}", flags=CHUNKS_4, num_processes=4),
+    "v-half pp4": Case(order=f"v-half:{V_4}", flags=CHUNKS_4, num_processes=4),
+    "snake-3 pp4": Case(order=f"plain:{SNAKE_4}", flags=TWELVE_4, num_processes=4),
+    "family pp4": Case(order=f"family:{V_4}", flags=CHUNKS_4, num_processes=4),
+    "zb-v untied pp2": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=UNTIED),
+    "zb-h1 untied pp2": Case(order="zb-h1:0-1", flags=LINEAR_2, variant=UNTIED),
+    "zb-v per-token loss": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=PER_TOKEN),
+    "zb-h1 dp2 overlap": Case(order="zb-h1:0-1", flags=f"{LINEAR_2} --overlap-grad-reduce", num_processes=4),
+    "zb-v dp2 distributed optimizer": Case(
+        order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} --use-distributed-optimizer", num_processes=4
+    ),
+    "interleaved dp2 both overlaps": Case(
+        order="interleaved:0-1-0-1", flags=f"{CHUNKS_2} {_OVERLAP}", num_processes=4
+    ),
+    "zb-v dp2 both overlaps ramp-up": Case(
+        order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} {_OVERLAP}", num_processes=4, variant=RAMP
+    ),
+    "zb-h1 tp2": Case(
+        order="zb-h1:0-1",
+        flags=f"{LINEAR_2} --tensor-model-parallel-size 2",
+        num_processes=4,
+        tolerance=_TOLERANCE_ACROSS_TP,
+    ),
+    "zb-v tp2 sequence parallel": Case(
+        order=f"zb-v:{V_2}",
+        flags=f"{CHUNKS_2} --tensor-model-parallel-size 2 --sequence-parallel",
+        num_processes=4,
+        tolerance=_TOLERANCE_ACROSS_TP,
+    ),
+    "zb-v full recompute": Case(
+        order=f"zb-v:{V_2}:whole",
+        flags=f"{CHUNKS_2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "zb-v selective recompute": Case(
+        order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} --recompute-granularity selective"
+    ),
+}
+
+
+@dataclass(slots=True)
+class References:
+    """One process's training for every variant, made when first asked for."""
+
+    folder: Path
+    _data: Path | None = None
+    _loading: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    _runs: dict[str, support.Run] = field(default_factory=dict)
+
+    def train(self, name: str, program: tuple[str, ...], flags: str, *, num_processes: int) -> support.Run:
+        """A run of `program` from the same weights, with the same data."""
+        folder = self.folder / name.replace(" ", "-")
+        folder.mkdir()
+        arguments = [
+            *support.MODEL_FLAGS, *support.TRAINING_FLAGS, *shlex.split(f"{_MODEL} {flags}"),
+            *("--train-iters", str(_TRAIN_ITERS), "--data-path", str(self.data)),
+            *self.loading(UNTIED if UNTIED in flags else ""),
+        ]  # fmt: skip
+        code, output = support.run_processes(
+            support.torchrun(num_processes, str(_RANK_PROGRAM), str(folder), *program, *arguments),
+            timeout_s=240,
+            log=folder / "log",
+        )
+        assert code == 0, output[-3000:]
+        assert "successfully loaded checkpoint" in output
+        return support.Run(exit_code=code, output=output, steps=support.read_steps(folder))
+
+    @property
+    def data(self) -> Path:
+        """A small dataset."""
+        if self._data is None:
+            self._data = support.dataset(self.folder)
+        return self._data
+
+    def loading(self, variant: str) -> tuple[str, ...]:
+        """Flags that start from the variant's weights."""
+        if variant not in self._loading:
+            folder = self.folder / f"weights{len(self._loading)}"
+            folder.mkdir()
+            flags = shlex.split(f"{_MODEL} {variant}")
+            self._loading[variant] = support.save_weights(folder, *flags, data=self.data)
+        return self._loading[variant]
+
+    def run(self, variant: str) -> support.Run:
+        """The variant on one process with Megatron's own schedule."""
+        if variant not in self._runs:
+            name = f"reference{len(self._runs)}"
+            program = ("stock", str(support.PRETRAIN_SCRIPT))
+            self._runs[variant] = self.train(name, program, variant, num_processes=1)
+        return self._runs[variant]
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("runtime"))
+
+
+def check(references: References, name: str, case: Case) -> support.Run:
+    reference = references.run(case.variant)
+    program = (case.order, str(support.PRETRAIN_SCRIPT))
+    run = references.train(name, program, f"{case.flags} {case.variant}", num_processes=case.num_processes)
+    assert len(run.losses()) == _TRAIN_ITERS
+    loss, norm = support.largest_deviation(run, reference)
+    assert loss <= case.tolerance
+    assert norm <= case.tolerance
+    return run
+
+
+def printed(run: support.Run, pattern: str) -> list[float]:
+    """Numbers in Megatron's own lines, which only the last global rank prints."""
+    return [float(value) for value in re.findall(pattern, run.output)]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_core(name: str, references: References) -> None:
+    case = CORE[name]
+    run = check(references, name, case)
+    pattern = r"lm loss: ([0-9.E+-]+)"
+    assert printed(run, pattern) == pytest.approx(printed(references.run(case.variant), pattern), rel=2e-6)
+    if case.variant == EVALUATED:
+        pattern = r"validation loss at iteration .*lm loss value: ([0-9.E+-]+)"
+        values = printed(run, pattern)
+        assert len(values) >= 2
+        assert values == pytest.approx(printed(references.run(EVALUATED), pattern), rel=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MATRIX)
+def test_matrix(name: str, references: References) -> None:
+    check(references, name, MATRIX[name])
