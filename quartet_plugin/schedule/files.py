@@ -35,7 +35,9 @@ MAX_BYTES = 1e18
 
 def _known_version(version: int) -> int:
     if version != SCHEMA_VERSION:
-        raise _fault(f"schema_version: {version}: must be {SCHEMA_VERSION}, the version this release knows")
+        raise _fault(
+            f"schema_version: {shown(version)}: must be {SCHEMA_VERSION}, the version this release knows"
+        )
     return version
 
 
