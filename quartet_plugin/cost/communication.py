@@ -139,7 +139,7 @@ def transfer_s(run: Run, constants: Constants, *, sender: int, receiver: int) ->
     layout, machines = run.layout, run.machines
     stride = layout.tensor_parallel * run.copies
     size = 2.0 * run.tokens_per_microbatch * run.shape.hidden_size
-    if layout.sequence_parallel or layout.virtual_stages > 1:
+    if layout.sequence_parallel or layout.virtual_stages > 1 or run.software.splits_transfers:
         size /= layout.tensor_parallel
     domain = machines.scale_up_devices
     if sender * stride // domain == receiver * stride // domain:
@@ -188,7 +188,11 @@ def _reduce_and_gather(
         return found.reduce_s(gradients), 0.0
     own = min(run.optimizer_group, ranks)
     calls = buckets(parameters, ranks)
-    reduce = found.reduce_s(gradients) if own < ranks else found.gather_s(gradients, calls=calls)
+    reduce = (
+        found.reduce_s(gradients)
+        if own < ranks or run.software.reduces_all
+        else found.gather_s(gradients, calls=calls)
+    )
     back = group(run.machines, constants, size=own, stride=stride)
     gather = back.gather_s(float(run.software.parameter_bytes) * parameters, calls=calls)
     if run.software.zero_broadcasts:

@@ -18,6 +18,8 @@ FLASH_BLOCK = 128
 MEMORY_RATE = 0.85
 # Generations on a 4 nm process, whose half-precision units outgrew the power budget.
 POWER_LIMITED = ("hopper", "blackwell", "ada")
+# Tiles of a matrix product's output, and what a smaller one costs more a FLOP.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.1))
 # Kernels of a layer's forward: fused (norms, rotary, activation, residuals) and not.
 FUSED_KERNELS, PLAIN_KERNELS = 14, 30
 # A fused attention's backward multiplies five matrices where its forward multiplies two, a bit slower.
@@ -71,7 +73,7 @@ class LayerTimes:
 class Rates:
     """What one device does a second under given constants; made once a run."""
 
-    __slots__ = ("cast", "flash", "half", "launch_s", "matmul", "memory", "operand_bytes", "traffic")
+    __slots__ = ("cast", "flash", "half", "launch_s", "matmul", "memory", "operand_bytes", "traffic", "units")
 
     def __init__(self, run: Run, constants: Constants) -> None:
         device = run.machines.device
@@ -83,17 +85,33 @@ class Rates:
         self.traffic = constants.gemm_traffic / device.memory_bandwidth_bytes_per_s
         self.operand_bytes = 1 if low else 2
         self.cast = constants.cast if low else 0.0
+        self.units = device.compute_units
         self.launch_s = 0.0 if run.software.graphs else constants.launch_s
 
     def gemm(self, m: float, n: float, k: float, *, gradient: bool = False) -> float:
         """Seconds of [m, k] x [k, n] in the layers' precision; a weight gradient adds to fp32."""
         size = self.operand_bytes
         out = 8 if gradient else 2
-        return _joined(2 * m * n * k / self.matmul, (size * (m * k + k * n) + out * m * n) * self.traffic)
+        return _joined(
+            2 * m * n * k / self.matmul * waves(m, n, self.units),
+            (size * (m * k + k * n) + out * m * n) * self.traffic,
+        )
 
     def half_gemm(self, m: float, n: float, k: float, batch: float = 1.0, *, out: float = 2) -> float:
         """The same in half precision, `batch` times."""
-        return batch * _joined(2 * m * n * k / self.half, (2 * (m * k + k * n) + out * m * n) * self.traffic)
+        return batch * _joined(
+            2 * m * n * k / self.half * waves(m, n * batch, self.units),
+            (2 * (m * k + k * n) + out * m * n) * self.traffic,
+        )
+
+
+def waves(m: float, n: float, units: int) -> float:
+    """How much longer a product takes because its tiles come in whole waves over the compute units, >= 1."""
+    best = math.inf
+    for rows, columns, cost in TILES:
+        tiles = math.ceil(m / rows) * math.ceil(n / columns)
+        best = min(best, math.ceil(tiles / units) * rows * columns * cost)
+    return max(1.0, best * units / (m * n))
 
 
 def _joined(compute_s: float, traffic_s: float) -> float:
@@ -166,7 +184,8 @@ def layer_times(run: Run, constants: Constants, rates: Rates, *, experts: Expert
     scale = constants.elementwise / rates.memory
     cast = rates.cast * sum(4.0 * t * (size_in + size_out) for size_out, size_in in num_casts) / rates.memory
     memory = passes * scale
-    elementwise = Times(memory + cast / 2, memory * ELEMENTWISE_BACKWARD + cast / 2, 0.0)
+    add = _accumulation_s(run, rates, sizes, hidden_ffn if experts is None else 0.0)
+    elementwise = Times(memory + cast / 2, memory * ELEMENTWISE_BACKWARD + cast / 2, add)
     kernels = FUSED_KERNELS if run.software.fused_elementwise else PLAIN_KERNELS
     if experts is not None:
         kernels *= 2
@@ -268,6 +287,15 @@ def _experts(run: Run, rates: Rates, experts: Experts) -> tuple[Times, float, fl
     width = (experts.ffn_hidden_size * experts.top_k + experts.shared_ffn_hidden_size) / tp
     # Permute before and after the exchange and back: four copies of every routed token.
     return routed, width, 2.0 * arriving * h * 8
+
+
+def _accumulation_s(run: Run, rates: Rates, sizes: list[tuple[float, float]], ffn: float) -> float:
+    """Adding a microbatch's weight gradients to the sum, where the product does not do it itself."""
+    if run.software.fused_weight_gradient or run.num_microbatches == 1 or run.zero_stage == 3:
+        return 0.0
+    dense = ffn_products(run.shape.hidden_size, ffn, gated=run.shape.gated_ffn)
+    weights = sum(n * k for n, k in [*sizes, *dense])
+    return weights * 3.0 * run.software.main_gradient_bytes / rates.memory
 
 
 def _recompute(run: Run, times: LayerTimes, last_product_s: float) -> float:

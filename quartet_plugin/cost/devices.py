@@ -35,7 +35,8 @@ class Device:
     """One kind of accelerator, with the links it usually comes with.
 
     `scale_up_bandwidth_bytes_per_s` is the sum over all peers; a "mesh" reaches one peer with only its
-    share of it. `scale_up_devices` is how many the fast links join, `devices_per_node` how many share a host.
+    share of it. `scale_up_devices` is how many the fast links join, `devices_per_node` how many share a host,
+    `compute_units` how many tiles of a matrix product it works on at once.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -51,6 +52,7 @@ class Device:
     scale_up_devices: Count
     scale_out_bandwidth_bytes_per_s: Positive
     devices_per_node: Count
+    compute_units: Count
     source: Name
     power_watts: Positive | None = None
     matmul_ceiling: Mapping[Precision, Annotated[float, Field(gt=0, le=1)]] = field(default_factory=dict)

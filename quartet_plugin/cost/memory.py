@@ -11,7 +11,7 @@ import numpy as np
 from quartet_plugin.cost import compute
 from quartet_plugin.cost.pipeline import activation_peak
 from quartet_plugin.cost.run import Experts, Run
-from quartet_plugin.schedule.costs import FloatArray
+from quartet_plugin.model.costs import FloatArray
 
 HALF = 2.0
 # Master weight and two moments in fp32.
@@ -235,7 +235,7 @@ def _temporary(run: Run, *, last: bool) -> float:
     width = shape.ffn_hidden_size / tp
     sizes += compute.ffn_products(shape.hidden_size, width, gated=shape.gated_ffn)
     placeholders = 0.0
-    if run.software.fused_weight_gradient:
+    if run.software.gradient_placeholders:
         placeholders = HALF * sum(n * k for n, k in sizes)
     logits = 0.0
     if last:

@@ -17,7 +17,9 @@ from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import flatten, lanes_of, simulate
 
 # Rounds of p microbatches that are simulated as they are; what is beyond is extrapolated.
-FULL_ROUNDS = 4
+FULL_ROUNDS = 8
+# Rounds whose time is taken for the rate: some orders repeat only after several.
+FOLDED_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +58,11 @@ def makespan_s(run: Run, times: StageTimes) -> float:
     if devices == 1:
         return count * float(times.forward_s.sum() + times.input_grad_s.sum() + times.weight_grad_s.sum())
     if count <= (FULL_ROUNDS + 1) * devices:
-        return _simulated(run, times, count)
-    rest = count % devices
-    shorter, longer = ((FULL_ROUNDS - 1 + extra) * devices + rest for extra in (0, 1))
-    first, second = _simulated(run, times, shorter), _simulated(run, times, longer)
-    return second + (second - first) * (count - longer) / devices
+        return simulated_s(run, times, count)
+    longer = FULL_ROUNDS * devices + count % devices
+    shorter = longer - FOLDED_ROUNDS * devices
+    first, second = simulated_s(run, times, shorter), simulated_s(run, times, longer)
+    return second + (second - first) * (count - longer) / (longer - shorter)
 
 
 def activation_peak(run: Run, stage_bytes: FloatArray, held_fraction: float) -> FloatArray:
@@ -79,7 +81,8 @@ def activation_peak(run: Run, stage_bytes: FloatArray, held_fraction: float) -> 
     return peak
 
 
-def _simulated(run: Run, times: StageTimes, count: int) -> float:
+def simulated_s(run: Run, times: StageTimes, count: int) -> float:
+    """`makespan_s` of `count` microbatches, every action simulated."""
     devices = run.layout.pipeline_parallel
     schedule, orders, offsets = order(run.schedule, devices, run.layout.virtual_stages, count)
     costs = StageCosts(

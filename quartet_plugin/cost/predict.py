@@ -14,15 +14,18 @@ from quartet_plugin.cost.devices import Device
 from quartet_plugin.cost.memory import Memory, Weights, peak_memory, weights_of_stages
 from quartet_plugin.cost.pipeline import StageTimes, makespan_s
 from quartet_plugin.cost.rows import Resolved, read_row, resolve
-from quartet_plugin.cost.run import Experts, Run
+from quartet_plugin.cost.run import Experts, Run, ScheduleKind
 from quartet_plugin.errors import ConfigError, QuartetError
+from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.layout import Recompute
-from quartet_plugin.schedule.costs import FloatArray
 
 # Bytes a parameter that an Adam step reads and writes: fp32 weight and moments twice, gradient, new weight.
 OPTIMIZER_BYTES = 28.0
 # Causes of a stage's time that are computation, by the key of `StageParts`.
 COMPUTE = ("gemm", "attention", "elementwise", "launch", "head")
+# Megatron overlaps transfers in interleaved schedules only; zero-bubble runtimes send asynchronously.
+BLOCKING = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.GPIPE)
+OVERLAPPABLE = (ScheduleKind.INTERLEAVED,)
 StageParts = dict[str, Times]
 
 
@@ -51,7 +54,7 @@ def predict(run: Run, constants: Constants) -> Prediction:
     busy = sum(terms.values())
     span, blocked = _span(run, constants, sums, device)
     terms["pp_comm_s"] = blocked
-    terms["pp_bubble_s"] = span - busy - blocked
+    terms["pp_bubble_s"] = max(0.0, span - busy - blocked) if p > 1 else 0.0
     forward = sum(one.forward for one in sums[device::p])
     backward = sum(one.input_grad + one.weight_grad for one in sums[device::p])
     terms["fsdp_comm_s"] = m * communication.sharded_parameters(
@@ -167,7 +170,7 @@ def _span(run: Run, constants: Constants, sums: Sequence[Times], device: int) ->
     p, m = run.layout.pipeline_parallel, run.num_microbatches
     transfers = _transfers(run, constants)
     blocked = 0.0
-    if run.software.blocking_transfers and run.layout.virtual_stages == 1:
+    if run.schedule in BLOCKING or (run.software.blocking_transfers and run.schedule in OVERLAPPABLE):
         back = np.concatenate(([0.0], transfers[:-1]))
         sums = [
             Times(one.forward + out, one.input_grad + into, one.weight_grad)

@@ -67,15 +67,17 @@ class Software:
     `tensor_overlap` is for tensor and sequence parallel collectives, `data_overlap` for gradients and
     parameters, `post_validation` whether the optimizer's barrier is hidden (zero-bubble schedules).
     `zero_broadcasts`: updated shards come back as one broadcast a rank, not as one all-gather.
+    `reduces_all`: ZeRO-1 reduces all gradients on every rank, not only the own shard.
     `parameter_bytes`: an updated parameter on the wire; `logs_step_only`: no time between steps;
-    `blocking_transfers`: a stage waits while it sends (1F1B without overlap).
+    `blocking_transfers`: also interleaved schedules wait for their sends, as 1F1B always does.
     `graphs`: kernels are replayed from graphs, so that starting them costs nothing.
     `early_stop`: full recompute stops at the last tensor the backward needs, before the last product.
     `optimizer_bytes` a parameter: master weight, moments and, where it is kept, an fp32 gradient.
     `logit_bytes` a logit at the loss: the half-precision ones, fp32 copies, their gradient.
     `bucket_bytes`: communication buffers outside the gradients. `keeps_stage_outputs`: until the backward.
     `fragments`: an old caching allocator, whose holes cost activations memory. `fused_weight_gradient`:
-    weight gradients are added to fp32 by the product itself, with a placeholder a shape.
+    weight gradients are added to their sum by the product itself. `gradient_placeholders`: one a weight's
+    shape, in place of that gradient. `splits_transfers`: tensor-parallel ranks send a slice each.
     `collectives_per_layer`: gathers of a layer's sharded parameters (stage 3).
     """
 
@@ -94,6 +96,7 @@ class Software:
     selective_fraction: float = 0.0
     post_validation: bool = False
     zero_broadcasts: bool = False
+    reduces_all: bool = False
     graphs: bool = False
     early_stop: bool = False
     fragments: bool = False
@@ -102,6 +105,8 @@ class Software:
     logit_bytes: float = 8.0
     keeps_stage_outputs: bool = False
     fused_weight_gradient: bool = True
+    gradient_placeholders: bool = True
+    splits_transfers: bool = False
     collectives_per_layer: int = 1
 
 

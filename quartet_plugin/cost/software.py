@@ -22,6 +22,7 @@ _EARLY = Software(
     blocking_transfers=True,
     fragments=True,
     fused_weight_gradient=False,
+    gradient_placeholders=False,
 )
 _CORE = Software()
 
@@ -48,7 +49,13 @@ def software_named(
 
 def _family(words: str) -> Software:
     if "sail-sg" in words:
-        return replace(_EARLY, name="zero-bubble", tensor_overlap=Overlap.BACKWARD, gradient_bytes=4)
+        return replace(
+            _EARLY,
+            name="zero-bubble",
+            tensor_overlap=Overlap.BACKWARD,
+            gradient_bytes=4,
+            fused_weight_gradient=True,
+        )
     if "megatron-deepspeed" in words:
         # ZeRO-1 keeps an fp32 gradient shard and two buckets of 5e8 half-precision elements; its many
         # communicators hold about as much again in buffers of their own.
@@ -58,13 +65,17 @@ def _family(words: str) -> Software:
             optimizer_bytes=16.0,
             bucket_bytes=5e9,
             keeps_stage_outputs=True,
+            reduces_all=True,
+            splits_transfers=True,
         )
     if "zero-3" in words:
         return replace(_EARLY, name="DeepSpeed ZeRO-3", data_overlap=True, collectives_per_layer=12)
     if "megatron-lm" in words and any(year in words for year in ("2019", "2020", "2021")):
         return _EARLY
     if "megatron-lm 2022" in words:
-        return replace(_EARLY, name="Megatron-LM 2022", tensor_overlap=Overlap.BACKWARD)
+        return replace(
+            _EARLY, name="Megatron-LM 2022", tensor_overlap=Overlap.BACKWARD, fused_weight_gradient=True
+        )
     if "nemo" in words:
         return replace(
             _CORE,
@@ -101,7 +112,7 @@ def _family(words: str) -> Software:
             early_stop=True,
             fused_loss=True,
             logit_bytes=4.0,
-            fused_weight_gradient=False,
+            gradient_placeholders=False,
         )
     if "internevo" in words:
         return replace(

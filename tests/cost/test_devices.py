@@ -29,6 +29,7 @@ def sample(**changes: Any) -> dict[str, Any]:
         "scale_up_devices": 8,
         "scale_out_bandwidth_bytes_per_s": 1e10,
         "devices_per_node": 8,
+        "compute_units": 100,
         "source": "made up",
     } | changes
 

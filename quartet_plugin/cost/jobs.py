@@ -1,0 +1,74 @@
+"""Runs of our own: a shape and a layout on a number of devices, as the cost model takes them."""
+
+from quartet_plugin.cost.devices import Device
+from quartet_plugin.cost.run import HalfPrecision, Machines, Run, ScheduleKind, Software
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.shape import ModelShape
+
+
+def machines_of(device: Device, *, num_devices: int, devices_per_node: int | None = None) -> Machines:
+    """`num_devices` of `device` with the links it usually has."""
+    per_node = devices_per_node or device.devices_per_node
+    return Machines(
+        device=device,
+        num_devices=num_devices,
+        devices_per_node=per_node,
+        # A node with fewer devices than the scale-up domain still belongs to a larger one (GB200's racks).
+        scale_up_devices=max(per_node, device.scale_up_devices),
+        scale_up_bytes_per_s=device.scale_up_bandwidth_bytes_per_s,
+        scale_out_bytes_per_s=device.scale_out_bandwidth_bytes_per_s,
+        memory_bytes=device.memory_bytes,
+    )
+
+
+def run_of(
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    global_batch_size: int,
+    layers_per_stage: tuple[int, ...],
+    machines: Machines,
+    schedule: ScheduleKind | None = None,
+    precision: HalfPrecision = "bf16",
+    software: Software | None = None,
+) -> Run:
+    """A run of Megatron-Core; `schedule` None is interleaved with virtual stages and 1F1B without.
+
+    `layers_per_stage` counts transformer layers. Raises ConfigError where sizes do not fit each other.
+    """
+    if layout.world_size != machines.num_devices:
+        raise ConfigError(
+            f"layout {layout.label}: {layout.world_size} ranks; must be the {machines.num_devices} devices"
+        )
+    if len(layers_per_stage) != layout.num_stages or sum(layers_per_stage) != shape.num_layers:
+        raise ConfigError(
+            f"layers_per_stage: {list(layers_per_stage)[:16]}; must be {layout.num_stages} counts "
+            f"that sum to {shape.num_layers}"
+        )
+    ranks = layout.data_parallel * layout.context_parallel
+    chosen = schedule
+    if layout.pipeline_parallel == 1:
+        chosen = ScheduleKind.NONE
+    elif chosen is None:
+        chosen = ScheduleKind.INTERLEAVED if layout.virtual_stages > 1 else ScheduleKind.ONE_F_ONE_B
+    known = software or Software()
+    if layout.context_parallel > 1 and shape.seq_length % layout.context_parallel:
+        raise ConfigError(
+            f"seq_length: {shape.seq_length}; must be a multiple of "
+            f"context_parallel ({layout.context_parallel})"
+        )
+    return Run(
+        shape=shape,
+        layout=layout,
+        num_microbatches=layout.num_microbatches(global_batch_size),
+        layers_per_stage=layers_per_stage,
+        half=precision,
+        matmul=precision,
+        zero_stage=1 if layout.distributed_optimizer else 0,
+        shard_group=1,
+        optimizer_group=ranks,
+        schedule=chosen,
+        machines=machines,
+        software=known,
+    )

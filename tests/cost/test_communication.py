@@ -1,0 +1,101 @@
+"""Collectives and transfers, on the links their ranks use."""
+
+from typing import Any
+
+import pytest
+
+from quartet_plugin.cost import communication
+from quartet_plugin.cost.compute import Times
+from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.predict import predict
+from tests.cost.runs import EXPERTS, PIPELINE, ROW, run
+
+CONSTANTS = Constants()
+NEMO: dict[str, Any] = ROW | {"gpu": "H100-SXM-80GB", "software": "NeMo", "zero": 1}
+
+
+def group(size: int, stride: int, **changes: Any) -> communication.Group:
+    return communication.group(run(**changes).machines, CONSTANTS, size=size, stride=stride)
+
+
+def test_inside_a_node_the_fast_links_count() -> None:
+    inside = group(8, 1)
+    assert inside.num_domains == 1
+    assert inside.bytes_per_s == pytest.approx(300e9 * CONSTANTS.scale_up)
+
+
+def test_ranks_of_a_node_share_its_network_ports() -> None:
+    across = group(64, 1, gpus=64, dp=8)
+    alone = group(8, 8, gpus=64, dp=8)
+    assert (across.local, across.num_domains) == (8, 8)
+    assert (alone.local, alone.num_domains) == (1, 8)
+    port = 25e9 * CONSTANTS.scale_out
+    assert alone.bytes_per_s == pytest.approx(port)
+    assert across.bytes_per_s == pytest.approx(8 * port)
+
+
+def test_a_larger_domain_keeps_a_group_inside() -> None:
+    changes = {"gpus": 64, "dp": 8, "gpu": "GB200", "gpus_per_node": 4, "nvlink_domain": 72}
+    assert group(8, 8, **changes).num_domains == 1
+
+
+def test_gathers_cross_every_rank_and_reductions_are_trees() -> None:
+    few, many = group(16, 8, gpus=128, dp=16), group(128, 8, gpus=1024, dp=128)
+    assert many.gather_s(0.0) == pytest.approx(few.gather_s(0.0) * 127 / 15)
+    assert many.reduce_s(0.0) < 3 * few.reduce_s(0.0)
+    assert group(1, 1).gather_s(1e9) == group(1, 1).reduce_s(1e9) == 0
+
+
+def test_a_ring_moves_the_textbook_volume() -> None:
+    found = group(8, 1)
+    assert found.gather_s(8e9, calls=0) == pytest.approx(7e9 / found.bytes_per_s)
+
+
+def test_tensor_parallel_overlap() -> None:
+    plain, again = communication.tensor_parallel(run(software="Megatron-LM 2021"), CONSTANTS)
+    hidden, _ = communication.tensor_parallel(run(NEMO), CONSTANTS)
+    assert plain.forward == again
+    faster = run(NEMO).machines.scale_up_bytes_per_s / run().machines.scale_up_bytes_per_s
+    assert hidden.forward * faster < 0.7 * plain.forward
+    assert communication.tensor_parallel(run(tp=1, dp=8, gbs=32), CONSTANTS) == (Times(), 0.0)
+
+
+def test_the_network_is_slower_than_the_node() -> None:
+    inside = communication.transfer_s(run(PIPELINE), CONSTANTS, sender=0, receiver=1)
+    across = communication.transfer_s(run(PIPELINE), CONSTANTS, sender=7, receiver=8)
+    slow = communication.transfer_s(run(PIPELINE, inter_bw_Gbps_per_gpu=50), CONSTANTS, sender=7, receiver=8)
+    assert inside < across < slow
+
+
+def exposed(**changes: Any) -> float:
+    return predict(run(NEMO, **changes), CONSTANTS).terms["dp_comm_s"]
+
+
+def test_gradient_reduction_hides_behind_the_backward() -> None:
+    many = {"gpus": 64, "dp": 8}
+    hidden, alone = exposed(**many, gbs=320), exposed(**many, gbs=320, software="NeMo, no comm overlap")
+    assert 0 < hidden < 0.6 * alone
+    assert exposed() == 0
+
+
+def test_stage_3_gathers_every_microbatch() -> None:
+    changes = {"zero": 3, "fsdp": 64, "gpus": 64, "tp": 1, "dp": 64, "sp": False}
+    terms = predict(run(NEMO, **changes, gbs=256), CONSTANTS).terms
+    twice = predict(run(NEMO, **changes, gbs=512), CONSTANTS).terms
+    assert terms["dp_comm_s"] == 0
+    assert twice["fsdp_comm_s"] == pytest.approx(2 * terms["fsdp_comm_s"])
+
+
+def test_experts_exchange_tokens_only_where_they_are_spread() -> None:
+    found = run(EXPERTS)
+    assert found.experts is not None
+    assert communication.expert_parallel(found, CONSTANTS, found.experts).forward > 0
+    alone = run(EXPERTS, ep=1)
+    assert communication.expert_parallel(alone, CONSTANTS, found.experts) == Times()
+
+
+def test_context_parallel_hides_behind_attention() -> None:
+    found = run(NEMO, tp=1, cp=8, seq_len=16384, sp=False)
+    idle = communication.context_parallel(found, CONSTANTS, Times())
+    busy = communication.context_parallel(found, CONSTANTS, Times(1.0, 2.0, 0.0))
+    assert 0 < busy.total < idle.total

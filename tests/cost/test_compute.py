@@ -1,0 +1,107 @@
+"""Compute times: FLOPs written out, and the directions that must hold."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet_plugin.cost.compute import LayerTimes, Rates, half_rate, head_times, layer_times, products, waves
+from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.devices import device_named
+from tests.cost.runs import EXPERTS, PIPELINE, ROW, run
+
+CONSTANTS = Constants()
+
+
+def layer(row: dict[str, Any] = ROW, **changes: Any) -> LayerTimes:
+    found = run(row, **changes)
+    return layer_times(found, CONSTANTS, Rates(found, CONSTANTS), experts=found.experts)
+
+
+def test_products_hold_the_layers_weights() -> None:
+    found = run(PIPELINE)
+    weights = sum(n * k for n, k in products(found)) + 2 * 5120 * 20480
+    assert weights == found.shape.matrix_parameters_per_layer
+
+
+def test_a_large_product_runs_at_the_rate_and_a_small_one_is_slower() -> None:
+    found = run(PIPELINE)
+    rates = Rates(found, CONSTANTS)
+    large = 2 * 16384**3 / rates.gemm(16384, 16384, 16384)
+    small = 2 * 256**3 / rates.gemm(256, 256, 256)
+    assert 0.93 * rates.matmul < large <= rates.matmul
+    assert small < 0.2 * rates.matmul
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 20000), st.integers(1, 20000), st.integers(1, 300))
+def test_waves_never_speed_up(m: int, n: int, units: int) -> None:
+    assert waves(m, n, units) >= 1.0
+
+
+def test_one_tile_too_many_costs_a_wave() -> None:
+    whole = waves(256 * 10, 128 * 10, 100)
+    assert whole == 1.0
+    assert waves(256 * 10, 128 * 11, 100) > 1.3
+
+
+def test_power_limits_half_precision_on_newer_devices_only() -> None:
+    a100, h100, b200 = (device_named(name) for name in ("A100", "H100", "B200"))
+    assert half_rate(a100, "bf16", CONSTANTS) == a100.ceiling("bf16") * CONSTANTS.gemm_rate
+    assert half_rate(b200, "bf16", CONSTANTS) == 1000 * CONSTANTS.flops_per_joule
+    capped = device_named("H100-SXM-96GB HBM2e (500 W)")
+    assert half_rate(capped, "bf16", CONSTANTS) < half_rate(h100, "bf16", CONSTANTS)
+
+
+def test_tensor_parallel_shares_the_work() -> None:
+    one, eight = layer(tp=1, dp=8, gbs=32), layer(tp=8)
+    assert one.gemm.total == pytest.approx(8 * eight.gemm.total, rel=0.1)
+    assert one.attention.total == pytest.approx(8 * eight.attention.total, rel=0.05)
+
+
+def test_sequence_parallel_shares_norms_and_residuals() -> None:
+    assert layer(sp=True).elementwise.total < 0.7 * layer(sp=False).elementwise.total
+
+
+def test_recompute_repeats_what_it_says() -> None:
+    none, selective, full = (layer(recompute=mode) for mode in ("none", "selective", "full"))
+    assert none.recompute == 0
+    assert selective.recompute == selective.attention.forward
+    assert full.recompute == pytest.approx(full.forward_s)
+
+
+def test_early_stop_spares_the_last_product() -> None:
+    composer = layer(PIPELINE, recompute="full", software="MosaicML Composer FSDP")
+    assert 0.6 * composer.forward_s < composer.recompute < 0.9 * composer.forward_s
+
+
+def test_fused_attention_is_faster_and_causal() -> None:
+    assert layer(software="Megatron-Core").attention.total < 0.5 * layer().attention.total
+    short, long = (layer(software="Megatron-Core", seq_len=n, mbs=8192 // n) for n in (4096, 8192))
+    assert long.attention.total == pytest.approx(2 * short.attention.total, rel=0.03)
+
+
+def test_fp8_speeds_up_products_and_pays_for_casts() -> None:
+    changes: dict[str, Any] = {"gpu": "H100-SXM-80GB", "software": "NeMo"}
+    half, low = layer(precision="bf16", **changes), layer(precision="fp8", **changes)
+    assert low.gemm.total < 0.65 * half.gemm.total
+    assert low.elementwise.total > half.elementwise.total
+    assert low.attention.total == half.attention.total
+
+
+def test_experts_cost_by_what_is_routed() -> None:
+    few, many = layer(EXPERTS, topk=2), layer(EXPERTS, topk=8)
+    assert 1.5 < many.gemm.total / few.gemm.total < 4
+    spread = layer(EXPERTS, experts=1600)
+    assert spread.gemm.total > layer(EXPERTS).gemm.total
+
+
+def test_the_head_pays_for_the_vocabulary() -> None:
+    found = run(PIPELINE)
+    times = head_times(found, CONSTANTS, Rates(found, CONSTANTS))
+    shape = replace(found.shape, vocab_size=4 * found.shape.vocab_size)
+    larger = head_times(replace(found, shape=shape), CONSTANTS, Rates(found, CONSTANTS))
+    assert larger.gemm.total == pytest.approx(4 * times.gemm.total, rel=0.1)
+    assert larger.elementwise.total == pytest.approx(4 * times.elementwise.total)

@@ -1,0 +1,79 @@
+"""Peak memory: weights and activations written out, and published peaks."""
+
+from typing import Any
+
+import pytest
+
+from quartet_plugin.cost.memory import layer_activation_bytes, peak_memory, weights_of_stages
+from tests.cost.runs import EXPERTS, PIPELINE, ROW, run
+
+GIB = 2**30
+LLAMA: dict[str, Any] = ROW | {
+    "layers": 12, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "gated_ffn": True,
+    "vocab": 128256, "seq_len": 4096, "mbs": 1, "gpu": "B200-SXM-180GB", "gpu_mem_gb": 180,
+    "recompute": "none", "zero": 1,
+    "precision": "bf16", "software": EXPERTS["software"],
+}  # fmt: skip
+
+
+def test_weights_sum_to_the_shape() -> None:
+    found = run(PIPELINE)
+    total = sum(stage.dense for stage in weights_of_stages(found))
+    head = found.shape.embedding_parameters
+    assert total == pytest.approx(found.shape.num_parameters + head, rel=1e-3)
+
+
+def test_activations_of_a_layer_are_korthikantis() -> None:
+    found = run(PIPELINE, heads=40)
+    s, b, h, a = 1024, 1, 5120, 40
+    assert layer_activation_bytes(found, experts=None) == pytest.approx(s * b * h * (34 + 5 * a * s / h))
+    split = run(recompute="none")
+    s, b, h, a, t = 2048, 4, 6144, 64, 8
+    expected = s * b * h / t * (34 + 5 * a * s / h)
+    assert layer_activation_bytes(split, experts=None) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gib"),
+    [
+        ({}, 32),
+        ({"schedule": "ZB-1p"}, 33),
+        ({"schedule": "ZB-2p"}, 51),
+        ({"vpp": 3, "schedule": "1F1B-I"}, 39),
+        ({"mbs": 2, "gbs": 128}, 50),
+    ],
+)
+def test_published_peaks_of_a_pipeline(changes: dict[str, Any], gib: float) -> None:
+    """Qi et al. (2024), tables 4 and 10."""
+    assert peak_memory(run(PIPELINE, **changes)).total / GIB == pytest.approx(gib, rel=0.05)
+
+
+@pytest.mark.parametrize(("tp", "dp", "gib"), [(2, 4, 60.68), (4, 2, 39.07), (8, 1, 28.29)])
+def test_published_peaks_with_gated_ffn_and_shards(tp: int, dp: int, gib: float) -> None:
+    """A llama of 12 layers on one node, as allocated by Megatron-Core."""
+    found = peak_memory(run(LLAMA, tp=tp, dp=dp, gbs=4 * dp))
+    assert found.total / GIB == pytest.approx(gib, rel=0.03)
+
+
+def test_published_peak_with_experts() -> None:
+    assert peak_memory(run(EXPERTS)).total / GIB == pytest.approx(45.63, rel=0.03)
+
+
+def test_recompute_and_sharding_save_memory() -> None:
+    none, selective, full = (peak_memory(run(recompute=m)).activations for m in ("none", "selective", "full"))
+    assert none > selective > full
+    base: dict[str, Any] = {"tp": 1, "dp": 8, "gbs": 32, "sp": False, "recompute": "full"}
+    states = [peak_memory(run(**base, zero=stage)) for stage in (0, 1, 3)]
+    assert states[0].optimizer == pytest.approx(8 * states[1].optimizer)
+    assert states[2].gradients < 0.3 * states[1].gradients
+
+
+def test_what_does_not_fit_says_so() -> None:
+    assert peak_memory(run()).fits
+    assert not peak_memory(run(tp=1, dp=8, gbs=32, sp=False)).fits
+    assert not peak_memory(run(gpu_mem_gb=20)).fits
+
+
+def test_terms_sum_to_the_total() -> None:
+    found = peak_memory(run(EXPERTS))
+    assert sum(found.terms.values()) == pytest.approx(found.total)
