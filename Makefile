@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 EXTRAS := megatron,plots,dev
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types check clean
+.PHONY: demo test test-slow lint types check clean
 
 $(STAMP): pyproject.toml constraints.txt tools/make_venv.sh
 	@bash tools/make_venv.sh $(VENV) "$(EXTRAS)"
@@ -14,7 +14,10 @@ demo: $(STAMP)
 	@bash examples/demo/run.sh $(PY)
 
 test: $(STAMP)
-	$(PY) -m pytest
+	$(PY) -m pytest -m "not slow"
+
+test-slow: $(STAMP)
+	$(PY) -m pytest -m slow
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
