@@ -104,7 +104,9 @@ def apply_plan(
 def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> None:
     """Hold what the plan was made for against the user's own flags; PlanError names every difference."""
     for dest, reason in _REFUSED.items():
-        if getattr(user, dest, None):
+        # Our own schedule is made for any number of microbatches.
+        allowed = dest == "rampup_batch_size" and plan.schedule.custom is not None
+        if getattr(user, dest, None) and not allowed:
             raise PlanError(f"--{dest.replace('_', '-')} cannot be used with a plan: {reason}")
     made_for = plan.made_for
     layout = layout_of(user, world_size=world_size)
@@ -258,6 +260,9 @@ def _check_result(plan: Plan, args: Namespace) -> None:
         "split": split_of(args),
         "schedule": schedule_of(args),
     }
+    if plan.schedule.custom is not None:
+        # The flags say Megatron's own schedule for these stages, in whose place ours is put.
+        del found["schedule"]
     wrong = [name for name, value in found.items() if value != getattr(plan, name)]
     if wrong:
         raise PlanError(

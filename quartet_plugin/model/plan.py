@@ -66,6 +66,11 @@ class ScheduleChoice:
     custom: CustomSchedule | None = None
 
     @property
+    def placement(self) -> tuple[int, ...] | None:
+        """The pipeline rank of each stage where it is not Megatron's own order; None where it is."""
+        return None if self.custom is None else self.custom.placement
+
+    @property
     def label(self) -> str:
         """The name, with the group where there is one."""
         if self.custom is not None:

@@ -1,0 +1,118 @@
+"""A plan whose schedule is ours: applied by the entry as any other, or left to Megatron's own with a line."""
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.megatron.runtime.plan import prepare_plan, recipe_of
+from quartet_plugin.megatron.runtime.programs import make_schedule
+from quartet_plugin.megatron.runtime.refusals import REFUSED, needs_whole_backwards, refusal
+from quartet_plugin.model.custom_schedule import CustomSchedule
+from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
+from quartet_plugin.schedule.choice import choice_of
+from quartet_plugin.schedule.named import named
+from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan, write_trial
+from tests.megatron.runtime.pipelines import stage_costs
+
+V = (0, 1, 1, 0)
+ON = {"cuda_graph_impl": "local", "optimizer": "dist_muon"}
+
+
+def custom_plan(**changes: Any) -> Plan:
+    """ZB-V on two ranks, written as a named schedule unless `changes` say otherwise."""
+    choice = choice_of(named("zb-v", num_devices=2, num_microbatches=4), stage_costs(V))
+    plan = make_plan(split=(2, 2, 1, 1), pipeline=2, chunks=2, group=2)
+    return replace(plan, schedule=ScheduleChoice(name="custom", custom=replace(choice, **changes)))
+
+
+def choice(**changes: Any) -> CustomSchedule:
+    made = custom_plan(**changes).schedule.custom
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("feature", REFUSED, ids=lambda feature: feature.dest)
+def test_a_feature_keeps_megatrons_own_schedule_and_is_named_by_its_flag(feature: Any) -> None:
+    args = Namespace(**{feature.dest: ON.get(feature.dest, 2)})
+    line = refusal(args)
+    assert line is not None
+    assert line.startswith(f"{feature.flag}: ")
+    prepared, notes = prepare_plan(custom_plan(), args, on_cpu=True)
+    assert prepared is None
+    assert len(notes) == 1
+    assert "zb-v" in notes[0]
+
+
+def test_no_feature_refuses_what_megatron_defaults_to() -> None:
+    defaults = Namespace(
+        cuda_graph_impl="none", optimizer="adam", num_distributed_optimizer_instances=1, mtp_num_layers=None,
+        gtp_weight_remat_size=1, expert_gtp_weight_remat_size=1, transformer_impl="local", num_experts=None,
+        align_grad_reduce=True, align_param_gather=True, recompute_granularity="selective",
+    )  # fmt: skip
+    assert refusal(defaults) is None
+    assert needs_whole_backwards(defaults) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("recompute_granularity", "full"), ("num_experts", 8), ("transformer_impl", "transformer_engine")],
+)
+def test_backwards_stay_whole_where_splitting_does_not_pay_or_is_not_possible(name: str, value: Any) -> None:
+    assert needs_whole_backwards(Namespace(**{name: value})) is not None
+    recipe = recipe_of(choice(), num_microbatches=4, is_whole=True)
+    schedule = make_schedule(recipe, 4)
+    assert {a.kind.name for d in range(2) for a in schedule.actions(d)} == {"F", "B"}
+
+
+@pytest.mark.parametrize(("name", "words"), [("no-such", "no-such"), ("chimera", "two copies")])
+def test_a_schedule_that_nothing_executes_is_refused(name: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        recipe_of(choice(named=name), num_microbatches=4)
+
+
+def train(plan: Plan, folder: Path, weights: Path | None, *flags: str) -> Launch:
+    trial = write_trial(folder, measure=5, plan=plan, weights=weights)
+    write_plan(plan, path=folder / "plan.json")
+    ours = ["--quartet-plan", str(folder / "plan.json"), "--quartet-trial", str(trial)]
+    return launch(
+        plan.layout.world_size,
+        [*MEGATRON_FLAGS, *flags, *ours, "--quartet-device", "cpu"],
+        folder=folder,
+    )
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the model's weights alone."""
+    folder = tmp_path_factory.mktemp("weights") / "weights"
+    flags = [*MEGATRON_FLAGS, "--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
+    done = launch(1, [*flags, "--no-save-optim", "--no-save-rng", "--quartet-device", "cpu"])
+    assert (folder / "latest_checkpointed_iteration.txt").exists(), done.output[-2000:]
+    return folder
+
+
+def test_the_entry_applies_it(weights: Path, tmp_path: Path) -> None:
+    reference = train(make_plan(split=(6,)), tmp_path / "one", weights)
+    done = train(custom_plan(), tmp_path / "v", weights)
+    assert (reference.code, done.code) == (0, 0), done.output[-3000:]
+    assert done.losses() == pytest.approx(reference.losses(), rel=1e-6)
+    assert done.grad_norms() == pytest.approx(reference.grad_norms(), rel=1e-6)
+    # The last stage is on rank 0; Megatron prints on the last rank, which has the loss all the same.
+    assert all(None not in [s["loss"] for s in ranks["iterations"]] for ranks in done.ranks.values())
+
+
+@pytest.mark.parametrize(
+    ("drop", "words"), [("1F1", "1F1 of device 1: missing"), ("2W3", "2W3 of device 1: missing")]
+)
+def test_a_missing_action_is_refused_before_any_process_group(drop: str, words: str, tmp_path: Path) -> None:
+    schedule = named("zb-v", num_devices=2, num_microbatches=4)
+    rows = tuple(tuple(str(a) for a in schedule.actions(device) if str(a) != drop) for device in range(2))
+    done = train(custom_plan(orders=rows), tmp_path / "bad", None)
+    assert done.code != 0
+    assert any(words in line for line in done.told), done.output[-2000:]
+    assert all(failure["kind"] == "plan" for failure in done.failures.values())
+    assert done.failures
