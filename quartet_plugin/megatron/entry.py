@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.megatron import cpu_device
@@ -24,6 +24,10 @@ from quartet_plugin.megatron.cpu_device.startup import after_import
 from quartet_plugin.megatron.failure import describe_failure
 from quartet_plugin.megatron.options import USAGE, Command, Options, add_group, read_command
 from quartet_plugin.megatron.ranks import AgreedRefusalError, Meeting, Place, agree_on_plan
+
+if TYPE_CHECKING:
+    from quartet_plugin.megatron.runtime.install import Prepared
+    from quartet_plugin.model.plan import Plan
 
 _GRACE_S = 1.0
 _DEVICE_NODES = ("nvidia0", "nvidiactl", "dxg", "kfd", "nvhost-gpu", "nvgpu")
@@ -37,6 +41,7 @@ class Session:
     place: Place
     files: Any = None
     meter: Any = None
+    runtime: Any = None
     neutralised: list[str] = field(default_factory=list)
 
     @property
@@ -185,8 +190,27 @@ def _change(session: Session) -> list[str]:
             wrappers[seams.TRAIN_STEP] = lambda train_step: meter.wrap(comparing.wrap(train_step))
         else:
             wrappers[seams.TRAIN_STEP] = meter.wrap
+    prepared = _runtime(session, plan, flags.values(words))
+    for seam, wrapper in (prepared.wrappers if prepared is not None else {}).items():
+        wrappers[seam] = seams.chain(wrappers.get(seam), wrapper)
     seams.install(wrappers)
+    if prepared is not None:
+        prepared.apply()
     return words
+
+
+def _runtime(session: Session, plan: "Plan | None", args: argparse.Namespace) -> "Prepared | None":
+    """The runtime for a plan with a schedule of our own, if the command's features go with it."""
+    if plan is None or plan.schedule.custom is None:
+        return None
+    from quartet_plugin.megatron.runtime.plan import prepare_plan
+
+    prepared, notes = prepare_plan(plan, args, on_cpu=use_cpu(session.options))
+    if session.place.launch_rank == 0:
+        for note in notes:
+            print(f"quartet: {note}", file=sys.stderr, flush=True)
+    session.runtime = None if prepared is None else prepared.runtime
+    return prepared
 
 
 def _group_wrapper(options: Options, *, on_cpu: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
