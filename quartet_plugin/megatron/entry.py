@@ -27,6 +27,7 @@ from quartet_plugin.megatron.ranks import AgreedRefusalError, Meeting, Place, ag
 
 if TYPE_CHECKING:
     from quartet_plugin.megatron.runtime.install import Prepared
+    from quartet_plugin.megatron.seams import Seam, Wrapper
     from quartet_plugin.model.plan import Plan
 
 _GRACE_S = 1.0
@@ -128,6 +129,7 @@ def prepare(session: Session) -> list[str]:
         cpu_device.install()
     if options.plan is None and options.trial is None:
         after_import("megatron.training.arguments", lambda _: _add_group_if_possible(options, on_cpu))
+        after_import("megatron.training.checkpointing", lambda _: _guard_if_possible())
         return list(session.command.arguments)
     arguments = _change(session)
     return _with_cpu_flags(arguments) if on_cpu else arguments
@@ -191,6 +193,8 @@ def _change(session: Session) -> list[str]:
         else:
             wrappers[seams.TRAIN_STEP] = meter.wrap
     prepared = _runtime(session, plan, flags.values(words))
+    if session.files is None:
+        wrappers |= _guard(plan, is_placed=prepared is not None)
     for seam, wrapper in (prepared.wrappers if prepared is not None else {}).items():
         wrappers[seam] = seams.chain(wrappers.get(seam), wrapper)
     seams.install(wrappers)
@@ -211,6 +215,23 @@ def _runtime(session: Session, plan: "Plan | None", args: argparse.Namespace) ->
             print(f"quartet: {note}", file=sys.stderr, flush=True)
     session.runtime = None if prepared is None else prepared.runtime
     return prepared
+
+
+def _guard(plan: "Plan | None", *, is_placed: bool = False) -> "dict[Seam, Wrapper]":
+    """Checkpoints keep the plan's stages, and are not loaded onto others where that goes wrong silently.
+
+    `is_placed`: the stages lie where the plan's own schedule puts them, not in Megatron's order.
+    """
+    from quartet_plugin.megatron.checkpoints import CheckpointGuard
+
+    if plan is None:
+        return CheckpointGuard().wrappers
+    mapping = plan.mapping
+    return CheckpointGuard(
+        placement=plan.schedule.placement if is_placed else None,
+        slots=None if mapping.is_stock else [(slot.node, slot.local) for slot in mapping.slots],
+        has_plan=True,
+    ).wrappers
 
 
 def _group_wrapper(options: Options, *, on_cpu: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -237,6 +258,17 @@ def _add_group_if_possible(options: Options, on_cpu: bool) -> None:
         seams.install({seams.ARGUMENTS: _group_wrapper(options, on_cpu=on_cpu)})
     except SeamError as error:
         print(f"quartet: {error}; running without the quartet flags", file=sys.stderr, flush=True)
+
+
+def _guard_if_possible() -> None:
+    """Without a plan the guard is a courtesy too: any Megatron then runs as it is."""
+    from quartet_plugin.errors import SeamError
+    from quartet_plugin.megatron import seams
+
+    try:
+        seams.install(_guard(None))
+    except SeamError as error:
+        print(f"quartet: {error}; running without the checkpoint guard", file=sys.stderr, flush=True)
 
 
 def _with_cpu_flags(words: list[str]) -> list[str]:

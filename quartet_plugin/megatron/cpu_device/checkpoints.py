@@ -1,7 +1,7 @@
 """Checkpoints of the distributed optimizer with torch's Adam, to which Megatron falls back without a GPU.
 
 With Apex's and Transformer Engine's Adam a run resumes as if it had never stopped. With torch's, Megatron
-0.19.2 fails twice while it loads the checkpoint, and would then count the steps wrongly without a word.
+0.19.2 fails three times while it loads the checkpoint, and would then count the steps wrongly without a word.
 """
 
 import functools
@@ -38,7 +38,13 @@ def resume_with_torch_adam() -> None:
 
     DistributedOptimizer.sharded_state_dict = with_state
     DistributedOptimizer.load_state_dict = with_own_step_counts
-    # In fp32 the optimizer's copy of a weight is a view of the weight, which autograd guards.
-    DistributedOptimizer._set_main_param_and_optimizer_states = torch.no_grad()(
-        DistributedOptimizer._set_main_param_and_optimizer_states
-    )
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    @functools.wraps(set_states)
+    def set_all_but_the_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        # The fully reshardable form has no step count and then asks for it; what is no tensor is passed over.
+        # In fp32 the optimizer's copy of a weight is a view of the weight, which autograd guards.
+        with torch.no_grad():
+            return set_states(self, model_param, {"step": None, **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_all_but_the_step

@@ -1,0 +1,283 @@
+"""Keeps a checkpoint from being loaded where it would silently give layers each other's state.
+
+Which layers lie where (split and placement) is kept with every checkpoint: among its arguments, where every
+format of Megatron's has room, and readable beside it as `quartet.json`. Megatron's default form of the
+distributed optimizer keys its state by rank and buffer, its old format by rank and local layer number, and
+both check sizes only; a checkpoint of either is loaded only onto the same stages.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quartet_plugin.errors import QuartetError
+from quartet_plugin.megatron.describe import split_of
+from quartet_plugin.megatron.ranks import AgreedRefusalError
+from quartet_plugin.megatron.seams import Seam, Wrapper
+from quartet_plugin.model.canonical import digest
+from quartet_plugin.model.files import write_json_atomic
+
+FILE = "quartet.json"
+ATTRIBUTE = "quartet_stages"
+_MODULE = "megatron.training.checkpointing"
+# Optimizer state that names the weight it belongs to, and so finds it under any layout.
+_RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space", "fsdp_dtensor")
+
+SAVE = Seam(
+    module=_MODULE,
+    name="save_checkpoint",
+    parameters=(
+        "iteration",
+        "model",
+        "optimizer",
+        "opt_param_scheduler",
+        "num_floating_point_operations_so_far",
+        "checkpointing_context",
+        "pipeline_rank",
+        "expert_rank",
+        "tensor_rank",
+        "pipeline_parallel",
+        "expert_parallel",
+        "non_persistent_ckpt",
+        "train_data_iterator",
+        "preprocess_common_state_dict_fn",
+        "release",
+        "tp_group",
+        "pp_group",
+        "dp_cp_group",
+        "dp_group",
+        "expt_dp_group",
+        "rng_state_key_prefix",
+    ),
+)
+LOAD = Seam(
+    module=_MODULE,
+    name="_load_base_checkpoint",
+    parameters=(
+        "load_dir",
+        "args",
+        "rank0",
+        "sharded_state_dict",
+        "checkpointing_context",
+        "dp_cp_group",
+        "expt_dp_group",
+        "gpt_compat_layer_maps",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Which layers lie on which rank of a pipeline, and on which place of the cluster.
+
+    `layers` counts each stage's transformer layers (or is a hybrid model's own pattern), `placement` is the
+    pipeline rank of each stage. `slots` is the mapping, None for the launcher's order.
+    """
+
+    tensor_parallel: int
+    pipeline_parallel: int
+    layers: tuple[int, ...] | str
+    placement: tuple[int, ...]
+    slots: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def digest(self) -> str:
+        """sha256 of split and placement, with the degrees they are spread over."""
+        content = asdict(self)
+        del content["slots"]
+        return digest(content)
+
+    @property
+    def text(self) -> str:
+        """For messages: `PP2 split 3+3`, with the placement where it is not the loop."""
+        layers = self.layers if isinstance(self.layers, str) else "+".join(map(str, self.layers))
+        text = f"TP{self.tensor_parallel} PP{self.pipeline_parallel} split {layers}"
+        if self.placement != loop(len(self.placement), self.pipeline_parallel):
+            text += f" placed on {','.join(map(str, self.placement))}"
+        return text
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: what is kept with a checkpoint."""
+        return {"schema_version": 1, "digest": self.digest, **asdict(self)}
+
+
+def loop(num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """Stock's placement: stage k is chunk k // PP of pipeline rank k % PP."""
+    return tuple(stage % num_ranks for stage in range(num_stages))
+
+
+def stages_of(args: Namespace) -> Stages | None:
+    """The stages that stock Megatron builds from its arguments; None where they do not say."""
+    try:
+        pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(
+            args, "hybrid_override_pattern", None
+        )
+        layers = pattern or split_of(args).transformer_layers_per_stage
+        pipeline = int(args.pipeline_model_parallel_size)
+        num_stages = max(1, str(pattern).count("|") + 1) if pattern else len(layers)
+        return Stages(
+            tensor_parallel=int(args.tensor_model_parallel_size),
+            pipeline_parallel=pipeline,
+            layers=layers,
+            placement=loop(num_stages, pipeline),
+        )
+    except (AttributeError, TypeError, ValueError, QuartetError):
+        return None
+
+
+def stages_kept(saved: Namespace) -> Stages | None:
+    """The stages of a checkpoint, from its own arguments: as we kept them, else as stock builds them."""
+    kept = getattr(saved, ATTRIBUTE, None)
+    if kept is None:
+        return stages_of(saved)
+    try:
+        layers = kept["layers"]
+        slots = kept["slots"]
+        return Stages(
+            tensor_parallel=int(kept["tensor_parallel"]),
+            pipeline_parallel=int(kept["pipeline_parallel"]),
+            layers=layers if isinstance(layers, str) else tuple(int(count) for count in layers),
+            placement=tuple(int(rank) for rank in kept["placement"]),
+            slots=None if slots is None else tuple((int(node), int(local)) for node, local in slots),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+class CheckpointGuard:
+    """The wrappers for one run. `placement` is the rank of each stage, None for stock's own.
+
+    `slots` is the mapping of the plan, None for the launcher's order.
+    """
+
+    def __init__(
+        self,
+        *,
+        placement: Sequence[int] | None = None,
+        slots: Sequence[tuple[int, int]] | None = None,
+        has_plan: bool = False,
+    ) -> None:
+        self._placement = None if placement is None else tuple(placement)
+        self._slots = None if slots is None else tuple(slots)
+        self._has_plan = has_plan
+
+    @property
+    def wrappers(self) -> dict[Seam, Wrapper]:
+        """To be installed with the run's others."""
+        return {SAVE: self._wrap_save, LOAD: self._wrap_load}
+
+    def stages(self, args: Namespace) -> Stages | None:
+        """This run's stages."""
+        found = stages_of(args)
+        if found is None:
+            return None
+        return Stages(
+            tensor_parallel=found.tensor_parallel,
+            pipeline_parallel=found.pipeline_parallel,
+            layers=found.layers,
+            placement=self._placement or found.placement,
+            slots=self._slots,
+        )
+
+    def _wrap_save(self, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def save_with_stages(iteration: int, *args: Any, **kwargs: Any) -> Any:
+            from megatron.training.global_vars import get_args
+
+            megatron_args = get_args()
+            stages = self.stages(megatron_args)
+            if stages is not None:
+                setattr(megatron_args, ATTRIBUTE, stages.to_json())
+            result = save_checkpoint(iteration, *args, **kwargs)
+            if stages is not None and not kwargs.get("non_persistent_ckpt"):
+                _write_beside(megatron_args.save, iteration, stages, release=bool(kwargs.get("release")))
+            return result
+
+        return save_with_stages
+
+    def _wrap_load(self, load_base_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        def load_onto_same_stages(load_dir: Any, args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+            loaded = load_base_checkpoint(load_dir, args, *rest, **kwargs)
+            state, name, release, kind = loaded
+            # Before its arguments are validated, Megatron only reads those of the checkpoint.
+            if state is not None and hasattr(args, "params_dtype"):
+                self.check(
+                    state, args, name=str(name), form=getattr(kind, "name", str(kind)), release=release
+                )
+            return loaded
+
+        return load_onto_same_stages
+
+    def check(
+        self, state: dict[str, Any], args: Namespace, *, name: str, form: str, release: bool = False
+    ) -> None:
+        """Raise AgreedRefusalError where this checkpoint would give a layer another one's state.
+
+        `form` is Megatron's CheckpointType. All ranks see the same and come to the same answer.
+        """
+        saved_args = state.get("args")
+        if saved_args is None:
+            return
+        bound = _bound(state, args, saved_args, form=form, release=release)
+        if bound is None:
+            return
+        what, cure = bound
+        then, now = stages_kept(saved_args), self.stages(args)
+        if then is None or now is None:
+            if not self._has_plan:
+                return
+            raise AgreedRefusalError(f"checkpoint {name}: {what}, and it does not say which; {cure}")
+        if then.digest != now.digest:
+            raise AgreedRefusalError(
+                f"checkpoint {name}: {what} ({then.text}), this run has {now.text}: layers would get each "
+                f"other's state; {cure}"
+            )
+        if form == "LOCAL" and then.slots != now.slots:
+            raise AgreedRefusalError(
+                f"checkpoint {name}: it lies on the nodes of another mapping; train with the plan that saved "
+                "it, or start from a global checkpoint"
+            )
+
+
+def _bound(
+    state: dict[str, Any], args: Namespace, saved: Namespace, *, form: str, release: bool
+) -> tuple[str, str] | None:
+    """What binds a checkpoint to its stages, and what cures that; None for one that loads anywhere."""
+    if form == "LEGACY":
+        return (
+            "its format (--ckpt-format torch) binds it to the stages it was saved with",
+            "load it with the layout it was saved with and save it with --ckpt-format torch_dist",
+        )
+    if form == "LOCAL":
+        return (
+            "a local checkpoint is bound to the stages it was saved with",
+            "start from a global checkpoint (--load)",
+        )
+    loads_optimizer = not (
+        release
+        or getattr(args, "finetune", False)
+        or getattr(args, "no_load_optim", False)
+        or getattr(saved, "no_save_optim", False)
+    )
+    if form != "GLOBAL" or not loads_optimizer or not getattr(args, "use_distributed_optimizer", False):
+        return None
+    sharding = (state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    if sharding in _RESHARDABLE or (sharding is None and getattr(saved, "ckpt_fully_parallel_save", False)):
+        return None
+    return (
+        f"its optimizer state ({sharding or 'an old form'}) is bound to the stages it was saved with",
+        "save it with --dist-ckpt-optim-fully-reshardable, or load the weights alone with --no-load-optim",
+    )
+
+
+def _write_beside(folder: str, iteration: int, stages: Stages, *, release: bool) -> None:
+    """`quartet.json` in the checkpoint's own folder, for people and tools that do not read checkpoints."""
+    import torch.distributed as dist
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    place = Path(get_checkpoint_name(folder, iteration, release=release, return_base_dir=True))
+    if place.is_dir():
+        write_json_atomic(place / FILE, stages.to_json())

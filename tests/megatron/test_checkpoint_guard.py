@@ -1,0 +1,149 @@
+"""Which checkpoints may be loaded onto which stages."""
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.megatron.checkpoints import (
+    ATTRIBUTE,
+    LOAD,
+    SAVE,
+    CheckpointGuard,
+    Stages,
+    loop,
+    stages_kept,
+    stages_of,
+)
+from quartet_plugin.megatron.seams import resolve
+from tests.megatron.entry_launch import MEGATRON_FLAGS
+from tests.megatron.native import native_flags
+
+
+def arguments(*flags: str, **changes: Any) -> Namespace:
+    """Megatron's arguments for six layers, as flags give them."""
+    values = vars(native_flags().values([*MEGATRON_FLAGS, *flags]))
+    return Namespace(**{**values, "use_distributed_optimizer": True, **changes})
+
+
+EVEN = ("--pipeline-model-parallel-size", "2")
+UNEVEN = (*EVEN, "--pipeline-model-parallel-layout", "Etttt|ttL")
+SNAKE = (0, 1, 1, 0, 0, 1)
+CHUNKS = (*EVEN, "--pipeline-model-parallel-layout", "Et|t|t|t|t|tL")
+
+
+def state(saved: Namespace, sharding: str | None = "dp_reshardable") -> dict[str, Any]:
+    return {"args": saved, "content_metadata": {"distrib_optim_sharding_type": sharding}}
+
+
+def check(
+    saved: Namespace,
+    now: Namespace,
+    *,
+    form: str = "GLOBAL",
+    sharding: str | None = "dp_reshardable",
+    guard: CheckpointGuard | None = None,
+) -> None:
+    (guard or CheckpointGuard(has_plan=True)).check(state(saved, sharding), now, name="/ckpt", form=form)
+
+
+def kept(saved: Namespace, *, placement: tuple[int, ...], slots: Any = None) -> Namespace:
+    """The arguments as the guard of a run with this placement leaves them in the checkpoint."""
+    stages = CheckpointGuard(placement=placement, slots=slots).stages(saved)
+    assert stages is not None
+    return Namespace(**{**vars(saved), ATTRIBUTE: stages.to_json()})
+
+
+def test_the_seams_are_where_they_are_declared() -> None:
+    for seam in (SAVE, LOAD):
+        resolve(seam)
+
+
+def test_stock_stages_are_read_from_arguments() -> None:
+    assert stages_of(arguments(*UNEVEN)) == Stages(
+        tensor_parallel=1, pipeline_parallel=2, layers=(4, 2), placement=(0, 1)
+    )
+    chunks = stages_of(arguments(*CHUNKS))
+    assert chunks is not None
+    assert chunks.placement == loop(6, 2) == (0, 1, 0, 1, 0, 1)
+    assert stages_of(Namespace(num_layers=6)) is None
+
+
+def test_what_is_kept_is_read_back() -> None:
+    saved = kept(arguments(*CHUNKS), placement=SNAKE, slots=[(0, 1), (0, 0)])
+    assert stages_kept(saved) == Stages(
+        tensor_parallel=1,
+        pipeline_parallel=2,
+        layers=(1,) * 6,
+        placement=SNAKE,
+        slots=((0, 1), (0, 0)),
+    )
+    setattr(saved, ATTRIBUTE, {"layers": "torn"})
+    assert stages_kept(saved) is None
+
+
+def test_the_digest_is_of_the_stages_alone() -> None:
+    one, other = (stages_kept(kept(arguments(*CHUNKS), placement=SNAKE, slots=s)) for s in (None, [(0, 0)]))
+    assert one is not None
+    assert other is not None
+    assert one.digest == other.digest
+    assert one.digest != stages_of(arguments(*CHUNKS)).digest  # type: ignore[union-attr]
+
+
+def test_the_same_stages_load_in_any_form() -> None:
+    for form in ("GLOBAL", "LEGACY", "LOCAL"):
+        check(arguments(*UNEVEN), arguments(*UNEVEN), form=form)
+
+
+@pytest.mark.parametrize(
+    ("form", "sharding", "cure"),
+    [
+        ("GLOBAL", "dp_reshardable", "--dist-ckpt-optim-fully-reshardable"),
+        ("GLOBAL", "dp_zero_gather_scatter", "--no-load-optim"),
+        ("GLOBAL", None, "--dist-ckpt-optim-fully-reshardable"),
+        ("LEGACY", None, "--ckpt-format torch_dist"),
+        ("LOCAL", "fully_reshardable", "--load"),
+    ],
+)
+def test_another_split_is_refused_with_the_cure(form: str, sharding: str | None, cure: str) -> None:
+    saved = arguments(*EVEN, ckpt_fully_parallel_save=False)
+    with pytest.raises(PlanError, match=cure) as caught:
+        check(saved, arguments(*UNEVEN), form=form, sharding=sharding)
+    assert "split 3+3" in str(caught.value)
+    assert "split 4+2" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_equal_split_on_another_placement_is_refused() -> None:
+    # Equal sizes everywhere: Megatron itself would load it without a word.
+    with pytest.raises(PlanError, match=r"placed on 0,1,1,0,0,1"):
+        check(kept(arguments(*CHUNKS), placement=SNAKE), arguments(*CHUNKS))
+    check(
+        kept(arguments(*CHUNKS), placement=SNAKE),
+        arguments(*CHUNKS),
+        guard=CheckpointGuard(placement=SNAKE, has_plan=True),
+    )
+
+
+def test_what_names_its_weights_loads_anywhere() -> None:
+    check(arguments(*EVEN), arguments(*UNEVEN), sharding="fully_reshardable")
+    check(arguments(*EVEN, ckpt_fully_parallel_save=True), arguments(*UNEVEN), sharding=None)
+    for change in ({"finetune": True}, {"no_load_optim": True}, {"use_distributed_optimizer": False}):
+        check(arguments(*EVEN), arguments(*UNEVEN, **change))
+    check(arguments(*EVEN, no_save_optim=True), arguments(*UNEVEN))
+
+
+def test_a_local_checkpoint_needs_the_same_mapping() -> None:
+    here = CheckpointGuard(slots=[(0, 0), (0, 1)], has_plan=True)
+    saved = kept(arguments(*EVEN), placement=(0, 1), slots=[(0, 1), (0, 0)])
+    with pytest.raises(PlanError, match="mapping"):
+        check(saved, arguments(*EVEN), form="LOCAL", guard=here)
+    check(saved, arguments(*EVEN), form="GLOBAL", guard=here)
+
+
+def test_stages_that_nobody_knows_stop_a_plan_and_not_a_user() -> None:
+    saved = Namespace(use_distributed_optimizer=True)
+    check(saved, arguments(*EVEN), guard=CheckpointGuard())
+    with pytest.raises(PlanError, match="does not say"):
+        check(saved, arguments(*EVEN))
