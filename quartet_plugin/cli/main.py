@@ -83,6 +83,8 @@ def main(argv: Sequence[str] | None = None, *, started_s: float | None = None) -
         return _failed(str(error), error.exit_code, debug=debug)
     except _ClickError as error:
         message = _usage_message(error)
+        if command is None and _names_a_command(arguments):
+            message += "; write a training command after --, as in: -- torchrun ..."
         return _failed(message, ExitCode.USAGE, debug=debug) if message else ExitCode.DONE
     except Exception as error:
         reason = f"internal error, please report it with --debug: {type(error).__name__}: {error}"
@@ -125,6 +127,13 @@ def _usage_message(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     path = "quartet" if context is None else context.command_path
     return f"{words}; see {path} --help"
+
+
+def _names_a_command(arguments: Sequence[str]) -> bool:
+    """Whether a training command was written without the -- before it."""
+    from quartet_plugin.launchers.command import is_starter
+
+    return any(is_starter(argument) for argument in arguments)
 
 
 def _version(wanted: bool) -> None:

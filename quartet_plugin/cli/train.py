@@ -118,8 +118,9 @@ def run_wrapped(command: "Command", *, flags: Sequence[str], device: Device) -> 
 
     Raises the ranks' own error where one says why the command failed, InfrastructureError elsewhere.
     """
-    from quartet_plugin.launchers.local import child_environment, free_port, resolve_device
+    from quartet_plugin.launchers.local import child_environment, check_start, free_port, resolve_device
 
+    check_start(command, cwd=Path.cwd(), environment=os.environ)
     port = free_port() if command.port_flag is not None else None
     argv = command.wrapped(flags, port=port)
     resolved = resolve_device(device, environment=os.environ)
@@ -129,8 +130,6 @@ def run_wrapped(command: "Command", *, flags: Sequence[str], device: Device) -> 
         try:
             # In this session: a terminal's Ctrl-C reaches it as it would without us.
             process = subprocess.Popen(argv, env=environment)
-        except FileNotFoundError as error:
-            raise ConfigError(f"command {argv[0]!r}: not found; activate the environment it is in") from error
         except OSError as error:
             raise InfrastructureError(f"command {argv[0]!r}: cannot start: {error.strerror}") from error
         code = _wait(process)
@@ -160,7 +159,8 @@ def first_error(folder: Path) -> QuartetError | None:
             text = " ".join(str(err["message"]).split())[:500]
             code = int(err["exit_code"])
             if err["kind"] not in ours:
-                code, text = int(ExitCode.INFRASTRUCTURE), f"your own command failed: {text}"
+                code = int(ExitCode.INFRASTRUCTURE)
+                text = f"your own command failed: {err['type']}: {text}"
             found.append((err["kind"] == "network", float(err["time"]), code, text))
     if not found:
         return None

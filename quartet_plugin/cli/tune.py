@@ -61,6 +61,7 @@ def tune(
     from rich.console import Console
 
     from quartet_plugin.launchers.command import parse_command
+    from quartet_plugin.launchers.local import check_start
     from quartet_plugin.report.live import reporter
     from quartet_plugin.search.best import write_best
     from quartet_plugin.search.config import default_run_name, read_config
@@ -71,6 +72,8 @@ def tune(
 
     command = parse_command(words)
     config = read_config(config_file)
+    if not is_resumed:
+        check_start(command, cwd=Path.cwd(), environment=os.environ)
     path = run_dir / (config.run or default_run_name((command.target,)))
     folder = prepare_folder(path, is_resumed=is_resumed)
     with Lease.acquire(folder, takeover=takeover) as lease:

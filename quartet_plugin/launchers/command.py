@@ -69,6 +69,12 @@ class Command:
     port_flag: PortFlag | None
 
     @property
+    def program(self) -> str:
+        """What starts the processes: torchrun or a python."""
+        is_env = self.words[0].rpartition("/")[2] == "env"
+        return self.words[1 + len(self.environment) if is_env else 0]
+
+    @property
     def target(self) -> str:
         """The script or module that trains."""
         return self.words[self.target_at]
@@ -111,13 +117,23 @@ def parse_command(words: Sequence[str], *, environment: Mapping[str, str] | None
         raise ConfigError(f"the command after --: at most {MAX_WORDS} words, without NUL characters")
     assignments, at = _environment_words(words)
     known = {**(os.environ if environment is None else environment), **dict(assignments)}
-    program = words[at].replace("\\", "/").rpartition("/")[2]
+    program = _program(words[at])
     if program == "torchrun":
         return _torchrun(words, at + 1, assignments, known)
-    if _PYTHON.fullmatch(program):
+    if is_starter(program):
         return _python(words, at + 1, assignments, known)
     advice = f": {_ADVICE[program]}" if program in _ADVICE else ""
     raise ConfigError(f"command {words[at]!r}: not supported; {_SUPPORTED}{advice}")
+
+
+def is_starter(word: str) -> bool:
+    """Whether a word names a program that a training command may begin with."""
+    program = _program(word)
+    return program == "torchrun" or _PYTHON.fullmatch(program) is not None
+
+
+def _program(word: str) -> str:
+    return word.replace("\\", "/").rpartition("/")[2]
 
 
 def _environment_words(words: tuple[str, ...]) -> tuple[tuple[tuple[str, str], ...], int]:

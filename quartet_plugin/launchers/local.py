@@ -13,6 +13,7 @@ from typing import Literal
 import psutil
 
 from quartet_plugin.errors import ConfigError, InfrastructureError, StorageError
+from quartet_plugin.launchers.command import Command
 
 # glibc's allocator gives freed memory back and maps it again each step, which costs a CPU run as much as
 # a bad layout; one thread a process, because the processes share the cores.
@@ -38,6 +39,22 @@ def resolve_device(
 def child_environment(device: Literal["cpu", "cuda"], *, environment: Mapping[str, str]) -> dict[str, str]:
     """The caller's environment, with the settings that every CPU run needs alike."""
     return {**environment, **(CPU_SETTINGS if device == "cpu" else {})}
+
+
+def check_start(command: Command, *, cwd: Path, environment: Mapping[str, str]) -> None:
+    """Look for the command's program and script before anything is written or started.
+
+    Raises ConfigError for one that is not there.
+    """
+    known = {**environment, **dict(command.environment)}
+    _find_program(command.program, path=known.get("PATH"))
+    if not command.is_module and not (cwd / command.target).exists():
+        raise ConfigError(f"script {command.target!r}: not found from {cwd}; correct its path")
+
+
+def _find_program(program: str, *, path: str | None) -> None:
+    if shutil.which(program, path=os.defpath if path is None else path) is None:
+        raise ConfigError(f"command {program!r}: not found; activate the environment it is in")
 
 
 def free_port() -> int:
@@ -86,8 +103,7 @@ class LocalLauncher:
         """Start `argv`. Raises ConfigError for a program that is not there, InfrastructureError for one
         that cannot start, StorageError when `stdout` cannot be made.
         """
-        if shutil.which(argv[0], path=env.get("PATH", os.defpath)) is None:
-            raise ConfigError(f"command {argv[0]!r}: not found; activate the environment it is in")
+        _find_program(argv[0], path=env.get("PATH"))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             output = os.open(stdout, flags, 0o600)

@@ -72,6 +72,9 @@ def test_a_script_that_fails_by_itself_is_shown(tmp_path: Path, capfd: pytest.Ca
     [
         (["tune"], 2, "write it after --"),
         (["tune", "--"], 2, "training command"),
+        (["tune", "torchrun", "--nproc-per-node", "2", "x.py"], 2, "after --"),
+        (["tune", "--", sys.executable, "nowhere.py"], 2, "'nowhere.py': not found"),
+        (["tune", "--", "./torchrun", "x.py"], 2, "'./torchrun': not found"),
         (["tune", "--", "ls", "-l"], 2, "not supported"),
         (["tune", "--", "deepspeed", "train.py"], 2, "torchrun"),
         (["tune", "--config", "nowhere.yaml", "--", "python", "x.py"], 2, "nowhere.yaml"),
