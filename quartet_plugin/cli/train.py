@@ -118,7 +118,7 @@ def run_wrapped(command: "Command", *, flags: Sequence[str], device: Device) -> 
 
     Raises the ranks' own error where one says why the command failed, InfrastructureError elsewhere.
     """
-    from quartet_plugin.launchers.local import child_environment, check_start, free_port, resolve_device
+    from quartet_plugin.launchers.local import check_start, child_environment, free_port, resolve_device
 
     check_start(command, cwd=Path.cwd(), environment=os.environ)
     port = free_port() if command.port_flag is not None else None
