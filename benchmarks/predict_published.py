@@ -42,7 +42,7 @@ WHY = {
     "torchtitan": "row-wise fp8 casts; context parallel from 4 on at 131k tokens and more",
     "dgxc": "little: how much of tensor parallelism hides",
     "internevo": "gradient reduction over a slow network with one or two microbatches",
-    "korthikanti": "little",
+    "korthikanti": "8-way shards lose less in tiles than counted",
     "simumax-b200": "experts; the power limit of half precision on Blackwell",
     "zerobubble": "little",
 }

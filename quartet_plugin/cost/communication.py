@@ -111,6 +111,8 @@ def context_parallel(run: Run, constants: Constants, attention: Times) -> Times:
     width = 2.0 * run.shape.num_query_groups * run.shape.kv_channels / run.layout.tensor_parallel
     size = 2.0 * run.tokens_per_microbatch * width * cp
     forward = found.gather_s(size)
+    if run.software.tensor_overlap is Overlap.NONE and not run.software.data_overlap:
+        return Times(forward, 2 * forward, 0.0)
     left = constants.tensor_exposed
     return Times(
         max(forward * left, forward - attention.forward),

@@ -5,7 +5,7 @@ round: two short simulations give that of any number of microbatches.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,13 +37,11 @@ def order(
     kind: ScheduleKind, devices: int, chunks: int, microbatches: int
 ) -> tuple[Schedule, IntArray, IntArray]:
     """The named schedule, and its orders in one array with the offsets of the devices."""
-    group = {"group": devices} if kind is ScheduleKind.INTERLEAVED and microbatches % devices == 0 else {}
     schedule = named(
         kind.value,
         num_devices=devices,
         num_microbatches=microbatches,
         chunks=chunks if chunks > 1 else None,
-        **group,
     )
     return schedule, *flatten(schedule)
 
@@ -55,11 +53,20 @@ def makespan_s(run: Run, times: StageTimes) -> float:
     """
     count = run.num_microbatches
     devices = run.layout.pipeline_parallel
+    if count == 0:
+        return 0.0
     if devices == 1:
         return count * float(times.forward_s.sum() + times.input_grad_s.sum() + times.weight_grad_s.sum())
+    rest = count % devices
+    if rest and run.schedule is ScheduleKind.INTERLEAVED:
+        # Interleaved groups are whole; between two such counts the time is taken as linear.
+        lower, upper = (
+            makespan_s(replace(run, num_microbatches=count - rest + n), times) for n in (0, devices)
+        )
+        return lower + (upper - lower) * rest / devices if lower else upper
     if count <= (FULL_ROUNDS + 1) * devices:
         return simulated_s(run, times, count)
-    longer = FULL_ROUNDS * devices + count % devices
+    longer = FULL_ROUNDS * devices + rest
     shorter = longer - FOLDED_ROUNDS * devices
     first, second = simulated_s(run, times, shorter), simulated_s(run, times, longer)
     return second + (second - first) * (count - longer) / (longer - shorter)
@@ -71,6 +78,8 @@ def activation_peak(run: Run, stage_bytes: FloatArray, held_fraction: float) -> 
     if devices == 1:
         return np.array([float(stage_bytes.sum())])
     count = min(run.num_microbatches, 3 * devices + run.num_microbatches % devices)
+    if run.schedule is ScheduleKind.INTERLEAVED:
+        count = -(-count // devices) * devices
     schedule, orders, offsets = order(run.schedule, devices, run.layout.virtual_stages, count)
     peak = np.zeros(devices)
     limit = np.full(devices, np.inf)

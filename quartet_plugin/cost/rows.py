@@ -110,7 +110,7 @@ def resolve(row: Row, *, devices: Mapping[str, Device] | None = None) -> Resolve
     device = device_named(row.gpu, extra=devices)
     shape, experts, latent = _shape(row, assumed)
     layout, num_microbatches = _layout(row, assumed, warnings)
-    _check_divisible(shape, layout)
+    _check_divisible(shape, layout, experts)
     half, matmul = _precisions(row, device, assumed)
     schedule = _schedule(row, layout, assumed)
     stages = split_layers(shape.num_layers, layout.num_stages)
@@ -247,13 +247,17 @@ def _recompute(row: Row, assumed: dict[str, Any]) -> Recompute:
     raise ConfigError(f"recompute: {words!r}; must be none, selective or full")
 
 
-def _check_divisible(shape: ModelShape, layout: Layout) -> None:
+def _check_divisible(shape: ModelShape, layout: Layout, experts: Experts | None) -> None:
     tp, stages = layout.tensor_parallel, layout.num_stages
     for name, value in (("heads", shape.num_attention_heads), ("ffn", shape.ffn_hidden_size)):
         if value % tp:
             raise ConfigError(f"{name}: {value}; must be a multiple of tp ({tp})")
     if shape.num_query_groups % tp and tp % shape.num_query_groups:
         raise ConfigError(f"kv_heads: {shape.num_query_groups}; must divide tp ({tp}) or be a multiple of it")
+    if experts is not None and experts.num_experts % layout.expert_parallel:
+        raise ConfigError(
+            f"experts: {experts.num_experts}; must be a multiple of ep ({layout.expert_parallel})"
+        )
     if shape.num_layers < stages - 2:
         raise ConfigError(f"layers: {shape.num_layers}; must fill pp x vpp ({stages}) stages")
     if shape.seq_length % layout.context_parallel:
@@ -267,6 +271,8 @@ def _precisions(
 ) -> tuple[HalfPrecision, Literal["fp16", "bf16", "fp8", "fp4"]]:
     words = _default(row.precision, "bf16", "precision", assumed).lower()
     half: HalfPrecision = "fp16" if words.startswith("fp16") or "bf16" not in device.peak_flops else "bf16"
+    if not any(known in words for known in ("fp16", "bf16", "fp8", "fp4")):
+        raise ConfigError(f"precision: {words!r}; must be bf16, fp16, fp8 or fp4")
     if "fp4" in words:
         return half, "fp4"
     return half, "fp8" if "fp8" in words else half

@@ -99,3 +99,11 @@ def test_context_parallel_hides_behind_attention() -> None:
     idle = communication.context_parallel(found, CONSTANTS, Times())
     busy = communication.context_parallel(found, CONSTANTS, Times(1.0, 2.0, 0.0))
     assert 0 < busy.total < idle.total
+
+
+def test_without_overlap_context_parallel_is_all_exposed() -> None:
+    found = run(
+        NEMO, tp=1, cp=8, seq_len=16384, sp=False, software="Megatron-LM, TE, no comm overlap, TP overlap off"
+    )
+    idle = communication.context_parallel(found, CONSTANTS, Times())
+    assert idle == communication.context_parallel(found, CONSTANTS, Times(1.0, 2.0, 0.0))

@@ -66,3 +66,10 @@ def test_1f1b_holds_p_microbatches() -> None:
 def test_deferred_weight_gradients_hold_a_part() -> None:
     plain = activation_peak(small(gbs=64), np.ones(4), 0.6).sum()
     assert activation_peak(small(gbs=64, schedule="ZB-H1"), np.ones(4), 0.6).sum() > plain
+
+
+@pytest.mark.parametrize("count", [1, 5, 9, 13, 41])
+def test_interleaved_takes_any_number_of_microbatches(count: int) -> None:
+    times = even(12)
+    found = makespan_s(small(gbs=count, vpp=3), times)
+    assert 9 * count <= found <= makespan_s(small(gbs=count + 4, vpp=3), times)

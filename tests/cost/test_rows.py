@@ -53,6 +53,8 @@ def test_what_is_open_is_assumed_and_listed() -> None:
         ({"hidden": -1}, "hidden"),
         ({"hidden": "6144"}, "hidden"),
         ({"recompute": "sometimes"}, "recompute"),
+        ({"precision": "fp32"}, "precision"),
+        ({"experts": 9, "topk": 2, "ep": 2}, "experts: 9"),
         ({"kv_heads": 12}, "kv_heads|num_query_groups"),
     ],
 )
