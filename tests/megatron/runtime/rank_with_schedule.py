@@ -67,6 +67,22 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
     )
     seams.install(prepared.wrappers)
     prepared.apply()
+    count_deferred(folder)
+
+
+def count_deferred(folder: Path) -> None:
+    """Leave a line for every W action: how many weights it computed the gradients of."""
+    from quartet_plugin.megatron.split_backward import WeightGradients
+
+    run = WeightGradients.run
+    path = folder / f"deferred-{os.environ['RANK']}"
+
+    def counted(self: WeightGradients, stage: int, microbatch: int) -> None:
+        with path.open("a") as stream:
+            print(stage, microbatch, len(self._pending[stage, microbatch]), file=stream)
+        run(self, stage, microbatch)
+
+    WeightGradients.run = counted  # type: ignore[method-assign]
 
 
 def mark_norms() -> None:

@@ -172,7 +172,18 @@ def check(references: References, name: str, case: Case) -> support.Run:
     loss, norm = support.largest_deviation(run, reference)
     assert loss <= case.tolerance
     assert norm <= case.tolerance
+    check_split(references.folder / name.replace(" ", "-"), case)
     return run
+
+
+def check_split(folder: Path, case: Case) -> None:
+    """Where the order has W actions, they did the work: a layer has four weights, the head one more."""
+    lines = [line.split() for path in folder.glob("deferred-*") for line in path.read_text().splitlines()]
+    is_split = case.order.startswith(("zb", "v-half", "family")) and ":whole" not in case.order
+    assert bool(lines) == is_split
+    counts = {(int(stage), int(count)) for stage, _, count in lines}
+    layout = case.flags.split("-layout ")[1].split()[0].split("|")
+    assert counts <= {(stage, 4 * text.count("t") + text.count("L")) for stage, text in enumerate(layout)}
 
 
 def printed(run: support.Run, pattern: str) -> list[float]:
