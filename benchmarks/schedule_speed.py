@@ -2,7 +2,7 @@
 
     python benchmarks/schedule_speed.py
 
-Medians of repeated runs on one thread.
+Medians of repeated runs on one thread: CPU time, which other processes hardly change, and wall time.
 """
 
 import statistics
@@ -19,15 +19,16 @@ from quartet_plugin.schedule.placement import v_shape
 from quartet_plugin.schedule.simulate import simulate
 
 
-def median_ms(function: Callable[[], object], repeats: int) -> float:
-    """Median time of a call in milliseconds; the first call is not counted."""
+def median_ms(function: Callable[[], object], repeats: int) -> str:
+    """Median CPU and wall time of a call in milliseconds; the first call is not counted."""
     function()
-    times = []
+    cpu, wall = [], []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin, began = time.thread_time(), time.perf_counter()
         function()
-        times.append(time.perf_counter() - begin)
-    return 1e3 * statistics.median(times)
+        cpu.append(time.thread_time() - begin)
+        wall.append(time.perf_counter() - began)
+    return f"{1e3 * statistics.median(cpu):8.3f} ms CPU {1e3 * statistics.median(wall):8.3f} ms wall"
 
 
 def costs_of(num_devices: int) -> StageCosts:
@@ -61,9 +62,9 @@ def measure(family: Family, p: int, m: int, repeats: int) -> None:
 
     made = median_ms(lambda: run(family, pipeline), repeats)
     simulated = median_ms(lambda: simulate(schedule, costs), repeats)
-    print(f"p={p:<3} m={m:<4} one generation while simulating     {made:8.3f} ms")
-    print(f"p={p:<3} m={m:<4} one simulation of a fixed order     {simulated:8.3f} ms")
-    print(f"p={p:<3} m={m:<4} one generation and one simulation   {median_ms(both, repeats):8.3f} ms")
+    print(f"p={p:<3} m={m:<4} one generation while simulating     {made}")
+    print(f"p={p:<3} m={m:<4} one simulation of a fixed order     {simulated}")
+    print(f"p={p:<3} m={m:<4} one generation and one simulation   {median_ms(both, repeats)}")
 
 
 def main() -> None:
@@ -79,7 +80,7 @@ def main() -> None:
         measure(family, p, m, repeats)
     for name in NAMED:
         taken = median_ms(partial(named, name, num_devices=64, num_microbatches=512), 5)
-        print(f"named p=64 m=512 {name:15} {taken:8.2f} ms")
+        print(f"named p=64 m=512 {name:15} {taken}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ import numpy as np
 
 from quartet_plugin.errors import InfeasibleError, PlanError
 from quartet_plugin.model.costs import FloatArray, IntArray, StageCosts
-from quartet_plugin.schedule.generator import NUM_SCALARS, fill_keys, generate_orders
+from quartet_plugin.schedule.generator import generate_orders
+from quartet_plugin.schedule.keys import NUM_SCALARS, fill_keys
 from quartet_plugin.schedule.placement import chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
 
@@ -60,7 +61,7 @@ class Family:
         return cls(**{name: _restore(name, value) for name, value in data.items()})
 
     def to_vector(self) -> FloatArray:
-        """The kernels' parameters (`generator.fill_keys`), all but `whole`."""
+        """The kernels' parameters (`keys.fill_keys`), all but `whole`."""
         chunks = (self.stretch_forward, self.stretch_backward, self.shift_forward, self.shift_backward)
         scalars = (
             self.w_gap,

@@ -75,7 +75,7 @@ class Lanes:
 def flatten(schedule: Schedule) -> tuple[IntArray, IntArray]:
     """All orders in one array, and where each device's begins [num_devices + 1]."""
     offsets = np.concatenate(([0], np.cumsum([len(order) for order in schedule.orders]))).astype(np.int64)
-    return np.concatenate(schedule.orders).astype(np.int64), offsets
+    return np.concatenate(schedule.orders, dtype=np.int64), offsets
 
 
 def lanes_of(schedule: Schedule, costs: StageCosts, other_route: StageCosts | None = None) -> Lanes:
@@ -172,7 +172,7 @@ def _summary(
     offsets: IntArray, start: FloatArray, end: FloatArray, peak: FloatArray, period: float
 ) -> Simulation:
     parts = [slice(a, b) for a, b in pairwise(offsets.tolist())]
-    busy = np.array([float(np.sum(end[part] - start[part])) for part in parts])
+    busy = np.diff(np.concatenate(([0.0], np.cumsum(end - start)))[offsets])
     makespan = float(end.max()) if len(end) else 0.0
     return Simulation(
         makespan_s=makespan,

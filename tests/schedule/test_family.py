@@ -13,7 +13,7 @@ from quartet_plugin.errors import InfeasibleError, PlanError
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.action import Kind
 from quartet_plugin.schedule.family import Family, Pipeline, generate, run
-from quartet_plugin.schedule.generator import NUM_SCALARS
+from quartet_plugin.schedule.keys import NUM_SCALARS
 from quartet_plugin.schedule.named import NAMED, named, refusal_of
 from quartet_plugin.schedule.search.problem import Point, Problem
 from quartet_plugin.schedule.search.starts import starts

@@ -1,9 +1,11 @@
-"""The compiled hill climb over the family's parameters (see `generator.fill_keys`) and the split."""
+"""The compiled hill climb over the family's parameters (see `keys.fill_keys`) and the split."""
 
 import numpy as np
 
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.schedule.generator import (
+from quartet_plugin.schedule.generator import generate_orders
+from quartet_plugin.schedule.kernel import compiled, run_orders, steady_period
+from quartet_plugin.schedule.keys import (
     GROUP,
     MEMORY_CAP,
     NUM_SCALARS,
@@ -13,9 +15,7 @@ from quartet_plugin.schedule.generator import (
     W_GAP,
     W_LIMIT,
     fill_keys,
-    generate_orders,
 )
-from quartet_plugin.schedule.kernel import compiled, run_orders, steady_period
 
 _SLACKS = np.array([0.0, 0.1, 0.2, 0.34, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, np.inf])
 _GAPS = np.array([0.0, 0.25, 0.5, 1.0, 2.0, 4.0, np.inf])
