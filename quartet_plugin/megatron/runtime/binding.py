@@ -44,7 +44,7 @@ class Runtime:
         self._library = library
         self._placed = placed
         self._gradients = gradients
-        self._recorder = recorder or NullRecorder()
+        self.recorder: Recorder = recorder or NullRecorder()
         self._host_transport = host_transport
         self._timeout = timeout
         self._executors: dict[tuple[int, bool], Executor] = {}
@@ -147,7 +147,7 @@ class Runtime:
         if training and config.param_sync_func is not None:
             for chunk, start in zip(call.chunks, _listed(config.param_sync_func), strict=True):
                 start(chunk.parameters())
-        recorder = self._recorder if training else NullRecorder()
+        recorder = self.recorder if training else NullRecorder()
         with _no_sync(config.no_sync_func):
             try:
                 executor.run(stages, self._transport(boundary, executor), recorder)
