@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,14 +81,14 @@ def tune(
             run = resume_run(folder, config=None if config_file is None else config, command=words)
         else:
             run = create_run(folder, config=config.model_copy(update={"run": path.name}), command=words)
-        with reporter(Console()) as shown, stop_on_signals() as stop:
+        with reporter(Console()) as shown, stop_on_signals(shown.message) as should_stop:
             shown.message(f"run {run.name} in {path}; the command: {command}")
             result = Coordinator(
                 run,
                 command=command,
                 launches=LocalLaunches(),
                 observer=shown,
-                should_stop=stop.is_set,
+                should_stop=should_stop,
                 fence=lease.check,
                 max_minutes=max_minutes,
             ).tune()
@@ -122,22 +122,31 @@ def _shown(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C (or SIGTERM, SIGHUP) sets; the second raises KeyboardInterrupt."""
+def stop_on_signals(tell: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Whether to stop: from the first Ctrl-C (or SIGTERM, SIGHUP) on. The second raises KeyboardInterrupt.
+
+    `tell` gets one line when that is first asked, since nothing may be printed where a signal comes.
+    """
     stop = threading.Event()
+    is_told = False
 
     def handle(number: int, frame: object) -> None:
         del number, frame
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        # Not print: the signal may have come in the middle of one.
-        os.write(2, b"\nquartet: stopping after cleaning up; once more to kill at once\n")
+
+    def should_stop() -> bool:
+        nonlocal is_told
+        if stop.is_set() and not is_told:
+            is_told = True
+            tell("stopping after cleaning up; once more to kill at once")
+        return is_told
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield stop
+        yield should_stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
+from quartet_plugin.model.launched import Launched, Stage
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.tables import shape_label
 
@@ -12,58 +13,23 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-Stage = Literal["baseline", "search", "final"]
-
 MAX_ROWS = 24
+# A terminal with fewer columns gets the table without those that say the same twice.
+WIDE = 116
 _TOLD_PHASES = ("init", "measure")
-_COLUMNS = (
-    "trial",
-    "shape",
-    "layout",
-    "split",
-    "schedule",
-    "mapping",
-    "outcome",
-    "s/iter",
-    "tokens/s",
-    "vs baseline",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A launch that ended."""
-
-    label: str
-    plan: Plan | None
-    outcome: str
-    reason: str
-    iteration_s: float | None
-    tokens_per_s: float | None
-    versus_baseline: float | None
-
-    def cells(self) -> tuple[str, ...]:
-        """The table's cells; a measured launch shows numbers where another one shows its outcome."""
-        return (
-            self.label,
-            *plan_cells(self.plan),
-            self.outcome.lower(),
-            "" if self.iteration_s is None else f"{self.iteration_s:.3f}",
-            "" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}",
-            "" if self.versus_baseline is None else f"{self.versus_baseline:.2f}x",
-        )
-
-    def sentence(self) -> str:
-        """The launch in one line."""
-        what = "your own command" if self.plan is None else ", ".join(plan_cells(self.plan))
-        if self.iteration_s is None or self.tokens_per_s is None:
-            return f"trial {self.label}: {what}: {self.outcome}: {self.reason}"
-        ratio = "" if self.versus_baseline is None else f", {self.versus_baseline:.2f}x the baseline"
-        note = "" if self.outcome == "OK" else f" ({self.outcome.lower()}: {self.reason})"
-        return (
-            f"trial {self.label}: {what}: {self.iteration_s:.3f} s/iteration, "
-            f"{self.tokens_per_s:,.0f} tokens/s{ratio}{note}"
-        )
+_COLUMNS = {
+    "trial": "left",
+    "shape": "left",
+    "layout": "left",
+    "split": "left",
+    "schedule": "left",
+    "mapping": "left",
+    "outcome": "left",
+    "s/iter": "right",
+    "tokens/s": "right",
+    "vs own": "right",
+}
+_WIDE_ALONE = ("outcome", "tokens/s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,38 +53,6 @@ class Running:
         elapsed_s = now_s - self.began_s
         left = "" if self.time_left_s is None else f"; about {_duration(self.time_left_s - elapsed_s)} left"
         return f"{name}: {self.phase}{step}, {_duration(elapsed_s)}{left}"
-
-
-class Reporter(Protocol):
-    """What the command line shows a run with; a context manager."""
-
-    def __enter__(self) -> Self:
-        """Begin to show."""
-
-    def __exit__(self, *exception: object) -> None:
-        """Leave the screen as it should stay."""
-
-    def message(self, text: str) -> None:
-        """One line for the user."""
-
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
-        """A launch begins."""
-
-    def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
-        """Where the running launch is."""
-
-    def plan_finished(
-        self,
-        label: str,
-        plan: Plan | None,
-        *,
-        outcome: str,
-        reason: str,
-        iteration_s: float | None,
-        tokens_per_s: float | None,
-        versus_baseline: float | None,
-    ) -> None:
-        """A launch ended."""
 
 
 class PlainLines:
@@ -155,29 +89,10 @@ class PlainLines:
         self._running = replace(running, phase=phase, iteration=iteration, num_iterations=num_iterations)
         self._write(self._running.sentence(now_s=self._clock()))
 
-    def plan_finished(
-        self,
-        label: str,
-        plan: Plan | None,
-        *,
-        outcome: str,
-        reason: str,
-        iteration_s: float | None,
-        tokens_per_s: float | None,
-        versus_baseline: float | None,
-    ) -> None:
+    def plan_finished(self, launch: Launched) -> None:
         """One line."""
         self._running = None
-        row = Row(
-            label=label,
-            plan=plan,
-            outcome=outcome,
-            reason=reason,
-            iteration_s=iteration_s,
-            tokens_per_s=tokens_per_s,
-            versus_baseline=versus_baseline,
-        )
-        self._write(row.sentence())
+        self._write(sentence(launch))
 
 
 class LiveTable:
@@ -186,7 +101,7 @@ class LiveTable:
     def __init__(self, console: "Console", *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._rows: list[Row] = []
+        self._rows: list[Launched] = []
         self._running: Running | None = None
         self._live: Live | None = None
 
@@ -225,31 +140,12 @@ class LiveTable:
                 self._running, phase=phase, iteration=iteration, num_iterations=num_iterations
             )
 
-    def plan_finished(
-        self,
-        label: str,
-        plan: Plan | None,
-        *,
-        outcome: str,
-        reason: str,
-        iteration_s: float | None,
-        tokens_per_s: float | None,
-        versus_baseline: float | None,
-    ) -> None:
+    def plan_finished(self, launch: Launched) -> None:
         """Put it into the table; a launch that was not measured also says why."""
         self._running = None
-        row = Row(
-            label=label,
-            plan=plan,
-            outcome=outcome,
-            reason=reason,
-            iteration_s=iteration_s,
-            tokens_per_s=tokens_per_s,
-            versus_baseline=versus_baseline,
-        )
-        self._rows.append(row)
-        if row.iteration_s is None:
-            self.message(row.sentence())
+        self._rows.append(launch)
+        if launch.iteration_s is None:
+            self.message(sentence(launch))
 
     def render(self) -> "RenderableType":
         """The screen now."""
@@ -257,27 +153,57 @@ class LiveTable:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=None, pad_edge=False)
-        for name in _COLUMNS:
-            right = name in ("s/iter", "tokens/s", "vs baseline")
-            table.add_column(name, justify="right" if right else "left", no_wrap=True)
+        is_wide = self._console.width >= WIDE
+        names = [name for name in _COLUMNS if is_wide or name not in _WIDE_ALONE]
+        table = Table(box=None, pad_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
+        for name in names:
+            table.add_column(name, justify="right" if _COLUMNS[name] == "right" else "left", no_wrap=True)
         best = max((row.versus_baseline or 0.0 for row in self._rows), default=0.0)
         for row in self._shown():
             is_best = row.versus_baseline is not None and row.versus_baseline == best
             style = "bold" if is_best else "dim" if row.iteration_s is None else ""
-            table.add_row(*(Text(cell) for cell in row.cells()), style=style)
+            cells = row_cells(row, split_width=24 if is_wide else 10)
+            table.add_row(*(Text(cells[name]) for name in names), style=style)
         if self._running is None:
             return table
         return Group(table, Text(self._running.sentence(now_s=self._clock()), style="cyan"))
 
-    def _shown(self) -> list[Row]:
-        """The baseline and the latest rows."""
-        if len(self._rows) <= MAX_ROWS:
+    def _shown(self) -> list[Launched]:
+        """The baseline and the latest rows, as many as the screen has room for."""
+        num_rows = max(4, min(MAX_ROWS, self._console.height - 3))
+        if len(self._rows) <= num_rows:
             return self._rows
-        return [self._rows[0], *self._rows[-(MAX_ROWS - 1) :]]
+        return [self._rows[0], *self._rows[-(num_rows - 1) :]]
 
 
-def plan_cells(plan: Plan | None) -> tuple[str, str, str, str, str]:
+def row_cells(launch: Launched, *, split_width: int) -> dict[str, str]:
+    """The cells of one row by column; a launch that was not measured has its outcome in the last one."""
+    ratio = "" if launch.iteration_s is not None else launch.outcome.lower()
+    names = ("shape", "layout", "split", "schedule", "mapping")
+    return {
+        "trial": launch.label,
+        **dict(zip(names, plan_cells(launch.plan, split_width=split_width), strict=True)),
+        "outcome": launch.outcome.lower(),
+        "s/iter": "" if launch.iteration_s is None else f"{launch.iteration_s:.3f}",
+        "tokens/s": "" if launch.tokens_per_s is None else f"{launch.tokens_per_s:,.0f}",
+        "vs own": ratio if launch.versus_baseline is None else f"{launch.versus_baseline:.2f}x",
+    }
+
+
+def sentence(launch: Launched) -> str:
+    """The launch in one line."""
+    what = "your own command" if launch.plan is None else ", ".join(plan_cells(launch.plan))
+    if launch.iteration_s is None or launch.tokens_per_s is None:
+        return f"trial {launch.label}: {what}: {launch.outcome}: {launch.reason}"
+    ratio = "" if launch.versus_baseline is None else f", {launch.versus_baseline:.2f}x the baseline"
+    note = "" if launch.outcome == "OK" else f" ({launch.outcome.lower()}: {launch.reason})"
+    return (
+        f"trial {launch.label}: {what}: {launch.iteration_s:.3f} s/iteration, "
+        f"{launch.tokens_per_s:,.0f} tokens/s{ratio}{note}"
+    )
+
+
+def plan_cells(plan: Plan | None, *, split_width: int = 24) -> tuple[str, str, str, str, str]:
     """Shape, layout, split, schedule and mapping of a plan; the user's own command has none."""
     if plan is None:
         return ("your own", "command", "", "", "")
@@ -285,13 +211,13 @@ def plan_cells(plan: Plan | None) -> tuple[str, str, str, str, str]:
     return (
         shape_label(plan.shape),
         plan.layout.label,
-        split if len(split) <= 24 else f"{split[:21]}...",
+        split if len(split) <= split_width else f"{split[: split_width - 3]}...",
         plan.schedule.label,
         plan.mapping.label,
     )
 
 
-def reporter(console: "Console", *, clock: Callable[[], float] = time.monotonic) -> Reporter:
+def reporter(console: "Console", *, clock: Callable[[], float] = time.monotonic) -> PlainLines | LiveTable:
     """A live table on a terminal, plain lines elsewhere."""
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveTable(console, clock=clock)

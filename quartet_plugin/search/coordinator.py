@@ -177,6 +177,8 @@ class Coordinator:
             for record in study.records():
                 if record.told.repeats is None:
                     self._budget.add(record.told.wall_s)
+                    if record.number != BASELINE:
+                        self._launching.show_told(record)
             return study
         num_starts = max(MIN_STARTS, round(STARTS_FRACTION * config.trials))
         return TuneStudy.create(

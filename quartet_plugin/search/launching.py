@@ -6,15 +6,16 @@ from pathlib import Path
 
 from quartet_plugin.errors import InterruptedByUserError
 from quartet_plugin.launchers.command import Command
+from quartet_plugin.model.launched import Launched, Stage
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.budget import TimeBudget
 from quartet_plugin.search.events import EventLog
 from quartet_plugin.search.launches import Launches, ShouldStop
-from quartet_plugin.search.observer import Observer, Stage
+from quartet_plugin.search.observer import Observer
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.scoring import Score, score
-from quartet_plugin.search.study import REFUSED_EXCESS, Told, Verdict
+from quartet_plugin.search.study import REFUSED_EXCESS, Record, Told, Verdict
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 
 _VERDICTS: dict[Outcome, Verdict] = {
@@ -142,15 +143,32 @@ class Launching:
         if result.is_measured and shown is not None:
             scored = score(shown, iteration_s=result.iteration_s)
         self._observer.plan_finished(
-            label,
-            plan,
-            outcome=result.outcome.value,
-            reason=result.reason,
-            iteration_s=scored.iteration_s if scored else None,
-            tokens_per_s=scored.tokens_per_s if scored else None,
-            versus_baseline=(
-                scored.value(own.objective) / own.value if scored and own and stage != "final" else None
-            ),
+            Launched(
+                label=label,
+                plan=plan,
+                outcome=result.outcome.value,
+                reason=result.reason,
+                iteration_s=scored.iteration_s if scored else None,
+                tokens_per_s=scored.tokens_per_s if scored else None,
+                versus_baseline=(
+                    scored.value(own.objective) / own.value if scored and own and stage != "final" else None
+                ),
+            )
+        )
+
+    def show_told(self, record: Record) -> None:
+        """Tell the observer of a trial that an earlier process told the study."""
+        told, own = record.told, self.yardstick
+        self._observer.plan_finished(
+            Launched(
+                label=str(record.number),
+                plan=record.plan,
+                outcome=told.outcome,
+                reason=told.reason,
+                iteration_s=told.iteration_s,
+                tokens_per_s=told.tokens_per_s,
+                versus_baseline=told.value / own.value if told.value is not None and own else None,
+            )
         )
 
 

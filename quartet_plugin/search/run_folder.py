@@ -1,8 +1,10 @@
 """A run's folder: its paths, and config.json, by which a run is resumed as it was begun."""
 
+import shlex
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +106,9 @@ def prepare_folder(path: Path, *, is_resumed: bool) -> Path:
     except FileExistsError as error:
         raise ConfigError(f"{path}: is not a folder; name another `run:`") from error
     except OSError as error:
-        raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
+        raise StorageError(
+            f"{path}: cannot be made: {error.strerror}; name a folder that can with --run-dir"
+        ) from error
     return folder.path
 
 
@@ -143,7 +147,10 @@ def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] 
     begun = parse_config(_unfilled(data.get("config")), where=str(folder.config_file))
     words = tuple(data["command"])
     if command is not None and tuple(command) != words:
-        raise ConfigError(f"{path}: the run was begun with another command: {' '.join(words)[:300]}")
+        raise ConfigError(
+            f"{path}: the run was begun with another command: {_difference(words, command)}; "
+            "give the same one, or name another `run:`"
+        )
     cwd = Path(data["cwd"])
     if config is None:
         return Run(folder=folder, config=begun, command=words, cwd=cwd)
@@ -152,6 +159,13 @@ def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] 
     run = Run(folder=folder, config=merged, command=words, cwd=cwd)
     _write_config(run)
     return run
+
+
+def _difference(begun: Sequence[str], now: Sequence[str]) -> str:
+    """Where two commands begin to differ, with the word before it: a flag with its value."""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(begun, now, strict=False)))
+    was, here = (shlex.join(words[max(0, same - 1) : same + 2])[:100] for words in (begun, now))
+    return f"it has `{was}` where this one has `{here}`"
 
 
 def _is_command(value: Any) -> bool:

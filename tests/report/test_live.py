@@ -1,37 +1,33 @@
 """A run on the screen: plain lines for pipes, a table for terminals."""
 
 import io
+from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
-from quartet_plugin.report.live import LiveTable, PlainLines, Reporter, reporter
+from quartet_plugin.model.launched import Launched
+from quartet_plugin.report.live import LiveTable, PlainLines, reporter
 from tests.model.plans import PLAN
 
 
-def play(shown: Reporter) -> None:
+def play(shown: PlainLines | LiveTable) -> None:
     """A baseline and two trials, one of which does not fit."""
     shown.message("hello [bold]world")
     shown.plan_started("0", None, stage="baseline", time_left_s=None)
     shown.progressed("init", iteration=0, num_iterations=13)
-    shown.plan_finished(
-        "0", None, outcome="OK", reason="measured", iteration_s=0.5, tokens_per_s=1000.0, versus_baseline=1.0
+    own = Launched(
+        label="0", plan=None, outcome="OK", iteration_s=0.5, tokens_per_s=1000.0, versus_baseline=1.0
     )
+    shown.plan_finished(own)
     shown.plan_started("1", PLAN, stage="search", time_left_s=125.0)
     shown.progressed("measure", iteration=4, num_iterations=13)
     shown.progressed("measure", iteration=5, num_iterations=13)
     shown.plan_finished(
-        "1", PLAN, outcome="OK", reason="measured", iteration_s=0.4, tokens_per_s=1250.0, versus_baseline=1.25
+        replace(own, label="1", plan=PLAN, iteration_s=0.4, tokens_per_s=1250.0, versus_baseline=1.25)
     )
     shown.plan_started("2", PLAN, stage="final", time_left_s=30.0)
-    shown.plan_finished(
-        "2",
-        PLAN,
-        outcome="INFEASIBLE",
-        reason="out of memory [red]",
-        iteration_s=None,
-        tokens_per_s=None,
-        versus_baseline=None,
-    )
+    shown.plan_finished(Launched(label="2", plan=PLAN, outcome="INFEASIBLE", reason="out of memory [red]"))
 
 
 def test_plain_lines_are_one_an_event() -> None:
@@ -67,3 +63,27 @@ def test_a_terminal_gets_a_table_that_stays() -> None:
 
 def test_a_pipe_gets_lines() -> None:
     assert isinstance(reporter(Console(file=io.StringIO())), PlainLines)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 40), (116, 24), (140, 50)])
+def test_the_table_fits_the_screen_and_cuts_no_number(width: int, height: int) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
+    shown = LiveTable(console)
+    own = Launched(
+        label="0", plan=None, outcome="OK", iteration_s=1.234, tokens_per_s=1e6, versus_baseline=1.0
+    )
+    shown.plan_finished(own)
+    for number in range(1, 60):
+        shown.plan_finished(replace(own, label=f"{number} round 1", plan=PLAN))
+    shown.plan_finished(replace(own, label="60", plan=PLAN, versus_baseline=1.31))
+    shown.plan_started("61", PLAN, stage="search", time_left_s=90.0)
+    with console.capture() as captured:
+        console.print(shown.render())
+    lines = captured.get().splitlines()
+    assert len(lines) <= height - 1
+    assert all(len(line) <= width for line in lines)
+    assert lines[-1].startswith("trial 61: launch")
+    assert "1.31x" in lines[-2]
+    assert "1.234" in lines[-2]
+    assert "your own" in lines[1]
+    assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)

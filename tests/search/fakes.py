@@ -11,11 +11,11 @@ from quartet_plugin.cost.estimate import iteration_flops
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.schema import dump
+from quartet_plugin.report.live import PlainLines
 from quartet_plugin.search.config import parse_config
 from quartet_plugin.search.coordinator import Coordinator, TuneResult
 from quartet_plugin.search.job import baseline_plan
 from quartet_plugin.search.launches import SETTLED, ShouldStop
-from quartet_plugin.search.observer import Silent
 from quartet_plugin.search.run_folder import Run, create_run, resume_run
 from quartet_plugin.trial.files import Job
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
@@ -117,16 +117,12 @@ def _as_json(value: Any) -> Any:
     return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-class Watching(Silent):
+class Watching(PlainLines):
     """Keeps what a user would have read."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
-        self.finished: list[str] = []
-
-    def message(self, text: str) -> None:
-        """Keep it."""
-        self.messages.append(text)
+        super().__init__(self.messages.append)
 
 
 def begin(folder: Path, **config: Any) -> Run:
@@ -146,5 +142,5 @@ def tune(run: Run, machine: Any, **options: Any) -> TuneResult:
 
 def coordinator(run: Run, machine: Any, **options: Any) -> Coordinator:
     """A coordinator on a machine."""
-    options.setdefault("observer", Silent())
+    options.setdefault("observer", Watching())
     return Coordinator(run, command=parse_command(run.command, environment={}), launches=machine, **options)

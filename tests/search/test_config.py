@@ -168,8 +168,10 @@ def test_a_run_is_resumed_as_it_was_begun(tmp_path: Path) -> None:
     other = config.model_copy(update={"study": config.study.model_copy(update={"seed": 9})})
     with pytest.raises(ConfigError, match=r"study\.seed: 9; the run was begun with 0"):
         resume_run(tmp_path / "r", config=other, command=words)
-    with pytest.raises(ConfigError, match="another command"):
+    with pytest.raises(ConfigError, match=r"another command: it has `--name .* where this one has `--name`;"):
         resume_run(tmp_path / "r", config=None, command=words[:-1])
+    with pytest.raises(ConfigError, match=r"has `torchrun train\.py --name` .* `torchrun x\.py --name`"):
+        resume_run(tmp_path / "r", config=None, command=("torchrun", "x.py", *words[2:]))
     with pytest.raises(ConfigError, match="no run to resume"):
         resume_run(tmp_path / "s", config=None, command=words)
 

@@ -242,7 +242,10 @@ def test_stopping_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
         tune(begin(tmp_path / "r", **config), machine, should_stop=lambda: bool(stops))
     stops.clear()
     machine.on_launch = lambda request: None
-    assert told(tune(resume(tmp_path / "r"), machine)) == told(expected)
+    seen = Watching()
+    assert told(tune(resume(tmp_path / "r"), machine, observer=seen)) == told(expected)
+    for number in range(1, 5):  # what was measured before is shown again
+        assert sum(line.startswith(f"trial {number}: ") and "tokens/s" in line for line in seen.messages) == 1
 
 
 def test_a_tuner_whose_run_was_taken_writes_nothing_more(tmp_path: Path) -> None:

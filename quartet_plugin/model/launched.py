@@ -1,0 +1,25 @@
+"""A launch that ended, as the search tells it and the report shows it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quartet_plugin.model.plan import Plan
+
+Stage = Literal["baseline", "search", "final"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """One launch's end. `plan` is None for the user's own command.
+
+    `iteration_s` (seconds) and `tokens_per_s` are None where nothing was measured; `versus_baseline` is the
+    objective over the baseline's.
+    """
+
+    label: str
+    plan: Plan | None
+    outcome: str
+    reason: str = ""
+    iteration_s: float | None = None
+    tokens_per_s: float | None = None
+    versus_baseline: float | None = None
