@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
-from quartet_plugin.megatron.failure import describe_failure
+from quartet_plugin.megatron.failure import describe_failure, show_script_error
 from quartet_plugin.megatron.options import USAGE, Command, Options, add_group, read_command
 from quartet_plugin.megatron.ranks import AgreedRefusalError, Meeting, Place, agree_on_plan
 
@@ -69,6 +69,7 @@ def main() -> None:
         parser.print_help()
         return
     faulthandler.enable()
+    sys.excepthook = show_script_error
     run(Session(command=command, place=Place.of(os.environ)))
 
 

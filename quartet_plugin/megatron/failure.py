@@ -3,6 +3,7 @@
 import errno
 import linecache
 import re
+import sys
 import traceback
 from types import TracebackType
 from typing import Any, Literal
@@ -100,6 +101,25 @@ def wanted_bytes_of(text: str) -> int:
     """The size of the allocation that failed, as the allocator wrote it; 0 if it did not."""
     match = _WANTED.search(text)
     return round(float(match[1]) * _UNITS[match[2]]) if match else 0
+
+
+def show_script_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A sys.excepthook: shows an error of the script as python alone does, without the frames that ran it."""
+    part = _script_part(trace)
+    sys.__excepthook__(kind, error.with_traceback(part), part)
+
+
+def _script_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's own first frame on; all of it where no script was run."""
+    found = trace
+    while found is not None and found.tb_frame.f_code.co_name != "run_program":
+        found = found.tb_next
+    if found is None:
+        return trace
+    found = found.tb_next
+    while found is not None and found.tb_frame.f_globals.get("__name__") == "runpy":
+        found = found.tb_next
+    return found
 
 
 def _is_verdict(error: BaseException) -> bool:

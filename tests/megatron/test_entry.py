@@ -74,6 +74,20 @@ def test_modules_run_as_python_runs_them(tmp_path: Path) -> None:
     assert done.stdout == "['__main__', '--x', False]\n"
 
 
+@pytest.mark.parametrize(
+    "source", ["def f():\n    raise KeyError('mine')\n\nf()\n", "x = (\n", "import nowhere.at_all\n"]
+)
+def test_the_scripts_own_error_is_shown_as_python_shows_it(tmp_path: Path, source: str) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(source)
+    shown = [
+        subprocess.run([sys.executable, *ours, str(script)], cwd=ROOT, capture_output=True, text=True).stderr
+        for ours in ([], ["-m", "quartet_plugin.megatron", "--quartet-device=cuda"])
+    ]
+    assert str(script) in shown[0]
+    assert shown[1] == shown[0]
+
+
 def test_help_shows_the_group() -> None:
     done = launch(1, ["--help", "--quartet-device", "cpu"])
     assert done.code == 0
