@@ -44,6 +44,8 @@ UNTIED = "--untie-embeddings-and-output-weights"
 RAMP = "--rampup-batch-size 4 2 30"
 EVALUATED = "--eval-iters 2 --eval-interval 4 --split 80,20,0"
 PER_TOKEN = "--calculate-per-token-loss"
+BF16 = "--bf16"
+FP16 = "--fp16 --initial-loss-scale 4096"
 
 # A few that touch everything once; the others run with the slow tests.
 CORE = {
@@ -101,6 +103,11 @@ MATRIX = {
         order=f"zb-v:{V_2}:whole",
         flags=f"{CHUNKS_2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
+    "zb-v bf16": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=BF16, tolerance=1e-2),
+    "zb-v bf16 dp2 both overlaps": Case(
+        order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} {_OVERLAP}", num_processes=4, variant=BF16, tolerance=1e-2
+    ),
+    "zb-v fp16": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=FP16, tolerance=1e-2),
     "zb-v selective recompute": Case(
         order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} --recompute-granularity selective"
     ),

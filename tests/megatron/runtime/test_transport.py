@@ -1,5 +1,8 @@
 """Real process groups: the executor over gloo, directly and through host memory."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from quartet_plugin.megatron.runtime.programs import Library
 from quartet_plugin.megatron.runtime.transport import Boundary, Channels, PairTransport
 from quartet_plugin.schedule.instruction import Post, Side
 from tests.megatron.runtime.pipelines import recipe
-from tests.megatron.support import run_processes, torchrun
+from tests.megatron.support import REPOSITORY, free_port, rank_environment, run_processes, torchrun
 
 RANK_PROGRAM = "tests.megatron.runtime.gloo_rank"
 
@@ -19,6 +22,31 @@ def test_gradients_over_gloo(tmp_path: Path) -> None:
     code, output = run_processes(command, timeout_s=120, log=tmp_path / "log")
     assert code == 0, output[-3000:]
     assert output.count(" done") == 3
+
+
+def test_a_device_that_dies_is_noticed_and_the_message_named() -> None:
+    port = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.megatron.runtime.dying_rank"],
+            env=rank_environment()
+            | {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        output = processes[0].communicate(timeout=120)[0]
+        assert processes[0].returncode == 5
+        assert re.search(r"device 0: 0(RECV|SEND)_[FB]\d with device 1 failed: .*device 0 was at", output), (
+            output
+        )
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_a_tensor_of_another_shape_or_type_is_refused_before_it_is_sent() -> None:

@@ -1,0 +1,47 @@
+"""One of two devices of a test: rank 1 dies in the middle of a schedule, rank 0 says what it waited for."""
+
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quartet_plugin.errors import InfrastructureError
+from quartet_plugin.megatron.runtime import transport
+from quartet_plugin.megatron.runtime.executor import Executor
+from quartet_plugin.megatron.runtime.programs import Library
+from quartet_plugin.megatron.runtime.records import NullRecorder
+from tests.megatron.runtime.pipelines import ROWS, WIDTH, TorchStages, recipe
+
+
+class Dying(TorchStages):
+    """Ends its process in one action."""
+
+    def forward(self, stage: int, microbatch: int, received: Any) -> Any:
+        """F, until microbatch 2."""
+        if microbatch == 2:
+            os._exit(9)
+        return super().forward(stage, microbatch, received)
+
+
+def main() -> None:
+    """Run 1F1B of four microbatches."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    library = Library(recipe("1f1b", 2))
+    boundary = transport.Boundary(shape=(ROWS, WIDTH), dtype=torch.float64, device=torch.device("cpu"))
+    channels = transport.Channels.open(library.program(4).groups, ranks=(0, 1))
+    kind = TorchStages if rank == 0 else Dying
+    begin = time.monotonic()
+    try:
+        Executor(library.program(4), device=rank).run(
+            kind(num_stages=2, stages=[rank]), transport.PairTransport(channels, boundary), NullRecorder()
+        )
+    except InfrastructureError as error:
+        print(f"after {time.monotonic() - begin:.1f} s: {error} {error.__notes__}", flush=True)
+        os._exit(5)
+
+
+if __name__ == "__main__":
+    main()
