@@ -28,6 +28,7 @@ COMMAND_MODULES: tuple[str, ...] = (
     "quartet_plugin.cli.show",
     "quartet_plugin.cli.export",
     "quartet_plugin.cli.schedule",
+    "quartet_plugin.cli.rehearse",
     "quartet_plugin.cli.predict",
 )
 

@@ -1,0 +1,245 @@
+"""The processes of a rehearsal: forked from one that has loaded torch, watched, and ended for certain."""
+
+import gc
+import json
+import mmap
+import os
+import signal
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quartet_plugin.errors import InfrastructureError, PlanError
+from quartet_plugin.megatron.rehearsal.sleeping import (
+    DelayedTransport,
+    SleepingCompute,
+    sleep_until,
+    wake_on_time,
+)
+from quartet_plugin.megatron.runtime.executor import Executor
+from quartet_plugin.megatron.runtime.programs import lower_schedule
+from quartet_plugin.megatron.runtime.records import NullRecorder
+from quartet_plugin.megatron.runtime.transport import Channels
+from quartet_plugin.model.costs import StageCosts
+from quartet_plugin.schedule.channels import Backend, check_program
+from quartet_plugin.schedule.instruction import Program
+from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.validate import validate
+
+MAX_DEVICES = 256
+_TEXT_BYTES = 96
+_HEAD_START_S = 0.02
+_POLL_S = 0.05
+_STARTUP_S = 120.0
+_PEERS_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One rehearsed step: from the common start to the last device's end, and every action's times.
+
+    `start_s[d]` and `end_s[d]` are aligned with the schedule's list of device d, count from the common start
+    and are the device's own; its process notices an end a little later, and `wall_s` has that too.
+    """
+
+    wall_s: float
+    start_s: tuple[tuple[float, ...], ...]
+    end_s: tuple[tuple[float, ...], ...]
+
+
+class Board:
+    """What every process does right now, in memory that all share."""
+
+    def __init__(self, num_devices: int) -> None:
+        self._memory = mmap.mmap(-1, num_devices * _TEXT_BYTES)
+
+    def write(self, device: int, text: str) -> None:
+        """Put a device's line there."""
+        line = text.encode("ascii", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+        self._memory[device * _TEXT_BYTES : (device + 1) * _TEXT_BYTES] = line
+
+    def read(self, device: int) -> str:
+        """A device's line."""
+        line = self._memory[device * _TEXT_BYTES : (device + 1) * _TEXT_BYTES]
+        return line.decode("ascii", "replace").strip(" \0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What is rehearsed: `num_steps` of them, each after a barrier, all times multiplied with `time_scale`.
+
+    A step that lasts longer than `hang_s` counts as hanging.
+    """
+
+    schedule: Schedule
+    costs: StageCosts
+    folder: Path
+    num_steps: int = 3
+    time_scale: float = 1.0
+    hang_s: float = 60.0
+
+    def run(self) -> list[Step]:
+        """Rehearse it.
+
+        Raises PlanError, before any process starts, for a schedule that is not valid or could dead-lock;
+        InfrastructureError, saying where every device is, when the processes hang or one of them fails.
+        """
+        if self.schedule.num_devices > MAX_DEVICES:
+            raise PlanError(f"num_devices: {self.schedule.num_devices}; at most {MAX_DEVICES} are rehearsed")
+        validate(self.schedule)
+        program = lower_schedule(self.schedule, self.costs)
+        for backend in Backend:
+            check_program(program, backend=backend)
+        torch.set_num_threads(1)
+        board = Board(program.num_devices)
+        crew: dict[int, int] = {}
+        try:
+            for device in range(program.num_devices):
+                crew[self._fork(program, device=device, board=board)] = device
+            self._watch(crew, board)
+        finally:
+            _end(crew)
+        return self._steps(program)
+
+    def _fork(self, program: Program, *, device: int, board: Board) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        # The child must never return into the caller's stack.
+        code = 1
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            _play(self, program, device=device, board=board)
+            code = 0
+        except BaseException as error:
+            place = board.read(device)
+            text = "".join(traceback.format_exception_only(error)).strip()
+            (self.folder / f"device-{device}.err.json").write_text(
+                json.dumps(
+                    {"time": time.time(), "at": place, "error": text, "is_network": _is_network(error)}
+                )
+            )
+        finally:
+            os._exit(code)
+
+    def _watch(self, crew: dict[int, int], board: Board) -> None:
+        """Until all have ended well; raises for the first that does not, or when nobody moves any more."""
+        left = dict(crew)
+        lines: dict[int, str] = {}
+        moved = time.monotonic()
+        limit_s = _STARTUP_S
+        while left:
+            for pid in list(left):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if not done:
+                    continue
+                device = left.pop(pid)
+                del crew[pid]
+                if status:
+                    time.sleep(min(_PEERS_S, self.hang_s))
+                    raise self._failure(device, status, board)
+            now = {device: board.read(device) for device in left.values()}
+            if now != lines:
+                lines, moved = now, time.monotonic()
+                limit_s = self.hang_s if all(now.values()) else _STARTUP_S
+            if time.monotonic() - moved > limit_s:
+                raise InfrastructureError(f"the rehearsal hangs: {_positions(now)}")
+            time.sleep(_POLL_S)
+
+    def _failure(self, device: int, status: int, board: Board) -> InfrastructureError:
+        """The root cause: the first error that is not a peer gone away, else the process that died."""
+        found = []
+        for path in self.folder.glob("device-*.err.json"):
+            content = json.loads(path.read_text())
+            found.append((content["is_network"], content["time"], path.name.split(".")[0], content))
+        if found and not min(found, key=lambda one: one[:3])[0]:
+            name, content = min(found, key=lambda one: one[:3])[2:]
+            where = name.replace("-", " ")
+            return InfrastructureError(
+                f"the rehearsal failed on {where} at {content['at']}: {content['error']}"
+            )
+        code = os.waitstatus_to_exitcode(status)
+        ended = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return InfrastructureError(
+            f"the rehearsal failed: device {device} ended {ended} at {board.read(device) or 'its start'}"
+        )
+
+    def _steps(self, program: Program) -> list[Step]:
+        results = [
+            json.loads((self.folder / f"device-{device}.json").read_text())
+            for device in range(program.num_devices)
+        ]
+        return [
+            Step(
+                wall_s=max(result["steps"][step]["wall_s"] for result in results),
+                start_s=tuple(tuple(result["steps"][step]["start_s"]) for result in results),
+                end_s=tuple(tuple(result["steps"][step]["end_s"]) for result in results),
+            )
+            for step in range(self.num_steps)
+        ]
+
+
+def _play(rehearsal: Rehearsal, program: Program, *, device: int, board: Board) -> None:
+    """One device's process: meet the others, run every step, leave the times."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+    def tell(text: str) -> None:
+        board.write(device, text)
+
+    timeout = timedelta(seconds=_STARTUP_S + rehearsal.hang_s)
+    # A file: a server would be a thread of the process that forks, and no thread survives that.
+    store = dist.FileStore(str(rehearsal.folder / "store"), program.num_devices)
+    dist.init_process_group("gloo", store=store, rank=device, world_size=program.num_devices, timeout=timeout)
+    channels = Channels.open(program.groups, ranks=range(program.num_devices), timeout=timeout)
+    wake_on_time()
+    scale = rehearsal.time_scale
+    compute = SleepingCompute(rehearsal.costs, tell=tell, scale=scale)
+    transport = DelayedTransport(channels, rehearsal.costs, tell=tell, scale=scale)
+    executor = Executor(program, device=device)
+    recorder = NullRecorder()
+    steps: list[dict[str, Any]] = []
+    gc.collect()
+    gc.disable()
+    for _ in range(rehearsal.num_steps):
+        begin_s = _common_start()
+        compute.begin(begin_s)
+        sleep_until(begin_s)
+        executor.run(compute, transport, recorder)
+        wall_s = time.monotonic() - begin_s
+        steps.append({"wall_s": wall_s, "start_s": compute.start_s, "end_s": compute.end_s})
+    tell("done")
+    (rehearsal.folder / f"device-{device}.json").write_text(json.dumps({"steps": steps}))
+    dist.barrier()
+
+
+def _common_start() -> float:
+    """The moment, on the clock that all share, at which a step begins on every device."""
+    dist.barrier()
+    begin = torch.full((1,), time.monotonic() + _HEAD_START_S, dtype=torch.float64)
+    dist.broadcast(begin, 0)
+    return float(begin[0])
+
+
+def _is_network(error: BaseException) -> bool:
+    """A peer that went away is seen by everybody, and is nobody's own fault."""
+    return isinstance(error, InfrastructureError | dist.DistBackendError | dist.DistNetworkError)
+
+
+def _positions(lines: Mapping[int, str]) -> str:
+    shown = [f"device {device} at {line or 'its start'}" for device, line in sorted(lines.items())[:16]]
+    return "; ".join(shown)
+
+
+def _end(crew: Mapping[int, int]) -> None:
+    """Kill and reap what is left; the pids are our own children's, so nobody else can have them."""
+    for pid in crew:
+        os.kill(pid, signal.SIGKILL)
+    for pid in crew:
+        os.waitpid(pid, 0)

@@ -1,0 +1,119 @@
+"""Compute that sleeps for the time it would take, and a transport that delivers no earlier than a network.
+
+The device that is rehearsed works on its own clock, as a GPU does: what the host does between two actions
+costs time only where the device has nothing left to do. What goes between devices takes as long as it really
+takes, and at least what the costs say.
+"""
+
+import contextlib
+import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from quartet_plugin.megatron.runtime.transport import Boundary, Channels, PairTransport
+from quartet_plugin.model.costs import StageCosts
+from quartet_plugin.schedule.instruction import Side, Transfer
+
+# One number crosses every boundary: when its producer ended, on the clock that all processes share. What a
+# transport hands out is when it came.
+BOUNDARY = Boundary(shape=(1,), dtype=torch.float64, device=torch.device("cpu"))
+
+_PR_SET_TIMERSLACK = 29
+
+
+def wake_on_time() -> None:
+    """Ask the system to wake this process's threads when they are due, as far as it allows.
+
+    Linux wakes sleepers up to 50 us late to save power unless a process minds, and on a busy machine behind
+    others unless it goes before them. These sleep nearly always, so nobody has to wait for them.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    with contextlib.suppress(OSError, AttributeError):
+        for thread in os.listdir("/proc/self/task"):  # noqa: PTH208
+            os.sched_setscheduler(int(thread), os.SCHED_RR, os.sched_param(1))
+
+
+def sleep_until(due_s: float) -> None:
+    """Return at `due_s` of the monotonic clock, at once when it has passed. Rehearsals share few cores."""
+    left_s = due_s - time.monotonic()
+    if left_s > 0:
+        time.sleep(left_s)
+
+
+class SleepingCompute:
+    """The work of one device's stages: every action lasts as long as the costs say, times `scale`."""
+
+    def __init__(self, costs: StageCosts, *, tell: Callable[[str], None], scale: float = 1.0) -> None:
+        """`tell` is given every action's text before it starts."""
+        self._last = costs.num_stages - 1
+        self._tell = tell
+        self._begin_s = self._free_s = 0.0
+        self.start_s: list[float] = []
+        self.end_s: list[float] = []
+        self._forward_s = (costs.forward_s * scale).tolist()
+        self._backward_s = (costs.backward_s * scale).tolist()
+        self._input_grad_s = (costs.input_grad_s * scale).tolist()
+        self._weight_grad_s = (costs.weight_grad_s * scale).tolist()
+
+    def begin(self, at_s: float) -> None:
+        """A step: the device may start at `at_s`, from which `start_s` and `end_s` of every action count."""
+        self._begin_s = self._free_s = at_s
+        self.start_s, self.end_s = [], []
+
+    def forward(self, stage: int, microbatch: int, received: Any) -> Any:
+        """F."""
+        return self._act(f"{stage}F{microbatch}", self._forward_s[stage], received, sent=stage < self._last)
+
+    def backward(self, stage: int, microbatch: int, received: Any) -> Any:
+        """B."""
+        return self._act(f"{stage}B{microbatch}", self._backward_s[stage], received, sent=stage > 0)
+
+    def input_grad(self, stage: int, microbatch: int, received: Any) -> Any:
+        """I."""
+        return self._act(f"{stage}I{microbatch}", self._input_grad_s[stage], received, sent=stage > 0)
+
+    def weight_grad(self, stage: int, microbatch: int) -> None:
+        """W."""
+        self._act(f"{stage}W{microbatch}", self._weight_grad_s[stage], None, sent=False)
+
+    def _act(self, text: str, duration_s: float, received: Any, *, sent: bool) -> Any:
+        self._tell(text)
+        arrived_s = 0.0 if received is None else float(received[0])
+        start_s = max(self._free_s, arrived_s)
+        self._free_s = start_s + duration_s
+        self.start_s.append(start_s - self._begin_s)
+        self.end_s.append(self._free_s - self._begin_s)
+        sleep_until(self._free_s)
+        return torch.full((1,), self._free_s, dtype=torch.float64) if sent else None
+
+
+class DelayedTransport(PairTransport):
+    """The real transport; a tensor is there no earlier than its producer's end plus the costs' delay."""
+
+    def __init__(
+        self, channels: Channels, costs: StageCosts, *, tell: Callable[[str], None], scale: float = 1.0
+    ) -> None:
+        """`tell` is given what is waited for before every wait."""
+        super().__init__(channels, BOUNDARY)
+        self._tell = tell
+        self._forward_s: Sequence[float] = (costs.forward_transfer_s * scale).tolist()
+        self._backward_s: Sequence[float] = (costs.backward_transfer_s * scale).tolist()
+
+    def wait(self, transfer: Transfer) -> torch.Tensor | None:
+        """Until the transfer is over, and for a receive until the network would have brought it."""
+        self._tell(f"waiting for {transfer} from device {transfer.peer}")
+        tensor = super().wait(transfer)
+        if tensor is None or transfer.side is Side.SEND:
+            return None
+        source = transfer.message.source_stage
+        delay_s = self._forward_s[source] if transfer.message.is_forward else self._backward_s[source]
+        due_s = float(tensor[0]) + delay_s
+        # Later than the network only where the real transport has taken longer.
+        arrived_s = max(due_s, time.monotonic())
+        sleep_until(due_s)
+        return torch.full((1,), arrived_s, dtype=torch.float64)
