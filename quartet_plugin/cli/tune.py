@@ -102,8 +102,12 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "Run") -> l
     from quartet_plugin.report.tables import change_lines, comparison_lines
 
     if plan is None or result.winner is None:
-        tried = sum(record.told.repeats is None for record in result.records) - 1
-        lines = [f"no better plan was found: {tried} plans were tried, your own command stays as it is"]
+        tried = [record for record in result.records if record.told.repeats is None][1:]
+        failed = sum(record.told.verdict != "measured" for record in tried)
+        note = f" ({failed} could not be measured, see {_shown(run.folder.events_file)})" if failed else ""
+        lines = [
+            f"no better plan was found: {len(tried)} plans were tried{note}, your own command stays as it is"
+        ]
         if result.rankings:
             lines += comparison_lines(result.rankings[0].comparison, names=("your own", "nearest"))
         return lines

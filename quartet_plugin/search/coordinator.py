@@ -141,6 +141,8 @@ class Coordinator:
         if result.outcome is Outcome.HARNESS:
             raise SeamError(f"your own command could not be measured: {result.reason}")
         advice = "make it run by itself first; nothing is searched"
+        if result.outcome is Outcome.INFEASIBLE and result.wall_s >= self._run.config.trial.deadline_s:
+            advice = "raise trial.deadline_s, or make it start faster; nothing is searched"
         if result.outcome is Outcome.WRONG:
             advice = "the training itself diverges: mend that first; nothing is searched"
         raise InfrastructureError(f"your own command failed: {result.reason}; {advice}")

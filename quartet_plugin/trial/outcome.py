@@ -178,7 +178,7 @@ def _reported(evidence: Evidence, err: ErrReport) -> Verdict:
         excess = max(1, *(e.wanted_bytes for e in evidence.snapshot.errs.values() if e.kind == err.kind))
         reason = (
             f"out of memory on rank {err.launch_rank} in phase {err.phase}: "
-            f"{excess} bytes more than there were, after {err.peak_memory_bytes}"
+            f"{excess / 2**20:,.0f} MiB more than there were, after {err.peak_memory_bytes / 2**20:,.0f} MiB"
         )
     else:
         excess = 0

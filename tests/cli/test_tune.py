@@ -6,13 +6,19 @@ import pty
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quartet_plugin.cli.main import main
+from quartet_plugin.cli.tune import summary_lines
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.trial.request import Outcome
 from tests.cli.tuning import CONFIG, environment, living, prepare, wait_until
+from tests.search.fakes import FakeMachine, begin
+from tests.search.fakes import tune as search
 
 ENTRY = "from quartet_plugin.cli.main import entry; entry()"
 SLOW = ["--step-s", "0.3"]
@@ -89,6 +95,19 @@ def test_refusals_are_one_line(
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert says in lines[0]
+
+
+def test_plans_that_could_not_be_measured_are_counted(tmp_path: Path) -> None:
+    def outcome(plan: Plan) -> Outcome:
+        return Outcome.OK if plan.split == plan.made_for.baseline.split else Outcome.INFEASIBLE
+
+    run = begin(tmp_path / "r", search={"pipeline_parallel": 2}, study={"trials": 6})
+    result = search(run, FakeMachine(outcome=outcome))
+    failed = sum(record.told.verdict == "infeasible" for record in result.records)
+    assert failed
+    line = summary_lines(replace(result, winner=None), plan=None, run=run)[0]
+    assert f"({failed} could not be measured" in line
+    assert "events.jsonl" in line
 
 
 def test_an_unknown_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

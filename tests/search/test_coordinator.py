@@ -201,6 +201,12 @@ def test_a_command_that_fails_by_itself_is_shown_and_nothing_is_searched(
     assert not (tmp_path / "r" / "study.sqlite3").exists()
 
 
+def test_a_deadline_that_is_too_short_for_the_own_command_is_named(tmp_path: Path) -> None:
+    machine = FakeMachine(outcome=lambda plan: Outcome.INFEASIBLE, wall_s=61.0)
+    with pytest.raises(InfrastructureError, match=r"raise trial\.deadline_s.*nothing is searched"):
+        tune(begin(tmp_path / "r", trial={"deadline_s": 60}), machine)
+
+
 def test_a_run_is_the_same_again(tmp_path: Path) -> None:
     first = tune(begin(tmp_path / "a" / "r", study={"trials": 12}), FakeMachine())
     second = tune(begin(tmp_path / "b" / "r", study={"trials": 12}), FakeMachine())
