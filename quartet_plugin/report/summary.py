@@ -111,7 +111,7 @@ def _listed(values: Sequence[int]) -> str:
 
 def _above(makespan: float, bound: float) -> str:
     if makespan <= bound * (1 + 1e-9):
-        return "reached, so this is optimal"
+        return "reached, so this is proven optimal"
     return f"{100 * (makespan / bound - 1):.1f} % above" if bound > 0 else "nothing proven"
 
 

@@ -43,7 +43,7 @@ def test_the_figures_and_a_row_a_device() -> None:
     lines = text.splitlines()
     assert lines[0] == "schedule   1f1b: 2 devices, 4 stages, 2 microbatches"
     assert lines[1].split() == ["makespan", f"{simulation.makespan_s:g}", "s"]
-    assert "reached, so this is optimal" in text
+    assert "reached, so this is proven optimal" in text
     assert "50.0 % saved" in text
     rows = [line.split() for line in lines[-2:]]
     assert rows[0][:5] == ["0", "0", "3", "1", "1"]

@@ -2,24 +2,32 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.costs import Costs
+from quartet_plugin.model.files import read_json
 from quartet_plugin.schedule import placement as places
+from quartet_plugin.schedule.compilation import compilation_time
 from quartet_plugin.schedule.exact import exact_optimum
+from quartet_plugin.schedule.files import costs_from_json
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.search import SearchResult, search
+from quartet_plugin.schedule.search import SearchResult, compile_kernels, search
 from quartet_plugin.schedule.search.insertion import improve_orders
 from quartet_plugin.schedule.search.noise import NoisyCosts
 from quartet_plugin.schedule.simulate import flatten, simulate, simulate_costs
 from quartet_plugin.split import even_split
 from tests.schedule.sample_costs import random_costs, uneven
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def costs_for(
@@ -106,6 +114,53 @@ def test_tiny_cases_reach_the_proven_optimum(kind: str, m: int, cap: float | Non
     result = search(costs, placement=placement, split=split, evaluations=20_000)
     assert result.found_s >= optimum.makespan_s * (1 - 1e-9)
     assert result.found_s <= optimum.makespan_s * 1.005
+
+
+def golden_cases() -> list[dict[str, Any]]:
+    cases: list[dict[str, Any]] = read_json(GOLDEN / "tiny_optima.json")["cases"]
+    return [case for case in cases if "-p4-" in case["id"]]
+
+
+def test_tiny_pipelines_of_four_devices_reach_their_golden_optima() -> None:
+    """Within 0.5 % everywhere, equal in nine of ten; placement, split and memory limits as in the file."""
+    gaps = []
+    for case in golden_cases():
+        costs = costs_from_json(case["costs"])
+        result = search(costs, placement=case["placement"], split=case["layers_per_stage"], evaluations=4_000)
+        gaps.append(result.found_s / case["optimum_s"] - 1)
+        assert result.lower_bound_s <= case["optimum_s"] * (1 + 1e-9)
+    assert len(gaps) >= 50
+    assert min(gaps) > -1e-8
+    assert max(gaps) <= 0.005
+    assert sum(gap < 1e-7 for gap in gaps) >= 0.9 * len(gaps)
+
+
+def test_a_reached_bound_ends_the_search() -> None:
+    costs = costs_for(4, 6, seed=1)
+    full = search(costs, split="even", evaluations=3_000, seed=2)
+    named_best = full.named_best
+    assert named_best is not None
+    early = search(costs, split="even", evaluations=3_000, seed=2, lower_bound_s=named_best.score_s)
+    assert early.num_evaluations < 0.2 * full.num_evaluations
+    assert early.lower_bound_s == named_best.score_s
+    assert early.found_s <= named_best.score_s * (1 + 1e-9)
+
+
+def test_the_proven_optimum_of_a_fixed_split_is_a_bound_and_of_a_free_one_is_not() -> None:
+    costs = costs_for(3, 3, seed=4, layers=7)
+    fixed = search(costs, placement="linear", split="even", evaluations=3_000)
+    assert fixed.lower_bound_s == pytest.approx(fixed.found_s)
+    assert search(costs, placement="linear", evaluations=3_000).lower_bound_s == 0.0
+
+
+def test_compilation_time_counts_compiling_only() -> None:
+    with compilation_time() as watched:
+        compile_kernels()
+        compile_kernels()
+        before = watched.seconds
+        njit(lambda x: x + 1)(1)
+    assert before >= 0.0
+    assert watched.seconds > before
 
 
 def test_a_found_order_must_win_under_noise() -> None:

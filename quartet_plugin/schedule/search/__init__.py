@@ -1,5 +1,6 @@
 """Search over placement, split and order."""
 
-from quartet_plugin.schedule.search.engine import Named, SearchResult, search
+from quartet_plugin.schedule.search.engine import compile_kernels, search
+from quartet_plugin.schedule.search.result import Named, SearchResult
 
-__all__ = ["Named", "SearchResult", "search"]
+__all__ = ["Named", "SearchResult", "compile_kernels", "search"]

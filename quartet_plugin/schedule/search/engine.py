@@ -6,28 +6,35 @@ does not matter.
 """
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import numpy as np
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
-from quartet_plugin.model.costs import Costs
-from quartet_plugin.schedule.family import Pipeline, run
+from quartet_plugin.model.costs import Costs, LayerCost
+from quartet_plugin.schedule.compilation import compilation_time
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search.baseline import Baseline, named_schedules, unscored
-from quartet_plugin.schedule.search.insertion import improve_orders
+from quartet_plugin.schedule.search.effort import Effort, Rate, num_cores
 from quartet_plugin.schedule.search.noise import NoisyCosts
+from quartet_plugin.schedule.search.polish import (
+    EVALUATIONS_A_WIDTH,
+    inserted,
+    is_small,
+    polished,
+    widths_within,
+)
 from quartet_plugin.schedule.search.problem import Point, Problem
+from quartet_plugin.schedule.search.result import Named, SearchResult
 from quartet_plugin.schedule.search.space import AUTO, placements_for, splits_for
 from quartet_plugin.schedule.search.starts import starts
-from quartet_plugin.schedule.simulate import Simulation, flatten, simulate_costs
+from quartet_plugin.schedule.simulate import simulate_costs
 from quartet_plugin.split import Split
 
 DEFAULT_TIME_LIMIT_S = 10.0
@@ -38,32 +45,6 @@ _PROOFS = 8
 _PER_PLACEMENT = 8
 # Parts of the effort after which a phase ends.
 _NAMED_UNTIL, _FAMILY_UNTIL, _INSERTION_UNTIL = 0.2, 0.65, 0.93
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
-    """A named schedule's best result: `score_s` is its makespan, or period when that is the objective."""
-
-    label: str
-    schedule: Schedule
-    score_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """What a search found.
-
-    `named_best` is the best named schedule that fits, None when none does; `named` all that fit, best
-    first. `found_s` is the best score seen, also when the order lost under noise and was not taken.
-    """
-
-    schedule: Schedule
-    simulation: Simulation
-    named_best: Named | None
-    named: tuple[Named, ...]
-    found_s: float
-    num_evaluations: int
-    elapsed_s: float
 
 
 def search(
@@ -77,14 +58,17 @@ def search(
     evaluations: int | None = None,
     seed: int = 0,
     allow_empty: bool = False,
+    lower_bound_s: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> SearchResult:
     """Search placement, split and order for `costs`; never worse than the best named schedule.
 
     `time_limit_s` (10 if neither is given) is for everything but compilation; `evaluations` makes the
-    result depend on `seed` alone. A found order replaces a named one only if its mean makespan over 64
-    paired draws of the costs is lower too. Raises ConfigError for impossible arguments and InfeasibleError
-    when the memory limit does not hold one microbatch under any split.
+    result depend on `seed` alone. The search stops early at `lower_bound_s`, a proven bound on the makespan.
+    With the period as the objective, insertion and the exact optimum of small orders, which shorten
+    makespans, are left out. A found order replaces a named one only if its mean makespan over 64 paired
+    draws of the costs is lower too. Raises ConfigError for impossible arguments and InfeasibleError when
+    the memory limit does not hold one microbatch under any split.
     """
     if objective not in ("makespan", "period"):
         raise ConfigError(f"objective: {objective[:40]!r}; expected makespan or period")
@@ -93,45 +77,43 @@ def search(
     )
     shapes = placements_for(costs, placement=placement, chunks=chunks, split=split, allow_empty=allow_empty)
     limit = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
-    effort = Effort(clock=clock, time_limit_s=None if evaluations else limit, evaluations=evaluations)
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+    begin = clock()
+    with compilation_time() as compiling:
+        compile_kernels()
+    effort = Effort(
+        clock=clock,
+        started_s=begin + compiling.seconds,
+        time_limit_s=None if evaluations else limit,
+        evaluations=evaluations,
+        goal_s=0.0 if problem.want_period else lower_bound_s,
+    )
+    options = {shape: splits_for(costs, shape, split, allow_empty=allow_empty) for shape in shapes}
+    return _run(problem, effort, options, seed)
+
+
+@cache
+def compile_kernels() -> None:
+    """Compile all the search runs, or load it from the cache, by searching a tiny pipeline once."""
+    layer = LayerCost(name="layer", forward_s=1.0, input_grad_s=1.0, weight_grad_s=1.0, activation_bytes=1.0)
+    costs = Costs(
+        num_devices=2,
+        num_microbatches=2,
+        layers=(layer,) * 5,
+        device_slowdown=np.array([1.0, 1.5]),
+        transfer_s=np.zeros((2, 2)),
+        memory_limit_bytes=None,
+        weight_grad_held_fraction=1.0,
+        backward_fused_s=None,
+    )
+    problem = Problem.of(costs, want_period=False, allow_empty=False, free_split=True)
+    effort = Effort(clock=time.monotonic, started_s=0.0, time_limit_s=None, evaluations=200)
+    _run(problem, effort, {(0, 1): [(2, 3)], (0, 1, 1, 0): [(1, 1, 1, 2)]}, 0)
+
+
+def _run(problem: Problem, effort: Effort, options: dict[Placement, list[Split]], seed: int) -> SearchResult:
+    with ThreadPoolExecutor(max_workers=num_cores()) as pool:
         job = _Job(problem=problem, effort=effort, pool=pool, rng=np.random.default_rng(seed))
-        return job.search(
-            {shape: splits_for(costs, shape, split, allow_empty=allow_empty) for shape in shapes}
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class Effort:
-    """How much has been and may be spent, in seconds or in evaluations."""
-
-    clock: Callable[[], float]
-    time_limit_s: float | None
-    evaluations: int | None
-    used: int = 0
-    started_s: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.started_s = self.clock()
-
-    @property
-    def spent(self) -> float:
-        """Fraction of what may be spent."""
-        if self.evaluations is not None:
-            return self.used / self.evaluations
-        assert self.time_limit_s is not None
-        return (self.clock() - self.started_s) / self.time_limit_s if self.time_limit_s > 0 else math.inf
-
-    def steps(self, until: float, seconds_each: Sequence[float]) -> list[int]:
-        """Steps for a round of tasks whose steps take `seconds_each`, some rounds before `until` is spent."""
-        left, width = until - self.spent, len(seconds_each)
-        if left <= 0:
-            return [0] * width
-        if self.evaluations is not None:
-            return [max(1, min(200, int(left * self.evaluations / width)))] * width
-        assert self.time_limit_s is not None
-        task_s = min(0.08, left * self.time_limit_s * _cores() / width)
-        return [int(min(2000, task_s / max(each, 1e-7))) for each in seconds_each]
+        return job.search(options)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,15 +124,15 @@ class _Job:
     effort: Effort
     pool: ThreadPoolExecutor
     rng: np.random.Generator
-    move_rate: "Rate" = field(default_factory=lambda: Rate(3e-8))
-    climb_rate: "Rate" = field(default_factory=lambda: Rate(1.5e-7))
-    insert_rate: "Rate" = field(default_factory=lambda: Rate(1.5e-7))
+    move_rate: Rate = field(default_factory=lambda: Rate(3e-8))
+    climb_rate: Rate = field(default_factory=lambda: Rate(1.5e-7))
+    insert_rate: Rate = field(default_factory=lambda: Rate(1.5e-7))
 
     def search(self, options: dict[Placement, list[Split]]) -> SearchResult:
         named = self.named(options)
         family = self.family(options, named)
         named = self.crossed(named, family[:3])
-        found = self.refined(family, named)
+        found = self.refined(family, named, is_open=len(options) > 1 or self.problem.free_split)
         return self.result(found, named)
 
     # Named schedules.
@@ -170,6 +152,7 @@ class _Job:
             ):
                 best[item.label] = item
         items = sorted(best.values(), key=lambda item: item.score)
+        self.effort.reached(items[0].score if items else math.inf)
         if not self.problem.free_split:
             return [item for item in items if item.fits]
         while items and self.effort.spent < _NAMED_UNTIL:
@@ -179,6 +162,7 @@ class _Job:
             if not moved:
                 break
             items = sorted([*moved, *items[len(turn) :]], key=lambda item: item.score)
+            self.effort.reached(items[0].score)
         return [item for item in items if item.fits]
 
     def crossed(self, named: list[Baseline], family: list[Point]) -> list[Baseline]:
@@ -255,78 +239,59 @@ class _Job:
                 if child.score <= points[k].score:
                     points[k] = child
             points.sort(key=lambda p: p.score)
+            if m == self.problem.costs.num_microbatches:
+                self.effort.reached(points[0].score)
         return points
 
     # Insertion.
 
-    def refined(self, family: list[Point], named: list[Baseline]) -> list[tuple[float, Schedule]]:
-        """The best orders of both kinds, improved by insertion; (score, schedule), best first."""
-        orders = [self.scored(self.schedule_of(p)) for p in family[:6]]
+    def refined(
+        self, family: list[Point], named: list[Baseline], *, is_open: bool
+    ) -> list[tuple[float, Schedule]]:
+        """The best orders of both kinds, improved by insertion; (score, schedule), best first.
+
+        `is_open`: the placement or the split is free, so that the optimum of one of them proves nothing.
+        """
+        orders = [self.scored(p.schedule(self.problem)) for p in family[:6]]
         orders += [(b.score, replace(b.schedule, layers_per_stage=b.split)) for b in named[:2]]
         orders.sort(key=lambda pair: pair[0])
         if self.problem.want_period or not orders:
             return orders
+        self.effort.reached(orders[0][0])
+        orders = sorted([*self.exact(orders[0][1], is_open=is_open), *orders], key=lambda pair: pair[0])
         current = [schedule for _, schedule in orders[:4]]
         results = list(orders)
         while self.effort.spent < _INSERTION_UNTIL:
-            outcome = self.round(current, self.insert_rate, _INSERTION_UNTIL, self.inserted)
+            task = partial(inserted, problem=self.problem, target=self.effort.goal_s)
+            outcome = self.round(current, self.insert_rate, _INSERTION_UNTIL, task)
             if not outcome:
                 break
             results = sorted([*results, *(best for best, _ in outcome)], key=lambda pair: pair[0])[:12]
+            self.effort.reached(results[0][0])
             current = [last for _, last in outcome]
         return sorted([*results, *orders], key=lambda pair: pair[0])
 
-    def inserted(self, start: tuple[Schedule, int], seed: int) -> tuple[tuple[float, Schedule], Schedule]:
-        """The best order with its score, and the last one, after some steps of insertion."""
-        schedule, steps = start
-        assert schedule.layers_per_stage is not None
-        costs = self.problem.stage_costs(schedule.placement, schedule.layers_per_stage)
-        orders, offsets = flatten(schedule)
-        best = np.empty_like(orders)
-        score = improve_orders(
-            orders,
-            offsets,
-            schedule.num_stages,
-            schedule.num_microbatches,
-            costs.device_of_stage,
-            np.stack([costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.backward_s]),
-            np.stack([costs.forward_transfer_s, costs.backward_transfer_s]),
-            costs.activation_bytes,
-            costs.held_fraction,
-            self.problem.limit_bytes * (1 + 1e-12),
-            steps,
-            0.0,
-            seed,
-            best,
-        )
-        origin = dict(schedule.origin) | {"inserted": True}
-        parts = tuple(np.split(best, offsets[1:-1])), tuple(np.split(orders, offsets[1:-1]))
-        best_schedule, last = (replace(schedule, orders=part, origin=origin) for part in parts)
-        return (float(score), best_schedule), last
+    def exact(self, schedule: Schedule, *, is_open: bool) -> list[tuple[float, Schedule]]:
+        """The optimum of a small order's placement, split and forms of backward, as far as effort allows."""
+        if self.effort.spent >= _INSERTION_UNTIL or not is_small(schedule):
+            return []
+        widths = widths_within(self.effort.evaluations_until(_INSERTION_UNTIL))
+        if not widths:
+            return []
+        seconds = self.effort.seconds_until(_INSERTION_UNTIL)
+        found = polished(schedule, self.problem, widths=widths, time_limit_s=seconds)
+        self.effort.used += EVALUATIONS_A_WIDTH * widths[-1]
+        if found is None:
+            return []
+        if found.is_proven and not is_open and not self.problem.fused_pays:
+            self.effort.goal_s = max(self.effort.goal_s, found.makespan_s)
+            self.effort.reached(found.makespan_s)
+        return [(found.makespan_s, found.schedule)]
 
     def scored(self, schedule: Schedule) -> tuple[float, Schedule]:
         """With its score by the simulator, which may run an order earlier than its generator did."""
         result = simulate_costs(schedule, self.problem.costs)
         return (result.period_s if self.problem.want_period else result.makespan_s), schedule
-
-    def schedule_of(self, point: Point) -> Schedule:
-        """The order a point stands for."""
-        costs = self.problem.costs
-        pipeline = Pipeline.of(
-            self.problem.stage_costs(point.placement, point.split),
-            costs.num_microbatches,
-            memory_limit_bytes=costs.memory_limit_bytes,
-        )
-        makespan, orders, offsets = run(point.family, pipeline)
-        assert math.isfinite(makespan), point
-        return Schedule(
-            num_devices=costs.num_devices,
-            num_microbatches=costs.num_microbatches,
-            placement=point.placement,
-            orders=tuple(np.split(orders, offsets[1:-1])),
-            layers_per_stage=point.split,
-            origin={"family": point.family.to_json()},
-        )
 
     # The choice.
 
@@ -348,6 +313,7 @@ class _Job:
             named_best=table[0] if table else None,
             named=table,
             found_s=found[0][0],
+            lower_bound_s=self.effort.goal_s,
             num_evaluations=self.effort.used,
             elapsed_s=self.effort.clock() - self.effort.started_s,
         )
@@ -373,7 +339,7 @@ class _Job:
     def round[Item: (Baseline, Point, Schedule), Result](
         self,
         items: Sequence[Item],
-        rate: "Rate",
+        rate: Rate,
         until: float,
         task: Callable[[tuple[Item, int], int], Result],
         *,
@@ -390,7 +356,7 @@ class _Job:
         begin = time.perf_counter()
         results = self.each(list(zip(items, steps, strict=True)), task)
         work = sum(size * (n + 1) for size, n in zip(sizes, steps, strict=True))
-        rate.seconds = (time.perf_counter() - begin) * min(_cores(), len(items)) / work
+        rate.seconds = (time.perf_counter() - begin) * min(num_cores(), len(items)) / work
         self.effort.used += sum(steps)
         return results
 
@@ -398,17 +364,6 @@ class _Job:
         """Run `task(item, seed)` for all items on all cores; results in the items' order."""
         seeds = self.rng.integers(0, 2**31 - 1, size=len(items)).tolist()
         return list(self.pool.map(task, items, seeds))
-
-
-@dataclass(slots=True)
-class Rate:
-    """Seconds a step takes an action, learned from round to round."""
-
-    seconds: float
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _size(item: Baseline | Point | Schedule, num_microbatches: int) -> int:

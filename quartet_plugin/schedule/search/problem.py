@@ -8,8 +8,9 @@ from typing import Self
 import numpy as np
 
 from quartet_plugin.model.costs import Costs, FloatArray, IntArray, StageCosts, stage_costs
-from quartet_plugin.schedule.family import Family
+from quartet_plugin.schedule.family import Family, Pipeline, run
 from quartet_plugin.schedule.placement import Placement, chunk_of_stage
+from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search import climb
 from quartet_plugin.split import Split, minimum_counts
 
@@ -79,6 +80,25 @@ class Point:
     def family(self) -> Family:
         """The parameters by name."""
         return Family.from_vector(self.params, self.whole)
+
+    def schedule(self, problem: Problem) -> Schedule:
+        """The order this point stands for."""
+        costs = problem.costs
+        pipeline = Pipeline.of(
+            problem.stage_costs(self.placement, self.split),
+            costs.num_microbatches,
+            memory_limit_bytes=costs.memory_limit_bytes,
+        )
+        makespan, orders, offsets = run(self.family, pipeline)
+        assert math.isfinite(makespan), self
+        return Schedule(
+            num_devices=costs.num_devices,
+            num_microbatches=costs.num_microbatches,
+            placement=self.placement,
+            orders=tuple(np.split(orders, offsets[1:-1])),
+            layers_per_stage=self.split,
+            origin={"family": self.family.to_json()},
+        )
 
     def climbed(
         self, problem: Problem, *, num_microbatches: int, steps: int, target: float, seed: int
