@@ -25,6 +25,7 @@ COMMAND_MODULES: tuple[str, ...] = (
     "quartet_plugin.cli.tune",
     "quartet_plugin.cli.train",
     "quartet_plugin.cli.check",
+    "quartet_plugin.cli.recheck",
     "quartet_plugin.cli.show",
     "quartet_plugin.cli.export",
     "quartet_plugin.cli.schedule",

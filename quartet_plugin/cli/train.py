@@ -80,7 +80,7 @@ def train(
 def check_before_start(plan: "Plan", *, command: "Command", path: Path) -> None:
     """Hold a plan against what is known without starting anything; PlanError names the difference."""
     made_for = plan.made_for
-    here = _framework_version(made_for.framework)
+    here = framework_version(made_for.framework)
     if here is not None and here != made_for.framework_version:
         raise PlanError(
             f"{path}: made for {made_for.framework} {made_for.framework_version}, here is {here}; "
@@ -103,7 +103,7 @@ def check_receipt(plan: "Plan", *, path: Path, skip: bool) -> None:
     if not needs_receipt(plan):
         return
     if not skip:
-        require_receipt(plan, path=path, torch_version=_framework_version("torch"))
+        require_receipt(plan, path=path, torch_version=framework_version("torch"))
         return
     print(
         f"quartet: parity check skipped (--skip-parity-check): {receipt_path(path)} was not asked for, and "
@@ -191,7 +191,7 @@ def _wait(process: "subprocess.Popen[bytes]") -> int:
     return -signal.SIGINT if is_interrupted and code != 0 else code
 
 
-def _framework_version(framework: str) -> str | None:
+def framework_version(framework: str) -> str | None:
     """The installed version; None where this environment has none (the command may bring its own)."""
     from importlib.metadata import PackageNotFoundError, version
 

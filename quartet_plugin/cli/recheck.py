@@ -1,0 +1,80 @@
+"""`quartet recheck`: may a plan still be used here, after an upgrade of Megatron or torch?"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quartet_plugin.cli.invocation import refuse_user_command
+from quartet_plugin.errors import InfrastructureError, PlanError, SeamError
+
+_MODULE = "quartet_plugin.megatron.recheck"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+
+    @app.command("recheck")
+    def _recheck(
+        ctx: typer.Context,
+        plan: Annotated[Path, typer.Argument(help="A plan file.", show_default=False)],
+    ) -> None:
+        """After an upgrade: is Megatron, where the plugin takes hold of it, still as the plan needs it?"""
+        refuse_user_command(ctx)
+        for line in recheck(plan):
+            typer.echo(line)
+
+
+def recheck(plan_file: Path) -> list[str]:
+    """What still holds, a line each.
+
+    Raises SeamError for a Megatron that is not as known, PlanError for a plan or receipt of another version.
+    """
+    from quartet_plugin.cli.train import framework_version
+    from quartet_plugin.model.plan import read_plan
+    from quartet_plugin.model.receipt import needs_receipt, require_receipt
+
+    plan = read_plan(plan_file)
+    made_for = plan.made_for
+    if made_for.framework != "megatron-core":
+        raise PlanError(f"{plan_file}: made for {made_for.framework}; only Megatron has seams to check")
+    needs_runtime = needs_receipt(plan)
+    found = _report(with_runtime=needs_runtime)
+    faults = [item["fault"] for item in found["seams"] if item["fault"] is not None]
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise SeamError(f"{faults[0]}{more}")
+    lines = [f"{len(found['seams'])} seams: as known"]
+    here = found["framework_version"]
+    if here != made_for.framework_version:
+        raise PlanError(
+            f"{plan_file}: made for megatron-core {made_for.framework_version}, here is {here}: its seams "
+            "are as known, what was measured is not; make a plan with `quartet tune`"
+        )
+    lines.append(f"megatron-core {here}: the plan's own")
+    if needs_runtime:
+        receipt = require_receipt(plan, path=plan_file, torch_version=framework_version("torch"))
+        lines.append(f"parity receipt: passed over {len(receipt.steps)} steps with these versions")
+    return lines
+
+
+def _report(*, with_runtime: bool) -> dict[str, Any]:
+    """Look at Megatron in a process of its own."""
+    from quartet_plugin.model.files import read_json
+
+    with tempfile.TemporaryDirectory(prefix="quartet-") as folder:
+        target = Path(folder, "report.json")
+        done = subprocess.run(
+            [sys.executable, "-m", _MODULE, str(target), "runtime" if with_runtime else "flags"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if not target.exists():
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise InfrastructureError(f"Megatron cannot be looked at: {last}")
+        content: dict[str, Any] = read_json(target)
+        return content
