@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quartet_plugin.cli.invocation import refuse_user_command
+from quartet_plugin.errors import PlanError
 
 if TYPE_CHECKING:
-    from quartet_plugin.model.plan import Plan, Split
+    from quartet_plugin.model.plan import Plan
 
 
 def register(app: typer.Typer) -> None:
@@ -29,8 +30,38 @@ def register(app: typer.Typer) -> None:
         typer.echo(json.dumps(content, indent=1) if as_json else "\n".join(lines(content)))
 
 
+# What divides the layers otherwise than a layout does; Megatron refuses both together.
+_SPLIT_FLAGS = (
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+_RECOMPUTE_FLAGS = (
+    "--recompute-granularity",
+    "--recompute-activations",
+    "--recompute-method",
+    "--recompute-num-layers",
+    "--recompute-modules",
+    "--distribute-saved-activations",
+)
+
+
 def export(plan: "Plan") -> dict[str, Any]:
-    """`flags` (name -> value, True for a switch) and `ranks`: where each RANK runs."""
+    """What to add to the user's command and what to leave out of it.
+
+    `flags` (name -> value, True for a switch), `leave_out` (the command's own flags that contradict them)
+    and `ranks`: where each RANK runs. Raises PlanError for a schedule that stock Megatron has no flags for.
+    """
+    from quartet_plugin.model.receipt import needs_receipt
+
+    if needs_receipt(plan):
+        raise PlanError(
+            f"schedule {plan.schedule.label}: stock Megatron has no flags for it; train with "
+            "`quartet train --plan`"
+        )
     nodes = plan.made_for.nodes
     return {
         "schema_version": 1,
@@ -38,6 +69,7 @@ def export(plan: "Plan") -> dict[str, Any]:
         "framework_version": plan.made_for.framework_version,
         "plan_digest": plan.digest,
         "flags": flags_of(plan),
+        "leave_out": left_out(plan),
         "is_stock_order": plan.mapping.is_stock,
         "ranks": [
             {"rank": rank, "host": nodes[slot.node].host, "node": slot.node, "local_rank": slot.local}
@@ -71,23 +103,39 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool]:
         flags["--sequence-parallel"] = True
     if layout.distributed_optimizer:
         flags["--use-distributed-optimizer"] = True
-    if layout.recompute != "none":
+    baseline = plan.made_for.baseline.layout
+    if layout.recompute not in ("none", baseline.recompute):
         flags["--recompute-granularity"] = layout.recompute
-    if layout.recompute == "full":
-        flags |= {"--recompute-method": "uniform", "--recompute-num-layers": 1}
+        if layout.recompute == "full":
+            flags |= {"--recompute-method": "uniform", "--recompute-num-layers": 1}
+    if layout.tensor_parallel != baseline.tensor_parallel:
+        # Megatron pads by the tensor-parallel size: without this it would be another model.
+        flags["--padded-vocab-size"] = shape.vocab_size
     if layout.pipeline_parallel > 1:
-        flags["--pipeline-model-parallel-layout"] = layout_string(plan.split)
+        flags["--pipeline-model-parallel-layout"] = plan.split.megatron_layout
     if plan.schedule.group is not None:
         flags["--microbatch-group-size-per-virtual-pipeline-stage"] = plan.schedule.group
     return flags
 
 
-def layout_string(split: "Split") -> str:
-    """The split with every layer written out: `Ettt|tt|tL`."""
-    stages = ["t" * count for count in split.transformer_layers_per_stage]
-    stages[0] = f"E{stages[0]}"
-    stages[-1] = f"{stages[-1]}L"
-    return "|".join(stages)
+def left_out(plan: "Plan") -> list[str]:
+    """Flags of the user's command, where it has them, that the plan does not go with."""
+    baseline, layout = plan.made_for.baseline, plan.layout
+    found = list(_SPLIT_FLAGS)
+    if layout.pipeline_parallel == 1:
+        found.append("--pipeline-model-parallel-layout")
+    if plan.schedule.group is None and baseline.schedule.group is not None:
+        found.append("--microbatch-group-size-per-virtual-pipeline-stage")
+    if layout.recompute != baseline.layout.recompute:
+        found += [flag for flag in _RECOMPUTE_FLAGS if flag not in flags_of(plan)]
+    if baseline.layout.sequence_parallel and not layout.sequence_parallel:
+        found.append("--sequence-parallel")
+    if baseline.layout.distributed_optimizer and not layout.distributed_optimizer:
+        found.append("--use-distributed-optimizer")
+    own, shape = plan.made_for.shape, plan.shape
+    if shape.num_query_groups == shape.num_attention_heads and own.num_query_groups < own.num_attention_heads:
+        found += ["--group-query-attention", "--num-query-groups"]
+    return found
 
 
 def lines(content: dict[str, Any]) -> list[str]:
@@ -97,6 +145,7 @@ def lines(content: dict[str, Any]) -> list[str]:
         # The layout's bars are a pipe to a shell.
         shown = f"'{value}'" if isinstance(value, str) and "|" in value else str(value)
         found.append(name if value is True else f"{name} {shown}")
+    found.append(f"# leave out of the command, where given: {' '.join(content['leave_out'])}")
     order = (
         "the launcher's own" if content["is_stock_order"] else "not the launcher's: set RANK before the start"
     )

@@ -226,7 +226,7 @@ def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
                     "split: a hybrid model takes no --pipeline-model-parallel-layout; its split is the | in "
                     "--hybrid-layer-pattern, so keep the split and the stages of the command"
                 )
-            values["pipeline_model_parallel_layout"] = layout_string(plan.split)
+            values["pipeline_model_parallel_layout"] = plan.split.megatron_layout
     group = plan.schedule.group
     if plan.schedule.name != "interleaved":
         if theirs.virtual_stages > 1:
@@ -241,14 +241,6 @@ def _split_or_none(user: Namespace) -> Split | None:
         return split_of(user)
     except QuartetError:
         return None
-
-
-def layout_string(split: Split) -> str:
-    """The split as Megatron's layout with every layer written out: `Ettt|tt|tL`."""
-    stages = ["t" * count for count in split.transformer_layers_per_stage]
-    stages[0] = f"E{stages[0]}"
-    stages[-1] = f"{stages[-1]}L"
-    return "|".join(stages)
 
 
 def _check_result(plan: Plan, args: Namespace) -> None:

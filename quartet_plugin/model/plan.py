@@ -51,6 +51,11 @@ class Split:
         """The counts, for tables."""
         return "+".join(str(count) for count in self.transformer_layers_per_stage)
 
+    @property
+    def megatron_layout(self) -> str:
+        """Megatron's `--pipeline-model-parallel-layout`, every layer written out: `Ettt|tt|tL`."""
+        return f"E{'|'.join('t' * count for count in self.transformer_layers_per_stage)}L"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleChoice:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet_plugin.cli.export import flags_of, layout_string
+from quartet_plugin.cli.export import export, flags_of
 from quartet_plugin.cli.main import main
 from quartet_plugin.model.plan import ScheduleChoice, Split, write_plan
 from tests.model.plans import PLAN
@@ -49,5 +49,37 @@ def test_switches_and_the_group() -> None:
 
 
 def test_a_layout_counts_every_layer() -> None:
-    assert layout_string(Split(transformer_layers_per_stage=(8, 0))) == "Etttttttt|L"
-    assert layout_string(Split(transformer_layers_per_stage=(3,))) == "EtttL"
+    for counts, text in (((8, 0), "Etttttttt|L"), ((3,), "EtttL"), ((0, 2, 1, 0), "E|tt|t|L")):
+        assert Split(transformer_layers_per_stage=counts).megatron_layout == text
+
+
+def test_flags_that_a_plan_replaces_are_named() -> None:
+    named = export(PLAN)["leave_out"]
+    assert "--num-layers-per-virtual-pipeline-stage" in named
+    assert "--recompute-granularity" not in named
+    base = replace(
+        PLAN.made_for.baseline,
+        layout=make_layout(recompute="full", distributed_optimizer=True, sequence_parallel=True),
+    )
+    other = replace(PLAN, made_for=replace(PLAN.made_for, baseline=base))
+    named = export(other)["leave_out"]
+    assert {"--recompute-granularity", "--use-distributed-optimizer", "--sequence-parallel"} <= set(named)
+    assert not set(named) & set(export(other)["flags"])
+
+
+def test_what_the_plan_keeps_of_recomputation_is_not_written() -> None:
+    """The command may say more than a plan can: how many layers, and by which method."""
+    base = replace(PLAN.made_for.baseline, layout=make_layout(recompute="full"))
+    plan = replace(PLAN, made_for=replace(PLAN.made_for, baseline=base), layout=make_layout(recompute="full"))
+    assert not [flag for flag in [*flags_of(plan), *export(plan)["leave_out"]] if "recompute" in flag]
+
+
+def test_the_vocabulary_stays_padded_as_it_was_under_another_tensor_parallel_size() -> None:
+    assert "--padded-vocab-size" not in flags_of(PLAN)
+    plan = replace(
+        PLAN,
+        layout=make_layout(tensor_parallel=2, pipeline_parallel=1),
+        split=Split(transformer_layers_per_stage=(8,)),
+        schedule=ScheduleChoice(name="no-pipelining"),
+    )
+    assert flags_of(plan)["--padded-vocab-size"] == PLAN.shape.vocab_size

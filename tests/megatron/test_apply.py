@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.megatron.apply import check_fit, layout_string, rewrite
-from quartet_plugin.model.plan import Split
+from quartet_plugin.megatron.apply import check_fit, rewrite
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, make_plan
 from tests.megatron.native import native_flags
 
@@ -126,11 +125,6 @@ def test_any_plan_reads_back_from_its_flags(data: st.DataObject) -> None:
     edited, notes = rewrite(plan, flags=native_flags(), words=words)
     assert len(notes) <= 1
     assert rewrite(plan, flags=native_flags(), words=edited)[0] == edited
-
-
-def test_layout_string_has_every_layer() -> None:
-    assert layout_string(Split(transformer_layers_per_stage=(0, 2, 1, 0))) == "E|tt|t|L"
-    assert layout_string(Split(transformer_layers_per_stage=(2, 1))) == "Ett|tL"
 
 
 def test_misfit_names_every_difference() -> None:
