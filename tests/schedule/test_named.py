@@ -110,12 +110,31 @@ def test_v_closed_forms(p: int, m: int) -> None:
         assert bubble(smallest, m) <= 2 * p - 1.5
 
 
-@pytest.mark.parametrize(("p", "waves", "k"), [(2, 1, 1), (4, 1, 2), (4, 2, 1), (8, 1, 1), (8, 2, 3)])
-def test_hanayo_closed_form(p: int, waves: int, k: int) -> None:
-    shares = (1.0, 0.5, 0.5)
-    result = run(named("hanayo", num_devices=p, num_microbatches=p * k, chunks=2 * waves), shares)
-    assert bubble(result, p * k, shares) == pytest.approx((p - 1) * 2.0 / (2 * waves))
+@pytest.mark.parametrize(("p", "waves"), [(2, 1), (4, 1), (4, 2), (8, 1), (8, 2), (8, 4), (16, 2)])
+def test_a_unit_of_hanayo_has_its_closed_forms(p: int, waves: int) -> None:
+    order = named("hanayo", num_devices=p, num_microbatches=p, chunks=2 * waves)
+    equal = run(order, (1.0, 0.5, 0.5))
+    assert bubble(equal, p, (1.0, 0.5, 0.5)) == pytest.approx((p - 1) * 2.0 / (2 * waves))
+    doubled = run(order)
+    assert bubble(doubled, p) == pytest.approx(2.0 * (p - 1) / waves)
+    assert peak(equal) == peak(doubled) == pytest.approx(p)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_one_steady_wave_of_hanayo_has_the_bubble_of_one_unit(p: int, k: int) -> None:
+    result = run(named("hanayo", num_devices=p, num_microbatches=p * k))
+    assert bubble(result, p * k) == pytest.approx(2.0 * (p - 1))
     assert peak(result) == pytest.approx(p)
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 16), (8, 32), (8, 21)])
+def test_waves_of_hanayo_beat_1f1b_at_its_memory(p: int, m: int) -> None:
+    stock = run(named("1f1b", num_devices=p, num_microbatches=m))
+    one, two = (run(named("hanayo", num_devices=p, num_microbatches=m, chunks=v)) for v in (2, 4))
+    assert bubble(two, m) < bubble(one, m) < bubble(stock, m)
+    assert peak(two) <= p
+    assert peak(one) <= p
 
 
 @pytest.mark.parametrize(("p", "k"), [(2, 1), (4, 1), (4, 3), (8, 2)])

@@ -145,14 +145,28 @@ def two_routes(p: int) -> tuple[places.Placement, places.Placement]:
 
 
 def hanayo(p: int, m: int, v: int) -> list[IntArray]:
-    """Hanayo (Liu et al. 2023): v/2 waves, p microbatches a unit. Bubble (p-1)(F+B)/v if F = B, memory p.
+    """Hanayo (Liu et al. 2023): v/2 waves; memory p. A unit has bubble 4 (p-1)/v if B = 2, 2 (p-1)/v if B = 1.
 
-    In slots of F = B = 1 stage s runs microbatch i of a unit at s + 2i and back at 2S - 1 - s + 2i.
+    In slots of F = B = 1 stage s runs microbatch i of a unit of p at s + 2i and back at 2S - 1 - s + 2i.
+    Units one after another leave p - 1 more between them where B = 2F, so more than p microbatches are a
+    steady wave: list scheduling at B = 2F with p microbatches' memory. Its bubble with one wave is that of
+    one unit, exactly; with more waves it is a little above.
     """
     num_stages = p * v
-    i = np.arange(m)
-    base = i // p * 2 * num_stages + i % p * 2
-    return _by_slots((places.snake(p, v),), (i,), base, p, m)
+    if m <= p:
+        i = np.arange(m)
+        return _by_slots((places.snake(p, v),), (i,), 2 * i, p, m)
+    stage = np.arange(num_stages)
+    return list_schedule(
+        (places.snake(p, v),),
+        num_devices=p,
+        num_microbatches=m,
+        forward_key=1.5 * stage / (3 * v),
+        backward_key=(1.5 * num_stages + 5.0 * (num_stages - 1 - stage)) / (3 * v),
+        cap=num_stages,
+        slack=math.inf,
+        whole=True,
+    )
 
 
 def chimera(p: int, m: int) -> list[IntArray]:
