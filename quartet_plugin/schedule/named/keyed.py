@@ -145,7 +145,7 @@ def two_routes(p: int) -> tuple[places.Placement, places.Placement]:
 
 
 def hanayo(p: int, m: int, v: int) -> list[IntArray]:
-    """Hanayo (Liu et al. 2023): v/2 waves; memory p. A unit has bubble 4 (p-1)/v if B = 2, 2 (p-1)/v if B = 1.
+    """Hanayo (Liu et al. 2023): v/2 waves; memory p. A unit has bubble 4 (p-1)/v if B = 2F.
 
     In slots of F = B = 1 stage s runs microbatch i of a unit of p at s + 2i and back at 2S - 1 - s + 2i.
     Units one after another leave p - 1 more between them where B = 2F, so more than p microbatches are a
