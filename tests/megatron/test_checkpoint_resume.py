@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from quartet_plugin.model.plan import Plan, write_plan
+from quartet_plugin.megatron.runtime.programs import Recipe, make_schedule
+from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
+from quartet_plugin.schedule.choice import choice_of
 from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan
+from tests.megatron.runtime.pipelines import stage_costs
 from tests.megatron.support import Step, read_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -20,6 +23,22 @@ NUM_STEPS, SAVED_AT = 6, 3
 def sharded(*split: int) -> Plan:
     """Two stages with the distributed optimizer."""
     plan = make_plan(split=split, pipeline=2)
+    return replace(plan, layout=replace(plan.layout, distributed_optimizer=True))
+
+
+def snake() -> Plan:
+    """Three chunks a rank, back and forth, under our own runtime: every stage as large as in a loop."""
+    placement = (0, 1, 1, 0, 0, 1)
+    costs = stage_costs(placement)
+    order = make_schedule(Recipe(costs=costs), 4)
+    plan = loop()
+    choice = choice_of(order, costs, with_orders=True)
+    return replace(plan, schedule=ScheduleChoice(name="custom", custom=choice))
+
+
+def loop() -> Plan:
+    """Three chunks a rank, as Megatron places and orders them."""
+    plan = make_plan(split=(1,) * 6, pipeline=2, chunks=3, group=2)
     return replace(plan, layout=replace(plan.layout, distributed_optimizer=True))
 
 
@@ -40,15 +59,15 @@ def train(plan: Plan, folder: Path, *flags: str) -> Launch:
 
 
 def last_steps(folder: Path) -> list[Step]:
-    """The steps after the checkpoint, from the rank that has the loss."""
+    """The steps after the checkpoint, from a rank that has the loss."""
     ranks = read_steps(folder / "steps").values()
-    (steps,) = [steps for steps in ranks if steps[0].loss is not None]
+    steps = next(steps for steps in ranks if steps[0].loss is not None)
     return steps[-(NUM_STEPS - SAVED_AT) :]
 
 
-def saved(folder: Path, *flags: str) -> Path:
-    """A run under the even split that left a checkpoint in its middle and went on."""
-    done = train(EVEN, folder, *flags, "--save", str(folder / "ckpt"))
+def saved(folder: Path, *flags: str, plan: Plan = EVEN) -> Path:
+    """A run that left a checkpoint in its middle and went on."""
+    done = train(plan, folder, *flags, "--save", str(folder / "ckpt"))
     assert done.code == 0, done.output[-3000:]
     return folder
 
@@ -106,3 +125,24 @@ def test_weights_alone_load_under_another_split(default: Path, tmp_path: Path) -
     done = load(UNEVEN, tmp_path / "run", default, "--no-load-optim")
     assert done.code == 0, done.output[-3000:]
     assert last_steps(tmp_path / "run")[0].loss == pytest.approx(last_steps(default)[0].loss, rel=1e-6)
+
+
+def test_a_snake_in_the_default_form_is_refused_under_a_loop(tmp_path: Path) -> None:
+    # Every buffer is equally large: Megatron itself would load other layers' state without a word.
+    source = saved(tmp_path / "source", plan=snake())
+    content = json.loads((source / "ckpt" / f"iter_{SAVED_AT:07d}" / "quartet.json").read_text())
+    assert content["placement"] == [0, 1, 1, 0, 0, 1]
+    done = load(loop(), tmp_path / "run", source)
+    assert done.code != 0
+    told = [line for line in done.told if "checkpoint" in line]
+    assert len(told) == 1, done.output[-3000:]
+    assert "placed on 0,1,1,0,0,1" in told[0]
+    assert not list((tmp_path / "run").glob("steps/*.json"))
+
+
+def test_a_snake_resumes_as_a_loop_and_a_loop_as_a_snake_where_all_is_reshardable(tmp_path: Path) -> None:
+    for name, first, second in (("snake", snake(), loop()), ("loop", loop(), snake())):
+        source = saved(tmp_path / name, RESHARDABLE, plan=first)
+        done = load(second, tmp_path / f"from-{name}", source, RESHARDABLE)
+        assert done.code == 0, done.output[-3000:]
+        assert_continues(tmp_path / f"from-{name}", source)

@@ -8,9 +8,10 @@ import pytest
 
 from quartet_plugin.errors import InfrastructureError, PlanError
 from quartet_plugin.launchers.command import parse_command
-from quartet_plugin.model.receipt import Receipt
+from quartet_plugin.model.receipt import Receipt, needs_receipt
 from quartet_plugin.trial.parity import ParityGate, stock_of
 from tests.megatron.entry_launch import MEGATRON_FLAGS, ROOT, SCRIPT, SHAPE, make_plan
+from tests.megatron.runtime.test_plan import custom_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -48,6 +49,14 @@ def test_an_uneven_pipeline_trains_as_the_command_does(gate: ParityGate) -> None
     assert len(receipt.steps) == 10
     assert worst(receipt) <= 1e-6
     assert len({one.reference_loss for one in receipt.steps}) == 10
+
+
+def test_a_schedule_of_ours_passes_and_gets_the_receipt_it_needs(gate: ParityGate) -> None:
+    plan = custom_plan()
+    assert needs_receipt(plan)
+    receipt = gate.check(plan)
+    assert (receipt.verdict, receipt.reference) == ("passed", "command")
+    assert worst(receipt) <= 1e-6
 
 
 def test_a_wrong_weight_gradient_is_found_in_its_step_and_stage(gate: ParityGate) -> None:
