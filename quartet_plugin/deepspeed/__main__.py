@@ -1,0 +1,6 @@
+"""`python -m quartet_plugin.deepspeed SCRIPT ARGS...`."""
+
+from quartet_plugin.deepspeed.entry import main
+
+if __name__ == "__main__":
+    main()

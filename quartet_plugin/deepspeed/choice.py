@@ -1,0 +1,128 @@
+"""What a plan or a schedule file means for one PipelineModule: bounds, placement, schedule and rank order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quartet_plugin.deepspeed.layers import LayerList
+from quartet_plugin.errors import PlanError
+from quartet_plugin.megatron.runtime.plan import recipe_of
+from quartet_plugin.megatron.runtime.programs import Recipe, make_schedule
+from quartet_plugin.model.costs import StageCosts
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.schedule.placement import linear, loop
+from quartet_plugin.schedule.schedule import Schedule
+
+_TRANSFER_SHARE = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """`bounds` are the entry boundaries of the stages, `placement` the device of each.
+
+    `recipe` is None where DeepSpeed's own schedule runs. `rank_of[c]` is the launcher's rank that plays the
+    c-th process of DeepSpeed's topology; None for the launcher's order. `layout` is the plan's, None where
+    the command's own stays.
+    """
+
+    bounds: tuple[int, ...]
+    placement: tuple[int, ...]
+    recipe: Recipe | None
+    rank_of: tuple[int, ...] | None = None
+    layout: Layout | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of a pipeline."""
+        return max(self.placement) + 1
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return len(self.placement)
+
+    @property
+    def last_device(self) -> int:
+        """The device that computes the loss."""
+        return self.placement[-1]
+
+    def stages_of(self, device: int) -> tuple[int, ...]:
+        """The stages of a device, in model order."""
+        return tuple(stage for stage, where in enumerate(self.placement) if where == device)
+
+
+def choice_of_plan(plan: Plan, *, layers: LayerList, rank_of: tuple[int, ...] | None) -> Choice:
+    """The choice that a plan makes. Raises PlanError where the model cannot take its split."""
+    layout, custom = plan.layout, plan.schedule.custom
+    bounds = layers.bounds(plan.split.transformer_layers_per_stage)
+    recipe = None
+    placement = linear(layout.pipeline_parallel)
+    if custom is not None:
+        placement = custom.placement
+        _check_ends(placement)
+        recipe = recipe_of(custom, num_microbatches=plan.num_microbatches)
+    elif layout.virtual_stages > 1:
+        placement = loop(layout.pipeline_parallel, layout.virtual_stages)
+        recipe = Recipe(
+            costs=unit_costs(bounds, placement), name=plan.schedule.name, group=plan.schedule.group
+        )
+    if recipe is not None:
+        make_schedule(recipe, plan.num_microbatches)
+    return Choice(bounds=bounds, placement=placement, recipe=recipe, rank_of=rank_of, layout=layout)
+
+
+def choice_of_schedule(
+    schedule: Schedule,
+    *,
+    layers: LayerList,
+    num_microbatches: int | None = None,
+    rank_of: tuple[int, ...] | None = None,
+    layout: Layout | None = None,
+) -> Choice:
+    """The choice that a schedule file makes.
+
+    Raises PlanError for an order that is not valid, without a split, or for another number of microbatches.
+    """
+    if schedule.layers_per_stage is None:
+        raise PlanError("layers_per_stage: missing; a schedule to be run says its split")
+    if schedule.routes is not None:
+        raise PlanError("routes: a schedule with two copies of the model can only be simulated")
+    if num_microbatches is not None and schedule.num_microbatches != num_microbatches:
+        raise PlanError(
+            f"num_microbatches: the schedule is for {schedule.num_microbatches}, the ds_config asks for "
+            f"{num_microbatches} (gradient_accumulation_steps); make one for that"
+        )
+    placement = tuple(schedule.placement)
+    _check_ends(placement)
+    bounds = layers.bounds(layers.counts_of_entries(schedule.layers_per_stage))
+    recipe = Recipe(costs=unit_costs(bounds, placement), written=schedule)
+    make_schedule(recipe, schedule.num_microbatches)
+    return Choice(bounds=bounds, placement=placement, recipe=recipe, rank_of=rank_of, layout=layout)
+
+
+def _check_ends(placement: Sequence[int]) -> None:
+    if placement[-1] not in (0, max(placement)):
+        raise PlanError(
+            f"placement: the last stage is on device {placement[-1]}; DeepSpeed reads labels on the first "
+            "and on the last device alone"
+        )
+
+
+def unit_costs(bounds: Sequence[int], placement: Sequence[int]) -> StageCosts:
+    """Times in units of a layer's forward: they only decide when receives are posted."""
+    num_layers = np.diff(np.asarray(bounds, dtype=np.float64))
+    device = np.asarray(placement, dtype=np.int64)
+    crosses = (device[:-1] != device[1:]).astype(np.float64) * _TRANSFER_SHARE
+    return StageCosts(
+        device_of_stage=device,
+        forward_s=num_layers,
+        input_grad_s=num_layers,
+        weight_grad_s=num_layers,
+        backward_s=2.0 * num_layers,
+        activation_bytes=num_layers,
+        forward_transfer_s=np.append(crosses, 0.0),
+        backward_transfer_s=np.concatenate(([0.0], crosses)),
+        held_fraction=1.0,
+    )

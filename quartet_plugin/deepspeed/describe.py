@@ -1,0 +1,159 @@
+"""What a PipelineModule and its engine say about model, layout and split, as the plan's own types.
+
+DeepSpeed knows no model sizes, so they are read off the layers themselves, built without memory: as far as
+the cost model needs them, and the same on every rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+
+from quartet_plugin.deepspeed.config import clips_by_first_stage, precision
+from quartet_plugin.deepspeed.layers import layer_list
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.layout import Layout, Recompute
+from quartet_plugin.model.plan import ScheduleChoice, Split
+from quartet_plugin.model.schema import dump
+from quartet_plugin.model.shape import ModelShape
+
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead")
+
+
+def shape_of(specs: Sequence[Any], *, seq_length: int) -> ModelShape:
+    """The model's sizes from its layer specifications.
+
+    The width is a block's, the vocabulary the largest embedding's; the feed-forward width is what the block's
+    matrices leave. Raises ConfigError for layers that hold no matrix at all.
+    """
+    layers = layer_list(specs)
+    block = build_without_memory(specs[layers.blocks[len(layers.blocks) // 2]])
+    ends = [build_without_memory(spec) for at, spec in enumerate(specs) if at not in layers.blocks]
+    embeddings = [
+        module.weight
+        for end in ends
+        if end is not None
+        for module in end.modules()
+        if isinstance(module, nn.Embedding)
+    ]
+    table = max(embeddings, key=lambda weight: weight.shape[0], default=None)
+    matrices = (
+        [] if block is None else [parameter for parameter in block.parameters() if parameter.dim() == 2]
+    )
+    if not matrices:
+        raise ConfigError("the PipelineModule's layers hold no matrices: their size cannot be told")
+    width = int(table.shape[1]) if table is not None else int(min(min(one.shape) for one in matrices))
+    per_block = sum(one.numel() for one in matrices)
+    ffn = max(1, (per_block - 4 * width * width) // (2 * width))
+    heads = _heads(block, width)
+    return ModelShape(
+        num_layers=len(layers.blocks),
+        hidden_size=width,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=heads,
+        kv_channels=width // heads,
+        seq_length=seq_length,
+        vocab_size=int(table.shape[0]) if table is not None else 1,
+        max_position_embeddings=seq_length,
+        gated_ffn=False,
+        tied_embeddings=_is_tied(specs),
+        position_embedding="learned_absolute" if len(embeddings) > 1 else "none",
+    )
+
+
+def build_without_memory(spec: Any) -> nn.Module | None:
+    """The module that an entry builds, on the meta device where that works; None for functions.
+
+    The random generator is left as it was.
+    """
+    if isinstance(spec, nn.Module):
+        return spec
+    if not hasattr(spec, "build"):
+        return None
+    state = torch.random.get_rng_state()
+    try:
+        with torch.device("meta"):
+            module = spec.build()
+    except (RuntimeError, NotImplementedError):
+        module = spec.build()
+    finally:
+        torch.random.set_rng_state(state)
+    return module if isinstance(module, nn.Module) else None
+
+
+def _heads(block: nn.Module | None, width: int) -> int:
+    for module in () if block is None else block.modules():
+        for name in _HEADS:
+            value = getattr(module, name, None)
+            if isinstance(value, int) and value > 0 and width % value == 0:
+                return value
+    return 1
+
+
+def _is_tied(specs: Sequence[Any]) -> bool:
+    keys = [spec.key for spec in specs if hasattr(spec, "key") and hasattr(spec, "tied_weight_attr")]
+    return len(keys) > len(set(keys))
+
+
+def features_of(engine: Any, config: Mapping[str, Any]) -> list[str]:
+    """What limits the plans that fit, by name."""
+    found = []
+    if clips_by_first_stage(config, pipeline_parallel=engine.num_stages):
+        found.append("clips_by_first_stage")
+    if engine.grid.model_parallel_size > 1:
+        found.append("tensor_parallel_topology")
+    if getattr(engine, "quartet_own_data", False):
+        found.append("own_data_iterator")
+    if engine.module.dynamic_shape:
+        found.append("dynamic_shape")
+    return sorted(found)
+
+
+def describe_job(
+    engine: Any, *, config: Mapping[str, Any], train_iters: int, seq_length: int, neutralised: list[str]
+) -> dict[str, Any]:
+    """The `job` of rank-K.json, from the engine as DeepSpeed resolved it."""
+    module, grid = engine.module, engine.grid
+    layers = layer_list(module._layer_specs)
+    chunks = len(module.parts) - 1
+    recompute: Recompute = "full" if module.activation_checkpoint_interval > 0 else "none"
+    layout = Layout(
+        tensor_parallel=grid.model_parallel_size,
+        pipeline_parallel=grid.pipe_parallel_size,
+        data_parallel=grid.data_parallel_size,
+        virtual_stages=chunks // grid.pipe_parallel_size,
+        context_parallel=1,
+        expert_parallel=1,
+        micro_batch_size=engine.micro_batch_size,
+        sequence_parallel=False,
+        distributed_optimizer=bool(engine.zero_optimization()),
+        recompute=recompute,
+    )
+    name = (
+        "no-pipelining"
+        if grid.pipe_parallel_size == 1
+        else "interleaved"
+        if layout.virtual_stages > 1
+        else "1f1b"
+    )
+    schedule = ScheduleChoice(
+        name=name,  # type: ignore[arg-type]
+        group=grid.pipe_parallel_size if name == "interleaved" else None,
+    )
+    return {
+        "framework": "deepspeed",
+        "framework_version": version("deepspeed").partition("+")[0],
+        "torch_version": str(torch.__version__).partition("+")[0],
+        "shape": dump(shape_of(module._layer_specs, seq_length=seq_length)),
+        "layout": dump(layout),
+        "split": dump(Split(transformer_layers_per_stage=layers.counts(module.parts))),
+        "schedule": dump(schedule),
+        "global_batch_size": engine.train_batch_size(),
+        "train_iters": train_iters,
+        "precision": precision(config),
+        "features": features_of(engine, config),
+        "neutralised": neutralised,
+    }

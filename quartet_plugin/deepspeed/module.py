@@ -1,0 +1,105 @@
+"""A PipelineModule with a plan's stages: any boundaries, several on one device, ranks in any order.
+
+DeepSpeed fixes all three when the module is made, so a planned module is one whose class is exchanged, before
+its constructor runs, for a subclass of the same name.
+"""
+
+import contextlib
+import io
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+from quartet_plugin.deepspeed.choice import Choice
+
+
+class PlannedModule(PipelineModule):  # type: ignore[misc]
+    """Mixed in front of the user's own class by `planned_class`; `quartet_choice` is set beforehand."""
+
+    quartet_choice: Choice
+    forward_funcs: list[Any]
+    is_checkpointable_results: list[bool]
+    _local_start: int
+    _local_stop: int
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        # Stock's own first: by parameters it builds layers, which moves the random generator on.
+        with contextlib.redirect_stdout(io.StringIO()):
+            super()._partition_layers(method)
+        choice = self.quartet_choice
+        self.parts = list(choice.bounds)
+        own = [self._stage_bounds(stage) for stage in choice.stages_of(self.stage_id)]
+        self._set_bounds(start=own[0][0], stop=own[-1][1])
+
+    def _stage_bounds(self, stage: int) -> tuple[int, int]:
+        return self.quartet_choice.bounds[stage], self.quartet_choice.bounds[stage + 1]
+
+    def _build(self) -> None:
+        bounds = self._local_start, self._local_stop
+        self._functions: dict[int, list[Any]] = {}
+        self._checkpointable: dict[int, list[bool]] = {}
+        self._numbers: list[int] = []
+        for stage in self.quartet_choice.stages_of(self.stage_id):
+            start, stop = self._stage_bounds(stage)
+            before = len(self.forward_funcs)
+            self._set_bounds(start=start, stop=stop)
+            super()._build()
+            self._functions[stage] = self.forward_funcs[before:]
+            self._numbers += range(start, stop)
+        self._set_bounds(*bounds)
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The device that holds a layer: what DeepSpeed calls a stage."""
+        for stage, (start, stop) in enumerate(pairwise(self.quartet_choice.bounds)):
+            if start <= layer_idx < stop:
+                return self.quartet_choice.placement[stage]
+        raise IndexError(f"layer {layer_idx} of {self.quartet_choice.bounds[-1]}")
+
+    @contextlib.contextmanager
+    def running(self, stage: int) -> Iterator[None]:
+        """While a stage computes, or recomputes, the module consists of its layers alone."""
+        kept = self.forward_funcs, self._local_start, self.is_checkpointable_results
+        self.forward_funcs = self._functions[stage]
+        self._local_start = self.quartet_choice.bounds[stage]
+        self.is_checkpointable_results = self._checkpointable.get(stage, kept[2])
+        try:
+            yield
+        finally:
+            self.forward_funcs, self._local_start, self.is_checkpointable_results = kept
+
+    def _precompute_checkpointable_values(self) -> None:
+        super()._precompute_checkpointable_values()
+        if self.activation_checkpoint_interval <= 0:
+            return
+        kept = self.is_checkpointable_results
+        for stage in self._functions:
+            with self.running(stage):
+                self.is_checkpointable_results_interval = None
+                super()._precompute_checkpointable_values()
+                self._checkpointable[stage] = self.is_checkpointable_results
+        self.is_checkpointable_results = kept
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> Any:
+        """Checkpoints name a layer by its place in the whole model, so they fit every plan."""
+        return super().ckpt_layer_path(ckpt_dir, self._numbers[local_layer_idx] - self._local_start)
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> Any:
+        """The same, to read."""
+        return super().ckpt_layer_path_list(ckpt_dir, self._numbers[local_layer_idx] - self._local_start)
+
+
+def planned_class(cls: type) -> type:
+    """`cls` with planned stages. It keeps its name, by which DeepSpeed tells some models."""
+    return type(cls.__name__, (PlannedModule, cls), {"__module__": cls.__module__})
+
+
+def planned_topology(choice: Choice, *, world_size: int) -> Any:
+    """DeepSpeed's pipeline x data topology with the choice's ranks."""
+    devices = choice.num_devices
+    topology = PipeDataParallelTopology(num_pp=devices, num_dp=world_size // devices)
+    if choice.rank_of is not None:
+        topology.mapping = {coord: choice.rank_of[rank] for coord, rank in topology.mapping.items()}
+    return topology

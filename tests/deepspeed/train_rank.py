@@ -1,0 +1,130 @@
+"""One process of a test: trains a small GPT with DeepSpeed and writes losses and gradient norms.
+
+torchrun ... -m tests.deepspeed.train_rank '{"stages": 2, ...}' OUTPUT.json
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe import schedule as stock
+
+import quartet_plugin.deepspeed
+from examples import pretrain_deepspeed as example
+
+DEFAULTS: dict[str, Any] = {
+    "stages": 2,
+    "layers": 4,
+    "steps": 4,
+    "microbatches": 4,
+    "micro_batch": 2,
+    "zero": 0,
+    "clipping": 0.0,
+    "tied": False,
+    "checkpointing": 0,
+    "reentrant": True,
+    "precision": None,
+    "partition": "type:Block",
+    "quartet": None,
+    "evaluate": False,
+    "tuple": False,
+}
+
+
+def main() -> None:
+    """Train as the first argument says."""
+    options = {**DEFAULTS, **json.loads(sys.argv[1])}
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
+    words = f"--data-path none --num-layers {options['layers']} --hidden-size 32 --num-attention-heads 2"
+    args = example.parse_arguments([*words.split(), "--seq-length", "16", "--vocab-size", "96"])
+    args.tie_embeddings = options["tied"]
+    args.deepspeed_config = None
+    model = PipelineModule(
+        layers=example.layers_of(args),
+        num_stages=options["stages"],
+        loss_fn=example.mean_cross_entropy,
+        partition_method=options["partition"],
+        activation_checkpoint_interval=options["checkpointing"],
+    )
+    engine, _, _, _ = quartet_plugin.deepspeed.initialize(
+        args=args,
+        model=model,
+        model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
+        training_data=dataset(),
+        config=config_of(options),
+    )
+    norms = watch_norms(engine, is_sharded=options["zero"] > 0 or options["precision"] is not None)
+    losses = [float(engine.train_batch()) for _ in range(options["steps"])]
+    result: dict[str, Any] = {"losses": losses, "norms": norms, "stage": engine.stage_id}
+    if options["evaluate"]:
+        loader = torch.utils.data.DataLoader(dataset(), batch_size=options["micro_batch"])
+        result["evaluation"] = float(engine.eval_batch(iter(loader)))
+        losses.append(float(engine.train_batch()))
+    if engine.global_rank == 0:
+        Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def config_of(options: dict[str, Any]) -> dict[str, Any]:
+    """The ds_config."""
+    world = torch.distributed.get_world_size()
+    config: dict[str, Any] = {
+        "train_batch_size": options["microbatches"] * options["micro_batch"] * world // options["stages"],
+        "train_micro_batch_size_per_gpu": options["micro_batch"],
+        "optimizer": {"type": "SGD", "params": {"lr": 0.2}},
+        "gradient_clipping": options["clipping"],
+        "zero_optimization": {"stage": options["zero"]},
+        "pipeline": {"use_reentrant": options["reentrant"]},
+        "steps_per_print": 10**9,
+    }
+    if options["precision"] is not None:
+        config[options["precision"]] = {"enabled": True}
+    if options["zero"]:
+        config["zero_allow_untested_optimizer"] = True
+    if options["quartet"] is not None:
+        config["quartet"] = options["quartet"]
+    return config
+
+
+def dataset() -> torch.utils.data.TensorDataset:
+    """Random tokens and labels, the same everywhere."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, 96, (256, 17), generator=generator)
+    return torch.utils.data.TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def watch_norms(engine: Any, *, is_sharded: bool) -> list[float]:
+    """A list that gets every step's gradient norm, over all stages."""
+    norms: list[float] = []
+    step = engine._INSTRUCTION_MAP[stock.OptimizerStep]
+
+    def watched(self: Any, **kwargs: Any) -> None:
+        own = [
+            float(parameter.grad.double().square().sum())
+            for parameter in self.module.parameters()
+            if parameter.grad is not None and not parameter.ds_pipe_replicated
+        ]
+        step(self, **kwargs)
+        if is_sharded:
+            norms.append(float(self.get_global_grad_norm()))
+            return
+        total = torch.tensor(sum(own), dtype=torch.float64)
+        torch.distributed.all_reduce(total, group=self.grid.get_model_parallel_group())
+        norms.append(float(total.sqrt()))
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, stock.OptimizerStep: watched}
+    return norms
+
+
+if __name__ == "__main__":
+    main()
