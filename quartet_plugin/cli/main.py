@@ -31,6 +31,7 @@ COMMAND_MODULES: tuple[str, ...] = (
     "quartet_plugin.cli.schedule",
     "quartet_plugin.cli.rehearse",
     "quartet_plugin.cli.predict",
+    "quartet_plugin.cli.plan",
 )
 
 _IMPORTED_S = time.monotonic()

@@ -1,0 +1,69 @@
+"""`quartet plan`."""
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from quartet_plugin.cli.main import main
+from quartet_plugin.cli.plan import register
+from quartet_plugin.model.plan import read_plan
+
+JOB = """
+model: {num_layers: 8, hidden_size: 1024, num_attention_heads: 16, seq_length: 1024, vocab_size: 32000}
+cluster: {device: %s, num_nodes: 1, devices_per_node: 4%s}
+batch: {global_batch_size: 16}
+search: {tensor_parallel: auto, micro_batch_size: [1, 2]}
+"""
+
+
+def write_job(folder: Path, *, device: str = "H100-SXM-80GB", more: str = "") -> str:
+    path = folder / "job.yaml"
+    path.write_text(JOB % (device, more), encoding="utf-8")
+    return str(path)
+
+
+def test_the_command_is_there() -> None:
+    app = typer.Typer()
+    register(app)
+    assert [command.name for command in app.registered_commands] == ["plan"]
+
+
+def test_ranked_plans_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.json"
+    assert main(["plan", write_job(tmp_path), "-o", str(output), "--top", "3"]) == 0
+    times = []
+    for name in ("plan.json", "plan.2.json", "plan.3.json"):
+        plan = read_plan(tmp_path / name)
+        assert plan.prediction is not None
+        assert plan.prediction.iteration_s is not None
+        times.append(plan.prediction.iteration_s)
+        assert plan.layout.world_size == len(plan.mapping.slots) == 4
+    assert times == sorted(times)
+    assert " predicted, " in capsys.readouterr().out
+
+
+def test_exhaustive_writes_the_same_plan(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    assert main(["plan", job, "-o", str(tmp_path / "a.json")]) == 0
+    assert main(["plan", job, "-o", str(tmp_path / "b.json"), "--exhaustive"]) == 0
+    assert read_plan(tmp_path / "a.json").key == read_plan(tmp_path / "b.json").key
+
+
+@pytest.mark.parametrize(
+    ("device", "more", "code", "words"),
+    [
+        ("H9000", "", 2, "unknown"),
+        ("H100-SXM-80GB", ", scale_up_bandwidth_bytes_per_s: -5.0", 2, "scale_up_bandwidth_bytes_per_s"),
+        ("H100-SXM-80GB", ", memory_bytes: 2000000000", 3, "more than the"),
+    ],
+)
+def test_one_line_and_an_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str, more: str, code: int, words: str
+) -> None:
+    job = write_job(tmp_path, device=device, more=more)
+    assert main(["plan", job, "-o", str(tmp_path / "plan.json")]) == code
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "plan.json").exists()
