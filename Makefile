@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
-EXTRAS := megatron,plots,dev
+EXTRAS := megatron,deepspeed,plots,dev
 STAMP := $(VENV)/.installed
 
 .PHONY: demo test test-slow lint types check clean
