@@ -19,7 +19,6 @@ from quartet_plugin.search.budget import TimeBudget
 from quartet_plugin.search.events import EventLog
 from quartet_plugin.search.final import (
     BASELINE,
-    CONFIRM_BELOW,
     MIN_ROUNDS,
     Ranking,
     candidates,
@@ -267,7 +266,7 @@ class Coordinator:
                 seed=self._config.seed,
             )
             winner = _winner(rankings)
-            if winner is None or winner.comparison.speedup.median >= CONFIRM_BELOW:
+            if winner is None or winner.is_certain:
                 break
             if winner.record.number in confirmed or not self._budget.fits(num_launches=2):
                 break
@@ -275,7 +274,8 @@ class Coordinator:
             plans = {number: every[number] for number in (BASELINE, winner.record.number)}
             rounds = range(rounds.stop, rounds.stop + self._config.rounds)
             self._observer.message(
-                f"trial {winner.record.number} leads by little: it and the baseline are measured again"
+                f"trial {winner.record.number} leads by little, or over few rounds: "
+                "it and the baseline are measured again"
             )
         return TuneResult(
             objective=yardstick.objective,

@@ -23,6 +23,8 @@ MIN_ROUNDS = 3
 
 # A speedup below this is inside what two runs of one plan may differ by, so it is measured as often again.
 CONFIRM_BELOW = 1.10
+# With fewer rounds chance alone wins too often: of 3 rounds all go one way in every fourth case.
+CONFIRM_ROUNDS = 5
 
 BASELINE = 0
 
@@ -39,6 +41,11 @@ class Ranking:
     def is_win(self) -> bool:
         """Whether the lower end of the speedup's interval is above 1."""
         return self.comparison.speedup.low > 1.0
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether a win needs no more rounds."""
+        return len(self.ratios) >= CONFIRM_ROUNDS and self.comparison.speedup.median >= CONFIRM_BELOW
 
 
 def candidates(records: Sequence[Record], *, baseline_value: float, top_k: int) -> list[Record]:

@@ -12,7 +12,8 @@ NUM_RESAMPLES = 10_000
 def bootstrap_median(values: Sequence[float], *, seed: int, num_resamples: int = NUM_RESAMPLES) -> Interval:
     """The median of `values`, at least one, with its 95 % percentile bootstrap interval (Efron 1979).
 
-    With five values the interval reaches from the smallest to the largest; it is never wider.
+    With five values the interval reaches from the smallest to the largest (94 %, with three 75 %); it is
+    never wider.
     """
     generator = random.Random(seed)  # noqa: S311
     count = len(values)

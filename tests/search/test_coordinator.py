@@ -73,6 +73,14 @@ def test_nothing_better_is_said_plainly(tmp_path: Path) -> None:
     assert all(ranking.comparison.speedup.low <= 1.0 for ranking in result.rankings)
 
 
+def test_a_large_lead_over_few_rounds_is_measured_as_often_again(tmp_path: Path) -> None:
+    machine = FakeMachine(seconds=lambda plan: 1.0 if plan.layout.data_parallel == 2 else 1.5)
+    for rounds, launches in ((3, 6), (5, 5)):
+        result = tune(begin(tmp_path / f"{rounds}" / "r", study={"trials": 8, "rounds": rounds}), machine)
+        assert result.winner is not None
+        assert result.winner.comparison.plan.num_launches == launches
+
+
 def test_a_small_lead_is_measured_as_often_again(tmp_path: Path) -> None:
     def seconds(plan: Plan) -> float:
         return 1.0 if plan.layout.data_parallel == 2 else 1.05
@@ -103,14 +111,14 @@ def test_clearly_slower_plans_are_not_measured_again(tmp_path: Path) -> None:
 
 def test_the_final_rounds_are_interleaved_in_random_order(tmp_path: Path) -> None:
     machine = FakeMachine()
-    result = tune(begin(tmp_path / "r", study={"trials": 10, "rounds": 4, "top_k": 2}), machine)
+    result = tune(begin(tmp_path / "r", study={"trials": 10, "rounds": 5, "top_k": 2}), machine)
     finals = [folder for folder, _ in machine.launched if "round" in folder]
     rounds = [finals[at : at + 3] for at in range(0, len(finals), 3)]
-    assert [{name[-1] for name in one} for one in rounds] == [{"1"}, {"2"}, {"3"}, {"4"}]
+    assert [{name[-1] for name in one} for one in rounds] == [{"1"}, {"2"}, {"3"}, {"4"}, {"5"}]
     numbers = {name[:6] for name in finals}
     assert len(numbers) == 3
     assert "000000" in numbers
-    assert all(ranking.comparison.plan.num_launches == 4 for ranking in result.rankings)
+    assert all(ranking.comparison.plan.num_launches == 5 for ranking in result.rankings)
     orders = {tuple(order_of_round([0, 3, 5], seed=0, round_number=at)) for at in range(20)}
     assert len(orders) == 6
 
