@@ -3,8 +3,7 @@
 import gc
 import json
 import math
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from quartet_plugin.cli.invocation import invocation, refuse_user_command
 from quartet_plugin.cli.schedule_options import (
     AUTO,
     EVEN,
+    CommandClock,
     check_effort,
     parse_chunks,
     parse_placement,
@@ -35,29 +35,7 @@ from quartet_plugin.cli.schedule_steps import (
 from quartet_plugin.errors import QuartetError, UsageError
 
 DEFAULT_TIME_LIMIT_S = 10.0
-_RESERVE_S = 0.25  # of a core, to write the result and to end
 _LATE = 0.3  # part of the limit after whose loss a search does without a bound
-
-
-@dataclass(frozen=True, slots=True)
-class _CommandClock:
-    """What is left of a limit on the whole command."""
-
-    started_s: float
-    limit_s: float | None
-
-    @property
-    def spent_s(self) -> float:
-        """Seconds since the process started."""
-        return time.monotonic() - self.started_s
-
-    def left_s(self, *, compiled_s: float) -> float | None:
-        """Seconds to search in, less a reserve that grows with how busy the machine was so far."""
-        if self.limit_s is None:
-            return None
-        crowding = min(8.0, max(1.0, self.spent_s / max(0.1, time.process_time())))
-        reserve = min(_RESERVE_S * crowding, 0.3 * self.limit_s)
-        return max(0.0, self.limit_s - (self.spent_s - compiled_s) - reserve)
 
 
 class Objective(StrEnum):
@@ -154,7 +132,7 @@ def search(
     if not isinstance(counts, str):
         counts = layers_of(counts, table, num_stages(table, fixed, count), allow_empty=allow_empty)
     whole_s = None if evaluations is not None else time_limit or DEFAULT_TIME_LIMIT_S
-    clock = _CommandClock(invocation(ctx).started_s, whole_s)
+    clock = CommandClock(invocation(ctx).started_s, whole_s)
     with compilation_time() as compiling:
         compile_kernels()
         late = clock.spent_s - compiling.seconds > _LATE * (whole_s or math.inf)

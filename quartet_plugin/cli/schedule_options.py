@@ -1,6 +1,8 @@
 """Options of `quartet schedule` that are more than a number: placement, chunks, split, and their limits."""
 
 import math
+import time
+from dataclasses import dataclass
 
 from quartet_plugin.errors import UsageError
 from quartet_plugin.model.files import shown
@@ -9,7 +11,30 @@ AUTO = "auto"
 EVEN = "even"
 PLACEMENTS = ("linear", "loop", "v", "snake")
 
+_RESERVE_S = 0.25  # of a core, to write the result and to end
+
 Counts = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandClock:
+    """What is left of a limit on the whole command."""
+
+    started_s: float
+    limit_s: float | None
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the process started."""
+        return time.monotonic() - self.started_s
+
+    def left_s(self, *, compiled_s: float) -> float | None:
+        """Seconds to search in, less a reserve that grows with how busy the machine was so far."""
+        if self.limit_s is None:
+            return None
+        crowding = min(8.0, max(1.0, self.spent_s / max(0.1, time.process_time())))
+        reserve = min(_RESERVE_S * crowding, 0.3 * self.limit_s)
+        return max(0.0, self.limit_s - (self.spent_s - compiled_s) - reserve)
 
 
 def parse_placement(text: str) -> str | Counts:

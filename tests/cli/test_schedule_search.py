@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.cli.main import main
+from quartet_plugin.cli.schedule_options import CommandClock
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.schedule.files import read_schedule
 from quartet_plugin.schedule.validate import validate
@@ -145,6 +146,19 @@ def test_the_limit_counts_from_the_start_of_the_process(
     main(arguments, started_s=time.monotonic() - 500)
     assert 0 < limits[0] < 40
     assert limits[1] == 0
+
+
+def test_compiling_is_not_counted_and_a_reserve_is_kept() -> None:
+    started = time.monotonic() - 60
+    clock = CommandClock(started_s=started, limit_s=100.0)
+    left = clock.left_s(compiled_s=0.0)
+    spared = clock.left_s(compiled_s=50.0)
+    assert left is not None
+    assert spared is not None
+    assert 30.0 < left < 40.0
+    assert spared - left == pytest.approx(50.0, abs=1.0)
+    assert CommandClock(started_s=started, limit_s=4.0).left_s(compiled_s=0.0) == 0.0
+    assert CommandClock(started_s=started, limit_s=None).left_s(compiled_s=0.0) is None
 
 
 @pytest.mark.parametrize(
