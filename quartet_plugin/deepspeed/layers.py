@@ -50,7 +50,7 @@ class LayerList:
 
     def counts(self, bounds: Sequence[int]) -> tuple[int, ...]:
         """Like layers of each stage between `bounds`: the inverse of `bounds` where a split can say it."""
-        return tuple(sum(low <= block < high for block in self.blocks) for low, high in pairwise(bounds))
+        return tuple(sum(int(low <= block < high) for block in self.blocks) for low, high in pairwise(bounds))
 
     def counts_of_entries(self, entries_per_stage: Sequence[int]) -> tuple[int, ...]:
         """Like layers a stage from a schedule file's counts, where embedding and head are entries too."""

@@ -1,8 +1,9 @@
 """The user's own training command: what starts it, what it runs, and where our words go in.
 
-Supported are `torchrun`, `python -m torch.distributed.run` and plain `python`, each with a script or
-`-m MODULE`, behind an optional `env NAME=VALUE ...`. The user's words are never edited: wrapping puts
-`-m quartet_plugin.megatron` before the script and our flags behind the user's.
+Supported are `torchrun`, `python -m torch.distributed.run`, `deepspeed` and plain `python`, each with a
+script or `-m MODULE`, behind an optional `env NAME=VALUE ...`. The user's words are never edited: wrapping
+puts `-m quartet_plugin.megatron` before the script, or `-m quartet_plugin.deepspeed` where `deepspeed` starts
+it or its arguments name a ds_config, and our flags behind the user's.
 """
 
 import os
@@ -14,6 +15,8 @@ from typing import Literal
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.options import (
+    DEEPSPEED_FLAGS,
+    DEEPSPEED_VALUES,
     PYTHON_FLAGS,
     PYTHON_VALUES,
     TORCHRUN_FLAGS,
@@ -23,17 +26,20 @@ from quartet_plugin.launchers.options import (
 )
 
 ENTRY_MODULE = "quartet_plugin.megatron"
+DEEPSPEED_MODULE = "quartet_plugin.deepspeed"
 MAX_WORDS = 100_000
 
-Starter = Literal["torchrun", "python"]
-PortFlag = Literal["--master-port", "--rdzv-endpoint"]
+Starter = Literal["torchrun", "python", "deepspeed"]
+PortFlag = Literal["--master-port", "--rdzv-endpoint", "--master_port"]
 
-_SUPPORTED = "supported are torchrun, python -m torch.distributed.run and python, followed by a script"
+_SUPPORTED = (
+    "supported are torchrun, python -m torch.distributed.run, deepspeed and python, followed by a script"
+)
+_DS_CONFIG = re.compile(r"--deepspeed[_-]config(=.*)?", re.DOTALL)
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?(\.exe)?")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=", re.ASCII)
 _RUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _ADVICE = {
-    "deepspeed": "start the script with torchrun instead",
     "srun": "write the command that srun starts, from torchrun on",
     "sbatch": "write the command that the job script starts, from torchrun on",
     "mpirun": "start the script with torchrun instead",
@@ -53,7 +59,8 @@ class Command:
     `words[:before]` start the processes (with `has_module_flag`, a `-m` is among them);
     `words[target_at:]` are the script (with `is_module`, the module) and its arguments. `num_processes` is
     None where only the machine itself knows (`auto`, `gpu`, `cpu`), `num_nodes` where it is a range.
-    `port_flag` is the option that may name a free port, None where the user named a place.
+    `port_flag` is the option that may name a free port, None where the user named a place. `entry` is the
+    adapter's module.
     """
 
     words: tuple[str, ...]
@@ -67,6 +74,7 @@ class Command:
     num_processes: int | None
     num_nodes: int | None
     port_flag: PortFlag | None
+    entry: str = ENTRY_MODULE
 
     @property
     def program(self) -> str:
@@ -92,9 +100,10 @@ class Command:
         argv = list(self.words[: self.before])
         if port is not None and self.port_flag is not None:
             place = f"localhost:{port}" if self.port_flag == "--rdzv-endpoint" else str(port)
-            at = len(argv) - (argv[-1] == "-m")
+            at = len(argv) - (argv[-1] in ("-m", "--module"))
             argv[at:at] = [self.port_flag, place]
-        argv += [ENTRY_MODULE] if self.has_module_flag else ["-m", ENTRY_MODULE]
+        flag = "--module" if self.starter == "deepspeed" else "-m"
+        argv += [self.entry] if self.has_module_flag else [flag, self.entry]
         if self.is_module:
             argv.append("-m")
         return [*argv, *self.words[self.target_at :], *extra_flags]
@@ -120,6 +129,8 @@ def parse_command(words: Sequence[str], *, environment: Mapping[str, str] | None
     program = _program(words[at])
     if program == "torchrun":
         return _torchrun(words, at + 1, assignments, known)
+    if program == "deepspeed":
+        return _deepspeed(words, at + 1, assignments)
     if is_starter(program):
         return _python(words, at + 1, assignments, known)
     advice = f": {_ADVICE[program]}" if program in _ADVICE else ""
@@ -129,7 +140,7 @@ def parse_command(words: Sequence[str], *, environment: Mapping[str, str] | None
 def is_starter(word: str) -> bool:
     """Whether a word names a program that a training command may begin with."""
     program = _program(word)
-    return program == "torchrun" or _PYTHON.fullmatch(program) is not None
+    return program in ("torchrun", "deepspeed") or _PYTHON.fullmatch(program) is not None
 
 
 def _program(word: str) -> str:
@@ -186,6 +197,38 @@ def _torchrun(
     )
 
 
+def _deepspeed(words: tuple[str, ...], at: int, assignments: tuple[tuple[str, str], ...]) -> Command:
+    options = read_options(
+        words, at, flags=DEEPSPEED_FLAGS, values=DEEPSPEED_VALUES, prefixes=True, program="deepspeed"
+    )
+    for flag in ("help", "no_python", "autotuning"):
+        if flag in options.found:
+            raise ConfigError(f"deepspeed --{flag}: not supported; deepspeed must start a Python script")
+    start = _target_at(words, options, program="deepspeed")
+    found = options.found
+    spans_nodes = any(name in found for name in ("hostfile", "include", "exclude", "force_multi"))
+    num_nodes = None if spans_nodes else _number(found.get("num_nodes", "1"), "deepspeed --num_nodes")
+    devices = found.get("num_gpus", found.get("num_accelerators"))
+    per_node = None if devices in (None, "-1") else _number(str(devices), "deepspeed --num_gpus")
+    is_free = num_nodes == 1 and "master_port" not in found
+    return _command(
+        words,
+        starter="deepspeed",
+        start=start,
+        has_module_flag="module" in found,
+        assignments=assignments,
+        num_processes=None if per_node is None or num_nodes is None else per_node * num_nodes,
+        num_nodes=num_nodes,
+        port_flag="--master_port" if is_free else None,
+    )
+
+
+def _number(text: str, name: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,7}", text, re.ASCII) or int(text) < 1:
+        raise ConfigError(f"{name}: {text!r}; must be a number above 0")
+    return int(text)
+
+
 def _python(
     words: tuple[str, ...],
     at: int,
@@ -234,12 +277,16 @@ def _command(
     port_flag: PortFlag | None,
 ) -> Command:
     before, is_module, is_wrapped = start, has_module_flag, False
-    if is_module and words[start] == ENTRY_MODULE:
+    entry = ENTRY_MODULE
+    if starter == "deepspeed" or any(_DS_CONFIG.fullmatch(word) for word in words[start + 1 :]):
+        entry = DEEPSPEED_MODULE
+    if is_module and words[start] in (ENTRY_MODULE, DEEPSPEED_MODULE):
+        entry = words[start]
         is_wrapped, is_module, start = True, False, start + 1
         if start < len(words) and words[start] == "-m":
             is_module, start = True, start + 1
         if start >= len(words) or words[start].startswith("-"):
-            raise ConfigError(f"-m {ENTRY_MODULE}: no script follows")
+            raise ConfigError(f"-m {entry}: no script follows")
     return Command(
         words=words,
         starter=starter,
@@ -252,6 +299,7 @@ def _command(
         num_processes=num_processes,
         num_nodes=num_nodes,
         port_flag=port_flag,
+        entry=entry,
     )
 
 

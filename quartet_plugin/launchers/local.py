@@ -22,6 +22,7 @@ CPU_SETTINGS: dict[str, str] = {
     "MALLOC_TRIM_THRESHOLD_": "17179869184",
     "MALLOC_TOP_PAD_": "67108864",
     "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
 }
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 

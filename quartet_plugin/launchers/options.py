@@ -54,6 +54,46 @@ TORCHRUN_VALUES: dict[str, str] = {
     "-r": "redirects",
     "-t": "tee",
 }
+# DeepSpeed 0.19's launcher; a contract test compares both tables with its own parser.
+DEEPSPEED_FLAGS: dict[str, str] = {
+    "-h": "help",
+    "--help": "help",
+    "--module": "module",
+    "--no_python": "no_python",
+    "--no_local_rank": "no_local_rank",
+    "--no_ssh": "no_ssh",
+    "--no_ssh_check": "no_ssh_check",
+    "--force_multi": "force_multi",
+    "--save_pid": "save_pid",
+    "--bind_cores_to_rank": "bind_cores_to_rank",
+    "-q": "quiet",
+    "--quiet": "quiet",
+}
+_DEEPSPEED_VALUE_NAMES = (
+    "hostfile",
+    "include",
+    "exclude",
+    "num_nodes",
+    "num_gpus",
+    "num_accelerators",
+    "master_port",
+    "master_addr",
+    "node_rank",
+    "launcher",
+    "launcher_args",
+    "enable_each_rank_log",
+    "autotuning",
+    "bind_core_list",
+    "ssh_port",
+    "venv_script",
+    "log_level",
+)
+DEEPSPEED_VALUES: dict[str, str] = {
+    **{f"--{name}": name for name in _DEEPSPEED_VALUE_NAMES},
+    "-H": "hostfile",
+    "-i": "include",
+    "-e": "exclude",
+}
 PYTHON_FLAGS: dict[str, str] = {f"-{letter}": letter for letter in "bBdEhiIOPqsSuvVx?"}
 PYTHON_VALUES: dict[str, str] = {
     "-W": "warning",

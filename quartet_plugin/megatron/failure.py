@@ -35,7 +35,7 @@ _NETWORK_ERRNOS = {
     errno.ETIMEDOUT,
 }
 # Frames whose own `raise` or `assert` is the framework's verdict on a configuration.
-_FRAMEWORKS = ("megatron", "transformer_engine", "argparse")
+_FRAMEWORKS = ("megatron", "transformer_engine", "deepspeed", "argparse")
 
 
 def describe_failure(error: BaseException, *, num_steps: int, peak_bytes: int) -> dict[str, Any]:

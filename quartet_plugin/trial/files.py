@@ -168,7 +168,7 @@ class CommandSheet:
     argv: Annotated[tuple[Text, ...], Field(max_length=100_000)]
     cwd: Annotated[str, Field(max_length=4096)]
     environment: dict[Name, Text]
-    starter: Literal["torchrun", "python"]
+    starter: Literal["torchrun", "python", "deepspeed"]
     num_processes: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None
     time: Seconds
     deadline_s: Seconds

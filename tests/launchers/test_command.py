@@ -1,10 +1,13 @@
 """The user's command is read as torchrun and python read it, and wrapped without touching its words."""
 
+import ast
+import importlib.util
 import json
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +15,13 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.command import ENTRY_MODULE, Command, parse_command
-from quartet_plugin.launchers.options import PYTHON_FLAGS, TORCHRUN_FLAGS, TORCHRUN_VALUES
+from quartet_plugin.launchers.options import (
+    DEEPSPEED_FLAGS,
+    DEEPSPEED_VALUES,
+    PYTHON_FLAGS,
+    TORCHRUN_FLAGS,
+    TORCHRUN_VALUES,
+)
 
 
 def parse(text: str, **environment: str) -> Command:
@@ -123,7 +132,10 @@ def test_the_number_of_processes(text: str, processes: int | None, nodes: int | 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("deepspeed --num_gpus 2 a.py", ("deepspeed", "torchrun")),
+        ("deepspeed --num_gpus 2", ("no script",)),
+        ("deepspeed --num_gpus two a.py", ("'two'", "number above 0")),
+        ("deepspeed --no_python a.sh", ("--no_python", "Python script")),
+        ("deepspeed --autotuning tune a.py", ("--autotuning", "not supported")),
         ("srun torchrun a.py", ("srun", "from torchrun on")),
         ("mpirun -n 2 python a.py", ("mpirun", "torchrun")),
         ("bash -c 'torchrun a.py'", ("bash", "not a shell line")),
@@ -235,3 +247,58 @@ def test_pythons_flags_take_no_value(flag: str) -> None:
         [sys.executable, flag, "-c", "print('ran')"], capture_output=True, text=True, check=False
     )
     assert "ran" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "processes", "wrapped"),
+    [
+        (
+            "deepspeed --num_gpus 2 a.py --x",
+            2,
+            "deepspeed --num_gpus 2 --master_port 1 --module quartet_plugin.deepspeed a.py --x --y",
+        ),
+        (
+            "deepspeed --master_port 7 --module pkg.train --x",
+            None,
+            "deepspeed --master_port 7 --module quartet_plugin.deepspeed -m pkg.train --x --y",
+        ),
+        (
+            "torchrun --nproc-per-node 2 a.py --deepspeed_config ds.json",
+            2,
+            "torchrun --nproc-per-node 2 --master-port 1 -m quartet_plugin.deepspeed "
+            "a.py --deepspeed_config ds.json --y",
+        ),
+        (
+            "deepspeed --num_nodes 2 --num_gpus 4 a.py",
+            8,
+            "deepspeed --num_nodes 2 --num_gpus 4 --module quartet_plugin.deepspeed a.py --y",
+        ),
+    ],
+)
+def test_deepspeed_commands_are_wrapped_for_its_adapter(
+    text: str, processes: int | None, wrapped: str
+) -> None:
+    command = parse(text)
+    assert command.num_processes == processes
+    assert command.wrapped(["--y"], port=1) == shlex.split(wrapped)
+    again = parse(shlex.join(command.wrapped()))
+    assert again.is_wrapped
+    assert again.wrapped(["--y"]) == [*command.wrapped(), "--y"]
+
+
+def test_the_options_of_the_deepspeed_launcher_are_its_own() -> None:
+    parser_source = importlib.util.find_spec("deepspeed")
+    assert parser_source is not None
+    assert parser_source.origin is not None
+    source = (
+        Path(parser_source.origin).with_name("launcher").joinpath("runner.py").read_text(encoding="utf-8")
+    )
+    tree = ast.parse(source)
+    spellings = {
+        argument.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"
+        for argument in node.args
+        if isinstance(argument, ast.Constant) and str(argument.value).startswith("-")
+    }
+    assert spellings | {"-h", "--help"} == set(DEEPSPEED_FLAGS) | set(DEEPSPEED_VALUES)
