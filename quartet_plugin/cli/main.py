@@ -30,6 +30,7 @@ COMMAND_MODULES: tuple[str, ...] = (
     "quartet_plugin.cli.export",
     "quartet_plugin.cli.schedule",
     "quartet_plugin.cli.rehearse",
+    "quartet_plugin.cli.trace",
     "quartet_plugin.cli.predict",
     "quartet_plugin.cli.plan",
 )

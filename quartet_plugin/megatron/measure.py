@@ -21,7 +21,10 @@ class StepMeter:
     """Wraps `train_step`: times each call and keeps what it returns, for one rank of a trial."""
 
     def __init__(self, files: RankFiles, *, neutralised: list[str], started_at: float) -> None:
-        """`started_at` is the wall clock when the script itself began to run."""
+        """`started_at` is the wall clock when the script itself began to run.
+
+        `runtime`, set later, is the plan's own schedule at work: what it recorded is written too.
+        """
         self._files = files
         self._neutralised = neutralised
         self._started_at = started_at
@@ -29,6 +32,7 @@ class StepMeter:
         self._last_end = 0.0
         self._steps: list[tuple[float, Any, Any, bool]] = []
         self._stop_after = files.order.num_iterations
+        self.runtime: Any = None
 
     @property
     def num_steps(self) -> int:
@@ -74,6 +78,11 @@ class StepMeter:
                 "job": self._job(),
             }
         )
+
+        if self.runtime is not None:
+            from quartet_plugin.megatron.actions import write_actions
+
+            write_actions(self._files, self.runtime)
 
     def _before_first_step(self) -> None:
         self._first_step_at = time.time()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quartet_plugin.cli.trace import trace
 from quartet_plugin.errors import InfrastructureError, PlanError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.receipt import Receipt, needs_receipt
@@ -51,12 +52,14 @@ def test_an_uneven_pipeline_trains_as_the_command_does(gate: ParityGate) -> None
     assert len({one.reference_loss for one in receipt.steps}) == 10
 
 
-def test_a_schedule_of_ours_passes_and_gets_the_receipt_it_needs(gate: ParityGate) -> None:
+def test_a_schedule_of_ours_passes_and_leaves_its_actions(gate: ParityGate, tmp_path: Path) -> None:
     plan = custom_plan()
     assert needs_receipt(plan)
     receipt = gate.check(plan)
     assert (receipt.verdict, receipt.reference) == ("passed", "command")
     assert worst(receipt) <= 1e-6
+    attempt = gate.folder / f"plan-{plan.key[:12]}" / "attempt-1"
+    assert trace(attempt, tmp_path / "trace.json")[0].startswith("makespan: measured ")
 
 
 def test_a_wrong_weight_gradient_is_found_in_its_step_and_stage(gate: ParityGate) -> None:

@@ -1,0 +1,134 @@
+"""`quartet trace`: a trial's measured actions over the simulated ones, in one file for Perfetto."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quartet_plugin.cli.invocation import refuse_user_command
+from quartet_plugin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quartet_plugin.schedule.schedule import Schedule
+    from quartet_plugin.schedule.simulate import Simulation
+    from quartet_plugin.trial.actions import ActionsSheet
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+
+    @app.command("trace")
+    def _trace(
+        ctx: typer.Context,
+        run: Annotated[Path, typer.Argument(metavar="RUN", help="An attempt's folder.", show_default=False)],
+        output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write it.")],
+    ) -> None:
+        """Lay measured and simulated actions of a trial over each other, and print the simulator's error."""
+        refuse_user_command(ctx)
+        typer.echo("\n".join(trace(run, output)))
+
+
+def trace(folder: Path, output: Path) -> list[str]:
+    """Write the trace and return the lines that say how far the two are apart.
+
+    Raises ConfigError for a folder without measured actions, PlanError for actions that are no schedule.
+    """
+    from quartet_plugin.model.files import write_text_atomic
+    from quartet_plugin.model.plan import read_plan
+    from quartet_plugin.report import perfetto
+    from quartet_plugin.schedule.choice import costs_of
+    from quartet_plugin.schedule.simulate import simulate
+    from quartet_plugin.trial.actions import read_actions
+
+    plan = read_plan(folder / "plan.json")
+    choice = plan.schedule.custom
+    if choice is None:
+        raise ConfigError(f"{folder}: the plan has no schedule of ours; Megatron's own records no actions")
+    sheets = read_actions(folder)
+    schedule = schedule_of(sheets, placement=choice.placement, num_microbatches=plan.num_microbatches)
+    simulation = simulate(schedule, costs_of(choice))
+    measured = measurement_of(sheets, simulation)
+    tracks = perfetto.trace(schedule, measured, name="measured")
+    predicted = perfetto.trace(schedule, simulation, name="simulated")
+    tracks["traceEvents"] += [_beside(event) for event in predicted["traceEvents"]]
+    tracks["otherData"]["simulated_makespan_s"] = float(simulation.makespan_s)
+    write_text_atomic(output, json.dumps(tracks, separators=(",", ":"), allow_nan=False) + "\n")
+    return [*lines(schedule, measured, simulation), f"wrote {output}"]
+
+
+def _beside(event: dict[str, Any]) -> dict[str, Any]:
+    """The same event as a second process, its arrows apart from those of the first."""
+    moved = {**event, "pid": 2}
+    if "id" in moved:
+        moved["id"] += 1_000_000
+    return moved
+
+
+def schedule_of(
+    sheets: "list[ActionsSheet]", *, placement: tuple[int, ...], num_microbatches: int
+) -> "Schedule":
+    """The order that was executed. Raises PlanError where the actions are not those of the placement."""
+    from quartet_plugin.schedule.files import parse_order
+    from quartet_plugin.schedule.schedule import Schedule
+    from quartet_plugin.schedule.validate import validate
+
+    orders = tuple(
+        parse_order(sheet.actions, num_stages=len(placement), num_microbatches=num_microbatches)
+        for sheet in sheets
+    )
+    schedule = Schedule(
+        num_devices=len(sheets), num_microbatches=num_microbatches, placement=placement, orders=orders
+    )
+    validate(schedule)
+    return schedule
+
+
+def measurement_of(sheets: "list[ActionsSheet]", simulation: "Simulation") -> "Simulation":
+    """The measured times in the simulator's own form; they count from the first device's begin."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    first = min(sheet.begin_at for sheet in sheets)
+    start = tuple(np.array(sheet.start_s) + (sheet.begin_at - first) for sheet in sheets)
+    end = tuple(np.array(sheet.end_s) + (sheet.begin_at - first) for sheet in sheets)
+    busy = np.array([float(np.sum(e - s)) for s, e in zip(start, end, strict=True)])
+    makespan = max(float(row.max()) for row in end)
+    bubble = max(0.0, 1.0 - float(busy.sum()) / (len(sheets) * makespan)) if makespan > 0 else 0.0
+    return replace(
+        simulation,
+        makespan_s=makespan,
+        period_s=makespan,
+        bubble_fraction=bubble,
+        busy_s=busy,
+        start_s=start,
+        end_s=end,
+    )
+
+
+def lines(schedule: "Schedule", measured: "Simulation", simulation: "Simulation") -> list[str]:
+    """Makespan and bubble of both, and the mean time of every kind of action."""
+    found = [
+        f"makespan: measured {1e3 * measured.makespan_s:.2f} ms, simulated "
+        f"{1e3 * simulation.makespan_s:.2f} ms: error {simulation.makespan_s / measured.makespan_s - 1:+.1%}",
+        f"bubble: measured {measured.bubble_fraction:.1%}, simulated {simulation.bubble_fraction:.1%}",
+    ]
+    for kind in ("F", "I", "W", "B"):
+        pairs = [
+            (m_end - m_start, s_end - s_start)
+            for device in range(schedule.num_devices)
+            for action, m_start, m_end, s_start, s_end in zip(
+                schedule.actions(device),
+                measured.start_s[device],
+                measured.end_s[device],
+                simulation.start_s[device],
+                simulation.end_s[device],
+                strict=True,
+            )
+            if action.kind.name == kind
+        ]
+        if pairs:
+            took, expected = (1e3 * sum(side) / len(pairs) for side in zip(*pairs, strict=True))
+            found.append(f"mean {kind}: measured {took:.3f} ms, simulated {expected:.3f} ms")
+    return found
