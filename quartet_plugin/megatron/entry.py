@@ -82,21 +82,21 @@ def run(session: Session) -> None:
         run_program(session.command, arguments)
         _end_of_script(session)
     except QuartetError as error:
-        _record(session, error)
-        _tell(session, error)
+        record_failure(session, error)
+        tell(session, error)
         raise SystemExit(int(error.exit_code)) from None
     except SystemExit as error:
         if error.code in (None, 0):
             _end_of_script(session)
         else:
-            _record(session, error)
+            record_failure(session, error)
         raise
     except BaseException as error:
-        _record(session, error)
+        record_failure(session, error)
         raise
 
 
-def _tell(session: Session, error: QuartetError) -> None:
+def tell(session: Session, error: QuartetError) -> None:
     """One line for the user: from launch rank 0 at once, from others only if it has not ended the start."""
     rank = session.place.launch_rank
     if rank != 0:
@@ -215,6 +215,8 @@ def _runtime(session: Session, plan: "Plan | None", args: argparse.Namespace) ->
         for note in notes:
             print(f"quartet: {note}", file=sys.stderr, flush=True)
     session.runtime = None if prepared is None else prepared.runtime
+    if session.meter is not None:
+        session.meter.runtime = session.runtime
     return prepared
 
 
@@ -298,10 +300,10 @@ def _end_of_script(session: Session) -> None:
         session.files.move("done", session.num_steps)
         session.files.close()
     else:
-        _record(session, RuntimeError("the script ended before its first training step"))
+        record_failure(session, RuntimeError("the script ended before its first training step"))
 
 
-def _record(session: Session, error: BaseException) -> None:
+def record_failure(session: Session, error: BaseException) -> None:
     """Write rank-K.err.json; the error itself matters more than a record that cannot be written."""
     if session.files is None:
         _leave_error(session, error)

@@ -43,7 +43,7 @@ def read_command(words: Sequence[str]) -> Command | None:
 
     Raises UsageError for a missing program, an unknown `--quartet-*` flag or a wrong value.
     """
-    options, rest = _take_options(words)
+    options, rest = take_options(words)
     if rest[:1] in (["-h"], ["--help"]):
         return None
     is_module = rest[:1] == ["-m"]
@@ -54,7 +54,7 @@ def read_command(words: Sequence[str]) -> Command | None:
     return Command(target=rest[0], is_module=is_module, arguments=tuple(rest[1:]), options=options)
 
 
-def _take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
+def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
     """Our flags anywhere before a `--`, and all other words in their order."""
     found: dict[str, str] = {}
     rest: list[str] = []

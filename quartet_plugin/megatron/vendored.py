@@ -1,0 +1,36 @@
+"""For people who vendor Megatron-LM: what the line in `patches/` calls before Megatron reads its flags.
+
+The training command is then started as ever and may have `--quartet-plan FILE` among its flags. Without one
+of our flags nothing happens, and nothing is imported.
+"""
+
+import os
+import sys
+
+
+def start() -> None:
+    """Apply what the `--quartet-*` flags of this process say, and take them out of sys.argv.
+
+    Ends the process, as the drop-in entry does, with one line and the exit code of a refusal.
+    """
+    if not any(word.startswith("--quartet-") for word in sys.argv[1:]):
+        return
+    from quartet_plugin.errors import QuartetError
+    from quartet_plugin.megatron.entry import Session, prepare, record_failure, tell
+    from quartet_plugin.megatron.options import Command, take_options
+    from quartet_plugin.megatron.ranks import Place
+
+    session = None
+    try:
+        options, words = take_options(sys.argv[1:])
+        command = Command(target=sys.argv[0], is_module=False, arguments=tuple(words), options=options)
+        session = Session(command=command, place=Place.of(os.environ))
+        sys.argv[1:] = words
+        sys.argv[1:] = prepare(session)
+    except QuartetError as error:
+        if session is None:
+            print(f"quartet: {error}", file=sys.stderr)
+        else:
+            record_failure(session, error)
+            tell(session, error)
+        raise SystemExit(int(error.exit_code)) from None

@@ -1,0 +1,76 @@
+"""The patches for vendored Megatron: they apply to the release, hold our lines only, and train with it."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.model.plan import write_plan
+from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, make_plan
+from tests.megatron.support import rank_environment, run_processes, torchrun
+
+PATCHES = Path(__file__).resolve().parents[2] / "patches"
+SECOND_STAGE = re.compile(r"number of parameters on .* model parallel rank \([0, ]*1\)")
+RANK = Path(__file__).with_name("vendored_rank.py")
+
+
+def test_patches_have_no_context_and_only_our_lines() -> None:
+    files = sorted(PATCHES.glob("*.patch"))
+    assert files
+    for path in files:
+        lines = path.read_text().splitlines()
+        body = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
+        assert body
+        assert all(line.startswith("+") for line in body), path
+        assert sum("import" in line for line in body) == 1
+
+
+@pytest.fixture(scope="module")
+def vendored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the installed Megatron with the patch of its release."""
+    from quartet_plugin.megatron.seams import installed_version
+
+    root = tmp_path_factory.mktemp("vendored")
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None
+    for folder in spec.submodule_search_locations or ():
+        shutil.copytree(folder, root / "megatron", dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.pyc"))
+    patch = PATCHES / f"megatron-core-{installed_version()}.patch"
+    with patch.open("rb") as stream:
+        subprocess.run(["patch", "-p1", "--fuzz=0"], cwd=root, stdin=stream, check=True, capture_output=True)
+    return root
+
+
+def run(vendored: Path, folder: Path, *flags: str) -> tuple[int, str]:
+    environment = rank_environment()
+    environment["PYTHONPATH"] = os.pathsep.join([str(vendored), environment["PYTHONPATH"]])
+    command = torchrun(2, str(RANK), str(SCRIPT), *MEGATRON_FLAGS, "--train-iters", "2", *flags)
+    return run_processes(command, timeout_s=240, log=folder / "log", environment=environment)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_patched_megatron_trains_with_a_plan_and_without(vendored: Path, tmp_path: Path) -> None:
+    write_plan(make_plan(split=(4, 2), pipeline=2), path=tmp_path / "plan.json")
+    code, output = run(vendored, tmp_path, "--quartet-plan", str(tmp_path / "plan.json"))
+    assert code == 0, output[-3000:]
+    assert SECOND_STAGE.search(output), output[-3000:]
+    assert "iteration        2/" in output
+    code, output = run(vendored, tmp_path)
+    assert code == 0, output[-3000:]
+    assert not SECOND_STAGE.search(output)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_refusal_is_one_line(vendored: Path, tmp_path: Path) -> None:
+    write_plan(make_plan(split=(5, 1), pipeline=2, global_batch_size=64), path=tmp_path / "plan.json")
+    code, output = run(vendored, tmp_path, "--quartet-plan", str(tmp_path / "plan.json"))
+    assert code != 0
+    told = [line for line in output.splitlines() if line.startswith("quartet: ")]
+    assert len(told) == 1, output[-3000:]
+    assert "global_batch_size 8 (plan: 64)" in told[0]
