@@ -103,7 +103,7 @@ def comparison_lines(comparison: Comparison, *, names: Sequence[str] = ("baselin
         _measurement_line(names[1], comparison.plan),
         f"speedup   {_spread(comparison.speedup, '{:.2f}x')} in {_OBJECTIVES[comparison.objective]}, "
         f"measured in turns over {comparison.plan.num_launches} rounds "
-        f"({confidence(comparison.plan.num_launches):.0%} interval)",
+        f"({100 * confidence(comparison.plan.num_launches):.0f} % interval)",
     ]
 
 
