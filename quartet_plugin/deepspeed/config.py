@@ -85,14 +85,13 @@ def clips_by_first_stage(config: Mapping[str, Any], *, pipeline_parallel: int) -
 
     It does so in fp32 without ZeRO: then what is trained depends on which layers the first device holds.
     """
+    return pipeline_parallel > 1 and zero_stage(config) == 0 and clips_in_fp32(config)
+
+
+def clips_in_fp32(config: Mapping[str, Any]) -> bool:
+    """Whether gradients are clipped, in fp32: then ZeRO 0 and 1 clip by different norms on several stages."""
     clipping = config.get("gradient_clipping", DEFAULT_CLIPPING)
-    return (
-        pipeline_parallel > 1
-        and isinstance(clipping, int | float)
-        and clipping > 0
-        and zero_stage(config) == 0
-        and precision(config) == "fp32"
-    )
+    return isinstance(clipping, int | float) and clipping > 0 and precision(config) == "fp32"
 
 
 def clipping_notice(config: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quartet_plugin.deepspeed.config import clips_by_first_stage, precision
+from quartet_plugin.deepspeed.config import clips_by_first_stage, clips_in_fp32, precision
 from quartet_plugin.deepspeed.layers import layer_list
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.layout import Layout, Recompute
@@ -103,6 +103,8 @@ def features_of(engine: Any, config: Mapping[str, Any]) -> list[str]:
     found = []
     if clips_by_first_stage(config, pipeline_parallel=engine.num_stages):
         found.append("clips_by_first_stage")
+    if clips_in_fp32(config):
+        found.append("clips_in_fp32")
     if engine.grid.model_parallel_size > 1:
         found.append("tensor_parallel_topology")
     if getattr(engine, "quartet_own_data", False):

@@ -48,6 +48,12 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "tp_pp_dp_order": _MAPPING,
     # Graphs are captured for one order of microbatches.
     "cuda_graphs": frozenset({Axis.SCHEDULE}),
+    # DeepSpeed: the layers of the first device decide about clipping; the script batches its own data.
+    "clips_by_first_stage": _STAGES,
+    "own_data_iterator": _DATA,
+    "tensor_parallel_topology": _ALL,
+    "clips_in_fp32": _NONE,
+    "dynamic_shape": _NONE,
     "per_token_loss": _NONE,
     "context_parallel": _NONE,
     "overlap_grad_reduce": _NONE,

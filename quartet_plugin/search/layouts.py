@@ -34,13 +34,15 @@ class LayoutRules:
 def legal_layouts(shape: ModelShape, *, rules: LayoutRules) -> tuple[Layout, ...]:
     """Every layout for `shape`, in a fixed order; the user's own is among them unless it was ruled out.
 
-    Context and expert parallelism, recompute and the optimizer's form stay as the user has them.
+    Context and expert parallelism and recompute stay as the user has them. The optimizer's form does too,
+    except under DeepSpeed, where ZeRO 0 and 1 are both tried.
     """
     found = [
         layout
         for degrees in _degrees(rules)
         for virtual in _virtual_stages(degrees, shape=shape, rules=rules)
-        for layout in _micro_batches(virtual, rules=rules)
+        for sharded in _optimizers(virtual, rules=rules)
+        for layout in _micro_batches(sharded, rules=rules)
         if _fits(layout, shape=shape, rules=rules)
     ]
     return tuple(dict.fromkeys(found))
@@ -76,7 +78,9 @@ def _degrees(rules: LayoutRules) -> list[Layout]:
     processes = own.world_size // own.context_parallel
     found = []
     for tensor in _divisors(processes):
-        if tensor != own.tensor_parallel and rules.slots_per_node % tensor:
+        if tensor != own.tensor_parallel and (
+            rules.slots_per_node % tensor or rules.job.framework == "deepspeed"
+        ):
             continue
         for pipeline in _divisors(processes // tensor):
             data = processes // tensor // pipeline
@@ -116,6 +120,18 @@ def _virtual_stages(layout: Layout, *, shape: ModelShape, rules: LayoutRules) ->
         and (asked or choice * layout.pipeline_parallel <= shape.num_layers)
         and _is_schedule_asked("interleaved" if choice > 1 else "1f1b", names, rules)
     ]
+
+
+def _optimizers(layout: Layout, *, rules: LayoutRules) -> list[Layout]:
+    """The optimizer whole or sharded, the user's own first: ZeRO 0 and 1.
+
+    In fp32 with clipping DeepSpeed clips otherwise with ZeRO 0 on several stages, so the user's own stays.
+    """
+    job = rules.job
+    is_free = job.framework == "deepspeed" and layout.data_parallel > 1 and Axis.DEGREES not in rules.locked
+    if not is_free or {"clips_in_fp32", "clips_by_first_stage"} & set(job.features):
+        return [layout]
+    return [layout, replace(layout, distributed_optimizer=not layout.distributed_optimizer)]
 
 
 def _micro_batches(layout: Layout, *, rules: LayoutRules) -> list[Layout]:

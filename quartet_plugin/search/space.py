@@ -162,9 +162,11 @@ class Space:
         name, choices = self.layout_groups(shape)
         degrees = _choose(choose, name, choices)
         candidates = [layout for layout in self.layouts[shape] if degree_label(layout) == degrees]
-        sizes = [str(layout.micro_batch_size) for layout in candidates]
+        sizes = list(dict.fromkeys(str(layout.micro_batch_size) for layout in candidates))
         size = _choose(choose, f"micro_batch_size[{','.join(sizes)}]", sizes)
-        return candidates[sizes.index(size)]
+        candidates = [layout for layout in candidates if str(layout.micro_batch_size) == size]
+        forms = [optimizer_label(layout) for layout in candidates]
+        return candidates[forms.index(_choose(choose, "optimizer", forms))]
 
     def _split(self, choose: Chooser, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
         if layout.num_stages == 1:
@@ -256,6 +258,8 @@ class _Recorder:
             return degree_label(plan.layout)
         if kind == "micro_batch_size":
             return str(plan.layout.micro_batch_size)
+        if kind == "optimizer":
+            return optimizer_label(plan.layout)
         if kind == "split":
             return plan.split.label
         if kind == "group":
@@ -310,6 +314,11 @@ def degree_label(layout: Layout) -> str:
     """The layout without its micro-batch."""
     label = layout.label.rpartition("mb")[0].strip()
     return label or "one"
+
+
+def optimizer_label(layout: Layout) -> str:
+    """Whether the optimizer's state is sharded over the data-parallel processes."""
+    return "sharded" if layout.distributed_optimizer else "whole"
 
 
 def _degree_labels(layouts: Sequence[Layout]) -> tuple[str, ...]:

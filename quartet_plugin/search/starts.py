@@ -11,7 +11,7 @@ from quartet_plugin.cost.estimate import layer_weights
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.search.space import SPLIT_HEAD, Params, Space, degree_label, shape_label
+from quartet_plugin.search.space import SPLIT_HEAD, Params, Space, degree_label, optimizer_label, shape_label
 
 MAX_CANDIDATES = 256
 
@@ -31,6 +31,7 @@ class _Guess:
             "shape": shape_label(self._shape),
             "layout": degree_label(self._layout),
             "micro_batch_size": str(self._layout.micro_batch_size),
+            "optimizer": optimizer_label(self._layout),
             "mapping": self._order,
         }
         wished = wishes.get(kind)
