@@ -1,6 +1,6 @@
 """One process of a test: trains a small GPT with DeepSpeed and writes losses and gradient norms.
 
-torchrun ... -m tests.deepspeed.train_rank '{"stages": 2, ...}' OUTPUT.json
+torchrun ... -m tests.deepspeed.train_rank OPTIONS.json OUTPUT.json
 """
 
 import json
@@ -13,11 +13,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import torch
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe import schedule as stock
 
 import quartet_plugin.deepspeed
 from examples import pretrain_deepspeed as example
+from quartet_plugin.errors import QuartetError
 
 DEFAULTS: dict[str, Any] = {
     "stages": 2,
@@ -34,25 +35,43 @@ DEFAULTS: dict[str, Any] = {
     "partition": "type:Block",
     "quartet": None,
     "evaluate": False,
-    "tuple": False,
+    "pairs": False,
+    "dynamic": False,
 }
 
 
 def main() -> None:
-    """Train as the first argument says."""
-    options = {**DEFAULTS, **json.loads(sys.argv[1])}
+    """Train as each of the options in the first argument's list says, one after another."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
-    words = f"--data-path none --num-layers {options['layers']} --hidden-size 32 --num-attention-heads 2"
-    args = example.parse_arguments([*words.split(), "--seq-length", "16", "--vocab-size", "96"])
-    args.tie_embeddings = options["tied"]
-    args.deepspeed_config = None
+    results = []
+    for given in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        try:
+            results.append(train({**DEFAULTS, **given}))
+        except QuartetError as error:
+            # Every rank must have refused alike, or the next one would hang.
+            results.append({"error": str(error), "exit_code": int(error.exit_code)})
+    if torch.distributed.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(results), encoding="utf-8")
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def train(options: dict[str, Any]) -> dict[str, Any]:
+    """Losses and gradient norms of some steps."""
+    args = arguments_of(options)
+    torch.manual_seed(args.seed)
+    specs = example.layers_of(args)
+    if options["pairs"]:
+        specs = [LayerSpec(Paired, spec) for spec in specs[:-1]] + [LayerSpec(Unpaired, specs[-1])]
     model = PipelineModule(
-        layers=example.layers_of(args),
+        layers=specs,
         num_stages=options["stages"],
         loss_fn=example.mean_cross_entropy,
         partition_method=options["partition"],
         activation_checkpoint_interval=options["checkpointing"],
+        dynamic_shape=options["dynamic"],
     )
     engine, _, _, _ = quartet_plugin.deepspeed.initialize(
         args=args,
@@ -63,16 +82,53 @@ def main() -> None:
     )
     norms = watch_norms(engine, is_sharded=options["zero"] > 0 or options["precision"] is not None)
     losses = [float(engine.train_batch()) for _ in range(options["steps"])]
-    result: dict[str, Any] = {"losses": losses, "norms": norms, "stage": engine.stage_id}
+    result: dict[str, Any] = {
+        "losses": losses,
+        "norms": norms,
+        "stage": engine.stage_id,
+        "parts": [int(edge) for edge in model.parts],
+        "schedule": type(engine._train_schedule()).__name__,
+        "ranks": [engine.grid.stage_to_global(stage) for stage in range(engine.num_stages)],
+        "micro_batch": engine.micro_batch_size,
+        "zero": engine.zero_optimization_stage(),
+    }
     if options["evaluate"]:
         loader = torch.utils.data.DataLoader(dataset(), batch_size=options["micro_batch"])
         result["evaluation"] = float(engine.eval_batch(iter(loader)))
         losses.append(float(engine.train_batch()))
-    if engine.global_rank == 0:
-        Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
-    torch.distributed.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    return result
+
+
+def arguments_of(options: dict[str, Any]) -> Any:
+    """The example's own arguments for the small model."""
+    words = f"--data-path none --num-layers {options['layers']} --hidden-size 32 --num-attention-heads 2"
+    args = example.parse_arguments([*words.split(), "--seq-length", "16", "--vocab-size", "96"])
+    args.tie_embeddings = options["tied"]
+    args.deepspeed_config = None
+    return args
+
+
+class Paired(torch.nn.Module):
+    """A layer whose neighbours pass two tensors: the hidden state and a mask that needs no gradient."""
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__()
+        self.inner = spec.build()
+
+    def forward(self, value: Any) -> Any:
+        """The mask goes along untouched."""
+        if isinstance(value, tuple):
+            hidden, mask = value
+            return self.inner(hidden), mask
+        return self.inner(value), torch.ones(value.shape, dtype=torch.int32)
+
+
+class Unpaired(Paired):
+    """The last layer drops the mask."""
+
+    def forward(self, value: Any) -> Any:
+        """Logits alone."""
+        return self.inner(value[0])
 
 
 def config_of(options: dict[str, Any]) -> dict[str, Any]:
