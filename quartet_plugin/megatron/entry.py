@@ -80,14 +80,14 @@ def run(session: Session) -> None:
         if session.files is not None:
             session.files.move("init", 0)
         run_program(session.command, arguments)
-        _end_of_script(session)
+        _end_well(session)
     except QuartetError as error:
         record_failure(session, error)
         tell(session, error)
         raise SystemExit(int(error.exit_code)) from None
     except SystemExit as error:
         if error.code in (None, 0):
-            _end_of_script(session)
+            _end_well(session)
         else:
             record_failure(session, error)
         raise
@@ -289,6 +289,13 @@ def run_program(command: Command, arguments: list[str]) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(command.target).resolve().parent)
     runpy.run_path(command.target, run_name="__main__")
+
+
+def _end_well(session: Session) -> None:
+    """The script ended without an error; on the CPU device the process ends here too."""
+    _end_of_script(session)
+    if cpu_device.is_installed():
+        cpu_device.leave()
 
 
 def _end_of_script(session: Session) -> None:

@@ -31,6 +31,7 @@ def main() -> None:
     given = set(arguments) - {"--sequence-parallel"}
     sys.argv = [script, *arguments, *cpu_device.required_flags(given)]
     runpy.run_path(script, run_name="__main__")
+    cpu_device.leave()
 
 
 def install(order: str, arguments: list[str], folder: Path) -> None:
