@@ -82,7 +82,7 @@ def test_a_script_that_fails_by_itself_is_shown(tmp_path: Path, capfd: pytest.Ca
         (["tune", "--", sys.executable, "nowhere.py"], 2, "'nowhere.py': not found"),
         (["tune", "--", "./torchrun", "x.py"], 2, "'./torchrun': not found"),
         (["tune", "--", "ls", "-l"], 2, "not supported"),
-        (["tune", "--", "deepspeed", "train.py"], 2, "torchrun"),
+        (["tune", "--", "srun", "train.py"], 2, "torchrun"),
         (["tune", "--config", "nowhere.yaml", "--", "python", "x.py"], 2, "nowhere.yaml"),
         (["tune", "--resume", "--run-dir", "nowhere", "--", "python", "x.py"], 2, "no run to resume"),
         (["tune", "--max-minutes", "soon", "--", "python", "x.py"], 2, "max-minutes"),
