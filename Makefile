@@ -5,13 +5,16 @@ PY := $(VENV)/bin/python
 EXTRAS := megatron,deepspeed,plots,dev
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint types check clean
+.PHONY: demo demo-deepspeed test test-slow lint types check clean
 
 $(STAMP): pyproject.toml constraints.txt tools/make_venv.sh
 	@bash tools/make_venv.sh $(VENV) "$(EXTRAS)"
 
 demo: $(STAMP)
 	@bash examples/demo/run.sh $(PY)
+
+demo-deepspeed: $(STAMP)
+	@bash examples/demo_deepspeed/run.sh $(PY)
 
 test: $(STAMP)
 	$(PY) -m pytest -m "not slow"
