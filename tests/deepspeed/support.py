@@ -142,8 +142,10 @@ def train(folder: Path, *, processes: int, options: Sequence[dict[str, Any]]) ->
     given, output = folder / f"options-{number}.json", folder / f"output-{number}.json"
     given.write_text(json.dumps(list(options)), encoding="utf-8")
     run = subprocess.run(
-        [*TORCHRUN, f"--nproc-per-node={processes}", "--rdzv-endpoint=localhost:0"]
-        + ["-m", "tests.deepspeed.train_rank", str(given), str(output)],
+        [
+            *(*TORCHRUN, f"--nproc-per-node={processes}", "--rdzv-endpoint=localhost:0"),
+            *("-m", "tests.deepspeed.train_rank", str(given), str(output)),
+        ],
         env=environment(),
         cwd=ROOT,
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Losses and gradient norms under our stages, schedules and rank orders equal stock DeepSpeed's and one process's."""
+"""Losses and gradient norms under our stages, schedules and rank orders equal stock's and one process's."""
 
 from pathlib import Path
 from typing import Any

@@ -141,12 +141,11 @@ def config_of(options: dict[str, Any]) -> dict[str, Any]:
         "gradient_clipping": options["clipping"],
         "zero_optimization": {"stage": options["zero"]},
         "pipeline": {"use_reentrant": options["reentrant"]},
+        "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
     if options["precision"] is not None:
         config[options["precision"]] = {"enabled": True}
-    if options["zero"]:
-        config["zero_allow_untested_optimizer"] = True
     if options["quartet"] is not None:
         config["quartet"] = options["quartet"]
     return config

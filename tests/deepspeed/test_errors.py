@@ -1,0 +1,121 @@
+"""What does not fit is refused in one line with code 2, on every rank, and nothing hangs."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.model.plan import write_plan
+from tests.deepspeed.support import ROOT, TORCHRUN, environment, layout, plan, schedule, schedule_file
+
+TIMEOUT_S = 200
+
+
+def launch(
+    tmp_path: Path, config: dict[str, Any], *, words: tuple[str, ...] = (), launcher: str = "torchrun"
+) -> Any:
+    """Run the example under the entry on two processes; returns the launch and the ranks' records."""
+    file, errors = tmp_path / "ds.json", tmp_path / "errors"
+    errors.mkdir(exist_ok=True)
+    file.write_text(json.dumps({**BASE, **config}), encoding="utf-8")
+    subprocess.run(
+        [TORCHRUN[0], str(ROOT / "examples" / "prepare_data.py"), str(tmp_path / "text"), "--max-mb", "0.2"],
+        check=True,
+        capture_output=True,
+    )
+    script = [str(ROOT / "examples" / "pretrain_deepspeed.py"), "--data-path", str(tmp_path / "text")]
+    script += ["--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16"]
+    script += ["--vocab-size", "260", "--train-iters", "3", "--log-interval", "1", "--pipeline-stages", "2"]
+    script += ["--deepspeed_config", str(file), *words]
+    start = {
+        "torchrun": [*TORCHRUN, "--nproc-per-node=2", "--rdzv-endpoint=localhost:0", "-m"],
+        "deepspeed": [str(Path(TORCHRUN[0]).with_name("deepspeed")), "--num_gpus", "2", "--module"],
+    }[launcher]
+    run = subprocess.run(
+        [*start, "quartet_plugin.deepspeed", *script],
+        env={**environment(), "QUARTET_ERRORS": str(errors)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    found = {path.name: json.loads(path.read_text()) for path in errors.glob("rank-*.err.json")}
+    return run, found
+
+
+BASE: dict[str, Any] = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 1},
+    "steps_per_print": 10**9,
+}
+
+
+def refused(run: Any, found: dict[str, Any], *words: str) -> None:
+    assert run.returncode != 0
+    lines = [line for line in run.stderr.splitlines() if line.startswith("quartet: ")]
+    assert len(lines) == 1, run.stderr[-3000:]
+    for word in words:
+        assert word in lines[0]
+    assert "quartet_plugin/" not in run.stderr, "no frame of ours: torchrun alone shows a traceback, its own"
+    assert set(found) == {"rank-0.err.json", "rank-1.err.json"}
+    assert {err["exit_code"] for err in found.values()} == {2}
+    assert {err["kind"] for err in found.values()} == {"plan"}
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"plan": "p.json", "speed": 3}, ("speed", "unknown key")),
+        ({"plan": "auto"}, ("'auto'", "quartet tune")),
+        ({"plan": "missing.json"}, ("missing.json",)),
+    ],
+)
+def test_a_wrong_section(tmp_path: Path, section: dict[str, Any], words: tuple[str, ...]) -> None:
+    refused(*launch(tmp_path, {"quartet": section}), *words)
+
+
+def test_a_plan_for_another_world_size(tmp_path: Path) -> None:
+    own = layout(4, world=4)
+    write_plan(plan((1, 1, 1, 1), planned=own, own=own, batch=8), path=tmp_path / "plan.json")
+    started = time.monotonic()
+    refused(
+        *launch(tmp_path, {"quartet": {"plan": "plan.json"}}),
+        "world_size 2 (plan: 4)",
+        "made for another job",
+    )
+    assert time.monotonic() - started < TIMEOUT_S
+
+
+def test_fewer_layers_than_stages(tmp_path: Path) -> None:
+    made = schedule("zb-v", 2, 4, (2, 2, 2, 2))
+    run, found = launch(tmp_path, {"quartet": {"schedule": schedule_file(tmp_path, made)}})
+    refused(run, found, "split", "4 layers")
+
+
+def test_zero_2_with_a_pipeline(tmp_path: Path) -> None:
+    made = schedule("gpipe", 2, 4, (3, 3))
+    section = {"quartet": {"schedule": schedule_file(tmp_path, made)}, "zero_optimization": {"stage": 2}}
+    refused(*launch(tmp_path, section), "zero_optimization.stage: 2", "takes 0 or 1")
+
+
+def test_an_unedited_script_trains_under_both_launchers(tmp_path: Path) -> None:
+    """And the clipping of stock DeepSpeed that depends on the first stage alone is named."""
+    made = schedule("zb-h1", 2, 4, (3, 3))
+    config = {"quartet": {"schedule": schedule_file(tmp_path, made)}}
+    losses = []
+    for launcher in ("torchrun", "deepspeed"):
+        run, found = launch(tmp_path, config, launcher=launcher)
+        assert run.returncode == 0, run.stderr[-3000:]
+        assert found == {}
+        losses.append([line for line in run.stdout.splitlines() if line.startswith("iteration")])
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
+    run, _ = launch(tmp_path, {"zero_optimization": {"stage": 0}})
+    assert "clips all stages by the first stage's gradient norm alone" in run.stderr
