@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/deepspeed_overhead.py [--blocks N] [--steps N] [--json FILE]
 
-Both run in the same processes, on the same engine, in adjacent blocks of steps whose order alternates. Printed
+Both run in the same processes, on one engine, in adjacent blocks of steps whose order alternates. Printed
 is stock's time over ours, the median of the pairs, with a 95 % bootstrap interval: above 1 ours is faster.
 """
 

@@ -57,24 +57,44 @@ def export(plan: "Plan") -> dict[str, Any]:
     """
     from quartet_plugin.model.receipt import needs_receipt
 
+    if plan.made_for.framework == "deepspeed":
+        return _about(plan) | {
+            "ds_config": ds_config_of(plan),
+            "num_stages": plan.layout.pipeline_parallel,
+            "split": list(plan.split.transformer_layers_per_stage),
+            "schedule": plan.schedule.label,
+        }
     if needs_receipt(plan):
         raise PlanError(
             f"schedule {plan.schedule.label}: stock Megatron has no flags for it; train with "
             "`quartet train --plan`"
         )
+    return _about(plan) | {"flags": flags_of(plan), "leave_out": left_out(plan)}
+
+
+def _about(plan: "Plan") -> dict[str, Any]:
     nodes = plan.made_for.nodes
     return {
         "schema_version": 1,
         "framework": plan.made_for.framework,
         "framework_version": plan.made_for.framework_version,
         "plan_digest": plan.digest,
-        "flags": flags_of(plan),
-        "leave_out": left_out(plan),
         "is_stock_order": plan.mapping.is_stock,
         "ranks": [
             {"rank": rank, "host": nodes[slot.node].host, "node": slot.node, "local_rank": slot.local}
             for rank, slot in enumerate(plan.mapping.slots)
         ],
+    }
+
+
+def ds_config_of(plan: "Plan") -> dict[str, Any]:
+    """The keys of a plain ds_config that say the plan's batch sizes and optimizer."""
+    batch = plan.made_for.global_batch_size
+    return {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": plan.layout.micro_batch_size,
+        "gradient_accumulation_steps": plan.layout.num_microbatches(batch),
+        "zero_optimization": {"stage": 1 if plan.layout.distributed_optimizer else 0},
     }
 
 
@@ -139,8 +159,16 @@ def left_out(plan: "Plan") -> list[str]:
 
 
 def lines(content: dict[str, Any]) -> list[str]:
-    """The flags one a line, ready for a shell, and the order of RANKs as comments."""
+    """The flags one a line, ready for a shell, and the order of RANKs as comments; or a ds_config."""
     found = []
+    if "ds_config" in content:
+        counts = "+".join(str(count) for count in content["split"])
+        found = json.dumps(content["ds_config"], indent=1).splitlines()
+        found.append(
+            f"# PipelineModule(num_stages={content['num_stages']}); a ds_config cannot say its split"
+        )
+        found.append(f"# ({counts} layers), schedule ({content['schedule']}) and order: name the plan in one")
+        return found
     for name, value in content["flags"].items():
         # The layout's bars are a pipe to a shell.
         shown = f"'{value}'" if isinstance(value, str) and "|" in value else str(value)

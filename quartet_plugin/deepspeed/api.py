@@ -15,10 +15,10 @@ from quartet_plugin.deepspeed.config import clipping_notice, clips_by_first_stag
 from quartet_plugin.deepspeed.engine import adopt
 from quartet_plugin.deepspeed.failure import leave_error
 from quartet_plugin.deepspeed.module import planned_class, planned_topology
+from quartet_plugin.deepspeed.place import place_of
 from quartet_plugin.deepspeed.planning import Planned, decide
 from quartet_plugin.deepspeed.settings import AUTO, SECTION, Settings, as_config, parse_settings
 from quartet_plugin.errors import ConfigError, PlanError, QuartetError
-from quartet_plugin.megatron.ranks import Place
 
 # DeepSpeed's own, whatever an entry has put in its place since.
 _initialize = deepspeed.initialize
@@ -33,7 +33,7 @@ def initialize(*positional: Any, **call: Any) -> Any:
     try:
         return initialize_planned(named_arguments(positional, call))
     except QuartetError as error:
-        leave_error(error, place=Place.of(os.environ))
+        leave_error(error, place=place_of())
         raise
 
 
@@ -90,7 +90,7 @@ def _plan_of(settings: Settings, *, model: Any, config: Mapping[str, Any]) -> Pl
         specs=model._layer_specs,
         config=config,
         own_stages=model.num_stages,
-        place=Place.of(os.environ),
+        place=place_of(),
     )
 
 

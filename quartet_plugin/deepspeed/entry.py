@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.deepspeed.failure import leave_error
+from quartet_plugin.deepspeed.place import place_of
 from quartet_plugin.deepspeed.settings import (
     AUTO,
     SECTION,
@@ -68,7 +69,7 @@ def main() -> None:
         return
     faulthandler.enable()
     command = replace(command, arguments=(*leading, *command.arguments))
-    run(Session(command=command, place=Place.of(os.environ), settings=Settings()))
+    run(Session(command=command, place=place_of(), settings=Settings()))
 
 
 def _launcher_words(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quartet_plugin.cli.export import export, flags_of
+from quartet_plugin.cli.export import export, flags_of, lines
 from quartet_plugin.cli.main import main
 from quartet_plugin.model.plan import ScheduleChoice, Split, write_plan
 from tests.model.plans import PLAN
@@ -83,3 +83,14 @@ def test_the_vocabulary_stays_padded_as_it_was_under_another_tensor_parallel_siz
         schedule=ScheduleChoice(name="no-pipelining"),
     )
     assert flags_of(plan)["--padded-vocab-size"] == PLAN.shape.vocab_size
+
+
+def test_a_deepspeed_plan_is_a_plain_ds_config() -> None:
+    plan = replace(PLAN, made_for=replace(PLAN.made_for, framework="deepspeed"))
+    content = export(plan)
+    assert "flags" not in content
+    sizes = content["ds_config"]
+    micro, steps = sizes["train_micro_batch_size_per_gpu"], sizes["gradient_accumulation_steps"]
+    assert sizes["train_batch_size"] == micro * steps * plan.layout.data_parallel
+    assert sizes["zero_optimization"] == {"stage": int(plan.layout.distributed_optimizer)}
+    assert "name the plan in one" in lines(content)[-1]

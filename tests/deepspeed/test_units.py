@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quartet_plugin.deepspeed.config import batch_sizes, clips_by_first_stage, planned_config
 from quartet_plugin.deepspeed.layers import layer_list
 from quartet_plugin.deepspeed.neutralise import neutralise
+from quartet_plugin.deepspeed.place import place_of
 from quartet_plugin.deepspeed.settings import Settings, config_file_of, parse_settings
 from quartet_plugin.deepspeed.split_backward import WeightGradients, install
 from quartet_plugin.deepspeed.transport import Form
@@ -19,11 +20,11 @@ from quartet_plugin.errors import ConfigError, PlanError
 from tests.deepspeed.support import layout
 
 
-class Block(torch.nn.Module):
+class Block(torch.nn.Module):  # type: ignore[misc]
     """A like layer."""
 
 
-class Other(torch.nn.Module):
+class Other(torch.nn.Module):  # type: ignore[misc]
     """Another one."""
 
 
@@ -170,3 +171,11 @@ def test_weight_gradients_come_later_and_are_the_same() -> None:
     model.zero_grad()
     model(inputs.detach()).square().sum().backward()
     torch.testing.assert_close(model[2].weight.grad, expected[3])
+
+
+def test_the_deepspeed_launcher_names_places_otherwise() -> None:
+    where = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1"}
+    place = place_of(where)
+    assert (place.launch_rank, place.local_rank, place.local_world_size, place.group_rank) == (3, 1, 2, 1)
+    place = place_of({"RANK": "0", "LOCAL_WORLD_SIZE": "4", "LOCAL_SIZE": "2"})
+    assert place.local_world_size == 4

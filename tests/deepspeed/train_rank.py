@@ -108,7 +108,7 @@ def arguments_of(options: dict[str, Any]) -> Any:
     return args
 
 
-class Paired(torch.nn.Module):
+class Paired(torch.nn.Module):  # type: ignore[misc]
     """A layer whose neighbours pass two tensors: the hidden state and a mask that needs no gradient."""
 
     def __init__(self, spec: Any) -> None:
