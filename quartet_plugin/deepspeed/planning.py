@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from quartet_plugin.deepspeed.choice import Choice, choice_of_plan, choice_of_schedule
-from quartet_plugin.deepspeed.config import batch_sizes, check_zero, clips_by_first_stage
+from quartet_plugin.deepspeed.config import batch_sizes, check_zero, clips_by_first_stage, zero_stage
 from quartet_plugin.deepspeed.describe import shape_of
 from quartet_plugin.deepspeed.layers import LayerList, layer_list
 from quartet_plugin.deepspeed.settings import Settings
@@ -161,6 +161,7 @@ def _check_fit(
         "framework_version": (made_for.framework_version, version("deepspeed").partition("+")[0]),
         "world_size": (made_for.world_size, world_size),
         "global_batch_size": (made_for.global_batch_size, sizes.global_batch_size),
+        "zero_optimization.stage": (int(made_for.baseline.layout.distributed_optimizer), zero_stage(config)),
         **{
             name: (value, shape[name])
             for name, value in dump(made_for.shape).items()

@@ -3,13 +3,14 @@
 import json
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quartet_plugin.model.plan import write_plan
-from tests.deepspeed.support import ROOT, TORCHRUN, environment, layout, plan, schedule, schedule_file
+from tests.deepspeed.support import ROOT, TORCHRUN, environment, layout, plan, schedule, schedule_file, shape
 
 TIMEOUT_S = 200
 
@@ -91,6 +92,18 @@ def test_a_plan_for_another_world_size(tmp_path: Path) -> None:
         "made for another job",
     )
     assert time.monotonic() - started < TIMEOUT_S
+
+
+def test_a_plan_that_would_clip_otherwise(tmp_path: Path) -> None:
+    """In fp32 with ZeRO 0 the first stage's layers decide about clipping: another split trains otherwise."""
+    own = layout(2, world=2)
+    small = replace(shape(4), vocab_size=260)
+    made = plan((3, 1), planned=own, own=own, batch=8)
+    made = replace(made, shape=small, made_for=replace(made.made_for, shape=small))
+    write_plan(made, path=tmp_path / "plan.json")
+    config = {"quartet": {"plan": "plan.json"}, "zero_optimization": {"stage": 0}}
+    refused(*launch(tmp_path, config), "gradient_clipping", "first stage's norm")
+    refused(*launch(tmp_path, {"quartet": {"plan": "plan.json"}}), "zero_optimization.stage 1 (plan: 0)")
 
 
 def test_fewer_layers_than_stages(tmp_path: Path) -> None:
