@@ -46,22 +46,31 @@ def layers_by_megatron(args: Namespace, chunks: int) -> tuple[int, ...]:
     )
 
 
+ENDS = st.sampled_from([None, 1, 2, 4])
+
+
 @settings(deadline=None, max_examples=150)
 @given(
-    num_layers=st.integers(1, 24),
     pipeline=st.sampled_from([2, 3, 4]),
     chunks=st.sampled_from([1, 2, 3]),
-    ends=st.tuples(st.sampled_from([None, 1, 2, 4]), st.sampled_from([None, 1, 2, 4])),
-    counted=st.tuples(st.booleans(), st.booleans()),
+    per_stage=st.integers(1, 4),
+    how=st.one_of(
+        st.tuples(st.tuples(ENDS, ENDS), st.just((False, False))),
+        st.tuples(st.just((None, None)), st.tuples(st.booleans(), st.booleans())),
+    ),
 )
 def test_split_is_what_megatron_builds(
-    num_layers: int,
     pipeline: int,
     chunks: int,
-    ends: tuple[int | None, int | None],
-    counted: tuple[bool, bool],
+    per_stage: int,
+    how: tuple[tuple[int | None, int | None], tuple[bool, bool]],
 ) -> None:
-    assume(ends == (None, None) or counted == (False, False))
+    ends, counted = how
+    ends = (ends[0] and ends[0] * chunks, ends[1] and ends[1] * chunks)
+    at_ends = [count for count in ends if count is not None]
+    inner = (pipeline - len(at_ends)) * chunks * per_stage
+    num_layers = sum(at_ends) + inner - sum(counted)
+    assume(num_layers > 0)
     words = ["--num-layers", str(num_layers), "--pipeline-model-parallel-size", str(pipeline)]
     for flag, count in zip(("first", "last"), ends, strict=True):
         words += [] if count is None else [f"--decoder-{flag}-pipeline-num-layers", str(count)]
