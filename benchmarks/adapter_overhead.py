@@ -102,9 +102,9 @@ def run_rank(options: argparse.Namespace) -> None:
     cpu_device.install()
     from megatron.training import training
 
-    from quartet_plugin.megatron.measure import StepMeter
-    from quartet_plugin.megatron.ranks import Place
-    from quartet_plugin.megatron.records import Order, RankFiles
+    from quartet_plugin.megatron.measure import MegatronMeter
+    from quartet_plugin.worker.files import Order, RankFiles
+    from quartet_plugin.worker.ranks import Place
 
     order = Order(
         schema_version=1,
@@ -116,7 +116,7 @@ def run_rank(options: argparse.Namespace) -> None:
     )
     files = RankFiles(order, Place.of(os.environ))
     files.start()
-    meter = StepMeter(files, neutralised=[], started_at=time.time())
+    meter = MegatronMeter(files, neutralised=[], started_at=time.time())
     plain = training.train_step
     training.train_step = Blocks(options, plain=plain, measured=meter.wrap(plain)).train_step
     sys.argv = [str(SCRIPT), *FLAGS, *cpu_device.required_flags(set(FLAGS))]
@@ -155,7 +155,7 @@ class Blocks:
     def _finish(self) -> None:
         import torch.distributed as dist
 
-        from quartet_plugin.megatron.measure import leave
+        from quartet_plugin.worker.measure import leave
 
         path = self._folder / f"blocks-{os.environ['RANK']}.json"
         path.write_text(json.dumps({"seconds": self._seconds, "is_on": self._is_on}))

@@ -143,7 +143,7 @@ def run_rank(options: argparse.Namespace, scenario: Scenario) -> None:
 
     from quartet_plugin.megatron import seams
     from quartet_plugin.megatron.runtime.install import SCHEDULES, prepare
-    from quartet_plugin.megatron.runtime.records import NullRecorder, Recorder
+    from quartet_plugin.runtime.records import NullRecorder, Recorder
 
     prepared = prepare(recipe_of(scenario), num_microbatches=scenario.num_microbatches)
     blocks = Blocks(options, stock_step=training.train_step)
@@ -175,8 +175,8 @@ def run_rank(options: argparse.Namespace, scenario: Scenario) -> None:
 
 def recipe_of(scenario: Scenario) -> Any:
     """Stage times of one to one to one; the head costs about as much as a layer here."""
-    from quartet_plugin.megatron.runtime.programs import Recipe
     from quartet_plugin.model.costs import StageCosts
+    from quartet_plugin.runtime.programs import Recipe
     from quartet_plugin.schedule.family import Family
 
     device = np.array(scenario.placement)
@@ -243,7 +243,7 @@ class Blocks:
     def _finish(self) -> None:
         import torch.distributed as dist
 
-        from quartet_plugin.megatron.measure import leave
+        from quartet_plugin.worker.measure import leave
 
         content = {"seconds": self._seconds, "is_ours": self._order, "peak_bytes": self._peak_bytes}
         (self._folder / f"blocks-{os.environ['RANK']}.json").write_text(json.dumps(content))

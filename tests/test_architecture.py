@@ -24,13 +24,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "search": {"model", "cost", "trial", "launchers", *AXES},
     "report": {"model", "cost", *AXES},
     "cli": {"model", "cost", "trial", "launchers", "search", "report", *AXES},
-    "megatron": {"model", "schedule", "mapping"},
-    # Until what both adapters share has a room of its own.
-    "deepspeed": {"model", "schedule", "mapping", "megatron"},
+    "worker": {"model"},
+    "runtime": {"model", "schedule"},
+    "megatron": {"model", "schedule", "mapping", "worker", "runtime"},
+    "deepspeed": {"model", "schedule", "mapping", "worker", "runtime"},
     "probe": {"model"},
 }
 FRAMEWORKS = {"torch", "megatron", "deepspeed", "transformer_engine", "triton"}
-MAY_IMPORT_FRAMEWORKS = {"megatron", "deepspeed", "probe"}
+MAY_IMPORT_FRAMEWORKS = {"megatron", "deepspeed", "probe", "worker", "runtime"}
 
 
 def rooms() -> list[str]:
@@ -89,7 +90,7 @@ def test_the_core_loads_without_frameworks() -> None:
 
 def test_importing_the_adapter_patches_nothing() -> None:
     code = (
-        "import sys, quartet_plugin, quartet_plugin.megatron\n"
+        "import sys, quartet_plugin, quartet_plugin.megatron, quartet_plugin.deepspeed\n"
         f"print(sorted({FRAMEWORKS!r} & set(sys.modules)))\n"
     )
     done = subprocess.run(

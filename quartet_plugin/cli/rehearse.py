@@ -15,7 +15,7 @@ from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, U
 if TYPE_CHECKING:
     from quartet_plugin.schedule.simulate import Simulation
 
-_MODULE = "quartet_plugin.megatron.rehearsal"
+_MODULE = "quartet_plugin.runtime.rehearsal"
 _MAX_STEPS = 1_000
 
 

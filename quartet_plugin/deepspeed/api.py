@@ -13,12 +13,12 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from quartet_plugin.deepspeed.choice import Choice
 from quartet_plugin.deepspeed.config import clipping_notice, clips_by_first_stage, planned_config
 from quartet_plugin.deepspeed.engine import adopt
-from quartet_plugin.deepspeed.failure import leave_error
 from quartet_plugin.deepspeed.module import planned_class, planned_topology
 from quartet_plugin.deepspeed.place import place_of
 from quartet_plugin.deepspeed.planning import Planned, decide
 from quartet_plugin.deepspeed.settings import AUTO, SECTION, Settings, as_config, parse_settings
 from quartet_plugin.errors import ConfigError, PlanError, QuartetError
+from quartet_plugin.worker.session import leave_error
 
 # DeepSpeed's own, whatever an entry has put in its place since.
 _initialize = deepspeed.initialize

@@ -7,11 +7,11 @@ import numpy as np
 
 from quartet_plugin.deepspeed.layers import LayerList
 from quartet_plugin.errors import PlanError
-from quartet_plugin.megatron.runtime.plan import recipe_of
-from quartet_plugin.megatron.runtime.programs import Recipe, make_schedule
 from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.runtime.programs import Recipe, make_schedule
+from quartet_plugin.runtime.recipe import recipe_of
 from quartet_plugin.schedule.placement import linear, loop
 from quartet_plugin.schedule.schedule import Schedule
 

@@ -16,10 +16,10 @@ from quartet_plugin.deepspeed import split_backward
 from quartet_plugin.deepspeed.choice import Choice
 from quartet_plugin.deepspeed.stages import EngineStages
 from quartet_plugin.deepspeed.transport import ValueTransport
-from quartet_plugin.megatron.runtime.executor import Executor
-from quartet_plugin.megatron.runtime.programs import Library
-from quartet_plugin.megatron.runtime.records import NullRecorder, Recorder
-from quartet_plugin.megatron.runtime.transport import Channels
+from quartet_plugin.runtime.executor import Executor
+from quartet_plugin.runtime.programs import Library
+from quartet_plugin.runtime.records import NullRecorder, Recorder
+from quartet_plugin.runtime.transport import Channels
 from quartet_plugin.schedule.action import Kind
 from quartet_plugin.schedule.instruction import Compute, Program
 from quartet_plugin.schedule.lowering import GROUP_NAMES

@@ -13,11 +13,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quartet_plugin.deepspeed.failure import leave_error
 from quartet_plugin.deepspeed.place import place_of
 from quartet_plugin.deepspeed.settings import (
     AUTO,
@@ -28,39 +27,28 @@ from quartet_plugin.deepspeed.settings import (
     read_config,
 )
 from quartet_plugin.errors import ConfigError, QuartetError, SeamError
-from quartet_plugin.megatron.entry import run_program
-from quartet_plugin.megatron.failure import describe_failure
-from quartet_plugin.megatron.options import Command, Options, read_command
-from quartet_plugin.megatron.ranks import AgreedRefusalError, Place
+from quartet_plugin.worker.options import Options, read_command
+from quartet_plugin.worker.program import run_program
+from quartet_plugin.worker.session import Session
 
 USAGE = "python -m quartet_plugin.deepspeed [-m MODULE | SCRIPT] ARGS... [--quartet-plan FILE]"
 SUPPORTED = ((0, 19),)
-_GRACE_S = 1.0
 _DEVICE_NODES = ("nvidia0", "nvidiactl", "dxg", "kfd")
 
 
-@dataclass(slots=True)
-class Session:
-    """One process of one start."""
+@dataclass(slots=True, kw_only=True)
+class DeepSpeedSession(Session):
+    """A process of a DeepSpeed start: its ds_config, and what the `quartet` section says."""
 
-    command: Command
-    place: Place
-    settings: Settings
+    settings: Settings = field(default_factory=Settings)
     config: dict[str, Any] | None = None
-    files: Any = None
-    meter: Any = None
-
-    @property
-    def num_steps(self) -> int:
-        """Training steps done so far."""
-        return 0 if self.meter is None else int(self.meter.num_steps)
 
 
 def main() -> None:
     """Run the command line of this process; ends as the script ends."""
     leading, rest = _launcher_words(sys.argv[1:])
     try:
-        command = read_command(rest)
+        command = read_command(rest, usage=USAGE)
     except QuartetError as error:
         print(f"quartet: {error}", file=sys.stderr)
         raise SystemExit(int(error.exit_code)) from None
@@ -69,7 +57,7 @@ def main() -> None:
         return
     faulthandler.enable()
     command = replace(command, arguments=(*leading, *command.arguments))
-    run(Session(command=command, place=place_of(), settings=Settings()))
+    run(DeepSpeedSession(command=command, place=place_of()))
 
 
 def _launcher_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -80,33 +68,33 @@ def _launcher_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:at]), list(words[at:])
 
 
-def run(session: Session) -> None:
+def run(session: DeepSpeedSession) -> None:
     """Prepare, run the script, and leave a record of how it ended."""
     try:
         prepare(session)
         run_program(session.command, list(session.command.arguments))
-        _end_of_script(session)
+        session.end_of_script()
     except QuartetError as error:
-        _record(session, error)
-        _tell(session, error)
+        session.record(error)
+        session.tell(error)
         # Not through the interpreter's end: communicator threads may wait there for peers that refused too.
         _leave(int(error.exit_code))
     except SystemExit as error:
         if error.code in (None, 0):
-            _end_of_script(session)
+            session.end_of_script()
         else:
-            _record(session, error)
+            session.record(error)
         raise
     except BaseException as error:
-        _record(session, error)
+        session.record(error)
         raise
 
 
-def prepare(session: Session) -> None:
+def prepare(session: DeepSpeedSession) -> None:
     """Everything before the script runs. Raises QuartetError for a wrong section, trial or version."""
     options = session.command.options
     if options.trial is not None:
-        from quartet_plugin.megatron.records import RankFiles, read_order
+        from quartet_plugin.worker.files import RankFiles, read_order
 
         session.files = RankFiles(read_order(options.trial), session.place)
         session.files.start()
@@ -170,7 +158,7 @@ def check_version() -> str:
     return found
 
 
-def _install(session: Session) -> None:
+def _install(session: DeepSpeedSession) -> None:
     """Put our constructor and our initialize where the script will find them."""
     import deepspeed
     from deepspeed.runtime.pipe.module import PipelineModule
@@ -214,7 +202,7 @@ def _install(session: Session) -> None:
     deepspeed.initialize = initialize
 
 
-def _edit_of(session: Session) -> Any:
+def _edit_of(session: DeepSpeedSession) -> Any:
     """In a trial the config loses its side effects."""
     if session.files is None:
         return None
@@ -223,51 +211,12 @@ def _edit_of(session: Session) -> Any:
     return neutralise
 
 
-def _watch(session: Session, engine: Any) -> None:
+def _watch(session: DeepSpeedSession, engine: Any) -> None:
     from quartet_plugin.deepspeed.neutralise import silence
 
     session.files.plan_key = engine.quartet_plan_key
     neutralised = [*getattr(engine, "quartet_neutralised", []), *silence(engine)]
     session.meter.watch(engine, neutralised=neutralised)
-
-
-def _tell(session: Session, error: QuartetError) -> None:
-    """One line for the user: from launch rank 0 at once, from others only if it has not ended the start."""
-    rank = session.place.launch_rank
-    if rank != 0:
-        time.sleep(_GRACE_S)
-        if isinstance(error, AgreedRefusalError):
-            return
-    where = f"rank {rank}: " if rank else ""
-    print(f"quartet: {where}{error}", file=sys.stderr, flush=True)
-
-
-def _end_of_script(session: Session) -> None:
-    """The script ended by itself in a trial that had not seen all its iterations."""
-    if session.files is None:
-        return
-    if session.num_steps:
-        session.meter.write()
-        session.files.move("done", session.num_steps)
-        session.files.close()
-    else:
-        _record(session, RuntimeError("the script ended before its first training step"))
-
-
-def _record(session: Session, error: BaseException) -> None:
-    """Write rank-K.err.json; the error itself matters more than a record that cannot be written."""
-    if session.files is None:
-        leave_error(error, place=session.place, num_steps=session.num_steps)
-        return
-    from quartet_plugin.megatron.measure import peak_memory_bytes
-
-    try:
-        session.files.write_error(
-            describe_failure(error, num_steps=session.num_steps, peak_bytes=peak_memory_bytes())
-        )
-        session.files.close()
-    except (QuartetError, OSError) as unwritten:
-        print(f"quartet: the failure could not be recorded: {unwritten}", file=sys.stderr, flush=True)
 
 
 def _leave(code: int) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from quartet_plugin.deepspeed.describe import describe_job
-from quartet_plugin.megatron.measure import StepMeter
-from quartet_plugin.megatron.records import RankFiles
+from quartet_plugin.worker.files import RankFiles
+from quartet_plugin.worker.measure import StepMeter, rank_now
 
 # DeepSpeed is not told how long a run is.
 _TRAIN_ITERS = 0
@@ -46,9 +46,7 @@ class BatchMeter(StepMeter):
         engine.train_batch = lambda *args, **kwargs: measured(*args, **kwargs)[2]
 
     def _job(self) -> dict[str, Any] | None:
-        from quartet_plugin.megatron.measure import _rank
-
-        if _rank() != 0:
+        if rank_now() != 0:
             return None
         return describe_job(
             self._engine,

@@ -14,11 +14,11 @@ from quartet_plugin.deepspeed.describe import shape_of
 from quartet_plugin.deepspeed.layers import LayerList, layer_list
 from quartet_plugin.deepspeed.settings import Settings
 from quartet_plugin.errors import InfrastructureError, PlanError, QuartetError
-from quartet_plugin.megatron.mapping import Process, assign, exchange_places, table_of
-from quartet_plugin.megatron.ranks import Meeting, Place, agree_on_plan
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.schema import dump
 from quartet_plugin.schedule.files import read_schedule
+from quartet_plugin.worker.mapping import Process, assign, exchange_places, table_of
+from quartet_plugin.worker.ranks import Meeting, Place, agree_on_plan
 
 FRAMEWORK = "deepspeed"
 # The sequence's length is the data's, which is not there when the module is made.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from quartet_plugin.megatron.runtime.transport import Channels
+from quartet_plugin.runtime.transport import Channels
 from quartet_plugin.schedule.instruction import Message, Side, Transfer
 
 type Value = torch.Tensor | tuple[torch.Tensor, ...]

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from quartet_plugin.megatron.records import RankFiles
 from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.worker.files import RankFiles
 
 
 def write_actions(files: RankFiles, runtime: Any) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.megatron.describe import split_of
-from quartet_plugin.megatron.ranks import AgreedRefusalError
 from quartet_plugin.megatron.seams import Seam, Wrapper
 from quartet_plugin.model.canonical import digest
 from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.worker.ranks import AgreedRefusalError
 
 FILE = "quartet.json"
 ATTRIBUTE = "quartet_stages"

@@ -10,7 +10,6 @@ import argparse
 import faulthandler
 import importlib.util
 import os
-import runpy
 import sys
 import time
 from collections.abc import Callable
@@ -21,39 +20,26 @@ from typing import TYPE_CHECKING, Any
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
-from quartet_plugin.megatron.failure import describe_failure, show_script_error
-from quartet_plugin.megatron.options import USAGE, Command, Options, add_group, read_command
-from quartet_plugin.megatron.ranks import AgreedRefusalError, Meeting, Place, agree_on_plan
+from quartet_plugin.worker.failure import show_script_error
+from quartet_plugin.worker.options import USAGE, Options, add_group, read_command
+from quartet_plugin.worker.program import run_program
+from quartet_plugin.worker.ranks import Meeting, Place, agree_on_plan
+from quartet_plugin.worker.session import Session
 
 if TYPE_CHECKING:
     from quartet_plugin.megatron.runtime.install import Prepared
     from quartet_plugin.megatron.seams import Seam, Wrapper
     from quartet_plugin.model.plan import Plan
 
-_GRACE_S = 1.0
 _DEVICE_NODES = ("nvidia0", "nvidiactl", "dxg", "kfd", "nvhost-gpu", "nvgpu")
 
 
-@dataclass(slots=True)
-class Session:
-    """One process of one start."""
+@dataclass(slots=True, kw_only=True)
+class MegatronSession(Session):
+    """A process of a Megatron start: `runtime` is the plan's own schedule at work."""
 
-    command: Command
-    place: Place
-    files: Any = None
-    meter: Any = None
     runtime: Any = None
     neutralised: list[str] = field(default_factory=list)
-
-    @property
-    def options(self) -> Options:
-        """Our own flags."""
-        return self.command.options
-
-    @property
-    def num_steps(self) -> int:
-        """Training steps done so far."""
-        return 0 if self.meter is None else int(self.meter.num_steps)
 
 
 def main() -> None:
@@ -70,10 +56,10 @@ def main() -> None:
         return
     faulthandler.enable()
     sys.excepthook = show_script_error
-    run(Session(command=command, place=Place.of(os.environ)))
+    run(MegatronSession(command=command, place=Place.of(os.environ)))
 
 
-def run(session: Session) -> None:
+def run(session: MegatronSession) -> None:
     """Prepare, run the script, and leave a record of how it ended where a trial asks for one."""
     try:
         arguments = prepare(session)
@@ -82,33 +68,21 @@ def run(session: Session) -> None:
         run_program(session.command, arguments)
         _end_well(session)
     except QuartetError as error:
-        record_failure(session, error)
-        tell(session, error)
+        session.record(error)
+        session.tell(error)
         raise SystemExit(int(error.exit_code)) from None
     except SystemExit as error:
         if error.code in (None, 0):
             _end_well(session)
         else:
-            record_failure(session, error)
+            session.record(error)
         raise
     except BaseException as error:
-        record_failure(session, error)
+        session.record(error)
         raise
 
 
-def tell(session: Session, error: QuartetError) -> None:
-    """One line for the user: from launch rank 0 at once, from others only if it has not ended the start."""
-    rank = session.place.launch_rank
-    if rank != 0:
-        # torchrun ends the others as soon as the first one has gone: most refusals are the same everywhere.
-        time.sleep(_GRACE_S)
-        if isinstance(error, AgreedRefusalError):
-            return
-    where = f"rank {rank}: " if rank else ""
-    print(f"quartet: {where}{error}", file=sys.stderr, flush=True)
-
-
-def prepare(session: Session) -> list[str]:
+def prepare(session: MegatronSession) -> list[str]:
     """Everything before the script runs; returns the script's arguments.
 
     Raises QuartetError for a bad plan or trial, an unsupported Megatron, or ranks that disagree.
@@ -118,7 +92,7 @@ def prepare(session: Session) -> list[str]:
     if on_cpu:
         cpu_device.ensure_environment()
     if options.trial is not None:
-        from quartet_plugin.megatron.records import RankFiles, read_order
+        from quartet_plugin.worker.files import RankFiles, read_order
 
         session.files = RankFiles(read_order(options.trial), session.place)
         session.files.start()
@@ -148,7 +122,7 @@ def use_cpu(options: Options) -> bool:
     return not any(Path("/dev", name).exists() for name in _DEVICE_NODES)
 
 
-def _change(session: Session) -> list[str]:
+def _change(session: MegatronSession) -> list[str]:
     """Apply the plan to the arguments and the environment, and put the seams in place."""
     from quartet_plugin.megatron import seams
 
@@ -178,7 +152,7 @@ def _change(session: Session) -> list[str]:
         )
         wrappers[seams.TOKENIZER] = check_tokenizer
     if session.files is not None:
-        from quartet_plugin.megatron.measure import StepMeter
+        from quartet_plugin.megatron.measure import MegatronMeter
         from quartet_plugin.megatron.neutralise import compare_from, neutralise
         from quartet_plugin.megatron.parity import ParityMeter
 
@@ -186,7 +160,7 @@ def _change(session: Session) -> list[str]:
         order = session.files.order
         if order.is_compared:
             words = compare_from(flags, words, weights=order.weights, save_weights=order.save_weights)
-        session.meter = StepMeter(session.files, neutralised=session.neutralised, started_at=time.time())
+        session.meter = MegatronMeter(session.files, neutralised=session.neutralised, started_at=time.time())
         meter = session.meter
         if order.is_compared:
             comparing = ParityMeter(session.files)
@@ -204,7 +178,7 @@ def _change(session: Session) -> list[str]:
     return words
 
 
-def _runtime(session: Session, plan: "Plan | None", args: argparse.Namespace) -> "Prepared | None":
+def _runtime(session: MegatronSession, plan: "Plan | None", args: argparse.Namespace) -> "Prepared | None":
     """The runtime for a plan with a schedule of our own, if the command's features go with it."""
     if plan is None or plan.schedule.custom is None:
         return None
@@ -279,65 +253,8 @@ def _with_cpu_flags(words: list[str]) -> list[str]:
     return [*words[:end], *cpu_device.required_flags(set(words[:end])), *words[end:]]
 
 
-def run_program(command: Command, arguments: list[str]) -> None:
-    """Run a script or module as __main__, with sys.argv and sys.path[0] as python sets them."""
-    sys.argv = [command.target, *arguments]
-    if command.is_module:
-        # `python -m` puts the current folder first, and so did the one that runs us.
-        runpy.run_module(command.target, run_name="__main__", alter_sys=True)
-        return
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path(command.target).resolve().parent)
-    runpy.run_path(command.target, run_name="__main__")
-
-
-def _end_well(session: Session) -> None:
+def _end_well(session: MegatronSession) -> None:
     """The script ended without an error; on the CPU device the process ends here too."""
-    _end_of_script(session)
+    session.end_of_script()
     if cpu_device.is_installed():
         cpu_device.leave()
-
-
-def _end_of_script(session: Session) -> None:
-    """The script ended by itself in a trial that had not seen all its iterations."""
-    if session.files is None:
-        return
-    if session.num_steps:
-        session.meter.write()
-        session.files.move("done", session.num_steps)
-        session.files.close()
-    else:
-        record_failure(session, RuntimeError("the script ended before its first training step"))
-
-
-def record_failure(session: Session, error: BaseException) -> None:
-    """Write rank-K.err.json; the error itself matters more than a record that cannot be written."""
-    if session.files is None:
-        _leave_error(session, error)
-        return
-    from quartet_plugin.megatron.measure import peak_memory_bytes
-
-    try:
-        session.files.write_error(
-            describe_failure(error, num_steps=session.num_steps, peak_bytes=peak_memory_bytes())
-        )
-        session.files.close()
-    except (QuartetError, OSError) as unwritten:
-        print(f"quartet: the failure could not be recorded: {unwritten}", file=sys.stderr, flush=True)
-
-
-def _leave_error(session: Session, error: BaseException) -> None:
-    """Outside of a trial: write it where `quartet train` asks, since torchrun's own exit code is always 1."""
-    folder = os.environ.get("QUARTET_ERRORS")
-    if not folder:
-        return
-    from quartet_plugin.model.files import write_json_atomic
-
-    rank = session.place.launch_rank
-    content = describe_failure(error, num_steps=session.num_steps, peak_bytes=0)
-    try:
-        write_json_atomic(
-            Path(folder, f"rank-{rank}.err.json"), {"launch_rank": rank, "time": time.time(), **content}
-        )
-    except (QuartetError, OSError):
-        return

@@ -52,8 +52,8 @@ def main(words: list[str]) -> int:
     """Write the report."""
     from quartet_plugin.megatron import cpu_device
     from quartet_plugin.megatron.entry import use_cpu
-    from quartet_plugin.megatron.options import Options
     from quartet_plugin.model.files import write_json_atomic
+    from quartet_plugin.worker.options import Options
 
     target, runtime = words
     if use_cpu(Options()):

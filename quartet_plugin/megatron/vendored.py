@@ -16,21 +16,21 @@ def start() -> None:
     if not any(word.startswith("--quartet-") for word in sys.argv[1:]):
         return
     from quartet_plugin.errors import QuartetError
-    from quartet_plugin.megatron.entry import Session, prepare, record_failure, tell
-    from quartet_plugin.megatron.options import Command, take_options
-    from quartet_plugin.megatron.ranks import Place
+    from quartet_plugin.megatron.entry import MegatronSession, prepare
+    from quartet_plugin.worker.options import Command, take_options
+    from quartet_plugin.worker.ranks import Place
 
     session = None
     try:
         options, words = take_options(sys.argv[1:])
         command = Command(target=sys.argv[0], is_module=False, arguments=tuple(words), options=options)
-        session = Session(command=command, place=Place.of(os.environ))
+        session = MegatronSession(command=command, place=Place.of(os.environ))
         sys.argv[1:] = words
         sys.argv[1:] = prepare(session)
     except QuartetError as error:
         if session is None:
             print(f"quartet: {error}", file=sys.stderr)
         else:
-            record_failure(session, error)
-            tell(session, error)
+            session.record(error)
+            session.tell(error)
         raise SystemExit(int(error.exit_code)) from None

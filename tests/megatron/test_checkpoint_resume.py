@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from quartet_plugin.megatron.runtime.programs import Recipe, make_schedule
 from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
+from quartet_plugin.runtime.programs import Recipe, make_schedule
 from quartet_plugin.schedule.choice import choice_of
 from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan
-from tests.megatron.runtime.pipelines import stage_costs
 from tests.megatron.support import Step, read_steps
+from tests.runtime.pipelines import stage_costs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

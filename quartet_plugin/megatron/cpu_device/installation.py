@@ -50,7 +50,9 @@ def _redirect_and_import() -> None:
     import torch
 
     from quartet_plugin.megatron.cpu_device import checkpoints, collectives, cuda, spawn, tensors
+    from quartet_plugin.worker import device
 
+    device.declare_cpu()
     torch.set_num_threads(1)
     # Megatron asserts it with tensor or context parallelism; it means nothing to a CPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -17,13 +17,13 @@ from megatron.core.utils import get_model_config
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.placement.state import Placed
-from quartet_plugin.megatron.runtime.executor import Executor
 from quartet_plugin.megatron.runtime.microbatches import MicrobatchIterator
-from quartet_plugin.megatron.runtime.programs import Library
-from quartet_plugin.megatron.runtime.records import NullRecorder, Recorder
 from quartet_plugin.megatron.runtime.stages import Call, GradSync, MegatronStages
-from quartet_plugin.megatron.runtime.transport import Boundary, Channels, HostTransport, PairTransport
 from quartet_plugin.megatron.split_backward import WeightGradients
+from quartet_plugin.runtime.executor import Executor
+from quartet_plugin.runtime.programs import Library
+from quartet_plugin.runtime.records import NullRecorder, Recorder
+from quartet_plugin.runtime.transport import Boundary, Channels, HostTransport, PairTransport
 from quartet_plugin.schedule.action import Kind
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from quartet_plugin.megatron.runtime.programs import Library, Recipe
-from quartet_plugin.megatron.runtime.records import Recorder
 from quartet_plugin.megatron.seams import Seam, Wrapper, resolve
+from quartet_plugin.runtime.programs import Library, Recipe
+from quartet_plugin.runtime.records import Recorder
 from quartet_plugin.schedule.action import Kind
 from quartet_plugin.schedule.channels import Backend, check_program
 

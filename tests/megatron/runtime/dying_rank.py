@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from quartet_plugin.errors import InfrastructureError
-from quartet_plugin.megatron.runtime import transport
-from quartet_plugin.megatron.runtime.executor import Executor
-from quartet_plugin.megatron.runtime.programs import Library
-from quartet_plugin.megatron.runtime.records import NullRecorder
-from tests.megatron.runtime.pipelines import ROWS, WIDTH, TorchStages, recipe
+from quartet_plugin.runtime import transport
+from quartet_plugin.runtime.executor import Executor
+from quartet_plugin.runtime.programs import Library
+from quartet_plugin.runtime.records import NullRecorder
+from tests.runtime.pipelines import ROWS, WIDTH, TorchStages, recipe
 
 
 class Dying(TorchStages):

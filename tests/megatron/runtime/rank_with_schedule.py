@@ -38,10 +38,10 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
     """Put the runtime in place for the number of microbatches that the flags say."""
     from quartet_plugin.megatron import seams
     from quartet_plugin.megatron.runtime.install import prepare
-    from quartet_plugin.megatron.runtime.programs import Recipe
-    from quartet_plugin.megatron.runtime.records import Recorder
+    from quartet_plugin.runtime.programs import Recipe
+    from quartet_plugin.runtime.records import Recorder
     from quartet_plugin.schedule.family import Family
-    from tests.megatron.runtime.pipelines import stage_costs
+    from tests.runtime.pipelines import stage_costs
 
     name, stages, *rest = order.split(":")
     placement = tuple(int(device) for device in stages.split("-"))

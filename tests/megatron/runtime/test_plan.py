@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.megatron.runtime.plan import prepare_plan, recipe_of
-from quartet_plugin.megatron.runtime.programs import make_schedule
+from quartet_plugin.megatron.runtime.plan import prepare_plan
 from quartet_plugin.megatron.runtime.refusals import REFUSED, needs_whole_backwards, refusal
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
+from quartet_plugin.runtime.programs import make_schedule
+from quartet_plugin.runtime.recipe import recipe_of
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import named
 from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan, write_trial
-from tests.megatron.runtime.pipelines import stage_costs
+from tests.runtime.pipelines import stage_costs
 
 V = (0, 1, 1, 0)
 ON = {"cuda_graph_impl": "local", "optimizer": "dist_muon"}

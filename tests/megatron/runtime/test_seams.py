@@ -17,7 +17,7 @@ import megatron.training.training, megatron.training.models.gpt, megatron.traini
 from quartet_plugin.errors import SeamError
 from quartet_plugin.megatron import seams
 from quartet_plugin.megatron.runtime.install import prepare
-from tests.megatron.runtime.pipelines import recipe
+from tests.runtime.pipelines import recipe
 
 def found(value):
     return [

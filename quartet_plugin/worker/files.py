@@ -13,9 +13,9 @@ import psutil
 from pydantic import TypeAdapter
 
 from quartet_plugin.errors import ConfigError, QuartetError
-from quartet_plugin.megatron.ranks import Place
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.schema import parse
+from quartet_plugin.worker.ranks import Place
 
 Phase = Literal["import", "init", "warmup", "measure", "done"]
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from quartet_plugin.errors import InfrastructureError, PlanError
-from quartet_plugin.megatron.rehearsal import crew, sleeping
-from quartet_plugin.megatron.rehearsal.crew import Rehearsal, Step
-from quartet_plugin.megatron.runtime.transport import PairTransport
 from quartet_plugin.model.costs import StageCosts
+from quartet_plugin.runtime.rehearsal import crew, sleeping
+from quartet_plugin.runtime.rehearsal.crew import Rehearsal, Step
+from quartet_plugin.runtime.transport import PairTransport
 from quartet_plugin.schedule.action import Action, Kind
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
@@ -171,7 +171,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_importing_it_starts_nothing() -> None:
-    code = "import quartet_plugin.megatron.rehearsal, sys; print('torch' in sys.modules)"
+    code = "import quartet_plugin.runtime.rehearsal, sys; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

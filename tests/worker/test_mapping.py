@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.megatron.mapping import Process, assign, table_of
+from quartet_plugin.worker.mapping import Process, assign, table_of
 from tests.megatron.entry_launch import make_plan
 
 NO_FEATURES = Namespace()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quartet_plugin.errors import InfrastructureError, PlanError
-from quartet_plugin.megatron import ranks
-from quartet_plugin.megatron.ranks import AgreedRefusalError, Meeting, Place, agree_on_plan, named
 from quartet_plugin.model.plan import write_plan
+from quartet_plugin.worker import ranks
+from quartet_plugin.worker.ranks import AgreedRefusalError, Meeting, Place, agree_on_plan, named
 from tests.megatron.entry_launch import make_plan
 
 

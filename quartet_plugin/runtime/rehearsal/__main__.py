@@ -1,4 +1,4 @@
-"""`python -m quartet_plugin.megatron.rehearsal SCHEDULE.json COSTS.json RESULT.json STEPS TIME_SCALE HANG_S`.
+"""`python -m quartet_plugin.runtime.rehearsal SCHEDULE.json COSTS.json RESULT.json STEPS TIME_SCALE HANG_S`.
 
 Started by `quartet rehearse`, which has no torch of its own. The result has the times of every step, or the
 error and its exit code.
@@ -13,9 +13,9 @@ from quartet_plugin.errors import QuartetError
 
 def main(words: list[str]) -> int:
     """Rehearse and write the result; returns the exit code."""
-    from quartet_plugin.megatron.rehearsal.crew import Rehearsal
     from quartet_plugin.model.costs import stage_costs
     from quartet_plugin.model.files import write_json_atomic
+    from quartet_plugin.runtime.rehearsal.crew import Rehearsal
     from quartet_plugin.schedule.files import read_costs, read_schedule
 
     schedule_file, costs_file, result_file, num_steps, time_scale, hang_s = words

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.megatron.ranks import Meeting, Place
 from quartet_plugin.model.plan import Plan, Slot
+from quartet_plugin.worker.ranks import Meeting, Place
 
 _MAX_SHOWN = 16
 

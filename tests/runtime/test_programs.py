@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.megatron.runtime.programs import Library, Recipe, make_schedule, predicted_times
+from quartet_plugin.runtime.programs import Library, Recipe, make_schedule, predicted_times
 from quartet_plugin.schedule.action import Action
 from quartet_plugin.schedule.channels import Backend, check_program
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import simulate
-from tests.megatron.runtime.pipelines import SCHEDULES, recipe, stage_costs
+from tests.runtime.pipelines import SCHEDULES, recipe, stage_costs
 
 
 @settings(deadline=None, max_examples=30)

@@ -38,8 +38,8 @@ class Command:
     options: Options
 
 
-def read_command(words: Sequence[str]) -> Command | None:
-    """The command line behind `-m quartet_plugin.megatron`; None when it asks for our own help.
+def read_command(words: Sequence[str], *, usage: str = USAGE) -> Command | None:
+    """The command line behind `-m quartet_plugin.ADAPTER`; None when it asks for our own help.
 
     Raises UsageError for a missing program, an unknown `--quartet-*` flag or a wrong value.
     """
@@ -50,7 +50,7 @@ def read_command(words: Sequence[str]) -> Command | None:
     rest = rest[1:] if is_module else rest
     if not rest or rest[0].startswith("-"):
         what = "module follows -m" if is_module else "script to run"
-        raise UsageError(f"no {what}; usage: {USAGE}")
+        raise UsageError(f"no {what}; usage: {usage}")
     return Command(target=rest[0], is_module=is_module, arguments=tuple(rest[1:]), options=options)
 
 

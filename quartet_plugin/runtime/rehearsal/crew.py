@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 
 from quartet_plugin.errors import InfrastructureError, PlanError
-from quartet_plugin.megatron.rehearsal.sleeping import (
+from quartet_plugin.model.costs import StageCosts
+from quartet_plugin.runtime.executor import Executor
+from quartet_plugin.runtime.programs import lower_schedule
+from quartet_plugin.runtime.records import NullRecorder
+from quartet_plugin.runtime.rehearsal.sleeping import (
     DelayedTransport,
     SleepingCompute,
     sleep_until,
     wake_on_time,
 )
-from quartet_plugin.megatron.runtime.executor import Executor
-from quartet_plugin.megatron.runtime.programs import lower_schedule
-from quartet_plugin.megatron.runtime.records import NullRecorder
-from quartet_plugin.megatron.runtime.transport import Channels
-from quartet_plugin.model.costs import StageCosts
+from quartet_plugin.runtime.transport import Channels
 from quartet_plugin.schedule.channels import Backend, check_program
 from quartet_plugin.schedule.instruction import Program
 from quartet_plugin.schedule.schedule import Schedule

@@ -6,13 +6,13 @@ import sys
 import torch
 import torch.distributed as dist
 
-from quartet_plugin.megatron.runtime import transport
-from quartet_plugin.megatron.runtime.executor import Executor
-from quartet_plugin.megatron.runtime.programs import Library
-from quartet_plugin.megatron.runtime.records import Recorder
+from quartet_plugin.runtime import transport
+from quartet_plugin.runtime.executor import Executor
+from quartet_plugin.runtime.programs import Library
+from quartet_plugin.runtime.records import Recorder
 from quartet_plugin.schedule.lowering import GROUP_NAMES
 from quartet_plugin.schedule.placement import stages_of_device
-from tests.megatron.runtime.pipelines import ROWS, WIDTH, TorchStages, recipe, reference_grads
+from tests.runtime.pipelines import ROWS, WIDTH, TorchStages, recipe, reference_grads
 
 
 class Freeing(TorchStages):

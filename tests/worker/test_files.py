@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quartet_plugin.errors import ConfigError, InfrastructureError, PlanError, SeamError
-from quartet_plugin.megatron.failure import describe_failure, exit_code_of, kind_of, wanted_bytes_of
-from quartet_plugin.megatron.ranks import Place
-from quartet_plugin.megatron.records import RankFiles, number, read_order
+from quartet_plugin.worker.failure import describe_failure, exit_code_of, kind_of, wanted_bytes_of
+from quartet_plugin.worker.files import RankFiles, number, read_order
+from quartet_plugin.worker.ranks import Place
 from tests.megatron.entry_launch import write_trial
 
 PLACE = Place.of(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quartet_plugin.megatron.runtime.records import ActionTime, HostClock, NullRecorder, Recorder
+from quartet_plugin.runtime.records import ActionTime, HostClock, NullRecorder, Recorder
 
 
 def ticking(*moments: float) -> HostClock:

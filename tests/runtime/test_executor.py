@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from quartet_plugin.errors import InfrastructureError
-from quartet_plugin.megatron.runtime.executor import Executor
-from quartet_plugin.megatron.runtime.programs import Library, make_schedule
-from quartet_plugin.megatron.runtime.records import NullRecorder, Recorder
+from quartet_plugin.runtime.executor import Executor
+from quartet_plugin.runtime.programs import Library, make_schedule
+from quartet_plugin.runtime.records import NullRecorder, Recorder
 from quartet_plugin.schedule.instruction import Program, Side, Transfer
 from quartet_plugin.schedule.placement import stages_of_device
-from tests.megatron.runtime.pipelines import SCHEDULES, TorchStages, recipe, reference_grads
+from tests.runtime.pipelines import SCHEDULES, TorchStages, recipe, reference_grads
 
 
 class Wire:

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from quartet_plugin.megatron.runtime.programs import Recipe
 from quartet_plugin.model.costs import StageCosts
+from quartet_plugin.runtime.programs import Recipe
 from quartet_plugin.schedule.placement import build
 
 WIDTH, ROWS = 6, 3

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quartet_plugin.errors import InfrastructureError
-from quartet_plugin.megatron.runtime.records import Recorder
+from quartet_plugin.runtime.records import Recorder
 from quartet_plugin.schedule.action import Action, Kind
 from quartet_plugin.schedule.instruction import (
     Compute,

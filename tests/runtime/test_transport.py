@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from quartet_plugin.megatron.runtime.programs import Library
-from quartet_plugin.megatron.runtime.transport import Boundary, Channels, PairTransport
+from quartet_plugin.runtime.programs import Library
+from quartet_plugin.runtime.transport import Boundary, Channels, PairTransport
 from quartet_plugin.schedule.instruction import Post, Side
-from tests.megatron.runtime.pipelines import recipe
 from tests.megatron.support import REPOSITORY, free_port, rank_environment, run_processes, torchrun
+from tests.runtime.pipelines import recipe
 
-RANK_PROGRAM = "tests.megatron.runtime.gloo_rank"
+RANK_PROGRAM = "tests.runtime.gloo_rank"
 
 
 def test_gradients_over_gloo(tmp_path: Path) -> None:
