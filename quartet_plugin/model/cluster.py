@@ -1,0 +1,194 @@
+"""A cluster as a file: devices, nodes and the links between them, equal or not.
+
+Bandwidths are bytes/s that one device sends in one direction while all devices of its node use the link; a
+latency is that of one message, in seconds. A slot is one device's place; slots are numbered node by node.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.files import read_json, write_json_atomic
+from quartet_plugin.model.schema import dump, parse
+
+MAX_NODES = 65_536
+MAX_MATRIX_NODES = 1024
+MAX_SLOTS = 65_536
+_STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
+
+Precision = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Positive = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
+Latency = Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)]
+Slowdown = Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceValues:
+    """What a cluster's device of some name has: for a device of the library only what differs there.
+
+    A name the library does not have needs `peak_flops` (dense FLOP/s by precision), `memory_bytes` and
+    `memory_bandwidth_bytes_per_s`. `compute_units` is how many tiles of a matrix product it works on at once.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    peak_flops: Mapping[Precision, Positive] = field(default_factory=dict)
+    memory_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = None
+    memory_bandwidth_bytes_per_s: Positive | None = None
+    compute_units: Annotated[int, Field(ge=1, le=2**20)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterNode:
+    """One node: the device's name of each slot, and how many times slower each is than its name says."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    name: Name
+    devices: Annotated[tuple[Name, ...], Field(min_length=1, max_length=1024)]
+    slowdown: tuple[Slowdown, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.slowdown is not None and len(self.slowdown) != len(self.devices):
+            raise ConfigError(
+                f"nodes: {self.name}: slowdown has {len(self.slowdown)} entries; must be one for each of "
+                f"its {len(self.devices)} devices"
+            )
+
+    @property
+    def slowdowns(self) -> tuple[float, ...]:
+        """One a slot; 1 where the file says nothing."""
+        return (1.0,) * len(self.devices) if self.slowdown is None else self.slowdown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One level of links."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    bandwidth_bytes_per_s: Positive
+    latency_s: Latency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMatrix:
+    """Links between nodes where they are not all alike, [node, node]; the diagonals are not read."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    bandwidth_bytes_per_s: tuple[tuple[Annotated[float, Field(ge=0, lt=1e20)], ...], ...]
+    latency_s: tuple[tuple[Latency, ...], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterLinks:
+    """The levels: inside a scale-up domain, inside a node across domains, between nodes.
+
+    `scale_up_devices` consecutive slots are a domain, None for a node's. `matrix` goes before `network`.
+    `measured`: bandwidths are what collectives reached, not what the data sheet says.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    scale_up: Link
+    node: Link | None = None
+    network: Link | None = None
+    scale_up_devices: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    matrix: LinkMatrix | None = None
+    measured: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Devices, nodes and links. See docs/formats.md for the file.
+
+    Raises ConfigError where the parts contradict each other.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    nodes: Annotated[tuple[ClusterNode, ...], Field(min_length=1, max_length=MAX_NODES)]
+    links: ClusterLinks
+    devices: Mapping[Name, DeviceValues] = field(default_factory=dict)
+    source: Annotated[str, Field(max_length=500)] = ""
+    schema_version: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        names = [node.name for node in self.nodes]
+        twice = next((name for at, name in enumerate(names) if name in set(names[:at])), None)
+        if twice is not None and len(set(names)) != len(names):
+            raise ConfigError(f"nodes: {twice!r} appears twice; give every node a name of its own")
+        if self.num_slots > MAX_SLOTS:
+            raise ConfigError(f"nodes: {self.num_slots} devices together; must be at most {MAX_SLOTS}")
+        _check_links(self)
+
+    @property
+    def num_slots(self) -> int:
+        """Devices of all nodes."""
+        return sum(len(node.devices) for node in self.nodes)
+
+
+def _check_links(cluster: Cluster) -> None:
+    links, count = cluster.links, len(cluster.nodes)
+    sizes = {len(node.devices) for node in cluster.nodes}
+    domain = links.scale_up_devices
+    if domain is not None and any(size % domain and domain % size for size in sizes):
+        raise ConfigError(
+            f"links.scale_up_devices: {domain}; must divide the devices of a node ({min(sizes)}), "
+            "or be a multiple of them"
+        )
+    if domain is not None and domain > min(sizes) and len(sizes) > 1:
+        raise ConfigError(
+            f"links.scale_up_devices: {domain}; domains of several nodes need nodes of equal size"
+        )
+    if links.node is None and domain is not None and domain < max(sizes):
+        raise ConfigError("links.node: missing; it joins the scale-up domains of one node")
+    if count > 1 and links.network is None and links.matrix is None:
+        raise ConfigError(f"links.network: missing; {count} nodes need it, or links.matrix")
+    if links.matrix is not None:
+        _check_matrix(links.matrix, count)
+
+
+def _check_matrix(matrix: LinkMatrix, count: int) -> None:
+    if count > MAX_MATRIX_NODES:
+        raise ConfigError(f"links.matrix: {count} nodes; must be at most {MAX_MATRIX_NODES}")
+    tables = {"bandwidth_bytes_per_s": matrix.bandwidth_bytes_per_s, "latency_s": matrix.latency_s}
+    for name, rows in tables.items():
+        if rows is not None and (len(rows) != count or any(len(row) != count for row in rows)):
+            raise ConfigError(f"links.matrix.{name}: must have a row and a column for each of {count} nodes")
+    for row, values in enumerate(matrix.bandwidth_bytes_per_s):
+        for column, value in enumerate(values):
+            if row != column and not value > 0:
+                raise ConfigError(
+                    f"links.matrix.bandwidth_bytes_per_s[{row}][{column}]: {value}; must be > 0"
+                )
+
+
+_ADAPTER: TypeAdapter[Cluster] = TypeAdapter(Cluster)
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster in the JSON file `path`. Raises ConfigError in one line: field, value and rule."""
+    return parse_cluster(read_json(path), where=str(path))
+
+
+def parse_cluster(data: object, *, where: str) -> Cluster:
+    """Plain data as a cluster. Raises ConfigError in one line."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: a cluster is an object with nodes and links, not {type(data).__name__}")
+    try:
+        return parse(_ADAPTER, data, where=where)
+    except ConfigError as error:
+        words = str(error)
+        raise ConfigError(words if words.startswith(where) else f"{where}: {words}") from error
+
+
+def write_cluster(cluster: Cluster, *, path: Path) -> None:
+    """Write the cluster as a file that `read_cluster` reads, whole or not at all."""
+    write_json_atomic(path, dump(cluster))
