@@ -89,7 +89,7 @@ def tensor_parallel(run: Run, constants: Constants) -> tuple[Times, float]:
     if tp == 1:
         return Times(), 0.0
     found = group(run.machines, constants, size=tp, stride=1)
-    size = 2.0 * run.tokens_per_microbatch * run.shape.hidden_size
+    size = run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size
     forward = 2 * found.reduce_s(size)
     backward = forward
     overlap = run.software.tensor_overlap
@@ -108,8 +108,8 @@ def context_parallel(run: Run, constants: Constants, attention: Times) -> Times:
     if cp == 1:
         return Times()
     found = group(run.machines, constants, size=cp, stride=run.layout.tensor_parallel)
-    width = 2.0 * run.shape.num_query_groups * run.shape.kv_channels / run.layout.tensor_parallel
-    size = 2.0 * run.tokens_per_microbatch * width * cp
+    width = run.shape.num_query_groups * run.shape.kv_channels / run.layout.tensor_parallel
+    size = 2.0 * run.element_bytes * run.tokens_per_microbatch * width * cp
     forward = found.gather_s(size)
     if run.software.tensor_overlap is Overlap.NONE and not run.software.data_overlap:
         return Times(forward, 2 * forward, 0.0)
@@ -127,7 +127,7 @@ def expert_parallel(run: Run, constants: Constants, experts: Experts) -> Times:
     if ep == 1:
         return Times()
     found = group(run.machines, constants, size=ep, stride=run.layout.tensor_parallel)
-    size = 2.0 * run.tokens_per_microbatch * experts.top_k * run.shape.hidden_size * IMBALANCE
+    size = run.element_bytes * run.tokens_per_microbatch * experts.top_k * run.shape.hidden_size * IMBALANCE
     once = exchange_s(found, run.machines, constants, size / run.layout.tensor_parallel)
     return Times(2 * once, 2 * once, 0.0)
 
@@ -140,13 +140,25 @@ def transfer_s(run: Run, constants: Constants, *, sender: int, receiver: int) ->
     """
     layout, machines = run.layout, run.machines
     stride = layout.tensor_parallel * run.copies
-    size = 2.0 * run.tokens_per_microbatch * run.shape.hidden_size
+    size = run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size
     if layout.sequence_parallel or layout.virtual_stages > 1 or run.software.splits_transfers:
         size /= layout.tensor_parallel
     domain = machines.scale_up_devices
     if sender * stride // domain == receiver * stride // domain:
         return size / (machines.scale_up_bytes_per_s * constants.peer) + constants.hop_s
     return size / (machines.scale_out_bytes_per_s * constants.scale_out) + constants.hop_s
+
+
+def tied_ends_s(run: Run, constants: Constants) -> float:
+    """Summing the gradients of tied embeddings between the first and the last pipeline rank, once a step."""
+    layout = run.layout
+    p = layout.pipeline_parallel
+    if p == 1 or not run.shape.tied_embeddings or not run.software.reduces_ends:
+        return 0.0
+    stride = layout.tensor_parallel * run.copies * (p - 1)
+    ends = group(run.machines, constants, size=2, stride=stride)
+    weights = run.shape.embedding_parameters / layout.tensor_parallel
+    return ends.reduce_s(float(run.software.gradient_bytes) * weights)
 
 
 def buckets(parameters: float, ranks: int) -> float:

@@ -73,7 +73,18 @@ class LayerTimes:
 class Rates:
     """What one device does a second under given constants; made once a run."""
 
-    __slots__ = ("cast", "flash", "half", "launch_s", "matmul", "memory", "operand_bytes", "traffic", "units")
+    __slots__ = (
+        "cast",
+        "element",
+        "flash",
+        "half",
+        "launch_s",
+        "matmul",
+        "memory",
+        "operand_bytes",
+        "traffic",
+        "units",
+    )
 
     def __init__(self, run: Run, constants: Constants) -> None:
         device = run.machines.device
@@ -83,7 +94,8 @@ class Rates:
         self.flash = self.half * constants.flash_rate * flash_share(run)
         self.memory = device.memory_bandwidth_bytes_per_s * MEMORY_RATE
         self.traffic = constants.gemm_traffic / device.memory_bandwidth_bytes_per_s
-        self.operand_bytes = 1 if low else 2
+        self.element = run.element_bytes
+        self.operand_bytes = 1 if low else self.element
         self.cast = constants.cast if low else 0.0
         self.units = device.compute_units
         self.launch_s = 0.0 if run.software.graphs else constants.launch_s
@@ -91,22 +103,27 @@ class Rates:
     def gemm(self, m: float, n: float, k: float, *, gradient: bool = False) -> float:
         """Seconds of [m, k] x [k, n] in the layers' precision; a weight gradient adds to fp32."""
         size = self.operand_bytes
-        out = 8 if gradient else 2
+        out = 8 if gradient else self.element
         return _joined(
             2 * m * n * k / self.matmul * waves(m, n, self.units),
             (size * (m * k + k * n) + out * m * n) * self.traffic,
         )
 
-    def half_gemm(self, m: float, n: float, k: float, batch: float = 1.0, *, out: float = 2) -> float:
-        """The same in half precision, `batch` times."""
+    def half_gemm(
+        self, m: float, n: float, k: float, batch: float = 1.0, *, out: float | None = None
+    ) -> float:
+        """The same in half precision, `batch` times; `out` bytes an element of the result."""
+        written = self.element if out is None else out
         return batch * _joined(
             2 * m * n * k / self.half * waves(m, n * batch, self.units),
-            (2 * (m * k + k * n) + out * m * n) * self.traffic,
+            (self.element * (m * k + k * n) + written * m * n) * self.traffic,
         )
 
 
 def waves(m: float, n: float, units: int) -> float:
     """How much longer a product takes because its tiles come in whole waves over the compute units, >= 1."""
+    if units == 1:
+        return 1.0  # a processor core works on parts of a tile as well
     best = math.inf
     for rows, columns, cost in TILES:
         tiles = math.ceil(m / rows) * math.ceil(n / columns)
@@ -206,21 +223,26 @@ def head_times(run: Run, constants: Constants, rates: Rates) -> LayerTimes:
     forward = rates.half_gemm(t, vocab, h)
     logits = t * vocab / rates.memory * constants.logits
     fused = run.software.fused_loss
+    add = _eager_sum_s(run, rates)
     return LayerTimes(
         gemm=Times(forward, rates.half_gemm(t, h, vocab), rates.half_gemm(vocab, h, t, out=8)),
         attention=Times(),
-        elementwise=Times(logits * (8 if fused else 16), logits * (6 if fused else 12), 0.0),
+        elementwise=Times(logits * (8 if fused else 16), logits * (6 if fused else 12), add),
         launch=Times(10 * rates.launch_s, 10 * rates.launch_s, 0.0),
     )
 
 
 def embedding_times(run: Run, rates: Rates) -> LayerTimes:
-    """A gather, and a scattered addition to fp32 gradients."""
+    """A gather, and a scattered addition to fp32 gradients.
+
+    Eager gradients: a whole one is cleared before it, and added to the sum after it.
+    """
     traffic = run.tokens_per_microbatch * run.shape.hidden_size / rates.memory
+    add = _eager_sum_s(run, rates) * 4 / 3
     return LayerTimes(
         gemm=Times(),
         attention=Times(),
-        elementwise=Times(6 * traffic, 0.0, 10 * traffic),
+        elementwise=Times(6 * traffic, 0.0, 10 * traffic + add),
         launch=Times(4 * rates.launch_s, 0.0, 4 * rates.launch_s),
     )
 
@@ -250,9 +272,9 @@ def _attention(run: Run, constants: Constants, rates: Rates) -> tuple[Times, flo
         return Times(forward, forward * FLASH_BACKWARD, 0.0), 0.0
     batch = b * heads
     forward = rates.half_gemm(query, s, qk, batch) + rates.half_gemm(query, v, s, batch)
-    scores = batch * query * s / rates.memory * constants.softmax
+    scores = batch * query * s * (rates.element / 2) / rates.memory * constants.softmax
     drop = 5.0 if run.software.dropout else 0.0
-    moves = 2 * 2 * run.tokens_per_microbatch * heads * (2 * qk + 2 * v)
+    moves = 2 * rates.element * run.tokens_per_microbatch * heads * (2 * qk + 2 * v)
     return Times(forward + scores * (4 + drop), 2 * forward + scores * (6 + drop), 0.0), moves
 
 
@@ -268,7 +290,7 @@ def _elementwise_bytes(run: Run, ffn: float) -> float:
     heads = (shape.num_attention_heads + shape.num_query_groups) * shape.kv_channels / tp
     rotary = (2.0 if fused else 6.0) * heads if modern else 0.0
     activation = ((3.0 if fused else 5.0) if shape.gated_ffn else 2.0) * ffn
-    return 2.0 * t * (residual * shape.hidden_size / split + rotary + activation)
+    return run.element_bytes * t * (residual * shape.hidden_size / split + rotary + activation)
 
 
 def _experts(run: Run, rates: Rates, experts: Experts) -> tuple[Times, float, float]:
@@ -291,10 +313,20 @@ def _experts(run: Run, rates: Rates, experts: Experts) -> tuple[Times, float, fl
 
 def _accumulation_s(run: Run, rates: Rates, sizes: list[tuple[float, float]], ffn: float) -> float:
     """Adding a microbatch's weight gradients to the sum, where the product does not do it itself."""
-    if run.software.fused_weight_gradient or run.num_microbatches == 1 or run.zero_stage == 3:
+    software = run.software
+    once = run.num_microbatches == 1 and not software.eager_gradients
+    if software.fused_weight_gradient or once or run.zero_stage == 3:
         return 0.0
     dense = ffn_products(run.shape.hidden_size, ffn, gated=run.shape.gated_ffn)
     weights = sum(n * k for n, k in [*sizes, *dense])
+    return weights * 3.0 * software.main_gradient_bytes / rates.memory
+
+
+def _eager_sum_s(run: Run, rates: Rates) -> float:
+    """Adding a microbatch's gradient of the whole vocabulary to the sum, where every gradient is a tensor."""
+    if not run.software.eager_gradients:
+        return 0.0
+    weights = run.shape.embedding_parameters / run.layout.tensor_parallel
     return weights * 3.0 * run.software.main_gradient_bytes / rates.memory
 
 

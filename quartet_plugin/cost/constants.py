@@ -56,6 +56,26 @@ class Constants:
                 raise ConfigError(f"constants.{known.name}: {value}; must be from {low} to {high}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConstants(Constants):
+    """Constants that one cluster's own measurements corrected; see `calibration`.
+
+    `action_s`: what a forward or a backward of a stage takes beside its layers (data, the loop around it, the
+    loss). `residual`: measured over predicted time of whole iterations, for which no term could account.
+    A measured constant may lie outside the bounds of the shared ones.
+    """
+
+    action_s: float = 0.0
+    residual: float = 1.0
+
+    def __post_init__(self) -> None:
+        for known in fields(self):
+            value = getattr(self, known.name)
+            is_positive = value > 0 or (value == 0 and known.name == "action_s")
+            if not (isinstance(value, float) and math.isfinite(value) and is_positive):
+                raise ConfigError(f"constants.{known.name}: {value}; must be above 0")
+
+
 def names() -> tuple[str, ...]:
     """The constants in their order."""
     return tuple(known.name for known in fields(Constants))

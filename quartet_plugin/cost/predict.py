@@ -9,7 +9,7 @@ import numpy as np
 
 from quartet_plugin.cost import communication, compute
 from quartet_plugin.cost.compute import LayerTimes, Rates, Times
-from quartet_plugin.cost.constants import Constants, fitted
+from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
 from quartet_plugin.cost.devices import Device
 from quartet_plugin.cost.memory import Memory, Weights, peak_memory, weights_of_stages
 from quartet_plugin.cost.pipeline import StageTimes, makespan_s
@@ -64,10 +64,15 @@ def predict(run: Run, constants: Constants) -> Prediction:
     terms["dp_comm_s"] = communication.data_parallel(
         run, constants, dense=held.dense, expert=held.expert, forward_s=forward, backward_s=backward
     )
+    ends = communication.tied_ends_s(run, constants)
+    if ends:
+        terms["ends_comm_s"] = ends
     terms["optimizer_s"] = _optimizer_s(run, constants, held)
     terms["step_overhead_s"] = 0.0 if run.software.logs_step_only else constants.step_s
     nodes = run.machines.num_devices / run.machines.devices_per_node
     terms["straggler_s"] = constants.straggler * max(0.0, math.log2(nodes)) * sum(terms.values())
+    if isinstance(constants, ClusterConstants):
+        terms["residual_s"] = (constants.residual - 1.0) * sum(terms.values())
     return Prediction(iter_time_s=sum(terms.values()), terms=terms, compute_terms=compute_terms)
 
 
@@ -129,6 +134,8 @@ def stage_parts(run: Run, constants: Constants) -> list[StageParts]:
             head = compute.head_times(run, constants, rates)
             _add(found, replace(head, gemm=Times()))
             found["head"] = head.gemm
+        if isinstance(constants, ClusterConstants):
+            found["action"] = Times(constants.action_s, constants.action_s, 0.0)
         parts.append(found)
     return parts
 

@@ -13,7 +13,7 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
 
 Attention = Literal["native-flash", "flash-2", "flash-1", "unfused"]
-HalfPrecision = Literal["fp16", "bf16"]
+HalfPrecision = Literal["fp16", "bf16", "fp32"]
 
 
 class Overlap(StrEnum):
@@ -79,6 +79,8 @@ class Software:
     weight gradients are added to their sum by the product itself. `gradient_placeholders`: one a weight's
     shape, in place of that gradient. `splits_transfers`: tensor-parallel ranks send a slice each.
     `collectives_per_layer`: gathers of a layer's sharded parameters (stage 3).
+    `eager_gradients`: each microbatch makes every weight's gradient anew and adds it, the vocabulary's too.
+    `reduces_ends`: the time in which both ends of a pipeline sum the gradients of tied embeddings counts.
     """
 
     name: str = "Megatron-Core"
@@ -108,6 +110,8 @@ class Software:
     gradient_placeholders: bool = True
     splits_transfers: bool = False
     collectives_per_layer: int = 1
+    eager_gradients: bool = False
+    reduces_ends: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +131,8 @@ class Machines:
 class Run:
     """A run with nothing left open.
 
-    `half` is the format of what is not in `matmul`; `matmul` that of the layers' matrix products.
+    `half` is the format of what is not in `matmul`, fp32 where a run uses no half precision at all; `matmul`
+    that of the layers' matrix products.
     `zero_stage` 0 to 3, `shard_group` the data-parallel ranks that share parameters (stage 3),
     `optimizer_group` those that share optimizer states (stage 1 and 2).
     """
@@ -137,7 +142,7 @@ class Run:
     num_microbatches: int
     layers_per_stage: tuple[int, ...]
     half: HalfPrecision
-    matmul: Literal["fp16", "bf16", "fp8", "fp4"]
+    matmul: Literal["fp16", "bf16", "fp32", "fp8", "fp4"]
     zero_stage: int
     shard_group: int
     optimizer_group: int
@@ -151,6 +156,11 @@ class Run:
     def tokens_per_microbatch(self) -> float:
         """Tokens of one microbatch on one device: context parallel splits the sequence."""
         return self.layout.micro_batch_size * self.shape.seq_length / self.layout.context_parallel
+
+    @property
+    def element_bytes(self) -> int:
+        """Of an activation."""
+        return 4 if self.half == "fp32" else 2
 
     @property
     def copies(self) -> int:
