@@ -1,0 +1,307 @@
+"""The mapping that minimizes a step: exact where few arrangements differ, local search where many do.
+
+Blocks of one kind (equal node, domain and slowdown) are interchangeable, and so are data-parallel replicas
+and the columns of a context-parallel group; arrangements that differ only so are counted once. RANK 0 stays
+on node 0. The result is never worse, by the given costs, than Megatron's two stock orders, which it starts
+from.
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.mapping.places import Blocks, Places, blocks_of
+from quartet_plugin.mapping.step import StepCosts, StepTime
+from quartet_plugin.model import plan
+from quartet_plugin.model.costs import IntArray
+from quartet_plugin.model.layout import Layout
+
+EXACT_LIMIT = 5_000
+EVALUATIONS = 2_000
+STOCK_ORDERS = ("tp-cp-ep-dp-pp", "tp-pp-dp")
+# Local search is repeated from this many of the best starts.
+NUM_CLIMBS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """`slots[r]` plays RANK r, an index into the places' slots; `step_s` by the given costs.
+
+    `stock_s` has the legal ones of `STOCK_ORDERS`; `exact`: nothing is better.
+    """
+
+    slots: tuple[int, ...]
+    step_s: float
+    stock_s: Mapping[str, float]
+    exact: bool
+    num_evaluated: int
+
+    def mapping(self, places: Places) -> plan.Mapping:
+        """As a plan holds it."""
+        return plan.Mapping(slots=tuple(places.slots[slot] for slot in self.slots))
+
+
+def solve(
+    costs: StepCosts,
+    places: Places,
+    *,
+    inside: frozenset[str] = frozenset(),
+    seed: int = 0,
+    evaluations: int = EVALUATIONS,
+    exact_limit: int = EXACT_LIMIT,
+) -> Solution:
+    """The best arrangement found; `evaluations` bounds local search, `exact_limit` enumeration.
+
+    Depends on its arguments alone. Raises PlanError where slots and ranks differ in number, a
+    tensor-parallel group cannot stay in a domain, or no arrangement keeps `inside` groups in one.
+    """
+    layout = costs.layout
+    if len(places.slots) != layout.world_size:
+        raise PlanError(
+            f"mapping: {len(places.slots)} slots for {layout.world_size} ranks; one each is needed"
+        )
+    blocks = blocks_of(places, size=layout.tensor_parallel)
+    search = _Search(StepTime(costs, places, blocks, inside=inside), blocks, layout)
+    stock = _stock(costs, places, blocks, inside)
+    for start in _starts(costs, blocks, [arrangement for arrangement, _ in stock.values()]):
+        search.try_out(start)
+    exact = search.enumerate(exact_limit)
+    if not exact:
+        search.climb(random.Random(seed), evaluations)  # noqa: S311 (a search, no secret)
+    if search.best is None or not math.isfinite(search.best_s):
+        raise PlanError(
+            f"mapping: no order of {layout.label} has RANK 0 on the first node and its groups of "
+            f"{', '.join(sorted(inside)) or 'tensor'} parallelism in one scale-up domain; use smaller degrees"
+        )
+    slots = tuple(slot for block in search.best.ravel().tolist() for slot in blocks.slots[block])
+    return Solution(
+        slots=slots,
+        step_s=search.best_s,
+        stock_s={name: seconds for name, (_, seconds) in stock.items() if math.isfinite(seconds)},
+        exact=exact,
+        num_evaluated=search.num_evaluated,
+    )
+
+
+def stock_arrangement(layout: Layout, name: str) -> IntArray:
+    """One of `STOCK_ORDERS` with blocks numbered in the launcher's order [pp, copies]."""
+    shape = (layout.pipeline_parallel, layout.data_parallel, layout.context_parallel)
+    numbers = np.arange(math.prod(shape), dtype=np.int64)
+    if name == "tp-pp-dp":
+        by_replica = numbers.reshape(shape[1], shape[0], shape[2])
+        return np.ascontiguousarray(by_replica.transpose(1, 0, 2)).reshape(shape[0], -1)
+    return numbers.reshape(shape[0], -1)
+
+
+class _Search:
+    """The best arrangement seen, in canonical form, and everything that looks for better ones."""
+
+    def __init__(self, step: StepTime, blocks: Blocks, layout: Layout) -> None:
+        self._step, self._blocks, self._layout = step, blocks, layout
+        # Columns that keep their places relative to each other when replicas are renamed.
+        experts, context = layout.expert_parallel, layout.context_parallel
+        self._width = context if experts == 1 else math.lcm(context, experts)
+        self._copies = layout.context_parallel * layout.data_parallel
+        self._seen: dict[bytes, float] = {}
+        self._ranked: list[tuple[float, int, IntArray]] = []
+        self.best: IntArray | None = None
+        self.best_s = math.inf
+        self.num_evaluated = 0
+
+    def try_out(self, arrangement: IntArray) -> float:
+        """Its time, infinite where RANK 0 cannot be on node 0."""
+        named = self._canonical(arrangement)
+        if named is None:
+            return math.inf
+        key = self._blocks.kind[named].tobytes()
+        found = self._seen.get(key)
+        if found is None:
+            found = self._seen[key] = self._step(named)
+            self._ranked.append((found, self.num_evaluated, named))
+            self.num_evaluated += 1
+        if found < self.best_s:
+            self.best, self.best_s = named, found
+        return found
+
+    def enumerate(self, limit: int) -> bool:
+        """Try every arrangement, each kind once; False where there may be more than `limit`."""
+        if self._least_count() > limit:
+            return False
+        for at, arrangement in enumerate(self._every()):
+            if at >= limit:
+                return False
+            self.try_out(arrangement)
+        return True
+
+    def climb(self, rng: random.Random, evaluations: int) -> None:
+        """Exchanges that do not make it worse, from the best starts in turn, `evaluations` in all."""
+        starts = [entry[2] for entry in sorted(self._ranked, key=lambda entry: entry[:2])[:NUM_CLIMBS]]
+        for start in starts:
+            current, seconds = start, self.try_out(start)
+            for _ in range(evaluations // len(starts)):
+                other = self._moved(current, rng)
+                reached = self.try_out(other)
+                if reached <= seconds:
+                    current, seconds = other, reached
+
+    def _moved(self, arrangement: IntArray, rng: random.Random) -> IntArray:
+        """Two blocks, two runs of columns of a stage, or two whole stages exchanged."""
+        other = arrangement.copy()
+        stages, copies = other.shape
+        draw = rng.random()
+        if draw < 0.15 and stages > 1:
+            first, second = rng.sample(range(stages), 2)
+            other[[first, second]] = other[[second, first]]
+            return other
+        run = 1
+        if draw < 0.4:
+            run = rng.choice([size for size in range(1, copies + 1) if copies % size == 0])
+        count = stages * (copies // run)
+        pieces = other.reshape(count, run)
+        if count < 2:
+            return other
+        first = rng.randrange(count)
+        kinds = self._blocks.kind
+        for _ in range(8):
+            second = rng.randrange(count)
+            if (kinds[pieces[first]] != kinds[pieces[second]]).any():
+                break
+        pieces[[first, second]] = pieces[[second, first]]
+        return other
+
+    def _canonical(self, arrangement: IntArray) -> IntArray | None:
+        """Replicas in ascending order of their blocks; None where no name puts RANK 0 on node 0."""
+        width, stages = self._width, len(arrangement)
+        groups = []
+        for at in range(0, arrangement.shape[1], width):
+            columns = arrangement[:, at : at + width].T.tolist()
+            groups.append(sorted(columns) if self._layout.expert_parallel == 1 else columns)
+        groups.sort()
+        if self._blocks.node[groups[0][0][0]] != 0:
+            return None
+        found = np.array([column for group in groups for column in group], dtype=np.int64).T
+        assert found.shape == (stages, arrangement.shape[1])
+        return np.ascontiguousarray(found)
+
+    def _least_count(self) -> int:
+        """A lower bound on the arrangements that differ."""
+        _, sizes = np.unique(self._blocks.kind, return_counts=True)
+        count = math.factorial(len(self._blocks)) // math.prod(math.factorial(int(n)) for n in sizes)
+        renamed = math.factorial(self._copies // self._width)
+        if self._layout.expert_parallel == 1:
+            renamed *= math.factorial(self._width) ** (self._copies // self._width)
+        return count // renamed
+
+    def _every(self) -> Iterator[IntArray]:
+        """Every arrangement, replicas in ascending order of kinds."""
+        kinds = self._blocks.kind.tolist()
+        free = [kinds.count(kind) for kind in range(max(kinds) + 1)]
+        members = [[at for at, kind in enumerate(kinds) if kind == one] for one in range(len(free))]
+        for columns in self._columns([], free):
+            cursors = [iter(blocks) for blocks in members]
+            yield np.array([[next(cursors[kind]) for kind in column] for column in columns]).T
+
+    def _columns(self, chosen: list[tuple[int, ...]], free: list[int]) -> Iterator[list[tuple[int, ...]]]:
+        at = len(chosen)
+        if at == self._copies:
+            yield chosen
+            return
+        width = self._width
+        least: tuple[int, ...] = ()
+        if self._layout.expert_parallel == 1 and at % width:
+            least = chosen[-1]
+        elif at >= width and at % width == 0:
+            least = chosen[at - width]
+        for column in _draws(free, self._layout.pipeline_parallel):
+            if column < least:
+                continue
+            more = [*chosen, column]
+            if (at + 1) % width == 0 and at >= width and more[-width:] < more[-2 * width : -width]:
+                continue
+            for kind in column:
+                free[kind] -= 1
+            yield from self._columns(more, free)
+            for kind in column:
+                free[kind] += 1
+
+
+def _draws(free: list[int], length: int) -> Iterator[tuple[int, ...]]:
+    """All sequences of kinds that are still free, ascending."""
+    if length == 0:
+        yield ()
+        return
+    for kind in range(len(free)):
+        if free[kind]:
+            free[kind] -= 1
+            rest = list(_draws(free, length - 1))
+            free[kind] += 1
+            for tail in rest:
+                yield (kind, *tail)
+
+
+def _stock(
+    costs: StepCosts, places: Places, blocks: Blocks, inside: frozenset[str]
+) -> dict[str, tuple[IntArray, float]]:
+    """Of each stock order, the same with equal or faster blocks at every place, and its own seconds.
+
+    Tensor-parallel groups of a domain are cut anew, slots of like speed together: the fastest of them
+    stands where the fastest of the order's own stood, so no place is slower.
+    """
+    layout = costs.layout
+    own = blocks_of(places, size=layout.tensor_parallel, sort=False)
+    better = np.arange(len(blocks), dtype=np.int64)
+    cells = own.domain * (int(own.node.max()) + 1) + own.node
+    for cell in np.unique(cells):
+        at = np.flatnonzero(cells == cell)
+        better[at[np.argsort(own.slowdown[at], kind="stable")]] = at
+    timed = StepTime(costs, places, own, inside=inside)
+    found = {}
+    for name in STOCK_ORDERS:
+        arrangement = stock_arrangement(layout, name)
+        found[name] = (better[arrangement], timed(arrangement))
+    return found
+
+
+def _starts(costs: StepCosts, blocks: Blocks, stock: Sequence[IntArray]) -> Iterator[IntArray]:
+    """The stock orders, every regular tiling, and the slowest blocks where there is the least to compute."""
+    yield from stock
+    layout = costs.layout
+    yield from _tilings(layout, blocks)
+    order = np.argsort(blocks.slowdown, kind="stable")
+    by_work = np.argsort(-costs.compute_s, kind="stable")
+    rows = np.empty((layout.pipeline_parallel, len(blocks) // layout.pipeline_parallel), dtype=np.int64)
+    rows[by_work] = order.reshape(rows.shape)
+    yield np.sort(rows, axis=1)
+
+
+def _tilings(layout: Layout, blocks: Blocks) -> Iterator[IntArray]:
+    """Arrangements where every cell (the blocks of a node in a domain) holds an equal box of the layout."""
+    cells, sizes = np.unique(np.stack([blocks.node, blocks.domain]), axis=1, return_counts=True)
+    del cells
+    if len(set(sizes.tolist())) > 1:
+        return
+    degrees = (layout.pipeline_parallel, layout.data_parallel, layout.context_parallel)
+    numbers = np.indices(degrees)
+    for box in _boxes(degrees, int(sizes[0])):
+        outer = [axis // size for axis, size in zip(numbers, box, strict=True)]
+        inner = [axis % size for axis, size in zip(numbers, box, strict=True)]
+        spans = [degree // size for degree, size in zip(degrees, box, strict=True)]
+        within = (inner[0] * box[1] + inner[1]) * box[2] + inner[2]
+        for axes in itertools.permutations(range(3)):
+            cell = np.zeros(degrees, dtype=np.int64)
+            for axis in axes:
+                cell = cell * spans[axis] + outer[axis]
+            yield (cell * math.prod(box) + within).reshape(degrees[0], -1)
+
+
+def _boxes(degrees: Sequence[int], volume: int) -> Iterator[tuple[int, ...]]:
+    """Boxes of `volume` whose sides divide the degrees."""
+    sides = [[n for n in range(1, degree + 1) if degree % n == 0] for degree in degrees]
+    for box in itertools.product(*sides):
+        if math.prod(box) == volume:
+            yield box

@@ -1,0 +1,182 @@
+"""The mapping solver: optimal where that can be checked, never worse than stock where it cannot."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.mapping.orders import is_legal
+from quartet_plugin.mapping.places import Places, blocks_of, group_link
+from quartet_plugin.mapping.solve import STOCK_ORDERS, solve, stock_arrangement
+from quartet_plugin.mapping.step import StepCosts, step_s
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import Mapping
+from tests.mapping.steps import make_costs, make_places
+from tests.search.jobs import make_layout
+
+# tp, pp, dp, cp, ep; nodes, devices a node: six slots, or six blocks.
+SMALL = (
+    ((1, 2, 3, 1, 1), (3, 2)),
+    ((1, 3, 2, 1, 1), (2, 3)),
+    ((1, 6, 1, 1, 1), (2, 3)),
+    ((2, 3, 1, 1, 1), (3, 2)),
+    ((1, 2, 1, 3, 1), (2, 3)),
+    ((1, 1, 3, 2, 1), (3, 2)),
+    ((1, 1, 6, 1, 2), (3, 2)),
+    ((1, 3, 2, 1, 2), (2, 3)),
+    ((1, 1, 3, 2, 3), (2, 3)),
+)
+BIG = (
+    ((2, 4, 4, 1, 1), (4, 8)),
+    ((1, 4, 8, 1, 1), (8, 4)),
+    ((4, 2, 2, 2, 1), (4, 8)),
+    ((2, 2, 8, 1, 4), (8, 4)),
+    ((1, 2, 4, 4, 2), (4, 8)),
+    ((8, 4, 4, 1, 1), (16, 8)),
+)
+
+
+def layout_of(degrees: tuple[int, ...], virtual: int = 1) -> Layout:
+    tensor, pipeline, data, context, expert = degrees
+    return make_layout(
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        data_parallel=data,
+        context_parallel=context,
+        expert_parallel=expert,
+        virtual_stages=virtual if pipeline > 1 else 1,
+    )
+
+
+def best_of_all(costs: StepCosts, places: Places) -> float:
+    """The least of every permutation of the slots that the rules allow."""
+    found = math.inf
+    for slots in itertools.permutations(range(len(places.slots))):
+        if is_legal([places.slots[slot] for slot in slots], layout=costs.layout):
+            found = min(found, step_s(costs, places, slots))
+    return found
+
+
+@pytest.mark.parametrize(("degrees", "cluster"), SMALL)
+@pytest.mark.parametrize("seed", range(3))
+def test_small_cases_are_solved_exactly(
+    degrees: tuple[int, ...], cluster: tuple[int, int], seed: int
+) -> None:
+    costs = make_costs(layout_of(degrees, virtual=1 + seed % 2), seed=seed)
+    places = make_places(num_nodes=cluster[0], per_node=cluster[1], seed=seed + 100)
+    found = solve(costs, places)
+    assert found.exact
+    assert found.step_s == pytest.approx(best_of_all(costs, places), rel=1e-12)
+    assert step_s(costs, places, found.slots) == pytest.approx(found.step_s, rel=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(BIG), st.integers(0, 10_000), st.booleans())
+def test_a_solution_is_legal_and_never_worse_than_stock(
+    case: tuple[tuple[int, ...], tuple[int, int]], seed: int, unequal: bool
+) -> None:
+    degrees, cluster = case
+    costs = make_costs(layout_of(degrees), seed=seed)
+    places = make_places(num_nodes=cluster[0], per_node=cluster[1], seed=seed, unequal=unequal)
+    found = solve(costs, places, evaluations=60, exact_limit=100)
+    assert sorted(found.slots) == list(range(len(places.slots)))
+    assert is_legal([places.slots[slot] for slot in found.slots], layout=costs.layout)
+    assert set(found.stock_s) == set(STOCK_ORDERS)
+    assert found.step_s <= min(found.stock_s.values()) * (1 + 1e-12)
+    assert step_s(costs, places, found.slots) == pytest.approx(found.step_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", STOCK_ORDERS)
+def test_a_stock_orders_time_is_that_of_its_slots(name: str) -> None:
+    costs = make_costs(layout_of((2, 3, 2, 2, 1)), seed=5)
+    places = make_places(num_nodes=3, per_node=8, seed=6)
+    blocks = blocks_of(places, size=2, sort=False)
+    order = stock_arrangement(costs.layout, name).ravel().tolist()
+    slots = [slot for block in order for slot in blocks.slots[block]]
+    assert solve(costs, places, evaluations=5).stock_s[name] == pytest.approx(step_s(costs, places, slots))
+
+
+def test_the_stock_orders_are_megatrons() -> None:
+    layout = layout_of((1, 2, 2, 2, 1))
+    assert stock_arrangement(layout, "tp-cp-ep-dp-pp").tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    # cp fastest, then pp, then dp.
+    assert stock_arrangement(layout, "tp-pp-dp").tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_a_slow_device_plays_the_lighter_stage() -> None:
+    costs = replace(
+        make_costs(layout_of((1, 2, 1, 1, 1)), seed=0), compute_s=np.array([1.0, 2.0]), num_microbatches=16
+    )
+    places = replace(
+        make_places(num_nodes=1, per_node=2, seed=0, unequal=False), slowdown=np.array([1.0, 1.5])
+    )
+    assert solve(costs, places).slots == (1, 0)
+
+
+def test_slow_devices_share_a_tensor_parallel_group() -> None:
+    costs = make_costs(layout_of((2, 2, 1, 1, 1)), seed=0)
+    places = replace(
+        make_places(num_nodes=1, per_node=4, seed=0, unequal=False),
+        slowdown=np.array([1.0, 1.5, 1.0, 1.5]),
+    )
+    slots = solve(costs, places).slots
+    assert {frozenset(slots[:2]), frozenset(slots[2:])} == {frozenset({0, 2}), frozenset({1, 3})}
+
+
+def test_a_slow_link_carries_the_pipeline_and_not_the_gradients() -> None:
+    costs = replace(
+        make_costs(layout_of((1, 2, 2, 1, 1)), seed=0),
+        boundary_bytes=1e3,
+        hidden_s=np.zeros(2),
+        exposed_share=1.0,
+    )
+    places = make_places(num_nodes=2, per_node=2, seed=0, unequal=False)
+    found = solve(costs, places)
+    assert found.slots == (0, 1, 2, 3)
+    far = replace(costs, boundary_bytes=1e10, gradients=replace(costs.gradients, volume_bytes=np.zeros(2)))
+    assert solve(far, places).slots == (0, 2, 1, 3)
+
+
+def test_a_group_that_must_stay_inside_does() -> None:
+    costs = make_costs(layout_of((1, 2, 4, 1, 2)), seed=3)
+    places = make_places(num_nodes=4, per_node=2, seed=3)
+    slots = solve(costs, places, inside=frozenset({"expert"})).slots
+    domains = places.domain_of_slot[list(slots)].reshape(-1, 2)
+    assert (domains[:, 0] == domains[:, 1]).all()
+
+
+def test_what_cannot_stay_inside_is_refused() -> None:
+    places = make_places(num_nodes=4, per_node=2, seed=3)
+    with pytest.raises(PlanError, match="expert"):
+        solve(make_costs(layout_of((1, 2, 4, 1, 4)), seed=3), places, inside=frozenset({"expert"}))
+    with pytest.raises(PlanError, match="tensor_parallel: 4"):
+        solve(make_costs(layout_of((4, 2, 1, 1, 1)), seed=3), places)
+    with pytest.raises(PlanError, match="8 slots for 4 ranks"):
+        solve(make_costs(layout_of((1, 2, 2, 1, 1)), seed=3), places)
+
+
+def test_the_same_arguments_give_the_same_mapping() -> None:
+    costs = make_costs(layout_of((2, 4, 4, 1, 1)), seed=8)
+    places = make_places(num_nodes=4, per_node=8, seed=8)
+    first = solve(costs, places, evaluations=100, exact_limit=10)
+    assert first == solve(costs, places, evaluations=100, exact_limit=10)
+    assert not first.exact
+    assert isinstance(first.mapping(places), Mapping)
+
+
+def test_a_groups_link() -> None:
+    places = replace(
+        make_places(num_nodes=3, per_node=4, seed=0, unequal=False),
+        between_bytes_per_s=np.array([[0, 2e9, 3e9], [4e9, 0, 5e9], [6e9, 7e9, 0]]),
+    )
+    assert group_link(places, [1, 1]).bytes_per_s == 2e10
+    one = group_link(places, [2, 0, 1])
+    assert (one.num_domains, one.local, one.bytes_per_s) == (3, 1, 2e9)
+    several = group_link(places, [0, 0, 2, 2])
+    assert (several.local, several.bytes_per_s) == (2, 6e9)
+    assert several.ring_latency_s == pytest.approx(1e-5 + 2 * 1e-6)
