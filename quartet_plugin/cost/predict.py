@@ -60,14 +60,14 @@ def predict(run: Run, constants: Constants) -> Prediction:
     terms["fsdp_comm_s"] = m * communication.sharded_parameters(
         run, constants, parameters=sum(w.total for w in weights), forward_s=forward, backward_s=backward
     )
-    held = max((_held(weights[d::p]) for d in range(p)), key=lambda w: w.total)
+    held = max((_sum_of(weights[d::p]) for d in range(p)), key=lambda w: w.total)
     terms["dp_comm_s"] = communication.data_parallel(
         run, constants, dense=held.dense, expert=held.expert, forward_s=forward, backward_s=backward
     )
     ends = communication.tied_ends_s(run, constants)
     if ends:
         terms["ends_comm_s"] = ends
-    terms["optimizer_s"] = _optimizer_s(run, constants, held)
+    terms["optimizer_s"] = optimizer_s(run, constants, held)
     terms["step_overhead_s"] = 0.0 if run.software.logs_step_only else constants.step_s
     nodes = run.machines.num_devices / run.machines.devices_per_node
     terms["straggler_s"] = constants.straggler * max(0.0, math.log2(nodes)) * sum(terms.values())
@@ -119,8 +119,8 @@ def predict_row(
 def stage_parts(run: Run, constants: Constants) -> list[StageParts]:
     """Of each stage, the time of one microbatch by cause."""
     rates = Rates(run, constants)
-    dense = _layer(run, constants, rates, None)
-    moe = dense if run.experts is None else _layer(run, constants, rates, run.experts)
+    dense = layer_parts(run, constants, rates)
+    moe = dense if run.experts is None else layer_parts(run, constants, rates, experts=run.experts)
     num_dense = run.experts.num_dense_layers if run.experts else run.shape.num_layers
     parts: list[StageParts] = []
     first, last = 0, len(run.layers_per_stage) - 1
@@ -150,7 +150,10 @@ def total_of(times: Iterable[Times]) -> Times:
     return Times(f, i, w)
 
 
-def _layer(run: Run, constants: Constants, rates: Rates, experts: Experts | None) -> StageParts:
+def layer_parts(
+    run: Run, constants: Constants, rates: Rates, *, experts: Experts | None = None
+) -> StageParts:
+    """One layer's time for a microbatch by cause, with `experts` or a dense FFN."""
     layer = compute.layer_times(run, constants, rates, experts=experts)
     tensor, repeated = communication.tensor_parallel(run, constants)
     if run.layout.recompute == "full":
@@ -205,11 +208,17 @@ def _transfers(run: Run, constants: Constants) -> FloatArray:
     return found
 
 
-def _held(weights: Sequence[Weights]) -> Weights:
+def held_weights(run: Run, device: int) -> Weights:
+    """Parameters that a rank of pipeline rank `device` holds."""
+    return _sum_of(weights_of_stages(run)[device :: run.layout.pipeline_parallel])
+
+
+def _sum_of(weights: Sequence[Weights]) -> Weights:
     return Weights(dense=sum(w.dense for w in weights), expert=sum(w.expert for w in weights))
 
 
-def _optimizer_s(run: Run, constants: Constants, held: Weights) -> float:
+def optimizer_s(run: Run, constants: Constants, held: Weights) -> float:
+    """The optimizer's step on a rank that holds these parameters."""
     shards = {0: 1, 3: run.shard_group}.get(run.zero_stage, run.optimizer_group)
     memory = run.machines.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
     # Reading gradients for their norm and clearing them touches all of them, the step the own shard.
