@@ -32,6 +32,26 @@ class StageTimes:
     transfer_s: FloatArray
 
 
+def device_of_stages(run: Run) -> tuple[int, ...]:
+    """The pipeline rank of each stage under the run's schedule."""
+    return _placement(run.layout.pipeline_parallel, run.layout.num_stages, run.schedule is ScheduleKind.ZB_V)
+
+
+def stages_of_devices(run: Run) -> tuple[tuple[int, ...], ...]:
+    """The stages of each pipeline rank, in model order."""
+    return _stages(run.layout.pipeline_parallel, device_of_stages(run))
+
+
+@functools.lru_cache(maxsize=512)
+def _placement(devices: int, stages: int, turns: bool) -> tuple[int, ...]:
+    return tuple(2 * devices - 1 - k if turns and k >= devices else k % devices for k in range(stages))
+
+
+@functools.lru_cache(maxsize=512)
+def _stages(devices: int, placement: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(k for k, at in enumerate(placement) if at == device) for device in range(devices))
+
+
 @functools.lru_cache(maxsize=512)
 def order(
     kind: ScheduleKind, devices: int, chunks: int, microbatches: int

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from quartet_plugin.cost.compute import LayerTimes, Rates, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
 from quartet_plugin.cost.devices import Device
 from quartet_plugin.cost.memory import Memory, Weights, peak_memory, weights_of_stages
-from quartet_plugin.cost.pipeline import StageTimes, makespan_s
+from quartet_plugin.cost.pipeline import StageTimes, device_of_stages, makespan_s, stages_of_devices
 from quartet_plugin.cost.rows import Resolved, read_row, resolve
 from quartet_plugin.cost.run import Experts, Run, ScheduleKind
 from quartet_plugin.errors import ConfigError, QuartetError
@@ -44,10 +45,12 @@ def predict(run: Run, constants: Constants) -> Prediction:
     sums = [total_of(part.values()) for part in parts]
     weights = weights_of_stages(run)
     p, m = run.layout.pipeline_parallel, run.num_microbatches
-    device = max(range(p), key=lambda d: sum(one.total for one in sums[d::p]))
+    stages = stages_of_devices(run)
+    device = max(range(p), key=lambda d: sum(sums[k].total for k in stages[d]))
+    own = [sums[k] for k in stages[device]]
     by_cause: dict[str, float] = {}
-    for part in parts[device::p]:
-        for name, times in part.items():
+    for k in stages[device]:
+        for name, times in parts[k].items():
             by_cause[name] = by_cause.get(name, 0.0) + m * times.total
     compute_terms = {f"{name}_s": by_cause.pop(name, 0.0) for name in COMPUTE}
     terms = {"compute_s": sum(compute_terms.values())} | {f"{k}_s": v for k, v in by_cause.items()}
@@ -55,12 +58,12 @@ def predict(run: Run, constants: Constants) -> Prediction:
     span, blocked = _span(run, constants, sums, device)
     terms["pp_comm_s"] = blocked
     terms["pp_bubble_s"] = max(0.0, span - busy - blocked) if p > 1 else 0.0
-    forward = sum(one.forward for one in sums[device::p])
-    backward = sum(one.input_grad + one.weight_grad for one in sums[device::p])
+    forward = sum(one.forward for one in own)
+    backward = sum(one.input_grad + one.weight_grad for one in own)
     terms["fsdp_comm_s"] = m * communication.sharded_parameters(
         run, constants, parameters=sum(w.total for w in weights), forward_s=forward, backward_s=backward
     )
-    held = max((_sum_of(weights[d::p]) for d in range(p)), key=lambda w: w.total)
+    held = max((_sum_of([weights[k] for k in one]) for one in stages), key=lambda w: w.total)
     terms["dp_comm_s"] = communication.data_parallel(
         run, constants, dense=held.dense, expert=held.expert, forward_s=forward, backward_s=backward
     )
@@ -177,7 +180,7 @@ def _add(found: StageParts, extra: LayerTimes) -> None:
 
 def _span(run: Run, constants: Constants, sums: Sequence[Times], device: int) -> tuple[float, float]:
     """The pipeline's makespan, and how long `device` waits for its own sends where those block."""
-    p, m = run.layout.pipeline_parallel, run.num_microbatches
+    m = run.num_microbatches
     transfers = _transfers(run, constants)
     blocked = 0.0
     if run.schedule in BLOCKING or (run.software.blocking_transfers and run.schedule in OVERLAPPABLE):
@@ -186,7 +189,8 @@ def _span(run: Run, constants: Constants, sums: Sequence[Times], device: int) ->
             Times(one.forward + out, one.input_grad + into, one.weight_grad)
             for one, out, into in zip(sums, transfers.tolist(), back.tolist(), strict=True)
         ]
-        blocked = m * float(transfers[device::p].sum() + back[device::p].sum())
+        stages = list(stages_of_devices(run)[device])
+        blocked = m * float(transfers[stages].sum() + back[stages].sum())
         transfers = np.zeros_like(transfers)
     times = StageTimes(
         forward_s=np.array([one.forward for one in sums]),
@@ -198,19 +202,18 @@ def _span(run: Run, constants: Constants, sums: Sequence[Times], device: int) ->
 
 
 def _transfers(run: Run, constants: Constants) -> FloatArray:
-    stages, p = run.layout.num_stages, run.layout.pipeline_parallel
-    found = np.zeros(stages)
-    if p > 1:
-        for stage in range(stages - 1):
-            found[stage] = communication.transfer_s(
-                run, constants, sender=stage % p, receiver=(stage + 1) % p
-            )
+    device = device_of_stages(run)
+    found = np.zeros(len(device))
+    for stage, (sender, receiver) in enumerate(pairwise(device)):
+        if sender != receiver:
+            found[stage] = communication.transfer_s(run, constants, sender=sender, receiver=receiver)
     return found
 
 
 def held_weights(run: Run, device: int) -> Weights:
     """Parameters that a rank of pipeline rank `device` holds."""
-    return _sum_of(weights_of_stages(run)[device :: run.layout.pipeline_parallel])
+    weights = weights_of_stages(run)
+    return _sum_of([weights[stage] for stage in stages_of_devices(run)[device]])
 
 
 def _sum_of(weights: Sequence[Weights]) -> Weights:
