@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from quartet_plugin.runtime.deferred import DeferredGradients
+
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
@@ -20,40 +22,16 @@ class _Pending:
     grad_output: Any
 
 
-class WeightGradients:
-    """The queues of one process: open while an I action runs, worked off by its W."""
+class WeightGradients(DeferredGradients[_Pending]):
+    """The deferred gradients of linear layers."""
 
-    def __init__(self) -> None:
-        self.open: list[_Pending] | None = None
-        self._pending: dict[tuple[int, int], list[_Pending]] = {}
-
-    def begin(self) -> None:
-        """From now on the layers defer."""
-        assert self.open is None
-        self.open = []
-
-    def end(self, stage: int, microbatch: int) -> None:
-        """The I action is over; what was deferred belongs to this W."""
-        assert self.open is not None
-        self._pending[stage, microbatch], self.open = self.open, None
-
-    def run(self, stage: int, microbatch: int) -> None:
-        """Compute the weight gradients of one microbatch on one stage."""
+    def accumulate(self, pending: _Pending) -> None:
+        """Through autograd's own door: DeepSpeed's hooks on the weight see it as any other gradient."""
         with torch.no_grad():
-            for pending in self._pending.pop((stage, microbatch)):
-                rows = pending.grad_output.reshape(-1, pending.grad_output.shape[-1])
-                gradient = rows.t().matmul(pending.layer_input.reshape(-1, pending.layer_input.shape[-1]))
-                weight = pending.weight
-                gradient = gradient.to(weight.dtype)
-                if weight.grad is None:
-                    weight.grad = gradient
-                else:
-                    weight.grad.add_(gradient)
-
-    def clear(self) -> None:
-        """Forget everything: a step was broken off."""
-        self.open = None
-        self._pending.clear()
+            rows = pending.grad_output.reshape(-1, pending.grad_output.shape[-1])
+            columns = pending.layer_input.reshape(-1, pending.layer_input.shape[-1])
+            gradient = rows.t().matmul(columns).to(pending.weight.dtype)
+        torch.autograd.backward(pending.weight, gradient)
 
 
 class _SplitLinear(torch.autograd.Function):  # type: ignore[misc]

@@ -67,7 +67,11 @@ class EngineStages:
         engine = self._engine
         if engine.using_bf16_optimizer:
             engine.optimizer.clear_lp_grads()
-        self._gradients.run(stage, microbatch)
+        engine._running_engine_backward = True
+        try:
+            self._gradients.run(stage, microbatch)
+        finally:
+            engine._running_engine_backward = False
         if engine.using_bf16_optimizer:
             engine.optimizer.update_hp_grads(clear_lp_grads=False)
         elif engine.zero_optimization():

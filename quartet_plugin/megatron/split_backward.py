@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import layers
 
 from quartet_plugin.errors import SeamError
 from quartet_plugin.megatron.seams import rebind
+from quartet_plugin.runtime.deferred import DeferredGradients
 
 _NAME = "LinearWithGradAccumulationAndAsyncCommunication"
 _INPUTS = (
@@ -49,41 +50,15 @@ class PendingGradient:
     tp_group: Any
 
 
-class WeightGradients:
-    """The queues of one process: open while an I action runs, worked off by its W."""
+class WeightGradients(DeferredGradients[PendingGradient]):
+    """The deferred gradients of Megatron's local linear layers."""
 
-    def __init__(self) -> None:
-        self.open: list[PendingGradient] | None = None
-        self._pending: dict[tuple[int, int], list[PendingGradient]] = {}
-
-    def begin(self) -> None:
-        """From now on the layers defer."""
-        assert self.open is None
-        self.open = []
-
-    def end(self, stage: int, microbatch: int) -> None:
-        """The I action is over; what was deferred belongs to this W."""
-        assert self.open is not None
-        self._pending[stage, microbatch], self.open = self.open, None
-
-    def run(self, stage: int, microbatch: int) -> None:
-        """Compute the weight gradients of one microbatch on one stage."""
-        for pending in self._pending.pop((stage, microbatch)):
-            _accumulate(pending)
-
-    def clear(self) -> None:
-        """Forget everything: a step was broken off."""
-        self.open = None
-        self._pending.clear()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is left."""
-        return self.open is None and not self._pending
+    def accumulate(self, pending: PendingGradient) -> None:
+        """As the layer's own backward does, but for the weight alone."""
+        _accumulate(pending)
 
 
 def _accumulate(pending: PendingGradient) -> None:
-    """As the layer's own backward does, but for the weight alone."""
     weight, total_input = pending.weight, pending.layer_input
     if pending.is_sequence_parallel:
         size = list(total_input.size())
