@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic_core import PydanticCustomError
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import shown, validate
+from quartet_plugin.search.storage import FORMS, SQLITE, check_address, without_password
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_CHOICES = 64
@@ -49,6 +51,17 @@ def _matching(pattern: re.Pattern[str], rule: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _storage(value: Any) -> str:
+    """The message names the field itself, since the value may hold a password."""
+    try:
+        if not isinstance(value, str):
+            raise ConfigError(f"must be {FORMS}")
+        return check_address(value)
+    except ConfigError as error:
+        message = f"study.storage: {error}"
+        raise PydanticCustomError("rule", "{message}", {"message": message}) from error
+
+
 def _run_name(value: str) -> str:
     if not _RUN_NAME.fullmatch(value):
         raise ValueError("letters, digits, '.', '_' and '-', at most 100, beginning with a letter or digit")
@@ -68,6 +81,8 @@ _Names = Annotated[
 ]
 Splits = Annotated[_Names, _matching(_SPLIT, "auto, stock, even, or counts like 6+2")]
 Orders = Annotated[_Names, _matching(_ORDER, "auto, stock, the name of an order, or slots like 1,0")]
+# What is written down of it has no password.
+Storage = Annotated[str, BeforeValidator(_storage), PlainSerializer(without_password)]
 Schedules = Annotated[
     tuple[Literal["stock", "no-pipelining", "1f1b", "interleaved"], ...] | None,
     BeforeValidator(lambda v: _tuple(_as_list(v))),
@@ -116,7 +131,7 @@ class StudyConfig(_Section):
 
     trials: int = Field(default=20, ge=1, le=100_000)
     seed: int = Field(default=0, ge=0, le=2**31 - 1)
-    storage: Literal["sqlite"] = "sqlite"
+    storage: Storage = SQLITE
     top_k: int = Field(default=3, ge=1, le=20)
     rounds: int = Field(default=5, ge=3, le=100)
     objective: Literal["auto", "tokens_per_s", "model_flops_per_s_per_device"] = "auto"

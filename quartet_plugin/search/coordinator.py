@@ -172,9 +172,11 @@ class Coordinator:
             self._observer.message("scaling: no other shape is inside the tolerance and the band")
 
     def _open_study(self, space: Space, result: TrialResult, yardstick: Yardstick) -> TuneStudy:
-        config, path = self._config, self._run.folder.study_file
-        study = TuneStudy.open(path, space=space, seed=config.seed, name=self._run.name)
+        config = self._config
+        place = replace(self._run.storage, say=self._observer.message, should_stop=self._should_stop)
+        study = TuneStudy.open(place, space=space, seed=config.seed, name=self._run.name)
         if study is not None:
+            self._observer.message(place.tool_line)
             for record in study.records():
                 if record.told.repeats is None:
                     self._budget.add(record.told.wall_s)
@@ -182,8 +184,8 @@ class Coordinator:
                         self._launching.show_told(record)
             return study
         num_starts = max(MIN_STARTS, round(STARTS_FRACTION * config.trials))
-        return TuneStudy.create(
-            path,
+        study = TuneStudy.create(
+            place,
             space=space,
             seed=config.seed,
             name=self._run.name,
@@ -191,6 +193,8 @@ class Coordinator:
             baseline=told_of(space.baseline, result, objective=yardstick.objective),
             starts=starting_points(space, num=min(num_starts, config.trials)),
         )
+        self._observer.message(place.tool_line)
+        return study
 
     # The search
 

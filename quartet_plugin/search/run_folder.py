@@ -11,6 +11,7 @@ from typing import Any
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.search.config import TuneConfig, parse_config
+from quartet_plugin.search.storage import JOURNAL_NAME, SQLITE_NAME, STUDY_NAME, StudyStorage
 
 # What a resumed run may ask for anew: none of it changes what was measured.
 _MAY_CHANGE = {("study", "trials"), ("study", "top_k"), ("study", "rounds"), ("trial", "deadline_s")}
@@ -34,8 +35,13 @@ class RunFolder:
 
     @property
     def study_file(self) -> Path:
-        """The Optuna study."""
-        return self.path / "study.sqlite3"
+        """The Optuna study where it is kept in SQLite."""
+        return self.path / SQLITE_NAME
+
+    @property
+    def has_study(self) -> bool:
+        """Whether a study was begun, in the folder or on a server."""
+        return any((self.path / name).exists() for name in (SQLITE_NAME, JOURNAL_NAME, STUDY_NAME))
 
     @property
     def events_file(self) -> Path:
@@ -85,6 +91,11 @@ class Run:
         """The run's name."""
         return self.config.run or self.folder.path.name
 
+    @property
+    def storage(self) -> StudyStorage:
+        """Where its study is kept."""
+        return StudyStorage(folder=self.folder.path, run=self.name, address=self.config.study.storage)
+
 
 def prepare_folder(path: Path, *, is_resumed: bool) -> Path:
     """The run's folder, made where the run begins.
@@ -97,7 +108,7 @@ def prepare_folder(path: Path, *, is_resumed: bool) -> Path:
         if not folder.config_file.is_file():
             raise ConfigError(f"{path}: no run to resume; leave --resume out to begin one")
         return folder.path
-    if folder.study_file.exists() or _has_measured(folder):
+    if folder.has_study or _has_measured(folder):
         raise ConfigError(f"{path}: the run exists; add --resume to go on with it, or name another `run:`")
     try:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from quartet_plugin.errors import StorageError
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.space import FixedChooser, Params, RandomChooser, Space
+from quartet_plugin.search.storage import StudyStorage, as_storage, close
 
 NUM_STARTUP_TRIALS = 8
 MAX_FRESH_TRIES = 2000
@@ -74,11 +75,12 @@ class Record:
 
 
 class TuneStudy:
-    """One run's study in a SQLite file; every Optuna tool can open it. Close it when done."""
+    """One run's study; every Optuna tool can open it. Close it when done."""
 
-    def __init__(self, study: Any, storage: Any, *, space: Space, seed: int) -> None:
+    def __init__(self, study: Any, storage: Any, *, where: StudyStorage, space: Space, seed: int) -> None:
         self._study = study
         self._storage = storage
+        self._where = where
         self._space = space
         self._seed = seed
         self._records: dict[int, Record] = {}
@@ -86,7 +88,7 @@ class TuneStudy:
     @classmethod
     def create(
         cls,
-        path: Path,
+        where: Path | StudyStorage,
         *,
         space: Space,
         seed: int,
@@ -99,9 +101,10 @@ class TuneStudy:
 
         A study that was not made to its end lacks the mark, and `open` does not take it.
         """
-        with _storage_errors(path):
-            path.unlink(missing_ok=True)
-            made = cls._connect(path, space=space, seed=seed, name=name, is_new=True)
+        place = as_storage(where, run=name)
+        with place.errors():
+            place.begin()
+            made = cls._connect(place, space=space, seed=seed, is_new=True)
             made._study.set_user_attr("objective", objective)
             params = space.params_of(space.baseline)
             if params is not None:
@@ -116,16 +119,18 @@ class TuneStudy:
         return made
 
     @classmethod
-    def open(cls, path: Path, *, space: Space, seed: int, name: str) -> "TuneStudy | None":
-        """Go on with the study in `path`; None where it was not made to its end.
+    def open(cls, where: Path | StudyStorage, *, space: Space, seed: int, name: str) -> "TuneStudy | None":
+        """Go on with the study in `where`; None where it was not made to its end.
 
         Raises StorageError when it cannot be read.
         """
-        if not path.exists():
+        place = as_storage(where, run=name)
+        if not place.exists:
             return None
-        with _storage_errors(path):
+        place.mend()
+        with place.errors():
             try:
-                found = cls._connect(path, space=space, seed=seed, name=name)
+                found = cls._connect(place, space=space, seed=seed)
             except KeyError:
                 return None  # the schema is there, the study is not yet
             if not found._study.user_attrs.get(COMPLETE):
@@ -135,21 +140,21 @@ class TuneStudy:
             return found
 
     @classmethod
-    def _connect(cls, path: Path, *, space: Space, seed: int, name: str, is_new: bool = False) -> "TuneStudy":
+    def _connect(cls, where: StudyStorage, *, space: Space, seed: int, is_new: bool = False) -> "TuneStudy":
         import optuna
 
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        storage = optuna.storages.RDBStorage(f"sqlite:///{path.absolute()}")
+        storage, name = where.connect(), where.study_name
         if is_new:
+            with contextlib.suppress(KeyError):
+                optuna.delete_study(storage=storage, study_name=name)  # one that was not made to its end
             study = optuna.create_study(storage=storage, study_name=name, direction="maximize")
         else:
             study = optuna.load_study(storage=storage, study_name=name)
-        return cls(study, storage, space=space, seed=seed)
+        return cls(study, storage, where=where, space=space, seed=seed)
 
     def close(self) -> None:
         """Let go of the file."""
-        self._storage.remove_session()
-        self._storage.engine.dispose()
+        close(self._storage)
 
     def records(self) -> list[Record]:
         """Every told trial, in order."""
@@ -171,11 +176,17 @@ class TuneStudy:
         return None
 
     def ask(self) -> Proposal:
-        """A new trial: a waiting point first, then the sampler's."""
+        """A new trial: a waiting point first, then the sampler's. A lost server is waited for."""
+        return self._where.patiently(self._ask)
+
+    def _ask(self, is_again: bool) -> Proposal:
+        begun = self.unfinished() if is_again else None
+        if begun is not None:
+            return begun
         trials = self._trials()
         number = next((one.number for one in trials if one.state.name == "WAITING"), len(trials))
         self._reseed(number, "trial")
-        with _storage_errors(None):
+        with self._where.errors():
             return self._proposal(self._study.ask())
 
     def enqueue_fresh(self, *, known: frozenset[str]) -> bool:
@@ -184,18 +195,28 @@ class TuneStudy:
         for _ in range(MAX_FRESH_TRIES):
             chooser = RandomChooser(generator)
             if self._space.decode(chooser, trial=0).key not in known:
-                with _storage_errors(None):
+                with self._where.errors():
                     self._study.enqueue_trial(chooser.params)
                 return True
         return False
 
     def tell(self, proposal: Proposal, told: Told) -> None:
-        """Record what came of a proposal. Telling a finished trial again changes nothing."""
+        """Record what came of a proposal. Telling a finished trial again changes nothing.
+
+        A lost server is waited for; what was measured is in the trial's folder meanwhile.
+        """
+        self._where.patiently(lambda is_again: self._tell(proposal, told, is_again=is_again))
+
+    def _tell(self, proposal: Proposal, told: Told, *, is_again: bool) -> None:
         from optuna.trial import TrialState
 
-        with _storage_errors(None):
+        with self._where.errors():
             trial = proposal.trial
             if proposal.number in self._records:
+                return
+            record = Record(number=proposal.number, plan=proposal.plan, told=told)
+            if is_again and self._trials()[proposal.number].state.is_finished():
+                self._records[proposal.number] = record  # the server did it before it was lost
                 return
             # Few attributes: each is a transaction with its own flush to the disk.
             trial.set_user_attr(TOLD, asdict(told))
@@ -209,7 +230,7 @@ class TuneStudy:
             if told.verdict == "infeasible":
                 value = self._worst()
             self._study.tell(trial, value if state == TrialState.COMPLETE else None, state=state)
-            self._records[proposal.number] = Record(number=proposal.number, plan=proposal.plan, told=told)
+            self._records[proposal.number] = record
 
     def _worst(self) -> float:
         """The worst objective measured so far: what is told for a plan that does not fit."""
@@ -217,13 +238,13 @@ class TuneStudy:
         return min(values, default=0.0)
 
     def _trials(self) -> list[Any]:
-        with _storage_errors(None):
+        with self._where.errors():
             trials: list[Any] = self._study.get_trials(deepcopy=False)
             return trials
 
     def _proposal(self, trial: Any) -> Proposal:
         number = trial.number
-        with _storage_errors(None):
+        with self._where.errors():
             self._reseed(number, "relative")
             _ = trial.relative_params  # drawn here, with its own seed, whichever parameter comes first
             chooser = _TrialChooser(trial, reseed=lambda name: self._reseed(number, name))
@@ -297,17 +318,3 @@ def _constraint_name(told: Told) -> str:
     if told.verdict == "wrong":
         return "wrong"
     return "refused" if told.excess == REFUSED_EXCESS else "memory_excess"
-
-
-@contextlib.contextmanager
-def _storage_errors(path: Path | None) -> Iterator[None]:
-    """Optuna's and SQLAlchemy's storage failures as one line."""
-    from optuna.exceptions import StorageInternalError
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
-        yield
-    except (StorageInternalError, SQLAlchemyError, OSError) as error:
-        first = (str(error.__cause__ or error).splitlines() or [""])[0][:200]
-        where = "the study" if path is None else str(path)
-        raise StorageError(f"{where}: cannot be read or written: {first}") from error

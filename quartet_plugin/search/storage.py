@@ -1,0 +1,364 @@
+"""Where a study is kept: SQLite or a journal file in the run folder, PostgreSQL or a gRPC proxy by URL.
+
+Only the coordinator writes, under the run's lease. What is kept is JSON: storages that pickle are refused. A
+URL's password reaches the driver alone; it is cut out of everything that is written or shown.
+"""
+
+import contextlib
+import json
+import secrets
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
+
+from quartet_plugin.errors import ConfigError, InterruptedByUserError, QuartetError, StorageError
+from quartet_plugin.model.files import read_json, write_json_atomic
+from quartet_plugin.trial.redact import is_secret
+
+SQLITE, JOURNAL = "sqlite", "journal"
+FORMS = "sqlite, journal, postgresql://USER@HOST/DATABASE or grpc://HOST:PORT"
+SQLITE_NAME, JOURNAL_NAME, STUDY_NAME = "study.sqlite3", "study.journal", "study.json"
+
+# How long a lost server is waited for, and between how many seconds it is asked again.
+PATIENCE_S = 600.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
+_CONNECT_S = 10
+# An Optuna journal's lock is held for milliseconds; an older one was left by a process that was killed.
+_STALE_LOCK_S = 2.0
+
+
+def check_address(text: str) -> str:
+    """`study.storage` as it may be used. Raises ConfigError, without the password that it may hold."""
+    if text in (SQLITE, JOURNAL):
+        return text
+    rule = f"must be {FORMS}"
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"not a URL; {rule}") from error
+    scheme = parts.scheme.lower()
+    if scheme in ("redis", "rediss"):
+        raise ConfigError("Optuna keeps pickled objects in Redis, and they are never read; " + rule)
+    if scheme == "grpc":
+        if not host or port is None or parts.username or parts.path.strip("/") or parts.query:
+            raise ConfigError("a proxy is named by host and port alone, as in grpc://127.0.0.1:13000")
+        return text
+    if scheme not in ("postgresql", "postgresql+psycopg"):
+        raise ConfigError(f"{without_password(text)[:60]!r}; {rule}")
+    if not parts.path.strip("/"):
+        raise ConfigError(f"{without_password(text)[:100]!r} names no database; {rule}")
+    return text
+
+
+def without_password(address: str) -> str:
+    """The address as it may be shown; the driver then takes the password from PGPASSWORD or ~/.pgpass."""
+    if "://" not in address:
+        return address
+    try:
+        parts = urlsplit(address)
+    except ValueError:
+        return address.partition("://")[0] + "://..."
+    user, at, host = parts.netloc.rpartition("@")
+    query = [
+        (name, value) for name, value in parse_qsl(parts.query, keep_blank_values=True) if not is_secret(name)
+    ]
+    netloc = f"{user.partition(':')[0]}{at}{host}"
+    return urlunsplit((parts.scheme, netloc, parts.path, urlencode(query), ""))
+
+
+def passwords_of(address: str) -> tuple[str, ...]:
+    """Every form in which the address's secrets could turn up in a message."""
+    if "://" not in address:
+        return ()
+    parts = urlsplit(address)
+    found = [value for name, value in parse_qsl(parts.query) if is_secret(name)]
+    found.append(parts.netloc.rpartition("@")[0].partition(":")[2])
+    forms = {form for text in found if text for form in (text, unquote(text), quote(unquote(text), safe=""))}
+    return tuple(sorted(forms, key=len, reverse=True))
+
+
+def _never() -> bool:
+    return False
+
+
+def _silent(text: str) -> None:
+    del text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyStorage:
+    """One run's study: where it is and under which name. `address` may hold a password.
+
+    `say` gets a line for the user; `should_stop` ends the waiting for a lost server, which lasts at most
+    `patience_s`.
+    """
+
+    folder: Path
+    run: str
+    address: str = SQLITE
+    say: Callable[[str], None] = _silent
+    should_stop: Callable[[], bool] = _never
+    patience_s: float = PATIENCE_S
+    sleep: Callable[[float], None] = time.sleep
+
+    @property
+    def file(self) -> Path | None:
+        """The study's file in the run folder; None where a server keeps it."""
+        names = {SQLITE: SQLITE_NAME, JOURNAL: JOURNAL_NAME}
+        return self.folder / names[self.address] if self.address in names else None
+
+    @property
+    def shown(self) -> str:
+        """What other Optuna tools take for it, without a password."""
+        if self.address == SQLITE:
+            return f"sqlite:///{self.file}"
+        return str(self.file) if self.address == JOURNAL else without_password(self.address)
+
+    @property
+    def tool_line(self) -> str:
+        """How the study is looked at while it runs."""
+        if self.address.startswith("grpc:"):
+            return f"study {self.study_name} at {self.shown}: optuna-dashboard opens the proxy's own storage"
+        named = "" if self.file else f"study {self.study_name}: "
+        return f"{named}optuna-dashboard {self.shown}"
+
+    @property
+    def study_name(self) -> str:
+        """The study's name. On a server that other runs share it ends in a mark of its own."""
+        if self.file is not None:
+            return self.run
+        try:
+            content = read_json(self.folder / STUDY_NAME)
+        except ConfigError as error:
+            if (self.folder / STUDY_NAME).exists():
+                raise
+            raise StorageError(f"{self.folder / STUDY_NAME}: missing; the run has no study yet") from error
+        name = content.get("study_name") if isinstance(content, dict) else None
+        if not isinstance(name, str) or not 0 < len(name) <= 200:
+            raise ConfigError(f"{self.folder / STUDY_NAME}: study_name: must be the study's name")
+        return name
+
+    @property
+    def exists(self) -> bool:
+        """Whether a study may be there: made to its end or not."""
+        return (self.file or self.folder / STUDY_NAME).exists()
+
+    def begin(self) -> None:
+        """Leave nothing of a study that was not made to its end, and choose the name of a new one."""
+        if self.file is not None:
+            for path in (self.file, Path(f"{self.file}.lock")):
+                path.unlink(missing_ok=True)
+        elif not self.exists:
+            name = f"{self.run}-{secrets.token_hex(4)}"
+            content = {"schema_version": 1, "study_name": name, "storage": self.shown}
+            write_json_atomic(self.folder / STUDY_NAME, content)
+
+    def connect(self) -> Any:
+        """Optuna's storage. Raises ConfigError where its driver is missing, StorageError when it is lost."""
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        with self.errors(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            if self.address == SQLITE:
+                return optuna.storages.RDBStorage(f"sqlite:///{_plain(self.file)}")
+            if self.address == JOURNAL:
+                backend = optuna.storages.journal.JournalFileBackend(str(_plain(self.file)))
+                return optuna.storages.JournalStorage(backend)
+            if self.address.startswith("grpc:"):
+                return self._proxy()
+            return self._server()
+
+    def _proxy(self) -> Any:
+        import optuna
+
+        _need("grpc", what="grpc://")
+        parts = urlsplit(self.address)
+        storage = optuna.storages.GrpcStorageProxy(host=parts.hostname or "", port=parts.port or 0)
+        storage.wait_server_ready(timeout=_CONNECT_S)
+        return storage
+
+    def _server(self) -> Any:
+        import optuna
+
+        _need("psycopg", what="postgresql://")
+        url = self.address.replace("postgresql://", "postgresql+psycopg://", 1)
+        options = {"pool_pre_ping": True, "connect_args": {"connect_timeout": _CONNECT_S}}
+        return optuna.storages.RDBStorage(url, engine_kwargs=options)
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """What Optuna and its drivers raise, as one StorageError line without the password."""
+        from optuna.exceptions import StorageInternalError
+        from sqlalchemy.exc import SQLAlchemyError
+
+        kinds: tuple[type[Exception], ...] = (StorageInternalError, SQLAlchemyError, OSError)
+        if self.address == JOURNAL:
+            kinds += (ValueError,)
+        if "grpc" in sys.modules:
+            kinds += (sys.modules["grpc"].RpcError,)
+        try:
+            yield
+        except QuartetError:
+            raise
+        except kinds as error:
+            raise StorageError(
+                f"{self.file or self.shown}: cannot be read or written: {self._reason(error)}"
+            ) from error
+
+    def _reason(self, error: Exception) -> str:
+        detail = getattr(error, "details", None)
+        text = str(detail() if callable(detail) else error.__cause__ or error)
+        if self.address == JOURNAL and isinstance(error, ValueError):
+            text = "a record is damaged; `quartet repair` keeps what is before it"
+        return self.scrubbed((text.splitlines() or [""])[0][:200])
+
+    def scrubbed(self, text: str) -> str:
+        """`text` without the address's password."""
+        for password in passwords_of(self.address):
+            text = text.replace(password, "<redacted>") if len(password) > 2 else text
+        return text
+
+    def patiently[T](self, action: Callable[[bool], T]) -> T:
+        """`action(is_again)`, again and again while the server is lost.
+
+        A file that fails does so for a reason that waiting does not mend. Raises the last StorageError, or
+        InterruptedByUserError when asked to stop.
+        """
+        waited_s, wait_s = 0.0, _FIRST_WAIT_S
+        while True:
+            try:
+                return action(waited_s > 0)
+            except StorageError as error:
+                if self.file is not None or waited_s >= self.patience_s:
+                    raise
+                if waited_s == 0:
+                    self.say(f"{error}; it is asked again for {self.patience_s / 60:.0f} min")
+            end_s = min(waited_s + wait_s, self.patience_s)
+            while waited_s < end_s:
+                if self.should_stop():
+                    raise InterruptedByUserError(
+                        "stopped while the study's storage was lost; everything measured is kept: "
+                        "the same command with --resume tells it"
+                    )
+                slice_s = min(0.5, end_s - waited_s)
+                self.sleep(slice_s)
+                waited_s += slice_s
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    def mend(self) -> None:
+        """Cut a torn tail off the journal, with a copy beside it; only under the run's lease.
+
+        A record without its end is what a killed writer leaves, and with it every reader fails for ever.
+        Raises StorageError for damage inside, which `repair` mends.
+        """
+        path = self.file
+        if self.address != JOURNAL or path is None or not path.exists():
+            return
+        with self.errors():
+            _release_stale_lock(Path(f"{path}.lock"))
+            content = path.read_bytes()
+            num_valid, num_records = _valid_journal(content)
+            if num_valid == len(content):
+                return
+            end = content.find(b"\n", num_valid)
+            if 0 <= end < len(content) - 1:
+                raise StorageError(
+                    f"{path}: record {num_records + 1} is damaged and others follow it; "
+                    f"`quartet repair {self.folder}` keeps what is before it"
+                )
+            self._cut(path, num_valid, content)
+
+    def repair(self) -> int:
+        """Keep the journal's valid records up to the first damage; how many bytes were cut off.
+
+        What is cut off is told again from the trials' folders when the run is resumed. Raises ConfigError
+        where the study is no journal.
+        """
+        path = self.file
+        if self.address != JOURNAL or path is None:
+            raise ConfigError(f"study.storage: {without_password(self.address)}; only a journal is repaired")
+        with self.errors():
+            content = path.read_bytes()
+            num_valid, _ = _valid_journal(content)
+            if num_valid < len(content):
+                self._cut(path, num_valid, content)
+        return len(content) - num_valid
+
+    def _cut(self, path: Path, num_valid: int, content: bytes) -> None:
+        number = 1
+        while (copy := path.with_name(f"{path.name}.torn-{number}")).exists():
+            number += 1
+        shutil.copyfile(path, copy)
+        with path.open("r+b") as file:
+            file.truncate(num_valid)
+        lost = len(content) - num_valid
+        self.say(
+            f"{path.name}: its end was torn; {lost} bytes were cut off and a copy is {copy.name}: "
+            "trials that they told are told again from their folders"
+        )
+
+
+def close(storage: Any) -> None:
+    """Let go of the file or the connection of Optuna's `storage`."""
+    storage.remove_session()
+    for owner, end in ((getattr(storage, "engine", None), "dispose"), (storage, "close")):
+        if hasattr(owner, end):
+            getattr(owner, end)()
+
+
+def as_storage(where: Path | StudyStorage, *, run: str) -> StudyStorage:
+    """A SQLite file of that path is meant where only a path is given."""
+    if isinstance(where, StudyStorage):
+        return replace(where, run=run)
+    assert where.name == SQLITE_NAME
+    return StudyStorage(folder=where.parent, run=run)
+
+
+def _plain(path: Path | None) -> Path:
+    assert path is not None
+    if path.is_symlink():
+        raise StorageError(f"{path}: a link; a study must be a file of its own")
+    return path.absolute()
+
+
+def _need(module: str, *, what: str) -> None:
+    from importlib.util import find_spec
+
+    if find_spec(module) is None:
+        raise ConfigError(
+            f"study.storage: {what} needs {module}, which is not installed; "
+            "pip install 'quartet-plugin[cluster]'"
+        )
+
+
+def _release_stale_lock(lock: Path) -> None:
+    """Remove the lock of a writer that was killed; Optuna itself would wait half a minute for it."""
+    end = time.monotonic() + _STALE_LOCK_S
+    while lock.is_symlink() or lock.exists():
+        if time.monotonic() > end:
+            lock.unlink(missing_ok=True)
+            return
+        time.sleep(0.05)
+
+
+def _valid_journal(content: bytes) -> tuple[int, int]:
+    """How many bytes from the start are whole records, and how many records those are."""
+    at = num_records = 0
+    while (end := content.find(b"\n", at)) >= 0:
+        try:
+            record = json.loads(content[at:end])
+        except ValueError:
+            break
+        if not isinstance(record, dict):
+            break
+        at = end + 1
+        num_records += 1
+    return at, num_records
