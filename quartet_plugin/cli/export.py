@@ -89,12 +89,19 @@ def _about(plan: "Plan") -> dict[str, Any]:
 
 def ds_config_of(plan: "Plan") -> dict[str, Any]:
     """The keys of a plain ds_config that say the plan's batch sizes and optimizer."""
-    batch = plan.made_for.global_batch_size
+    batch, layout = plan.made_for.global_batch_size, plan.layout
+    buckets = {
+        "reduce_bucket_size": layout.reduce_bucket_size,
+        "allgather_bucket_size": layout.allgather_bucket_size,
+    }
     return {
         "train_batch_size": batch,
-        "train_micro_batch_size_per_gpu": plan.layout.micro_batch_size,
-        "gradient_accumulation_steps": plan.layout.num_microbatches(batch),
-        "zero_optimization": {"stage": 1 if plan.layout.distributed_optimizer else 0},
+        "train_micro_batch_size_per_gpu": layout.micro_batch_size,
+        "gradient_accumulation_steps": layout.num_microbatches(batch),
+        "zero_optimization": {
+            "stage": 1 if layout.distributed_optimizer else 0,
+            **{name: size for name, size in buckets.items() if size is not None},
+        },
     }
 
 

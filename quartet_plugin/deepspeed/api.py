@@ -43,11 +43,16 @@ def named_arguments(positional: tuple[Any, ...], call: Mapping[str, Any]) -> dic
 
 
 def initialize_planned(
-    call: dict[str, Any], *, settings: Settings | None = None, edit: Edit | None = None
+    call: dict[str, Any],
+    *,
+    settings: Settings | None = None,
+    edit: Edit | None = None,
+    on_module: Callable[[Any], None] | None = None,
 ) -> Any:
     """The call, by keywords, with whatever plan its config, `settings` or its module has.
 
-    `edit` makes a trial's config and names what it leaves out. The results are `deepspeed.initialize`'s.
+    `edit` makes a trial's config and names what it leaves out. `on_module` gets the module with the stages
+    it will have, before DeepSpeed's engine does. The results are `deepspeed.initialize`'s.
     """
     model, config = call.get("model"), _config_of(call)
     if config is None or not isinstance(model, PipelineModule):
@@ -68,6 +73,8 @@ def initialize_planned(
         changed = planned_config(config, layout=planned.plan.layout, global_batch_size=size)
     _notice_clipping(model, changed)
     given, left_out = (changed, []) if edit is None else edit(changed)
+    if on_module is not None:
+        on_module(model)
     results = _initialize(**{**_without_config(call), "config": given})
     engine = results[0]
     if planned is not None and hasattr(model, "quartet_choice"):

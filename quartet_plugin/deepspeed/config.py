@@ -12,6 +12,9 @@ from quartet_plugin.model.layout import Layout
 # What DeepSpeed 0.19 clips at where a ds_config does not say.
 DEFAULT_CLIPPING = 1.0
 
+# Sizes, in elements, of what ZeRO 1 reduces and gathers at once: tuned where a plan says them.
+BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
+
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
@@ -115,7 +118,8 @@ def planned_config(config: Mapping[str, Any], *, layout: Layout, global_batch_si
         "gradient_accumulation_steps": layout.num_microbatches(global_batch_size),
     }
     stage = 1 if layout.distributed_optimizer else 0
-    if zero_stage(config) != stage:
-        section = config.get("zero_optimization")
-        planned["zero_optimization"] = {**(section if isinstance(section, Mapping) else {}), "stage": stage}
+    zero = {"stage": stage} | {name: size for name in BUCKETS if (size := getattr(layout, name)) is not None}
+    section = config.get("zero_optimization")
+    if zero_stage(config) != stage or len(zero) > 1:
+        planned["zero_optimization"] = {**(section if isinstance(section, Mapping) else {}), **zero}
     return planned

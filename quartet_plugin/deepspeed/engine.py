@@ -18,9 +18,9 @@ from quartet_plugin.deepspeed.stages import EngineStages
 from quartet_plugin.deepspeed.transport import ValueTransport
 from quartet_plugin.runtime.executor import Executor
 from quartet_plugin.runtime.programs import Library
-from quartet_plugin.runtime.records import NullRecorder, Recorder
+from quartet_plugin.runtime.records import CudaClock, HostClock, NullRecorder, Recorder
 from quartet_plugin.runtime.transport import Channels
-from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.action import Action, Kind
 from quartet_plugin.schedule.instruction import Compute, Program
 from quartet_plugin.schedule.lowering import GROUP_NAMES
 
@@ -87,7 +87,7 @@ class PlannedEngine(PipelineEngine):  # type: ignore[misc]
         assert transport is not None
         stages = EngineStages(self, gradients=self._quartet_gradients, forward_only=forward_only)
         try:
-            executor.run(stages, transport, self.quartet_recorder)
+            executor.run(stages, transport, NullRecorder() if forward_only else self.quartet_recorder)
         except BaseException:
             self._quartet_gradients.clear()
             raise
@@ -100,6 +100,17 @@ class PlannedEngine(PipelineEngine):  # type: ignore[misc]
             # The program is kept with it, so that its id stays its own.
             self._quartet_executors[key] = Executor(program, device=self.stage_id)
         return self._quartet_executors[key]
+
+    @property
+    def quartet_actions(self) -> list[Action] | None:
+        """The device's actions of a training step, in order; None where DeepSpeed's own schedule runs."""
+        if self._quartet_library is None:
+            return None
+        return self._executor(self._quartet_library.program(self.micro_batches)).actions
+
+    def quartet_record(self) -> None:
+        """From the next training step on, keep when every action started and ended."""
+        self.quartet_recorder = Recorder(CudaClock() if self.device.type == "cuda" else HostClock())
 
     @contextlib.contextmanager
     def running_stage(self, stage: int) -> Iterator[None]:

@@ -110,6 +110,10 @@ def prepare(session: DeepSpeedSession) -> None:
         from quartet_plugin.deepspeed.measure import BatchMeter
 
         session.meter = BatchMeter(session.files, started_at=time.time())
+        if session.files.order.is_compared:
+            from quartet_plugin.deepspeed.parity import switch_dropout_off
+
+            switch_dropout_off()
         session.files.move("init", 0)
 
 
@@ -193,7 +197,9 @@ def _install(session: DeepSpeedSession) -> None:
 
     def initialize(*args: Any, **kwargs: Any) -> Any:
         call = api.named_arguments(args, kwargs)
-        results = api.initialize_planned(call, settings=session.settings, edit=_edit_of(session))
+        results = api.initialize_planned(
+            call, settings=session.settings, edit=_edit_of(session), on_module=_start_of(session)
+        )
         if session.meter is not None:
             _watch(session, results[0])
         return results
@@ -209,6 +215,22 @@ def _edit_of(session: DeepSpeedSession) -> Any:
     from quartet_plugin.deepspeed.neutralise import neutralise
 
     return neutralise
+
+
+def _start_of(session: DeepSpeedSession) -> Any:
+    """In a trial of the parity gate weights are written, or both sides start from those that were."""
+    order = None if session.files is None else session.files.order
+    if order is None or not order.is_compared:
+        return None
+    from quartet_plugin.deepspeed import parity
+
+    def start(module: Any) -> None:
+        if order.weights is not None:
+            parity.load_weights(module, Path(order.weights))
+        if order.save_weights is not None:
+            parity.save_weights(module, Path(order.save_weights))
+
+    return start
 
 
 def _watch(session: DeepSpeedSession, engine: Any) -> None:

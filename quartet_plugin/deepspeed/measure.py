@@ -4,6 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from quartet_plugin.deepspeed.describe import describe_job
+from quartet_plugin.deepspeed.engine import PlannedEngine
+from quartet_plugin.deepspeed.parity import ParityMeter
+from quartet_plugin.worker.actions import write_actions
 from quartet_plugin.worker.files import RankFiles
 from quartet_plugin.worker.measure import StepMeter, rank_now
 
@@ -23,6 +26,11 @@ class BatchMeter(StepMeter):
         """Measure this engine from its first step on."""
         self._engine = engine
         self._neutralised = neutralised
+        compared = ParityMeter(self._files) if self._files.order.is_compared else None
+        if compared is not None:
+            compared.watch(engine)
+        if isinstance(engine, PlannedEngine):
+            engine.quartet_record()
         train_batch: Callable[..., Any] = engine.train_batch
         next_batch = engine._next_batch
 
@@ -39,11 +47,27 @@ class BatchMeter(StepMeter):
             loss = train_batch(*args, **kwargs)
             losses = {"loss": loss} if engine.is_last_stage() else {}
             norm = engine.get_global_grad_norm()
+            if compared is not None:
+                norm = compared.step_done(norm)
             return losses, engine.skipped_steps > skipped, loss, None, None, norm
 
         engine._next_batch = looked_at
         measured = self.wrap(step)
         engine.train_batch = lambda *args, **kwargs: measured(*args, **kwargs)[2]
+
+    def write(self) -> None:
+        """Write what was measured so far, and the actions of the last step where the schedule is ours."""
+        super().write()
+        engine = self._engine
+        if not isinstance(engine, PlannedEngine) or engine.quartet_actions is None:
+            return
+        write_actions(
+            self._files,
+            actions=engine.quartet_actions,
+            recorder=engine.quartet_recorder,
+            device=engine.stage_id,
+            replica=engine.grid.get_data_parallel_id(),
+        )
 
     def _job(self) -> dict[str, Any] | None:
         if rank_now() != 0:

@@ -12,7 +12,9 @@ Recompute = Literal["none", "selective", "full"]
 class Layout:
     """Degrees of parallelism, micro-batch size and memory options of one job.
 
-    `virtual_stages` is the number of chunks a device. Raises ConfigError for a degree below 1.
+    `virtual_stages` is the number of chunks a device. `reduce_bucket_size` and `allgather_bucket_size` are
+    DeepSpeed's, in elements, where a sharded optimizer reduces and gathers in buckets; None leaves the
+    ds_config's own. Raises ConfigError for a degree below 1.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
@@ -27,6 +29,8 @@ class Layout:
     sequence_parallel: bool
     distributed_optimizer: bool
     recompute: Recompute
+    reduce_bucket_size: int | None = None
+    allgather_bucket_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -41,6 +45,15 @@ class Layout:
             value = getattr(self, name)
             if not 1 <= value <= 2**20:
                 raise ConfigError(f"layout.{name}: {value}; must be from 1 to 2^20")
+        for name in ("reduce_bucket_size", "allgather_bucket_size"):
+            size = getattr(self, name)
+            if size is None:
+                continue
+            # DeepSpeed wants a multiple of its alignment, which is 2 for half precision.
+            if not 2 <= size <= 2**40 or size % 2:
+                raise ConfigError(f"layout.{name}: {size}; must be an even number from 2 to 2^40")
+            if not self.distributed_optimizer:
+                raise ConfigError(f"layout.{name}: {size}; buckets go with distributed_optimizer")
         if self.pipeline_parallel == 1 and self.virtual_stages > 1:
             raise ConfigError(
                 f"layout.virtual_stages: {self.virtual_stages}; virtual stages need pipeline_parallel > 1"

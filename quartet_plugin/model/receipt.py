@@ -265,8 +265,12 @@ def _number(value: float) -> _Number:
 
 
 def needs_receipt(plan: Plan) -> bool:
-    """Whether the plan uses our own runtime; stock schedules by native flags are exempt."""
-    return plan.schedule.name not in STOCK_SCHEDULES
+    """Whether the plan uses our own runtime; stock schedules by native flags are exempt.
+
+    DeepSpeed has no interleaved schedule: there it is ours.
+    """
+    is_deepspeed = plan.made_for.framework == "deepspeed"
+    return plan.schedule.name not in (STOCK_SCHEDULES - {"interleaved"} if is_deepspeed else STOCK_SCHEDULES)
 
 
 def receipt_path(plan_path: Path) -> Path:
