@@ -23,6 +23,8 @@ __all__ = ["Invocation", "build_app", "entry", "invocation", "main", "refuse_use
 # numpy, numba, pydantic, optuna and the like are imported inside the functions that run.
 COMMAND_MODULES: tuple[str, ...] = (
     "quartet_plugin.cli.tune",
+    "quartet_plugin.cli.status",
+    "quartet_plugin.cli.trials",
     "quartet_plugin.cli.train",
     "quartet_plugin.cli.check",
     "quartet_plugin.cli.recheck",
@@ -33,6 +35,7 @@ COMMAND_MODULES: tuple[str, ...] = (
     "quartet_plugin.cli.trace",
     "quartet_plugin.cli.predict",
     "quartet_plugin.cli.plan",
+    "quartet_plugin.cli.probe",
 )
 
 _IMPORTED_S = time.monotonic()

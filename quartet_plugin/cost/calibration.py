@@ -33,6 +33,8 @@ ACTION_S, ACTION_SPREAD = 2e-4, 1.5
 RESIDUAL_SPREAD = 0.03
 # How much wider than among published runs a constant may lie on one cluster of a known, of an unknown kind.
 KNOWN_SPREAD, UNKNOWN_SPREAD = 0.15, 1.0
+# Generations of devices that the shared constants were not fitted to.
+UNKNOWN = ("cpu", "plain")
 # A measurement counts for a term that makes up at least this share of it.
 LEAST_SHARE = 0.03
 NORMAL_95 = 1.96
@@ -236,7 +238,7 @@ def _names(observations: Sequence[Observation], centre: ClusterConstants) -> tup
 
 
 def _prior_spreads(observations: Sequence[Observation], names: Sequence[str]) -> Array:
-    is_known = all(one.run.machines.device.generation != "cpu" for one in observations)
+    is_known = all(one.run.machines.device.generation not in UNKNOWN for one in observations)
     more = KNOWN_SPREAD if is_known else UNKNOWN_SPREAD
     shared = {known.name: float(known.metadata["spread"]) for known in fields(Constants)}
     own = {"action_s": ACTION_SPREAD, "residual": RESIDUAL_SPREAD}

@@ -1,0 +1,394 @@
+"""How well unseen runs are predicted on this machine: `python benchmarks/live_accuracy.py RESULTS.json`.
+
+Real Megatron trains small GPTs in two pinned processes, one thread each (CPU device). A dozen runs and the
+layers profiled in them calibrate the cost model; the others, of other shapes, splits and batches, are
+predicted from that alone. Every run is measured several times, the runs in turns and in random order; a run's
+time is the median over its launches of each launch's median iteration. Printed are all predictions and the
+mean error; the exit code is 1 where it is above 4 %.
+
+The program can be stopped and started again: what RESULTS.json holds is not measured twice. `--report` only
+evaluates. Processes are forked from two that have imported Megatron, which saves most of a launch.
+"""
+
+import argparse
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "pretrain_gpt.py"
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+GOAL = 0.04
+RUN_LIMIT_S = 60.0
+LEAST_SPREAD = 0.01
+PROFILE = "profile"
+
+
+def main() -> int:
+    """Measure what is missing, then report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("results", type=Path, metavar="RESULTS.json")
+    parser.add_argument("--repeats", type=int, default=3, help="launches of every run")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--limit", type=float, default=1e9, help="stop measuring after so many seconds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", action="store_true", help="evaluate what is there")
+    parser.add_argument("--zygote", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.zygote is not None:
+        serve(options.zygote)
+        return 0
+    results = json.loads(options.results.read_text()) if options.results.exists() else {}
+    if not options.report:
+        measure(options, results)
+    return report(results)
+
+
+def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Run what is missing, repeat by repeat; the file is written after every run."""
+    from live_cases import CALIBRATING, CASES
+
+    end = time.monotonic() + options.limit
+    crew: Crew | None = None
+    try:
+        for repeat in range(options.repeats):
+            names = [(name, False) for name in CASES] + [(case.name, True) for case in CALIBRATING]
+            random.Random(options.seed + repeat).shuffle(names)
+            for name, is_profiled in names:
+                found = results.setdefault(name, {"launches": [], PROFILE: []})
+                kept = found[PROFILE if is_profiled else "launches"]
+                if len(kept) > repeat:
+                    continue
+                if time.monotonic() > end:
+                    return
+                crew = crew or Crew()
+                begin = time.monotonic()
+                got = crew.run(name, options=options, is_profiled=is_profiled)
+                kept.append(got)
+                _write(options.results, results)
+                median = statistics.median(got["iteration_s"]) if got["iteration_s"] else float("nan")
+                kind = " profiled" if is_profiled else ""
+                print(f"{time.monotonic() - begin:5.1f} s  {median * 1e3:8.1f} ms  {name}{kind}", flush=True)
+    finally:
+        if crew is not None:
+            crew.close()
+
+
+def _write(path: Path, value: Any) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value) + "\n")
+    temporary.replace(path)
+
+
+class Crew:
+    """Two processes with Megatron imported, which fork one rank each for every run."""
+
+    def __init__(self) -> None:
+        from quartet_plugin.megatron import cpu_device
+
+        environment = {**os.environ, **cpu_device.environment(), "PYTHONWARNINGS": "ignore"}
+        self._members = [
+            subprocess.Popen(
+                [sys.executable, __file__, "-", "--zygote", str(rank)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for member in self._members:
+            if self._answer(member, limit_s=120) != "ready":
+                raise RuntimeError("a process could not import Megatron")
+
+    def run(self, name: str, *, options: argparse.Namespace, is_profiled: bool) -> dict[str, Any]:
+        """One launch: seconds of each measured iteration, of the slower rank, and the profiles."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        with tempfile.TemporaryDirectory() as folder:
+            order = {
+                "name": name,
+                "port": port,
+                "folder": folder,
+                "warmup": options.warmup,
+                "iterations": options.iterations,
+                "is_profiled": is_profiled,
+            }
+            for member in self._members:
+                assert member.stdin is not None
+                member.stdin.write(json.dumps(order) + "\n")
+                member.stdin.flush()
+            answers = [self._answer(member, limit_s=RUN_LIMIT_S + 20) for member in self._members]
+            if answers != ["0", "0"]:
+                log = "\n".join(path.read_text()[-2000:] for path in sorted(Path(folder).glob("log-*")))
+                raise RuntimeError(f"{name}: exit codes {answers}\n{log}")
+            times = [json.loads(Path(folder, f"times-{rank}.json").read_text()) for rank in range(2)]
+            profiles = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.profile.json"))]
+        return {
+            "iteration_s": [max(pair) for pair in zip(*times, strict=True)][options.warmup :],
+            "profiles": profiles,
+        }
+
+    def _answer(self, member: "subprocess.Popen[str]", *, limit_s: float) -> str:
+        assert member.stdout is not None
+        ready, _, _ = select.select([member.stdout], [], [], limit_s)
+        return member.stdout.readline().strip() if ready else "no answer"
+
+    def close(self) -> None:
+        """End both."""
+        for member in self._members:
+            assert member.stdin is not None
+            member.stdin.close()
+            try:
+                member.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                member.kill()
+                member.wait()
+
+
+def serve(rank: int) -> None:
+    """Import Megatron once, then fork a rank for every line on the standard input."""
+    from quartet_plugin.megatron import cpu_device
+
+    cpu_device.install()
+    import megatron.core.models.gpt
+    import megatron.training  # noqa: F401
+
+    print("ready", flush=True)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            _become_rank(rank, json.loads(line))
+        print(_code_of(child), flush=True)
+
+
+def _code_of(child: int) -> int:
+    end = time.monotonic() + RUN_LIMIT_S
+    while time.monotonic() < end:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return 124
+
+
+def _become_rank(rank: int, order: dict[str, Any]) -> None:
+    """One rank of one run, from here to its end."""
+    log = os.open(Path(order["folder"], f"log-{rank}"), os.O_WRONLY | os.O_CREAT)
+    for stream in (0, 1, 2):
+        os.dup2(log if stream else os.open(os.devnull, os.O_RDONLY), stream)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(order["port"]),
+    }
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    try:
+        run_rank(rank, order)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def run_rank(rank: int, order: dict[str, Any]) -> None:
+    """Train the case with its steps timed; ends the process."""
+    from live_cases import CASES
+
+    from quartet_plugin.megatron import cpu_device, seams
+    from quartet_plugin.megatron.runtime.install import prepare
+
+    case = CASES[order["name"]]
+    steps = Steps(rank, order)
+    wrappers: dict[Any, Any] = {seams.TRAIN_STEP: steps.wrap}
+    prepared = None
+    if case.is_ours:
+        prepared = prepare(_recipe(case), num_microbatches=case.num_microbatches)
+        wrappers |= prepared.wrappers
+    if order["is_profiled"]:
+        wrappers[seams.TRAIN_STEP] = seams.chain(steps.wrap, steps.profiled(has_runtime=case.is_ours))
+    seams.install(wrappers)
+    if prepared is not None:
+        prepared.apply()
+    sys.argv = [str(SCRIPT), *case.flags, *cpu_device.required_flags(set(case.flags))]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def _recipe(case: Any) -> Any:
+    """The named schedule; receives are placed for stages that take as long as their layers are many."""
+    import numpy as np
+
+    from quartet_plugin.model.costs import StageCosts
+    from quartet_plugin.runtime.programs import Recipe
+
+    device = np.array(case.placement)
+    cost = np.array(case.layers_per_stage, dtype=np.float64)
+    return Recipe(
+        costs=StageCosts(
+            device_of_stage=device,
+            forward_s=cost,
+            input_grad_s=cost,
+            weight_grad_s=cost,
+            backward_s=2 * cost,
+            activation_bytes=cost,
+            forward_transfer_s=0 * cost,
+            backward_transfer_s=0 * cost,
+            held_fraction=0.5,
+        ),
+        name=case.schedule,
+    )
+
+
+class Steps:
+    """Times every step from the end of the one before; ends the process after the last."""
+
+    def __init__(self, rank: int, order: dict[str, Any]) -> None:
+        self._rank, self._order = rank, order
+        self._seconds: list[float] = []
+        self._last = 0.0
+
+    def wrap(self, train_step: Any) -> Any:
+        """`train_step`, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._last = self._last or time.perf_counter()
+            results = train_step(*args, **kwargs)
+            now = time.perf_counter()
+            self._seconds.append(now - self._last)
+            self._last = now
+            if len(self._seconds) == self._order["warmup"] + self._order["iterations"]:
+                self._finish()
+            return results
+
+        return timed
+
+    def profiled(self, *, has_runtime: bool) -> Any:
+        """The wrapper that measures layers too."""
+        from quartet_plugin.megatron.profiling import LayerProfiler
+
+        order = SimpleNamespace(
+            warmup=self._order["warmup"],
+            num_iterations=self._order["warmup"] + self._order["iterations"],
+            folder=self._order["folder"],
+            attempt_id="0" * 32,
+        )
+        files: Any = SimpleNamespace(order=order, place=SimpleNamespace(launch_rank=self._rank))
+        profiler = LayerProfiler(files)
+        if not has_runtime:
+            profiler.prepare()
+        return profiler.wrap
+
+    def _finish(self) -> None:
+        import torch.distributed as dist
+
+        path = Path(self._order["folder"], f"times-{self._rank}.json")
+        path.write_text(json.dumps(self._seconds))
+        dist.barrier()
+        os._exit(0)
+
+
+def report(results: dict[str, Any]) -> int:
+    """Calibrate, predict, compare."""
+    import numpy as np
+    from live_cases import CALIBRATING, PREDICTED, two_cores
+
+    from quartet_plugin.cost.calibration import calibrate
+
+    machines = two_cores()
+    observations = []
+    for case in CALIBRATING:
+        observations += observed(case, results.get(case.name), machines)
+    found = calibrate(observations)
+    print(f"calibrated by {found.num_iterations} runs and {found.num_parts} parts of them")
+    for term in found.terms:
+        print(
+            f"  {term.name:14} {term.value:.4g} [{term.low:.4g}, {term.high:.4g}], prior {term.prior:.4g}, "
+            f"{term.num_measurements} measurements, {term.learned:.0%} learned"
+        )
+    print(f"error of the model in whole iterations: {found.iteration_error:.1%}")
+    for case in CALIBRATING:
+        _line(case, results.get(case.name), found.interval(case.run(machines)))
+    print("predicted:")
+    errors, inside = [], 0
+    for case in PREDICTED:
+        one = _line(case, results.get(case.name), found.interval(case.run(machines)))
+        if one is not None:
+            errors.append(one[0])
+            inside += one[1]
+    if not errors:
+        print("nothing measured to compare with")
+        return 1
+    absolute = np.abs(errors)
+    print(
+        f"{len(errors)} runs not used for calibration: mean error {absolute.mean():.2%}, median "
+        f"{np.median(absolute):.2%}, worst {absolute.max():.2%}, bias {np.mean(errors):+.2%}, "
+        f"{inside} inside their 95 % interval; goal {GOAL:.0%}"
+    )
+    return 0 if absolute.mean() <= GOAL else 1
+
+
+def _line(case: Any, result: Any, predicted: Any) -> tuple[float, bool] | None:
+    if not result or not result["launches"]:
+        return None
+    seconds, spread = median_of(result["launches"])
+    error = predicted.seconds / seconds - 1
+    print(
+        f"  {error:+7.1%}  measured {seconds * 1e3:7.1f} ms +-{spread:.1%}, predicted "
+        f"{predicted.seconds * 1e3:7.1f} [{predicted.low * 1e3:.1f}, {predicted.high * 1e3:.1f}]  {case.name}"
+    )
+    return error, predicted.low <= seconds <= predicted.high
+
+
+def median_of(launches: Sequence[Any]) -> tuple[float, float]:
+    """The median over launches of each one's median iteration, and the relative error of it."""
+    medians = [statistics.median(one["iteration_s"]) for one in launches]
+    middle = statistics.median(medians)
+    off = (
+        statistics.median(abs(one - middle) for one in medians) * 1.4826
+        if len(medians) > 2
+        else 0.03 * middle
+    )
+    return middle, max(LEAST_SPREAD, off / middle / len(medians) ** 0.5)
+
+
+def observed(case: Any, result: Any, machines: Any) -> list[Any]:
+    """What a calibrating run says: its iteration, and its parts."""
+    from quartet_plugin.cost.calibration import Observation
+    from quartet_plugin.cost.profile import observations_of, parse_rank
+
+    if not result:
+        return []
+    run = case.run(machines)
+    found: list[Any] = []
+    if result["launches"]:
+        seconds, spread = median_of(result["launches"])
+        found.append(Observation(run=run, seconds=seconds, spread=spread))
+    ranks = [parse_rank(one, where=case.name) for launch in result[PROFILE] for one in launch["profiles"]]
+    return found + observations_of(run, ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""The runs of `live_accuracy.py`: which calibrate, and which are predicted from them alone.
+
+No shape, split or number of microbatches of a predicted run is among those that calibrate; layouts and
+schedules are, except for those that only predicted runs have.
+"""
+
+import shlex
+from dataclasses import dataclass
+from typing import Literal
+
+from quartet_plugin.cost.devices import Device
+from quartet_plugin.cost.jobs import machines_of, run_of
+from quartet_plugin.cost.run import Machines, Run, ScheduleKind
+from quartet_plugin.cost.software import ON_CPU
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.shape import ModelShape
+
+Role = Literal["calibrate", "predict"]
+Schedule = Literal["stock", "zb-h1", "zb-v", "gpipe", "interleaved"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A model: layers, hidden size, heads, sequence and vocabulary."""
+
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    vocab: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run of two processes. `split`: transformer layers a stage, by stage order."""
+
+    size: Size
+    how: Literal["pp2", "tp2", "dp2"] = "pp2"
+    split: tuple[int, ...] = ()
+    schedule: Schedule = "stock"
+    micro_batch: int = 2
+    num_microbatches: int = 8
+    role: Role = "predict"
+
+    @property
+    def name(self) -> str:
+        """What identifies it in the results."""
+        one = self.size
+        split = "+".join(map(str, self.layers_per_stage))
+        return (
+            f"L{one.layers} h{one.hidden} a{one.heads} s{one.seq} v{one.vocab} {self.how} {split} "
+            f"{self.schedule} mb{self.micro_batch} m{self.num_microbatches}"
+        )
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """Transformer layers of each stage."""
+        if self.split:
+            return self.split
+        return (self.size.layers // 2,) * 2 if self.how == "pp2" else (self.size.layers,)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the plugin's own runtime executes the schedule."""
+        return self.schedule not in ("stock", "interleaved")
+
+    @property
+    def chunks(self) -> int:
+        """Stages a pipeline rank."""
+        return len(self.layers_per_stage) // 2 if self.how == "pp2" else 1
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return (0, 1, 1, 0) if self.schedule == "zb-v" else (0, 1) * self.chunks
+
+    @property
+    def flags(self) -> list[str]:
+        """Megatron's."""
+        one = self.size
+        copies = 2 if self.how == "dp2" else 1
+        words = (
+            f"--num-layers {one.layers} --hidden-size {one.hidden} --num-attention-heads {one.heads} "
+            f"--seq-length {one.seq} --max-position-embeddings {one.seq} --vocab-size {one.vocab - 1} "
+            f"--micro-batch-size {self.micro_batch} "
+            f"--global-batch-size {self.micro_batch * self.num_microbatches * copies} "
+            "--mock-data --tokenizer-type NullTokenizer --train-iters 100000 --lr 1e-4 --min-lr 1e-5 "
+            "--lr-decay-style cosine --clip-grad 1.0 --attention-dropout 0 --hidden-dropout 0 "
+            "--log-interval 100000 --eval-interval 1000000 --eval-iters 0 "
+        )
+        if self.how == "tp2":
+            words += "--tensor-model-parallel-size 2"
+        if self.how == "pp2":
+            stages = "|".join("t" * count for count in self.layers_per_stage)
+            words += f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E{stages}L"
+        return shlex.split(words)
+
+    def run(self, machines: Machines) -> Run:
+        """The case as the cost model takes it."""
+        one = self.size
+        kinds = {"zb-h1": ScheduleKind.ZB_H1, "zb-v": ScheduleKind.ZB_V, "gpipe": ScheduleKind.GPIPE}
+        return run_of(
+            ModelShape(
+                num_layers=one.layers,
+                hidden_size=one.hidden,
+                ffn_hidden_size=4 * one.hidden,
+                num_attention_heads=one.heads,
+                num_query_groups=one.heads,
+                kv_channels=one.hidden // one.heads,
+                seq_length=one.seq,
+                vocab_size=one.vocab,
+                max_position_embeddings=one.seq,
+                gated_ffn=False,
+                tied_embeddings=True,
+                position_embedding="learned_absolute",
+            ),
+            Layout(
+                tensor_parallel=2 if self.how == "tp2" else 1,
+                pipeline_parallel=2 if self.how == "pp2" else 1,
+                data_parallel=2 if self.how == "dp2" else 1,
+                virtual_stages=self.chunks,
+                context_parallel=1,
+                expert_parallel=1,
+                micro_batch_size=self.micro_batch,
+                sequence_parallel=False,
+                distributed_optimizer=False,
+                recompute="none",
+            ),
+            global_batch_size=self.micro_batch * self.num_microbatches * (2 if self.how == "dp2" else 1),
+            layers_per_stage=self.layers_per_stage,
+            machines=machines,
+            schedule=kinds.get(self.schedule),
+            precision="fp32",
+            software=ON_CPU,
+        )
+
+
+def two_cores(*, flops: float = 5e10, memory: float = 1e10, link: float = 2e9) -> Machines:
+    """Two processes on one machine; the defaults are only where the calibration starts."""
+    device = Device(
+        schema_version=1,
+        name="a processor core",
+        generation="cpu",
+        peak_flops={"fp32": flops},
+        matmul_ceiling={"fp32": 1.0},
+        memory_bytes=8 * 2**30,
+        memory_bandwidth_bytes_per_s=memory,
+        scale_up_bandwidth_bytes_per_s=link,
+        scale_up_topology="switch",
+        scale_up_devices=2,
+        scale_out_bandwidth_bytes_per_s=link,
+        devices_per_node=2,
+        compute_units=1,
+        source="the benchmark's own",
+    )
+    return machines_of(device, num_devices=2)
+
+
+_A = Size(layers=8, hidden=256, heads=4, seq=128, vocab=4096)
+_B = Size(layers=6, hidden=384, heads=6, seq=128, vocab=8192)
+_C = Size(layers=8, hidden=128, heads=4, seq=256, vocab=4096)
+_D = Size(layers=4, hidden=256, heads=8, seq=256, vocab=16384)
+_E = Size(layers=12, hidden=192, heads=6, seq=64, vocab=2048)
+
+CALIBRATING = tuple(
+    Case(role="calibrate", **one)  # type: ignore[arg-type]
+    for one in (
+        {"size": _A},
+        {"size": _A, "num_microbatches": 2, "micro_batch": 4},
+        {"size": _A, "how": "tp2", "num_microbatches": 4},
+        {"size": _A, "how": "dp2", "num_microbatches": 4},
+        {"size": _B, "split": (4, 2), "num_microbatches": 4},
+        {"size": _B, "how": "dp2", "num_microbatches": 2, "micro_batch": 1},
+        {"size": _C, "split": (2, 2, 2, 2), "schedule": "interleaved"},
+        {"size": _C, "how": "tp2", "micro_batch": 1},
+        {"size": _D, "split": (3, 1), "schedule": "zb-h1", "micro_batch": 1},
+        {"size": _D, "how": "tp2", "num_microbatches": 2},
+        {"size": _E, "schedule": "zb-h1", "num_microbatches": 4},
+        {"size": _E, "how": "dp2", "num_microbatches": 2, "micro_batch": 8},
+    )
+)
+
+_P = Size(layers=10, hidden=256, heads=8, seq=192, vocab=8192)
+_Q = Size(layers=6, hidden=320, heads=4, seq=128, vocab=6144)
+_R = Size(layers=8, hidden=192, heads=4, seq=96, vocab=12288)
+_S = Size(layers=4, hidden=512, heads=8, seq=64, vocab=8192)
+_T = Size(layers=16, hidden=128, heads=2, seq=128, vocab=3072)
+_U = Size(layers=8, hidden=256, heads=4, seq=256, vocab=5120)
+
+PREDICTED = tuple(
+    Case(**one)  # type: ignore[arg-type]
+    for one in (
+        {"size": _P, "num_microbatches": 6},
+        {"size": _P, "split": (6, 4), "num_microbatches": 6, "micro_batch": 1},
+        {"size": _P, "how": "tp2", "num_microbatches": 3, "micro_batch": 1},
+        {"size": _P, "how": "dp2", "num_microbatches": 3},
+        {
+            "size": _P,
+            "split": (2, 3, 3, 2),
+            "schedule": "interleaved",
+            "num_microbatches": 6,
+            "micro_batch": 1,
+        },
+        {"size": _P, "schedule": "zb-h1", "num_microbatches": 6, "micro_batch": 1},
+        {"size": _Q, "num_microbatches": 6},
+        {"size": _Q, "split": (4, 2), "num_microbatches": 12, "micro_batch": 1},
+        {"size": _Q, "split": (4, 2), "schedule": "zb-h1", "num_microbatches": 6},
+        {"size": _Q, "how": "tp2", "num_microbatches": 3},
+        {"size": _Q, "how": "dp2", "num_microbatches": 3, "micro_batch": 4},
+        {"size": _Q, "split": (1, 2, 2, 1), "schedule": "zb-v", "num_microbatches": 6},
+        {"size": _R, "split": (5, 3), "num_microbatches": 6, "micro_batch": 4},
+        {"size": _R, "split": (6, 2), "num_microbatches": 6},
+        {"size": _R, "num_microbatches": 12, "micro_batch": 1},
+        {"size": _R, "split": (6, 2), "schedule": "zb-h1", "num_microbatches": 3, "micro_batch": 4},
+        {"size": _R, "how": "dp2", "num_microbatches": 3},
+        {"size": _R, "how": "tp2", "num_microbatches": 6, "micro_batch": 4},
+        {"size": _S, "split": (3, 1), "num_microbatches": 6},
+        {"size": _S, "num_microbatches": 3, "micro_batch": 8},
+        {"size": _S, "how": "dp2", "num_microbatches": 1, "micro_batch": 8},
+        {"size": _S, "how": "tp2", "num_microbatches": 6, "micro_batch": 2},
+        {"size": _S, "split": (2, 2), "schedule": "gpipe", "num_microbatches": 3, "micro_batch": 4},
+        {"size": _T, "num_microbatches": 6},
+        {"size": _T, "split": (4, 4, 4, 4), "schedule": "interleaved", "num_microbatches": 6},
+        {"size": _T, "split": (3, 5, 5, 3), "schedule": "zb-v", "num_microbatches": 6, "micro_batch": 4},
+        {"size": _T, "how": "tp2", "num_microbatches": 3, "micro_batch": 4},
+        {"size": _T, "how": "dp2", "num_microbatches": 6, "micro_batch": 1},
+        {"size": _U, "num_microbatches": 6, "micro_batch": 1},
+        {"size": _U, "split": (5, 3), "num_microbatches": 3},
+        {"size": _U, "split": (3, 5), "schedule": "zb-h1", "num_microbatches": 6, "micro_batch": 1},
+        {"size": _U, "how": "tp2", "num_microbatches": 3},
+        {"size": _U, "how": "dp2", "num_microbatches": 3, "micro_batch": 1},
+        {
+            "size": _U,
+            "split": (2, 2, 2, 2),
+            "schedule": "interleaved",
+            "num_microbatches": 4,
+            "micro_batch": 1,
+        },
+    )
+)
+
+CASES = {case.name: case for case in (*CALIBRATING, *PREDICTED)}

@@ -1,0 +1,195 @@
+"""`quartet probe`: a cluster file for the machines it runs on."""
+
+import importlib.util
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from quartet_plugin.cli.invocation import invocation
+from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
+
+if TYPE_CHECKING:
+    from quartet_plugin.launchers.local import LocalHandle
+    from quartet_plugin.model.cluster import Cluster
+
+_MODULE = "quartet_plugin.probe"
+_MAX_PROCESSES = 1024
+# Processor cores that are probed when nobody says how many: more of them measure nothing new.
+_CORES = 8
+_POLL_S = 0.05
+_GRACE_S = 3.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+
+    @app.command("probe", epilog="For several nodes run it on each, with torchrun and its options after --.")
+    def _probe(
+        ctx: typer.Context,
+        output: Annotated[
+            Path, typer.Option("-o", "--output", metavar="CLUSTER.json", help="The file to write.")
+        ] = Path("cluster.json"),
+        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+        processes: Annotated[
+            int | None,
+            typer.Option(help="Ranks on this machine. Default: its GPUs, or its cores up to 8."),
+        ] = None,
+        deadline: Annotated[float, typer.Option(help="Seconds the measurement may take.")] = 180.0,
+    ) -> None:
+        """Measure devices, memory and links, and write what `quartet plan` takes as its cluster.
+
+        Without a command torchrun is started on this machine alone.
+        """
+        from quartet_plugin.cli.train import DEVICES
+        from quartet_plugin.launchers.local import resolve_device
+
+        if device not in DEVICES:
+            raise UsageError(f"--device {device}: must be one of {', '.join(DEVICES)}")
+        if not 1 <= deadline <= 1e5:
+            raise UsageError(f"--deadline {deadline:g}: must be from 1 to 100000 seconds")
+        if processes is not None and not 1 <= processes <= _MAX_PROCESSES:
+            raise UsageError(f"--processes {processes}: must be from 1 to {_MAX_PROCESSES}")
+        chosen = resolve_device(next(one for one in DEVICES if one == device), environment=os.environ)
+        words = invocation(ctx).user_command
+        if words is not None and processes is not None:
+            raise UsageError("--processes: the command after -- says it; drop one of them")
+        cluster = probe(words, device=chosen, num_processes=processes, deadline_s=deadline)
+        if cluster is None:
+            typer.echo("the cluster file is written where rank 0 runs")
+            return
+        from quartet_plugin.model.cluster import write_cluster
+
+        write_cluster(cluster, path=output)
+        typer.echo(
+            "\n".join([f"{output}: {len(cluster.nodes)} nodes, {cluster.num_slots} devices", *lines(cluster)])
+        )
+
+
+def probe(
+    words: Sequence[str] | None,
+    *,
+    device: Literal["cpu", "cuda"],
+    num_processes: int | None,
+    deadline_s: float,
+) -> "Cluster | None":
+    """Run the measurement and return what was found; None where rank 0 is on another node.
+
+    Raises ConfigError for a launcher that is none, or where torch is missing; InfrastructureError where the
+    processes fail or take too long. None of them is left.
+    """
+    from quartet_plugin.cost.probed import cluster_of, read_findings
+
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("torch is not installed, and measures; pip install 'quartet-plugin[megatron]'")
+    with tempfile.TemporaryDirectory(prefix="quartet-") as folder:
+        target = Path(folder, "findings.json")
+        own = ["-m", _MODULE, str(target), device, repr(deadline_s)]
+        start = _torchrun(num_processes, device=device) if words is None else _launcher(words)
+        _run([*start, *own], folder=Path(folder), device=device, deadline_s=deadline_s)
+        if target.exists():
+            return cluster_of(read_findings(target))
+    if words is None:
+        raise InfrastructureError("the probe ended without a result; run it with --debug")
+    return None
+
+
+def lines(cluster: "Cluster") -> list[str]:
+    """What was measured, for the terminal."""
+    found = []
+    for name, values in cluster.devices.items():
+        rates = ", ".join(f"{flops / 1e12:.3g} TFLOP/s {kind}" for kind, flops in values.peak_flops.items())
+        memory = (values.memory_bandwidth_bytes_per_s or 0.0) / 1e9
+        found.append(f"{name}: {rates}, memory {memory:.3g} GB/s")
+    for name, link in (("inside a node", cluster.links.scale_up), ("between nodes", cluster.links.network)):
+        if link is not None:
+            speed = link.bandwidth_bytes_per_s / 1e9
+            found.append(f"{name}: {speed:.3g} GB/s, {link.latency_s * 1e6:.3g} us")
+    return found
+
+
+def _torchrun(num_processes: int | None, *, device: str) -> list[str]:
+    from quartet_plugin.launchers.local import free_port
+
+    count = num_processes or (num_gpus() if device == "cuda" else min(_CORES, len(os.sched_getaffinity(0))))
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+    return [*start, "--master-port", str(free_port())]
+
+
+def num_gpus() -> int:
+    """GPUs that the environment shows; counted by device files, since torch may not be imported here."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return max(1, len([one for one in visible.split(",") if one.strip()]))
+    return max(1, len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]))
+
+
+def _launcher(words: Sequence[str]) -> list[str]:
+    """The words after --: torchrun and its options, without a script.
+
+    Raises ConfigError for anything else.
+    """
+    from quartet_plugin.launchers.command import is_starter
+    from quartet_plugin.launchers.options import TORCHRUN_FLAGS, TORCHRUN_VALUES, read_options
+
+    name = words[0].rpartition("/")[2] if words else ""
+    at = 1
+    if name != "torchrun":
+        if not is_starter(name) or tuple(words[1:3]) != ("-m", "torch.distributed.run"):
+            raise ConfigError(f"command {name!r}: must be torchrun and its options, without a script")
+        at = 3
+    options = read_options(
+        tuple(words), at, flags=TORCHRUN_FLAGS, values=TORCHRUN_VALUES, prefixes=True, program="torchrun"
+    )
+    if options.end != len(words):
+        raise ConfigError(
+            f"command {words[options.end]!r}: the probe is the script; write torchrun's options only"
+        )
+    for flag in ("help", "module", "no_python", "run_path"):
+        if flag in options.found:
+            raise ConfigError(f"torchrun --{flag.replace('_', '-')}: the probe is the script; leave it out")
+    return list(words)
+
+
+def _run(argv: Sequence[str], *, folder: Path, device: Literal["cpu", "cuda"], deadline_s: float) -> None:
+    """Start `argv`, wait for its end, and leave no process of it behind. Raises InfrastructureError."""
+    from quartet_plugin.launchers.local import LocalLauncher, child_environment
+    from quartet_plugin.trial.processes import MARK, descendants, marked, reap
+
+    mark = secrets.token_hex(16)
+    environment = {**child_environment(device, environment=os.environ), MARK: mark}
+    log = folder / "log"
+    handle = LocalLauncher().start(argv, env=environment, cwd=Path.cwd(), stdout=log)
+    try:
+        code = _wait(handle, deadline_s=deadline_s)
+    finally:
+        reap(descendants({handle.pid}) | marked(mark), grace_s=_GRACE_S)
+        handle.kill()
+        _wait(handle, deadline_s=_GRACE_S)
+    if code != 0:
+        raise InfrastructureError(_failure(code, log=log, deadline_s=deadline_s))
+
+
+def _wait(handle: "LocalHandle", *, deadline_s: float) -> int | None:
+    end = time.monotonic() + deadline_s
+    while (code := handle.poll()) is None and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    return code
+
+
+def _failure(code: int | None, *, log: Path, deadline_s: float) -> str:
+    """One line: what went wrong, and the processes' own last words about it."""
+    from quartet_plugin.trial.log import last_lines, read_tail
+
+    if code is None:
+        return (
+            f"the probe took longer than {deadline_s:g} s; check the links, or allow it more with --deadline"
+        )
+    words = [line.strip() for line in last_lines(read_tail(log)) if "Error" in line]
+    return f"the probe failed: {words[0][:300] if words else f'torchrun ended with code {code}'}"

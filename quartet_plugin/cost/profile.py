@@ -1,0 +1,199 @@
+"""What `quartet profile` measured: each rank's file, the table made of them, and what calibration takes.
+
+A rank's file holds medians for every part of the model that lies on it, for one microbatch; see
+docs/formats.md. The table is a `COSTS.json` of the profiled job.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, TypeAdapter
+
+from quartet_plugin.cost.calibration import Direction, Observation, Quantity
+from quartet_plugin.cost.run import Run
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.costs import EMBEDDING, HEAD, Costs, LayerCost
+from quartet_plugin.model.schema import parse
+
+_STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
+_PREFIX = "layer."
+# Medians of intervals of a few milliseconds, on ranks that share a machine, repeat to about this.
+PART_SPREAD = 0.03
+
+Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Rank = Annotated[int, Field(ge=0, lt=65_536)]
+PartName = Annotated[str, Field(pattern=r"^(embedding|head|other|layer\.[0-9]{1,6})$")]
+StepName = Literal["iteration", "forward_backward", "finalize", "optimizer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartTimes:
+    """A part of the model on one rank, seconds for a microbatch; None for what was not told apart."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    name: PartName
+    forward_s: Seconds | None
+    backward_s: Seconds | None
+    input_grad_s: Seconds | None
+    weight_grad_s: Seconds | None
+    num_intervals: Count
+    activation_bytes: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProfile:
+    """rank-K.profile.json."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    schema_version: Literal[1]
+    attempt_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    launch_rank: Rank
+    rank: Rank
+    pipeline_rank: Rank
+    tensor_rank: Rank
+    device: Annotated[str, Field(max_length=512)]
+    peak_memory_bytes: Count
+    parts: Annotated[tuple[PartTimes, ...], Field(max_length=100_000)]
+    steps: Mapping[StepName, Seconds | None]
+    job: Mapping[str, Any]
+
+
+_ADAPTER: TypeAdapter[RankProfile] = TypeAdapter(RankProfile)
+
+
+def parse_rank(data: Mapping[str, Any], *, where: str) -> RankProfile:
+    """A rank's file as a checked object. Raises ConfigError in one line."""
+    return parse(_ADAPTER, data, where=where)
+
+
+def merged_parts(ranks: Sequence[RankProfile]) -> dict[str, PartTimes]:
+    """Every part by name, the median over the ranks that hold it (tensor and data parallel ones)."""
+    found: dict[str, list[PartTimes]] = {}
+    for rank in ranks:
+        for part in rank.parts:
+            if part.name != "other":
+                found.setdefault(part.name, []).append(part)
+    return {name: _merged(parts) for name, parts in found.items()}
+
+
+def _merged(parts: Sequence[PartTimes]) -> PartTimes:
+    def middle(get: Callable[[PartTimes], float | None]) -> float | None:
+        values = [value for part in parts if (value := get(part)) is not None]
+        return statistics.median(values) if values else None
+
+    return PartTimes(
+        name=parts[0].name,
+        forward_s=middle(lambda part: part.forward_s),
+        backward_s=middle(lambda part: part.backward_s),
+        input_grad_s=middle(lambda part: part.input_grad_s),
+        weight_grad_s=middle(lambda part: part.weight_grad_s),
+        num_intervals=sum(part.num_intervals for part in parts),
+        activation_bytes=max(part.activation_bytes for part in parts),
+    )
+
+
+def observations_of(run: Run, ranks: Sequence[RankProfile]) -> list[Observation]:
+    """What the profile of a run says for its calibration: a layer, the ends, and the optimizer's steps."""
+    parts = merged_parts(ranks)
+    kinds: dict[Quantity, list[PartTimes]] = {}
+    for name, part in parts.items():
+        kind = Quantity.LAYER if name.startswith(_PREFIX) else Quantity(name)
+        kinds.setdefault(kind, []).append(part)
+    found = []
+    for kind, same in kinds.items():
+        one = _merged(same)
+        for direction, seconds in _directed(one, is_embedding=kind is Quantity.EMBEDDING):
+            if seconds:
+                found.append(
+                    Observation(
+                        run=run, seconds=seconds, spread=PART_SPREAD, quantity=kind, direction=direction
+                    )
+                )
+    return found + _optimizer_observations(run, ranks)
+
+
+def _directed(part: PartTimes, *, is_embedding: bool) -> list[tuple[Direction, float | None]]:
+    """Both halves of a backward where they were told apart; else the whole. An embedding has one half."""
+    forward = (Direction.FORWARD, part.forward_s)
+    if is_embedding or part.input_grad_s is None or part.weight_grad_s is None:
+        return [forward, (Direction.BACKWARD, part.backward_s)]
+    return [
+        forward,
+        (Direction.INPUT_GRAD, part.input_grad_s),
+        (Direction.WEIGHT_GRAD, part.weight_grad_s),
+    ]
+
+
+def _optimizer_observations(run: Run, ranks: Sequence[RankProfile]) -> list[Observation]:
+    found = []
+    for device in range(run.layout.pipeline_parallel):
+        steps = [
+            seconds
+            for rank in ranks
+            if rank.pipeline_rank == device and (seconds := rank.steps.get("optimizer"))
+        ]
+        if steps:
+            found.append(
+                Observation(
+                    run=run,
+                    seconds=statistics.median(steps),
+                    spread=PART_SPREAD,
+                    quantity=Quantity.OPTIMIZER,
+                    index=device,
+                )
+            )
+    return found
+
+
+def costs_of(
+    ranks: Sequence[RankProfile], *, num_layers: int, num_devices: int, num_microbatches: int
+) -> Costs:
+    """The cost table of the profiled job; layers that no profiled rank holds take the median of the others.
+
+    Transfers are 0: a profile does not measure links. Raises ConfigError where no layer was measured.
+    """
+    parts = merged_parts(ranks)
+    layers = [part for name, part in parts.items() if name.startswith(_PREFIX)]
+    if not layers:
+        raise ConfigError("profile: no layer was measured; profile a stage that holds one")
+    typical = _merged(layers)
+    names = [EMBEDDING, *(f"{_PREFIX}{number}" for number in range(num_layers)), HEAD]
+    chosen = [parts.get(name, typical if name.startswith(_PREFIX) else None) for name in names]
+    kept = [(name, part) for name, part in zip(names, chosen, strict=True) if part is not None]
+    fused = tuple(_backward_s(part) for _, part in kept)
+    return Costs(
+        num_devices=num_devices,
+        num_microbatches=num_microbatches,
+        layers=tuple(_layer_cost(name, part) for name, part in kept),
+        device_slowdown=np.ones(num_devices),
+        transfer_s=np.zeros((num_devices, num_devices)),
+        memory_limit_bytes=None,
+        weight_grad_held_fraction=1.0,
+        backward_fused_s=fused,
+    )
+
+
+def _layer_cost(name: str, part: PartTimes) -> LayerCost:
+    whole = _backward_s(part)
+    # An embedding's whole backward is its weight gradient; elsewhere the halves are about equal.
+    input_grad = 0.0 if name == EMBEDDING else part.input_grad_s
+    weight_grad = whole if name == EMBEDDING else part.weight_grad_s
+    return LayerCost(
+        name=name,
+        forward_s=part.forward_s or 0.0,
+        input_grad_s=whole / 2 if input_grad is None else input_grad,
+        weight_grad_s=whole / 2 if weight_grad is None else weight_grad,
+        activation_bytes=float(part.activation_bytes),
+    )
+
+
+def _backward_s(part: PartTimes) -> float:
+    if part.backward_s is not None:
+        return part.backward_s
+    return (part.input_grad_s or 0.0) + (part.weight_grad_s or 0.0)

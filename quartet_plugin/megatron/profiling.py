@@ -1,0 +1,301 @@
+"""What the embedding, each layer and the head take on a rank, forward and backward, measured from outside.
+
+Module hooks mark the boundaries in a forward, hooks on the tensors between layers mark them in the backward:
+a gradient reaches a boundary when all that comes after it has been worked off. Every second iteration defers
+weight gradients (see `split_backward`) and times them one by one, so that input and weight gradients are
+told apart. Waiting for other ranks lies outside of every interval but those of `finalize`.
+"""
+
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quartet_plugin.errors import SeamError
+from quartet_plugin.megatron import split_backward
+from quartet_plugin.megatron.profiling_memory import ActivationLedger
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.runtime.records import Clock, CudaClock, HostClock
+from quartet_plugin.worker.device import device_name, peak_memory_bytes
+from quartet_plugin.worker.files import RankFiles
+
+# Set by `quartet profile`: "1", or "RANK/WORLD_SIZE" of the one rank that is played without communication.
+PROFILE_VARIABLE = "QUARTET_PROFILE"
+EMBEDDING, HEAD, OTHER = "embedding", "head", "other"
+STEP_PARTS = ("iteration", "forward_backward", "finalize", "optimizer")
+MAX_WORLD_SIZE = 65_536
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedRank:
+    """A rank of a world that is not there: built and run alone, communication left out."""
+
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, text: str) -> "PlayedRank | None":
+        """What `PROFILE_VARIABLE` says; None where the processes are real. Raises ValueError."""
+        if "/" not in text:
+            return None
+        rank, world = (int(part) for part in text.split("/", 1))
+        if not 0 <= rank < world <= MAX_WORLD_SIZE:
+            raise ValueError(f"{PROFILE_VARIABLE}: {text}: must be RANK/WORLD_SIZE, RANK below WORLD_SIZE")
+        return cls(rank=rank, world_size=world)
+
+    def play(self) -> None:
+        """Tell Megatron, which reads the environment later on, that this is that rank."""
+        from torch.testing._internal.distributed import fake_pg
+
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(self.rank), str(self.world_size)
+        os.environ["LOCAL_RANK"] = "0"
+        # Megatron's choice cannot be written to or read; this one can, inside the process.
+        fake_pg.FakeStore = torch.distributed.HashStore
+        # What nobody sent is whatever lay in memory; denormal numbers would be slow beyond reason.
+        torch.set_flush_denormal(True)
+
+
+class LayerProfiler:
+    """Measures one rank of a trial; wraps `train_step` as the meters do."""
+
+    def __init__(self, files: RankFiles, *, clock: Clock | None = None) -> None:
+        self._files = files
+        self._clock: Clock = clock or (HostClock() if device_name() == "cpu" else CudaClock())
+        self._spans: dict[Key, list[tuple[Any, Any]]] = defaultdict(list)
+        self._last: Any = None
+        self._in_backward = self._is_counting = False
+        self._chunks: list[_Chunk] = []
+        self._gradients: split_backward.WeightGradients | None = None
+        self._defers = False
+        self._num_steps = 0
+        self.ledger = ActivationLedger()
+
+    def prepare(self) -> None:
+        """Let linear layers defer their weight gradients; must run before models are built."""
+        gradients = split_backward.WeightGradients()
+        try:
+            split_backward.install(gradients)
+        except SeamError:
+            return  # already installed by a schedule of ours, or not as known: whole backwards only
+        self._gradients = gradients
+
+    def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        """`train_step` as Megatron calls it; our file is written after every step that counts."""
+
+        def profiled_train_step(*args: Any, **kwargs: Any) -> Any:
+            names = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler")
+            call = {**dict(zip((*names, "config", "forward_backward_func"), args, strict=False)), **kwargs}
+            if not self._chunks:
+                self._attach(call["model"], call["optimizer"], call["config"])
+            order = self._files.order
+            self._is_counting = self._num_steps >= order.warmup
+            self._defers = self._gradients is not None and self._num_steps % 2 == 1
+            self.ledger.is_open = self._num_steps == 0
+            begin = self._clock.mark()
+            rest = list(args)
+            wrapped = self._timed(call["forward_backward_func"], "forward_backward")
+            if len(rest) > 6:
+                rest[6] = wrapped
+            else:
+                kwargs["forward_backward_func"] = wrapped
+            results = train_step(*rest, **kwargs)
+            self._span(("iteration", "step"), begin, self._clock.mark())
+            self._num_steps += 1
+            if self._num_steps >= order.num_iterations:
+                self.write()
+            return results
+
+        return profiled_train_step
+
+    def write(self) -> None:
+        """Write rank-K.profile.json: medians, and how many intervals each is of."""
+        from megatron.core import mpu
+        from megatron.training.global_vars import get_args
+
+        from quartet_plugin.megatron.describe import describe_job
+
+        order, place = self._files.order, self._files.place
+        content = {
+            "schema_version": 1,
+            "attempt_id": order.attempt_id,
+            "launch_rank": place.launch_rank,
+            "rank": int(os.environ.get("RANK", "0")),
+            "pipeline_rank": mpu.get_pipeline_model_parallel_rank(),
+            "tensor_rank": mpu.get_tensor_model_parallel_rank(),
+            "device": device_name(),
+            "peak_memory_bytes": peak_memory_bytes(),
+            "parts": self._parts(),
+            "steps": {name: self._median((name, "step")) for name in STEP_PARTS},
+            "job": describe_job(get_args(), neutralised=[]),
+        }
+        write_json_atomic(Path(order.folder, f"rank-{place.launch_rank}.profile.json"), content)
+
+    def _parts(self) -> list[dict[str, Any]]:
+        names = dict.fromkeys(name for name, kind in self._spans if kind != "step")
+        return [
+            {
+                "name": name,
+                "forward_s": self._median((name, "F")),
+                "backward_s": self._median((name, "B")),
+                "input_grad_s": self._median((name, "I")),
+                "weight_grad_s": self._weight_grad_s(name),
+                "num_intervals": len(self._spans[name, "F"]),
+                "activation_bytes": self.ledger.bytes_of(name),
+            }
+            for name in names
+        ]
+
+    def _median(self, key: Key) -> float | None:
+        spans = self._spans.get(key)
+        return statistics.median(self._clock.seconds(*span) for span in spans) if spans else None
+
+    def _weight_grad_s(self, name: str) -> float | None:
+        """Per microbatch: the sum over the part's weights of each one's median."""
+        own = [key for key in self._spans if key[0] == name and key[1].startswith("W")]
+        return sum(self._median(key) or 0.0 for key in own) if own else None
+
+    def _span(self, key: Key, begin: Any, end: Any) -> None:
+        if self._is_counting:
+            self._spans[key].append((begin, end))
+
+    def _attach(self, model: Sequence[Any], optimizer: Any, config: Any) -> None:
+        from megatron.core.utils import unwrap_model
+
+        self._chunks = [_Chunk(self, chunk) for chunk in unwrap_model(list(model))]
+        optimizer.step = self._timed(optimizer.step, "optimizer")
+        if getattr(config, "finalize_model_grads_func", None) is not None:
+            config.finalize_model_grads_func = self._timed(config.finalize_model_grads_func, "finalize")
+
+    def _timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = self._clock.mark()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._span((name, "step"), begin, self._clock.mark())
+
+        return timed
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether a forward that runs now only repeats one for a backward."""
+        return self._in_backward
+
+    def starts(self) -> None:
+        """A forward of a chunk begins."""
+        self._last = self._clock.mark()
+
+    def passes(self, name: str, kind: str) -> None:
+        """What ran since the last mark belongs to the part `name`."""
+        now = self._clock.mark()
+        self._span((name, kind), self._last, now)
+        self._last = now
+
+    def backward_starts(self, chunk: "_Chunk") -> None:
+        """The gradient of a chunk's output is there."""
+        self._in_backward = True
+        if self._defers and self._gradients is not None:
+            self._gradients.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._backward_ends(chunk))
+        self._last = self._clock.mark()
+
+    def backward_passes(self, name: str) -> None:
+        """All of the part `name` has been worked off in the backward."""
+        self.passes(name, "I" if self._defers else "B")
+
+    def _backward_ends(self, chunk: "_Chunk") -> None:
+        self.backward_passes(EMBEDDING if chunk.has_embedding else OTHER)
+        self._in_backward = False
+        if not self._defers or self._gradients is None:
+            return
+        pending, self._gradients.open = self._gradients.open or [], None
+        for number, one in enumerate(pending):
+            begin = self._clock.mark()
+            split_backward._accumulate(one)
+            name = chunk.owners.get(id(one.weight), OTHER)
+            self._span((name, f"W{number}"), begin, self._clock.mark())
+
+
+class _Chunk:
+    """Hooks on one model chunk."""
+
+    def __init__(self, profiler: LayerProfiler, model: Any) -> None:
+        self._profiler = profiler
+        self.has_embedding = bool(getattr(model, "pre_process", True))
+        self.has_head = bool(getattr(model, "post_process", True))
+        layers = list(model.decoder.layers)
+        self._names = [f"layer.{layer.layer_number - 1}" for layer in layers]
+        self.owners = {
+            id(weight): name
+            for layer, name in zip(layers, self._names, strict=True)
+            for weight in layer.parameters()
+        }
+        if self.has_head:
+            self.owners |= {id(weight): HEAD for weight in model.output_layer.parameters()}
+            if getattr(model, "share_embeddings_and_output_weights", False):
+                self.owners[id(model.shared_embedding_or_output_weight())] = HEAD
+        model.register_forward_pre_hook(self._begin)
+        if layers:
+            layers[0].register_forward_pre_hook(self._first_layer, with_kwargs=True)
+        for at, layer in enumerate(layers):
+            layer.register_forward_hook(self._after_layer(at))
+        model.register_forward_hook(self._end)
+
+    @property
+    def _first(self) -> str:
+        return EMBEDDING if self.has_embedding else OTHER
+
+    @property
+    def _last(self) -> str:
+        return HEAD if self.has_head else OTHER
+
+    def _begin(self, module: Any, args: Any) -> None:
+        del module, args
+        if not self._profiler.is_recomputing:
+            self._profiler.ledger.enter(self._first)
+            self._profiler.starts()
+
+    def _first_layer(self, module: Any, args: Any, kwargs: Any) -> None:
+        del module
+        profiler = self._profiler
+        if profiler.is_recomputing:
+            return
+        profiler.passes(self._first, "F")
+        profiler.ledger.enter(self._names[0])
+        self._on_gradient(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], self._names[0])
+
+    def _after_layer(self, at: int) -> Callable[..., None]:
+        name = self._names[at]
+        following = self._names[at + 1] if at + 1 < len(self._names) else self._last
+
+        def hook(module: Any, args: Any, output: Any) -> None:
+            del module, args
+            profiler = self._profiler
+            if profiler.is_recomputing:
+                return
+            profiler.passes(name, "F")
+            profiler.ledger.enter(following)
+            self._on_gradient(output[0] if isinstance(output, tuple) else output, following)
+
+        return hook
+
+    def _end(self, module: Any, args: Any, output: Any) -> None:
+        del module, args
+        profiler = self._profiler
+        if profiler.is_recomputing:
+            return
+        profiler.passes(self._last, "F")
+        profiler.ledger.leave()
+        if output.requires_grad:
+            output.register_hook(lambda _: profiler.backward_starts(self))
+
+    def _on_gradient(self, tensor: Any, name: str) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda _: self._profiler.backward_passes(name))

@@ -1,0 +1,48 @@
+"""One rank of `quartet probe`: `torchrun ... -m quartet_plugin.probe FINDINGS.json {cpu,cuda} LIMIT_S`.
+
+Rank 0 writes what all of them found; the command line makes a cluster file of it.
+"""
+
+import os
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from quartet_plugin.model.files import write_json_atomic
+
+
+def main() -> None:
+    """Measure together with the other ranks."""
+    output, device, limit_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    import torch
+    import torch.distributed as dist
+
+    from quartet_plugin.probe import devices, links, rates
+
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(
+        backend="nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=limit_s)
+    )
+    try:
+        where = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+        own = devices.describe(where, local_rank=local_rank)
+        dist.barrier()
+        own |= rates.measure(where)
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, {"host": socket.gethostname(), "local_rank": local_rank, **own})
+        measured = links.measure(where, hosts=[one["host"] for one in everybody])
+        if dist.get_rank() == 0:
+            content = {"schema_version": 1, "device": device, "ranks": everybody, "links": measured}
+            write_json_atomic(output, content)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Bandwidth and latency of each level of links, with all devices of a node using them together.
+
+A bandwidth is bytes that crossed one device's link over time in an all-reduce of ring shape, a latency that
+of one small message. Between nodes every pair is measured where there are few.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_BYTES = {"cpu": 8 * 2**20, "cuda": 128 * 2**20}
+_REPEATS = 5
+_PINGS = 50
+MAX_MATRIX_NODES = 16
+
+
+def measure(device: torch.device, *, hosts: Sequence[str]) -> dict[str, Any]:
+    """Links inside the nodes, between them, and the table of node pairs; None for what is not there.
+
+    `hosts` names the node of each rank. Every rank calls this together.
+    """
+    nodes = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
+    smallest = min(len(node) for node in nodes)
+    inside = _level(device, nodes) if smallest > 1 else None
+    across = [[node[at] for node in nodes] for at in range(smallest)]
+    between = _level(device, across) if len(nodes) > 1 else None
+    return {"scale_up": inside, "network": between, "pairs": _pairs(device, nodes)}
+
+
+def _level(device: torch.device, groups: Sequence[Sequence[int]]) -> dict[str, float]:
+    """All groups at once; the slowest rank's figures."""
+    own, members = None, [dist.get_rank()]
+    for ranks in groups:
+        made = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            own, members = made, list(ranks)
+    seconds, latency = 0.0, 0.0
+    if own is not None:
+        tensor = torch.ones(_BYTES[device.type] // 4, device=device)
+        seconds = _median(lambda: dist.all_reduce(tensor, group=own), device, group=own)
+        latency = _ping_s(device, members)
+    dist.barrier()
+    share = 2 * (len(groups[0]) - 1) / len(groups[0])
+    slowest = _everybodys([seconds, latency], device).max(dim=0).values.tolist()
+    return {"bandwidth_bytes_per_s": share * _BYTES[device.type] / slowest[0], "latency_s": slowest[1]}
+
+
+def _pairs(device: torch.device, nodes: Sequence[Sequence[int]]) -> list[list[float]] | None:
+    """Bytes/s from node to node, all ranks of both at once; None for a single node or many."""
+    if not 2 <= len(nodes) <= MAX_MATRIX_NODES:
+        return None
+    table = [[0.0] * len(nodes) for _ in nodes]
+    for a, b in combinations(range(len(nodes)), 2):
+        for sender, receiver in ((a, b), (b, a)):
+            seconds = _one_way_s(device, nodes[sender], nodes[receiver])
+            table[sender][receiver] = _BYTES[device.type] / seconds
+    return table
+
+
+def _one_way_s(device: torch.device, senders: Sequence[int], receivers: Sequence[int]) -> float:
+    rank = dist.get_rank()
+    pair = next((one for one in zip(senders, receivers, strict=False) if rank in one), None)
+    seconds = 0.0
+    if pair is not None:
+        tensor = torch.ones(_BYTES[device.type] // 4, device=device)
+        send, receive = (lambda: dist.send(tensor, pair[1])), (lambda: dist.recv(tensor, pair[0]))
+        seconds = _median(send if rank == pair[0] else receive, device, group=None)
+    dist.barrier()
+    return float(_everybodys([seconds], device).max())
+
+
+def _ping_s(device: torch.device, members: Sequence[int]) -> float:
+    """Half of a round trip of 4 bytes between neighbours of a group; a rank without one measures nothing."""
+    at = members.index(dist.get_rank())
+    partner = at ^ 1
+    if partner >= len(members):
+        return 0.0
+    peer, tensor = members[partner], torch.zeros(1, device=device)
+    times = []
+    for _ in range(_PINGS):
+        begin = time.perf_counter()
+        if at < partner:
+            dist.send(tensor, peer)
+            dist.recv(tensor, peer)
+        else:
+            dist.recv(tensor, peer)
+            dist.send(tensor, peer)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) / 2)
+    return statistics.median(times)
+
+
+def _median(action: Callable[[], Any], device: torch.device, *, group: Any) -> float:
+    times = []
+    for at in range(_REPEATS + 1):
+        if group is not None:
+            dist.barrier(group=group)
+        begin = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if at:
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def _everybodys(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    own = torch.tensor(values, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    return torch.stack(gathered)
