@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 from quartet_plugin.model.launched import Launched, Stage
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.tables import shape_label
+from quartet_plugin.report.words import duration
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -51,8 +52,8 @@ class Running:
         name = kind if self.stage == "baseline" else f"{kind} {self.label}"
         step = f" {self.iteration}/{self.num_iterations}" if self.num_iterations else ""
         elapsed_s = now_s - self.began_s
-        left = "" if self.time_left_s is None else f"; about {_duration(self.time_left_s - elapsed_s)} left"
-        return f"{name}: {self.phase}{step}, {_duration(elapsed_s)}{left}"
+        left = "" if self.time_left_s is None else f"; about {duration(self.time_left_s - elapsed_s)} left"
+        return f"{name}: {self.phase}{step}, {duration(elapsed_s)}{left}"
 
 
 class PlainLines:
@@ -222,11 +223,3 @@ def reporter(console: "Console", *, clock: Callable[[], float] = time.monotonic)
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveTable(console, clock=clock)
     return PlainLines(lambda text: print(text, flush=True), clock=clock)
-
-
-def _duration(seconds: float) -> str:
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -8,6 +8,7 @@ import contextlib
 import json
 import secrets
 import shutil
+import sqlite3
 import sys
 import time
 import warnings
@@ -175,6 +176,35 @@ class StudyStorage:
             if self.address.startswith("grpc:"):
                 return self._proxy()
             return self._server()
+
+    def check(self) -> None:
+        """Raise StorageError where the study's file is damaged; cheap, and without a server's help."""
+        path = self.file
+        if path is None or not path.exists():
+            return
+        with self.errors():
+            if self.address == JOURNAL:
+                content = _plain(path).read_bytes()
+                num_valid, num_records = _valid_journal(content)
+                if num_valid < len(content):
+                    raise StorageError(
+                        f"{path}: record {num_records + 1} is torn; `quartet tune --resume` cuts it off"
+                    )
+                return
+            try:
+                with contextlib.closing(
+                    sqlite3.connect(f"{_plain(path).as_uri()}?mode=ro", uri=True)
+                ) as file:
+                    found = file.execute("PRAGMA quick_check(1)").fetchone()
+                    file.execute("SELECT COUNT(*) FROM trials").fetchone()
+            except sqlite3.OperationalError as error:
+                if "locked" in str(error):
+                    return  # its tuner is writing
+                raise StorageError(f"{path}: not a study: {error}") from error
+            except sqlite3.Error as error:
+                raise StorageError(f"{path}: damaged: {error}") from error
+            if found != ("ok",):
+                raise StorageError(f"{path}: damaged: {str(found[0])[:200]}")
 
     def _proxy(self) -> Any:
         import optuna

@@ -1,0 +1,162 @@
+"""A run as its folder and its study tell it: what the search reads back and the reports show."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quartet_plugin.model.launched import Stage
+from quartet_plugin.model.measurement import Comparison, Objective
+from quartet_plugin.model.plan import NodeInfo, Plan
+
+PARTS = ("shape", "layout", "split", "schedule", "mapping")
+
+RunState = Literal["running", "finished", "stopped", "lost", "elsewhere"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """The highest memory of one process; `rank` is Megatron's RANK."""
+
+    rank: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRow:
+    """One trial. Times are seconds, None where nothing was measured.
+
+    `plan` is None where its file is gone; `labels` (by PARTS) are there all the same where the study has
+    them.
+    `iterations_s` are the measured iterations, `iteration_s` their median. `value` is the objective.
+    `predicted_iteration_s` and `predicted_memory_bytes` are what the cost model said before the launch.
+    `repeats` is the number of the trial that measured the same plan before. `folder` is the latest attempt's,
+    relative to the run.
+    """
+
+    number: int
+    is_running: bool = False
+    plan: Plan | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    outcome: str = ""
+    verdict: str = ""
+    reason: str = ""
+    phase: str = ""
+    value: float | None = None
+    iteration_s: float | None = None
+    iterations_s: tuple[float, ...] = ()
+    tokens_per_s: float | None = None
+    model_flops_per_s_per_device: float | None = None
+    peak_memory_bytes: int = 0
+    memory_excess_bytes: int = 0
+    predicted_iteration_s: float | None = None
+    predicted_memory_bytes: int | None = None
+    ranks: tuple[RankMemory, ...] = ()
+    wall_s: float = 0.0
+    num_attempts: int = 0
+    repeats: int | None = None
+    folder: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the iteration time may be compared."""
+        return self.iteration_s is not None and self.verdict == "measured"
+
+    @property
+    def label(self) -> str:
+        """The plan in some words."""
+        if self.number == 0:
+            return "your own command"
+        return ", ".join(self.labels.get(part, "?") for part in PARTS) if self.labels else "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finalist:
+    """A plan after the final rounds; `ratios` are its objective over the baseline's, one a round."""
+
+    number: int
+    comparison: Comparison
+    ratios: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningLaunch:
+    """A launch without a result: the slowest process's phase and iteration, `elapsed_s` since its start."""
+
+    number: int
+    stage: Stage
+    round_number: int | None
+    attempt: int
+    phase: str
+    iteration: int
+    num_iterations: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseHolder:
+    """Who holds the run folder; `is_alive` is None where that cannot be seen from this host."""
+
+    host: str
+    pid: int
+    generation: int
+    is_alive: bool | None
+    renewed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHistory:
+    """A run so far.
+
+    `command` has its secrets blanked and `storage` no password. `began_at` and `ended_at` are seconds since
+    1970; `elapsed_s` is of the latest session. `features` of the user's job keep the axes `locked` as they
+    are; `neutralised` flags were left out in trials. `num_asked` trials were asked for, `num_spent` are used
+    up. `faults` are files that could not be read.
+    """
+
+    name: str
+    path: str
+    cwd: str
+    command: tuple[str, ...]
+    config: Mapping[str, Any]
+    quartet_version: str
+    storage: str
+    state: RunState
+    holder: LeaseHolder | None
+    running: tuple[RunningLaunch, ...]
+    began_at: float | None
+    ended_at: float | None
+    elapsed_s: float
+    time_left_s: float | None
+    num_asked: int
+    num_spent: int
+    objective: Objective
+    nodes: tuple[NodeInfo, ...]
+    features: tuple[str, ...]
+    neutralised: tuple[str, ...]
+    locked: Mapping[str, str]
+    trials: tuple[TrialRow, ...]
+    finalists: tuple[Finalist, ...]
+    winner: Plan | None
+    faults: tuple[str, ...] = ()
+
+    @property
+    def baseline(self) -> TrialRow | None:
+        """Trial 0, where it was launched."""
+        return next((row for row in self.trials if row.number == 0), None)
+
+    @property
+    def best(self) -> TrialRow | None:
+        """The best single measurement so far, the baseline's included."""
+        measured = [row for row in self.trials if row.is_measured and row.value is not None]
+        return max(measured, key=lambda row: (row.value or 0.0, -row.number), default=None)
+
+    def row(self, number: int) -> TrialRow | None:
+        """The trial of that number."""
+        return next((row for row in self.trials if row.number == number), None)
+
+    def versus_baseline(self, row: TrialRow) -> float | None:
+        """A trial's objective over the baseline's; None where either was not measured."""
+        own = self.baseline
+        if own is None or not own.value or not row.is_measured or row.value is None:
+            return None
+        return row.value / own.value

@@ -1,0 +1,96 @@
+"""Every trial of a run: as a table, and as data for other programs."""
+
+from typing import Any
+
+from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
+from quartet_plugin.report.summary import aligned
+from quartet_plugin.report.tables import changes
+from quartet_plugin.report.words import clean, rate, size
+
+_HEAD = (
+    ">trial", "class", "plan", "outcome", ">s/iter", ">predicted", ">tokens/s", ">vs own", ">FLOP/s/device",
+    ">memory",
+)  # fmt: skip
+
+
+def class_of(row: TrialRow) -> str:
+    """How far a plan may change the training, A to D; "-" where it changes nothing or is not known."""
+    if row.plan is None:
+        return "-"
+    return max((change.change_class for change in changes(row.plan)), default="-")
+
+
+def outcome_of(row: TrialRow) -> str:
+    """What came of a trial, in a word."""
+    if row.is_running:
+        return "running"
+    if row.repeats is not None:
+        return f"as trial {row.repeats}"
+    return row.outcome or "unfinished"
+
+
+def table_lines(history: RunHistory) -> list[str]:
+    """A row a trial, then the reasons of those that were refused or failed."""
+    rows = [list(_HEAD), *(_cells(row, history) for row in history.trials)]
+    lines = aligned(rows)
+    reasons = [row for row in history.trials if row.reason and not row.is_measured and row.repeats is None]
+    if reasons:
+        lines.append("")
+        lines += [f"trial {row.number}: {outcome_of(row)}: {clean(row.reason)}" for row in reasons]
+    return lines
+
+
+def records(history: RunHistory) -> dict[str, Any]:
+    """All of it as plain data; seconds, bytes and FLOP/s as they were measured."""
+    return {
+        "schema_version": 1,
+        "run": history.name,
+        "objective": history.objective,
+        "storage": history.storage,
+        "trials": [_record(row, history) for row in history.trials],
+    }
+
+
+def _cells(row: TrialRow, history: RunHistory) -> list[str]:
+    ratio = history.versus_baseline(row)
+
+    def number(value: float | None, form: str) -> str:
+        return "" if value is None else form.format(value)
+
+    flops = row.model_flops_per_s_per_device
+    return [
+        str(row.number),
+        class_of(row),
+        clean(row.label, limit=90),
+        outcome_of(row),
+        number(row.iteration_s, "{:.3f}"),
+        number(row.predicted_iteration_s, "{:.3f}"),
+        number(row.tokens_per_s, "{:,.0f}"),
+        number(ratio, "{:.2f}x"),
+        "" if flops is None else rate(flops),
+        size(row.peak_memory_bytes) if row.peak_memory_bytes else "",
+    ]
+
+
+def _record(row: TrialRow, history: RunHistory) -> dict[str, Any]:
+    return {
+        "trial": row.number,
+        "state": "running" if row.is_running else "finished" if row.verdict else "unfinished",
+        "class": class_of(row),
+        "plan": {part: row.labels.get(part) for part in PARTS},
+        "verdict": row.verdict or None,
+        "outcome": row.outcome or None,
+        "reason": row.reason or None,
+        "iteration_s": row.iteration_s,
+        "predicted_iteration_s": row.predicted_iteration_s,
+        "tokens_per_s": row.tokens_per_s,
+        "model_flops_per_s_per_device": row.model_flops_per_s_per_device,
+        "versus_baseline": history.versus_baseline(row),
+        "peak_memory_bytes": row.peak_memory_bytes or None,
+        "predicted_peak_memory_bytes": row.predicted_memory_bytes,
+        "memory_excess_bytes": row.memory_excess_bytes,
+        "repeats": row.repeats,
+        "num_attempts": row.num_attempts,
+        "wall_s": row.wall_s,
+        "folder": row.folder or None,
+    }

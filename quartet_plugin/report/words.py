@@ -1,0 +1,42 @@
+"""Quantities and untrusted text as one reads them."""
+
+_BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+_FLOPS = ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1.0, "FLOP/s"))
+
+
+def duration(seconds: float) -> str:
+    """Whole seconds, minutes or hours."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes with three digits and a fitting unit."""
+    return _scaled(num_bytes, _BYTES)
+
+
+def rate(flops_per_s: float) -> str:
+    """FLOP/s with three digits and a fitting unit."""
+    return _scaled(flops_per_s, _FLOPS)
+
+
+def time_of(seconds: float) -> str:
+    """A short time with three digits and a fitting unit."""
+    return _scaled(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")))
+
+
+def clean(text: str, *, limit: int = 500) -> str:
+    """Text from a program in one line, control characters as blanks: a terminal stays as it is."""
+    words = "".join(char if char.isprintable() else " " for char in text[: 4 * limit]).split()
+    line = " ".join(words)
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
+    scale, unit = next((pair for pair in units if abs(value) >= pair[0]), units[-1])
+    number = value / scale
+    digits = 0 if abs(number) >= 100 or number == int(number) else 1 if abs(number) >= 10 else 2
+    return f"{number:,.{digits}f} {unit}"

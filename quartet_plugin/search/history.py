@@ -1,0 +1,464 @@
+"""Reads a run back, while it runs or after: from its folder, and from its study where that is asked for.
+
+Nothing is written and no lease is taken. A file that cannot be read costs its trial's row that much and is
+named in `faults`; only a folder that is no run, or a study that is damaged, is an error.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from quartet_plugin.errors import ConfigError, QuartetError, StorageError
+from quartet_plugin.model.history import Finalist, RunHistory, RunningLaunch, RunState, TrialRow
+from quartet_plugin.model.measurement import Objective
+from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
+from quartet_plugin.search.attempts import Launch, holder_of, read_launch
+from quartet_plugin.search.features import locked_axes
+from quartet_plugin.search.final import BASELINE, rank
+from quartet_plugin.search.job import Job, baseline_plan, nodes_of, parse_job
+from quartet_plugin.search.run_folder import Run, resume_run
+from quartet_plugin.search.scoring import objective_of, score
+from quartet_plugin.search.storage import close
+from quartet_plugin.search.study import PLAN, TOLD, Record, Told
+from quartet_plugin.trial.redact import redacted_argv
+from quartet_plugin.trial.request import TrialResult
+
+MAX_EVENT_BYTES = 64 * 2**20
+_LATEST = 10
+_VERDICTS = {"OK": "measured", "UNSTABLE": "measured", "INFEASIBLE": "infeasible", "WRONG": "wrong"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRow:
+    """A trial as the study has it: what was told and the plan's labels, both as they were written."""
+
+    number: int
+    is_finished: bool
+    told: Mapping[str, Any]
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyView:
+    """All trials of a study, and how much of the objective each parameter decides (they sum to 1)."""
+
+    objective: Objective | None
+    rows: tuple[StudyRow, ...]
+    importance: Mapping[str, float]
+
+
+def read_history(path: Path, *, study: StudyView | None = None, now: float | None = None) -> RunHistory:
+    """The run in `path`, with what `study` adds.
+
+    `now` is seconds since 1970. Raises ConfigError where `path` is no run, or its config.json is damaged.
+    """
+    run = open_run(path)
+    return _Reader(run, study=study, now=time.time() if now is None else now).read()
+
+
+def open_run(path: Path) -> Run:
+    """The run in `path` as it was begun. Raises ConfigError where there is none."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such run; name a folder that `quartet tune` wrote")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path}: no run: it has no config.json; name a folder that `quartet tune` wrote")
+    return resume_run(path, config=None, command=None)
+
+
+def read_study(path: Path, *, min_trials: int = 8) -> StudyView | None:
+    """The study of the run in `path`; None where it was not made yet. Importance needs `min_trials`.
+
+    Raises StorageError where it cannot be read.
+    """
+    import optuna
+
+    place = open_run(path).storage
+    if not place.exists:
+        return None
+    with place.errors():
+        storage = place.connect()
+        try:
+            try:
+                study = optuna.load_study(study_name=place.study_name, storage=storage)
+            except KeyError:
+                return None
+            trials = study.get_trials(deepcopy=False)
+            rows = tuple(_study_row(trial) for trial in trials)
+            objective = study.user_attrs.get("objective")
+            return StudyView(
+                objective=objective if objective in get_args(Objective) else None,
+                rows=rows,
+                importance=_importance(study, trials, min_trials=min_trials),
+            )
+        finally:
+            close(storage)
+
+
+def _study_row(trial: Any) -> StudyRow:
+    told, labels = trial.user_attrs.get(TOLD), trial.user_attrs.get(PLAN)
+    return StudyRow(
+        number=trial.number,
+        is_finished=trial.state.is_finished(),
+        told=told if isinstance(told, dict) else {},
+        labels=labels if isinstance(labels, dict) else {},
+    )
+
+
+def _importance(study: Any, trials: list[Any], *, min_trials: int) -> dict[str, float]:
+    """PED-ANOVA (Watanabe et al. 2023), which knows conditional parameters; empty where nothing is said."""
+    import warnings
+
+    import optuna
+
+    values = [trial.value for trial in trials if trial.state.name == "COMPLETE" and trial.params]
+    if len(values) < min_trials or len(set(values)) < 2:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = optuna.importance.get_param_importances(study)
+        except (ValueError, RuntimeError):
+            return {}  # too few trials share a parameter
+    return {name: float(value) for name, value in found.items() if value > 0}
+
+
+class _Reader:
+    """Puts a history together."""
+
+    def __init__(self, run: Run, *, study: StudyView | None, now: float) -> None:
+        self._run = run
+        self._told = {row.number: row for row in study.rows} if study else {}
+        self._objective = study.objective if study else None
+        self._now = now
+        self._faults: list[str] = []
+        self._job: Job | None = None
+        self._nodes: tuple[NodeInfo, ...] = ()
+        self._baseline: Plan | None = None
+
+    def read(self) -> RunHistory:
+        """See `read_history`."""
+        folder = self._run.folder
+        events = self._events()
+        launches = {
+            int(path.name): read_launch(path, faults=self._faults)
+            for path in sorted(folder.trials.glob("[0-9]*"))
+            if path.name.isdecimal() and path.is_dir()
+        }
+        self._open_baseline(launches.get(BASELINE))
+        finals = self._finals()
+        holder = holder_of(folder.path, now=self._now)
+        state = _state(events, is_held=holder is not None, is_alive=holder.is_alive if holder else None)
+        numbers = sorted(set(launches) | {number for number, row in self._told.items() if row.is_finished})
+        rows = [self._row(number, launches.get(number), state=state) for number in numbers]
+        if not self._told:
+            rows = _with_events(rows, events)
+        rows = self._with_predictions(rows)
+        running = [
+            *(self._running(number, one) for number, one in launches.items()),
+            *(self._running(number, one, at=at) for number, per in finals.items() for at, one in per.items()),
+        ]
+        return self._history(
+            rows=tuple(rows),
+            events=events,
+            state=state,
+            holder=holder,
+            running=tuple(one for one in running if one and state in ("running", "elsewhere")),
+            finals=finals,
+        )
+
+    def _history(
+        self,
+        *,
+        rows: tuple[TrialRow, ...],
+        events: list[dict[str, Any]],
+        state: RunState,
+        holder: Any,
+        running: tuple[RunningLaunch, ...],
+        finals: dict[int, dict[int, Launch]],
+    ) -> RunHistory:
+        run = self._run
+        config = run.config
+        spent = [
+            row
+            for row in rows
+            if row.number != BASELINE and row.verdict not in ("", "lost") and row.repeats is None
+        ]
+        begins = [event["time"] for event in events if event["kind"] == "begin"]
+        ends = [event["time"] for event in events if event["kind"] == "end"]
+        latest = float(events[-1]["time"]) if events else self._now
+        until = self._now if state in ("running", "elsewhere") else latest
+        features = self._job.features if self._job else ()
+        objective = self._objective or _objective_of(rows, asked=config.study.objective)
+        return RunHistory(
+            name=run.name,
+            path=str(run.folder.path),
+            cwd=str(run.cwd),
+            command=tuple(redacted_argv(run.command)),
+            config=config.model_dump(mode="json"),
+            quartet_version=self._version(),
+            storage=run.storage.shown,
+            state=state,
+            holder=holder,
+            running=running,
+            began_at=begins[0] if begins else None,
+            ended_at=ends[-1] if ends and state == "finished" else None,
+            elapsed_s=max(0.0, until - begins[-1]) if begins else 0.0,
+            time_left_s=self._time_left_s(rows, spent, finals) if state == "running" else None,
+            num_asked=config.study.trials,
+            num_spent=len(spent),
+            objective=objective,
+            nodes=self._nodes,
+            features=features,
+            neutralised=self._job.neutralised if self._job else (),
+            locked={axis.value: feature for axis, feature in locked_axes(features).items()},
+            trials=tuple(self._valued(row, objective=objective) for row in rows),
+            finalists=self._finalists(finals, objective=objective),
+            winner=self._winner(),
+            faults=tuple(self._faults),
+        )
+
+    # Trial 0
+
+    def _open_baseline(self, launch: Launch | None) -> None:
+        result = launch.result if launch else None
+        if launch is None or result is None or result.job is None:
+            return
+        try:
+            self._job = parse_job(result.job, where=str(result.folder))
+            self._nodes = nodes_of(launch.reports)
+            self._baseline = baseline_plan(
+                self._job, nodes=self._nodes, run=self._run.name, seed=self._run.config.study.seed
+            )
+        except QuartetError as error:
+            self._faults.append(str(error))
+
+    def _version(self) -> str:
+        from quartet_plugin.model.files import read_json
+
+        content = read_json(self._run.folder.config_file)
+        return str(content.get("quartet_version", "")) if isinstance(content, dict) else ""
+
+    # Rows
+
+    def _row(self, number: int, launch: Launch | None, *, state: RunState) -> TrialRow:
+        found = TrialRow(number=number) if launch is None else launch.row(number)
+        if number == BASELINE and found.plan is None:
+            found = replace(found, plan=self._baseline)
+        result = launch.result if launch else None
+        if result is not None:
+            found = replace(found, verdict=_VERDICTS.get(result.outcome.value, "lost"))
+        elif launch is not None:
+            found = replace(found, is_running=state in ("running", "elsewhere"))
+        if found.plan is not None:
+            found = replace(found, labels=labels_of(found.plan))
+        in_study = self._told.get(number)
+        return found if in_study is None else _with_told(found, in_study)
+
+    def _valued(self, row: TrialRow, *, objective: str) -> TrialRow:
+        """What the times are worth; only now it is known by what they are compared."""
+        if row.plan is None or row.iteration_s is None:
+            return row
+        scored = score(row.plan, iteration_s=row.iterations_s or (row.iteration_s,))
+        value = scored.tokens_per_s if objective == "tokens_per_s" else scored.model_flops_per_s_per_device
+        return replace(
+            row,
+            value=row.value if row.value is not None else value,
+            tokens_per_s=scored.tokens_per_s,
+            model_flops_per_s_per_device=scored.model_flops_per_s_per_device,
+        )
+
+    def _with_predictions(self, rows: list[TrialRow]) -> list[TrialRow]:
+        """A cost relative to the baseline's is for equal work; here it becomes seconds an iteration."""
+        own = next((row for row in rows if row.number == BASELINE), None)
+        found = []
+        for row in rows:
+            prediction = row.plan.prediction if row.plan is not None else None
+            if prediction is None or row.plan is None:
+                found.append(row)
+                continue
+            predicted_s = prediction.iteration_s
+            if predicted_s is None and prediction.relative_cost and own and own.iteration_s and own.plan:
+                work = row.plan.shape.model_flops_per_sequence / own.plan.shape.model_flops_per_sequence
+                predicted_s = prediction.relative_cost * own.iteration_s * work
+            found.append(
+                replace(
+                    row,
+                    predicted_iteration_s=predicted_s,
+                    predicted_memory_bytes=prediction.peak_memory_bytes,
+                )
+            )
+        return found
+
+    # The final rounds
+
+    def _finals(self) -> dict[int, dict[int, Launch]]:
+        """`[number][round]`, rounds counted from 0."""
+        found: dict[int, dict[int, Launch]] = {}
+        for path in sorted(self._run.folder.final.glob("*-round-*")):
+            number, _, at = path.name.partition("-round-")
+            if number.isdecimal() and at.isdecimal() and int(at) > 0:
+                launch = read_launch(path, faults=self._faults)
+                found.setdefault(int(number), {})[int(at) - 1] = launch
+        return found
+
+    def _finalists(self, finals: dict[int, dict[int, Launch]], *, objective: Any) -> tuple[Finalist, ...]:
+        if self._baseline is None:
+            return ()
+        results: dict[int, dict[int, TrialResult]] = {
+            number: {at: one.result for at, one in per.items() if one.result and one.result.is_measured}
+            for number, per in finals.items()
+        }
+        records = []
+        for number, per in finals.items():
+            plan = next((launch.plan for launch in per.values() if launch.plan), None)
+            if number != BASELINE and plan is not None:
+                told = Told(verdict="measured", outcome="OK", reason="", attempt_id="")
+                records.append(Record(number=number, plan=plan, told=told))
+        rankings = rank(
+            records,
+            baseline=self._baseline,
+            launches=results,
+            objective=objective,
+            seed=self._run.config.study.seed,
+        )
+        return tuple(
+            Finalist(number=one.record.number, comparison=one.comparison, ratios=one.ratios)
+            for one in rankings
+        )
+
+    def _winner(self) -> Plan | None:
+        path = self._run.folder.best_plan
+        if not path.exists():
+            return None
+        try:
+            return read_plan(path)
+        except QuartetError as error:
+            self._faults.append(str(error))
+            return None
+
+    # What runs
+
+    def _running(self, number: int, launch: Launch, *, at: int | None = None) -> RunningLaunch | None:
+        if launch.result is not None or launch.began_at is None:
+            return None
+        stage = "final" if at is not None else "baseline" if number == BASELINE else "search"
+        return RunningLaunch(
+            number=number,
+            stage=stage,  # type: ignore[arg-type]
+            round_number=at,
+            attempt=launch.attempt,
+            phase=launch.phase,
+            iteration=launch.iteration,
+            num_iterations=launch.num_iterations,
+            elapsed_s=max(0.0, self._now - launch.began_at),
+        )
+
+    def _time_left_s(
+        self, rows: tuple[TrialRow, ...], spent: list[TrialRow], finals: dict[int, dict[int, Launch]]
+    ) -> float | None:
+        """As the coordinator forecasts it: a typical launch's time for each that is still to come."""
+        study = self._run.config.study
+        done = [one.result for per in finals.values() for one in per.values() if one.result]
+        walls = [row.wall_s for row in rows if row.wall_s > 0] + [result.wall_s for result in done]
+        if not walls:
+            return None
+        num_left = max(0, study.trials - len(spent)) if not finals else 0
+        num_left += max(0, study.rounds * (study.top_k + 1) - len(done))
+        return statistics.fmean(walls[-_LATEST:]) * num_left
+
+    def _events(self) -> list[dict[str, Any]]:
+        """Whole events alone: a torn last line is what a crash leaves."""
+        path, found = self._run.folder.events_file, []
+        try:
+            with path.open("rb") as file:
+                text = file.read(MAX_EVENT_BYTES)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+        for line in text.decode("utf-8", errors="replace").splitlines():
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(event, dict) and isinstance(event.get("time"), int | float):
+                found.append({**event, "kind": str(event.get("kind"))})
+        return found
+
+
+def _objective_of(rows: tuple[TrialRow, ...], *, asked: Any) -> Objective:
+    """What the study maximizes, without the study: what the events' values are, else by the shapes tried."""
+    for row in rows:
+        if row.value and row.plan is not None and row.iterations_s:
+            tokens_per_s = score(row.plan, iteration_s=row.iterations_s).tokens_per_s
+            is_tokens = math.isclose(row.value, tokens_per_s, rel_tol=1e-6)
+            return "tokens_per_s" if is_tokens else "model_flops_per_s_per_device"
+    return objective_of(asked, num_shapes=len({row.plan.shape for row in rows if row.plan}) or 1)
+
+
+def labels_of(plan: Plan) -> dict[str, str]:
+    """The plan's parts in words, as the study keeps them beside a trial."""
+    return {
+        "shape": f"{plan.shape.num_layers}x{plan.shape.hidden_size}",
+        "layout": plan.layout.label,
+        "split": plan.split.label,
+        "schedule": plan.schedule.label,
+        "mapping": plan.mapping.label,
+    }
+
+
+def _with_told(row: TrialRow, in_study: StudyRow) -> TrialRow:
+    """What the study was told goes before what the folder says: it has judged the result."""
+    told = in_study.told
+    row = replace(row, labels=dict(in_study.labels) or row.labels)
+    if not told or not in_study.is_finished:
+        return row
+    numbers = {
+        name: float(told[name])
+        for name in ("value", "iteration_s", "tokens_per_s", "model_flops_per_s_per_device")
+        if isinstance(told.get(name), int | float)
+    }
+    repeats = told.get("repeats")
+    memory = told.get("peak_memory_bytes")
+    wall_s = told.get("wall_s")
+    return replace(
+        row,
+        is_running=False,
+        verdict=str(told.get("verdict", row.verdict)),
+        outcome=str(told.get("outcome", row.outcome)),
+        reason=str(told.get("reason", row.reason)),
+        repeats=repeats if isinstance(repeats, int) else None,
+        peak_memory_bytes=memory if isinstance(memory, int) else row.peak_memory_bytes,
+        wall_s=float(wall_s) if isinstance(wall_s, int | float) and wall_s > 0 else row.wall_s,
+        **numbers,  # type: ignore[arg-type]
+    )
+
+
+def _with_events(rows: list[TrialRow], events: list[dict[str, Any]]) -> list[TrialRow]:
+    """Without the study: what it was told, and which trials only repeated another, as the events say."""
+    repeats = {e.get("trial"): e.get("of") for e in events if e["kind"] == "repeat"}
+    known = {row.number: row for row in rows}
+    for event in events:
+        row, verdict, value = known.get(event.get("trial", -1)), event.get("verdict"), event.get("value")
+        if event["kind"] == "told" and row is not None and isinstance(verdict, str):
+            told = float(value) if isinstance(value, int | float) else None
+            known[row.number] = replace(row, verdict=verdict, value=told)
+    for number, of in repeats.items():
+        before = known.get(of) if isinstance(of, int) else None
+        if isinstance(number, int) and before is not None and number not in known:
+            known[number] = replace(before, number=number, repeats=of, wall_s=0.0, ranks=())
+    return [known[number] for number in sorted(known)]
+
+
+def _state(events: list[dict[str, Any]], *, is_held: bool, is_alive: bool | None) -> RunState:
+    kinds = [event["kind"] for event in events if event["kind"] in ("begin", "end", "interrupted")]
+    if is_held:
+        if is_alive is None:
+            return "elsewhere"
+        return "running" if is_alive else "lost"
+    return "finished" if kinds and kinds[-1] == "end" else "stopped"
