@@ -156,11 +156,11 @@ def two_cores(*, flops: float = 5e10, memory: float = 1e10, link: float = 2e9) -
     return machines_of(device, num_devices=2)
 
 
-_A = Size(layers=8, hidden=256, heads=4, seq=128, vocab=4096)
-_B = Size(layers=6, hidden=384, heads=6, seq=128, vocab=8192)
-_C = Size(layers=8, hidden=128, heads=4, seq=256, vocab=4096)
-_D = Size(layers=4, hidden=256, heads=8, seq=256, vocab=16384)
-_E = Size(layers=12, hidden=192, heads=6, seq=64, vocab=2048)
+_A = Size(layers=8, hidden=256, heads=4, seq=64, vocab=4096)
+_B = Size(layers=6, hidden=384, heads=6, seq=64, vocab=6144)
+_C = Size(layers=8, hidden=128, heads=4, seq=128, vocab=4096)
+_D = Size(layers=4, hidden=256, heads=8, seq=128, vocab=12288)
+_E = Size(layers=12, hidden=192, heads=6, seq=48, vocab=2048)
 
 CALIBRATING = tuple(
     Case(role="calibrate", **one)  # type: ignore[arg-type]
@@ -180,12 +180,12 @@ CALIBRATING = tuple(
     )
 )
 
-_P = Size(layers=10, hidden=256, heads=8, seq=192, vocab=8192)
-_Q = Size(layers=6, hidden=320, heads=4, seq=128, vocab=6144)
-_R = Size(layers=8, hidden=192, heads=4, seq=96, vocab=12288)
-_S = Size(layers=4, hidden=512, heads=8, seq=64, vocab=8192)
-_T = Size(layers=16, hidden=128, heads=2, seq=128, vocab=3072)
-_U = Size(layers=8, hidden=256, heads=4, seq=256, vocab=5120)
+_P = Size(layers=10, hidden=256, heads=8, seq=96, vocab=6144)
+_Q = Size(layers=6, hidden=320, heads=4, seq=64, vocab=5120)
+_R = Size(layers=8, hidden=192, heads=4, seq=64, vocab=10240)
+_S = Size(layers=4, hidden=512, heads=8, seq=32, vocab=4096)
+_T = Size(layers=16, hidden=128, heads=2, seq=80, vocab=3072)
+_U = Size(layers=8, hidden=256, heads=4, seq=128, vocab=5120)
 
 PREDICTED = tuple(
     Case(**one)  # type: ignore[arg-type]

@@ -82,6 +82,14 @@ def merged_parts(ranks: Sequence[RankProfile]) -> dict[str, PartTimes]:
     return {name: _merged(parts) for name, parts in found.items()}
 
 
+def typical_parts(ranks: Sequence[RankProfile]) -> dict[str, PartTimes]:
+    """Embedding, layer and head, as far as some rank holds them; a layer is the median of all layers."""
+    parts = merged_parts(ranks)
+    layers = [part for name, part in parts.items() if name.startswith(_PREFIX)]
+    found = {name: part for name, part in parts.items() if not name.startswith(_PREFIX)}
+    return {**found, "layer": _merged(layers)} if layers else found
+
+
 def _merged(parts: Sequence[PartTimes]) -> PartTimes:
     def middle(get: Callable[[PartTimes], float | None]) -> float | None:
         values = [value for part in parts if (value := get(part)) is not None]
@@ -100,14 +108,9 @@ def _merged(parts: Sequence[PartTimes]) -> PartTimes:
 
 def observations_of(run: Run, ranks: Sequence[RankProfile]) -> list[Observation]:
     """What the profile of a run says for its calibration: a layer, the ends, and the optimizer's steps."""
-    parts = merged_parts(ranks)
-    kinds: dict[Quantity, list[PartTimes]] = {}
-    for name, part in parts.items():
-        kind = Quantity.LAYER if name.startswith(_PREFIX) else Quantity(name)
-        kinds.setdefault(kind, []).append(part)
     found = []
-    for kind, same in kinds.items():
-        one = _merged(same)
+    for name, one in typical_parts(ranks).items():
+        kind = Quantity(name)
         for direction, seconds in _directed(one, is_embedding=kind is Quantity.EMBEDDING):
             if seconds:
                 found.append(

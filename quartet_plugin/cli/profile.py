@@ -1,0 +1,238 @@
+"""`quartet profile`: what embedding, layers, head and optimizer take, measured inside a training command."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quartet_plugin.cli.invocation import user_command
+from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
+
+if TYPE_CHECKING:
+    from quartet_plugin.cost.profile import RankProfile
+    from quartet_plugin.cost.profile_file import Played, Profile
+    from quartet_plugin.launchers.command import Command
+    from quartet_plugin.model.costs import Costs
+    from quartet_plugin.trial.request import Device, TrialResult
+
+# What the ranks read; see quartet_plugin.megatron.profiling.
+PROFILE_VARIABLE = "QUARTET_PROFILE"
+_MAX_ITERATIONS = 1_000
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+
+    @app.command(
+        "profile", epilog="The training command follows a literal --; it is run for a few iterations."
+    )
+    def _profile(
+        ctx: typer.Context,
+        output: Annotated[
+            Path, typer.Option("-o", "--output", metavar="PROFILE.json", help="The file to write.")
+        ] = Path("profile.json"),
+        costs: Annotated[
+            Path | None,
+            typer.Option(metavar="COSTS.json", help="Also write the table that `quartet schedule` takes."),
+        ] = None,
+        iterations: Annotated[int, typer.Option(help="Iterations to measure; two are run before them.")] = 6,
+        stage: Annotated[
+            int | None,
+            typer.Option(metavar="K", help="Run pipeline rank K alone, without communication."),
+        ] = None,
+        world_size: Annotated[
+            int | None, typer.Option(metavar="N", help="With --stage: the ranks of the whole job.")
+        ] = None,
+        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+        deadline: Annotated[float, typer.Option(help="Seconds that the run may take.")] = 600.0,
+    ) -> None:
+        """Measure a microbatch of every part of the model, forward and backward, inside the command's ranks.
+
+        With --stage and --world-size one process stands for a rank of a job far larger than this machine.
+        """
+        from quartet_plugin.cli.train import DEVICES
+
+        if device not in DEVICES:
+            raise UsageError(f"--device {device}: must be one of {', '.join(DEVICES)}")
+        if not 2 <= iterations <= _MAX_ITERATIONS:
+            raise UsageError(f"--iterations {iterations}: must be from 2 to {_MAX_ITERATIONS}")
+        words = user_command(ctx)
+        played = played_rank(words, stage=stage, world_size=world_size)
+        found = profile(
+            words,
+            played=played,
+            num_iterations=iterations,
+            device=next(one for one in DEVICES if one == device),
+            deadline_s=deadline,
+        )
+        write(found, output=output, costs=costs)
+        typer.echo("\n".join(lines(found)))
+
+
+def profile(
+    words: Sequence[str],
+    *,
+    played: "Played | None",
+    num_iterations: int,
+    device: "Device",
+    deadline_s: float,
+) -> "Profile":
+    """Run the command for a few iterations and return what its ranks measured.
+
+    Raises ConfigError for a command that cannot run here, InfrastructureError where it fails.
+    """
+    from quartet_plugin.cost.profile_file import make_profile
+    from quartet_plugin.launchers.command import parse_command
+    from quartet_plugin.launchers.local import check_start
+    from quartet_plugin.trial.request import TrialRequest
+    from quartet_plugin.trial.runner import run_trial
+
+    command = parse_command(words)
+    check_start(command, cwd=Path.cwd(), environment=os.environ)
+    _check_processes(command, played=played)
+    folder = Path(tempfile.mkdtemp(prefix="quartet-"))
+    try:
+        request = TrialRequest(
+            folder=folder / "profile",
+            command=command,
+            warmup=2,
+            measure=num_iterations,
+            device=device,
+            deadline_s=deadline_s,
+            max_attempts=1,
+            # Every second iteration defers its weight gradients: they are not alike, and need not be.
+            max_spread=10.0,
+        )
+        with _told(played):
+            result = run_trial(request)
+        ranks = rank_profiles(result)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return make_profile(ranks, costs=table(ranks), played=played, iteration_s=result.iteration_s)
+
+
+def played_rank(words: Sequence[str], *, stage: int | None, world_size: int | None) -> "Played | None":
+    """The rank that stands for pipeline rank `stage`: its first one, by Megatron's order of ranks.
+
+    Raises UsageError for options that do not go together or do not fit the command's own flags.
+    """
+    from quartet_plugin.cost.profile_file import Played
+
+    if stage is None and world_size is None:
+        return None
+    if stage is None or world_size is None:
+        raise UsageError("--stage and --world-size: give both, or neither")
+    pipeline = _flag(words, "--pipeline-model-parallel-size")
+    inner = _flag(words, "--tensor-model-parallel-size") * _flag(words, "--context-parallel-size")
+    if world_size < 1 or world_size % (pipeline * inner) or world_size > 65_536:
+        raise UsageError(
+            f"--world-size {world_size}: must be a multiple of the command's tensor x context x pipeline "
+            f"parallel sizes ({pipeline * inner}), at most 65536"
+        )
+    if not 0 <= stage < pipeline:
+        raise UsageError(f"--stage {stage}: must be from 0 to {pipeline - 1}, a pipeline rank of the command")
+    step = inner if "--use-tp-pp-dp-mapping" in words else world_size // pipeline
+    return Played(stage=stage, rank=stage * step, world_size=world_size)
+
+
+def _flag(words: Sequence[str], name: str) -> int:
+    """The last value of a flag that counts ranks; 1 where it is not given."""
+    value = "1"
+    for at, word in enumerate(words):
+        if word.startswith(f"{name}="):
+            value = word.partition("=")[2]
+        elif word == name and at + 1 < len(words):
+            value = words[at + 1]
+    if not (value.isascii() and value.isdigit() and 1 <= int(value) <= 65_536):
+        raise UsageError(f"{name} {value[:40]}: must be a number from 1 to 65536")
+    return int(value)
+
+
+def _check_processes(command: "Command", *, played: "Played | None") -> None:
+    from quartet_plugin.launchers.command import ENTRY_MODULE
+
+    if command.entry != ENTRY_MODULE:
+        raise ConfigError(f"command {command.target!r}: only Megatron's training commands can be profiled")
+    if played is not None and command.num_processes != 1:
+        raise UsageError(
+            f"--stage: the command starts {command.num_processes or 'several'} processes; one rank is run "
+            "alone: write python SCRIPT ..., or torchrun --nproc-per-node 1"
+        )
+
+
+@contextmanager
+def _told(played: "Played | None") -> Iterator[None]:
+    """The environment in which ranks measure their layers."""
+    os.environ[PROFILE_VARIABLE] = "1" if played is None else f"{played.rank}/{played.world_size}"
+    try:
+        yield
+    finally:
+        del os.environ[PROFILE_VARIABLE]
+
+
+def rank_profiles(result: "TrialResult") -> "list[RankProfile]":
+    """What the ranks of a trial left. Raises InfrastructureError, with the trial's reason, for nothing."""
+    from quartet_plugin.cost.profile import parse_rank
+    from quartet_plugin.model.files import read_json
+
+    paths = sorted(result.folder.glob("rank-*.profile.json"))
+    if not paths or not result.is_measured:
+        last = f": {result.last_lines[-1][:200]}" if result.last_lines else ""
+        raise InfrastructureError(f"the command was not profiled: {result.reason}{last}")
+    return [parse_rank(read_json(path), where=path.name) for path in paths]
+
+
+def table(ranks: "Sequence[RankProfile]") -> "Costs":
+    """The cost table of the job that the ranks ran."""
+    from quartet_plugin.cost.profile import costs_of
+    from quartet_plugin.trial.files import parse_job
+
+    job = parse_job(ranks[0].job)
+    return costs_of(
+        ranks,
+        num_layers=job.shape.num_layers,
+        num_devices=job.layout.pipeline_parallel,
+        num_microbatches=job.layout.num_microbatches(job.global_batch_size),
+    )
+
+
+def write(found: "Profile", *, output: Path, costs: Path | None) -> None:
+    """Write the profile, and the table where it is asked for."""
+    from quartet_plugin.cost.profile_file import write_profile
+    from quartet_plugin.model.files import write_json_atomic
+
+    write_profile(found, path=output)
+    typer.echo(f"{output}: {len(found.ranks)} ranks, {len(found.parts)} parts of the model")
+    if costs is not None:
+        write_json_atomic(costs, dict(found.costs))
+        typer.echo(f"{costs}: what quartet schedule takes")
+
+
+def lines(found: "Profile") -> list[str]:
+    """What was measured, for the terminal: layers together, the ends, the steps."""
+    from quartet_plugin.cost.profile import typical_parts
+
+    rows = []
+    for name, part in typical_parts(found.ranks).items():
+        times = [
+            f"{label} {1e3 * seconds:.3f} ms"
+            for label, seconds in (
+                ("forward", part.forward_s),
+                ("backward", part.backward_s),
+                ("input gradient", part.input_grad_s),
+                ("weight gradient", part.weight_grad_s),
+            )
+            if seconds is not None
+        ]
+        rows.append(f"{name:10}{', '.join(times)}; {part.activation_bytes / 2**20:.1f} MiB of activations")
+    for rank in found.ranks:
+        steps = [f"{name} {1e3 * seconds:.1f} ms" for name, seconds in rank.steps.items() if seconds]
+        rows.append(
+            f"rank {rank.rank:<5}{', '.join(steps)}; peak memory {rank.peak_memory_bytes / 2**20:.0f} MiB"
+        )
+    return rows
