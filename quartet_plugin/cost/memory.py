@@ -125,6 +125,11 @@ def layer_activation_bytes(run: Run, *, experts: Experts | None) -> float:
 
 def peak_memory(run: Run) -> Memory:
     """The fullest device's memory at the peak of a step."""
+    return max(memory_by_device(run), key=lambda memory: memory.total)
+
+
+def memory_by_device(run: Run) -> list[Memory]:
+    """Each pipeline device's memory at its peak in a step."""
     p = run.layout.pipeline_parallel
     stages = len(run.layers_per_stage)
     weights = weights_of_stages(run)
@@ -147,7 +152,7 @@ def peak_memory(run: Run) -> Memory:
                 capacity=float(run.machines.memory_bytes),
             )
         )
-    return max(found, key=lambda memory: memory.total)
+    return found
 
 
 def _states(run: Run, dense: float, expert: float) -> tuple[float, float, float]:
