@@ -1,9 +1,13 @@
 """Runs of our own: a shape and a layout on a number of devices, as the cost model takes them."""
 
+from dataclasses import replace
+
 from quartet_plugin.cost.devices import Device
 from quartet_plugin.cost.run import HalfPrecision, Machines, Run, ScheduleKind, Software
+from quartet_plugin.cost.software import ON_CPU
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.shape import ModelShape
 
 
@@ -71,4 +75,41 @@ def run_of(
         schedule=chosen,
         machines=machines,
         software=known,
+    )
+
+
+def schedule_kind(choice: ScheduleChoice) -> ScheduleKind | None:
+    """The schedule of a plan as the cost model simulates it; None where it has no name there."""
+    name = choice.name if choice.custom is None else choice.custom.named
+    known = {kind.value: kind for kind in ScheduleKind}
+    return ScheduleKind.NONE if name == "no-pipelining" else known.get(name or "")
+
+
+def measured_run(
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    split: Split,
+    schedule: ScheduleChoice,
+    global_batch_size: int,
+    precision: HalfPrecision,
+    on_cpu: bool,
+    machines: Machines,
+) -> Run:
+    """A run that was measured, on as many of the cluster's devices as it used.
+
+    Raises ConfigError for a schedule that the cost model has no name for.
+    """
+    kind = schedule_kind(schedule)
+    if kind is None:
+        raise ConfigError(f"schedule {schedule.label}: has no name in the cost model")
+    return run_of(
+        shape,
+        layout,
+        global_batch_size=global_batch_size,
+        layers_per_stage=split.transformer_layers_per_stage,
+        machines=replace(machines, num_devices=layout.world_size),
+        schedule=kind,
+        precision=precision,
+        software=ON_CPU if on_cpu else None,
     )

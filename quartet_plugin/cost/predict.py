@@ -80,7 +80,11 @@ def predict(run: Run, constants: Constants) -> Prediction:
 
 
 def predict_rows(
-    data: Any, *, where: str, devices: Mapping[str, Device] | None = None
+    data: Any,
+    *,
+    where: str,
+    constants: Constants | None = None,
+    devices: Mapping[str, Device] | None = None,
 ) -> list[dict[str, Any]]:
     """`predict_row` of every entry; raises ConfigError where `data` is no array of objects."""
     if not isinstance(data, list):
@@ -88,7 +92,7 @@ def predict_rows(
     for index, row in enumerate(data):
         if not isinstance(row, dict):
             raise ConfigError(f"{where}: {index}: must be an object, not {type(row).__name__}")
-    return [predict_row(row, devices=devices) for row in data]
+    return [predict_row(row, constants=constants, devices=devices) for row in data]
 
 
 def predict_row(

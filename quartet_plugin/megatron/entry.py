@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from quartet_plugin.megatron.seams import Seam, Wrapper
     from quartet_plugin.model.plan import Plan
 
+# As `quartet profile` sets it.
+PROFILE_VARIABLE = "QUARTET_PROFILE"
 _DEVICE_NODES = ("nvidia0", "nvidiactl", "dxg", "kfd", "nvhost-gpu", "nvgpu")
 
 
@@ -167,6 +169,8 @@ def _change(session: MegatronSession) -> list[str]:
             wrappers[seams.TRAIN_STEP] = lambda train_step: meter.wrap(comparing.wrap(train_step))
         else:
             wrappers[seams.TRAIN_STEP] = meter.wrap
+        if PROFILE_VARIABLE in os.environ:
+            words = _profiled(session, wrappers, words)
     prepared = _runtime(session, plan, flags.values(words))
     if session.files is None:
         wrappers |= _guard(plan, is_placed=prepared is not None)
@@ -176,6 +180,21 @@ def _change(session: MegatronSession) -> list[str]:
     if prepared is not None:
         prepared.apply()
     return words
+
+
+def _profiled(session: MegatronSession, wrappers: "dict[Seam, Wrapper]", words: list[str]) -> list[str]:
+    """Let the ranks of a trial measure their layers too; the arguments for a rank that is played alone."""
+    from quartet_plugin.megatron import seams
+    from quartet_plugin.megatron.profiling import LayerProfiler, PlayedRank
+
+    profiler = LayerProfiler(session.files)
+    profiler.prepare()
+    wrappers[seams.TRAIN_STEP] = seams.chain(session.meter.wrap, profiler.wrap)
+    played = PlayedRank.of(os.environ[PROFILE_VARIABLE])
+    if played is None:
+        return words
+    played.play()
+    return [*words, "--fake-process-group"]
 
 
 def _runtime(session: MegatronSession, plan: "Plan | None", args: argparse.Namespace) -> "Prepared | None":

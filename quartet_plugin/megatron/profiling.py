@@ -7,6 +7,7 @@ told apart. Waiting for other ranks lies outside of every interval but those of 
 """
 
 import os
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from quartet_plugin.errors import SeamError
+from quartet_plugin.errors import SeamError, UsageError
 from quartet_plugin.megatron import split_backward
 from quartet_plugin.megatron.profiling_memory import ActivationLedger
 from quartet_plugin.model.files import write_json_atomic
@@ -24,8 +25,6 @@ from quartet_plugin.runtime.records import Clock, CudaClock, HostClock
 from quartet_plugin.worker.device import device_name, peak_memory_bytes
 from quartet_plugin.worker.files import RankFiles
 
-# Set by `quartet profile`: "1", or "RANK/WORLD_SIZE" of the one rank that is played without communication.
-PROFILE_VARIABLE = "QUARTET_PROFILE"
 EMBEDDING, HEAD, OTHER = "embedding", "head", "other"
 STEP_PARTS = ("iteration", "forward_backward", "finalize", "optimizer")
 MAX_WORLD_SIZE = 65_536
@@ -42,12 +41,18 @@ class PlayedRank:
 
     @classmethod
     def of(cls, text: str) -> "PlayedRank | None":
-        """What `PROFILE_VARIABLE` says; None where the processes are real. Raises ValueError."""
+        """What `quartet profile` set: RANK/WORLD_SIZE, or anything else (None) where processes are real.
+
+        Raises UsageError.
+        """
         if "/" not in text:
             return None
-        rank, world = (int(part) for part in text.split("/", 1))
-        if not 0 <= rank < world <= MAX_WORLD_SIZE:
-            raise ValueError(f"{PROFILE_VARIABLE}: {text}: must be RANK/WORLD_SIZE, RANK below WORLD_SIZE")
+        found = re.fullmatch(r"([0-9]{1,5})/([0-9]{1,5})", text, re.ASCII)
+        rank, world = (int(found[1]), int(found[2])) if found else (0, 0)
+        if not rank < world <= MAX_WORLD_SIZE:
+            raise UsageError(
+                f"QUARTET_PROFILE: {text[:40]!r}; must be RANK/WORLD_SIZE, RANK below WORLD_SIZE"
+            )
         return cls(rank=rank, world_size=world)
 
     def play(self) -> None:

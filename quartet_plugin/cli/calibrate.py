@@ -1,0 +1,218 @@
+"""`quartet calibrate`: the cost model's constants as profiles and trials on one cluster correct them."""
+
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quartet_plugin.errors import ConfigError, QuartetError, UsageError
+
+if TYPE_CHECKING:
+    from quartet_plugin.cost.calibration import Calibration, Observation
+    from quartet_plugin.cost.run import Machines, Run
+    from quartet_plugin.trial.request import TrialResult
+
+_ACTION = re.compile(r"([0-9]{1,5})([FIWB])[0-9]{1,6}", re.ASCII)
+_DIRECTIONS = {"F": "forward", "I": "input_grad", "W": "weight_grad", "B": "backward"}
+# Launches of one command on one machine repeat to about this.
+_LEAST_SPREAD = 0.02
+# A profile's iterations defer half of their weight gradients.
+_PROFILE_SPREAD = 0.05
+_NORMAL_MAD = 1.4826
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+
+    @app.command("calibrate")
+    def _calibrate(
+        ctx: typer.Context,
+        cluster: Annotated[
+            Path, typer.Option(metavar="CLUSTER.json", help="Where it was measured.", show_default=False)
+        ],
+        runs: Annotated[
+            list[Path] | None,
+            typer.Argument(metavar="[RUN]...", help="Run folders of quartet tune.", show_default=False),
+        ] = None,
+        profile: Annotated[
+            list[Path] | None,
+            typer.Option(metavar="PROFILE.json", help="What quartet profile wrote; may be repeated."),
+        ] = None,
+        output: Annotated[
+            Path, typer.Option("-o", "--output", metavar="CALIBRATION.json", help="The file to write.")
+        ] = Path("calibration.json"),
+    ) -> None:
+        """Correct the cost model by what was measured on a cluster, and say how sure each constant is."""
+        from quartet_plugin.cli.invocation import refuse_user_command
+        from quartet_plugin.cost.calibration import calibrate
+        from quartet_plugin.cost.calibration_file import write_calibration
+
+        refuse_user_command(ctx)
+        if not runs and not profile:
+            raise UsageError(
+                "quartet calibrate: nothing measured; name run folders, or --profile PROFILE.json"
+            )
+        found: list[Observation] = []
+        for path in profile or ():
+            found += of_profile(path, cluster=cluster)
+        for path in runs or ():
+            found += of_run_folder(path, cluster=cluster)
+        calibration = calibrate(found)
+        source = ", ".join(str(path) for path in (*(profile or ()), *(runs or ())))
+        write_calibration(calibration, path=output, source=source)
+        typer.echo("\n".join([f"{output}:", *lines(calibration)]))
+
+
+def lines(calibration: "Calibration") -> list[str]:
+    """How far it is calibrated: every constant with its interval, and what is left unexplained."""
+    found = [
+        f"{term.name:14}{term.value:10.4g} [{term.low:.4g}, {term.high:.4g}], before {term.prior:.4g}; "
+        f"{term.num_measurements} measurements, {term.learned:.0%} learned"
+        for term in calibration.terms
+    ]
+    return [
+        *found,
+        f"{calibration.num_iterations} iterations and {calibration.num_parts} parts; an unseen iteration is "
+        f"predicted to {1.96 * calibration.iteration_error:.1%} (95 %) beyond what the constants leave open",
+    ]
+
+
+def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
+    """The measurements in a profile. Raises ConfigError."""
+    from quartet_plugin.cost.calibration import Observation
+    from quartet_plugin.cost.jobs import measured_run
+    from quartet_plugin.cost.profile import observations_of
+    from quartet_plugin.cost.profile_file import read_profile
+    from quartet_plugin.trial.files import parse_job
+
+    profile = read_profile(path)
+    job = parse_job(profile.job, where=f"{path}: job")
+    if job.split is None:
+        raise ConfigError(
+            f"{path}: job.split: null; only models that are lists of like layers are calibrated"
+        )
+    run = measured_run(
+        job.shape,
+        job.layout,
+        split=job.split,
+        schedule=job.schedule,
+        global_batch_size=job.global_batch_size,
+        precision=job.precision,
+        on_cpu=profile.ranks[0].device == "cpu",
+        machines=machines_in(cluster, precision=job.precision),
+    )
+    found = observations_of(run, profile.ranks)
+    if profile.iteration_s:
+        seconds = statistics.median(profile.iteration_s)
+        found.append(Observation(run=run, seconds=seconds, spread=_PROFILE_SPREAD))
+    return found
+
+
+def of_run_folder(folder: Path, *, cluster: Path) -> "list[Observation]":
+    """The measured trials of a run folder: their iterations, and their actions where they recorded them.
+
+    Raises ConfigError for a folder without any.
+    """
+    from quartet_plugin.trial.attempt import read_result
+
+    found: list[Observation] = []
+    for attempt in sorted((folder / "trials").glob("*/attempt-*")):
+        result = read_result(attempt)
+        if result is not None and result.is_measured and result.iteration_s:
+            found += list(_of_trial(result, cluster=cluster))
+    if not found:
+        raise ConfigError(f"{folder}: no measured trial; name a folder that quartet tune has filled")
+    return found
+
+
+def _of_trial(result: "TrialResult", *, cluster: Path) -> "Iterator[Observation]":
+    from quartet_plugin.cost.calibration import Observation
+
+    run = _run_of_trial(result, cluster=cluster)
+    if run is None:
+        return
+    seconds = statistics.median(result.iteration_s)
+    off = statistics.median(abs(one - seconds) for one in result.iteration_s) * _NORMAL_MAD
+    spread = max(_LEAST_SPREAD, off / seconds / len(result.iteration_s) ** 0.5)
+    yield Observation(run=run, seconds=seconds, spread=spread)
+    yield from _of_actions(result.folder, run=run)
+
+
+def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "Run | None":
+    """The trial's run; None for a schedule or a model that the cost model does not know."""
+    from quartet_plugin.cost.jobs import measured_run, schedule_kind
+    from quartet_plugin.model.plan import read_plan
+    from quartet_plugin.trial.files import parse_job
+
+    if result.job is None:
+        return None
+    job = parse_job(result.job, where=f"{result.folder}: job")
+    path = result.folder / "plan.json"
+    plan = read_plan(path) if path.exists() else None
+    split = job.split if plan is None else plan.split
+    schedule = job.schedule if plan is None else plan.schedule
+    if split is None or schedule_kind(schedule) is None:
+        return None
+    return measured_run(
+        job.shape if plan is None else plan.shape,
+        job.layout if plan is None else plan.layout,
+        split=split,
+        schedule=schedule,
+        global_batch_size=job.global_batch_size,
+        precision=job.precision,
+        on_cpu=_is_on_cpu(result.folder),
+        machines=machines_in(cluster, precision=job.precision),
+    )
+
+
+def _is_on_cpu(folder: Path) -> bool:
+    from quartet_plugin.model.files import read_json
+
+    path = next(iter(sorted(folder.glob("rank-[0-9]*[0-9].json")) or sorted(folder.glob("rank-[0-9].json"))))
+    return bool(read_json(path).get("device") == "cpu")
+
+
+def _of_actions(folder: Path, *, run: "Run") -> "Iterator[Observation]":
+    """Each stage's forward, input and weight gradient, as the last step's records have them."""
+    from quartet_plugin.cost.calibration import Direction, Observation, Quantity
+    from quartet_plugin.trial.actions import read_actions
+
+    try:
+        sheets = read_actions(folder)
+    except QuartetError:
+        return  # a schedule of Megatron's own leaves none
+    seconds: dict[tuple[int, str], list[float]] = {}
+    for sheet in sheets:
+        for text, start, end in zip(sheet.actions, sheet.start_s, sheet.end_s, strict=True):
+            if match := _ACTION.fullmatch(text):
+                seconds.setdefault((int(match[1]), match[2]), []).append(end - start)
+    for (stage, kind), times in seconds.items():
+        middle = statistics.median(times)
+        if middle > 0 and stage < run.layout.num_stages:
+            yield Observation(
+                run=run,
+                seconds=middle,
+                spread=_spread(times, middle),
+                quantity=Quantity.STAGE,
+                direction=Direction(_DIRECTIONS[kind]),
+                index=stage,
+            )
+
+
+def _spread(times: Sequence[float], middle: float) -> float:
+    off = statistics.median(abs(one - middle) for one in times) * _NORMAL_MAD
+    return max(_LEAST_SPREAD, off / middle / len(times) ** 0.5)
+
+
+def machines_in(cluster: Path, *, precision: str) -> "Machines":
+    """The devices and links of a cluster file, as the cost model takes them."""
+    from quartet_plugin.cost.constants import fitted
+    from quartet_plugin.model.cluster import read_cluster
+    from quartet_plugin.search.planner.cluster import look_up, machines_of
+
+    formats = ("fp32", "bf16", "fp16")
+    used = next(one for one in formats if one == precision)
+    return machines_of(look_up(read_cluster(cluster), precision=used), fitted())
