@@ -60,6 +60,7 @@ def tune(
     """Run the search and print what it found. Raises QuartetError."""
     from rich.console import Console
 
+    from quartet_plugin.cli.report import report_line
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
     from quartet_plugin.report.live import reporter
@@ -93,7 +94,7 @@ def tune(
                 max_minutes=max_minutes,
             ).tune()
         plan = write_best(result, run=run)
-    for line in summary_lines(result, plan=plan, run=run):
+    for line in [*summary_lines(result, plan=plan, run=run), report_line(run.folder.path)]:
         typer.echo(line)
 
 

@@ -17,7 +17,7 @@ CLASS_MEANING: dict[ChangeClass, str] = {
     "C": "can change the objective",
     "D": "another model of the same budget",
 }
-_OBJECTIVES: dict[Objective, str] = {
+OBJECTIVE_WORDS: dict[Objective, str] = {
     "tokens_per_s": "tokens/s",
     "model_flops_per_s_per_device": "model FLOP/s per device",
 }
@@ -101,7 +101,7 @@ def comparison_lines(comparison: Comparison, *, names: Sequence[str] = ("baselin
     return [
         _measurement_line(names[0], comparison.baseline),
         _measurement_line(names[1], comparison.plan),
-        f"speedup   {_spread(comparison.speedup, '{:.2f}x')} in {_OBJECTIVES[comparison.objective]}, "
+        f"speedup   {_spread(comparison.speedup, '{:.2f}x')} in {OBJECTIVE_WORDS[comparison.objective]}, "
         f"measured in turns over {comparison.plan.num_launches} rounds "
         f"({100 * confidence(comparison.plan.num_launches):.0f} % interval)",
     ]

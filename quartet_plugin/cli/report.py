@@ -1,0 +1,152 @@
+"""`quartet report`: a run as one HTML file, which needs no network and runs no script."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quartet_plugin.cli.invocation import refuse_user_command
+from quartet_plugin.errors import QuartetError, StorageError
+
+if TYPE_CHECKING:
+    from quartet_plugin.model.history import RunHistory, TrialRow
+    from quartet_plugin.model.plan import Plan
+    from quartet_plugin.report.page import Picture
+
+FILE_NAME = "report.html"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+
+    @app.command("report")
+    def _report(
+        ctx: typer.Context,
+        run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name.")] = None,
+        run_dir: Annotated[Path, typer.Option(help="Where runs are kept.")] = Path("runs"),
+        output: Annotated[
+            Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to; RUN/report.html.")
+        ] = None,
+    ) -> None:
+        """Write a run's report: best against baseline, every trial, predictions, memory, the timeline."""
+        from quartet_plugin.cli.runs import find_run
+
+        refuse_user_command(ctx)
+        path = find_run(run, run_dir=run_dir)
+        fault = write_report(path, output=output)
+        typer.echo(f"wrote {output or path / FILE_NAME}")
+        if fault is not None:
+            raise fault
+
+
+def write_report(path: Path, *, output: Path | None = None) -> StorageError | None:
+    """Write the report of the run in `path`; the fault of its study where that could not be read.
+
+    Raises ConfigError where there is no run or the file cannot be written, StorageError when the disk fails.
+    """
+    from quartet_plugin.model.files import write_text_atomic
+    from quartet_plugin.report.page import Extras, page
+    from quartet_plugin.search.history import read_history, read_study
+
+    fault, study = None, None
+    try:
+        study = read_study(path)
+    except StorageError as error:
+        fault = error
+    history = read_history(path, study=study)
+    extras = Extras(
+        importance=study.importance if study else {},
+        timelines=timelines(history, path=path),
+        train=train_lines(history, path=path),
+        flags=flag_lines(history.winner) if history.winner else (),
+        fault=None if fault is None else str(fault),
+    )
+    write_text_atomic(output or path / FILE_NAME, page(history, extras))
+    return fault
+
+
+def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
+    """The winner's step, simulated, and as its trial recorded it where a schedule of ours ran."""
+    from quartet_plugin.report.gantt import timeline, words_of
+    from quartet_plugin.report.page import Picture
+    from quartet_plugin.report.winner import simulated_plan
+
+    plan, row = history.winner, history.best
+    if plan is not None:
+        row = history.row(plan.provenance.trial)
+    elif row is not None:
+        plan = row.plan if row.number > 0 else None
+    if plan is None:
+        return []
+    found = []
+    try:
+        made = simulated_plan(plan, iteration_s=row.iteration_s if row else None)
+        if made is not None:
+            schedule, simulation, words = made
+            svg = timeline(schedule, simulation, label="Simulated timeline of the best plan")
+            if svg is not None:
+                caption = f"{plan.schedule.label}, {words_of(simulation)}: {words}."
+                found.append(Picture(heading="Timeline of the best plan", svg=svg, caption=caption))
+        found += _recorded(plan, row, path=path)
+    except QuartetError:
+        return found  # a plan that the simulator refuses has no timeline; its trial has said why
+    return found
+
+
+def _recorded(plan: "Plan", row: "TrialRow | None", *, path: Path) -> "list[Picture]":
+    from quartet_plugin.cli.trace import measurement_of, schedule_of
+    from quartet_plugin.report.gantt import timeline, words_of
+    from quartet_plugin.report.page import Picture
+    from quartet_plugin.schedule.choice import costs_of
+    from quartet_plugin.schedule.simulate import simulate
+    from quartet_plugin.trial.actions import read_actions
+
+    choice = plan.schedule.custom
+    attempt = path / row.folder if row is not None and row.folder else None
+    if choice is None or attempt is None or not any(attempt.glob("rank-*.actions.json")):
+        return []
+    sheets = read_actions(attempt)
+    schedule = schedule_of(sheets, placement=choice.placement, num_microbatches=plan.num_microbatches)
+    measured = measurement_of(sheets, simulate(schedule, costs_of(choice)))
+    svg = timeline(schedule, measured, label="Measured timeline of the best plan")
+    if svg is None:
+        return []
+    caption = f"The last step of its trial as the ranks recorded it: {words_of(measured)}."
+    return [Picture(heading="The same step, measured", svg=svg, caption=caption)]
+
+
+def train_lines(history: "RunHistory", *, path: Path) -> list[str]:
+    """The commands that train with the winner."""
+    import shlex
+
+    if history.winner is None:
+        return []
+    words = ["quartet", "train", "--plan", str(path / "best" / "plan.json"), "--", *history.command]
+    return [
+        f"sh {shlex.quote(str(path / 'best' / 'command.sh'))}",
+        "",
+        "# or, which is the same:",
+        shlex.join(words),
+    ]
+
+
+def flag_lines(plan: "Plan") -> list[str]:
+    """What says the same without the plugin, or why nothing does."""
+    from quartet_plugin.cli.export import export, lines
+
+    try:
+        return lines(export(plan))
+    except QuartetError as error:
+        return [f"# {error}"]
+
+
+def report_line(path: Path) -> str:
+    """Write the report at the end of a run, and say where it is; a fault of it never spoils the run."""
+    shown = path / FILE_NAME
+    if shown.is_relative_to(Path.cwd()):
+        shown = shown.relative_to(Path.cwd())
+    try:
+        write_report(path)
+    except Exception as error:
+        return f"report    not written: {error}; `quartet report {path}` tries again"
+    return f"report    {shown}"

@@ -1,0 +1,273 @@
+"""The report's pictures of a run, each a function from the run to one SVG, or None where there is nothing."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+from quartet_plugin.model.history import Finalist, RunHistory, TrialRow
+from quartet_plugin.model.measurement import Interval
+from quartet_plugin.report.svg import Scale, drawing, element, short, text, title, x_axis, y_axis
+from quartet_plugin.report.trial_table import class_of, outcome_of
+from quartet_plugin.report.words import clean, size
+
+WIDTH = 760.0
+HALF = 520.0
+_MAX_BARS = 12
+_MAX_PAIRS = 400
+_MAX_STAGES = 64
+
+
+def intervals(history: RunHistory) -> str | None:
+    """Iteration time and speedup of the finalists against the baseline, medians with their intervals."""
+    finalists = history.finalists[:8]
+    if not finalists:
+        return None
+    row_height, top = 40.0, 34.0
+    bottom = top + row_height * (len(finalists) + 1)
+    rows: list[tuple[str, str, Interval, Finalist | None]] = [
+        ("your own command", "own", finalists[0].comparison.baseline.iteration_s, None)
+    ]
+    winner = history.winner.provenance.trial if history.winner else None
+    for one in finalists:
+        style = "won" if one.number == winner else "other"
+        rows.append((f"trial {one.number}", style, one.comparison.plan.iteration_s, one))
+    times = [value for _, _, i, _ in rows for value in (i.low, i.high, i.median)]
+    gains = [v for one in finalists for i in [one.comparison.speedup] for v in (i.low, i.high, i.median)]
+    left = Scale.over(times, start=130, end=430)
+    right = Scale.over(
+        [*gains, *(r for one in finalists for r in one.ratios)], start=490, end=745, include=[1.0]
+    )
+    parts = [
+        x_axis(left, bottom, top=top - 8, words="seconds an iteration (less is better)", count=5),
+        x_axis(right, bottom, top=top - 8, words="times the baseline (more is better)", unit="x", count=4),
+        element("line", x1=right(1.0), x2=right(1.0), y1=top - 8, y2=bottom, cls="reference"),
+    ]
+    for at, (name, style, interval, finalist) in enumerate(rows):
+        y = top + row_height * (at + 0.5)
+        parts.append(text(118, y + 4, name, cls="label", anchor="end"))
+        parts.append(_whisker(left, interval, y, style=style, words=f"{name}: {_spread(interval)} s"))
+        if finalist is not None:
+            for ratio in finalist.ratios:
+                parts.append(
+                    element("line", x1=right(ratio), x2=right(ratio), y1=y + 9, y2=y + 14, cls="rug")
+                )
+            speedup = finalist.comparison.speedup
+            parts.append(_whisker(right, speedup, y, style=style, words=f"{name}: {_spread(speedup)} x"))
+    return drawing(WIDTH, bottom + 44, *parts, label="Best plans against the baseline, with 95 % intervals")
+
+
+def _whisker(scale: Scale, interval: Interval, y: float, *, style: str, words: str) -> str:
+    low, high, at = scale(interval.low), scale(interval.high), scale(interval.median)
+    return element(
+        "g",
+        title(words),
+        element("line", x1=low, x2=high, y1=y, y2=y, cls="stem"),
+        element("line", x1=low, x2=low, y1=y - 5, y2=y + 5, cls="stem"),
+        element("line", x1=high, x2=high, y1=y - 5, y2=y + 5, cls="stem"),
+        element("circle", cx=at, cy=y, r=5.5),
+        cls=f"whisker {style}",
+    )
+
+
+def _spread(interval: Interval) -> str:
+    return f"{interval.median:.3f} ({interval.low:.3f} to {interval.high:.3f})"
+
+
+def progress(history: RunHistory) -> str | None:
+    """Every trial's objective over the baseline's, in order, with the best so far."""
+    rows = [row for row in history.trials if row.verdict]
+    ratios = {row.number: ratio for row in rows if (ratio := history.versus_baseline(row)) is not None}
+    if len(ratios) < 2:
+        return None
+    top, bottom, strip = 14.0, 236.0, 262.0
+    x = Scale.over([row.number for row in rows], start=66, end=744, margin=0.025)
+    y = Scale.over(list(ratios.values()), start=bottom, end=top, include=[1.0])
+    parts = [
+        y_axis(y, 60, right=748, words="times the baseline", unit="x"),
+        element("line", x1=60, x2=748, y1=y(1.0), y2=y(1.0), cls="reference"),
+        element("line", x1=60, x2=748, y1=strip, y2=strip, cls="grid"),
+        text(54, strip + 4, "failed", cls="tick", anchor="end"),
+        element("path", d=_best_so_far(ratios, x, y), cls="best-line"),
+    ]
+    for tick in x.ticks(12):
+        if tick == int(tick) and tick >= 0:
+            parts.append(text(x(tick), strip + 24, short(tick), cls="tick", anchor="middle"))
+    parts.append(text((x.start + x.end) / 2, strip + 44, "trial", cls="axis", anchor="middle"))
+    best = max(ratios, key=lambda number: (ratios[number], -number))
+    for row in rows:
+        parts.append(_point(row, ratios.get(row.number), x, y, strip, is_best=row.number == best))
+    return drawing(WIDTH, strip + 54, *parts, label="Every trial's objective over the baseline's, in order")
+
+
+def _best_so_far(ratios: Mapping[int, float], x: Scale, y: Scale) -> str:
+    best, steps = 0.0, []
+    for number, ratio in sorted(ratios.items()):
+        if ratio > best:
+            steps.append(f"{'H' if steps else 'M'}{x(number):.1f}{'V' if steps else ' '}{y(ratio):.1f}")
+            best = ratio
+    return "".join(steps) + f"H{x.end:.1f}"
+
+
+def _point(row: TrialRow, ratio: float | None, x: Scale, y: Scale, strip: float, *, is_best: bool) -> str:
+    words = f"trial {row.number}, {clean(row.label, limit=120)}: {outcome_of(row)}"
+    at = x(row.number)
+    if ratio is None:
+        cross = f"M{at - 4:.1f} {strip - 4:.1f}l8 8m0 -8l-8 8"
+        return element("path", title(f"{words}: {clean(row.reason, limit=200)}"), d=cross, cls="cross")
+    kind = "repeat" if row.repeats is not None else "unstable" if row.outcome == "UNSTABLE" else "measured"
+    style = f"{kind} top" if is_best else kind
+    return element(
+        "circle", title(f"{words}, {ratio:.2f}x"), cx=at, cy=y(ratio), r=5.5 if is_best else 4.0, cls=style
+    )
+
+
+def importance(shares: Mapping[str, float]) -> str | None:
+    """How much of the objective each parameter decides."""
+    ranked = sorted(shares.items(), key=lambda item: (-item[1], item[0]))[:_MAX_BARS]
+    if not ranked:
+        return None
+    height = 24.0 * len(ranked)
+    x = Scale(low=0.0, high=max(max(share for _, share in ranked), 1e-9) * 1.15, start=200, end=HALF - 10)
+    parts = [x_axis(Scale(low=0, high=100 * x.high, start=x.start, end=x.end), height + 8, top=2,
+                    words="share of the spread it explains", unit=" %", count=4)]  # fmt: skip
+    for at, (name, share) in enumerate(ranked):
+        y = 24.0 * at + 4
+        parts.append(text(192, y + 13, clean(name, limit=30), cls="label", anchor="end"))
+        bar = element(
+            "rect",
+            title(f"{100 * share:.1f} %"),
+            x=x.start,
+            y=y,
+            height=17,
+            width=max(x(share) - x.start, 1),
+            cls="bar",
+        )
+        parts.append(bar)
+    return drawing(HALF, height + 50, *parts, label="Parameter importance")
+
+
+def predicted_measured(history: RunHistory) -> str | None:
+    """Predicted against measured iteration times, with the line of equality."""
+    rows = _predicted_rows(history)
+    if len(rows) < 2:
+        return None
+    values = [v for row in rows for v in (row.predicted_iteration_s or 0.0, row.iteration_s or 0.0)]
+    is_log = min(values) > 0 and max(values) / min(values) > 8
+    x = Scale.over(values, start=64, end=HALF - 12, is_log=is_log)
+    y = Scale.over(values, start=300, end=12, is_log=is_log)
+    parts = [
+        x_axis(x, 300, top=12, words="measured, seconds an iteration", count=5),
+        y_axis(y, 64, right=HALF - 12, words="predicted, s"),
+        element("line", x1=x.start, y1=y.start, x2=x.end, y2=y.end, cls="reference"),
+    ]
+    for row in rows:
+        measured, predicted = row.iteration_s or 0.0, row.predicted_iteration_s or 0.0
+        words = (
+            f"trial {row.number}, {clean(row.label, limit=120)}: measured {measured:.4g} s, "
+            f"predicted {predicted:.4g} s"
+        )
+        parts.append(element("circle", title(words), cx=x(measured), cy=y(predicted), r=4.0, cls="measured"))
+    return drawing(HALF, 344, *parts, label="Predicted against measured iteration times")
+
+
+def prediction_words(history: RunHistory) -> str:
+    """How far the predictions were off, and how well they ordered the plans."""
+    rows = _predicted_rows(history)
+    pairs = [(row.predicted_iteration_s or 0.0, row.iteration_s or 1.0) for row in rows]
+    errors = [abs(predicted / measured - 1) for predicted, measured in pairs]
+    words = f"{len(rows)} plans; median error {100 * statistics.median(errors):.0f} %"
+    agreement = _kendall(pairs[:_MAX_PAIRS])
+    return words if agreement is None else f"{words}; of all pairs {100 * agreement:.0f} % in the right order"
+
+
+def _predicted_rows(history: RunHistory) -> list[TrialRow]:
+    return [
+        row
+        for row in history.trials
+        if row.is_measured and row.number > 0 and row.repeats is None
+        and row.predicted_iteration_s and row.iteration_s
+    ]  # fmt: skip
+
+
+def _kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """The share of pairs in the same order in both; ties in either are left out."""
+    products = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in combinations(pairs, 2)]
+    decided = [product for product in products if product != 0]
+    return sum(product > 0 for product in decided) / len(decided) if decided else None
+
+
+def memory(rows: Sequence[tuple[str, str, TrialRow]]) -> str | None:
+    """Peak memory of each pipeline rank; `rows` are (name, style, trial), such as baseline and best.
+
+    A pipeline rank's is the highest of its processes, which lie together in Megatron's order of ranks.
+    """
+    peaks = {name: found for name, _, row in rows if (found := stage_peaks(row))}
+    count = max((len(found) for found in peaks.values()), default=0)
+    if not count:
+        return None
+    unit, unit_name = (2.0**30, "GiB") if max(max(p) for p in peaks.values()) >= 2**30 else (2.0**20, "MiB")
+    top, bottom = 30.0, 250.0
+    high = max(max(found) for found in peaks.values()) / unit
+    y = Scale(low=0.0, high=1.1 * high, start=bottom, end=top)
+    slot = (HALF - 80) / count
+    wide = min(slot * 0.76 / max(len(peaks), 1), 46.0)
+    parts = [y_axis(y, 70, right=HALF - 4, words=f"peak memory, {unit_name}")]
+    for stage in range(count):
+        middle = 74 + slot * (stage + 0.5)
+        if count <= 16 or stage % -(-count // 16) == 0:
+            parts.append(text(middle, bottom + 16, str(stage), cls="tick", anchor="middle"))
+        for at, (name, style, _) in enumerate(row for row in rows if row[0] in peaks):
+            if stage >= len(peaks[name]):
+                continue
+            peak = peaks[name][stage]
+            x = middle + wide * (at - len(peaks) / 2)
+            words = f"{name}, pipeline rank {stage}: {size(peak)}"
+            bar_top = y(peak / unit)
+            parts.append(
+                element(
+                    "rect",
+                    title(words),
+                    x=x,
+                    y=bar_top,
+                    width=wide * 0.92,
+                    height=bottom - bar_top,
+                    cls=f"bar {style}",
+                )
+            )
+    parts.append(text((74 + HALF) / 2, bottom + 34, "pipeline rank", cls="axis", anchor="middle"))
+    for at, (name, style, row) in enumerate(row for row in rows if row[0] in peaks):
+        parts.append(element("rect", x=80 + 190 * at, y=4, width=11, height=11, cls=f"bar {style}"))
+        parts.append(text(96 + 190 * at, 14, name, cls="label"))
+        predicted = row.predicted_memory_bytes
+        if predicted:
+            level = y(predicted / unit)
+            line = element(
+                "line",
+                title(f"{name}: {size(predicted)} predicted"),
+                x1=74,
+                x2=HALF - 4,
+                y1=level,
+                y2=level,
+                cls="reference",
+            )
+            parts.append(line)
+    return drawing(HALF, bottom + 44, *parts, label="Peak memory of each pipeline rank")
+
+
+def stage_peaks(row: TrialRow) -> list[int]:
+    """The highest memory on each pipeline rank in bytes; empty where it is not known."""
+    if row.plan is None or not row.ranks:
+        return []
+    num_ranks, size_of_stage = (
+        len(row.ranks),
+        row.plan.made_for.world_size // row.plan.layout.pipeline_parallel,
+    )
+    if num_ranks != row.plan.made_for.world_size or row.plan.layout.pipeline_parallel > _MAX_STAGES:
+        return []
+    ordered = [one.peak_bytes for one in sorted(row.ranks, key=lambda one: one.rank)]
+    return [max(ordered[at : at + size_of_stage]) for at in range(0, num_ranks, size_of_stage)]
+
+
+def label_of(row: TrialRow) -> str:
+    """A trial for a legend."""
+    return "your own command" if row.number == 0 else f"trial {row.number}, class {class_of(row)}"

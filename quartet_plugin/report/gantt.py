@@ -1,0 +1,110 @@
+"""A schedule's timeline for the report: drawn as SVG, one path a kind and chunk, so that thousands fit."""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from quartet_plugin.report.svg import Scale, drawing, element, rectangles, text, x_axis
+from quartet_plugin.report.timeline import KIND_WORDS, Colour, shade
+from quartet_plugin.report.words import time_of
+from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.placement import chunk_of_stage
+from quartet_plugin.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from quartet_plugin.schedule.simulate import Simulation
+
+MAX_ACTIONS = 12_000
+MAX_DEVICES = 64
+_WIDTH = 1080.0
+_LEFT, _RIGHT = 82.0, 1000.0
+_MAX_LABELS = 1_500
+_DIGIT_PIXELS = 5.4
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+Box = tuple[float, float, float, float]
+
+
+def timeline(schedule: Schedule, simulation: "Simulation", *, label: str) -> str | None:
+    """Devices down, time across, gaps for waiting; None for what is too large to draw or takes no time."""
+    num_actions = sum(len(order) for order in schedule.orders)
+    span_s = simulation.makespan_s
+    if not 0 < num_actions <= MAX_ACTIONS or schedule.num_devices > MAX_DEVICES or span_s <= 0:
+        return None
+    scale, unit = next((pair for pair in _UNITS if span_s >= pair[0]), _UNITS[-1])
+    x = Scale(low=0.0, high=span_s / scale, start=_LEFT, end=_RIGHT)
+    row = min(30.0, max(12.0, 560.0 / schedule.num_devices))
+    top = 34.0
+    bottom = top + row * schedule.num_devices
+    chunks = chunk_of_stage(schedule.placement)
+    num_chunks = int(max(chunks)) + 1
+    boxes: dict[tuple[Kind, int], list[Box]] = defaultdict(list)
+    labels: list[tuple[float, float, str, bool]] = []
+    for device in range(schedule.num_devices):
+        y = top + row * device
+        starts, ends = simulation.start_s[device].tolist(), simulation.end_s[device].tolist()
+        for action, start, end in zip(schedule.actions(device), starts, ends, strict=True):
+            left, right = x(start / scale), x(end / scale)
+            chunk = int(chunks[action.stage])
+            boxes[action.kind, chunk].append((left, y + 1.5, max(right - left, 0.2), row - 3))
+            if right - left >= _DIGIT_PIXELS * len(str(action.microbatch)) + 3:
+                is_dark = _is_dark(shade(action.kind, chunk, num_chunks=num_chunks))
+                labels.append(((left + right) / 2, y + row / 2 + 3, str(action.microbatch), is_dark))
+    lanes = [(_LEFT, top + row * at + 1.5, _RIGHT - _LEFT, row - 3) for at in range(schedule.num_devices)]
+    parts = [
+        element("path", d=rectangles(lanes), cls="idle"),
+    ]
+    for (kind, chunk), found in sorted(boxes.items()):
+        colour = _hex(shade(kind, chunk, num_chunks=num_chunks))
+        parts.append(element("path", d=rectangles(found), fill=colour, cls="action"))
+    if len(labels) <= _MAX_LABELS and row >= 14:
+        parts += [
+            text(at, y, words, cls="on-dark" if is_dark else "on-light", anchor="middle")
+            for at, y, words, is_dark in labels
+        ]
+    parts += _rows(schedule, simulation, top=top, row=row)
+    parts.append(_legend(boxes, num_chunks))
+    parts.append(x_axis(x, bottom + 2, top=bottom, words=f"time in the step, {unit}", count=10))
+    return drawing(_WIDTH, bottom + 42, *parts, label=label)
+
+
+def words_of(simulation: "Simulation") -> str:
+    """The timeline's figures."""
+    return f"{time_of(simulation.makespan_s)} a step, bubble {100 * simulation.bubble_fraction:.1f} %"
+
+
+def _rows(schedule: Schedule, simulation: "Simulation", *, top: float, row: float) -> list[str]:
+    parts = []
+    every = max(1, -(-12 // int(row)))
+    for device in range(0, schedule.num_devices, every):
+        y = top + row * (device + 0.5) + 4
+        busy = float(simulation.busy_s[device]) / simulation.makespan_s
+        parts.append(text(_LEFT - 8, y, f"device {device}", cls="label", anchor="end"))
+        parts.append(text(_RIGHT + 8, y, f"{100 * busy:.0f} % busy", cls="tick"))
+    return parts
+
+
+def _legend(boxes: dict[tuple[Kind, int], list[Box]], num_chunks: int) -> str:
+    parts, x = [], _LEFT
+    kinds = sorted({kind for kind, _ in boxes})
+    entries = [(_hex(shade(kind, 0, num_chunks=num_chunks)), KIND_WORDS[kind]) for kind in kinds]
+    if num_chunks > 1:
+        shown = range(num_chunks) if num_chunks <= 4 else (0, num_chunks - 1)
+        entries += [
+            (_hex(shade(kinds[0], chunk, num_chunks=num_chunks)), f"chunk {chunk}") for chunk in shown
+        ]
+    for colour, words in entries:
+        parts.append(element("rect", x=x, y=8.0, width=12, height=12, fill=colour))
+        parts.append(text(x + 17, 18, words, cls="label"))
+        x += 34 + 6.6 * len(words)
+    parts.append(element("rect", x=x, y=8.0, width=12, height=12, cls="idle"))
+    parts.append(text(x + 17, 18, "waiting", cls="label"))
+    return "".join(parts)
+
+
+def _hex(colour: Colour) -> str:
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
+
+
+def _is_dark(colour: Colour) -> bool:
+    red, green, blue = colour
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 0.58

@@ -1,0 +1,55 @@
+"""Pieces of HTML. Every word that is not markup already goes through `text`."""
+
+from collections.abc import Sequence, Set
+from html import escape
+
+
+def text(words: str) -> str:
+    """Words that stay words, inside elements and attributes."""
+    return escape(words, quote=True)
+
+
+def section(heading: str, body: str) -> str:
+    """A heading over markup; nothing without a body."""
+    return f"<section>\n<h2>{text(heading)}</h2>\n{body}\n</section>" if body else ""
+
+
+def pair(*sections: str) -> str:
+    """Sections side by side where the page is wide enough."""
+    found = [one for one in sections if one]
+    return f'<div class="pair">{"".join(found)}</div>' if len(found) > 1 else "".join(found)
+
+
+def figure(svg: str, caption: str) -> str:
+    """A drawing with its caption."""
+    return f"<figure>{svg}<figcaption>{text(caption)}</figcaption></figure>"
+
+
+def note(words: str) -> str:
+    """A remark."""
+    return f'<p class="note">{text(words)}</p>'
+
+
+def pre(lines: Sequence[str]) -> str:
+    """Lines to copy."""
+    return f"<pre>{text(chr(10).join(lines))}</pre>"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of plain words."""
+    return grid(heads, [f"<tr>{''.join(cell(text(words)) for words in row)}</tr>" for row in rows])
+
+
+def grid(heads: Sequence[str], rows: Sequence[str], *, numbers: Set[str] = frozenset()) -> str:
+    """A table whose rows are markup already; the columns of `numbers` are aligned right."""
+    cells = "".join(
+        f'<th class="number">{text(head)}</th>' if head in numbers else f"<th>{text(head)}</th>"
+        for head in heads
+    )
+    top = f"<thead><tr>{cells}</tr></thead>" if any(heads) else ""
+    return f'<div class="scroll"><table>{top}<tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def cell(inner: str, *, is_number: bool = False) -> str:
+    """One cell of markup."""
+    return f'<td class="number">{inner}</td>' if is_number else f"<td>{inner}</td>"

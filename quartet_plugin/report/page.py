@@ -1,0 +1,248 @@
+"""report.html: one file about a run that needs nothing else, no network and no script.
+
+All text is escaped. A content security policy forbids everything but this very style, so that what a name or
+a message smuggles in stays text even where escaping had a hole.
+"""
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from quartet_plugin.model.history import RunHistory, TrialRow
+from quartet_plugin.model.measurement import Interval
+from quartet_plugin.report import figures, markup, page_tables
+from quartet_plugin.report.status import stamp, told_words
+from quartet_plugin.report.style import STYLE
+from quartet_plugin.report.tables import CLASS_MEANING, OBJECTIVE_WORDS, changes, confidence
+from quartet_plugin.report.words import duration, rate, size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A drawing that was made elsewhere, with its heading and caption."""
+
+    heading: str
+    svg: str
+    caption: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What a page shows beside the run itself.
+
+    `train` are the lines that train with the winner, `flags` those without the plugin, or why there are none.
+    `fault` says why the study could not be read.
+    """
+
+    importance: Mapping[str, float] = field(default_factory=dict)
+    timelines: Sequence[Picture] = ()
+    train: Sequence[str] = ()
+    flags: Sequence[str] = ()
+    fault: str | None = None
+
+
+def page(history: RunHistory, extras: Extras) -> str:
+    """The whole file."""
+    style = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{style}'; base-uri 'none'; form-action 'none'"
+    sections = (
+        _head(history),
+        _cards(history),
+        _intervals(history),
+        _progress(history),
+        markup.pair(_importance(history, extras), _predictions(history)),
+        markup.pair(_memory(history), _changes(history)),
+        *(markup.section(one.heading, markup.figure(one.svg, one.caption)) for one in extras.timelines),
+        _train(history, extras),
+        page_tables.trials(history),
+        page_tables.failed(history),
+        page_tables.left_out(history),
+        page_tables.provenance(history, extras.fault),
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="referrer" content="no-referrer">\n<link rel="icon" href="data:,">\n'
+        f"<title>{markup.text(history.name)}: quartet report</title>\n<style>{STYLE}</style>\n"
+        "</head>\n<body>\n<main>\n"
+        + "\n".join(section for section in sections if section)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+# What was found
+
+
+def _head(history: RunHistory) -> str:
+    framework = ""
+    own = history.baseline
+    if own is not None and own.plan is not None:
+        made = own.plan.made_for
+        nodes = len(made.nodes)
+        framework = (
+            f"{made.framework} {made.framework_version}, {made.world_size} processes on "
+            f"{nodes} node{'s' if nodes > 1 else ''}, "
+        )
+    begun = "" if history.began_at is None else f"begun {stamp(history.began_at)}, "
+    return (
+        f"<h1>{markup.text(history.name)}</h1>\n"
+        f'<p class="sub">{markup.text(framework)}{markup.text(begun)}{markup.text(told_words(history))}</p>\n'
+        f"{_verdict(history)}"
+    )
+
+
+def _verdict(history: RunHistory) -> str:
+    if history.winner is not None and history.winner.measurement is not None:
+        comparison = history.winner.measurement
+        rounds = comparison.plan.num_launches
+        return (
+            f'<p class="verdict">Trial {history.winner.provenance.trial} is '
+            f"<strong>{_spread(comparison.speedup, '{:.2f}x')}</strong> as fast as your own command.</p>\n"
+            f'<p class="note">In {markup.text(OBJECTIVE_WORDS[comparison.objective])}, measured in turns '
+            f"with it over {rounds} rounds; {100 * confidence(rounds):.0f} % interval.</p>"
+        )
+    if history.state == "finished":
+        return (
+            '<p class="verdict none"><strong>No better plan was found:</strong> '
+            "your own command stays as it is.</p>"
+        )
+    state = {"running": "runs", "elsewhere": "runs on another host"}.get(history.state, "was stopped")
+    return f'<p class="verdict open"><strong>The search {state}:</strong> this is what is known so far.</p>'
+
+
+def _cards(history: RunHistory) -> str:
+    own, best = history.baseline, history.best
+    cards: list[tuple[str, str, str]] = []
+    if own is not None and own.iteration_s is not None:
+        cards.append(_speed_card("your own command", own))
+    chosen = history.winner.measurement if history.winner else None
+    if chosen is not None:
+        gained = rate(chosen.plan.model_flops_per_s_per_device)
+        cards.append(
+            (
+                "best plan",
+                f"{chosen.plan.iteration_s.median:.3f} s",
+                f"{chosen.plan.tokens_per_s:,.0f} tokens/s, {gained} a device",
+            )
+        )
+    elif best is not None and best.number > 0:
+        cards.append(_speed_card(f"best single trial, {best.number}", best))
+    launched = [row for row in history.trials if row.number > 0 and row.repeats is None]
+    failed = sum(bool(row.verdict) and not row.is_measured for row in launched)
+    cards.append(
+        ("trials", f"{history.num_spent}", f"of {history.num_asked} asked for, {failed} without a time")
+    )
+    wall_s = sum(row.wall_s for row in history.trials)
+    cards.append(("time in trials", duration(wall_s), f"the session took {duration(history.elapsed_s)}"))
+    peak = history.row(history.winner.provenance.trial) if history.winner else best
+    if peak is not None and peak.peak_memory_bytes:
+        was = "" if own is None or not own.peak_memory_bytes else f"was {size(own.peak_memory_bytes)}"
+        cards.append(("peak memory of a process", size(peak.peak_memory_bytes), was))
+    items = "".join(
+        f"<div><dt>{markup.text(name)}</dt><dd>{markup.text(value)}<small>{markup.text(note)}</small></dd></div>"
+        for name, value, note in cards
+    )
+    return f'<dl class="cards">{items}</dl>'
+
+
+def _speed_card(name: str, row: TrialRow) -> tuple[str, str, str]:
+    tokens, flops = row.tokens_per_s or 0.0, row.model_flops_per_s_per_device or 0.0
+    return name, f"{row.iteration_s or 0.0:.3f} s", f"{tokens:,.0f} tokens/s, {rate(flops)} a device"
+
+
+# Pictures
+
+
+def _intervals(history: RunHistory) -> str:
+    svg = figures.intervals(history)
+    if svg is None:
+        return markup.section(
+            "Best against baseline", markup.note("No plan was measured again in turns with the baseline.")
+        )
+    caption = (
+        "Dots are medians over the final rounds, bars their intervals; the short marks are single rounds. A "
+        "plan wins only where the whole bar of its speedup is above 1."
+    )
+    return markup.section("Best against baseline", markup.figure(svg, caption))
+
+
+def _progress(history: RunHistory) -> str:
+    svg = figures.progress(history)
+    if svg is None:
+        return ""
+    caption = (
+        f"{OBJECTIVE_WORDS[history.objective]} over the baseline's; single measurements, so the best of them "
+        "is partly luck. The line is the best so far; hollow points repeat an earlier plan or were unstable, "
+        "crosses were refused or failed."
+    )
+    return markup.section("History", markup.figure(svg, caption))
+
+
+def _importance(history: RunHistory, extras: Extras) -> str:
+    del history
+    svg = figures.importance(extras.importance)
+    if svg is None:
+        words = "Too few trials share parameters for a statement."
+        return markup.section("What mattered", markup.note(extras.fault or words))
+    caption = "PED-ANOVA over the told trials: which parameters separate the fast plans from the others."
+    return markup.section("What mattered", markup.figure(svg, caption))
+
+
+def _predictions(history: RunHistory) -> str:
+    svg = figures.predicted_measured(history)
+    if svg is None:
+        return ""
+    caption = f"On the dashed line a prediction was right. {figures.prediction_words(history)}."
+    return markup.section("Predicted against measured", markup.figure(svg, caption))
+
+
+def _memory(history: RunHistory) -> str:
+    own = history.baseline
+    best = history.row(history.winner.provenance.trial) if history.winner else history.best
+    rows = [] if own is None else [(figures.label_of(own), "own", own)]
+    if best is not None and best.number > 0:
+        rows.append((figures.label_of(best), "won" if history.winner else "other", best))
+    svg = figures.memory(rows)
+    if svg is None:
+        return ""
+    caption = "The highest of each pipeline rank's processes, as the framework reported it."
+    return markup.section("Memory per stage", markup.figure(svg, caption))
+
+
+def _changes(history: RunHistory) -> str:
+    best = history.best
+    plan = history.winner or (best.plan if best is not None and best.number > 0 else None)
+    if plan is None:
+        return ""
+    rows = [
+        (
+            change.part,
+            change.before,
+            change.after,
+            f"{change.change_class}: {CLASS_MEANING[change.change_class]}",
+        )
+        for change in changes(plan)
+    ]
+    if not rows:
+        return ""
+    heading = "What the best plan changes" if history.winner else "What the best single trial changes"
+    return markup.section(heading, markup.table(("part", "yours", "the plan's", "class"), rows))
+
+
+def _train(history: RunHistory, extras: Extras) -> str:
+    if history.winner is None or not extras.train:
+        return ""
+    parts = ["<p>With the plugin, on the unmodified framework:</p>", markup.pre(extras.train)]
+    if extras.flags:
+        parts += [
+            "<p>Without the plugin, as far as the framework's own settings say it:</p>",
+            markup.pre(extras.flags),
+        ]
+    return markup.section("Train with the best plan", "".join(parts))
+
+
+def _spread(interval: Interval, form: str) -> str:
+    return f"{form.format(interval.median)} ({form.format(interval.low)} to {form.format(interval.high)})"

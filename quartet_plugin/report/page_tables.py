@@ -1,0 +1,121 @@
+"""The report's tables: every trial, those without a time, what was left out, where it all comes from."""
+
+from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
+from quartet_plugin.report import markup
+from quartet_plugin.report.tables import OBJECTIVE_WORDS
+from quartet_plugin.report.trial_table import class_of, outcome_of
+from quartet_plugin.report.words import clean, rate, size
+
+MAX_ROWS = 2_000
+_TAGS = {
+    "OK": "good",
+    "UNSTABLE": "warn",
+    "INFEASIBLE": "bad",
+    "WRONG": "bad",
+    "INFRA": "warn",
+    "HARNESS": "bad",
+}
+
+
+def trials(history: RunHistory) -> str:
+    heads = (
+        "trial", *PARTS, "class", "outcome", "s/iteration", "predicted", "tokens/s", "model FLOP/s/device",
+        "vs own", "peak memory",
+    )  # fmt: skip
+    numbers = {"s/iteration", "predicted", "tokens/s", "model FLOP/s/device", "vs own", "peak memory"}
+    best = history.best
+    body = []
+    for row in history.trials[:MAX_ROWS]:
+        style = "best" if best is row else "faint" if not row.is_measured or row.repeats is not None else ""
+        cells = [
+            markup.cell(value, is_number=head in numbers)
+            for head, value in zip(heads, _values(row, history), strict=True)
+        ]
+        body.append(f'<tr class="{style}">{"".join(cells)}</tr>')
+    more = len(history.trials) - MAX_ROWS
+    cut = markup.note(f"The first {MAX_ROWS}; {more} more are in quartet trials.") if more > 0 else ""
+    return markup.section("Every trial", markup.grid(heads, body, numbers=numbers) + cut)
+
+
+def _values(row: TrialRow, history: RunHistory) -> list[str]:
+    ratio = history.versus_baseline(row)
+    flops = row.model_flops_per_s_per_device
+    return [
+        markup.text(str(row.number)),
+        *(markup.text(clean(row.labels.get(part, ""), limit=60)) for part in PARTS),
+        markup.text(class_of(row)),
+        _tag(row),
+        "" if row.iteration_s is None else f"{row.iteration_s:.3f}",
+        "" if row.predicted_iteration_s is None else f"{row.predicted_iteration_s:.3f}",
+        "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
+        "" if flops is None else markup.text(rate(flops)),
+        "" if ratio is None else f"{ratio:.2f}x",
+        markup.text(size(row.peak_memory_bytes)) if row.peak_memory_bytes else "",
+    ]
+
+
+def failed(history: RunHistory) -> str:
+    failed = [row for row in history.trials if row.verdict and not row.is_measured and row.repeats is None]
+    if not failed:
+        return markup.section("Refused and failed", markup.note("None: every trial was measured."))
+    body = []
+    for row in failed[:MAX_ROWS]:
+        excess = f" ({size(row.memory_excess_bytes)} too much)" if row.memory_excess_bytes else ""
+        body.append(
+            "<tr>"
+            + markup.cell(markup.text(str(row.number)))
+            + markup.cell(_tag(row))
+            + markup.cell(markup.text(clean(row.label, limit=160)))
+            + markup.cell(markup.text(row.phase))
+            + f'<td class="reason">{markup.text(clean(row.reason) + excess)}</td></tr>'
+        )
+    return markup.section(
+        "Refused and failed", markup.grid(("trial", "outcome", "plan", "phase", "reason"), body)
+    )
+
+
+def left_out(history: RunHistory) -> str:
+    items = []
+    if history.neutralised:
+        items.append("Left out in trials, back in training: " + ", ".join(history.neutralised))
+    by_feature: dict[str, list[str]] = {}
+    for axis, feature in history.locked.items():
+        by_feature.setdefault(feature, []).append(axis)
+    items += [f"{feature} keeps as they are: {', '.join(axes)}" for feature, axes in by_feature.items()]
+    others = [feature for feature in history.features if feature not in by_feature]
+    if others:
+        items.append("Features of the job that keep nothing: " + ", ".join(others))
+    if history.config.get("search", {}).get("scaling") is None:
+        items.append("Width and depth were not searched: another shape is another model.")
+    return markup.section(
+        "What was left out", "<ul>" + "".join(f"<li>{markup.text(item)}</li>" for item in items) + "</ul>"
+    )
+
+
+def provenance(history: RunHistory, fault: str | None) -> str:
+    study = history.config.get("study", {})
+    nodes = ", ".join(f"{node.host} ({node.node_class})" for node in history.nodes[:8])
+    more = f" and {len(history.nodes) - 8} more" if len(history.nodes) > 8 else ""
+    facts = [
+        ("command", " ".join(history.command)),
+        ("started in", history.cwd),
+        ("run folder", history.path),
+        ("study", history.storage),
+        ("seed", str(study.get("seed", ""))),
+        ("objective", OBJECTIVE_WORDS[history.objective]),
+        ("nodes", nodes + more),
+        ("quartet", history.quartet_version),
+    ]
+    faults = [fault] if fault else []
+    faults += list(history.faults[:20])
+    rows = [(name, clean(value, limit=4000)) for name, value in facts if value]
+    listed = "".join(f"<li>{markup.text(clean(fault))}</li>" for fault in faults)
+    unread = f"<p>Not readable, and so not shown:</p><ul>{listed}</ul>" if faults else ""
+    return markup.section("Where it comes from", markup.table(("", ""), rows) + unread) + (
+        "<footer>Made by quartet_plugin. This file is complete: it loads nothing and runs no script.</footer>"
+    )
+
+
+def _tag(row: TrialRow) -> str:
+    colour = _TAGS.get(row.outcome, "") if row.repeats is None else ""
+    return f'<span class="tag {colour}">{markup.text(outcome_of(row))}</span>'
