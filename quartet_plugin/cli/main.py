@@ -36,6 +36,7 @@ COMMAND_MODULES: tuple[str, ...] = (
     "quartet_plugin.cli.trace",
     "quartet_plugin.cli.predict",
     "quartet_plugin.cli.plan",
+    "quartet_plugin.cli.explain",
     "quartet_plugin.cli.probe",
     "quartet_plugin.cli.profile",
     "quartet_plugin.cli.calibrate",

@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from quartet_plugin.cost.constants import Constants
     from quartet_plugin.search.planner.ranking import Ranked, Ranking
+    from quartet_plugin.search.planner.refusals import Refusal
+
+MAX_REFUSALS = 12
 
 
 def register(app: typer.Typer) -> None:
@@ -28,9 +32,16 @@ def register(app: typer.Typer) -> None:
         exhaustive: Annotated[
             bool, typer.Option("--exhaustive", help="Predict every layout; no bound rules any out.")
         ] = False,
+        refused: Annotated[
+            bool, typer.Option("--refused", help="List which constraint refused how many layouts.")
+        ] = False,
         hardware: Annotated[
             Path | None,
             typer.Option(metavar="FOLDER", help="Device files of your own, before the library's."),
+        ] = None,
+        calibration: Annotated[
+            Path | None,
+            typer.Option(metavar="FILE", help="A cluster's calibration, by `quartet profile`."),
         ] = None,
     ) -> None:
         """Rank every legal layout of JOB.yaml by predicted iteration time, under the memory limit."""
@@ -39,19 +50,35 @@ def register(app: typer.Typer) -> None:
         from quartet_plugin.model.plan import write_plan
         from quartet_plugin.search.planner.job import read_job
         from quartet_plugin.search.planner.plans import plain_layout, plan_of
-        from quartet_plugin.search.planner.ranking import rank
+        from quartet_plugin.search.planner.ranking import rank, refine, refusals
 
         refuse_user_command(ctx)
         read = read_job(job, devices=None if hardware is None else read_folder(hardware))
-        found = rank(read, top=top, exhaustive=exhaustive)
-        plain = plain_layout(read, best=found.best[0])
+        constants = constants_of(calibration)
+        found = rank(read, top=top, exhaustive=exhaustive, constants=constants)
+        found = refine(read, found, constants=constants)
+        plain = plain_layout(read, best=found.best[0], constants=constants)
         for place, ranked in enumerate(found.best, start=1):
             path = output if place == 1 else output.with_name(f"{output.stem}.{place}{output.suffix}")
             write_plan(plan_of(read, ranked, plain=plain, name=job.stem, place=place), path=path)
             typer.echo(f"{place}. {path}: {_line(ranked)}")
-            typer.echo(f"   {_terms(ranked)}")
+            typer.echo(f"   {_terms(ranked) if place == 1 else _reason(ranked, found.best[0])}")
+            if ranked.slots is not None:
+                typer.echo(f"   {_mapping(ranked)}")
         typer.echo(f"plain: {plain.layout.label}: {plain.iteration_s:.4g} s an iteration")
         typer.echo(_counts(found))
+        if refused:
+            for line in _refusals(refusals(read, found)):
+                typer.echo(line)
+
+
+def constants_of(calibration: Path | None) -> "Constants | None":
+    """The constants that a calibration file corrected; None for the package's own."""
+    if calibration is None:
+        return None
+    from quartet_plugin.cost.calibration_file import read_calibration
+
+    return read_calibration(calibration).constants
 
 
 def _line(ranked: "Ranked") -> str:
@@ -71,8 +98,45 @@ def _terms(ranked: "Ranked") -> str:
     return ", ".join(f"{name.removesuffix('_s')} {value:.4g} s" for name, value in terms if value > 0)
 
 
+def _reason(ranked: "Ranked", best: "Ranked") -> str:
+    """What it loses against the best, the largest difference first, and what it gains."""
+    from quartet_plugin.report.explain import differences
+
+    slower = 100 * (ranked.equal_work_s / best.equal_work_s - 1)
+    if ranked.shape != best.shape:
+        return f"{slower:.1f} % slower for equal work, with another shape"
+    found = differences(ranked.terms, best.terms)
+    return f"{slower:.1f} % slower: {found}" if found else "as fast"
+
+
+def _mapping(ranked: "Ranked") -> str:
+    """What the mapping saves against Megatron's own orders."""
+    stock = min((ranked.stock_s or {}).items(), key=lambda item: item[1], default=None)
+    if stock is None:
+        return "mapping solved; no stock order is legal"
+    return f"mapping solved: the stock order {stock[0]} takes {stock[1]:.4g} s"
+
+
 def _counts(found: "Ranking") -> str:
     return (
         f"{found.num_considered} layouts: {found.num_predicted} predicted, {found.num_too_large} do not fit "
         f"in memory, {found.num_pruned} cannot be faster"
     )
+
+
+def _refusals(found: "list[Refusal]") -> list[str]:
+    """A table of the constraints, those that refused most first."""
+    from quartet_plugin.report.summary import aligned
+
+    if not found:
+        return ["refused: none"]
+    degrees = [one for one in found if not one.reason.startswith("memory")]
+    memory = [one for one in found if one.reason.startswith("memory")]
+    lines = []
+    for title, rows in (("refused degrees (TP x CP x PP)", degrees), ("layouts that do not fit", memory)):
+        if rows:
+            shown = [[str(one.count), one.reason] for one in rows[:MAX_REFUSALS]]
+            lines += ["", *aligned([[">count", title], *shown])]
+            hidden = sum(one.count for one in rows[MAX_REFUSALS:])
+            lines += [f"(and {hidden} for other reasons)"] if hidden else []
+    return lines

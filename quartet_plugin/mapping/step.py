@@ -80,9 +80,13 @@ class StepTime:
 
     def __call__(self, arrangement: IntArray) -> float:
         """Seconds a step."""
+        return float(self.column_times(arrangement).max()) + self._gradients(self._blocks.domain[arrangement])
+
+    def column_times(self, arrangement: IntArray) -> FloatArray:
+        """Seconds of each column's pipeline [copies]."""
         costs, layout = self._costs, self._costs.layout
         domains = self._blocks.domain[arrangement]
-        busy = self._paced(arrangement) * costs.compute_s[:, None] + self._tensor_s[:, None]
+        busy = self.paces(arrangement) * costs.compute_s[:, None] + self._tensor_s[:, None]
         for name, collective, size in (
             ("context", costs.context, layout.context_parallel),
             ("expert", costs.expert, layout.expert_parallel),
@@ -102,11 +106,11 @@ class StepTime:
                 wrap = self._transfer_s[domains[-1], domains[0]] + self._transfer_s[domains[0], domains[-1]]
                 filling = filling + wrap * (layout.virtual_stages - 1)
         longest = busy.max(axis=0)
-        pipeline = costs.num_microbatches * longest
-        pipeline += (busy.sum(axis=0) - longest) / layout.virtual_stages + filling
-        return float(pipeline.max()) + self._gradients(domains)
+        found: FloatArray = costs.num_microbatches * longest
+        found += (busy.sum(axis=0) - longest) / layout.virtual_stages + filling
+        return found
 
-    def _paced(self, arrangement: IntArray) -> FloatArray:
+    def paces(self, arrangement: IntArray) -> FloatArray:
         """The slowdown of each block with those it waits for in every layer [pp, copies]."""
         layout = self._costs.layout
         pace: FloatArray = self._blocks.slowdown[arrangement]

@@ -31,7 +31,8 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
-def _distinct[T](values: tuple[T, ...] | None) -> tuple[T, ...] | None:
+def distinct[T](values: tuple[T, ...] | None) -> tuple[T, ...] | None:
+    """The choices of a list, each once; raises ValueError for too many, none or one twice."""
     if values is None:
         return None
     if not 1 <= len(values) <= MAX_CHOICES:
@@ -74,10 +75,10 @@ def _tuple(value: Any) -> Any:
 
 _Degree = Annotated[int, Field(ge=1, le=2**20)]
 Degrees = Annotated[
-    tuple[_Degree, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(_distinct)
+    tuple[_Degree, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(distinct)
 ]
 _Names = Annotated[
-    tuple[str, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(_distinct)
+    tuple[str, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(distinct)
 ]
 Splits = Annotated[_Names, _matching(_SPLIT, "auto, stock, even, or counts like 6+2")]
 Orders = Annotated[_Names, _matching(_ORDER, "auto, stock, the name of an order, or slots like 1,0")]
@@ -86,7 +87,7 @@ Storage = Annotated[str, BeforeValidator(_storage), PlainSerializer(without_pass
 Schedules = Annotated[
     tuple[Literal["stock", "no-pipelining", "1f1b", "interleaved"], ...] | None,
     BeforeValidator(lambda v: _tuple(_as_list(v))),
-    AfterValidator(_distinct),
+    AfterValidator(distinct),
 ]
 
 
@@ -151,7 +152,7 @@ def read_config(path: Path | None) -> TuneConfig:
     """The configuration in `path`, or the defaults. Raises ConfigError in one line."""
     if path is None:
         return TuneConfig()
-    return parse_config(_load_yaml(path), where=str(path))
+    return parse_config(load_yaml(path), where=str(path))
 
 
 def parse_config(data: Any, *, where: str) -> TuneConfig:
@@ -180,7 +181,8 @@ def _without_empty_sections(data: dict[Any, Any]) -> dict[Any, Any]:
     return kept
 
 
-def _load_yaml(path: Path) -> Any:
+def load_yaml(path: Path) -> Any:
+    """The data in a short YAML file, read by a safe loader. Raises ConfigError in one line."""
     import yaml
 
     try:

@@ -17,7 +17,7 @@ import numpy as np
 
 from quartet_plugin.cost import communication
 from quartet_plugin.cost.compute import MEMORY_RATE
-from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.jobs import run_of
 from quartet_plugin.cost.memory import HALF, layer_activation_bytes, weights_of_stages
 from quartet_plugin.cost.pipeline import FULL_ROUNDS
@@ -26,7 +26,25 @@ from quartet_plugin.cost.run import Run
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.search.planner.candidates import Candidates, balanced_split, even_split, layout_of
+from quartet_plugin.search.planner.candidates import (
+    CP,
+    DP,
+    EP,
+    EVEN,
+    GIVEN,
+    MODE,
+    PP,
+    SHARDED,
+    SIZE,
+    SPLIT,
+    TP,
+    VIRTUAL,
+    Candidates,
+    balanced_split,
+    even_split,
+    given_splits,
+    layout_of,
+)
 from quartet_plugin.search.planner.job import PlanJob
 
 # Rounding, and for pipelines that the cost model extrapolates the error of doing so.
@@ -44,22 +62,31 @@ class Bounds:
 
     def split(self, job: PlanJob, shape: ModelShape, candidates: Candidates, row: int) -> tuple[int, ...]:
         """The split that candidate `row` is planned with."""
-        pp, virtual = (int(candidates.columns[row, at]) for at in (2, 5))
+        pp, virtual, kind = (int(candidates.columns[row, at]) for at in (PP, VIRTUAL, SPLIT))
         ends = (int(self.first[row]), int(self.last[row]))
-        return split_of(job, shape, pp=pp, virtual=virtual, ends=ends)
+        return split_of(job, shape, pp=pp, virtual=virtual, kind=kind, ends=ends)
 
 
 def split_of(
-    job: PlanJob, shape: ModelShape, *, pp: int, virtual: int, ends: tuple[int, int]
+    job: PlanJob, shape: ModelShape, *, pp: int, virtual: int, kind: int, ends: tuple[int, int]
 ) -> tuple[int, ...]:
-    """The balanced split, or the even one where the job asks for it."""
-    if job.search.split:
+    """The split that the column `SPLIT` names: balanced, even, or one that the job writes out."""
+    if kind >= GIVEN:
+        return given_splits(job)[kind - GIVEN]
+    if kind == EVEN:
         return even_split(shape.num_layers, pp * virtual)
     return balanced_split(shape.num_layers, pp, virtual, *ends)
 
 
-def bounds_of(job: PlanJob, shape: ModelShape, candidates: Candidates, *, constants: Constants) -> Bounds:
-    """The bounds of all `candidates`."""
+def bounds_of(
+    job: PlanJob,
+    shape: ModelShape,
+    candidates: Candidates,
+    *,
+    constants: Constants,
+    any_split: bool = False,
+) -> Bounds:
+    """The bounds of all `candidates`; with `any_split` whatever their split and however slow some devices."""
     columns = candidates.columns
     if not len(columns):
         nothing = np.zeros(0, dtype=np.int64)
@@ -70,22 +97,28 @@ def bounds_of(job: PlanJob, shape: ModelShape, candidates: Candidates, *, consta
     first = np.rint(ends[:, 0].sum(axis=1) / layer).astype(np.int64)
     last = np.rint(ends[:, 1].sum(axis=1) / layer).astype(np.int64)
     span, memory = np.zeros(len(columns)), np.zeros(len(columns))
-    keys, _, groups = unique_rows(np.column_stack([columns[:, [2, 5]], first, last]))
+    keys, _, groups = unique_rows(np.column_stack([columns[:, [PP, VIRTUAL, SPLIT]], first, last]))
     order = np.argsort(groups, kind="stable")
     edges = np.searchsorted(groups[order], np.arange(len(keys) + 1))
     transfers = _transfers(job, shape, columns, constants)
     states = _states(columns)
-    for at, (pp, virtual, a, b) in enumerate(keys.tolist()):
+    for at, (pp, virtual, kind, a, b) in enumerate(keys.tolist()):
         rows = order[edges[at] : edges[at + 1]]
-        split = np.array(split_of(job, shape, pp=pp, virtual=virtual, ends=(a, b)))
         microbatches = _num_microbatches(job, columns[rows])
-        span[rows] = _span(split.reshape(virtual, pp), units[rows], microbatches, transfers[rows])
-        memory[rows] = _memory(split.reshape(virtual, pp), units[rows], microbatches, states[rows])
+        if any_split:
+            span[rows] = _least_span(shape.num_layers, pp, units[rows], microbatches)
+            memory[rows] = _least_memory(shape.num_layers, pp, units[rows], states[rows])
+        else:
+            split = np.array(split_of(job, shape, pp=pp, virtual=virtual, kind=kind, ends=(a, b)))
+            span[rows] = _span(split.reshape(virtual, pp), units[rows], microbatches, transfers[rows])
+            memory[rows] = _memory(split.reshape(virtual, pp), units[rows], microbatches, states[rows])
         extrapolated = (microbatches > (FULL_ROUNDS + 1) * pp) & (pp > 1)
         span[rows] *= np.where(extrapolated, 1 - EXTRAPOLATION, 1.0)
     nodes = job.machines.num_devices / job.machines.devices_per_node
-    whole = span + _once(job, shape, columns, units[:, 8], constants) + constants.step_s
+    whole = span + _once(job, shape, columns, units[:, 12], units[:, 13], constants) + constants.step_s
     time = whole * (1 + constants.straggler * max(0.0, math.log2(nodes)))
+    if isinstance(constants, ClusterConstants):
+        time *= constants.residual
     return Bounds(time_s=time * (1 - ROUNDING), memory_bytes=memory * (1 - ROUNDING), first=first, last=last)
 
 
@@ -105,6 +138,19 @@ def _span(split: IntArray, units: FloatArray, microbatches: IntArray, transfer: 
     else:
         ahead = ahead + transfer[:, None] * 2 * devices
     bound: FloatArray = (busy * microbatches[:, None] + ahead).max(axis=1)
+    return bound
+
+
+def _least_span(num_layers: int, pp: int, units: FloatArray, microbatches: IntArray) -> FloatArray:
+    """All of a microbatch's work, shared among the pipeline ranks: the busiest has no less."""
+    work = units[:, :2].sum(axis=1) * num_layers + units[:, 2:6].sum(axis=1)
+    bound: FloatArray = work * microbatches / pp
+    return bound
+
+
+def _least_memory(num_layers: int, pp: int, units: FloatArray, states: FloatArray) -> FloatArray:
+    """Weights, gradients and optimizer state, shared among the pipeline ranks."""
+    bound: FloatArray = states * (units[:, 8] * num_layers + units[:, 9]) / pp
     return bound
 
 
@@ -132,12 +178,15 @@ def unique_rows(columns: IntArray) -> tuple[IntArray, IntArray, IntArray]:
 
 
 def _units(job: PlanJob, shape: ModelShape, columns: IntArray, constants: Constants) -> FloatArray:
-    """One row a candidate: seconds forward and backward of a layer, and more of the embedding and of the
-    head; bytes kept by a layer and by a stage; weights of a layer and of the embedding."""
-    keys, _, inverse = unique_rows(columns[:, [0, 1, 4]])
-    table = np.array([_unit(job, shape, key, constants) for key in keys.tolist()]).reshape(-1, 12)
+    """One row a candidate, of a layer unless said otherwise.
+
+    Seconds forward and backward; more of the embedding and of the head; bytes kept by it and by a stage; its
+    weights, and the embedding's; seconds that selective and full recompute repeat; dense and expert weights.
+    """
+    keys, _, inverse = unique_rows(columns[:, [TP, CP, SIZE, EP]])
+    table = np.array([_unit(job, shape, key, constants) for key in keys.tolist()]).reshape(-1, 14)
     units: FloatArray = table[inverse]
-    mode = columns[:, 6]
+    mode = columns[:, MODE]
     # Repeated forwards belong to the backward; full recompute keeps a layer's input only.
     units[:, 1] += np.where(mode == 1, units[:, 10], np.where(mode == 2, units[:, 11], 0.0))
     units[:, 6] = np.where(mode == 2, units[:, 7], units[:, 6])
@@ -145,43 +194,73 @@ def _units(job: PlanJob, shape: ModelShape, columns: IntArray, constants: Consta
 
 
 def _unit(job: PlanJob, shape: ModelShape, key: list[int], constants: Constants) -> list[float]:
-    """A row of `_units` without recompute, and what selective and full recompute repeat."""
-    tp, cp, size = key
-    layout = layout_of(tp, cp, 3, 1, size, 1, 0, 0)
-    run = _probe(job, replace(shape, num_layers=3), layout)
+    """A row of `_units` without recompute.
+
+    With dense layers before those of experts, the less of both: which layers a stage holds is not known here.
+    """
+    if job.experts is None:
+        return _unit_of_alike(job, shape, key, constants)
+    routed = replace(job, experts=replace(job.experts, num_dense_layers=0))
+    found = _unit_of_alike(routed, shape, key, constants)
+    if job.experts.num_dense_layers == 0:
+        return found
+    dense = _unit_of_alike(replace(job, experts=None), shape, key, constants)
+    return [min(pair) for pair in zip(found, dense, strict=True)]
+
+
+def _unit_of_alike(job: PlanJob, shape: ModelShape, key: list[int], constants: Constants) -> list[float]:
+    """The row where all layers are alike."""
+    tp, cp, size, ep = key
+    layout = layout_of(tp, cp, 3, ep, size, 1, 0, 0, ep=ep)
+    run = probe(job, replace(shape, num_layers=3), layout)
     parts = stage_parts(run, constants)
-    first, middle, last = (total_of(part.values()) for part in parts)
+    # What a stage takes beside its layers is left out: it is not a layer's.
+    first, middle, last = (
+        total_of(times for name, times in part.items() if name != "action") for part in parts
+    )
     layer = (middle.forward, middle.input_grad + middle.weight_grad)
     ends = [(one.forward, one.input_grad + one.weight_grad) for one in (first, last)]
     extra = [end[at] - layer[at] for end in ends for at in (0, 1)]
-    whole = layer_activation_bytes(run, experts=None)
+    whole = layer_activation_bytes(run, experts=run.experts)
     boundary = HALF * run.tokens_per_microbatch * shape.hidden_size / tp
     weights = weights_of_stages(run)
     sizes = [weights[1].total, weights[0].total - weights[1].total]
     repeated = [parts[1][name].forward for name in ("attention", "gemm", "elementwise", "launch", "tp_comm")]
-    return [*layer, *extra, whole, boundary, *sizes, repeated[0], sum(repeated)]
+    return [
+        *layer,
+        *extra,
+        whole,
+        boundary,
+        *sizes,
+        repeated[0],
+        sum(repeated),
+        weights[1].dense,
+        weights[1].expert,
+    ]
 
 
-def _probe(job: PlanJob, shape: ModelShape, layout: Layout) -> Run:
+def probe(job: PlanJob, shape: ModelShape, layout: Layout) -> Run:
     """A small run on as many devices as `layout` needs, its layers split evenly."""
-    return run_of(
+    run = run_of(
         shape,
         layout,
         global_batch_size=layout.micro_batch_size * layout.data_parallel * layout.pipeline_parallel,
         layers_per_stage=(shape.num_layers // layout.num_stages,) * layout.num_stages,
         machines=replace(job.machines, num_devices=layout.world_size),
-        precision=job.precision,
+        precision=job.half,
+        software=job.software,
     )
+    return replace(run, matmul=job.precision, experts=job.experts)
 
 
 def _num_microbatches(job: PlanJob, columns: IntArray) -> IntArray:
-    found: IntArray = job.global_batch_size // (columns[:, 3] * columns[:, 4])
+    found: IntArray = job.global_batch_size // (columns[:, DP] * columns[:, SIZE])
     return found
 
 
 def _transfers(job: PlanJob, shape: ModelShape, columns: IntArray, constants: Constants) -> FloatArray:
     """A boundary tensor's seconds on the faster of the links that it may take."""
-    tp, cp, pp, dp, size, virtual = columns[:, :6].T
+    tp, cp, pp, dp, size, virtual = columns[:, [TP, CP, PP, DP, SIZE, VIRTUAL]].T
     domain = job.machines.scale_up_devices
     apart = tp * cp * dp >= domain
     keys, _, inverse = unique_rows(np.column_stack([tp, cp, apart, virtual > 1]).astype(np.int64))
@@ -194,7 +273,7 @@ def _transfer(job: PlanJob, shape: ModelShape, key: list[int], constants: Consta
     """Seconds a sequence, without latency; neighbours that may share a domain count as sharing it."""
     tp, cp, apart, looped = key
     layout = layout_of(tp, cp, 2, 1, 1, 1 + looped, 0, 0)
-    run = _probe(job, replace(shape, num_layers=layout.num_stages), layout)
+    run = probe(job, replace(shape, num_layers=layout.num_stages), layout)
     far = communication.transfer_s(run, constants, sender=0, receiver=job.machines.scale_up_devices)
     near = communication.transfer_s(run, constants, sender=0, receiver=0)
     return (far if apart else min(near, far)) - constants.hop_s
@@ -202,26 +281,33 @@ def _transfer(job: PlanJob, shape: ModelShape, key: list[int], constants: Consta
 
 def _states(columns: IntArray) -> FloatArray:
     """Bytes a weight of parameters, gradients and optimizer state."""
-    copies = columns[:, 1] * columns[:, 3]
-    found: FloatArray = 2.0 + 4.0 + 12.0 / np.where(columns[:, 7] == 1, copies, 1)
+    copies = columns[:, CP] * columns[:, DP]
+    found: FloatArray = 2.0 + 4.0 + 12.0 / np.where(columns[:, SHARDED] == 1, copies, 1)
     return found
 
 
 def _once(
-    job: PlanJob, shape: ModelShape, columns: IntArray, layer: FloatArray, constants: Constants
+    job: PlanJob,
+    shape: ModelShape,
+    columns: IntArray,
+    dense: FloatArray,
+    expert: FloatArray,
+    constants: Constants,
 ) -> FloatArray:
     """Exposed data-parallel traffic and the optimizer's step, of the most layers one device must hold."""
-    keys, index, inverse = unique_rows(columns[:, [0, 1, 2, 3, 7]])
+    keys, index, inverse = unique_rows(columns[:, [TP, CP, PP, DP, SHARDED, EP]])
     memory = job.machines.device.memory_bandwidth_bytes_per_s * MEMORY_RATE
     table = []
-    for (tp, cp, pp, dp, sharded), at in zip(keys.tolist(), index.tolist(), strict=True):
-        held = -(-shape.num_layers // pp) * float(layer[at])
-        run = _probe(job, shape, layout_of(tp, cp, 1, dp, 1, 1, 0, sharded))
+    for (tp, cp, pp, dp, sharded, ep), at in zip(keys.tolist(), index.tolist(), strict=True):
+        most = -(-shape.num_layers // pp)
+        held, routed = most * float(dense[at]), most * float(expert[at])
+        run = probe(job, shape, layout_of(tp, cp, 1, dp, 1, 1, 0, sharded, ep=ep))
         # All traffic that compute can hide is hidden: the exposed share is what is left.
         traffic = communication.data_parallel(
-            run, constants, dense=held, expert=0.0, forward_s=math.inf, backward_s=math.inf
+            run, constants, dense=held, expert=routed, forward_s=math.inf, backward_s=math.inf
         )
         shards = run.optimizer_group if sharded else 1
-        table.append(traffic + constants.optimizer * held * OPTIMIZER_BYTES / shards / memory)
+        step = constants.optimizer * (held + routed) * OPTIMIZER_BYTES / shards / memory
+        table.append(traffic + step)
     found: FloatArray = np.array(table)[inverse]
     return found

@@ -13,11 +13,16 @@ from quartet_plugin.search.planner.job import PlanJob
 
 MAX_MICRO_BATCH = 64
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+# Columns of a candidate, and what the last one says; larger numbers are the job's own splits in order.
+TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED = range(10)
+BALANCED, EVEN, GIVEN = 0, 1, 2
+# Sizes of FP8 products are multiples of it.
+FP8_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """One row a layout: tp, cp, pp, dp, micro-batch, virtual stages, recompute, sharded optimizer."""
+    """One row a layout; the columns are `TP` to `SHARDED`."""
 
     columns: IntArray
 
@@ -26,12 +31,12 @@ class Candidates:
 
     def layout(self, row: int) -> Layout:
         """The layout of one row; sequence parallelism goes with tensor parallelism."""
-        tp, cp, pp, dp, size, virtual, recompute, sharded = (int(x) for x in self.columns[row])
-        return layout_of(tp, cp, pp, dp, size, virtual, recompute, sharded)
+        tp, cp, pp, dp, size, virtual, ep, _, mode, sharded = (int(x) for x in self.columns[row])
+        return layout_of(tp, cp, pp, dp, size, virtual, mode, sharded, ep=ep)
 
 
 def layout_of(
-    tp: int, cp: int, pp: int, dp: int, size: int, virtual: int, recompute: int, sharded: int
+    tp: int, cp: int, pp: int, dp: int, size: int, virtual: int, recompute: int, sharded: int, *, ep: int = 1
 ) -> Layout:
     """A layout from the columns of `Candidates`."""
     return Layout(
@@ -40,7 +45,7 @@ def layout_of(
         data_parallel=dp,
         virtual_stages=virtual,
         context_parallel=cp,
-        expert_parallel=1,
+        expert_parallel=ep,
         micro_batch_size=size,
         sequence_parallel=tp > 1,
         distributed_optimizer=bool(sharded),
@@ -55,13 +60,13 @@ def legal_candidates(job: PlanJob, shape: ModelShape) -> Candidates:
     shards = [int(on) for on in (False, True) if asked(search.distributed_optimizer, on)]
     found = list(_layouts(job, shape))
     bases = np.array([base for base, _ in found], dtype=np.int64).reshape(-1, 5)
-    counts = [len(virtual) for _, virtual in found]
-    virtual = np.array([stages for _, several in found for stages in several], dtype=np.int64)
-    rows = np.column_stack([np.repeat(bases, counts, axis=0), virtual])
+    counts = [len(rest) for _, rest in found]
+    rest = np.array([one for _, several in found for one in several], dtype=np.int64).reshape(-1, 3)
+    rows = np.column_stack([np.repeat(bases, counts, axis=0), rest])
     options = np.array([(mode, on) for mode in modes for on in shards], dtype=np.int64).reshape(-1, 2)
     columns = np.hstack([np.repeat(rows, len(options), axis=0), np.tile(options, (len(rows), 1))])
     # One replica has nothing to share its optimizer with, unless nothing else was asked for.
-    alone = (columns[:, 1] * columns[:, 3] == 1) & (columns[:, 7] == 1)
+    alone = (columns[:, CP] * columns[:, DP] == 1) & (columns[:, SHARDED] == 1)
     return Candidates(columns=columns[~alone] if 0 in shards else columns)
 
 
@@ -109,46 +114,117 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _layouts(job: PlanJob, shape: ModelShape) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """(tp, cp, pp, dp, micro-batch) and the virtual stages that go with them."""
-    search, world = job.search, job.machines.num_devices
-    for tp in divisors(job.machines.devices_per_node):
-        if not asked(search.tensor_parallel, tp) or not divides(shape, tp):
-            continue
+def given_splits(job: PlanJob) -> tuple[tuple[int, ...], ...]:
+    """The splits that the job writes out, in its order."""
+    return tuple(
+        tuple(int(count) for count in text.split("+")) for text in job.search.split or () if text[0].isdigit()
+    )
+
+
+def fault_of_degrees(job: PlanJob, shape: ModelShape, tp: int, cp: int, pp: int) -> str | None:
+    """The constraint that refuses these degrees whatever else is chosen; None where they are legal."""
+    dp = job.machines.num_devices // (tp * cp * pp)
+    joined = job.largest_tensor_parallel
+    if joined % tp:
+        return f"TP {tp} does not divide the {joined} devices that fast links join on a node"
+    for name, size in _tensor_sizes(job, shape):
+        if size % tp:
+            return f"TP {tp} does not divide {size} {name}"
+    if job.precision == "fp8" and any(width % FP8_MULTIPLE for width in _widths(job, shape, tp)):
+        return f"TP {tp} leaves FP8 products of sizes that are no multiples of {FP8_MULTIPLE}"
+    # Megatron balances causal attention in two chunks a rank; sequence parallelism splits further.
+    chunks = (2 * cp if cp > 1 else 1) * tp
+    if shape.seq_length % tp:
+        return f"TP {tp} does not divide sequences of {shape.seq_length}"
+    if shape.seq_length % chunks:
+        return f"CP {cp} with TP {tp} does not cut sequences of {shape.seq_length} into {chunks} equal chunks"
+    if pp > shape.num_layers:
+        return f"PP {pp} has more stages than {shape.num_layers} layers"
+    if job.global_batch_size % dp:
+        return f"DP {dp} does not divide a batch of {job.global_batch_size}"
+    return None
+
+
+def _layouts(job: PlanJob, shape: ModelShape) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int, int]]]]:
+    """(tp, cp, pp, dp, micro-batch), and the (virtual stages, expert parallel, split) that go with them."""
+    search = job.search
+    for tp, cp, pp in degrees(job):
+        dp = job.machines.num_devices // (tp * cp * pp)
+        wanted = (
+            asked(search.tensor_parallel, tp)
+            and asked(search.context_parallel, cp)
+            and asked(search.pipeline_parallel, pp)
+            and asked(search.data_parallel, dp)
+        )
+        if wanted and fault_of_degrees(job, shape, tp, cp, pp) is None:
+            yield from _rounds(job, shape, tp, cp, pp, dp)
+
+
+def degrees(job: PlanJob) -> Iterator[tuple[int, int, int]]:
+    """(tp, cp, pp) whose product divides the devices."""
+    world = job.machines.num_devices
+    for tp in divisors(world):
         for cp in divisors(world // tp):
-            # Megatron balances causal attention in two chunks a rank; sequence parallelism splits further.
-            chunks = (2 * cp if cp > 1 else 1) * tp
-            if not asked(search.context_parallel, cp) or shape.seq_length % chunks:
-                continue
             for pp in divisors(world // tp // cp):
-                dp = world // tp // cp // pp
-                if (
-                    pp <= shape.num_layers
-                    and asked(search.pipeline_parallel, pp)
-                    and asked(search.data_parallel, dp)
-                ):
-                    yield from _rounds(job, shape, tp, cp, pp, dp)
+                yield tp, cp, pp
 
 
-def divides(shape: ModelShape, tp: int) -> bool:
-    """Whether tensor parallelism of degree `tp` divides heads, groups, FFN and vocabulary."""
-    sizes = (shape.num_attention_heads, shape.num_query_groups, shape.ffn_hidden_size, shape.vocab_size)
-    return not any(size % tp for size in sizes)
+def _tensor_sizes(job: PlanJob, shape: ModelShape) -> list[tuple[str, int]]:
+    """What tensor parallelism cuts, by its name."""
+    found = [
+        ("heads", shape.num_attention_heads),
+        ("query groups", shape.num_query_groups),
+        ("of the FFN", shape.ffn_hidden_size),
+        ("of the vocabulary", shape.vocab_size),
+    ]
+    if job.experts is not None:
+        found.append(("of an expert's FFN", job.experts.ffn_hidden_size))
+        found.append(("of the shared expert's FFN", job.experts.shared_ffn_hidden_size))
+    return found
+
+
+def _widths(job: PlanJob, shape: ModelShape, tp: int) -> list[int]:
+    """Sizes of a rank's products."""
+    sizes = [shape.hidden_size, shape.attention_size // tp, shape.ffn_hidden_size // tp]
+    return sizes if job.experts is None else [*sizes, job.experts.ffn_hidden_size // tp]
 
 
 def _rounds(
     job: PlanJob, shape: ModelShape, tp: int, cp: int, pp: int, dp: int
-) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    if job.global_batch_size % dp:
-        return
+) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int, int]]]]:
     share = job.global_batch_size // dp
-    stages = _virtual_stages(job, shape, pp)
     sizes = job.search.micro_batch_size or [n for n in divisors(share) if n <= MAX_MICRO_BATCH]
+    experts = _expert_degrees(job, cp * dp)
+    splits = {virtual: _splits(job, pp * virtual) for virtual in _virtual_stages(job, shape, pp)}
+    every = [(virtual, ep, at) for virtual, found in splits.items() for ep in experts for at in found]
+    plain = [one for one in every if one[0] == 1]
     for size in sizes:
         if share % size == 0:
             # Interleaving takes whole rounds of microbatches.
-            whole = (share // size) % pp == 0
-            yield (tp, cp, pp, dp, size), stages if whole else [v for v in stages if v == 1]
+            yield (tp, cp, pp, dp, size), every if (share // size) % pp == 0 else plain
+
+
+def _expert_degrees(job: PlanJob, copies: int) -> list[int]:
+    """Expert-parallel sizes: of the experts, and of the ranks that hold equal dense weights."""
+    if job.experts is None:
+        return [1]
+    return [
+        ep
+        for ep in divisors(copies)
+        if job.experts.num_experts % ep == 0 and asked(job.search.expert_parallel, ep)
+    ]
+
+
+def _splits(job: PlanJob, num_stages: int) -> list[int]:
+    """The splits of so many stages that the job allows, as the column `SPLIT` has them."""
+    asked_for = job.search.split
+    if asked_for is None:
+        return [BALANCED]
+    found = [EVEN] if any(not text[0].isdigit() for text in asked_for) else []
+    for at, counts in enumerate(given_splits(job)):
+        if len(counts) == num_stages and min(counts[1:-1], default=1) > 0:
+            found.append(GIVEN + at)
+    return found
 
 
 def _virtual_stages(job: PlanJob, shape: ModelShape, pp: int) -> list[int]:

@@ -1,4 +1,7 @@
-"""`JOB.yaml`: a model, a cluster and a batch to plan for. Strict, and read with the safe YAML loader."""
+"""`JOB.yaml`: a model, a cluster and a batch to plan for. Strict, and read with the safe YAML loader.
+
+The cluster is equal devices by name (`ClusterSection`), or a cluster file (docs/formats.md), named or inline.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,19 +10,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.devices import Device, device_named
 from quartet_plugin.cost.jobs import machines_of
-from quartet_plugin.cost.run import Machines
+from quartet_plugin.cost.run import Experts, HalfPrecision, Machines, Software
+from quartet_plugin.cost.software import ON_CPU
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.cluster import parse_cluster, read_cluster
 from quartet_plugin.model.files import shown, validate
 from quartet_plugin.model.layout import Recompute
 from quartet_plugin.model.plan import MAX_RANKS
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.search.config import Degrees, SearchConfig, _distinct, _load_yaml
+from quartet_plugin.search.config import Degrees, SearchConfig, distinct, load_yaml
+from quartet_plugin.search.planner.cluster import PlannedCluster, look_up
+from quartet_plugin.search.planner.cluster import machines_of as machines_of_cluster
 
+Precision = Literal["bf16", "fp16", "fp8", "fp32"]
 Size = Annotated[int, Field(ge=1, le=2**31)]
 Bandwidth = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
 VOCABULARY_MULTIPLE = 128
+# Generations of devices that are no accelerators, or of which nobody knows.
+PROCESSORS = ("cpu", "plain")
+SCHEDULES = ("stock", "no-pipelining", "1f1b", "interleaved")
 
 
 def _choices(value: Any) -> Any:
@@ -28,8 +40,11 @@ def _choices(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-Modes = Annotated[tuple[Recompute, ...] | None, BeforeValidator(_choices), AfterValidator(_distinct)]
-Switches = Annotated[tuple[bool, ...] | None, BeforeValidator(_choices), AfterValidator(_distinct)]
+Modes = Annotated[tuple[Recompute, ...] | None, BeforeValidator(_choices), AfterValidator(distinct)]
+Switches = Annotated[tuple[bool, ...] | None, BeforeValidator(_choices), AfterValidator(distinct)]
+Groups = Annotated[
+    tuple[Literal["context", "expert"], ...], BeforeValidator(_choices), AfterValidator(distinct)
+]
 
 
 class _Section(BaseModel):
@@ -40,6 +55,8 @@ class ModelSection(_Section):
     """The model. What is left open: an FFN of 4 x hidden, as many query groups as heads, no gated FFN.
 
     Embeddings are tied, and positions learned, where the FFN is not gated and queries are not grouped.
+    `num_experts` makes every layer but the first `num_dense_layers` a mixture of experts, each of
+    `expert_ffn_hidden_size` (None: the FFN's), `experts_per_token` a token, beside a shared one.
     """
 
     num_layers: Size
@@ -54,7 +71,12 @@ class ModelSection(_Section):
     gated_ffn: bool = False
     tied_embeddings: bool | None = None
     position_embedding: Literal["learned_absolute", "rope", "none"] | None = None
-    precision: Literal["bf16", "fp16"] = "bf16"
+    precision: Precision = "bf16"
+    num_experts: Annotated[int, Field(ge=2, le=65_536)] | None = None
+    experts_per_token: Annotated[int, Field(ge=1, le=1024)] = 2
+    expert_ffn_hidden_size: Size | None = None
+    shared_expert_ffn_hidden_size: Annotated[int, Field(ge=0, le=2**31)] = 0
+    num_dense_layers: Annotated[int, Field(ge=0, le=2**20)] = 0
 
 
 class ClusterSection(_Section):
@@ -75,53 +97,131 @@ class BatchSection(_Section):
 
 
 class PlanSearch(SearchConfig):
-    """The tuner's axes, and those that only the planner moves. A key left out is `auto`, but one is 1."""
+    """The tuner's axes, and those that only the planner moves. A key left out is `auto`, but one is 1.
+
+    `inside` names the groups that may not leave a scale-up domain, because their dispatcher cannot.
+    """
 
     context_parallel: Degrees = (1,)
+    expert_parallel: Degrees = None
+    inside: Groups = ()
     recompute: Modes = None
     distributed_optimizer: Switches = None
 
 
+class ClusterFileSection(_Section):
+    """A cluster file; a relative path starts at the job's folder."""
+
+    file: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
 class _JobFile(_Section):
     model: ModelSection
-    cluster: ClusterSection
     batch: BatchSection
     search: PlanSearch = PlanSearch()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanJob:
-    """What is planned for; `shape` has its vocabulary padded for every tensor-parallel degree."""
+    """What is planned for; `shape` has its vocabulary padded for every tensor-parallel degree.
+
+    `machines` are equal devices; where `cluster` is given they are its fastest device and slowest link.
+    """
 
     shape: ModelShape
     machines: Machines
     global_batch_size: int
-    precision: Literal["bf16", "fp16"]
+    precision: Precision
     search: PlanSearch
+    experts: Experts | None = None
+    cluster: PlannedCluster | None = None
+
+    @property
+    def half(self) -> HalfPrecision:
+        """The format of what is not a layer's matrix product."""
+        return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
+    def software(self) -> Software:
+        """What the framework does: on processors plain fp32 operations."""
+        on_cpu = self.precision == "fp32" and self.machines.device.generation in PROCESSORS
+        return ON_CPU if on_cpu else Software()
+
+    @property
+    def has_unequal_devices(self) -> bool:
+        """Whether some slots are slower than others."""
+        return self.cluster is not None and bool((self.cluster.slowdown > 1).any())
+
+    @property
+    def largest_tensor_parallel(self) -> int:
+        """What every tensor-parallel size must divide, so that no group leaves its node and domain."""
+        return self.machines.devices_per_node if self.cluster is None else self.cluster.largest_block
 
 
 def read_job(path: Path, *, devices: Mapping[str, Device] | None = None) -> PlanJob:
     """The job in `path`; `devices` go before the library's. Raises ConfigError in one line."""
-    return parse_job(_load_yaml(path), where=str(path), devices=devices)
+    return parse_job(load_yaml(path), where=str(path), devices=devices, folder=path.parent)
 
 
-def parse_job(data: Any, *, where: str, devices: Mapping[str, Device] | None = None) -> PlanJob:
-    """Plain data as a job. Raises ConfigError: the field, the value and the rule."""
+def parse_job(
+    data: Any, *, where: str, devices: Mapping[str, Device] | None = None, folder: Path | None = None
+) -> PlanJob:
+    """Plain data as a job; cluster files are looked for in `folder`.
+
+    Raises ConfigError: the field, the value and the rule.
+    """
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: a job is a mapping with model, cluster and batch; this is {shown(data)}")
     if "search" in data and data["search"] is None:
         data = {key: value for key, value in data.items() if key != "search"}
-    file = validate(_JobFile, data, where=where)
+    if "cluster" not in data:
+        raise ConfigError(f"{where}: cluster: missing; the key is required")
+    rest = {key: value for key, value in data.items() if key != "cluster"}
+    file = validate(_JobFile, rest, where=where)
+    machines, cluster = _cluster(
+        data["cluster"], precision=file.model.precision, where=where, devices=devices, folder=folder
+    )
     try:
-        machines = _machines(file.cluster, devices)
-        _check_search(file.search)
+        _check_search(file.search, model=file.model)
+        largest = machines.devices_per_node if cluster is None else cluster.largest_block
         return PlanJob(
-            shape=_shape(file.model, machines=machines),
+            shape=_shape(file.model, largest=largest),
             machines=machines,
             global_batch_size=file.batch.global_batch_size,
             precision=file.model.precision,
             search=file.search,
+            experts=_experts(file.model),
+            cluster=cluster,
         )
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _cluster(
+    data: Any,
+    *,
+    precision: Precision,
+    where: str,
+    devices: Mapping[str, Device] | None,
+    folder: Path | None,
+) -> tuple[Machines, PlannedCluster | None]:
+    """The machines of any of the three forms, and the cluster where it is described in full."""
+    here = f"{where}: cluster"
+    if isinstance(data, dict) and ("nodes" in data or "file" in data):
+        if "nodes" in data:
+            read = parse_cluster(data, where=here)
+        else:
+            path = Path(validate(ClusterFileSection, data, where=here).file)
+            here = str(path)
+            read = read_cluster(path if folder is None else folder / path)
+        try:
+            cluster = look_up(read, precision=precision, devices=devices)
+        except ConfigError as error:
+            raise ConfigError(f"{here}: {error}") from error
+        return machines_of_cluster(cluster, fitted()), cluster
+    section = validate(ClusterSection, data, where=here)
+    try:
+        return _machines(section, devices), None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -142,7 +242,29 @@ def _machines(cluster: ClusterSection, devices: Mapping[str, Device] | None) -> 
     )
 
 
-def _shape(model: ModelSection, *, machines: Machines) -> ModelShape:
+def _experts(model: ModelSection) -> Experts | None:
+    if model.num_experts is None:
+        return None
+    if model.experts_per_token > model.num_experts:
+        raise ConfigError(
+            f"model.experts_per_token: {model.experts_per_token}; must be at most num_experts "
+            f"({model.num_experts})"
+        )
+    if model.num_dense_layers >= model.num_layers:
+        raise ConfigError(
+            f"model.num_dense_layers: {model.num_dense_layers}; must be under num_layers "
+            f"({model.num_layers}), or leave num_experts out"
+        )
+    return Experts(
+        num_experts=model.num_experts,
+        top_k=model.experts_per_token,
+        ffn_hidden_size=model.expert_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size,
+        shared_ffn_hidden_size=model.shared_expert_ffn_hidden_size,
+        num_dense_layers=model.num_dense_layers,
+    )
+
+
+def _shape(model: ModelSection, *, largest: int) -> ModelShape:
     heads = model.num_attention_heads
     if model.kv_channels is None and model.hidden_size % heads:
         raise ConfigError(
@@ -150,7 +272,7 @@ def _shape(model: ModelSection, *, machines: Machines) -> ModelShape:
             "or give kv_channels"
         )
     plain = not model.gated_ffn and model.num_query_groups in (None, heads)
-    multiple = VOCABULARY_MULTIPLE * machines.devices_per_node
+    multiple = VOCABULARY_MULTIPLE * largest
     return ModelShape(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -167,12 +289,26 @@ def _shape(model: ModelSection, *, machines: Machines) -> ModelShape:
     )
 
 
-def _check_search(search: PlanSearch) -> None:
+def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
     if any(name != "stock" for name in search.mapping or ()):
-        raise ConfigError(f"search.mapping: {search.mapping}; a plan without a run has the stock order")
+        raise ConfigError(f"search.mapping: {search.mapping}; must be auto (solved) or stock")
     if search.group is not None:
         raise ConfigError(
             f"search.group: {search.group}; a plan without a run has groups of pipeline_parallel microbatches"
         )
-    if any(name not in ("stock", "even") for name in search.split or ()) or len(search.split or ()) > 1:
-        raise ConfigError(f"search.split: {search.split}; must be auto (balanced) or even")
+    unknown = [name for name in search.schedule or () if name not in SCHEDULES]
+    if unknown:
+        raise ConfigError(
+            f"search.schedule: {unknown[0]!r}; a plan without a run has {', '.join(SCHEDULES[:-1])} or "
+            f"{SCHEDULES[-1]}; others need `quartet tune`"
+        )
+    if model.num_experts is None and search.expert_parallel not in (None, (1,)):
+        raise ConfigError(f"search.expert_parallel: {search.expert_parallel}; needs model.num_experts")
+    if search.scaling is not None and model.num_experts is not None:
+        raise ConfigError("search.scaling: shapes of equal budget are known for dense models only; remove it")
+    for text in search.split or ():
+        if text[0].isdigit() and sum(int(count) for count in text.split("+")) != model.num_layers:
+            raise ConfigError(
+                f"search.split: {text!r}; must sum to num_layers ({model.num_layers}), counting transformer "
+                "layers alone"
+            )

@@ -1,11 +1,12 @@
 """Ranked layouts as plan files, compared with a plain layout of the same job."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quartet_plugin import __version__
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
+from quartet_plugin.cost.run import Run
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Prediction
 from quartet_plugin.model.plan import (
@@ -21,7 +22,9 @@ from quartet_plugin.model.plan import (
 )
 from quartet_plugin.search.planner.candidates import RECOMPUTE, even_split, legal_candidates
 from quartet_plugin.search.planner.job import PlanJob
-from quartet_plugin.search.planner.ranking import Ranked, planned_run
+from quartet_plugin.search.planner.placed import PlacedRun
+from quartet_plugin.search.planner.placing import places_of_job, planned_run
+from quartet_plugin.search.planner.ranking import Ranked
 
 FRAMEWORK, FRAMEWORK_VERSION = "megatron-core", "0.19.2"
 
@@ -41,14 +44,8 @@ def plain_layout(job: PlanJob, *, best: Ranked, constants: Constants | None = No
     Recompute only where nothing fits without. Where the job allows none of these, the best plan itself.
     """
     axes: dict[str, object] = {"virtual_stages": (1,), "micro_batch_size": (1,), "context_parallel": (1,)}
-    wanted = job.search.model_copy(update=axes)
-    plain = PlanJob(
-        shape=job.shape,
-        machines=job.machines,
-        global_batch_size=job.global_batch_size,
-        precision=job.precision,
-        search=wanted,
-    )
+    plain = replace(job, search=job.search.model_copy(update=axes))
+    used = constants or fitted()
     candidates = legal_candidates(plain, job.shape)
     layouts = [candidates.layout(row) for row in range(len(candidates))]
     layouts.sort(
@@ -62,22 +59,28 @@ def plain_layout(job: PlanJob, *, best: Ranked, constants: Constants | None = No
         split = even_split(job.shape.num_layers, layout.num_stages)
         run = planned_run(job, job.shape, layout, split)
         if peak_memory(run).fits:
-            time = predict(run, constants or fitted()).iter_time_s
-            return Plain(layout=layout, split=split, iteration_s=time)
+            return Plain(layout=layout, split=split, iteration_s=stock_time_s(job, run, used))
     if best.shape == job.shape:
         return Plain(layout=best.layout, split=best.split, iteration_s=best.iteration_s)
     split = even_split(job.shape.num_layers, best.layout.num_stages)
     run = planned_run(job, job.shape, best.layout, split)
-    return Plain(layout=best.layout, split=split, iteration_s=predict(run, constants or fitted()).iter_time_s)
+    return Plain(layout=best.layout, split=split, iteration_s=stock_time_s(job, run, used))
+
+
+def stock_time_s(job: PlanJob, run: Run, constants: Constants) -> float:
+    """Seconds an iteration in the launcher's order of ranks."""
+    if job.cluster is None:
+        return predict(run, constants).iter_time_s
+    placed = PlacedRun(run, constants, places_of_job(job, constants))
+    return placed.predict(tuple(range(run.layout.world_size))).iter_time_s
 
 
 def plan_of(job: PlanJob, ranked: Ranked, *, plain: Plain, name: str, place: int) -> Plan:
-    """The plan of one ranked layout: stock mapping, predicted and not measured, hosts numbered."""
+    """The plan of one ranked layout: predicted, not measured; hosts are numbered where nobody names them."""
     machines = job.machines
-    per_node = machines.devices_per_node
-    nodes = tuple(
-        NodeInfo(host=f"node-{at:04d}", node_class=f"{machines.device.name} x{per_node}", num_slots=per_node)
-        for at in range(machines.num_devices // per_node)
+    nodes = nodes_of(job)
+    slots = tuple(
+        Slot(node=at, local=local) for at, node in enumerate(nodes) for local in range(node.num_slots)
     )
     return Plan(
         made_for=MadeFor(
@@ -97,15 +100,24 @@ def plan_of(job: PlanJob, ranked: Ranked, *, plain: Plain, name: str, place: int
         layout=ranked.layout,
         split=Split(transformer_layers_per_stage=ranked.split),
         schedule=schedule_of(ranked.layout),
-        mapping=Mapping(
-            slots=tuple(Slot(node=at, local=local) for at in range(len(nodes)) for local in range(per_node))
-        ),
+        mapping=Mapping(slots=slots if ranked.slots is None else tuple(slots[slot] for slot in ranked.slots)),
         provenance=Provenance(run=name, trial=place, seed=0, quartet_version=__version__),
         prediction=Prediction(
             iteration_s=ranked.iteration_s,
             relative_cost=ranked.equal_work_s / plain.iteration_s,
             peak_memory_bytes=round(ranked.memory.total),
         ),
+    )
+
+
+def nodes_of(job: PlanJob) -> tuple[NodeInfo, ...]:
+    """The nodes of the job's cluster."""
+    if job.cluster is not None:
+        return job.cluster.nodes
+    machines, per_node = job.machines, job.machines.devices_per_node
+    return tuple(
+        NodeInfo(host=f"node-{at:04d}", node_class=f"{machines.device.name} x{per_node}", num_slots=per_node)
+        for at in range(machines.num_devices // per_node)
     )
 
 

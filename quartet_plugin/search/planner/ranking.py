@@ -1,29 +1,47 @@
-"""The best layouts of a job: bounds first, the full prediction only where a bound does not rule it out."""
+"""The best layouts of a job: bounds first, the full prediction only where a bound does not rule it out.
+
+Equal devices are ranked in the launcher's order of ranks; on a cluster that is described in full every layout
+is ranked with a mapping of its own, solved with little effort. `refine` then solves those of the best.
+"""
 
 import bisect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from quartet_plugin.cost.constants import Constants, fitted
-from quartet_plugin.cost.jobs import run_of
 from quartet_plugin.cost.memory import Memory, peak_memory
 from quartet_plugin.cost.predict import predict
-from quartet_plugin.cost.run import Run
 from quartet_plugin.errors import InfeasibleError
+from quartet_plugin.mapping.places import Places
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.search.planner.bounds import Bounds, bounds_of
-from quartet_plugin.search.planner.candidates import Candidates, legal_candidates
+from quartet_plugin.search.planner.candidates import BALANCED, SPLIT, Candidates, legal_candidates
+from quartet_plugin.search.planner.cluster import ideal
 from quartet_plugin.search.planner.job import PlanJob
+from quartet_plugin.search.planner.placing import (
+    QUICK,
+    THOROUGH,
+    Effort,
+    Placement,
+    place,
+    places_of_job,
+    planned_run,
+)
+from quartet_plugin.search.planner.refusals import Refusal, TooLarge, refused_degrees, too_large_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """One planned layout. `equal_work_s` is its time for the FLOPs of the job's own model."""
+    """One planned layout. `equal_work_s` is its time for the FLOPs of the job's own model.
+
+    `slots[r]` plays RANK r, None in the launcher's order; `stock_s` has what Megatron's stock orders take
+    where they were compared.
+    """
 
     shape: ModelShape
     layout: Layout
@@ -32,17 +50,20 @@ class Ranked:
     equal_work_s: float
     terms: Mapping[str, float]
     memory: Memory
+    slots: tuple[int, ...] | None = None
+    stock_s: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """The best first, and what became of all candidates."""
+    """The best first, and what became of all candidates; `too_large` says what did not fit in memory."""
 
     best: tuple[Ranked, ...]
     num_considered: int
     num_predicted: int
     num_too_large: int
     num_pruned: int
+    too_large: tuple[TooLarge, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +90,19 @@ def rank(
     total = sum(len(field.candidates) for field in fields)
     if not total:
         raise InfeasibleError(_no_layout(job))
+    places = None if job.cluster is None else places_of_job(job, used)
     best: list[tuple[float, int, int, Ranked]] = []
-    order = _ordered(fields, limit=math.inf if exhaustive else _available(job))
-    predicted, visited, too_large = 0, 0, total - len(order)
+    limit = _available(job)
+    order = _ordered(fields, limit=math.inf if exhaustive else limit)
+    predicted, visited = 0, 0
+    unfit: list[tuple[int, int]] = []
     for bound, at, row in order:
         if not exhaustive and len(best) == top and bound > best[-1][0]:
             break
         visited += 1
-        found = _planned(job, fields[at], row, used)
+        found = _planned(job, fields[at], row, used, places)
         if found is None:
-            too_large += 1
+            unfit.append((at, row))
             continue
         predicted += 1
         bisect.insort(best, (found.equal_work_s, at, row, found), key=lambda entry: entry[:3])
@@ -89,21 +113,46 @@ def rank(
         best=tuple(entry[3] for entry in best),
         num_considered=total,
         num_predicted=predicted,
-        num_too_large=too_large,
+        num_too_large=total - len(order) + len(unfit),
         num_pruned=len(order) - visited,
+        too_large=_too_large(fields, unfit, limit),
     )
 
 
-def planned_run(job: PlanJob, shape: ModelShape, layout: Layout, split: tuple[int, ...]) -> Run:
-    """The run that a planned layout stands for."""
-    return run_of(
-        shape,
-        layout,
-        global_batch_size=job.global_batch_size,
-        layers_per_stage=split,
-        machines=job.machines,
-        precision=job.precision,
-    )
+def refine(
+    job: PlanJob, found: Ranking, *, constants: Constants | None = None, effort: Effort = THOROUGH
+) -> Ranking:
+    """The same layouts with their mappings solved, ranked again; unchanged where the job wants stock."""
+    if job.search.mapping is not None:
+        return found
+    used = constants or fitted()
+    places = places_of_job(job, used)
+    placed = []
+    for ranked in found.best:
+        # Where devices are equal no mapping has a split of its own; else it has been found already.
+        better = place(
+            job,
+            ranked.shape,
+            ranked.layout,
+            ranked.split,
+            constants=used,
+            places=places,
+            effort=effort,
+            may_split=False,
+        )
+        if better is not None and better.found.iter_time_s <= ranked.iteration_s * (1 + 1e-12):
+            ranked = _with(ranked, better)
+        placed.append(ranked)
+    placed.sort(key=lambda one: one.equal_work_s)
+    return replace(found, best=tuple(placed))
+
+
+def refusals(job: PlanJob, found: Ranking | None) -> list[Refusal]:
+    """Why layouts were refused, the reason that refused most first: degrees, then memory."""
+    return [
+        *refused_degrees(job, job.shape),
+        *too_large_of(found.too_large if found else (), _available(job)),
+    ]
 
 
 def _shapes(job: PlanJob) -> tuple[ModelShape, ...]:
@@ -121,10 +170,14 @@ def _shapes(job: PlanJob) -> tuple[ModelShape, ...]:
 
 def _field(job: PlanJob, shape: ModelShape, constants: Constants) -> _Field:
     candidates = legal_candidates(job, shape)
+    bounded, used = job, constants
+    if job.cluster is not None:
+        machines, used = ideal(job.cluster, constants)
+        bounded = replace(job, machines=machines)
     return _Field(
         shape=shape,
         candidates=candidates,
-        bounds=bounds_of(job, shape, candidates, constants=constants),
+        bounds=bounds_of(bounded, shape, candidates, constants=used, any_split=job.has_unequal_devices),
         scale=job.shape.model_flops_per_sequence / shape.model_flops_per_sequence,
     )
 
@@ -140,24 +193,75 @@ def _ordered(fields: list[_Field], *, limit: float) -> list[tuple[float, int, in
     return list(zip(scaled[order].tolist(), owner[order].tolist(), rows[order].tolist(), strict=True))
 
 
-def _planned(job: PlanJob, field: _Field, row: int, constants: Constants) -> Ranked | None:
-    """The candidate with its prediction; None where its memory does not fit."""
+def _planned(
+    job: PlanJob, field: _Field, row: int, constants: Constants, places: Places | None
+) -> Ranked | None:
+    """The candidate with its prediction; None where it does not fit in memory or no order is legal."""
     layout = field.candidates.layout(row)
     split = field.bounds.split(job, field.shape, field.candidates, row)
-    run = planned_run(job, field.shape, layout, split)
-    memory = peak_memory(run)
-    if not memory.fits:
+    if places is None:
+        run = planned_run(job, field.shape, layout, split)
+        memory = peak_memory(run)
+        if not memory.fits:
+            return None
+        found = predict(run, constants)
+        return Ranked(
+            shape=field.shape,
+            layout=layout,
+            split=split,
+            iteration_s=found.iter_time_s,
+            equal_work_s=found.iter_time_s * field.scale,
+            terms=found.terms,
+            memory=memory,
+        )
+    is_free = int(field.candidates.columns[row, SPLIT]) == BALANCED
+    placed = place(
+        job,
+        field.shape,
+        layout,
+        split,
+        constants=constants,
+        places=places,
+        effort=QUICK,
+        may_split=is_free,
+    )
+    if placed is None:
         return None
-    found = predict(run, constants)
-    return Ranked(
+    bare = Ranked(
         shape=field.shape,
         layout=layout,
         split=split,
-        iteration_s=found.iter_time_s,
-        equal_work_s=found.iter_time_s * field.scale,
-        terms=found.terms,
-        memory=memory,
+        iteration_s=1.0,
+        equal_work_s=field.scale,
+        terms={},
+        memory=placed.memory,
     )
+    return _with(bare, placed)
+
+
+def _with(ranked: Ranked, placement: Placement) -> Ranked:
+    """The layout with a placement; its other shape's scale stays."""
+    time = placement.found.iter_time_s
+    return replace(
+        ranked,
+        split=placement.split,
+        iteration_s=time,
+        equal_work_s=time * ranked.equal_work_s / ranked.iteration_s,
+        terms=placement.found.terms,
+        memory=placement.memory,
+        slots=None if list(placement.slots) == sorted(placement.slots) else placement.slots,
+        stock_s=placement.stock_s,
+    )
+
+
+def _too_large(fields: list[_Field], unfit: list[tuple[int, int]], limit: float) -> tuple[TooLarge, ...]:
+    """By degrees: how many layouts are over `limit`, and the least that one of them needs at the least."""
+    found: list[TooLarge] = []
+    for at, field in enumerate(fields):
+        over = field.bounds.memory_bytes > limit
+        over[[row for owner, row in unfit if owner == at]] = True
+        found += TooLarge.by_degrees(field.candidates.columns[over], field.bounds.memory_bytes[over])
+    return tuple(found)
 
 
 def _available(job: PlanJob) -> float:
@@ -198,9 +302,10 @@ def _nearest(job: PlanJob, fields: list[_Field]) -> str:
 
 def _no_layout(job: PlanJob) -> str:
     shape = job.shape
+    refused = refused_degrees(job, shape)
+    most = f"; most often: {refused[0].reason}" if refused else ""
     return (
         f"layouts: none is legal for {job.machines.num_devices} devices, {shape.num_attention_heads} heads, "
         f"{shape.num_query_groups} groups, {shape.num_layers} layers, sequences of {shape.seq_length} and "
-        f"a batch of {job.global_batch_size}; tensor_parallel must divide heads, groups and a node, "
-        "data_parallel x micro_batch_size the batch: allow more of search or change the batch"
+        f"a batch of {job.global_batch_size}{most}; allow more of search, or change the batch or the devices"
     )

@@ -1,0 +1,135 @@
+"""`quartet explain`: what a plan's predicted step and memory are made of, and what came next."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from quartet_plugin.cost.devices import Device
+    from quartet_plugin.model.plan import Plan
+    from quartet_plugin.report.explain import Explanation
+    from quartet_plugin.search.planner.explain import Explained
+    from quartet_plugin.search.planner.job import PlanJob
+    from quartet_plugin.search.planner.ranking import Ranked
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+
+    @app.command("explain")
+    def explain(
+        ctx: typer.Context,
+        plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan.", show_default=False)],
+        cluster: Annotated[
+            Path | None,
+            typer.Option(
+                metavar="FILE", help="The JOB.yaml, or a cluster file; without it the plan's own nodes."
+            ),
+        ] = None,
+        json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+        hardware: Annotated[
+            Path | None,
+            typer.Option(metavar="FOLDER", help="Device files of your own, before the library's."),
+        ] = None,
+        calibration: Annotated[
+            Path | None, typer.Option(metavar="FILE", help="A cluster's calibration.")
+        ] = None,
+    ) -> None:
+        """Show the terms of a plan's predicted step, the memory of every stage, and the runner-up."""
+        from quartet_plugin.cli.invocation import refuse_user_command
+        from quartet_plugin.cli.plan import constants_of
+        from quartet_plugin.cost.devices import read_folder
+        from quartet_plugin.model.plan import read_plan
+        from quartet_plugin.search.planner.explain import explained
+
+        refuse_user_command(ctx)
+        read = read_plan(plan)
+        devices = None if hardware is None else read_folder(hardware)
+        job, assumed = _job(read, cluster, devices)
+        found = explained(read, job, assumed=assumed, constants=constants_of(calibration))
+        _print(_explanation(read, job, found), as_json=json)
+
+
+def _job(
+    plan: "Plan", cluster: Path | None, devices: "Mapping[str, Device] | None"
+) -> "tuple[PlanJob, dict[str, str]]":
+    """The plan's job: a JOB.yaml has all of it, a cluster file and the plan's nodes leave things open."""
+    from quartet_plugin.model.cluster import read_cluster
+    from quartet_plugin.search.planner.explain import job_of_cluster, job_of_plan
+    from quartet_plugin.search.planner.job import read_job
+
+    if cluster is None:
+        return job_of_plan(plan, devices=devices)
+    if cluster.suffix == ".json":
+        return job_of_cluster(plan, read_cluster(cluster), devices=devices)
+    return read_job(cluster, devices=devices), {}
+
+
+def _explanation(plan: "Plan", job: "PlanJob", found: "Explained") -> "Explanation":
+    from quartet_plugin.report.explain import Explanation, RunnerUp, StageMemory
+
+    prediction, other = found.prediction, found.other
+    counts, ranks = plan.split.transformer_layers_per_stage, plan.layout.pipeline_parallel
+    placement = plan.schedule.placement or tuple(k % ranks for k in range(len(counts)))
+    layers = [sum(n for n, at in zip(counts, placement, strict=True) if at == rank) for rank in range(ranks)]
+    scale = plan.shape.model_flops_per_sequence / job.shape.model_flops_per_sequence
+    return Explanation(
+        title=_title(plan, found.num_microbatches),
+        iteration_s=prediction.iter_time_s,
+        stated_s=None if plan.prediction is None else plan.prediction.iteration_s,
+        terms=prediction.terms,
+        compute_terms=prediction.compute_terms,
+        bubble_fraction=prediction.terms["pp_bubble_s"] / prediction.iter_time_s,
+        memory=[
+            StageMemory(rank=at, num_layers=layers[at], total_bytes=one.total, terms=one.terms)
+            for at, one in enumerate(found.memory)
+        ],
+        available_bytes=found.memory[0].available,
+        runner_up=None
+        if other is None
+        else RunnerUp(
+            label=f"{other.layout.label} recompute {other.layout.recompute}"
+            + (" sharded optimizer" if other.layout.distributed_optimizer else ""),
+            equal_work_s=other.equal_work_s * scale,
+            terms={name: value * scale * _ratio(other) for name, value in other.terms.items()},
+        ),
+        assumed=found.assumed,
+    )
+
+
+def _ratio(other: "Ranked") -> float:
+    """Equal work over an iteration of its own shape."""
+    return other.equal_work_s / other.iteration_s
+
+
+def _title(plan: "Plan", num_microbatches: int) -> list[tuple[str, str]]:
+    shape = plan.shape
+    options = f"recompute {plan.layout.recompute}"
+    if plan.layout.distributed_optimizer:
+        options += ", sharded optimizer"
+    split = plan.split.label
+    return [
+        ("plan", f"{plan.digest[:12]} for {plan.made_for.world_size} devices"),
+        ("shape", f"{shape.num_layers} layers, hidden {shape.hidden_size}, sequences of {shape.seq_length}"),
+        ("layout", f"{plan.layout.label}, {options}, {num_microbatches} microbatches"),
+        ("split", split if len(split) <= 80 else f"{split[:77]}..."),
+        ("schedule", plan.schedule.label),
+        ("mapping", plan.mapping.label),
+    ]
+
+
+def _print(explanation: "Explanation", *, as_json: bool) -> None:
+    import json as text
+
+    from rich.console import Console
+
+    from quartet_plugin.report.explain import show
+
+    if as_json:
+        typer.echo(text.dumps(explanation.as_data(), indent=1, allow_nan=False))
+        return
+    # Without a terminal nothing is cut: a pipe has no width of its own.
+    console = Console(highlight=False)
+    show(explanation, console=console if console.is_terminal else Console(highlight=False, width=160))

@@ -1,0 +1,203 @@
+"""A prediction for reading: what the step's time and every stage's memory are made of, with bars."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+BAR_WIDTH = 40
+MAX_RANKS = 32
+# A term below this share of the step is summed up with others of its kind.
+LEAST_SHARE = 0.002
+_GIB = float(2**30)
+_MEANING = {
+    "compute": "matrix products, attention, elementwise kernels, head",
+    "recompute": "forwards repeated in the backward",
+    "tp_comm": "tensor-parallel collectives",
+    "cp_comm": "context-parallel exchange",
+    "ep_comm": "experts' exchange",
+    "pp_comm": "waiting for own sends",
+    "pp_bubble": "waiting for other stages",
+    "fsdp_comm": "sharded parameters",
+    "dp_comm": "gradients and updated parameters",
+    "ends_comm": "gradients of tied embeddings",
+    "optimizer": "the optimizer's step",
+    "step_overhead": "between steps: data, logging",
+    "straggler": "the slowest of many nodes",
+    "action": "around each action of a stage",
+    "residual": "measured over predicted, unexplained",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes at the peak of one pipeline rank; `terms` sum to `total_bytes`."""
+
+    rank: int
+    num_layers: int
+    total_bytes: float
+    terms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerUp:
+    """The best other layout: seconds for equal work, and its terms."""
+
+    label: str
+    equal_work_s: float
+    terms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """All that is shown. Seconds an iteration; `stated_s` is what the plan file says it was predicted as."""
+
+    title: Sequence[tuple[str, str]]
+    iteration_s: float
+    stated_s: float | None
+    terms: Mapping[str, float]
+    compute_terms: Mapping[str, float]
+    bubble_fraction: float
+    memory: Sequence[StageMemory]
+    available_bytes: float
+    runner_up: RunnerUp | None
+    assumed: Mapping[str, str]
+
+    def as_data(self) -> dict[str, object]:
+        """The same for programs."""
+        return {
+            "schema_version": 1,
+            "iteration_s": self.iteration_s,
+            "stated_s": self.stated_s,
+            "terms": dict(self.terms),
+            "compute_terms": dict(self.compute_terms),
+            "bubble_fraction": self.bubble_fraction,
+            "memory": {
+                "available_bytes": self.available_bytes,
+                "ranks": [
+                    {"rank": one.rank, "total_bytes": one.total_bytes, "terms": dict(one.terms)}
+                    for one in self.memory
+                ],
+            },
+            "runner_up": None
+            if self.runner_up is None
+            else {
+                "label": self.runner_up.label,
+                "equal_work_s": self.runner_up.equal_work_s,
+                "slower_by": self.runner_up.equal_work_s / self.iteration_s - 1,
+                "terms": dict(self.runner_up.terms),
+            },
+            "assumed": dict(self.assumed),
+        }
+
+
+def differences(terms: Mapping[str, float], against: Mapping[str, float], *, most: int = 3) -> str:
+    """The terms that differ most, "pp_bubble +0.2 s, tp_comm -0.1 s"; empty where nothing does."""
+    found = [(name, terms.get(name, 0.0) - against.get(name, 0.0)) for name in {**terms, **against}]
+    found.sort(key=lambda item: -abs(item[1]))
+    scale = max(sum(against.values()), 1e-30)
+    kept = [(name, by) for name, by in found[:most] if abs(by) > 1e-3 * scale]
+    return ", ".join(f"{name.removesuffix('_s')} {by:+.3g} s" for name, by in kept)
+
+
+def show(explanation: Explanation, *, console: "Console") -> None:
+    """Print it, bars included."""
+    for part in renderables(explanation):
+        console.print(part)
+
+
+def renderables(explanation: Explanation) -> "list[RenderableType]":
+    """The parts in their order."""
+    from rich.text import Text
+
+    head = [Text(f"{name:<10}{words}") for name, words in explanation.title]
+    stated = explanation.stated_s
+    words = f"{explanation.iteration_s:.4g} s an iteration"
+    if stated is not None and abs(stated / explanation.iteration_s - 1) > 1e-3:
+        words += f" (the plan says {stated:.4g} s: other figures or constants)"
+    parts: list[RenderableType] = [*head, Text(f"{'predicted':<10}{words}"), Text("")]
+    parts += [_time_table(explanation), Text(""), _memory_table(explanation), Text("")]
+    parts += [Text(line) for line in _closing(explanation)]
+    return parts
+
+
+def _time_table(explanation: Explanation) -> "RenderableType":
+    whole = explanation.iteration_s
+    rows = sorted(explanation.terms.items(), key=lambda item: -item[1])
+    table = _table(("term", "seconds", "share", "", ""))
+    small = [value for _, value in rows if 0 < value < LEAST_SHARE * whole]
+    for name, value in rows:
+        if value < LEAST_SHARE * whole:
+            continue
+        plain = name.removesuffix("_s")
+        table.add_row(
+            plain, f"{value:.4g}", f"{100 * value / whole:.1f} %", bar(value / whole), _MEANING.get(plain, "")
+        )
+        if name == "compute_s":
+            for inner, seconds in sorted(explanation.compute_terms.items(), key=lambda item: -item[1]):
+                if seconds >= LEAST_SHARE * whole:
+                    label = f"  {inner.removesuffix('_s')}"
+                    table.add_row(label, f"{seconds:.4g}", f"{100 * seconds / whole:.1f} %", "", "")
+    if small:
+        table.add_row("others", f"{sum(small):.4g}", f"{100 * sum(small) / whole:.1f} %", "", "")
+    return table
+
+
+def _memory_table(explanation: Explanation) -> "RenderableType":
+    limit = explanation.available_bytes
+    table = _table(("rank", "layers", "GiB", "of usable", "", "most of it"))
+    for one in explanation.memory[:MAX_RANKS]:
+        largest = max(one.terms, key=lambda name: one.terms[name]).removesuffix("_bytes")
+        share = one.total_bytes / limit
+        table.add_row(
+            str(one.rank),
+            str(one.num_layers),
+            f"{one.total_bytes / _GIB:.2f}",
+            f"{100 * share:.0f} %",
+            bar(share),
+            f"{largest} {one.terms[f'{largest}_bytes'] / _GIB:.2f} GiB"
+            + (" DOES NOT FIT" if share > 1 else ""),
+        )
+    if len(explanation.memory) > MAX_RANKS:
+        table.caption = f"(and {len(explanation.memory) - MAX_RANKS} more pipeline ranks)"
+    return table
+
+
+def _closing(explanation: Explanation) -> list[str]:
+    lines = [f"bubble    {100 * explanation.bubble_fraction:.1f} % of the step"]
+    other = explanation.runner_up
+    if other is None:
+        lines.append("runner-up none: no other layout is legal and fits")
+    else:
+        by = 100 * (other.equal_work_s / explanation.iteration_s - 1)
+        verdict = f"{by:.1f} % slower" if by >= 0 else f"{-by:.1f} % faster than this plan"
+        found = differences(other.terms, explanation.terms)
+        lines.append(
+            f"runner-up {other.label}: {other.equal_work_s:.4g} s, {verdict}{': ' + found if found else ''}"
+        )
+    if explanation.assumed:
+        words = ", ".join(f"{name} {value}" for name, value in explanation.assumed.items())
+        lines.append(f"assumed   {words}")
+    return lines
+
+
+def bar(share: float, *, width: int = BAR_WIDTH) -> str:
+    """A bar of eighths of a block, as long as `share` of `width`; over 1 it ends with an arrow."""
+    if share > 1:
+        return "█" * (width - 1) + "▶"
+    eighths = round(max(0.0, share) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return "█" * full + ("" if rest == 0 else " ▏▎▍▌▋▊▉"[rest])
+
+
+def _table(heads: Sequence[str]) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for at, head in enumerate(heads):
+        numeric = head in ("seconds", "share", "GiB", "of usable", "rank", "layers")
+        table.add_column(head, justify="right" if numeric else "left", no_wrap=at < len(heads) - 1)
+    return table
