@@ -183,15 +183,17 @@ def costs_of(
 
 
 def _layer_cost(name: str, part: PartTimes) -> LayerCost:
-    whole = _backward_s(part)
-    # An embedding's whole backward is its weight gradient; elsewhere the halves are about equal.
-    input_grad = 0.0 if name == EMBEDDING else part.input_grad_s
-    weight_grad = whole if name == EMBEDDING else part.weight_grad_s
+    input_grad, weight_grad = part.input_grad_s, part.weight_grad_s
+    if name == EMBEDDING:
+        input_grad, weight_grad = 0.0, _backward_s(part)
+    elif input_grad is None or weight_grad is None:
+        # Where they were not told apart the halves are about equal.
+        input_grad = weight_grad = _backward_s(part) / 2
     return LayerCost(
         name=name,
         forward_s=part.forward_s or 0.0,
-        input_grad_s=whole / 2 if input_grad is None else input_grad,
-        weight_grad_s=whole / 2 if weight_grad is None else weight_grad,
+        input_grad_s=input_grad,
+        weight_grad_s=weight_grad,
         activation_bytes=float(part.activation_bytes),
     )
 

@@ -136,3 +136,13 @@ def test_files_with_faults_are_refused(data: dict[str, Any], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule) as caught:
         parse_rank(data, where="rank-0.profile.json")
     assert "\n" not in str(caught.value)
+
+
+def test_halves_that_were_not_told_apart_are_equal() -> None:
+    """Half a split backward is none: a head with a tied weight defers nothing."""
+    parts = [part("layer.0", 0.01), part("head", 0.02, input_grad_s=0.05, weight_grad_s=None)]
+    costs = costs_of(
+        [parse_rank(rank(0, parts), where="a test")], num_layers=1, num_devices=1, num_microbatches=1
+    )
+    assert costs.layers[-1].input_grad_s == pytest.approx(0.021)
+    assert costs.layers[-1].weight_grad_s == pytest.approx(0.021)

@@ -1,0 +1,51 @@
+"""What a rank's profile is made of, without Megatron's processes; tests/cli/test_profile.py has them."""
+
+import pytest
+import torch
+
+from quartet_plugin.errors import UsageError
+from quartet_plugin.megatron.profiling_memory import ActivationLedger
+
+
+def test_the_played_rank_is_read_strictly() -> None:
+    from quartet_plugin.megatron.profiling import PlayedRank
+
+    assert PlayedRank.of("1") is None
+    assert PlayedRank.of("48/1024") == PlayedRank(rank=48, world_size=1024)
+    for text in ("4/4", "-1/4", "1/99999", "a/b", "1/2/3", "0/0"):
+        with pytest.raises(UsageError, match="QUARTET_PROFILE"):
+            PlayedRank.of(text)
+
+
+def test_the_ledger_counts_each_storage_once_and_no_weights() -> None:
+    ledger = ActivationLedger()
+    ledger.is_open = True
+    linear = torch.nn.Linear(8, 8, bias=False)
+    given = torch.randn(4, 8, requires_grad=True)
+    # A leaf of the user's is no parameter of the model's; what comes out of an operation counts.
+    hidden = given * 1.0
+    ledger.enter("first")
+    out = linear(hidden)
+    again = linear(hidden)
+    ledger.enter("second")
+    total = (out * again).sum()
+    ledger.leave()
+    total.backward()
+    assert ledger.bytes_of("first") == 4 * 8 * 4
+    assert ledger.bytes_of("second") == 2 * 4 * 8 * 4
+    assert ledger.bytes_of("third") == 0
+
+
+def test_the_ledger_counts_one_forward() -> None:
+    ledger = ActivationLedger()
+    ledger.is_open = True
+    for _ in range(3):
+        ledger.enter("part")
+        (torch.randn(16, requires_grad=True) * 1.0).square().sum()
+        ledger.leave()
+    assert ledger.bytes_of("part") == 16 * 4
+    closed = ActivationLedger()
+    closed.enter("part")
+    (torch.randn(16, requires_grad=True) * 1.0).square().sum()
+    closed.leave()
+    assert closed.bytes_of("part") == 0
