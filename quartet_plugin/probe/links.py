@@ -4,6 +4,7 @@ A bandwidth is bytes that crossed one device's link over time in an all-reduce o
 of one small message. Between nodes every pair is measured where there are few.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,29 +26,30 @@ def measure(device: torch.device, *, hosts: Sequence[str]) -> dict[str, Any]:
     `hosts` names the node of each rank. Every rank calls this together.
     """
     nodes = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
-    smallest = min(len(node) for node in nodes)
-    inside = _level(device, nodes) if smallest > 1 else None
-    across = [[node[at] for node in nodes] for at in range(smallest)]
+    inside = _level(device, nodes) if max(len(node) for node in nodes) > 1 else None
+    # Ranks of equal place in their nodes, so that all ports of a node are used at once.
+    across = [[node[at] for node in nodes] for at in range(min(len(node) for node in nodes))]
     between = _level(device, across) if len(nodes) > 1 else None
     return {"scale_up": inside, "network": between, "pairs": _pairs(device, nodes)}
 
 
 def _level(device: torch.device, groups: Sequence[Sequence[int]]) -> dict[str, float]:
-    """All groups at once; the slowest rank's figures."""
+    """All groups at once; the slowest rank's figures. A rank in no group of several measures nothing."""
     own, members = None, [dist.get_rank()]
     for ranks in groups:
         made = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
             own, members = made, list(ranks)
-    seconds, latency = 0.0, 0.0
-    if own is not None:
+    speed, latency = math.inf, 0.0
+    if own is not None and len(members) > 1:
         tensor = torch.ones(_BYTES[device.type] // 4, device=device)
         seconds = _median(lambda: dist.all_reduce(tensor, group=own), device, group=own)
+        # What a ring sends over one rank's link: twice all but its own share.
+        speed = 2 * (len(members) - 1) / len(members) * _BYTES[device.type] / seconds
         latency = _ping_s(device, members)
     dist.barrier()
-    share = 2 * (len(groups[0]) - 1) / len(groups[0])
-    slowest = _everybodys([seconds, latency], device).max(dim=0).values.tolist()
-    return {"bandwidth_bytes_per_s": share * _BYTES[device.type] / slowest[0], "latency_s": slowest[1]}
+    found = _everybodys([speed, latency], device)
+    return {"bandwidth_bytes_per_s": float(found[:, 0].min()), "latency_s": float(found[:, 1].max())}
 
 
 def _pairs(device: torch.device, nodes: Sequence[Sequence[int]]) -> list[list[float]] | None:
