@@ -94,3 +94,51 @@ def test_many_heads_stay_a_count_that_can_be_divided() -> None:
 def test_a_rule_out_of_range_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"scaling.{next(iter(wrong))}"):
         BudgetRule(**wrong)  # type: ignore[arg-type]
+
+
+def test_other_head_sizes_keep_the_attentions_width() -> None:
+    base = make_shape(
+        num_layers=24,
+        hidden_size=2048,
+        ffn_hidden_size=8192,
+        num_attention_heads=16,
+        num_query_groups=4,
+        kv_channels=128,
+    )
+    found = equal_shapes(base, rule=BudgetRule(budget="flops", max_shapes=12, head_sizes=(64,)))
+    smaller = [shape for shape in found if shape.kv_channels == 64]
+    assert smaller
+    assert len(smaller) < len(found) - 1
+    for shape in smaller:
+        assert shape.attention_size * base.hidden_size == base.attention_size * shape.hidden_size
+        assert shape.num_attention_heads // shape.num_query_groups == 4
+    assert {shape.num_layers for shape in smaller} != {24}
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), st.sampled_from(["parameters", "flops"]), st.sampled_from([(32,), (64, 128), (256,)]))
+def test_other_head_sizes_keep_the_rule(base: ModelShape, budget: str, sizes: tuple[int, ...]) -> None:
+    rule = BudgetRule(
+        budget="flops" if budget == "flops" else "parameters", max_shapes=32, head_sizes=sizes, tolerance=0.05
+    )
+    target = budget_of(base, budget=rule.budget)
+    for shape in equal_shapes(base, rule=rule):
+        assert abs(budget_of(shape, budget=rule.budget) - target) <= 0.05 * target
+        assert shape.kv_channels in (base.kv_channels, *sizes)
+        assert shape.num_attention_heads % shape.num_query_groups == 0
+
+
+@pytest.mark.parametrize("head", [64, 80])
+def test_widths_are_multiples_that_matrix_units_like(head: int) -> None:
+    base = make_shape(
+        num_layers=32, hidden_size=32 * head, ffn_hidden_size=128 * head, num_attention_heads=32,
+        num_query_groups=32, kv_channels=head,
+    )  # fmt: skip
+    found = equal_shapes(base, rule=BudgetRule(tolerance=0.05, max_shapes=32))
+    assert len(found) > 2
+    assert all(shape.hidden_size % 64 == 0 and shape.ffn_hidden_size % 64 == 0 for shape in found)
+
+
+def test_a_head_size_no_kernel_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"scaling.head_sizes: 20"):
+        BudgetRule(head_sizes=(20,))

@@ -21,7 +21,7 @@ from quartet_plugin.model.files import shown, validate
 from quartet_plugin.model.layout import Recompute
 from quartet_plugin.model.plan import MAX_RANKS
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.search.config import Degrees, SearchConfig, distinct, load_yaml
+from quartet_plugin.search.config import Degrees, ScalingConfig, SearchConfig, distinct, load_yaml
 from quartet_plugin.search.planner.cluster import PlannedCluster, look_up
 from quartet_plugin.search.planner.cluster import machines_of as machines_of_cluster
 
@@ -96,6 +96,14 @@ class BatchSection(_Section):
     global_batch_size: Size
 
 
+class PlanScaling(ScalingConfig):
+    """Shapes of an equal budget, with other head sizes beside the model's own."""
+
+    head_sizes: Annotated[
+        tuple[Annotated[int, Field(ge=8, le=1024)], ...], BeforeValidator(_choices), AfterValidator(distinct)
+    ] = ()
+
+
 class PlanSearch(SearchConfig):
     """The tuner's axes, and those that only the planner moves. A key left out is `auto`, but one is 1.
 
@@ -105,6 +113,7 @@ class PlanSearch(SearchConfig):
     context_parallel: Degrees = (1,)
     expert_parallel: Degrees = None
     inside: Groups = ()
+    scaling: PlanScaling | None = None
     recompute: Modes = None
     distributed_optimizer: Switches = None
 

@@ -164,6 +164,7 @@ def _shapes(job: PlanJob) -> tuple[ModelShape, ...]:
         tolerance=asked.tolerance,
         depth_width_band=asked.depth_width_band,
         max_shapes=asked.max_shapes,
+        head_sizes=asked.head_sizes,
     )
     return equal_shapes(job.shape, rule=rule)
 
