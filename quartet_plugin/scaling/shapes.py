@@ -5,10 +5,10 @@ hidden size and the ratio of query heads to groups are kept, and the head's size
 is trained is another model (class D), which is why nobody gets it without asking.
 
 How far depth may be traded is the band of hidden_size / num_layers. Kaplan et al. (2020, arXiv 2001.08361,
-section 3.1) found loss at a fixed number of parameters nearly flat in that ratio: 6 layers of 4288 come within
-3 % of 48 layers of 1600, a factor of 21 in the ratio. Levine et al. (2020, arXiv 2006.12467) found a best depth
-that grows with the logarithm of the width. The default band, a factor of 4 to either side of the user's own
-ratio, stays well inside what the first measured as flat.
+section 3.1) found loss at a fixed number of parameters nearly flat in that ratio: 6 layers of 4288 come
+within 3 % of 48 layers of 1600, a factor of 21 in the ratio. Levine et al. (2020, arXiv 2006.12467) found a
+best depth that grows with the logarithm of the width. The default band, a factor of 4 to either side of the
+user's own ratio, stays well inside what the first measured as flat.
 """
 
 import math
