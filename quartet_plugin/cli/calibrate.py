@@ -12,6 +12,7 @@ from quartet_plugin.errors import ConfigError, QuartetError, UsageError
 
 if TYPE_CHECKING:
     from quartet_plugin.cost.calibration import Calibration, Observation
+    from quartet_plugin.cost.constants import Constants
     from quartet_plugin.cost.run import Machines, Run
     from quartet_plugin.trial.request import TrialResult
 
@@ -60,10 +61,26 @@ def register(app: typer.Typer) -> None:
             found += of_profile(path, cluster=cluster)
         for path in runs or ():
             found += of_run_folder(path, cluster=cluster)
-        calibration = calibrate(found)
+        prior, fixed = start_from(cluster)
+        calibration = calibrate(found, prior=prior, fixed=fixed)
         source = ", ".join(str(path) for path in (*(profile or ()), *(runs or ())))
         write_calibration(calibration, path=output, source=source)
         typer.echo("\n".join([f"{output}:", *lines(calibration)]))
+
+
+def start_from(cluster: Path) -> "tuple[Constants, tuple[str, ...]]":
+    """The shared constants, and which of them stay: those of links that the cluster file has measured."""
+    from quartet_plugin.cost.constants import fitted
+    from quartet_plugin.model.cluster import read_cluster
+    from quartet_plugin.search.planner.cluster import with_hop
+
+    links = read_cluster(cluster).links
+    if not links.measured:
+        return fitted(), ()
+    # Of latencies the cost model takes a quarter inside a scale-up domain.
+    slowest = links.network or links.scale_up
+    hop_s = slowest.latency_s if links.network else 4 * slowest.latency_s
+    return with_hop(fitted(), max(hop_s, 1e-9)), ("scale_up", "scale_out", "hop_s")
 
 
 def lines(calibration: "Calibration") -> list[str]:

@@ -7,7 +7,7 @@ residual, a term of its own. See docs/calibration.md.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
@@ -137,16 +137,22 @@ class Calibration:
         return Interval(seconds=seconds, low=seconds * math.exp(-width), high=seconds * math.exp(width))
 
 
-def calibrate(observations: Sequence[Observation], *, prior: Constants | None = None) -> Calibration:
+def calibrate(
+    observations: Sequence[Observation],
+    *,
+    prior: Constants | None = None,
+    fixed: Collection[str] = (),
+) -> Calibration:
     """Correct `prior` (the fitted constants) by one cluster's measurements.
 
-    Raises ConfigError where there are none.
+    `fixed` constants stay as they are: what was measured on its own. Raises ConfigError where there are no
+    measurements.
     """
     if not observations:
         raise ConfigError("calibration: no measurement; profile a command or run trials first")
     start = prior or fitted()
     centre = _centre(start)
-    names = _names(observations, centre)
+    names = tuple(name for name in _names(observations, centre) if name not in fixed)
     spreads = _prior_spreads(observations, names)
     measured = np.log([one.seconds for one in observations])
 
