@@ -62,11 +62,16 @@ class ClusterConstants(Constants):
 
     `action_s`: what a forward or a backward of a stage takes beside its layers (data, the loop around it, the
     loss). `residual`: measured over predicted time of whole iterations, for which no term could account.
+    `weight_product`, `activation`, `accumulation`: times of weight gradients' products, of what is as wide as
+    an FFN, and of adding gradients up, over what the shared constants say.
     A measured constant may lie outside the bounds of the shared ones.
     """
 
     action_s: float = 0.0
     residual: float = 1.0
+    weight_product: float = 1.0
+    activation: float = 1.0
+    accumulation: float = 1.0
 
     def __post_init__(self) -> None:
         for known in fields(self):
