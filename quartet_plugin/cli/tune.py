@@ -14,6 +14,7 @@ from quartet_plugin.cli.invocation import user_command
 
 if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
+    from quartet_plugin.report.tensorboard import Watcher
     from quartet_plugin.search.coordinator import TuneResult
     from quartet_plugin.search.run_folder import Run
 
@@ -88,7 +89,7 @@ def tune(
                 run,
                 command=command,
                 launches=LocalLaunches(),
-                observer=shown,
+                observer=watched(shown, run=run),
                 should_stop=should_stop,
                 fence=lease.check,
                 max_minutes=max_minutes,
@@ -96,6 +97,15 @@ def tune(
         plan = write_best(result, run=run)
     for line in [*summary_lines(result, plan=plan, run=run), report_line(run.folder.path)]:
         typer.echo(line)
+
+
+def watched(shown: "Watcher", *, run: "Run") -> "Watcher":
+    """Whoever shows the run, and TensorBoard's files where they are asked for."""
+    from quartet_plugin.report.tensorboard import Scalars
+
+    if not run.config.study.tensorboard:
+        return shown
+    return Scalars(shown, run.folder.path / "tensorboard")
 
 
 def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "Run") -> list[str]:

@@ -133,6 +133,7 @@ class StudyConfig(_Section):
     trials: int = Field(default=20, ge=1, le=100_000)
     seed: int = Field(default=0, ge=0, le=2**31 - 1)
     storage: Storage = SQLITE
+    tensorboard: bool = False
     top_k: int = Field(default=3, ge=1, le=20)
     rounds: int = Field(default=5, ge=3, le=100)
     objective: Literal["auto", "tokens_per_s", "model_flops_per_s_per_device"] = "auto"

@@ -14,7 +14,13 @@ from quartet_plugin.search.config import TuneConfig, parse_config
 from quartet_plugin.search.storage import JOURNAL_NAME, SQLITE_NAME, STUDY_NAME, StudyStorage
 
 # What a resumed run may ask for anew: none of it changes what was measured.
-_MAY_CHANGE = {("study", "trials"), ("study", "top_k"), ("study", "rounds"), ("trial", "deadline_s")}
+_MAY_CHANGE = {
+    ("study", "trials"),
+    ("study", "top_k"),
+    ("study", "rounds"),
+    ("study", "tensorboard"),
+    ("trial", "deadline_s"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

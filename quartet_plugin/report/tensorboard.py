@@ -1,0 +1,141 @@
+"""A run's trials as TensorBoard scalars, one point a trial, written while it runs.
+
+The event file is a TFRecord file of Event messages; what scalars need of both is a few bytes, encoded here,
+so that TensorBoard need not be installed where the run is. Steps are trial numbers. A resumed run tells its
+earlier trials again, so that the file begins anew with every session.
+"""
+
+import struct
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from quartet_plugin.model.files import write_bytes_atomic
+from quartet_plugin.model.launched import Launched, Stage
+from quartet_plugin.model.plan import Plan
+
+FILE_NAME = "events.out.tfevents.0000000000.quartet"
+_FILE_VERSION = "brain.Event:2"
+_POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
+_MASK = 0xA282EAD8
+
+
+class Watcher(Protocol):
+    """Whoever else watches the run."""
+
+    def message(self, text: str) -> None:
+        """One line."""
+
+    def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
+        """A launch begins."""
+
+    def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
+        """Where it is."""
+
+    def plan_finished(self, launch: Launched) -> None:
+        """It ended."""
+
+
+class Scalars:
+    """Passes everything on to another watcher, and writes what was measured into `folder`."""
+
+    def __init__(self, watcher: Watcher, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._watcher = watcher
+        self._file = folder / FILE_NAME
+        self._clock = clock
+        self._best: float | None = None
+        self._is_broken = False
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_bytes_atomic(self._file, record(event(self._clock(), version=_FILE_VERSION)))
+
+    def message(self, text: str) -> None:
+        """Pass it on."""
+        self._watcher.message(text)
+
+    def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
+        """Pass it on."""
+        self._watcher.plan_started(label, plan, stage=stage, time_left_s=time_left_s)
+
+    def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
+        """Pass it on."""
+        self._watcher.progressed(phase, iteration=iteration, num_iterations=num_iterations)
+
+    def plan_finished(self, launch: Launched) -> None:
+        """Pass it on and write it down; launches of the final rounds are no trials of their own."""
+        self._watcher.plan_finished(launch)
+        if not launch.label.isdecimal():
+            return
+        values = {"trial/is_measured": 0.0 if launch.iteration_s is None else 1.0}
+        if launch.iteration_s is not None:
+            values["trial/iteration_s"] = launch.iteration_s
+        if launch.tokens_per_s is not None:
+            values["trial/tokens_per_s"] = launch.tokens_per_s
+        if launch.versus_baseline is not None:
+            self._best = max(self._best or 0.0, launch.versus_baseline)
+            values["trial/versus_baseline"] = launch.versus_baseline
+            values["best/versus_baseline"] = self._best
+        self._append(record(event(self._clock(), step=int(launch.label), scalars=values)))
+
+    def _append(self, content: bytes) -> None:
+        if self._is_broken:
+            return
+        try:
+            with self._file.open("ab") as file:
+                file.write(content)
+        except OSError as error:
+            self._is_broken = True
+            self._watcher.message(f"{self._file}: cannot be written: {error.strerror}; the run goes on")
+
+
+def event(
+    at: float, *, step: int = 0, version: str | None = None, scalars: Mapping[str, float] | None = None
+) -> bytes:
+    """An Event message: wall time (1), step (2), file version (3) or a summary (5) of named scalars."""
+    parts = [b"\x09", struct.pack("<d", at)]
+    if step:
+        parts += [b"\x10", _varint(step)]
+    if version is not None:
+        parts += [b"\x1a", _sized(version.encode())]
+    if scalars:
+        values = b"".join(b"\x0a" + _sized(_value(name, value)) for name, value in scalars.items())
+        parts += [b"\x2a", _sized(values)]
+    return b"".join(parts)
+
+
+def record(content: bytes) -> bytes:
+    """A TFRecord: length, its checksum, the content, its checksum."""
+    length = struct.pack("<Q", len(content))
+    return length + _checksum(length) + content + _checksum(content)
+
+
+def crc32c(content: bytes) -> int:
+    """CRC-32C (Castagnoli), as RFC 3720 has it."""
+    found = 0xFFFFFFFF
+    for byte in content:
+        found ^= byte
+        for _ in range(8):
+            found = (found >> 1) ^ (_POLYNOMIAL if found & 1 else 0)
+    return found ^ 0xFFFFFFFF
+
+
+def _value(name: str, value: float) -> bytes:
+    return b"\x0a" + _sized(name.encode()) + b"\x15" + struct.pack("<f", value)
+
+
+def _checksum(content: bytes) -> bytes:
+    found = crc32c(content)
+    return struct.pack("<I", (((found >> 15) | (found << 17)) + _MASK) & 0xFFFFFFFF)
+
+
+def _sized(content: bytes) -> bytes:
+    return _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
