@@ -78,7 +78,7 @@ def tune(
         check_start(command, cwd=Path.cwd(), environment=os.environ)
     path = run_dir / (config.run or default_run_name((command.target,)))
     folder = prepare_folder(path, is_resumed=is_resumed)
-    with Lease.acquire(folder, takeover=takeover) as lease:
+    with failure_reported(folder), Lease.acquire(folder, takeover=takeover) as lease:
         if is_resumed:
             run = resume_run(folder, config=None if config_file is None else config, command=words)
         else:
@@ -97,6 +97,21 @@ def tune(
         plan = write_best(result, run=run)
     for line in [*summary_lines(result, plan=plan, run=run), report_line(run.folder.path)]:
         typer.echo(line)
+
+
+@contextlib.contextmanager
+def failure_reported(folder: Path) -> Iterator[None]:
+    """A search that ends without a plan leaves its report too: it has every reason."""
+    from quartet_plugin.cli.report import report_line
+    from quartet_plugin.errors import InfeasibleError, InfrastructureError
+    from quartet_plugin.search.run_folder import RunFolder
+
+    try:
+        yield
+    except (InfeasibleError, InfrastructureError):
+        if RunFolder(path=folder).has_study:
+            typer.echo(report_line(folder))
+        raise
 
 
 def watched(shown: "Watcher", *, run: "Run") -> "Watcher":

@@ -173,7 +173,9 @@ class Coordinator:
 
     def _open_study(self, space: Space, result: TrialResult, yardstick: Yardstick) -> TuneStudy:
         config = self._config
-        place = replace(self._run.storage, say=self._observer.message, should_stop=self._should_stop)
+        place = replace(
+            self._run.storage, say=self._observer.message, should_stop=self._should_stop_waiting
+        )
         study = TuneStudy.open(place, space=space, seed=config.seed, name=self._run.name)
         if study is not None:
             self._observer.message(place.tool_line)
@@ -195,6 +197,11 @@ class Coordinator:
         )
         self._observer.message(place.tool_line)
         return study
+
+    def _should_stop_waiting(self) -> bool:
+        """Asked while the study's server is lost: the run is kept meanwhile, or given up where it was taken."""
+        self._fence()
+        return self._should_stop()
 
     # The search
 

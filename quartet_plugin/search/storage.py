@@ -230,15 +230,15 @@ class StudyStorage:
         from sqlalchemy.exc import SQLAlchemyError
 
         kinds: tuple[type[Exception], ...] = (StorageInternalError, SQLAlchemyError, OSError)
-        if self.address == JOURNAL:
-            kinds += (ValueError,)
         if "grpc" in sys.modules:
             kinds += (sys.modules["grpc"].RpcError,)
         try:
             yield
         except QuartetError:
             raise
-        except kinds as error:
+        except (*kinds, ValueError) as error:
+            if not isinstance(error, kinds) and not (self.address == JOURNAL and _is_of_journal(error)):
+                raise
             raise StorageError(
                 f"{self.file or self.shown}: cannot be read or written: {self._reason(error)}"
             ) from error
@@ -367,6 +367,16 @@ def _need(module: str, *, what: str) -> None:
             f"study.storage: {what} needs {module}, which is not installed; "
             "pip install 'quartet-plugin[cluster]'"
         )
+
+
+def _is_of_journal(error: Exception) -> bool:
+    """Whether Optuna's reader of journals raised it: a record that it cannot read is a plain ValueError."""
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").startswith("optuna.storages.journal"):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _release_stale_lock(lock: Path) -> None:
