@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "pretrain_gpt.py"
-# Short iterations: what is ours weighs more in them, and of a noisy machine's time many short pairs tell more.
+# Short iterations: what is ours weighs more in them, and many short pairs say more than few long ones.
 FLAGS = shlex.split(
     "--num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--pipeline-model-parallel-size 2 --micro-batch-size 2 "
