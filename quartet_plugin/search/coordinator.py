@@ -199,7 +199,7 @@ class Coordinator:
         return study
 
     def _should_stop_waiting(self) -> bool:
-        """Asked while the study's server is lost: the run is kept meanwhile, or given up where it was taken."""
+        """Asked while the study's server is lost: the run is kept meanwhile, or given up where taken."""
         self._fence()
         return self._should_stop()
 
