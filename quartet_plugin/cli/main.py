@@ -26,6 +26,7 @@ COMMAND_MODULES: tuple[str, ...] = (
     "quartet_plugin.cli.status",
     "quartet_plugin.cli.trials",
     "quartet_plugin.cli.report",
+    "quartet_plugin.cli.repair",
     "quartet_plugin.cli.train",
     "quartet_plugin.cli.check",
     "quartet_plugin.cli.recheck",

@@ -80,7 +80,9 @@ def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
         return []
     found = []
     try:
-        made = simulated_plan(plan, iteration_s=row.iteration_s if row else None)
+        measured = plan.measurement
+        iteration_s = measured.plan.iteration_s.median if measured else row.iteration_s if row else None
+        made = simulated_plan(plan, iteration_s=iteration_s)
         if made is not None:
             schedule, simulation, words = made
             svg = timeline(schedule, simulation, label="Simulated timeline of the best plan")

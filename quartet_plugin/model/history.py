@@ -29,7 +29,8 @@ class TrialRow:
     them.
     `iterations_s` are the measured iterations, `iteration_s` their median. `value` is the objective.
     `predicted_iteration_s` and `predicted_memory_bytes` are what the cost model said before the launch.
-    `repeats` is the number of the trial that measured the same plan before. `folder` is the latest attempt's,
+    `repeats` is the number of the trial that measured the same plan before, `source` the run and trial that
+    did where another run was begun with. `folder` is the latest attempt's,
     relative to the run.
     """
 
@@ -54,6 +55,7 @@ class TrialRow:
     wall_s: float = 0.0
     num_attempts: int = 0
     repeats: int | None = None
+    source: str | None = None
     folder: str = ""
 
     @property

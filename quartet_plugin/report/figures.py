@@ -10,7 +10,7 @@ from quartet_plugin.report.svg import Scale, drawing, element, short, text, titl
 from quartet_plugin.report.trial_table import class_of, outcome_of
 from quartet_plugin.report.words import clean, size
 
-WIDTH = 760.0
+WIDTH = 1060.0
 HALF = 520.0
 _MAX_BARS = 12
 _MAX_PAIRS = 400
@@ -22,7 +22,7 @@ def intervals(history: RunHistory) -> str | None:
     finalists = history.finalists[:8]
     if not finalists:
         return None
-    row_height, top = 40.0, 34.0
+    row_height, top = 38.0, 12.0
     bottom = top + row_height * (len(finalists) + 1)
     rows: list[tuple[str, str, Interval, Finalist | None]] = [
         ("your own command", "own", finalists[0].comparison.baseline.iteration_s, None)
@@ -33,9 +33,9 @@ def intervals(history: RunHistory) -> str | None:
         rows.append((f"trial {one.number}", style, one.comparison.plan.iteration_s, one))
     times = [value for _, _, i, _ in rows for value in (i.low, i.high, i.median)]
     gains = [v for one in finalists for i in [one.comparison.speedup] for v in (i.low, i.high, i.median)]
-    left = Scale.over(times, start=130, end=430)
+    left = Scale.over(times, start=150, end=600)
     right = Scale.over(
-        [*gains, *(r for one in finalists for r in one.ratios)], start=490, end=745, include=[1.0]
+        [*gains, *(r for one in finalists for r in one.ratios)], start=680, end=1040, include=[1.0]
     )
     parts = [
         x_axis(left, bottom, top=top - 8, words="seconds an iteration (less is better)", count=5),
@@ -44,7 +44,7 @@ def intervals(history: RunHistory) -> str | None:
     ]
     for at, (name, style, interval, finalist) in enumerate(rows):
         y = top + row_height * (at + 0.5)
-        parts.append(text(118, y + 4, name, cls="label", anchor="end"))
+        parts.append(text(138, y + 4, name, cls="label", anchor="end"))
         parts.append(_whisker(left, interval, y, style=style, words=f"{name}: {_spread(interval)} s"))
         if finalist is not None:
             for ratio in finalist.ratios:
@@ -79,13 +79,13 @@ def progress(history: RunHistory) -> str | None:
     ratios = {row.number: ratio for row in rows if (ratio := history.versus_baseline(row)) is not None}
     if len(ratios) < 2:
         return None
-    top, bottom, strip = 14.0, 236.0, 262.0
-    x = Scale.over([row.number for row in rows], start=66, end=744, margin=0.025)
+    top, bottom, strip = 14.0, 256.0, 282.0
+    x = Scale.over([row.number for row in rows], start=66, end=1044, margin=0.025)
     y = Scale.over(list(ratios.values()), start=bottom, end=top, include=[1.0])
     parts = [
-        y_axis(y, 60, right=748, words="times the baseline", unit="x"),
-        element("line", x1=60, x2=748, y1=y(1.0), y2=y(1.0), cls="reference"),
-        element("line", x1=60, x2=748, y1=strip, y2=strip, cls="grid"),
+        y_axis(y, 60, right=1050, words="times the baseline", unit="x"),
+        element("line", x1=60, x2=1050, y1=y(1.0), y2=y(1.0), cls="reference"),
+        element("line", x1=60, x2=1050, y1=strip, y2=strip, cls="grid"),
         text(54, strip + 4, "failed", cls="tick", anchor="end"),
         element("path", d=_best_so_far(ratios, x, y), cls="best-line"),
     ]
@@ -94,6 +94,10 @@ def progress(history: RunHistory) -> str | None:
             parts.append(text(x(tick), strip + 24, short(tick), cls="tick", anchor="middle"))
     parts.append(text((x.start + x.end) / 2, strip + 44, "trial", cls="axis", anchor="middle"))
     best = max(ratios, key=lambda number: (ratios[number], -number))
+    winner = history.winner.provenance.trial if history.winner else None
+    if winner in ratios:
+        parts.append(element("circle", cx=x(winner), cy=y(ratios[winner]), r=9.0, cls="ring"))
+        parts.append(text(x(winner) + 13, y(ratios[winner]) + 4, "winner", cls="label"))
     for row in rows:
         parts.append(_point(row, ratios.get(row.number), x, y, strip, is_best=row.number == best))
     return drawing(WIDTH, strip + 54, *parts, label="Every trial's objective over the baseline's, in order")

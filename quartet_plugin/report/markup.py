@@ -50,6 +50,6 @@ def grid(heads: Sequence[str], rows: Sequence[str], *, numbers: Set[str] = froze
     return f'<div class="scroll"><table>{top}<tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def cell(inner: str, *, is_number: bool = False) -> str:
-    """One cell of markup."""
-    return f'<td class="number">{inner}</td>' if is_number else f"<td>{inner}</td>"
+def cell(inner: str, *, style: str = "") -> str:
+    """One cell of markup; `style` is a class of the page's."""
+    return f'<td class="{style}">{inner}</td>' if style else f"<td>{inner}</td>"

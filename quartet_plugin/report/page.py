@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from quartet_plugin.model.history import RunHistory, TrialRow
-from quartet_plugin.model.measurement import Interval
+from quartet_plugin.model.measurement import Interval, Measurement
 from quartet_plugin.report import figures, markup, page_tables
 from quartet_plugin.report.status import stamp, told_words
 from quartet_plugin.report.style import STYLE
@@ -46,14 +46,15 @@ class Extras:
 def page(history: RunHistory, extras: Extras) -> str:
     """The whole file."""
     style = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'sha256-{style}'; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{style}'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
     sections = (
         _head(history),
         _cards(history),
         _intervals(history),
         _progress(history),
-        markup.pair(_importance(history, extras), _predictions(history)),
-        markup.pair(_memory(history), _changes(history)),
+        markup.pair(_importance(extras), _predictions(history), _memory(history), _changes(history)),
         *(markup.section(one.heading, markup.figure(one.svg, one.caption)) for one in extras.timelines),
         _train(history, extras),
         page_tables.trials(history),
@@ -116,18 +117,13 @@ def _verdict(history: RunHistory) -> str:
 def _cards(history: RunHistory) -> str:
     own, best = history.baseline, history.best
     cards: list[tuple[str, str, str]] = []
-    if own is not None and own.iteration_s is not None:
-        cards.append(_speed_card("your own command", own))
     chosen = history.winner.measurement if history.winner else None
     if chosen is not None:
-        gained = rate(chosen.plan.model_flops_per_s_per_device)
-        cards.append(
-            (
-                "best plan",
-                f"{chosen.plan.iteration_s.median:.3f} s",
-                f"{chosen.plan.tokens_per_s:,.0f} tokens/s, {gained} a device",
-            )
-        )
+        cards.append(_measured_card("your own command", chosen.baseline))
+    elif own is not None and own.iteration_s is not None:
+        cards.append(_speed_card("your own command", own))
+    if chosen is not None:
+        cards.append(_measured_card("best plan", chosen.plan))
     elif best is not None and best.number > 0:
         cards.append(_speed_card(f"best single trial, {best.number}", best))
     launched = [row for row in history.trials if row.number > 0 and row.repeats is None]
@@ -146,6 +142,11 @@ def _cards(history: RunHistory) -> str:
         for name, value, note in cards
     )
     return f'<dl class="cards">{items}</dl>'
+
+
+def _measured_card(name: str, found: Measurement) -> tuple[str, str, str]:
+    flops = rate(found.model_flops_per_s_per_device)
+    return name, f"{found.iteration_s.median:.3f} s", f"{found.tokens_per_s:,.0f} tokens/s, {flops} a device"
 
 
 def _speed_card(name: str, row: TrialRow) -> tuple[str, str, str]:
@@ -174,19 +175,17 @@ def _progress(history: RunHistory) -> str:
     if svg is None:
         return ""
     caption = (
-        f"{OBJECTIVE_WORDS[history.objective]} over the baseline's; single measurements, so the best of them "
-        "is partly luck. The line is the best so far; hollow points repeat an earlier plan or were unstable, "
+        f"In {OBJECTIVE_WORDS[history.objective]}. Single measurements, so the best of them is partly "
+        "luck. The line is the best so far; hollow points repeat an earlier plan or were unstable, "
         "crosses were refused or failed."
     )
     return markup.section("History", markup.figure(svg, caption))
 
 
-def _importance(history: RunHistory, extras: Extras) -> str:
-    del history
+def _importance(extras: Extras) -> str:
     svg = figures.importance(extras.importance)
     if svg is None:
-        words = "Too few trials share parameters for a statement."
-        return markup.section("What mattered", markup.note(extras.fault or words))
+        return markup.section("What mattered", markup.note(extras.fault)) if extras.fault else ""
     caption = "PED-ANOVA over the told trials: which parameters separate the fast plans from the others."
     return markup.section("What mattered", markup.figure(svg, caption))
 

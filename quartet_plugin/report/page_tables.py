@@ -7,6 +7,7 @@ from quartet_plugin.report.trial_table import class_of, outcome_of
 from quartet_plugin.report.words import clean, rate, size
 
 MAX_ROWS = 2_000
+_PLAIN = {"shape", "layout", "outcome"}
 _TAGS = {
     "OK": "good",
     "UNSTABLE": "warn",
@@ -19,16 +20,23 @@ _TAGS = {
 
 def trials(history: RunHistory) -> str:
     heads = (
-        "trial", *PARTS, "class", "outcome", "s/iteration", "predicted", "tokens/s", "model FLOP/s/device",
+        "trial", *PARTS, "class", "outcome", "s/iteration", "predicted", "tokens/s", "FLOP/s/device",
         "vs own", "peak memory",
     )  # fmt: skip
-    numbers = {"s/iteration", "predicted", "tokens/s", "model FLOP/s/device", "vs own", "peak memory"}
+    numbers = {"s/iteration", "predicted", "tokens/s", "FLOP/s/device", "vs own", "peak memory"}
     best = history.best
+    chosen = history.winner.provenance.trial if history.winner else best.number if best else None
     body = []
     for row in history.trials[:MAX_ROWS]:
-        style = "best" if best is row else "faint" if not row.is_measured or row.repeats is not None else ""
+        style = (
+            "best"
+            if row.number == chosen
+            else "faint"
+            if not row.is_measured or row.repeats is not None
+            else ""
+        )
         cells = [
-            markup.cell(value, is_number=head in numbers)
+            markup.cell(value, style="number" if head in numbers else "plain" if head in _PLAIN else "")
             for head, value in zip(heads, _values(row, history), strict=True)
         ]
         body.append(f'<tr class="{style}">{"".join(cells)}</tr>')

@@ -136,7 +136,7 @@ def stamp(at: float) -> str:
 
 def _verdicts(history: RunHistory) -> Counter[str]:
     def kind(row: TrialRow) -> str:
-        return "repeated" if row.repeats is not None else row.verdict
+        return "repeated" if row.repeats is not None else "of another run" if row.source else row.verdict
 
     return Counter(kind(row) for row in history.trials if row.number > 0 and row.verdict)
 

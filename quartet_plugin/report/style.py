@@ -17,7 +17,7 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink);
   font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 36px 24px 64px; }
+main { max-width: 1180px; margin: 0 auto; padding: 36px 24px 64px; }
 h1 { font-size: 27px; line-height: 1.25; margin: 0 0 6px; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 44px 0 10px; padding-top: 14px; border-top: 1px solid var(--rule); }
 p { margin: 8px 0; max-width: 82ch; }
@@ -55,6 +55,7 @@ svg .measured { fill: var(--accent); fill-opacity: .82; }
 svg .unstable { fill: var(--paper); stroke: var(--accent); stroke-width: 1.6; }
 svg .repeat { fill: none; stroke: var(--soft); stroke-width: 1.4; }
 svg .top { fill: var(--good); fill-opacity: 1; }
+svg .ring { stroke: var(--good); stroke-width: 1.6; fill: none; }
 svg .cross { stroke: var(--bad); stroke-width: 2; fill: none; }
 svg .best-line { stroke: var(--good); stroke-width: 1.6; fill: none; opacity: .75; }
 svg .idle { fill: var(--idle); }
@@ -62,11 +63,12 @@ svg .action { stroke: var(--paper); stroke-width: .6; }
 svg .on-dark { fill: #ffffff; font-size: 9px; }
 svg .on-light { fill: #1a1f27; font-size: 9px; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: 5px 12px 5px 0; border-bottom: 1px solid var(--grid);
+table { border-collapse: collapse; width: 100%; font-size: 12.5px; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--grid);
   vertical-align: top; }
 th { color: var(--muted); font-weight: 500; border-bottom-color: var(--rule); }
 th.number, td.number { text-align: right; white-space: nowrap; }
+td.plain { white-space: nowrap; }
 td.reason { overflow-wrap: anywhere; min-width: 260px; }
 tr.best td { font-weight: 600; }
 tr.faint td { color: var(--muted); }

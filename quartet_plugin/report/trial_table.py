@@ -26,6 +26,8 @@ def outcome_of(row: TrialRow) -> str:
         return "running"
     if row.repeats is not None:
         return f"as trial {row.repeats}"
+    if row.source is not None:
+        return f"{row.outcome}, {clean(row.source, limit=60)}"
     return row.outcome or "unfinished"
 
 
@@ -90,6 +92,7 @@ def _record(row: TrialRow, history: RunHistory) -> dict[str, Any]:
         "predicted_peak_memory_bytes": row.predicted_memory_bytes,
         "memory_excess_bytes": row.memory_excess_bytes,
         "repeats": row.repeats,
+        "source": row.source,
         "num_attempts": row.num_attempts,
         "wall_s": row.wall_s,
         "folder": row.folder or None,

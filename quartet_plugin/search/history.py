@@ -186,7 +186,10 @@ class _Reader:
         spent = [
             row
             for row in rows
-            if row.number != BASELINE and row.verdict not in ("", "lost") and row.repeats is None
+            if row.number != BASELINE
+            and row.verdict not in ("", "lost")
+            and row.repeats is None
+            and row.source is None
         ]
         begins = [event["time"] for event in events if event["kind"] == "begin"]
         ends = [event["time"] for event in events if event["kind"] == "end"]
@@ -424,6 +427,7 @@ def _with_told(row: TrialRow, in_study: StudyRow) -> TrialRow:
         if isinstance(told.get(name), int | float)
     }
     repeats = told.get("repeats")
+    source = told.get("source")
     memory = told.get("peak_memory_bytes")
     wall_s = told.get("wall_s")
     return replace(
@@ -433,6 +437,7 @@ def _with_told(row: TrialRow, in_study: StudyRow) -> TrialRow:
         outcome=str(told.get("outcome", row.outcome)),
         reason=str(told.get("reason", row.reason)),
         repeats=repeats if isinstance(repeats, int) else None,
+        source=source if isinstance(source, str) else None,
         peak_memory_bytes=memory if isinstance(memory, int) else row.peak_memory_bytes,
         wall_s=float(wall_s) if isinstance(wall_s, int | float) and wall_s > 0 else row.wall_s,
         **numbers,  # type: ignore[arg-type]

@@ -1,0 +1,64 @@
+"""`quartet report`: from a run's folder to the page."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.cli.main import main
+from quartet_plugin.cli.report import report_line
+from tests.cli.runs import copy_of, kept_run
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Path]:
+    with kept_run() as path:
+        yield path
+
+
+def test_a_runs_report(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    assert main(["report", str(path)]) == 0
+    assert f"wrote {path / 'report.html'}" in capsys.readouterr().out
+    page = (path / "report.html").read_text()
+    assert "as fast as your own command" in page
+    assert page.count("<svg") >= 5
+    assert "Refused and failed" in page
+    assert "rank 0: torch.OutOfMemoryError" in page
+    assert f"sh {path}/best/command.sh" in page
+    assert main(["report", str(path), "-o", str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "other.html").read_text().count("<svg") == page.count("<svg")
+
+
+def test_a_damaged_study_costs_the_importance_alone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    (path / "study.sqlite3").write_bytes(b"this is no database " * 400)
+    assert main(["report", str(path)]) == 6
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    page = (path / "report.html").read_text()
+    assert "study.sqlite3: cannot be read" in page
+    assert "as fast as your own command" in page
+
+
+def test_a_report_that_cannot_be_written_spoils_nothing(run: Path, tmp_path: Path) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    (path / "report.html").mkdir()
+    line = report_line(path)
+    assert line.startswith("report    not written: ")
+    assert "\n" not in line
+    (path / "report.html").rmdir()
+    assert report_line(path) == f"report    {path / 'report.html'}"
+
+
+def test_secrets_of_the_command_are_not_shown(run: Path, tmp_path: Path) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    config = (path / "config.json").read_text()
+    word = '"pretrain_gpt.py"'
+    assert word in config
+    (path / "config.json").write_text(config.replace(word, f'{word}, "--api-key", "hunter22"'))
+    assert main(["report", str(path)]) == 0
+    page = (path / "report.html").read_text()
+    assert "hunter22" not in page
+    assert "--api-key &lt;redacted&gt;" in page

@@ -1,0 +1,272 @@
+"""`quartet status`, `quartet trials`, `quartet repair`: what they say of a run, and their one-line errors."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from quartet_plugin.cli.main import main
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.schema import dump
+from quartet_plugin.search.history import read_history, read_study
+from quartet_plugin.trial.files import Beat
+from quartet_plugin.trial.lease import Lease
+from tests.cli.runs import copy_of, kept_run
+from tests.cli.tuning import environment
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Path]:
+    with kept_run() as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def journal_run() -> Iterator[Path]:
+    with kept_run(study={"trials": 6, "rounds": 3, "storage": "journal"}) as path:
+        yield path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*words]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
+    """The one line on stderr."""
+    assert main([*words]) == code
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+def table(capsys: pytest.CaptureFixture[str], path: Path) -> list[dict[str, Any]]:
+    content = json.loads(printed(capsys, "trials", str(path), "-f", "json"))
+    trials: list[dict[str, Any]] = content["trials"]
+    return trials
+
+
+def test_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "status", str(run))
+    assert "state     finished" in text
+    assert "told      12 of 12 trials" in text
+    assert "infeasible" in text
+    assert "x the baseline" in text
+    assert f"study     sqlite:///{run}/study.sqlite3" in text
+
+
+def test_the_status_as_data(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads(printed(capsys, "status", str(run), "--json"))
+    assert content["state"] == "finished"
+    assert content["num_spent"] == content["num_asked"] == 12
+    assert content["holder"] is None
+    assert content["best"]["versus_baseline"] > 1
+    assert sum(content["verdicts"].values()) >= 12
+
+
+def test_every_trial_is_listed_with_what_came_of_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = table(capsys, run)
+    study = read_study(run)
+    assert study is not None
+    assert [row["trial"] for row in rows] == [one.number for one in study.rows if one.is_finished]
+    assert rows[0]["versus_baseline"] == 1.0
+    for row, one in zip(rows, study.rows, strict=False):
+        assert row["verdict"] == one.told["verdict"]
+        assert row["iteration_s"] == pytest.approx(one.told["iteration_s"])
+        assert row["plan"] == {name: one.labels[name] for name in row["plan"]}
+        assert row["class"] in ("-", "A", "B", "C", "D")
+    measured = [row for row in rows if row["verdict"] == "measured"]
+    assert all(row["tokens_per_s"] > 0 and row["peak_memory_bytes"] for row in measured)
+    assert all(row["predicted_iteration_s"] > 0 for row in measured[1:] if row["repeats"] is None)
+    failed = [row for row in rows if row["verdict"] == "infeasible" and row["repeats"] is None]
+    assert failed
+    assert all(row["reason"] and row["memory_excess_bytes"] == 1 << 20 for row in failed)
+
+
+def test_the_forms_say_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    as_yaml = yaml.safe_load(printed(capsys, "trials", str(run), "-f", "yaml"))
+    assert as_yaml["trials"] == table(capsys, run)
+    text = printed(capsys, "trials", str(run))
+    assert len([line for line in text.splitlines() if "your own command" in line]) == 1
+    assert "INFEASIBLE: " in text
+    assert main(["trials", str(run), "-f", "xml"]) == 2
+
+
+def test_a_run_by_its_name_and_several_at_once(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "state     finished" in printed(capsys, "status", "r", "--run-dir", str(run.parent))
+    assert "state     finished" in printed(capsys, "status", "--run-dir", str(run.parent))
+    for name in ("a", "b", "c"):
+        copy_of(run, to=tmp_path / name)
+    (tmp_path / "c" / "config.json").write_text("{")
+    lines = printed(capsys, "status", "--run-dir", str(tmp_path)).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("r: finished, trial 12 of 12, best ")
+    assert lines[2].startswith("c: ")
+    assert "not JSON" in lines[2]
+    assert "name one of a, b, c" in refused(capsys, 2, "trials", "--run-dir", str(tmp_path))
+
+
+@pytest.mark.parametrize("command", ["status", "trials", "report"])
+def test_no_such_run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no such run" in refused(capsys, 2, command, "nowhere", "--run-dir", str(tmp_path))
+    assert "no runs there" in refused(capsys, 2, command, "--run-dir", str(tmp_path))
+    assert "no such run" in refused(capsys, 2, command, str(tmp_path))
+
+
+@pytest.mark.parametrize("command", ["status", "trials"])
+def test_a_damaged_study_is_said_in_one_line(
+    command: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    (path / "study.sqlite3").write_bytes(b"this is no database " * 400)
+    assert main([command, str(path)]) == 6
+    shown = capsys.readouterr()
+    assert len(shown.err.strip().splitlines()) == 1
+    assert "study.sqlite3" in shown.err
+    if command == "trials":
+        assert "your own command" in shown.out  # the folders hold the trials all the same
+        assert "INFEASIBLE" in shown.out
+
+
+def test_without_a_study_the_folders_say_the_same(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    (path / "study.sqlite3").unlink()
+    keys = ("trial", "verdict", "outcome", "iteration_s", "plan", "class", "repeats")
+    ours = [[row[key] for key in keys] for row in table(capsys, path)]
+    assert ours == [[row[key] for key in keys] for row in table(capsys, run)]
+
+
+def test_files_that_cannot_be_read_cost_their_row_alone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    (path / "trials/000001/attempt-1/result.json").write_text("{}")
+    (path / "trials/000002/attempt-1/plan.json").write_text("[]")
+    with (path / "events.jsonl").open("a") as file:
+        file.write('{"time": 1, "kind"')
+    text = printed(capsys, "status", str(path))
+    assert text.count("unread    ") == 2
+    assert len(table(capsys, path)) == len(table(capsys, run))
+
+
+def test_a_run_that_was_stopped(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    events = (path / "events.jsonl").read_text().splitlines(keepends=True)
+    (path / "events.jsonl").write_text("".join(events[:-1]))
+    assert "stopped; `quartet tune --resume` goes on" in printed(capsys, "status", str(path))
+
+
+def begin_attempt(path: Path, *, iteration: int) -> None:
+    """Trial 3 runs again: its result is not there yet, its ranks have beaten."""
+    attempt = path / "trials/000003/attempt-1"
+    (attempt / "result.json").unlink()
+    command = json.loads((attempt / "command.json").read_text())
+    write_json_atomic(attempt / "command.json", {**command, "time": time.time() - 12})
+    for rank, at in ((0, iteration), (1, iteration + 1)):
+        beat = Beat(
+            schema_version=1,
+            attempt_id=command["attempt_id"],
+            rank=rank,
+            pid=os.getpid(),
+            process_start=1.0,
+            host="node-a",
+            local_rank=rank,
+            phase="measure",
+            iteration=at,
+            time=time.time(),
+        )
+        write_json_atomic(attempt / f"rank-{rank}.beat.json", dump(beat))
+
+
+def test_a_run_that_runs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    begin_attempt(path, iteration=5)
+    shutil.rmtree(path / "final")
+    (path / "study.sqlite3").unlink()
+    with Lease.acquire(path):
+        text = printed(capsys, "status", str(path))
+    assert f"state     running: process {os.getpid()} on {socket.gethostname()}, alive" in text
+    assert "now       trial 3" in text
+    assert ": measure 5/13, 1" in text
+    assert "left" in text
+
+
+def test_a_run_whose_tuner_was_killed(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    code = (
+        "import sys, os, pathlib; from quartet_plugin.trial.lease import Lease; "
+        "Lease.acquire(pathlib.Path(sys.argv[1])); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], env=environment(), timeout=60)
+    text = printed(capsys, "status", str(path))
+    assert "its tuner has ended without a word" in text
+    assert ", ended, renewed" in text
+    assert "now " not in text
+    begin_attempt(path, iteration=1)
+    content = json.loads((path / "lock.json").read_text())
+    write_json_atomic(path / "lock.json", {**content, "host": "elsewhere.example"})
+    text = printed(capsys, "status", str(path))
+    assert "held on another host" in text
+    assert "not visible from here" in text
+
+
+def test_looking_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def stamps() -> dict[Path, tuple[int, int]]:
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")}
+
+    before = stamps()
+    for command in ("status", "trials"):
+        printed(capsys, command, str(run))
+    assert stamps() == before
+    assert not psutil.Process().children()
+
+
+def test_a_control_character_does_not_reach_the_terminal(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    (path / "study.sqlite3").unlink()
+    failed = next(row for row in read_history(path).trials if row.verdict == "infeasible")
+    result = path / failed.folder / "result.json"
+    write_json_atomic(result, {**json.loads(result.read_text()), "reason": "no\x1b[2J\x07memory"})
+    text = printed(capsys, "trials", str(path))
+    assert "no [2J memory" in text
+    assert "\x1b" not in text
+
+
+def test_a_torn_journal_is_named_and_a_damaged_one_repaired(
+    journal_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copy_of(journal_run, to=tmp_path / "r")
+    journal = path / "study.journal"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:-1]) + lines[-1][:5])
+    assert f"record {len(lines)} is torn" in refused(capsys, 6, "status", str(path))
+    journal.write_bytes(b"".join([*lines[:9], b"{]\n", *lines[9:]]))
+    assert "`quartet repair` keeps" in refused(capsys, 6, "trials", str(path))
+    assert "bytes were cut off" in printed(capsys, "repair", str(path))
+    assert journal.read_bytes() == b"".join(lines[:9])
+    assert "nothing is damaged" in printed(capsys, "repair", str(path))
+
+
+def test_only_a_journal_is_repaired_and_not_while_a_tuner_runs(
+    run: Path, journal_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "only a journal" in refused(capsys, 2, "repair", str(copy_of(run, to=tmp_path / "s")))
+    path = copy_of(journal_run, to=tmp_path / "r")
+    with Lease.acquire(path):
+        assert "another tuner holds this run" in refused(capsys, 6, "repair", str(path))

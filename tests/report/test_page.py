@@ -1,0 +1,260 @@
+"""report.html: what it says, that nothing in it runs, and what a browser makes of it."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet_plugin.cli.report import timelines
+from quartet_plugin.model.history import RunHistory, TrialRow
+from quartet_plugin.report.page import Extras, Picture, page
+from tests.report.browser import Opened, open_page, picture, print_page
+from tests.report.histories import HOLDER, INTERLEAVED, RUNNING, WINNER, history, refused, row
+
+ATTACKS = (
+    "<script>document.title='owned'</script>",
+    '"><img src=x onerror="document.title=1">',
+    "</style><script>alert(1)</script>",
+    "</title><script>alert(1)</script>",
+    "--></svg><iframe src='https://example.com/'></iframe>",
+    "javascript:alert(1)",
+    "&lt;script&gt;alert(1)&lt;/script&gt;",
+)
+VOID = {"meta", "link", "br", "img", "input"}
+EXTRAS = Extras(
+    importance={"split": 0.6, "micro_batch_size": 0.3, "mapping": 0.1},
+    train=["sh /runs/heavy-head/best/command.sh"],
+    flags=["--pipeline-model-parallel-layout 'Etttttt|ttL'"],
+)
+
+
+class Elements(HTMLParser):
+    """Every element, its attributes, and the text outside of style."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag, f"{tag} closes another element at {self.getpos()}"
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self._open:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def read(markup: str) -> Elements:
+    elements = Elements()
+    elements.feed(markup)
+    assert elements._open == []
+    return elements
+
+
+def whole(run: RunHistory, folder: Path = Path("/runs/heavy-head")) -> str:
+    return page(run, replace(EXTRAS, timelines=timelines(run, path=folder)))
+
+
+def poisoned(attack: str) -> RunHistory:
+    """A run with the attack in every text that it has."""
+    run = history()
+    labels = dict.fromkeys(("shape", "layout", "split", "schedule", "mapping"), attack)
+    rows: tuple[TrialRow, ...] = (
+        *run.trials,
+        row(7, 0.45, labels=labels, outcome=attack),
+        refused(8, attack, labels=labels, folder=attack),
+    )
+    nodes = tuple(replace(node, host=attack, node_class=attack) for node in run.nodes)
+    return replace(
+        run,
+        name=attack,
+        path=attack,
+        cwd=attack,
+        command=("torchrun", attack),
+        storage=attack,
+        trials=rows,
+        nodes=nodes,
+        features=(attack,),
+        neutralised=(attack,),
+        locked={attack: attack},
+        quartet_version=attack,
+        faults=(attack,),
+    )
+
+
+def test_the_page_says_what_was_found() -> None:
+    text = read(whole(history())).text
+    assert "1.25x (1.19x to 1.31x)" in text
+    assert "as fast as your own command" in text
+    assert "5 of 7 trials" in text
+    for heading in (
+        "Best against baseline",
+        "History",
+        "What mattered",
+        "Predicted against measured",
+        "Memory per stage",
+        "Timeline of the best plan",
+        "Train with the best plan",
+        "Every trial",
+        "Refused and failed",
+        "What was left out",
+    ):
+        assert heading in text
+    assert "rank 1: torch.OutOfMemoryError (1 GiB too much)" in text
+    assert "no progress for 30 s" in text
+    assert "as trial 2" in text
+    assert "--save, --tensorboard-dir" in text
+    assert "moe keeps as they are: mapping" in text
+    assert "sh /runs/heavy-head/best/command.sh" in text
+    assert "Etttttt|ttL" in text
+
+
+def test_every_picture_is_there() -> None:
+    drawn = [value for name, value in read(whole(history())).attributes if name == "aria-label"]
+    assert len(drawn) == 6
+    assert [label.split()[0] for label in drawn] == [
+        "Best", "Every", "Parameter", "Predicted", "Peak", "Simulated",
+    ]  # fmt: skip
+
+
+def test_a_page_without_a_winner_says_so_plainly() -> None:
+    text = read(whole(history(winner=None))).text
+    assert "No better plan was found" in text
+    assert "Train with the best plan" not in text
+
+
+def test_a_run_that_has_hardly_begun_has_a_page() -> None:
+    bare = history(
+        trials=(row(0, 0.5, plan=None),), finalists=(), winner=None, state="running", num_spent=0,
+        holder=HOLDER, running=(RUNNING,),
+    )  # fmt: skip
+    text = read(page(bare, Extras())).text
+    assert "The search runs" in text
+    assert "None: every trial was measured." in text
+    empty = replace(bare, trials=(), nodes=(), began_at=None)
+    assert "0 of 7 trials" in read(page(empty, Extras())).text
+
+
+@pytest.mark.parametrize("plan", [WINNER, INTERLEAVED])
+def test_the_timeline_is_the_plans_own(plan: object) -> None:
+    run = history(winner=replace(WINNER, layout=plan.layout, split=plan.split, schedule=plan.schedule))  # type: ignore[attr-defined]
+    made = timelines(run, path=Path("/nowhere"))
+    assert len(made) == 1
+    assert "scaled to the measured iteration" in made[0].caption
+    assert "400 ms a step" in made[0].caption
+
+
+def test_a_plan_without_a_pipeline_has_no_timeline() -> None:
+    from quartet_plugin.model.plan import ScheduleChoice, Split
+
+    flat = replace(
+        WINNER,
+        layout=replace(WINNER.layout, pipeline_parallel=1, data_parallel=2),
+        split=Split(transformer_layers_per_stage=(8,)),
+        schedule=ScheduleChoice(name="no-pipelining"),
+    )
+    assert timelines(history(winner=flat), path=Path("/nowhere")) == []
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_names_stay_text(attack: str) -> None:
+    clean_page, markup = read(whole(history())), whole(poisoned(attack))
+    found = read(markup)
+    for name in ("script", "img", "iframe", "object", "embed", "form", "a"):
+        assert name not in found.names
+    assert found.names.count("style") == 1
+    assert not [name for name, _ in found.attributes if name.startswith("on") or name == "style"]
+    allowed = {name for name, _ in clean_page.attributes}
+    assert {name for name, _ in found.attributes} <= allowed
+    assert attack in found.text
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.text(min_size=1, max_size=80))
+def test_no_text_breaks_the_page(text: str) -> None:
+    elements = read(page(poisoned(text), Extras(fault=text, train=[text], flags=[text])))
+    assert "script" not in elements.names
+
+
+def test_nothing_is_fetched_and_nothing_may_run() -> None:
+    found = read(whole(poisoned("x")))
+    policy = next(value for name, value in found.attributes if name == "content" and "default-src" in value)
+    assert "default-src 'none'" in policy
+    assert "script-src" not in policy
+    assert "unsafe" not in policy
+    links = [value for name, value in found.attributes if name in ("src", "href")]
+    assert links == ["data:,"]
+    assert not re.search(r"url\(|@import|https?:", whole(history()).replace("http://www.w3.org/2000/svg", ""))
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(whole(poisoned(ATTACKS[0])), encoding="utf-8")
+    return open_page(path)
+
+
+def test_the_browser_has_nothing_to_complain_about(opened: Opened) -> None:
+    assert opened.console == ()
+
+
+def test_the_browser_shows_the_figures_and_the_attack_as_text(opened: Opened) -> None:
+    assert opened.document.count("<svg") == 6
+    assert (
+        "<title>&lt;script&gt;document.title='owned'&lt;/script&gt;: quartet report</title>"
+        in opened.document
+    )
+    assert "<script" not in opened.document
+    found = read(opened.document)
+    assert ATTACKS[0] in found.text
+
+
+def test_the_policy_stops_a_script_that_is_there_all_the_same(tmp_path: Path) -> None:
+    """And so the console is really read: the browser says that it refused."""
+    path = tmp_path / "report.html"
+    script = "<script>document.body.textContent = 'owned'</script>"
+    path.write_text(whole(history()).replace("</main>", f"{script}</main>"), encoding="utf-8")
+    found = open_page(path)
+    assert any("Content Security Policy" in line for line in found.console)
+    assert "Best against baseline" in found.document
+
+
+def test_it_is_drawn_in_light_and_in_dark_and_prints(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(whole(history()), encoding="utf-8")
+    for name, dark in (("light", False), ("dark", True)):
+        picture(path, to=tmp_path / f"{name}.png", dark=dark)
+    light, dark_bytes = ((tmp_path / f"{name}.png").read_bytes() for name in ("light", "dark"))
+    assert light.startswith(b"\x89PNG")
+    assert light != dark_bytes
+    print_page(path, to=tmp_path / "report.pdf")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_a_picture_from_elsewhere_keeps_its_place() -> None:
+    made = page(history(), Extras(timelines=[Picture(heading="A & B", svg="<svg></svg>", caption="<c>")]))
+    assert "<h2>A &amp; B</h2>" in made
+    assert "&lt;c&gt;" in made
