@@ -110,7 +110,7 @@ def profile(
         )
         with _told(played):
             result = run_trial(request)
-        ranks = rank_profiles(result)
+        ranks = rank_profiles(result, is_played=played is not None)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return make_profile(ranks, costs=table(ranks), played=played, iteration_s=result.iteration_s)
@@ -175,13 +175,16 @@ def _told(played: "Played | None") -> Iterator[None]:
         del os.environ[PROFILE_VARIABLE]
 
 
-def rank_profiles(result: "TrialResult") -> "list[RankProfile]":
-    """What the ranks of a trial left. Raises InfrastructureError, with the trial's reason, for nothing."""
+def rank_profiles(result: "TrialResult", *, is_played: bool) -> "list[RankProfile]":
+    """What the ranks of a trial left. Raises InfrastructureError, with the trial's reason, for nothing.
+
+    A rank that is played alone computes with whatever lay in memory, so that its loss may be none.
+    """
     from quartet_plugin.cost.profile import parse_rank
     from quartet_plugin.model.files import read_json
 
     paths = sorted(result.folder.glob("rank-*.profile.json"))
-    if not paths or not result.is_measured:
+    if not paths or not (result.is_measured or is_played):
         last = f": {result.last_lines[-1][:200]}" if result.last_lines else ""
         raise InfrastructureError(f"the command was not profiled: {result.reason}{last}")
     return [parse_rank(read_json(path), where=path.name) for path in paths]

@@ -185,7 +185,8 @@ def _change(session: MegatronSession) -> list[str]:
 def _profiled(session: MegatronSession, wrappers: "dict[Seam, Wrapper]", words: list[str]) -> list[str]:
     """Let the ranks of a trial measure their layers too; the arguments for a rank that is played alone."""
     from quartet_plugin.megatron import seams
-    from quartet_plugin.megatron.profiling import LayerProfiler, PlayedRank
+    from quartet_plugin.megatron.profiling import LayerProfiler
+    from quartet_plugin.megatron.profiling_rank import PlayedRank
 
     profiler = LayerProfiler(session.files)
     profiler.prepare()
@@ -194,6 +195,7 @@ def _profiled(session: MegatronSession, wrappers: "dict[Seam, Wrapper]", words: 
     if played is None:
         return words
     played.play()
+    wrappers[seams.ARGUMENTS] = seams.chain(wrappers[seams.ARGUMENTS], played.wrap_arguments)
     return [*words, "--fake-process-group"]
 
 

@@ -7,17 +7,15 @@ told apart. Waiting for other ranks lies outside of every interval but those of 
 """
 
 import os
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quartet_plugin.errors import SeamError, UsageError
+from quartet_plugin.errors import SeamError
 from quartet_plugin.megatron import split_backward
 from quartet_plugin.megatron.profiling_memory import ActivationLedger
 from quartet_plugin.model.files import write_json_atomic
@@ -27,44 +25,8 @@ from quartet_plugin.worker.files import RankFiles
 
 EMBEDDING, HEAD, OTHER = "embedding", "head", "other"
 STEP_PARTS = ("iteration", "forward_backward", "finalize", "optimizer")
-MAX_WORLD_SIZE = 65_536
 
 Key = tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedRank:
-    """A rank of a world that is not there: built and run alone, communication left out."""
-
-    rank: int
-    world_size: int
-
-    @classmethod
-    def of(cls, text: str) -> "PlayedRank | None":
-        """What `quartet profile` set: RANK/WORLD_SIZE, or anything else (None) where processes are real.
-
-        Raises UsageError.
-        """
-        if "/" not in text:
-            return None
-        found = re.fullmatch(r"([0-9]{1,5})/([0-9]{1,5})", text, re.ASCII)
-        rank, world = (int(found[1]), int(found[2])) if found else (0, 0)
-        if not rank < world <= MAX_WORLD_SIZE:
-            raise UsageError(
-                f"QUARTET_PROFILE: {text[:40]!r}; must be RANK/WORLD_SIZE, RANK below WORLD_SIZE"
-            )
-        return cls(rank=rank, world_size=world)
-
-    def play(self) -> None:
-        """Tell Megatron, which reads the environment later on, that this is that rank."""
-        from torch.testing._internal.distributed import fake_pg
-
-        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(self.rank), str(self.world_size)
-        os.environ["LOCAL_RANK"] = "0"
-        # Megatron's choice cannot be written to or read; this one can, inside the process.
-        fake_pg.FakeStore = torch.distributed.HashStore
-        # What nobody sent is whatever lay in memory; denormal numbers would be slow beyond reason.
-        torch.set_flush_denormal(True)
 
 
 class LayerProfiler:
@@ -173,7 +135,10 @@ class LayerProfiler:
     def _attach(self, model: Sequence[Any], optimizer: Any, config: Any) -> None:
         from megatron.core.utils import unwrap_model
 
-        self._chunks = [_Chunk(self, chunk) for chunk in unwrap_model(list(model))]
+        chunks = unwrap_model(list(model))
+        self._chunks = [_Chunk(self, chunk) for chunk in chunks]
+        for chunk in chunks:
+            self.ledger.leave_out(chunk.parameters())
         optimizer.step = self._timed(optimizer.step, "optimizer")
         if getattr(config, "finalize_model_grads_func", None) is not None:
             config.finalize_model_grads_func = self._timed(config.finalize_model_grads_func, "finalize")

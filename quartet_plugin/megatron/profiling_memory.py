@@ -1,6 +1,7 @@
 """How many bytes each part of a model keeps from its forward to its backward."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 class ActivationLedger:
     """Counts the tensors that autograd saves, each storage once, for the part that saves it first.
 
-    Parameters are left out. While `is_open`, one forward is counted, the first of each part: all that it
-    saves lives until its backward, so that a storage's address tells it apart.
+    Parameters are left out, and views of them. While `is_open`, one forward is counted, the first of each
+    part: all that it saves lives until its backward, so that a storage's address tells it apart.
     """
 
     def __init__(self) -> None:
@@ -21,6 +22,11 @@ class ActivationLedger:
         self._seen: set[int] = set()
         self._bytes: dict[str, int] = defaultdict(int)
         self._counted: set[str] = set()
+        self._parameters: set[int] = set()
+
+    def leave_out(self, parameters: Iterable[Any]) -> None:
+        """Storages that are there anyway."""
+        self._parameters |= {parameter.untyped_storage().data_ptr() for parameter in parameters}
 
     def bytes_of(self, part: str) -> int:
         """What the part keeps for one microbatch."""
@@ -50,11 +56,11 @@ class ActivationLedger:
         self._part = ""
 
     def _pack(self, tensor: Any) -> Any:
-        is_parameter = tensor.is_leaf and tensor.requires_grad
-        if self._part and self._part not in self._counted and not is_parameter:
+        if self._part and self._part not in self._counted:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._seen:
-                self._seen.add(storage.data_ptr())
+            place = storage.data_ptr()
+            if place not in self._seen and place not in self._parameters:
+                self._seen.add(place)
                 self._bytes[self._part] += storage.nbytes()
         return tensor
 
