@@ -16,7 +16,7 @@ import numpy as np
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.places import Blocks, Places, blocks_of
-from quartet_plugin.mapping.step import StepCosts, StepTime
+from quartet_plugin.mapping.step import NEVER_S, StepCosts, StepTime
 from quartet_plugin.model import plan
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout
@@ -73,7 +73,7 @@ def solve(
     exact = search.enumerate(exact_limit)
     if not exact:
         search.climb(random.Random(seed), evaluations)  # noqa: S311 (a search, no secret)
-    if search.best is None or not math.isfinite(search.best_s):
+    if search.best is None or search.best_s >= NEVER_S:
         raise PlanError(
             f"mapping: no order of {layout.label} has RANK 0 on the first node and its groups of "
             f"{', '.join(sorted(inside)) or 'tensor'} parallelism in one scale-up domain; use smaller degrees"
@@ -82,7 +82,7 @@ def solve(
     return Solution(
         slots=slots,
         step_s=search.best_s,
-        stock_s={name: seconds for name, (_, seconds) in stock.items() if math.isfinite(seconds)},
+        stock_s={name: seconds for name, (_, seconds) in stock.items() if seconds < NEVER_S},
         exact=exact,
         num_evaluated=search.num_evaluated,
     )
@@ -175,18 +175,19 @@ class _Search:
         return other
 
     def _canonical(self, arrangement: IntArray) -> IntArray | None:
-        """Replicas in ascending order of their blocks; None where no name puts RANK 0 on node 0."""
-        width, stages = self._width, len(arrangement)
-        groups = []
-        for at in range(0, arrangement.shape[1], width):
-            columns = arrangement[:, at : at + width].T.tolist()
-            groups.append(sorted(columns) if self._layout.expert_parallel == 1 else columns)
-        groups.sort()
-        if self._blocks.node[groups[0][0][0]] != 0:
+        """Replicas in ascending order of their blocks; None where no name puts RANK 0 on node 0.
+
+        A block is in one place only, so that of stage 0 tells columns and groups of columns apart.
+        """
+        groups = arrangement[0].reshape(-1, self._width)
+        columns = np.arange(arrangement.shape[1]).reshape(groups.shape)
+        if self._layout.expert_parallel == 1:
+            inner = np.argsort(groups, axis=1)
+            groups, columns = np.take_along_axis(groups, inner, 1), np.take_along_axis(columns, inner, 1)
+        outer = np.argsort(groups[:, 0])
+        if self._blocks.node[groups[outer[0], 0]] != 0:
             return None
-        found = np.array([column for group in groups for column in group], dtype=np.int64).T
-        assert found.shape == (stages, arrangement.shape[1])
-        return np.ascontiguousarray(found)
+        return np.ascontiguousarray(arrangement[:, columns[outer].ravel()])
 
     def _least_count(self) -> int:
         """A lower bound on the arrangements that differ."""

@@ -19,6 +19,9 @@ from quartet_plugin.mapping.places import Blocks, GroupLink, Places, blocks_in_o
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
 
+# What a forbidden arrangement takes a microbatch: no step takes so long, and sums of it stay finite.
+NEVER_S = 1e30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Collective:
@@ -127,7 +130,7 @@ class StepTime:
             for at in range(0, len(row), size):
                 link = self.link(row[at : at + size])
                 seconds = collective.seconds(link, rank)
-                found[rank, at : at + size] = np.inf if inside and link.num_domains > 1 else seconds
+                found[rank, at : at + size] = NEVER_S if inside and link.num_domains > 1 else seconds
         return found
 
     def _gradients(self, domains: IntArray) -> float:

@@ -12,27 +12,12 @@ from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.search.planner.bounds import bounds_of
 from quartet_plugin.search.planner.candidates import balanced_split, legal_candidates
 from quartet_plugin.search.planner.job import PlanJob, parse_job
+from quartet_plugin.search.planner.placing import planned_run
 from quartet_plugin.search.planner.plans import plain_layout, plan_of
-from quartet_plugin.search.planner.ranking import planned_run, rank
+from quartet_plugin.search.planner.ranking import rank, refine
+from tests.search.planning import job_data
 
 NUM_JOBS = 200
-
-
-def job_data(**changes: dict[str, Any]) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "model": {
-            "num_layers": 8,
-            "hidden_size": 1024,
-            "num_attention_heads": 16,
-            "seq_length": 1024,
-            "vocab_size": 32000,
-        },
-        "cluster": {"device": "A100-SXM-80GB", "num_nodes": 1, "devices_per_node": 8},
-        "batch": {"global_batch_size": 16},
-    }
-    for name, values in changes.items():
-        data[name] = {**data.get(name, {}), **values}
-    return data
 
 
 def random_job(seed: int) -> PlanJob:
@@ -168,6 +153,18 @@ def test_other_shapes_compete_by_equal_work() -> None:
     assert len({ranked.shape for ranked in found.best}) > 1
     own = [r for r in found.best if r.shape == job.shape]
     assert all(r.equal_work_s == r.iteration_s for r in own)
+
+
+def test_solving_the_mapping_keeps_the_layouts() -> None:
+    job = parse_job(job_data(cluster={"num_nodes": 4, "devices_per_node": 4}), where="job")
+    found = rank(job, top=4)
+    better = refine(job, found)
+    assert {one.layout for one in better.best} == {one.layout for one in found.best}
+    for one in better.best:
+        before = next(other for other in found.best if (other.layout, other.split) == (one.layout, one.split))
+        assert one.iteration_s <= before.iteration_s * (1 + 1e-9)
+        assert one.stock_s is not None
+        assert one.stock_s["tp-cp-ep-dp-pp"] == pytest.approx(before.iteration_s)
 
 
 def test_a_plan_names_its_baseline_and_prediction() -> None:

@@ -21,7 +21,7 @@ from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.jobs import run_of
 from quartet_plugin.cost.memory import HALF, layer_activation_bytes, weights_of_stages
 from quartet_plugin.cost.pipeline import FULL_ROUNDS
-from quartet_plugin.cost.predict import OPTIMIZER_BYTES, stage_parts, total_of
+from quartet_plugin.cost.predict import COMPUTE, OPTIMIZER_BYTES, stage_parts, total_of
 from quartet_plugin.cost.run import Run
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
@@ -84,9 +84,9 @@ def bounds_of(
     candidates: Candidates,
     *,
     constants: Constants,
-    any_split: bool = False,
+    slowdown: FloatArray | None = None,
 ) -> Bounds:
-    """The bounds of all `candidates`; with `any_split` whatever their split and however slow some devices."""
+    """The bounds of all `candidates`; with the slots' `slowdown` those of any split and order of ranks."""
     columns = candidates.columns
     if not len(columns):
         nothing = np.zeros(0, dtype=np.int64)
@@ -105,8 +105,8 @@ def bounds_of(
     for at, (pp, virtual, kind, a, b) in enumerate(keys.tolist()):
         rows = order[edges[at] : edges[at + 1]]
         microbatches = _num_microbatches(job, columns[rows])
-        if any_split:
-            span[rows] = _least_span(shape.num_layers, pp, units[rows], microbatches)
+        if slowdown is not None:
+            span[rows] = _least_span(shape.num_layers, pp, units[rows], microbatches, slowdown)
             memory[rows] = _least_memory(shape.num_layers, pp, units[rows], states[rows])
         else:
             split = np.array(split_of(job, shape, pp=pp, virtual=virtual, kind=kind, ends=(a, b)))
@@ -141,10 +141,18 @@ def _span(split: IntArray, units: FloatArray, microbatches: IntArray, transfer: 
     return bound
 
 
-def _least_span(num_layers: int, pp: int, units: FloatArray, microbatches: IntArray) -> FloatArray:
-    """All of a microbatch's work, shared among the pipeline ranks: the busiest has no less."""
+def _least_span(
+    num_layers: int, pp: int, units: FloatArray, microbatches: IntArray, slowdown: FloatArray
+) -> FloatArray:
+    """All of a microbatch's work, shared among the pipeline ranks: the busiest has no less.
+
+    Computation is shared by speed. Of all replicas one has no more speed than the mean, and the one with the
+    slowest slot has at most pp - 1 of the fastest beside it.
+    """
     work = units[:, :2].sum(axis=1) * num_layers + units[:, 2:6].sum(axis=1)
-    bound: FloatArray = work * microbatches / pp
+    compute = units[:, 14] * num_layers + units[:, 15]
+    speed = min(pp * float((1 / slowdown).mean()), pp - 1 + 1 / float(slowdown.max()))
+    bound: FloatArray = np.maximum(work / pp, compute / speed) * microbatches
     return bound
 
 
@@ -181,14 +189,16 @@ def _units(job: PlanJob, shape: ModelShape, columns: IntArray, constants: Consta
     """One row a candidate, of a layer unless said otherwise.
 
     Seconds forward and backward; more of the embedding and of the head; bytes kept by it and by a stage; its
-    weights, and the embedding's; seconds that selective and full recompute repeat; dense and expert weights.
+    weights, and the embedding's; seconds that selective and full recompute repeat; dense and expert weights;
+    seconds of computation, and more of both ends.
     """
     keys, _, inverse = unique_rows(columns[:, [TP, CP, SIZE, EP]])
-    table = np.array([_unit(job, shape, key, constants) for key in keys.tolist()]).reshape(-1, 14)
+    table = np.array([_unit(job, shape, key, constants) for key in keys.tolist()]).reshape(-1, 16)
     units: FloatArray = table[inverse]
     mode = columns[:, MODE]
     # Repeated forwards belong to the backward; full recompute keeps a layer's input only.
     units[:, 1] += np.where(mode == 1, units[:, 10], np.where(mode == 2, units[:, 11], 0.0))
+    units[:, 14] += np.where(mode > 0, units[:, 10], 0.0)
     units[:, 6] = np.where(mode == 2, units[:, 7], units[:, 6])
     return units
 
@@ -223,6 +233,8 @@ def _unit_of_alike(job: PlanJob, shape: ModelShape, key: list[int], constants: C
     extra = [end[at] - layer[at] for end in ends for at in (0, 1)]
     whole = layer_activation_bytes(run, experts=run.experts)
     boundary = HALF * run.tokens_per_microbatch * shape.hidden_size / tp
+    bare = [sum(part[name].total for name in COMPUTE if name in part) for part in parts]
+    computed = [bare[1], bare[0] + bare[2] - 2 * bare[1]]
     weights = weights_of_stages(run)
     sizes = [weights[1].total, weights[0].total - weights[1].total]
     repeated = [parts[1][name].forward for name in ("attention", "gemm", "elementwise", "launch", "tp_comm")]
@@ -236,6 +248,7 @@ def _unit_of_alike(job: PlanJob, shape: ModelShape, key: list[int], constants: C
         sum(repeated),
         weights[1].dense,
         weights[1].expert,
+        *computed,
     ]
 
 

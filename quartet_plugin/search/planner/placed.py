@@ -66,6 +66,7 @@ class PlacedRun:
         self.run, self.constants, self.places = run, constants, places
         self._parts = stage_parts(run, constants)
         self._seen: dict[tuple[GroupLink, int], list[StageParts]] = {}
+        self._transfers: dict[tuple[float, float, int], float] = {}
         self._stock: Prediction | None = None
         self._costs: StepCosts | None = None
 
@@ -110,10 +111,13 @@ class PlacedRun:
         step = StepTime(self.step_costs(), self.places, blocks)
         columns = self._columns(step, blocks, arrangement)
         slowest = max((self._column(column) for column in columns), key=lambda one: sum(one.terms.values()))
-        domains = blocks.domain[arrangement]
+        links = [step.link(row) for row in blocks.domain[arrangement]]
+        # As the cost model has it, the fullest rank reduces longest; another one may on a slower link.
+        fullest = max(range(len(links)), key=lambda rank: held_weights(self.run, rank).total)
         slowest.terms["dp_comm_s"] = max(
-            self._gradients_s(k, step.link(domains[k]), slowest.forward_s, slowest.backward_s)
-            for k in range(layout.pipeline_parallel)
+            self._gradients_s(rank, link, slowest.forward_s, slowest.backward_s)
+            for rank, link in enumerate(links)
+            if rank == fullest or link != links[fullest]
         )
         return self._completed(slowest.terms, float(blocks.slowdown.max()))
 
@@ -244,9 +248,14 @@ class PlacedRun:
                 bytes_per_s=float(self.places.between_bytes_per_s[sender, receiver]),
                 latency_s=float(self.places.between_latency_s[sender, receiver]),
             )
-        machines, constants = seen_by(self.run.machines, self.constants, link, stride=1)
-        run = replace(self.run, machines=machines)
-        return communication.transfer_s(run, constants, sender=0, receiver=link.num_domains - 1)
+        key = (link.bytes_per_s, link.latency_s, link.num_domains)
+        found = self._transfers.get(key)
+        if found is None:
+            machines, constants = seen_by(self.run.machines, self.constants, link, stride=1)
+            found = self._transfers[key] = communication.transfer_s(
+                replace(self.run, machines=machines), constants, sender=0, receiver=link.num_domains - 1
+            )
+        return found
 
     def _parts_seen(self, link: GroupLink, stride: int) -> list[StageParts]:
         found = self._seen.get((link, stride))

@@ -27,18 +27,26 @@ from quartet_plugin.split.layers import balanced_split
 
 # Rounds of solving the mapping for a split and the split for a mapping.
 MAX_ROUNDS = 4
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is spent on one layout's mapping."""
+    """How much is spent on one layout's mapping: fewer `evaluations` where more than `blocks` are placed."""
 
     evaluations: int
     exact_limit: int
+    blocks: int = 32
+
+    def evaluations_of(self, num_blocks: int) -> int:
+        """Steps of local search."""
+        return self.evaluations * min(self.blocks, num_blocks) // num_blocks
 
 
-QUICK = Effort(evaluations=60, exact_limit=120)
-THOROUGH = Effort(evaluations=1500, exact_limit=5000)
+QUICK = Effort(evaluations=30, exact_limit=60)
+THOROUGH = Effort(evaluations=1500, exact_limit=5000, blocks=256)
+# Equal devices and links: beyond a few arrangements the regular tilings are all that need be tried.
+EQUAL = Effort(evaluations=0, exact_limit=120)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,18 +108,21 @@ def place(
                 break
             tried.add(current)
             run = planned_run(job, shape, layout, current)
+            memory = peak_memory(run)
+            if not memory.fits:
+                break
             placed = PlacedRun(run, constants, places)
-            found = _placed(job, placed, effort)
+            found = _placed(job, placed, memory, effort)
             if found is None:
                 break
-            if found.memory.fits and (best is None or found.found.iter_time_s < best.found.iter_time_s):
+            if best is None or found.found.iter_time_s < best.found.iter_time_s:
                 best = found
             if len(splits) > 1:
                 current = _split_for(job, shape, layout, constants, placed.paces(found.slots))
     return best
 
 
-def _placed(job: PlanJob, placed: PlacedRun, effort: Effort) -> Placement | None:
+def _placed(job: PlanJob, placed: PlacedRun, memory: Memory, effort: Effort) -> Placement | None:
     """The best order of one run's ranks."""
     run, places = placed.run, placed.places
     orders = stock_orders(run.layout, places)
@@ -121,7 +132,7 @@ def _placed(job: PlanJob, placed: PlacedRun, effort: Effort) -> Placement | None
                 placed.step_costs(),
                 places,
                 inside=frozenset(job.search.inside),
-                evaluations=effort.evaluations,
+                evaluations=effort.evaluations_of(run.layout.world_size // run.layout.tensor_parallel),
                 exact_limit=effort.exact_limit,
             )
         except PlanError:
@@ -132,13 +143,15 @@ def _placed(job: PlanJob, placed: PlacedRun, effort: Effort) -> Placement | None
     if not orders:
         return None
     found = {name: placed.predict(slots) for name, slots in orders.items()}
-    # Of equals the launcher's own order.
-    best = min(found, key=lambda name: (found[name].iter_time_s, name == "solved"))
+    # Of equals, rounding aside, the launcher's own order.
+    rank_of = {name: at for at, name in enumerate((*STOCK_ORDERS, "solved"))}
+    least = min(value.iter_time_s for value in found.values()) * (1 + ROUNDING)
+    best = min((name for name in found if found[name].iter_time_s <= least), key=rank_of.__getitem__)
     return Placement(
         split=run.layers_per_stage,
         slots=orders[best],
         found=found[best],
-        memory=peak_memory(run),
+        memory=memory,
         stock_s={name: value.iter_time_s for name, value in found.items() if name != "solved"},
     )
 

@@ -16,6 +16,7 @@ from quartet_plugin.cost.memory import Memory, peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.mapping.places import Places
+from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
@@ -24,6 +25,7 @@ from quartet_plugin.search.planner.candidates import BALANCED, SPLIT, Candidates
 from quartet_plugin.search.planner.cluster import ideal
 from quartet_plugin.search.planner.job import PlanJob
 from quartet_plugin.search.planner.placing import (
+    EQUAL,
     QUICK,
     THOROUGH,
     Effort,
@@ -120,12 +122,13 @@ def rank(
 
 
 def refine(
-    job: PlanJob, found: Ranking, *, constants: Constants | None = None, effort: Effort = THOROUGH
+    job: PlanJob, found: Ranking, *, constants: Constants | None = None, effort: Effort | None = None
 ) -> Ranking:
     """The same layouts with their mappings solved, ranked again; unchanged where the job wants stock."""
     if job.search.mapping is not None:
         return found
     used = constants or fitted()
+    spent = effort or (EQUAL if job.cluster is None else THOROUGH)
     places = places_of_job(job, used)
     placed = []
     for ranked in found.best:
@@ -137,7 +140,7 @@ def refine(
             ranked.split,
             constants=used,
             places=places,
-            effort=effort,
+            effort=spent,
             may_split=False,
         )
         if better is not None and better.found.iter_time_s <= ranked.iteration_s * (1 + 1e-12):
@@ -178,9 +181,14 @@ def _field(job: PlanJob, shape: ModelShape, constants: Constants) -> _Field:
     return _Field(
         shape=shape,
         candidates=candidates,
-        bounds=bounds_of(bounded, shape, candidates, constants=used, any_split=job.has_unequal_devices),
+        bounds=bounds_of(bounded, shape, candidates, constants=used, slowdown=slowdown_of(job)),
         scale=job.shape.model_flops_per_sequence / shape.model_flops_per_sequence,
     )
+
+
+def slowdown_of(job: PlanJob) -> FloatArray | None:
+    """Of each slot where devices differ, so that layouts get splits of their own; None where none does."""
+    return job.cluster.slowdown if job.cluster is not None and job.has_unequal_devices else None
 
 
 def _ordered(fields: list[_Field], *, limit: float) -> list[tuple[float, int, int]]:
@@ -292,6 +300,12 @@ def _nearest(job: PlanJob, fields: list[_Field]) -> str:
             best = (memory.total, layout, memory)
     assert best is not None
     total, layout, memory = best
+    if memory.fits:
+        groups = ", ".join(job.search.inside) or "tensor"
+        return (
+            f"mapping: none of {len(order)} layouts has an order of ranks with its {groups} parallel groups "
+            "inside a scale-up domain and RANK 0 on the first node; allow smaller degrees"
+        )
     largest = max(memory.terms, key=lambda name: memory.terms[name]).removesuffix("_bytes")
     return (
         f"memory: none of {len(order)} layouts fits; the nearest, {layout.label} recompute {layout.recompute}"

@@ -8,6 +8,7 @@ import numpy as np
 
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.search.planner.bounds import unique_rows
 from quartet_plugin.search.planner.candidates import CP, PP, TP, degrees, fault_of_degrees
 from quartet_plugin.search.planner.job import PlanJob
 
@@ -37,11 +38,10 @@ class TooLarge:
         """Rows of candidates with their bounds, grouped."""
         if not len(columns):
             return []
-        keys, groups, counts = np.unique(
-            columns[:, [TP, CP, PP]], axis=0, return_inverse=True, return_counts=True
-        )
+        keys, _, groups = unique_rows(columns[:, [TP, CP, PP]])
+        counts = np.bincount(groups, minlength=len(keys))
         least = np.full(len(keys), np.inf)
-        np.minimum.at(least, groups.ravel(), memory_bytes)
+        np.minimum.at(least, groups, memory_bytes)
         return [
             cls(
                 tensor_parallel=tp,

@@ -1,0 +1,134 @@
+"""`quartet explain`, and what `quartet plan` says about clusters and refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.cli.main import main
+from quartet_plugin.model.plan import read_plan, write_plan
+from tests.model.clusters import make_cluster
+from tests.model.plans import plan_with
+
+JOB = """
+model: {num_layers: 8, hidden_size: 1024, num_attention_heads: 12, kv_channels: 64, seq_length: 1024,
+        vocab_size: 32000%s}
+cluster: %s
+batch: {global_batch_size: 16}
+search: {micro_batch_size: [1, 2]}
+"""
+EQUAL = "{device: H100-SXM-80GB, num_nodes: 2, devices_per_node: 4}"
+
+
+def planned(folder: Path, *, cluster: str = EQUAL, more: str = "", top: int = 1) -> Path:
+    """A plan of the job in `folder`."""
+    (folder / "job.yaml").write_text(JOB % (more, cluster), encoding="utf-8")
+    output = folder / "plan.json"
+    assert main(["plan", str(folder / "job.yaml"), "-o", str(output), "--top", str(top), "--refused"]) == 0
+    return output
+
+
+def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    capsys.readouterr()
+    assert main(["explain", *arguments, "--json"]) == 0
+    data: dict[str, object] = json.loads(capsys.readouterr().out)
+    return data
+
+
+def test_terms_memory_and_runner_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(tmp_path, top=2)
+    data = explained(capsys, str(plan), "--cluster", str(tmp_path / "job.yaml"))
+    read, second = read_plan(plan), read_plan(tmp_path / "plan.2.json")
+    assert read.prediction is not None
+    assert second.prediction is not None
+    assert data["iteration_s"] == pytest.approx(read.prediction.iteration_s)
+    assert sum(data["terms"].values()) == pytest.approx(data["iteration_s"])  # type: ignore[attr-defined]
+    memory = data["memory"]["ranks"]  # type: ignore[index]
+    assert len(memory) == read.layout.pipeline_parallel
+    assert max(one["total_bytes"] for one in memory) == pytest.approx(read.prediction.peak_memory_bytes)
+    runner_up = data["runner_up"]
+    assert runner_up["slower_by"] >= 0  # type: ignore[index]
+    if second.layout != read.layout:
+        assert runner_up["equal_work_s"] == pytest.approx(second.prediction.iteration_s)  # type: ignore[index]
+
+
+def test_a_plans_own_nodes_are_enough_for_equal_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned(tmp_path)
+    alone = explained(capsys, str(plan))
+    whole = explained(capsys, str(plan), "--cluster", str(tmp_path / "job.yaml"))
+    assert alone["iteration_s"] == pytest.approx(whole["iteration_s"])
+    assert alone["assumed"] == {"precision": "bf16", "links": "the device's usual ones", "search": "auto"}
+    assert whole["assumed"] == {}
+
+
+def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(tmp_path)
+    capsys.readouterr()
+    assert main(["explain", str(plan)]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("compute", "█", "of usable", "bubble", "runner-up", "schedule"))
+
+
+def test_an_unequal_cluster_is_explained_with_its_mapping(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = make_cluster(slowdown={(0, 1): 2.0, (1, 3): 2.0})
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster), encoding="utf-8")
+    plan = planned(tmp_path, cluster="{file: cluster.json}", top=2)
+    assert "slower:" in capsys.readouterr().out
+    data = explained(capsys, str(plan), "--cluster", str(tmp_path / "job.yaml"))
+    stated = read_plan(plan).prediction
+    assert stated is not None
+    assert data["iteration_s"] == pytest.approx(stated.iteration_s)
+    other = explained(capsys, str(plan), "--cluster", str(tmp_path / "cluster.json"))
+    assert other["iteration_s"] == pytest.approx(stated.iteration_s)
+
+
+def test_refused_degrees_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(
+        tmp_path,
+        cluster="{device: H100-SXM-80GB, num_nodes: 1, devices_per_node: 8, memory_bytes: 4000000000}",
+    )
+    text = capsys.readouterr().out
+    assert "TP 8 does not divide 12 heads" in text
+    assert "memory: TP" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("missing.json",), 2, "missing.json"),
+        (("plan.json", "--cluster", "missing.yaml"), 2, "missing.yaml"),
+        (("plan.json", "--cluster", "other.yaml"), 2, "made_for: shape"),
+        (("plan.json", "--cluster", "small.json"), 2, "made_for: devices"),
+        (("cpu.json",), 2, "give --cluster"),
+    ],
+)
+def test_one_line_and_an_exit_code(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    planned(tmp_path)
+    (tmp_path / "other.yaml").write_text(JOB % (", gated_ffn: true", EQUAL), encoding="utf-8")
+    (tmp_path / "small.json").write_text(json.dumps(make_cluster(num_nodes=1)), encoding="utf-8")
+    write_plan(plan_with(), path=tmp_path / "cpu.json")
+    capsys.readouterr()
+    assert main(["explain", *arguments]) == code
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_experts_are_planned_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(tmp_path, more=", num_experts: 8, expert_ffn_hidden_size: 1024")
+    data = explained(capsys, str(plan), "--cluster", str(tmp_path / "job.yaml"))
+    stated = read_plan(plan).prediction
+    assert stated is not None
+    assert data["iteration_s"] == pytest.approx(stated.iteration_s)

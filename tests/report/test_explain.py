@@ -1,0 +1,120 @@
+"""The picture of a prediction."""
+
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from quartet_plugin.report.explain import (
+    BAR_WIDTH,
+    Explanation,
+    RunnerUp,
+    StageMemory,
+    bar,
+    differences,
+    show,
+)
+
+GIB = 2**30
+EXPLANATION = Explanation(
+    title=[("plan", "abc for 8 devices"), ("layout", "tp2 pp2 dp2 mb1")],
+    iteration_s=2.0,
+    stated_s=2.0,
+    terms={
+        "compute_s": 1.5,
+        "pp_bubble_s": 0.4,
+        "tp_comm_s": 0.098,
+        "optimizer_s": 0.001,
+        "dp_comm_s": 0.001,
+    },
+    compute_terms={"gemm_s": 1.2, "attention_s": 0.3},
+    bubble_fraction=0.2,
+    memory=[
+        StageMemory(rank=0, num_layers=5, total_bytes=30 * GIB, terms={"activations_bytes": 30.0 * GIB}),
+        StageMemory(rank=1, num_layers=3, total_bytes=90 * GIB, terms={"parameters_bytes": 90.0 * GIB}),
+    ],
+    available_bytes=60.0 * GIB,
+    runner_up=RunnerUp(
+        label="pp4 dp2 mb1", equal_work_s=2.2, terms={"compute_s": 1.5, "pp_bubble_s": 0.6, "tp_comm_s": 0.1}
+    ),
+    assumed={"precision": "bf16"},
+)
+
+
+def shown(explanation: Explanation) -> str:
+    text = StringIO()
+    show(explanation, console=Console(file=text, width=160, highlight=False))
+    return text.getvalue()
+
+
+def test_every_part_is_there() -> None:
+    text = shown(EXPLANATION)
+    assert "2 s an iteration" in text
+    assert "75.0 %" in text
+    assert "gemm" in text
+    assert "bubble    20.0 % of the step" in text
+    assert "runner-up pp4 dp2 mb1: 2.2 s, 10.0 % slower: pp_bubble +0.2 s" in text
+    assert "assumed   precision bf16" in text
+    assert "the plan says" not in text
+    longest = text.index("compute"), text.index("pp_bubble"), text.index("tp_comm")
+    assert longest == tuple(sorted(longest))
+
+
+def test_small_terms_are_summed_up() -> None:
+    line = next(line for line in shown(EXPLANATION).splitlines() if line.startswith("others"))
+    assert "0.002" in line
+
+
+def test_a_rank_that_does_not_fit_is_marked() -> None:
+    lines = [line for line in shown(EXPLANATION).splitlines() if "GiB" in line and line.strip()[0].isdigit()]
+    assert "DOES NOT FIT" not in lines[0]
+    assert "50 %" in lines[0]
+    assert "DOES NOT FIT" in lines[1]
+    assert "150 %" in lines[1]
+
+
+def test_another_prediction_than_the_plans_own_is_said() -> None:
+    assert "the plan says 1 s" in shown(replace(EXPLANATION, stated_s=1.0))
+    assert "the plan says" not in shown(replace(EXPLANATION, stated_s=None))
+
+
+def test_no_runner_up_is_said() -> None:
+    assert "no other layout is legal and fits" in shown(replace(EXPLANATION, runner_up=None))
+
+
+def test_a_better_layout_is_said_to_be_better() -> None:
+    assert EXPLANATION.runner_up is not None
+    faster = replace(EXPLANATION.runner_up, equal_work_s=1.0)
+    assert "50.0 % faster than this plan" in shown(replace(EXPLANATION, runner_up=faster))
+
+
+def test_data_for_programs() -> None:
+    data = EXPLANATION.as_data()
+    assert data["terms"] == EXPLANATION.terms
+    assert data["runner_up"] == {
+        "label": "pp4 dp2 mb1",
+        "equal_work_s": 2.2,
+        "slower_by": pytest.approx(0.1),
+        "terms": EXPLANATION.runner_up.terms if EXPLANATION.runner_up else None,
+    }
+
+
+@given(st.floats(0, 1))
+def test_a_bar_is_as_long_as_its_share(share: float) -> None:
+    assert abs(len(bar(share)) - share * BAR_WIDTH) <= 1
+
+
+def test_a_full_bar_and_more() -> None:
+    assert bar(1.0) == "█" * BAR_WIDTH
+    assert bar(1.01) == "█" * (BAR_WIDTH - 1) + "▶"
+    assert bar(0.0) == ""
+
+
+def test_differences_are_the_largest_ones() -> None:
+    own = {"a_s": 1.0, "b_s": 2.0, "c_s": 1e-9, "d_s": 0.5}
+    other = {"a_s": 1.5, "b_s": 1.8, "d_s": 0.5}
+    assert differences(own, other) == "a -0.5 s, b +0.2 s"
+    assert differences(own, own) == ""
