@@ -1,5 +1,6 @@
 """`quartet calibrate`: the cost model's constants as profiles and trials on one cluster correct them."""
 
+import math
 import re
 import statistics
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from quartet_plugin.cost.calibration import Calibration, Observation
     from quartet_plugin.cost.constants import Constants
     from quartet_plugin.cost.run import Machines, Run
+    from quartet_plugin.model.cluster import Precision
     from quartet_plugin.trial.request import TrialResult
 
 _ACTION = re.compile(r"([0-9]{1,5})([FIWB])[0-9]{1,6}", re.ASCII)
@@ -153,7 +155,7 @@ def _of_trial(result: "TrialResult", *, cluster: Path) -> "Iterator[Observation]
         return
     seconds = statistics.median(result.iteration_s)
     off = statistics.median(abs(one - seconds) for one in result.iteration_s) * _NORMAL_MAD
-    spread = max(_LEAST_SPREAD, off / seconds / len(result.iteration_s) ** 0.5)
+    spread = max(_LEAST_SPREAD, off / seconds / math.sqrt(len(result.iteration_s)))
     yield Observation(run=run, seconds=seconds, spread=spread)
     yield from _of_actions(result.folder, run=run)
 
@@ -221,7 +223,7 @@ def _of_actions(folder: Path, *, run: "Run") -> "Iterator[Observation]":
 
 def _spread(times: Sequence[float], middle: float) -> float:
     off = statistics.median(abs(one - middle) for one in times) * _NORMAL_MAD
-    return max(_LEAST_SPREAD, off / middle / len(times) ** 0.5)
+    return max(_LEAST_SPREAD, off / middle / math.sqrt(len(times)))
 
 
 def machines_in(cluster: Path, *, precision: str) -> "Machines":
@@ -230,6 +232,6 @@ def machines_in(cluster: Path, *, precision: str) -> "Machines":
     from quartet_plugin.model.cluster import read_cluster
     from quartet_plugin.search.planner.cluster import look_up, machines_of
 
-    formats = ("fp32", "bf16", "fp16")
+    formats: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
     used = next(one for one in formats if one == precision)
     return machines_of(look_up(read_cluster(cluster), precision=used), fitted())

@@ -268,7 +268,7 @@ def _check_divisible(shape: ModelShape, layout: Layout, experts: Experts | None)
 
 def _precisions(
     row: Row, device: Device, assumed: dict[str, Any]
-) -> tuple[HalfPrecision, Literal["fp16", "bf16", "fp8", "fp4"]]:
+) -> tuple[HalfPrecision, Literal["fp16", "bf16", "fp32", "fp8", "fp4"]]:
     words = _default(row.precision, "bf16", "precision", assumed).lower()
     half: HalfPrecision = "fp16" if words.startswith("fp16") or "bf16" not in device.peak_flops else "bf16"
     if not any(known in words for known in ("fp16", "bf16", "fp8", "fp4")):

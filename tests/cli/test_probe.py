@@ -17,7 +17,7 @@ MARK = "5eed" * 8
 @pytest.fixture(autouse=True)
 def known_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every process of the probe carries it."""
-    monkeypatch.setattr(command.secrets, "token_hex", lambda _: MARK)
+    monkeypatch.setattr("secrets.token_hex", lambda _: MARK)
 
 
 def test_two_ranks_write_a_valid_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

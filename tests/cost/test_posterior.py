@@ -5,14 +5,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.cost.posterior import LEAST_ERROR, fit
+from quartet_plugin.cost.posterior import LEAST_ERROR, Array, Model, fit
 
 NUM_MEASUREMENTS, NUM_PARAMETERS = 60, 4
 
 
-def shares(seed: int) -> np.ndarray:  # type: ignore[type-arg]
+def shares(seed: int) -> Array:
     """What each measurement spends on each term, at the prior."""
     return np.random.default_rng(seed).uniform(0.05, 1.0, (NUM_MEASUREMENTS, NUM_PARAMETERS))
+
+
+def model_of(table: Array) -> Model:
+    """Sums of terms, each multiplied by its parameter."""
+    return lambda point: np.log(table @ np.exp(point))
 
 
 @given(
@@ -25,7 +30,7 @@ def test_planted_parameters_come_back(seed: int, planted: list[float]) -> None:
     noise = np.random.default_rng(seed + 1).normal(0.0, 0.02, NUM_MEASUREMENTS)
 
     found = fit(
-        lambda point: np.log(table @ np.exp(point)),
+        model_of(table),
         measured=np.log(table @ np.exp(true)) + noise,
         spread=np.full(NUM_MEASUREMENTS, 0.02),
         prior_spread=np.full(NUM_PARAMETERS, 1.0),
@@ -43,7 +48,7 @@ def test_intervals_hold_what_they_promise() -> None:
         rng = np.random.default_rng(seed)
         table, true = shares(seed), rng.normal(0.0, 0.5, NUM_PARAMETERS)
         found = fit(
-            lambda point, table=table: np.log(table @ np.exp(point)),
+            model_of(table),
             measured=np.log(table @ np.exp(true)) + rng.normal(0.0, 0.03, NUM_MEASUREMENTS),
             spread=np.full(NUM_MEASUREMENTS, 0.03),
             prior_spread=np.full(NUM_PARAMETERS, 1.0),
@@ -57,7 +62,7 @@ def test_what_nothing_depends_on_keeps_its_prior() -> None:
     table = shares(3)
     table[:, 2] = 0.0
     found = fit(
-        lambda point: np.log(table @ np.exp(point)),
+        model_of(table),
         measured=np.log(2 * table.sum(axis=1)),
         spread=np.full(NUM_MEASUREMENTS, 0.02),
         prior_spread=np.full(NUM_PARAMETERS, 0.7),
@@ -72,9 +77,9 @@ def test_an_outlier_moves_little() -> None:
     spoiled = clean.copy()
     spoiled[7] += 3.0
 
-    def mean(measured: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    def mean(measured: Array) -> Array:
         found = fit(
-            lambda point: np.log(table @ np.exp(point)),
+            model_of(table),
             measured=measured,
             spread=np.full(NUM_MEASUREMENTS, 0.02),
             prior_spread=np.full(NUM_PARAMETERS, 1.0),
@@ -88,7 +93,7 @@ def test_an_outlier_moves_little() -> None:
 def test_the_models_own_error_is_estimated(error: float) -> None:
     rng, table = np.random.default_rng(1), shares(1)
     found = fit(
-        lambda point: np.log(table @ np.exp(point)),
+        model_of(table),
         measured=np.log(table.sum(axis=1)) + rng.normal(0.0, error, NUM_MEASUREMENTS),
         spread=np.full(NUM_MEASUREMENTS, 0.002),
         prior_spread=np.full(NUM_PARAMETERS, 1.0),
@@ -101,7 +106,7 @@ def test_groups_have_errors_of_their_own() -> None:
     groups = [at % 2 for at in range(NUM_MEASUREMENTS)]
     noise = np.where(np.array(groups) == 1, rng.normal(0.0, 0.1, NUM_MEASUREMENTS), 0.0)
     found = fit(
-        lambda point: np.log(table @ np.exp(point)),
+        model_of(table),
         measured=np.log(table.sum(axis=1)) + noise,
         spread=np.full(NUM_MEASUREMENTS, 0.002),
         prior_spread=np.full(NUM_PARAMETERS, 1.0),
