@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
-EXTRAS := megatron,deepspeed,plots,dev
+EXTRAS := megatron,deepspeed,plots,cluster,dev
 STAMP := $(VENV)/.installed
 
 .PHONY: demo demo-deepspeed test test-slow lint types check clean

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from quartet_plugin.model.history import RunHistory, TrialRow
     from quartet_plugin.model.plan import Plan
     from quartet_plugin.report.page import Picture
+    from quartet_plugin.search.storage import StudyStorage
 
 FILE_NAME = "report.html"
 
@@ -39,8 +40,12 @@ def register(app: typer.Typer) -> None:
             raise fault
 
 
-def write_report(path: Path, *, output: Path | None = None) -> StorageError | None:
+def write_report(
+    path: Path, *, output: Path | None = None, storage: "StudyStorage | None" = None
+) -> StorageError | None:
     """Write the report of the run in `path`; the fault of its study where that could not be read.
+
+    `storage` is where that is, for a caller that knows its password.
 
     Raises ConfigError where there is no run or the file cannot be written, StorageError when the disk fails.
     """
@@ -50,7 +55,7 @@ def write_report(path: Path, *, output: Path | None = None) -> StorageError | No
 
     fault, study = None, None
     try:
-        study = read_study(path)
+        study = read_study(path, storage=storage)
     except StorageError as error:
         fault = error
     history = read_history(path, study=study)
@@ -142,13 +147,13 @@ def flag_lines(plan: "Plan") -> list[str]:
         return [f"# {error}"]
 
 
-def report_line(path: Path) -> str:
+def report_line(path: Path, *, storage: "StudyStorage | None" = None) -> str:
     """Write the report at the end of a run, and say where it is; a fault of it never spoils the run."""
     shown = path / FILE_NAME
     if shown.is_relative_to(Path.cwd()):
         shown = shown.relative_to(Path.cwd())
     try:
-        write_report(path)
+        write_report(path, storage=storage)
     except Exception as error:
         return f"report    not written: {error}; `quartet report {path}` tries again"
     return f"report    {shown}"

@@ -95,7 +95,7 @@ def tune(
                 max_minutes=max_minutes,
             ).tune()
         plan = write_best(result, run=run)
-    for line in [*summary_lines(result, plan=plan, run=run), report_line(run.folder.path)]:
+    for line in [*summary_lines(result, plan=plan, run=run), report_line(run.folder.path, storage=run.storage)]:
         typer.echo(line)
 
 

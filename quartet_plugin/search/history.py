@@ -23,7 +23,7 @@ from quartet_plugin.search.final import BASELINE, rank
 from quartet_plugin.search.job import Job, baseline_plan, nodes_of, parse_job
 from quartet_plugin.search.run_folder import Run, resume_run
 from quartet_plugin.search.scoring import objective_of, score
-from quartet_plugin.search.storage import close
+from quartet_plugin.search.storage import StudyStorage, close
 from quartet_plugin.search.study import PLAN, TOLD, Record, Told
 from quartet_plugin.trial.redact import redacted_argv
 from quartet_plugin.trial.request import TrialResult
@@ -70,21 +70,23 @@ def open_run(path: Path) -> Run:
     return resume_run(path, config=None, command=None)
 
 
-def read_study(path: Path, *, min_trials: int = 8) -> StudyView | None:
+def read_study(path: Path, *, storage: StudyStorage | None = None, min_trials: int = 8) -> StudyView | None:
     """The study of the run in `path`; None where it was not made yet. Importance needs `min_trials`.
+
+    `storage` is where it is, for a caller that knows a password which the run's folder does not hold.
 
     Raises StorageError where it cannot be read.
     """
     import optuna
 
-    place = open_run(path).storage
+    place = storage or open_run(path).storage
     if not place.exists:
         return None
     with place.errors():
-        storage = place.connect()
+        connected = place.connect()
         try:
             try:
-                study = optuna.load_study(study_name=place.study_name, storage=storage)
+                study = optuna.load_study(study_name=place.study_name, storage=connected)
             except KeyError:
                 return None
             trials = study.get_trials(deepcopy=False)
@@ -96,7 +98,7 @@ def read_study(path: Path, *, min_trials: int = 8) -> StudyView | None:
                 importance=_importance(study, trials, min_trials=min_trials),
             )
         finally:
-            close(storage)
+            close(connected)
 
 
 def _study_row(trial: Any) -> StudyRow:

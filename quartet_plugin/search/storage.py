@@ -220,7 +220,9 @@ class StudyStorage:
 
         _need("psycopg", what="postgresql://")
         url = self.address.replace("postgresql://", "postgresql+psycopg://", 1)
-        options = {"pool_pre_ping": True, "connect_args": {"connect_timeout": _CONNECT_S}}
+        # Of a database in SQL_ASCII psycopg would give bytes where SQLAlchemy waits for text.
+        arguments = {"connect_timeout": _CONNECT_S, "client_encoding": "utf8"}
+        options = {"pool_pre_ping": True, "connect_args": arguments}
         return optuna.storages.RDBStorage(url, engine_kwargs=options)
 
     @contextlib.contextmanager
