@@ -37,8 +37,14 @@ def register(app: typer.Typer) -> None:
             float | None,
             typer.Option(min=0.1, max=1e6, help="End in about this time, final rounds included."),
         ] = None,
+        prior: Annotated[
+            str | None,
+            typer.Option("--from", metavar="RUN", help="Begin with what another run has measured."),
+        ] = None,
     ) -> None:
         """Tune the training command that follows `--`."""
+        from quartet_plugin.cli.runs import find_run
+
         tune(
             user_command(ctx),
             config_file=config,
@@ -46,6 +52,7 @@ def register(app: typer.Typer) -> None:
             is_resumed=resume,
             takeover=takeover,
             max_minutes=max_minutes,
+            prior=None if prior is None else find_run(prior, run_dir=run_dir),
         )
 
 
@@ -57,6 +64,7 @@ def tune(
     is_resumed: bool,
     takeover: bool,
     max_minutes: float | None,
+    prior: Path | None = None,
 ) -> None:
     """Run the search and print what it found. Raises QuartetError."""
     from rich.console import Console
@@ -93,6 +101,7 @@ def tune(
                 should_stop=should_stop,
                 fence=lease.check,
                 max_minutes=max_minutes,
+                prior=prior,
             ).tune()
         plan = write_best(result, run=run)
     for line in [*summary_lines(result, plan=plan, run=run), report_line(run.folder.path, storage=run.storage)]:

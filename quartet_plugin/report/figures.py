@@ -104,7 +104,8 @@ def progress(history: RunHistory) -> str | None:
 
 
 def _best_so_far(ratios: Mapping[int, float], x: Scale, y: Scale) -> str:
-    best, steps = 0.0, []
+    best = 0.0
+    steps: list[str] = []
     for number, ratio in sorted(ratios.items()):
         if ratio > best:
             steps.append(f"{'H' if steps else 'M'}{x(number):.1f}{'V' if steps else ' '}{y(ratio):.1f}")

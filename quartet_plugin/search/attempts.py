@@ -99,7 +99,8 @@ def read_launch(folder: Path, *, faults: list[str]) -> Launch:
 def _plan_and_reports(
     path: Path, result: TrialResult | None, *, faults: list[str]
 ) -> tuple[Plan | None, tuple[RankReport, ...]]:
-    plan, reports = None, ()
+    plan: Plan | None = None
+    reports: tuple[RankReport, ...] = ()
     try:
         if (path / "plan.json").exists():
             plan = read_plan(path / "plan.json")

@@ -8,6 +8,7 @@ is told, and telling is by trial and attempt, so a killed coordinator resumes as
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from quartet_plugin.errors import InfeasibleError, InfrastructureError, SeamError
 from quartet_plugin.launchers.command import Command
@@ -29,6 +30,7 @@ from quartet_plugin.search.job import Job, parse_job
 from quartet_plugin.search.launches import Launches, ShouldStop
 from quartet_plugin.search.launching import Launching, Yardstick, told_of
 from quartet_plugin.search.observer import Observer
+from quartet_plugin.search.prior import Prior, read_prior
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.scoring import objective_of, score
 from quartet_plugin.search.space import Space, build_space
@@ -58,7 +60,8 @@ class TuneResult:
 class Coordinator:
     """Runs one tuning run, from its baseline to its winner.
 
-    `fence` is called before every write and raises where another tuner has taken the run.
+    `fence` is called before every write and raises where another tuner has taken the run. `prior` is the
+    folder of another run, whose measurements a study that begins is given.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Coordinator:
         should_stop: ShouldStop = lambda: False,
         fence: Callable[[], None] = lambda: None,
         max_minutes: float | None = None,
+        prior: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run = run
@@ -79,6 +83,7 @@ class Coordinator:
         self._observer = observer
         self._should_stop = should_stop
         self._fence = fence
+        self._prior = prior
         self._events = EventLog(run.folder.events_file)
         limit_s = None if max_minutes is None else 60.0 * max_minutes
         self._budget = TimeBudget(limit_s=limit_s, clock=clock)
@@ -180,12 +185,18 @@ class Coordinator:
         if study is not None:
             self._observer.message(place.tool_line)
             for record in study.records():
-                if record.told.repeats is None:
+                if record.told.repeats is None and record.told.source is None:
                     self._budget.add(record.told.wall_s)
                     if record.number != BASELINE:
                         self._launching.show_told(record)
             return study
         num_starts = max(MIN_STARTS, round(STARTS_FRACTION * config.trials))
+        prior = Prior()
+        if self._prior is not None:
+            prior = read_prior(
+                self._prior, space=space, baseline=yardstick.score, objective=yardstick.objective
+            )
+            self._observer.message(prior.words)
         study = TuneStudy.create(
             place,
             space=space,
@@ -193,7 +204,8 @@ class Coordinator:
             name=self._run.name,
             objective=yardstick.objective,
             baseline=told_of(space.baseline, result, objective=yardstick.objective),
-            starts=starting_points(space, num=min(num_starts, config.trials)),
+            starts=[*prior.starts, *starting_points(space, num=min(num_starts, config.trials))],
+            prior=[(one.params, one.told) for one in prior.trials],
         )
         self._observer.message(place.tool_line)
         return study
@@ -340,7 +352,7 @@ def _winner(rankings: list[Ranking]) -> Ranking | None:
 
 def _check_rows(records: list[Record]) -> None:
     """End a search that goes nowhere."""
-    launched = [record for record in records if record.told.repeats is None]
+    launched = [one for one in records if one.told.repeats is None and one.told.source is None]
     infeasible = _in_a_row(launched, lambda record: record.told.verdict == "infeasible")
     if infeasible >= MAX_INFEASIBLE_IN_A_ROW:
         nearest = min(launched[-infeasible:], key=lambda record: record.told.excess)
@@ -358,7 +370,9 @@ def _check_rows(records: list[Record]) -> None:
 
 def _is_spent(record: Record) -> bool:
     """Whether a trial used up one of the study's trials."""
-    return record.number != BASELINE and record.told.repeats is None and record.told.verdict != "lost"
+    told = record.told
+    is_own = told.repeats is None and told.source is None
+    return record.number != BASELINE and is_own and told.verdict != "lost"
 
 
 def _in_a_row(records: list[Record], is_one: Callable[[Record], bool]) -> int:

@@ -238,7 +238,7 @@ class StudyStorage:
             yield
         except QuartetError:
             raise
-        except (*kinds, ValueError) as error:
+        except Exception as error:
             if not isinstance(error, kinds) and not (self.address == JOURNAL and _is_of_journal(error)):
                 raise
             raise StorageError(
@@ -373,6 +373,8 @@ def _need(module: str, *, what: str) -> None:
 
 def _is_of_journal(error: Exception) -> bool:
     """Whether Optuna's reader of journals raised it: a record that it cannot read is a plain ValueError."""
+    if not isinstance(error, ValueError):
+        return False
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__", "").startswith("optuna.storages.journal"):

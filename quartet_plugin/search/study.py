@@ -54,6 +54,7 @@ class Told:
     peak_memory_bytes: int = 0
     wall_s: float = 0.0
     repeats: int | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +97,9 @@ class TuneStudy:
         objective: Objective,
         baseline: Told,
         starts: Sequence[Params],
+        prior: Sequence[tuple[Params, Told]] = (),
     ) -> "TuneStudy":
-        """Make the study with the measured baseline as trial 0 and `starts` waiting.
+        """Make the study with the measured baseline as trial 0, `prior` trials told and `starts` waiting.
 
         A study that was not made to its end lacks the mark, and `open` does not take it.
         """
@@ -113,6 +115,9 @@ class TuneStudy:
             if params is not None:
                 space.decode(_TrialChooser(trial, reseed=lambda _: None), trial=0)
             made.tell(Proposal(number=trial.number, plan=space.baseline, trial=trial), baseline)
+            for point, told in prior:
+                made._study.enqueue_trial(dict(point))
+                made.tell(made.ask(), told)
             for point in starts:
                 made._study.enqueue_trial(dict(point))
             made._study.set_user_attr(COMPLETE, True)

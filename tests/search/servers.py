@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 PASSWORD = "s3cret/p@ss:word"  # needs quoting in a URL
@@ -104,7 +105,7 @@ class Postgres:
             shutil.chown(path, user=str(user))
 
 
-def _ordinary_user() -> dict[str, str]:
+def _ordinary_user() -> dict[str, Any]:
     """Keywords that start a process as another user, where this one is root."""
     return {"user": "postgres", "group": "postgres"} if os.geteuid() == 0 else {}
 

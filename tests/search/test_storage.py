@@ -243,7 +243,8 @@ def test_a_lost_server_is_asked_again_with_growing_pauses(tmp_path: Path) -> Non
     slept: list[float] = []
     said: list[str] = []
     place = server(tmp_path, sleep=slept.append, say=said.append)
-    answers = iter([StorageError("lost"), StorageError("lost"), StorageError("lost"), "back"])
+    lost: list[StorageError | str] = [StorageError("lost")] * 3
+    answers = iter([*lost, "back"])
     seen: list[bool] = []
 
     def action(is_again: bool) -> str:

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quartet_plugin.errors import StorageError
 from quartet_plugin.search.history import read_study
 from quartet_plugin.search.run_folder import Run
+from quartet_plugin.search.storage import StudyStorage
 from tests.search.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 from tests.search.servers import PASSWORD, Postgres, Proxy, postgres
 from tests.search.test_storage import STUDY, told
@@ -40,11 +42,15 @@ def begin_at(folder: Path, url: str) -> Run:
     return begin(folder, study={**STUDY, "storage": url})
 
 
-def impatient(monkeypatch: pytest.MonkeyPatch, *, patience_s: float = 0.0) -> None:
-    """Do not wait ten minutes for a server that stays away."""
-    monkeypatch.setattr(
-        Run, "storage", property(lambda run, made=Run.storage: replace(made.fget(run), patience_s=patience_s))
-    )
+def with_storage(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Change how every run of the test waits for its server."""
+    made = Run.storage.fget  # type: ignore[attr-defined]
+
+    def changed(run: Run) -> StudyStorage:
+        storage: StudyStorage = replace(made(run), **changes)
+        return storage
+
+    monkeypatch.setattr(Run, "storage", property(changed))
 
 
 def test_a_server_holds_the_same_study_as_a_file(tmp_path: Path, url: str) -> None:
@@ -119,7 +125,7 @@ def test_a_server_lost_mid_run_ends_it_and_the_next_tuner_tells_what_was_measure
     with postgres() as own:
         machine = FakeMachine()
         machine.on_launch = lambda request: own.stop() if len(machine.launched) == 4 else None
-        impatient(monkeypatch)
+        with_storage(monkeypatch, patience_s=0.0)
         with pytest.raises(StorageError, match=r"postgresql://tuner@127.*cannot be read") as caught:
             tune(begin_at(tmp_path / "r", own.url), machine)
         assert "\n" not in str(caught.value)
@@ -146,9 +152,7 @@ def test_a_server_that_comes_back_is_waited_for(tmp_path: Path, monkeypatch: pyt
             if own.process is None:
                 own.start()
 
-        monkeypatch.setattr(
-            Run, "storage", property(lambda run, made=Run.storage: replace(made.fget(run), sleep=sleep))
-        )
+        with_storage(monkeypatch, sleep=sleep)
         result = tune(begin_at(tmp_path / "r", own.url), machine, observer=watching)
         assert told(result) == told(reference)
         assert slept
@@ -158,7 +162,7 @@ def test_a_server_that_comes_back_is_waited_for(tmp_path: Path, monkeypatch: pyt
 def test_a_proxy_that_is_away_is_one_line(
     tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    impatient(monkeypatch)
+    with_storage(monkeypatch, patience_s=0.0)
     machine = FakeMachine()
     machine.on_launch = lambda request: proxy.stop() if len(machine.launched) == 4 else None
     run = begin_at(tmp_path / "r", proxy.url)
