@@ -104,8 +104,9 @@ def tune(
                 prior=prior,
             ).tune()
         plan = write_best(result, run=run)
-    for line in [*summary_lines(result, plan=plan, run=run), report_line(run.folder.path, storage=run.storage)]:
+    for line in summary_lines(result, plan=plan, run=run):
         typer.echo(line)
+    typer.echo(report_line(run.folder.path, storage=run.storage))
 
 
 @contextlib.contextmanager
