@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quartet_plugin.cost.constants import ClusterConstants, Constants
+from quartet_plugin.cost.constants import NEUTRAL, ClusterConstants, Constants
 from quartet_plugin.cost.devices import Device, Precision
 from quartet_plugin.cost.run import Experts, Run
 
@@ -74,8 +74,6 @@ class Rates:
     """What one device does a second under given constants; made once a run."""
 
     __slots__ = (
-        "accumulation",
-        "activation",
         "cast",
         "element",
         "flash",
@@ -84,9 +82,9 @@ class Rates:
         "matmul",
         "memory",
         "operand_bytes",
+        "own",
         "traffic",
         "units",
-        "weight_product",
     )
 
     def __init__(self, run: Run, constants: Constants) -> None:
@@ -102,10 +100,7 @@ class Rates:
         self.cast = constants.cast if low else 0.0
         self.units = device.compute_units
         self.launch_s = 0.0 if run.software.graphs else constants.launch_s
-        own = constants if isinstance(constants, ClusterConstants) else None
-        self.weight_product = 1.0 if own is None else own.weight_product
-        self.activation = 1.0 if own is None else own.activation
-        self.accumulation = 1.0 if own is None else own.accumulation
+        self.own = constants if isinstance(constants, ClusterConstants) else NEUTRAL
 
     def gemm(self, m: float, n: float, k: float, *, gradient: bool = False) -> float:
         """Seconds of [m, k] x [k, n] in the layers' precision; a weight gradient adds to fp32."""
@@ -204,17 +199,18 @@ def layer_times(run: Run, constants: Constants, rates: Rates, *, experts: Expert
         extra, hidden_ffn, routed = _experts(run, rates, experts)
         gemm = gemm.plus(extra)
         num_casts = sizes
-    passes = _elementwise_bytes(run, hidden_ffn * rates.activation) + attention_passes + routed
+    passes = _elementwise_bytes(run, hidden_ffn * rates.own.activation) + attention_passes + routed
     scale = constants.elementwise / rates.memory
     cast = rates.cast * sum(4.0 * t * (size_in + size_out) for size_out, size_in in num_casts) / rates.memory
     memory = passes * scale
     add = _accumulation_s(run, rates, sizes, hidden_ffn if experts is None else 0.0)
-    elementwise = Times(memory + cast / 2, memory * ELEMENTWISE_BACKWARD + cast / 2, add)
+    back = ELEMENTWISE_BACKWARD * rates.own.elementwise_backward
+    elementwise = Times(memory + cast / 2, memory * back + cast / 2, add)
     kernels = FUSED_KERNELS if run.software.fused_elementwise else PLAIN_KERNELS
     if experts is not None:
         kernels *= 2
     start = kernels * rates.launch_s
-    launch = Times(start, start, start * 0.5)
+    launch = Times(start, start * rates.own.launch_input, start * 0.5 * rates.own.launch_weight)
     times = LayerTimes(gemm=gemm, attention=attention, elementwise=elementwise, launch=launch)
     last = rates.gemm(t, shape.hidden_size, hidden_ffn) if run.software.early_stop else 0.0
     repeat = _recompute(run, times, last)
@@ -231,15 +227,17 @@ def head_times(run: Run, constants: Constants, rates: Rates) -> LayerTimes:
     logits = t * vocab / rates.memory * constants.logits
     fused = run.software.fused_loss
     add = _eager_sum_s(run, rates)
+    back = (6 if fused else 12) * rates.own.logits_backward
+    start = 10 * rates.launch_s
     return LayerTimes(
         gemm=Times(
             forward,
             rates.half_gemm(t, h, vocab),
-            rates.half_gemm(vocab, h, t, out=8) * rates.weight_product,
+            rates.half_gemm(vocab, h, t, out=8) * rates.own.weight_product,
         ),
         attention=Times(),
-        elementwise=Times(logits * (8 if fused else 16), logits * (6 if fused else 12), add),
-        launch=Times(10 * rates.launch_s, 10 * rates.launch_s, 0.0),
+        elementwise=Times(logits * (8 if fused else 16), logits * back, add),
+        launch=Times(start, start * rates.own.launch_input, 0.0),
     )
 
 
@@ -262,7 +260,7 @@ def _gemms(rates: Rates, tokens: float, sizes: list[tuple[float, float]]) -> Tim
     forward = sum(rates.gemm(tokens, n, k) for n, k in sizes)
     inputs = sum(rates.gemm(tokens, k, n) for n, k in sizes)
     weights = sum(rates.gemm(n, k, tokens, gradient=True) for n, k in sizes)
-    return Times(forward, inputs, weights * rates.weight_product)
+    return Times(forward, inputs, weights * rates.own.weight_product)
 
 
 def _attention(run: Run, constants: Constants, rates: Rates) -> tuple[Times, float]:
@@ -330,7 +328,7 @@ def _accumulation_s(run: Run, rates: Rates, sizes: list[tuple[float, float]], ff
         return 0.0
     dense = ffn_products(run.shape.hidden_size, ffn, gated=run.shape.gated_ffn)
     weights = sum(n * k for n, k in [*sizes, *dense])
-    return weights * 3.0 * software.main_gradient_bytes / rates.memory * rates.accumulation
+    return weights * 3.0 * software.main_gradient_bytes / rates.memory * rates.own.accumulation
 
 
 def _eager_sum_s(run: Run, rates: Rates) -> float:
@@ -338,7 +336,7 @@ def _eager_sum_s(run: Run, rates: Rates) -> float:
     if not run.software.eager_gradients:
         return 0.0
     weights = run.shape.embedding_parameters / run.layout.tensor_parallel
-    return weights * 3.0 * run.software.main_gradient_bytes / rates.memory * rates.accumulation
+    return weights * 3.0 * run.software.main_gradient_bytes / rates.memory * rates.own.accumulation
 
 
 def _recompute(run: Run, times: LayerTimes, last_product_s: float) -> float:

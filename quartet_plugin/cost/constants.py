@@ -62,8 +62,9 @@ class ClusterConstants(Constants):
 
     `action_s`: what a forward or a backward of a stage takes beside its layers (data, the loop around it, the
     loss). `residual`: measured over predicted time of whole iterations, for which no term could account.
-    `weight_product`, `activation`, `accumulation`: times of weight gradients' products, of what is as wide as
-    an FFN, and of adding gradients up, over what the shared constants say.
+    The others are ratios of a part's time to what the shared constants say: weight gradients' products, what
+    is as wide as an FFN, adding gradients up, starting the kernels of input and of weight gradients, and the
+    elementwise part of a layer's and of the head's backward.
     A measured constant may lie outside the bounds of the shared ones.
     """
 
@@ -72,6 +73,10 @@ class ClusterConstants(Constants):
     weight_product: float = 1.0
     activation: float = 1.0
     accumulation: float = 1.0
+    launch_input: float = 1.0
+    launch_weight: float = 1.0
+    elementwise_backward: float = 1.0
+    logits_backward: float = 1.0
 
     def __post_init__(self) -> None:
         for known in fields(self):
@@ -79,6 +84,10 @@ class ClusterConstants(Constants):
             is_positive = value > 0 or (value == 0 and known.name == "action_s")
             if not (isinstance(value, float) and math.isfinite(value) and is_positive):
                 raise ConfigError(f"constants.{known.name}: {value}; must be above 0")
+
+
+# What a run takes that nobody has measured: every ratio is 1.
+NEUTRAL = ClusterConstants()
 
 
 def names() -> tuple[str, ...]:
