@@ -8,6 +8,7 @@ import pytest
 from quartet_plugin.cli.main import main
 from quartet_plugin.cli.report import report_line
 from tests.cli.runs import copy_of, kept_run
+from tests.cli.tuning import CONFIG, prepare
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +63,21 @@ def test_secrets_of_the_command_are_not_shown(run: Path, tmp_path: Path) -> None
     page = (path / "report.html").read_text()
     assert "hunter22" not in page
     assert "--api-key &lt;redacted&gt;" in page
+
+
+def test_tune_leaves_its_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With a journal and TensorBoard's scalars, on real processes."""
+    config = CONFIG.replace("trials: 3", "trials: 2, storage: journal, tensorboard: true")
+    options, command = prepare(tmp_path, config=config)
+    assert main([*options, "--", *command]) == 0
+    run = tmp_path / "runs" / "fake"
+    printed = capfd.readouterr().out
+    assert f"report    {run / 'report.html'}" in printed
+    assert f"optuna-dashboard {run / 'study.journal'}" in printed
+    page = (run / "report.html").read_text()
+    assert "2 of 2 trials" in page
+    assert "Best against baseline" in page
+    points = (run / "tensorboard" / "events.out.tfevents.0000000000.quartet").read_bytes()
+    assert points.count(b"trial/tokens_per_s") >= 3
+    assert main(["status", str(run)]) == 0
+    assert "state     finished" in capfd.readouterr().out

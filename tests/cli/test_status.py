@@ -59,7 +59,7 @@ def table(capsys: pytest.CaptureFixture[str], path: Path) -> list[dict[str, Any]
 def test_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "status", str(run))
     assert "state     finished" in text
-    assert "told      12 of 12 trials" in text
+    assert "told      10 of 10 trials" in text
     assert "infeasible" in text
     assert "x the baseline" in text
     assert f"study     sqlite:///{run}/study.sqlite3" in text
@@ -68,10 +68,10 @@ def test_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_status_as_data(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = json.loads(printed(capsys, "status", str(run), "--json"))
     assert content["state"] == "finished"
-    assert content["num_spent"] == content["num_asked"] == 12
+    assert content["num_spent"] == content["num_asked"] == 10
     assert content["holder"] is None
     assert content["best"]["versus_baseline"] > 1
-    assert sum(content["verdicts"].values()) >= 12
+    assert sum(content["verdicts"].values()) >= 10
 
 
 def test_every_trial_is_listed_with_what_came_of_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +112,7 @@ def test_a_run_by_its_name_and_several_at_once(
     (tmp_path / "c" / "config.json").write_text("{")
     lines = printed(capsys, "status", "--run-dir", str(tmp_path)).splitlines()
     assert len(lines) == 3
-    assert lines[0].startswith("r: finished, trial 12 of 12, best ")
+    assert lines[0].startswith("r: finished, trial 10 of 10, best ")
     assert lines[2].startswith("c: ")
     assert "not JSON" in lines[2]
     assert "name one of a, b, c" in refused(capsys, 2, "trials", "--run-dir", str(tmp_path))

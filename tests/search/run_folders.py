@@ -102,7 +102,7 @@ def write_reports(folder: Path, machine: FakeMachine, result: TrialResult) -> No
 
 def write_run(folder: Path, machine: FakeMachine | None = None, **config: Any) -> tuple[Run, TuneResult]:
     """A whole run in `folder`, from its baseline to its winner."""
-    run = begin(folder, **{"study": {"trials": 12, "rounds": 3}, **config})
+    run = begin(folder, **{"study": {"trials": 10, "rounds": 3}, **config})
     result = tune(run, machine or WritingMachine(outcome=no_data_parallel))
     write_best(result, run=run)
     return run, result

@@ -1,5 +1,6 @@
 """A study that begins with what another run has measured."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.trial.request import Outcome
+from tests.cli.runs import kept_run
 from tests.search.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
 from tests.search.jobs import make_nodes
 from tests.search.run_folders import WritingMachine, no_data_parallel, write_run
@@ -15,18 +17,18 @@ from tests.search.run_folders import WritingMachine, no_data_parallel, write_run
 STUDY = {"trials": 4, "rounds": 3, "top_k": 2}
 
 
-@pytest.fixture
-def earlier(tmp_path: Path) -> Path:
-    run, _ = write_run(tmp_path / "earlier", run="earlier")
-    return run.folder.path
+@pytest.fixture(scope="module")
+def earlier() -> Iterator[Path]:
+    with kept_run(run="earlier", study={"trials": 10, "rounds": 3}) as path:
+        yield path
 
 
 def test_the_same_cluster_is_told_what_was_measured(tmp_path: Path, earlier: Path) -> None:
     """It costs no budget, carries its source, and is launched again in the final rounds alone."""
     machine, watching = FakeMachine(outcome=no_data_parallel), Watching()
     result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier, observer=watching)
-    prior = [record for record in result.records if record.told.source]
-    assert len(prior) >= 8
+    prior = [r for r in result.records if r.told.source and r.told.repeats is None]
+    assert len(prior) >= 6
     assert {record.told.verdict for record in prior} == {"measured", "infeasible"}
     assert all((record.told.source or "").startswith("earlier:") for record in prior)
     own = [r for r in result.records if r.number and r.told.source is None and r.told.repeats is None]
@@ -85,12 +87,18 @@ def test_a_run_without_a_baseline_is_refused(tmp_path: Path) -> None:
         tune(begin(tmp_path / "s", study=STUDY), FakeMachine(), prior=tmp_path / "nowhere")
 
 
-def test_many_that_did_not_fit_elsewhere_end_no_search(tmp_path: Path) -> None:
+def test_many_that_did_not_fit_elsewhere_end_no_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quartet_plugin.search.coordinator.MAX_INFEASIBLE_IN_A_ROW", 6)
+
     def outcome(plan: Plan) -> Outcome:
         return Outcome.OK if plan.layout == plan.made_for.baseline.layout else Outcome.INFEASIBLE
 
-    machine = WritingMachine(outcome=outcome)
-    earlier, _ = write_run(tmp_path / "earlier", machine, run="earlier", study={"trials": 29, "rounds": 3})
-    result = tune(begin(tmp_path / "r", study=STUDY), FakeMachine(), prior=earlier.folder.path)
+    earlier, _ = write_run(
+        tmp_path / "earlier", WritingMachine(outcome=outcome), run="earlier", study={"trials": 5, "rounds": 3}
+    )
+    machine = FakeMachine(outcome=outcome)
+    result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier.folder.path)
     own = [r for r in result.records if r.number and r.told.source is None and r.told.repeats is None]
     assert len(own) == 4
