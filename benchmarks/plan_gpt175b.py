@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from quartet_plugin.cost import pipeline
 from quartet_plugin.search.planner.candidates import balanced_split
 from quartet_plugin.search.planner.job import parse_job
-from quartet_plugin.search.planner.ranking import Ranking, rank, refine
+from quartet_plugin.search.planner.ranking import Ranking, best_plans
 
 JOB = {
     "model": {
@@ -57,7 +57,7 @@ def planned(top: int) -> tuple[float, float, Ranking]:
     balanced_split.cache_clear()
     start, cpu = time.perf_counter(), time.process_time()
     job = parse_job(JOB, where="job")
-    found = refine(job, rank(job, top=top))
+    found = best_plans(job, top=top)
     return time.perf_counter() - start, time.process_time() - cpu, found
 
 

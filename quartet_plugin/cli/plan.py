@@ -50,13 +50,12 @@ def register(app: typer.Typer) -> None:
         from quartet_plugin.model.plan import write_plan
         from quartet_plugin.search.planner.job import read_job
         from quartet_plugin.search.planner.plans import plain_layout, plan_of
-        from quartet_plugin.search.planner.ranking import rank, refine, refusals
+        from quartet_plugin.search.planner.ranking import best_plans, refusals
 
         refuse_user_command(ctx)
         read = read_job(job, devices=None if hardware is None else read_folder(hardware))
         constants = constants_of(calibration)
-        found = rank(read, top=top, exhaustive=exhaustive, constants=constants)
-        found = refine(read, found, constants=constants)
+        found = best_plans(read, top=top, exhaustive=exhaustive, constants=constants)
         plain = plain_layout(read, best=found.best[0], constants=constants)
         for place, ranked in enumerate(found.best, start=1):
             path = output if place == 1 else output.with_name(f"{output.stem}.{place}{output.suffix}")

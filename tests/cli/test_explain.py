@@ -74,7 +74,7 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_an_unequal_cluster_is_explained_with_its_mapping(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster = make_cluster(slowdown={(0, 1): 2.0, (1, 3): 2.0})
+    cluster = make_cluster(per_node=2, slowdown={(0, 1): 2.0, (1, 0): 2.0})
     (tmp_path / "cluster.json").write_text(json.dumps(cluster), encoding="utf-8")
     plan = planned(tmp_path, cluster="{file: cluster.json}", top=2)
     assert "slower:" in capsys.readouterr().out

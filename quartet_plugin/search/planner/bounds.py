@@ -106,7 +106,7 @@ def bounds_of(
         rows = order[edges[at] : edges[at + 1]]
         microbatches = _num_microbatches(job, columns[rows])
         if slowdown is not None:
-            span[rows] = _least_span(shape.num_layers, pp, units[rows], microbatches, slowdown)
+            span[rows] = _least_span(shape.num_layers, pp, virtual, units[rows], microbatches, slowdown)
             memory[rows] = _least_memory(shape.num_layers, pp, units[rows], states[rows])
         else:
             split = np.array(split_of(job, shape, pp=pp, virtual=virtual, kind=kind, ends=(a, b)))
@@ -142,17 +142,29 @@ def _span(split: IntArray, units: FloatArray, microbatches: IntArray, transfer: 
 
 
 def _least_span(
-    num_layers: int, pp: int, units: FloatArray, microbatches: IntArray, slowdown: FloatArray
+    num_layers: int,
+    pp: int,
+    virtual: int,
+    units: FloatArray,
+    microbatches: IntArray,
+    slowdown: FloatArray,
 ) -> FloatArray:
-    """All of a microbatch's work, shared among the pipeline ranks: the busiest has no less.
+    """The least that any split and any order of ranks can make of a microbatch's work.
 
-    Computation is shared by speed. Of all replicas one has no more speed than the mean, and the one with the
-    slowest slot has at most pp - 1 of the fastest beside it.
+    Work is shared among the pipeline ranks, computation by their speed. Of all replicas one has no more speed
+    than the mean, and the one with the slowest slot has at most pp - 1 of the fastest beside it. Without
+    virtual stages rank d is behind d others: from T >= m x_d + sum of x_k for k < d follows
+    x_d <= T / m (1 - 1 / m)^d for the times x of a microbatch on the ranks, largest first.
     """
     work = units[:, :2].sum(axis=1) * num_layers + units[:, 2:6].sum(axis=1)
     compute = units[:, 14] * num_layers + units[:, 15]
     speed = min(pp * float((1 / slowdown).mean()), pp - 1 + 1 / float(slowdown.max()))
-    bound: FloatArray = np.maximum(work / pp, compute / speed) * microbatches
+    ranks = np.arange(pp)
+    waning = (1 - 1 / microbatches[:, None]) ** ranks if virtual == 1 else np.ones((len(units), pp))
+    fastest = np.clip(speed - ranks, 0.0, 1.0)
+    bound: FloatArray = microbatches * np.maximum(
+        work / waning.sum(axis=1), compute / (waning * fastest).sum(axis=1)
+    )
     return bound
 
 

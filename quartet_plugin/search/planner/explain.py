@@ -21,7 +21,7 @@ from quartet_plugin.search.planner.cluster import machines_of as machines_of_clu
 from quartet_plugin.search.planner.job import PlanJob, PlanSearch, Precision, parse_job
 from quartet_plugin.search.planner.placed import PlacedRun
 from quartet_plugin.search.planner.placing import places_of_job, planned_run
-from quartet_plugin.search.planner.ranking import Ranked, rank, refine
+from quartet_plugin.search.planner.ranking import Ranked, best_plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ def _predicted(plan: Plan, job: PlanJob, run: Run, constants: Constants) -> Pred
 def _other(plan: Plan, job: PlanJob, constants: Constants) -> Ranked | None:
     """The best ranked layout that is not the plan's."""
     try:
-        found = refine(job, rank(job, top=3, constants=constants), constants=constants)
+        found = best_plans(job, top=3, constants=constants)
     except InfeasibleError:
         return None
     own = (plan.shape, plan.layout)

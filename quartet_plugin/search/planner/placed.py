@@ -66,7 +66,9 @@ class PlacedRun:
         self.run, self.constants, self.places = run, constants, places
         self._parts = stage_parts(run, constants)
         self._seen: dict[tuple[GroupLink, int], list[StageParts]] = {}
-        self._transfers: dict[tuple[float, float, int], float] = {}
+        self._transfers: dict[tuple[int, int], float] = {}
+        self._held = [held_weights(run, rank) for rank in range(run.layout.pipeline_parallel)]
+        self._gradient_times: dict[tuple[float, float, GroupLink, float, float], float] = {}
         self._stock: Prediction | None = None
         self._costs: StepCosts | None = None
 
@@ -113,7 +115,7 @@ class PlacedRun:
         slowest = max((self._column(column) for column in columns), key=lambda one: sum(one.terms.values()))
         links = [step.link(row) for row in blocks.domain[arrangement]]
         # As the cost model has it, the fullest rank reduces longest; another one may on a slower link.
-        fullest = max(range(len(links)), key=lambda rank: held_weights(self.run, rank).total)
+        fullest = max(range(len(links)), key=lambda rank: self._held[rank].total)
         slowest.terms["dp_comm_s"] = max(
             self._gradients_s(rank, link, slowest.forward_s, slowest.backward_s)
             for rank, link in enumerate(links)
@@ -240,17 +242,18 @@ class PlacedRun:
         return makespan_s(run, times), blocked
 
     def _transfer_s(self, sender: int, receiver: int) -> float:
-        link = group_link(self.places, [sender, receiver])
-        if link.num_domains > 1:
-            # A transfer goes one way only.
-            link = replace(
-                link,
-                bytes_per_s=float(self.places.between_bytes_per_s[sender, receiver]),
-                latency_s=float(self.places.between_latency_s[sender, receiver]),
-            )
-        key = (link.bytes_per_s, link.latency_s, link.num_domains)
+        """Seconds of a boundary tensor from one domain to another, or inside one."""
+        key = (0, 0) if sender == receiver else (sender, receiver)
         found = self._transfers.get(key)
         if found is None:
+            link = group_link(self.places, [sender, receiver])
+            if sender != receiver:
+                # A transfer goes one way only.
+                link = replace(
+                    link,
+                    bytes_per_s=float(self.places.between_bytes_per_s[sender, receiver]),
+                    latency_s=float(self.places.between_latency_s[sender, receiver]),
+                )
             machines, constants = seen_by(self.run.machines, self.constants, link, stride=1)
             found = self._transfers[key] = communication.transfer_s(
                 replace(self.run, machines=machines), constants, sender=0, receiver=link.num_domains - 1
@@ -304,17 +307,21 @@ class PlacedRun:
 
     def _gradients_s(self, rank: int, link: GroupLink, forward_s: float, backward_s: float) -> float:
         """Exposed gradient and parameter traffic of one pipeline rank."""
-        stride = self.run.layout.tensor_parallel
-        machines, constants = seen_by(self.run.machines, self.constants, link, stride=stride)
-        own = held_weights(self.run, rank)
-        return communication.data_parallel(
-            replace(self.run, machines=machines),
-            constants,
-            dense=own.dense,
-            expert=own.expert,
-            forward_s=forward_s,
-            backward_s=backward_s,
-        )
+        own = self._held[rank]
+        key = (own.dense, own.expert, link, forward_s, backward_s)
+        found = self._gradient_times.get(key)
+        if found is None:
+            stride = self.run.layout.tensor_parallel
+            machines, constants = seen_by(self.run.machines, self.constants, link, stride=stride)
+            found = self._gradient_times[key] = communication.data_parallel(
+                replace(self.run, machines=machines),
+                constants,
+                dense=own.dense,
+                expert=own.expert,
+                forward_s=forward_s,
+                backward_s=backward_s,
+            )
+        return found
 
     def _pass_s(self) -> tuple[FloatArray, FloatArray]:
         """Seconds of one microbatch's forward and backward on each rank."""

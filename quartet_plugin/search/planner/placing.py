@@ -4,6 +4,7 @@ The solver's closed form proposes; what is kept is decided by the whole predicti
 Megatron's stock orders, so the result is never predicted slower than either of them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +16,8 @@ from quartet_plugin.cost.predict import Prediction, stage_parts
 from quartet_plugin.cost.run import Run
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.places import Places, blocks_of
-from quartet_plugin.mapping.solve import STOCK_ORDERS, solve, stock_arrangement
+from quartet_plugin.mapping.solve import STOCK_ORDERS, Solution, solve, stock_arrangement
+from quartet_plugin.mapping.step import NEVER_S, step_s
 from quartet_plugin.model.costs import Costs, FloatArray, LayerCost
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
@@ -81,6 +83,15 @@ def places_of_job(job: PlanJob, constants: Constants) -> Places:
     return places_of(job.cluster, constants)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sketch:
+    """A split and an order of slots, by the solver's closed form."""
+
+    split: tuple[int, ...]
+    slots: tuple[int, ...]
+    step_s: float
+
+
 def place(
     job: PlanJob,
     shape: ModelShape,
@@ -96,10 +107,62 @@ def place(
 
     None where no order is legal or nothing fits in memory.
     """
+    best: list[Placement] = []
+
+    def consider(placed: PlacedRun) -> tuple[int, ...] | None:
+        memory = peak_memory(placed.run)
+        if not memory.fits:
+            return None
+        found = _placed(job, placed, memory, effort)
+        if found is None:
+            return None
+        best.append(found)
+        return found.slots
+
+    _alternate(job, shape, layout, split, constants, places, consider, may_split=may_split)
+    return min(best, key=lambda one: one.found.iter_time_s, default=None)
+
+
+def sketch(
+    job: PlanJob,
+    shape: ModelShape,
+    layout: Layout,
+    split: tuple[int, ...],
+    *,
+    constants: Constants,
+    places: Places,
+    effort: Effort = QUICK,
+    may_split: bool = True,
+) -> Sketch | None:
+    """The same by the closed form alone, whatever memory it needs: many times faster."""
+    best: list[Sketch] = []
+
+    def consider(placed: PlacedRun) -> tuple[int, ...] | None:
+        solved = _solved(job, placed, effort)
+        if solved is None:
+            return None
+        best.append(Sketch(split=placed.run.layers_per_stage, slots=solved.slots, step_s=solved.step_s))
+        return solved.slots
+
+    _alternate(job, shape, layout, split, constants, places, consider, may_split=may_split)
+    return min(best, key=lambda one: one.step_s, default=None)
+
+
+def _alternate(
+    job: PlanJob,
+    shape: ModelShape,
+    layout: Layout,
+    split: tuple[int, ...],
+    constants: Constants,
+    places: Places,
+    consider: Callable[[PlacedRun], tuple[int, ...] | None],
+    *,
+    may_split: bool,
+) -> None:
+    """Show `consider` the run of every split that follows from the order of slots it answered before."""
     splits = [split]
     if may_split and job.has_unequal_devices and layout.pipeline_parallel > 1:
         splits += _first_splits(job, shape, layout, split, constants)
-    best: Placement | None = None
     tried: set[tuple[int, ...]] = set()
     for start in splits:
         current = start
@@ -107,53 +170,121 @@ def place(
             if current in tried:
                 break
             tried.add(current)
-            run = planned_run(job, shape, layout, current)
+            placed = PlacedRun(planned_run(job, shape, layout, current), constants, places)
+            slots = consider(placed)
+            if slots is None:
+                break
+            if len(splits) > 1:
+                current = _split_for(job, shape, layout, constants, placed.paces(slots))
+
+
+class Placer:
+    """Placements of many layouts: those that differ in micro-batch or memory options alone share a mapping.
+
+    The mapping and the split are solved once for such a family, at micro-batch 1 without recompute, and
+    every member takes the best by its own prediction of that split and its own, that mapping and the stock
+    orders. What a member gets does not depend on the order in which members are asked for.
+    """
+
+    def __init__(self, job: PlanJob, constants: Constants, places: Places, *, effort: Effort = QUICK) -> None:
+        self._job, self._constants, self._places, self._effort = job, constants, places, effort
+        self._families: dict[tuple[ModelShape, Layout, tuple[int, ...] | None], Sketch | None] = {}
+
+    def place(
+        self, shape: ModelShape, layout: Layout, split: tuple[int, ...], *, may_split: bool
+    ) -> Placement | None:
+        """As `place`, with the family's split and mapping."""
+        job, own = self._job, [split]
+        family = self._family(shape, layout, None if may_split else split)
+        if family is None:
+            return None
+        if may_split and family.split != split:
+            own.append(family.split)
+        orders = {"solved": family.slots} if may_move(job) else {}
+        best: Placement | None = None
+        for one in own:
+            run = planned_run(job, shape, layout, one)
             memory = peak_memory(run)
             if not memory.fits:
-                break
-            placed = PlacedRun(run, constants, places)
-            found = _placed(job, placed, memory, effort)
-            if found is None:
-                break
-            if best is None or found.found.iter_time_s < best.found.iter_time_s:
+                continue
+            found = _best_of(job, PlacedRun(run, self._constants, self._places), memory, orders)
+            if found is not None and (best is None or found.found.iter_time_s < best.found.iter_time_s):
                 best = found
-            if len(splits) > 1:
-                current = _split_for(job, shape, layout, constants, placed.paces(found.slots))
-    return best
+        return best
+
+    def _family(self, shape: ModelShape, layout: Layout, split: tuple[int, ...] | None) -> Sketch | None:
+        plain = replace(layout, micro_batch_size=1, recompute="none", distributed_optimizer=False)
+        key = (shape, plain, split)
+        if key not in self._families:
+            equal = np.ones(layout.pipeline_parallel)
+            self._families[key] = sketch(
+                self._job,
+                shape,
+                plain,
+                split or _split_for(self._job, shape, plain, self._constants, equal),
+                constants=self._constants,
+                places=self._places,
+                effort=self._effort,
+                may_split=split is None,
+            )
+        return self._families[key]
 
 
 def _placed(job: PlanJob, placed: PlacedRun, memory: Memory, effort: Effort) -> Placement | None:
-    """The best order of one run's ranks."""
-    run, places = placed.run, placed.places
-    orders = stock_orders(run.layout, places)
-    if _may_move(job):
-        try:
-            solved = solve(
-                placed.step_costs(),
-                places,
-                inside=frozenset(job.search.inside),
-                evaluations=effort.evaluations_of(run.layout.world_size // run.layout.tensor_parallel),
-                exact_limit=effort.exact_limit,
-            )
-        except PlanError:
+    """The best order of one run's ranks by prediction."""
+    if not may_move(job):
+        return _best_of(job, placed, memory, {})
+    solved = _solved(job, placed, effort)
+    return None if solved is None else _best_of(job, placed, memory, {"solved": solved.slots})
+
+
+def _solved(job: PlanJob, placed: PlacedRun, effort: Effort) -> Solution | None:
+    """The solver's order, where ranks may not move the launcher's; None where none is legal."""
+    layout, places = placed.run.layout, placed.places
+    if not may_move(job):
+        own = stock_orders(layout, places).get(STOCK_ORDERS[0])
+        if own is None:
             return None
-        orders = {"solved": solved.slots, **{name: orders[name] for name in solved.stock_s if name in orders}}
-    else:
-        orders = {name: slots for name, slots in orders.items() if name == STOCK_ORDERS[0]}
-    if not orders:
+        time = step_s(placed.step_costs(), places, own)
+        return Solution(slots=own, step_s=time, stock_s={}, exact=False, num_evaluated=1)
+    try:
+        return solve(
+            placed.step_costs(),
+            places,
+            inside=frozenset(job.search.inside),
+            evaluations=effort.evaluations_of(layout.world_size // layout.tensor_parallel),
+            exact_limit=effort.exact_limit,
+        )
+    except PlanError:
         return None
-    found = {name: placed.predict(slots) for name, slots in orders.items()}
-    # Of equals, rounding aside, the launcher's own order.
-    rank_of = {name: at for at, name in enumerate((*STOCK_ORDERS, "solved"))}
+
+
+def _best_of(
+    job: PlanJob, placed: PlacedRun, memory: Memory, orders: dict[str, tuple[int, ...]]
+) -> Placement | None:
+    """The best by prediction of `orders` and the stock orders that the job allows; None without any."""
+    stock = stock_orders(placed.run.layout, placed.places)
+    allowed = STOCK_ORDERS if may_move(job) else STOCK_ORDERS[:1]
+    legal = {name: slots for name, slots in stock.items() if name in allowed and _keeps(job, placed, slots)}
+    found = {name: placed.predict(slots) for name, slots in {**legal, **orders}.items()}
+    if not found:
+        return None
+    # Of equals, rounding aside, the launcher's own order: it comes first.
     least = min(value.iter_time_s for value in found.values()) * (1 + ROUNDING)
-    best = min((name for name in found if found[name].iter_time_s <= least), key=rank_of.__getitem__)
+    best = next(name for name in found if found[name].iter_time_s <= least)
     return Placement(
-        split=run.layers_per_stage,
-        slots=orders[best],
+        split=placed.run.layers_per_stage,
+        slots={**legal, **orders}[best],
         found=found[best],
         memory=memory,
-        stock_s={name: value.iter_time_s for name, value in found.items() if name != "solved"},
+        stock_s={name: found[name].iter_time_s for name in legal},
     )
+
+
+def _keeps(job: PlanJob, placed: PlacedRun, slots: tuple[int, ...]) -> bool:
+    """Whether an order keeps the groups that may not leave a domain inside one."""
+    inside = frozenset(job.search.inside)
+    return not inside or step_s(placed.step_costs(), placed.places, slots, inside=inside) < NEVER_S
 
 
 def stock_orders(layout: Layout, places: Places) -> dict[str, tuple[int, ...]]:
@@ -169,7 +300,7 @@ def stock_orders(layout: Layout, places: Places) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _may_move(job: PlanJob) -> bool:
+def may_move(job: PlanJob) -> bool:
     """Whether ranks may leave the launcher's order: the job allows it and nodes are of equal size."""
     return job.search.mapping is None and (job.cluster is None or job.cluster.has_equal_nodes)
 
@@ -188,6 +319,8 @@ def _split_for(
     job: PlanJob, shape: ModelShape, layout: Layout, constants: Constants, paces: FloatArray
 ) -> tuple[int, ...]:
     """The balanced split when pipeline rank k is `paces[k]` times slower."""
+    if layout.num_stages == 1:
+        return (shape.num_layers,)
     first, layer, last = _layer_seconds(job, shape, layout, constants)
     costs = Costs(
         num_devices=layout.pipeline_parallel,

@@ -15,7 +15,6 @@ from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.memory import Memory, peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.errors import InfeasibleError
-from quartet_plugin.mapping.places import Places
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
@@ -26,15 +25,18 @@ from quartet_plugin.search.planner.cluster import ideal
 from quartet_plugin.search.planner.job import PlanJob
 from quartet_plugin.search.planner.placing import (
     EQUAL,
-    QUICK,
     THOROUGH,
     Effort,
     Placement,
+    Placer,
     place,
     places_of_job,
     planned_run,
 )
 from quartet_plugin.search.planner.refusals import Refusal, TooLarge, refused_degrees, too_large_of
+
+# Layouts of a cluster whose mappings are solved with more effort than for ranking.
+REFINED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,7 @@ def rank(
     total = sum(len(field.candidates) for field in fields)
     if not total:
         raise InfeasibleError(_no_layout(job))
-    places = None if job.cluster is None else places_of_job(job, used)
+    placer = None if job.cluster is None else Placer(job, used, places_of_job(job, used))
     best: list[tuple[float, int, int, Ranked]] = []
     limit = _available(job)
     order = _ordered(fields, limit=math.inf if exhaustive else limit)
@@ -102,7 +104,7 @@ def rank(
         if not exhaustive and len(best) == top and bound > best[-1][0]:
             break
         visited += 1
-        found = _planned(job, fields[at], row, used, places)
+        found = _planned(job, fields[at], row, used, placer)
         if found is None:
             unfit.append((at, row))
             continue
@@ -121,18 +123,29 @@ def rank(
     )
 
 
+def best_plans(
+    job: PlanJob, *, top: int = 1, exhaustive: bool = False, constants: Constants | None = None
+) -> Ranking:
+    """The `top` layouts, mappings solved; more are ranked first where that can change their order."""
+    more = top if job.cluster is None else max(top, REFINED)
+    found = refine(job, rank(job, top=more, exhaustive=exhaustive, constants=constants), constants=constants)
+    return replace(found, best=found.best[:top])
+
+
 def refine(
     job: PlanJob, found: Ranking, *, constants: Constants | None = None, effort: Effort | None = None
 ) -> Ranking:
-    """The same layouts with their mappings solved, ranked again; unchanged where the job wants stock."""
-    if job.search.mapping is not None:
+    """The same layouts with mappings (and splits where devices differ) of their own, ranked again.
+
+    Unchanged where the job wants the launcher's order and devices are equal.
+    """
+    if job.search.mapping is not None and not job.has_unequal_devices:
         return found
     used = constants or fitted()
     spent = effort or (EQUAL if job.cluster is None else THOROUGH)
     places = places_of_job(job, used)
     placed = []
     for ranked in found.best:
-        # Where devices are equal no mapping has a split of its own; else it has been found already.
         better = place(
             job,
             ranked.shape,
@@ -141,7 +154,7 @@ def refine(
             constants=used,
             places=places,
             effort=spent,
-            may_split=False,
+            may_split=job.search.split is None,
         )
         if better is not None and better.found.iter_time_s <= ranked.iteration_s * (1 + 1e-12):
             ranked = _with(ranked, better)
@@ -203,12 +216,12 @@ def _ordered(fields: list[_Field], *, limit: float) -> list[tuple[float, int, in
 
 
 def _planned(
-    job: PlanJob, field: _Field, row: int, constants: Constants, places: Places | None
+    job: PlanJob, field: _Field, row: int, constants: Constants, placer: Placer | None
 ) -> Ranked | None:
     """The candidate with its prediction; None where it does not fit in memory or no order is legal."""
     layout = field.candidates.layout(row)
     split = field.bounds.split(job, field.shape, field.candidates, row)
-    if places is None:
+    if placer is None:
         run = planned_run(job, field.shape, layout, split)
         memory = peak_memory(run)
         if not memory.fits:
@@ -224,16 +237,7 @@ def _planned(
             memory=memory,
         )
     is_free = int(field.candidates.columns[row, SPLIT]) == BALANCED
-    placed = place(
-        job,
-        field.shape,
-        layout,
-        split,
-        constants=constants,
-        places=places,
-        effort=QUICK,
-        may_split=is_free,
-    )
+    placed = placer.place(field.shape, layout, split, may_split=is_free)
     if placed is None:
         return None
     bare = Ranked(
