@@ -1,4 +1,4 @@
-"""`quartet export`: a plan as Megatron's own flags, to be used without the plugin as far as flags go."""
+"""`quartet export`: a plan as Megatron's own flags or a ds_config, without the plugin as far as they go."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quartet_plugin.cli.invocation import refuse_user_command
-from quartet_plugin.errors import PlanError
+from quartet_plugin.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
@@ -21,12 +21,19 @@ def register(app: typer.Typer) -> None:
         ctx: typer.Context,
         plan: Annotated[Path, typer.Argument(help="A plan file.", show_default=False)],
         as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+        ds_config: Annotated[
+            Path | None, typer.Option(help="Of a DeepSpeed plan: print this ds_config with the plan in it.")
+        ] = None,
     ) -> None:
-        """Print a plan as Megatron's own flags, one a line, and the order of RANKs."""
+        """Print a plan as Megatron's own flags, one a line, and the order of RANKs; or as a ds_config."""
         from quartet_plugin.model.plan import read_plan
 
         refuse_user_command(ctx)
-        content = export(read_plan(plan))
+        known = read_plan(plan)
+        if ds_config is not None:
+            typer.echo(json.dumps(merged_ds_config(known, ds_config), indent=1))
+            return
+        content = export(known)
         typer.echo(json.dumps(content, indent=1) if as_json else "\n".join(lines(content)))
 
 
@@ -103,6 +110,27 @@ def ds_config_of(plan: "Plan") -> dict[str, Any]:
             **{name: size for name, size in buckets.items() if size is not None},
         },
     }
+
+
+def merged_ds_config(plan: "Plan", path: Path) -> dict[str, Any]:
+    """The ds_config at `path` with the plan's sizes in it: a plain one of DeepSpeed's.
+
+    Raises PlanError for a plan of another framework, ConfigError for a file that is no ds_config.
+    """
+    from quartet_plugin.model.files import read_json
+
+    if plan.made_for.framework != "deepspeed":
+        raise PlanError(f"--ds-config: the plan is for {plan.made_for.framework}, which has no ds_config")
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: a ds_config is a JSON object; this is a {type(config).__name__}")
+    planned = ds_config_of(plan)
+    own = config.get("zero_optimization")
+    zero = {**(own if isinstance(own, dict) else {}), **planned["zero_optimization"]}
+    merged = {**config, **planned, "zero_optimization": zero}
+    # A plain ds_config trains without the plugin.
+    merged.pop("quartet", None)
+    return merged
 
 
 def flags_of(plan: "Plan") -> dict[str, str | int | bool]:

@@ -25,16 +25,27 @@ _initialize = deepspeed.initialize
 _ARGUMENTS = ("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler")
 
 
+# Where the script runs under our entry: what that has put in the place of `deepspeed.initialize`.
+_in_session: Callable[..., Any] | None = None
+
 Edit = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
 
 
 def initialize(*positional: Any, **call: Any) -> Any:
     """See `quartet_plugin.deepspeed.initialize`. Leaves the error where `quartet train` asks for it."""
+    if _in_session is not None:
+        return _in_session(*positional, **call)
     try:
         return initialize_planned(named_arguments(positional, call))
     except QuartetError as error:
         leave_error(error, place=place_of())
         raise
+
+
+def enter_session(replacement: Callable[..., Any]) -> None:
+    """From now on a script that calls our `initialize` gets the entry's, as if it called DeepSpeed's."""
+    global _in_session
+    _in_session = replacement
 
 
 def named_arguments(positional: tuple[Any, ...], call: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,6 +83,12 @@ def check_zero(config: Mapping[str, Any]) -> None:
         )
 
 
+def check_precision(config: Mapping[str, Any], *, has_fp16: bool) -> None:
+    """Raises PlanError for a type that the device does not compute in (`has_fp16`: it does in fp16)."""
+    if precision(config) == "fp16" and not has_fp16:
+        raise PlanError("fp16.enabled: true; this device does not compute in fp16: use bf16, or neither")
+
+
 def clips_by_first_stage(config: Mapping[str, Any], *, pipeline_parallel: int) -> bool:
     """Whether DeepSpeed clips every stage by the norm of the first stage's gradients alone.
 

@@ -206,6 +206,7 @@ def _install(session: DeepSpeedSession) -> None:
 
     PipelineModule.__init__ = construct
     deepspeed.initialize = initialize
+    api.enter_session(initialize)
 
 
 def _edit_of(session: DeepSpeedSession) -> Any:

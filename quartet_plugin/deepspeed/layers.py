@@ -31,6 +31,12 @@ class LayerList:
 
         Raises PlanError for counts that do not cover the layers, or leave a stage without any entry.
         """
+        num_stages = len(layers_per_stage)
+        if num_stages > self.num_entries:
+            raise PlanError(
+                f"split: {num_stages} stages; the model has {self.num_entries} layers, the ends included: "
+                "use fewer stages"
+            )
         if sum(layers_per_stage) != len(self.blocks):
             raise PlanError(
                 f"split: {list(layers_per_stage)} sums to {sum(layers_per_stage)}; "
@@ -41,7 +47,7 @@ class LayerList:
             done += count
             edges.append(self.blocks[done] if done < len(self.blocks) else self._after())
         edges.append(self.num_entries)
-        if len(layers_per_stage) > self.num_entries or any(low >= high for low, high in pairwise(edges)):
+        if any(low >= high for low, high in pairwise(edges)):
             raise PlanError(
                 f"split: {list(layers_per_stage)} leaves a stage of {self.num_entries} layers without any; "
                 "use fewer stages"

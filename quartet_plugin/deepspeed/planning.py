@@ -7,9 +7,16 @@ from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from quartet_plugin.deepspeed.choice import Choice, choice_of_plan, choice_of_schedule
-from quartet_plugin.deepspeed.config import batch_sizes, check_zero, clips_by_first_stage, zero_stage
+from quartet_plugin.deepspeed.config import (
+    batch_sizes,
+    check_precision,
+    check_zero,
+    clips_by_first_stage,
+    zero_stage,
+)
 from quartet_plugin.deepspeed.describe import shape_of
 from quartet_plugin.deepspeed.layers import LayerList, layer_list
 from quartet_plugin.deepspeed.settings import Settings
@@ -70,6 +77,7 @@ def decide(
     planned, refusal = None, None
     try:
         check_zero(config)
+        check_precision(config, has_fp16=bool(get_accelerator().is_fp16_supported()))
         layers = layer_list(specs)
         if plan is None:
             planned = _of_schedule(settings, layers=layers, config=config, place=place)

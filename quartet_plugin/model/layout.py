@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def label(self) -> str:
-        """A short name for tables: the degrees that are not 1, and the micro-batch."""
+        """A short name for tables: the degrees that are not 1, the micro-batch, and bucket sizes."""
         degrees = (
             ("tp", self.tensor_parallel),
             ("pp", self.pipeline_parallel),
@@ -91,4 +91,6 @@ class Layout:
             ("ep", self.expert_parallel),
         )
         used = [f"{name}{degree}" for name, degree in degrees if degree > 1]
-        return " ".join([*used, f"mb{self.micro_batch_size}"])
+        buckets = (("reduce", self.reduce_bucket_size), ("gather", self.allgather_bucket_size))
+        sizes = [f"{name} {size:.3g}" for name, size in buckets if size is not None]
+        return " ".join([*used, f"mb{self.micro_batch_size}", *sizes])

@@ -94,3 +94,33 @@ def test_a_deepspeed_plan_is_a_plain_ds_config() -> None:
     assert sizes["train_batch_size"] == micro * steps * plan.layout.data_parallel
     assert sizes["zero_optimization"] == {"stage": int(plan.layout.distributed_optimizer)}
     assert "name the plan in one" in lines(content)[-1]
+    sized = make_layout(distributed_optimizer=True, reduce_bucket_size=2000, allgather_bucket_size=1000)
+    assert export(replace(plan, layout=sized))["ds_config"]["zero_optimization"] == {
+        "stage": 1,
+        "reduce_bucket_size": 2000,
+        "allgather_bucket_size": 1000,
+    }
+
+
+def test_a_deepspeed_plan_goes_into_the_users_own_ds_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = replace(PLAN, made_for=replace(PLAN.made_for, framework="deepspeed"))
+    path, config = tmp_path / "plan.json", tmp_path / "ds.json"
+    write_plan(plan, path=path)
+    own = {"bf16": {"enabled": True}, "train_batch_size": 1, "quartet": {"plan": "plan.json"}}
+    config.write_text(json.dumps({**own, "zero_optimization": {"stage": 1, "round_robin_gradients": True}}))
+    assert main(["export", str(path), "--ds-config", str(config)]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "bf16": {"enabled": True},
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 8,
+        "zero_optimization": {"stage": 0, "round_robin_gradients": True},
+    }
+    config.write_text("[]")
+    assert main(["export", str(path), "--ds-config", str(config)]) == 2
+    assert "a ds_config is a JSON object" in capsys.readouterr().err
+    write_plan(PLAN, path=path)
+    assert main(["export", str(path), "--ds-config", str(config)]) == 2
+    assert "megatron-core" in capsys.readouterr().err

@@ -80,12 +80,16 @@ def plan(
     batch: int,
     order: Sequence[int] | None = None,
     schedule: Schedule | None = None,
+    group: int | None = None,
 ) -> Plan:
-    """A plan for the tests' model on this host; `order[r]` is the local slot that plays RANK r."""
+    """A plan for the tests' model on this host; `order[r]` is the local slot that plays RANK r.
+
+    Without a `schedule`, several chunks a device take turns in groups of `group` microbatches.
+    """
     world, num_layers = own.world_size, sum(split)
     order = range(world) if order is None else order
     name: ScheduleName = "1f1b" if planned.pipeline_parallel > 1 else "no-pipelining"
-    choice = ScheduleChoice(name=name)
+    choice = ScheduleChoice(name=name if group is None else "interleaved", group=group)
     if schedule is not None:
         bounds = [0]
         for count in schedule.layers_per_stage or ():

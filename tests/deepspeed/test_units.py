@@ -1,5 +1,8 @@
 """What needs no processes: sections, layer lists, batch sizes, forms of values, deferred weight gradients."""
 
+import subprocess
+import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,15 +12,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.deepspeed.config import batch_sizes, clips_by_first_stage, planned_config
+from quartet_plugin.deepspeed.config import (
+    batch_sizes,
+    check_precision,
+    check_zero,
+    clips_by_first_stage,
+    planned_config,
+)
 from quartet_plugin.deepspeed.layers import layer_list
 from quartet_plugin.deepspeed.neutralise import neutralise
+from quartet_plugin.deepspeed.parity import part_name
 from quartet_plugin.deepspeed.place import place_of
 from quartet_plugin.deepspeed.settings import Settings, config_file_of, parse_settings
 from quartet_plugin.deepspeed.split_backward import WeightGradients, install
 from quartet_plugin.deepspeed.transport import Form
 from quartet_plugin.errors import ConfigError, PlanError
-from tests.deepspeed.support import layout
+from tests.deepspeed.support import environment, layout
 
 
 class Block(torch.nn.Module):  # type: ignore[misc]
@@ -44,19 +54,22 @@ def test_the_config_among_the_words() -> None:
     assert config_file_of(["--deepspeed_config"]) is None
 
 
+@st.composite
+def layer_lists(draw: st.DrawFn) -> tuple[int, list[int], int]:
+    """Entries before, like layers a stage, entries behind: the like layers are the most frequent."""
+    blocks = draw(st.integers(2, 12))
+    ends = st.integers(0, min(2, blocks - 1))
+    cuts = draw(st.lists(st.integers(1, blocks - 1), max_size=4, unique=True))
+    edges = [0, *sorted(cuts), blocks]
+    return draw(ends), [high - low for low, high in pairwise(edges)], draw(ends)
+
+
 @settings(deadline=None, max_examples=60)
-@given(
-    before=st.integers(0, 2),
-    blocks=st.integers(2, 12),
-    after=st.integers(0, 2),
-    cuts=st.lists(st.integers(1, 11), max_size=4, unique=True),
-)
-def test_bounds_and_counts_are_inverse(before: int, blocks: int, after: int, cuts: list[int]) -> None:
+@given(drawn=layer_lists())
+def test_bounds_and_counts_are_inverse(drawn: tuple[int, list[int], int]) -> None:
+    before, counts, after = drawn
+    blocks = sum(counts)
     layers = layer_list([Other() for _ in range(before)] + [Block() for _ in range(blocks)] + [print] * after)
-    if before >= blocks or after >= blocks:
-        return
-    edges = [0, *sorted(cut for cut in cuts if cut < blocks), blocks]
-    counts = [high - low for low, high in pairwise(edges)]
     bounds = layers.bounds(counts)
     assert list(layers.counts(bounds)) == counts
     assert bounds[0] == 0
@@ -77,14 +90,15 @@ def test_splits_that_do_not_fit() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    micro=st.integers(1, 8), steps=st.integers(1, 8), data=st.integers(1, 8), known=st.sets(st.integers(0, 2))
+    micro=st.integers(1, 8),
+    steps=st.integers(1, 8),
+    data=st.integers(1, 8),
+    known=st.sets(st.integers(0, 2), min_size=2),
 )
 def test_batch_sizes_complete_each_other(micro: int, steps: int, data: int, known: set[int]) -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     values = (micro * steps * data, micro, steps)
     config = {names[at]: values[at] for at in known}
-    if len(known) < 2:
-        return
     sizes = batch_sizes(config, data_parallel=data)
     assert (sizes.global_batch_size, sizes.micro_batch_size, sizes.num_microbatches) == values
 
@@ -121,6 +135,60 @@ def test_a_plan_as_a_plain_ds_config() -> None:
         "gradient_accumulation_steps": 2,
         "zero_optimization": {"reduce_bucket_size": 5, "stage": 1},
     }
+
+
+def test_bucket_sizes_of_a_plan_go_into_the_ds_config() -> None:
+    sharded = layout(1, world=2, is_sharded=True)
+    config = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 5, "round_robin_gradients": True}}
+    kept = planned_config(config, layout=sharded, global_batch_size=8)
+    assert kept["zero_optimization"] == config["zero_optimization"]
+    sized = replace(sharded, reduce_bucket_size=2000, allgather_bucket_size=1000)
+    assert planned_config(config, layout=sized, global_batch_size=8)["zero_optimization"] == {
+        "stage": 1,
+        "reduce_bucket_size": 2000,
+        "allgather_bucket_size": 1000,
+        "round_robin_gradients": True,
+    }
+
+
+def test_what_the_device_or_a_pipeline_cannot_do() -> None:
+    fp16 = {"fp16": {"enabled": True}}
+    check_precision(fp16, has_fp16=True)
+    check_precision({"fp16": {"enabled": False}}, has_fp16=False)
+    with pytest.raises(PlanError, match=r"fp16\.enabled"):
+        check_precision(fp16, has_fp16=False)
+    for stage in (0, 1):
+        check_zero({"zero_optimization": {"stage": stage}})
+    for stage in (2, 3):
+        with pytest.raises(PlanError, match=f"stage: {stage}"):
+            check_zero({"zero_optimization": {"stage": stage}})
+
+
+def test_parts_are_named_as_a_plan_names_them() -> None:
+    layers = layer_list([Other(), Other(), *(Block() for _ in range(3)), Other(), Block(), print])
+    names = [part_name(layers, at) for at in range(layers.num_entries)]
+    assert names == ["embedding"] * 2 + ["layer.0", "layer.1", "layer.2", "layer.2", "layer.3", "head"]
+
+
+def test_dropout_is_off_in_a_comparison() -> None:
+    """In a process of its own: it stays off."""
+    code = """
+import torch
+from torch.nn import functional
+from quartet_plugin.deepspeed.parity import switch_dropout_off
+switch_dropout_off()
+ones = torch.ones(4, 8)
+for module in (torch.nn.Dropout(0.5), torch.nn.Dropout1d(0.5), torch.nn.AlphaDropout(0.5)):
+    assert torch.equal(module.train()(ones), ones), module
+heads = torch.randn(1, 2, 4, 8)
+plain = functional.scaled_dot_product_attention(heads, heads, heads)
+for given in ({"dropout_p": 0.9}, {"dropout_p": 0.9, "is_causal": False}):
+    assert torch.equal(functional.scaled_dot_product_attention(heads, heads, heads, **given), plain)
+assert torch.equal(functional.scaled_dot_product_attention(heads, heads, heads, None, 0.9, False), plain)
+attention = torch.nn.MultiheadAttention(8, 2, dropout=0.9).train()
+assert torch.equal(attention(ones, ones, ones)[0], attention(ones, ones, ones)[0])
+"""
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
 
 
 def test_a_trial_leaves_services_out() -> None:

@@ -13,11 +13,13 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe import schedule as stock
 
 import quartet_plugin.deepspeed
 from examples import pretrain_deepspeed as example
+from quartet_plugin.deepspeed.config import clips_by_first_stage
 from quartet_plugin.errors import QuartetError
 
 DEFAULTS: dict[str, Any] = {
@@ -37,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "evaluate": False,
     "pairs": False,
     "dynamic": False,
+    "extra": {},
 }
 
 
@@ -44,6 +47,8 @@ def main() -> None:
     """Train as each of the options in the first argument's list says, one after another."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
+    # DeepSpeed asks for instructions that few CPUs have; torch computes in fp16 on all of them.
+    get_accelerator().is_fp16_supported = lambda: True
     results = []
     for given in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         try:
@@ -80,7 +85,9 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         training_data=dataset(),
         config=config_of(options),
     )
-    norms = watch_norms(engine, is_sharded=options["zero"] > 0 or options["precision"] is not None)
+    norms = watch_norms(
+        engine, knows=engine.zero_optimization_stage() > 0 or options["precision"] is not None
+    )
     losses = [float(engine.train_batch()) for _ in range(options["steps"])]
     result: dict[str, Any] = {
         "losses": losses,
@@ -91,6 +98,10 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         "ranks": [engine.grid.stage_to_global(stage) for stage in range(engine.num_stages)],
         "micro_batch": engine.micro_batch_size,
         "zero": engine.zero_optimization_stage(),
+        "skipped": engine.skipped_steps,
+        "optimizer": type(engine.optimizer).__name__,
+        "buckets": [engine.zero_reduce_bucket_size(), engine.zero_allgather_bucket_size()],
+        "clips_by_first_stage": clips_by_first_stage(config_of(options), pipeline_parallel=engine.num_stages),
     }
     if options["evaluate"]:
         loader = torch.utils.data.DataLoader(dataset(), batch_size=options["micro_batch"])
@@ -146,6 +157,8 @@ def config_of(options: dict[str, Any]) -> dict[str, Any]:
     }
     if options["precision"] is not None:
         config[options["precision"]] = {"enabled": True}
+    for name, value in options["extra"].items():
+        config[name] = {**config.get(name, {}), **value} if isinstance(value, dict) else value
     if options["quartet"] is not None:
         config["quartet"] = options["quartet"]
     return config
@@ -158,8 +171,8 @@ def dataset() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def watch_norms(engine: Any, *, is_sharded: bool) -> list[float]:
-    """A list that gets every step's gradient norm, over all stages."""
+def watch_norms(engine: Any, *, knows: bool) -> list[float]:
+    """A list that gets every step's gradient norm, over all stages; `knows`: DeepSpeed has it itself."""
     norms: list[float] = []
     step = engine._INSTRUCTION_MAP[stock.OptimizerStep]
 
@@ -170,7 +183,7 @@ def watch_norms(engine: Any, *, is_sharded: bool) -> list[float]:
             if parameter.grad is not None and not parameter.ds_pipe_replicated
         ]
         step(self, **kwargs)
-        if is_sharded:
+        if knows:
             norms.append(float(self.get_global_grad_norm()))
             return
         total = torch.tensor(sum(own), dtype=torch.float64)

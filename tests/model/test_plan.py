@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.errors import PlanError, QuartetError
+from quartet_plugin.errors import ConfigError, PlanError, QuartetError
 from quartet_plugin.model.canonical import digest
 from quartet_plugin.model.measurement import Comparison, Interval, Measurement, Prediction
 from quartet_plugin.model.plan import (
@@ -48,6 +48,34 @@ def test_the_golden_plan_reads_and_writes_to_the_byte(tmp_path: Path) -> None:
     assert read_plan(GOLDEN) == WHOLE
     write_plan(WHOLE, path=tmp_path / "plan.json")
     assert (tmp_path / "plan.json").read_bytes() == GOLDEN.read_bytes()
+
+
+BUCKETED = plan_with(
+    made_for=replace(MADE_FOR, framework="deepspeed", framework_version="0.19.8"),
+    layout=replace(
+        LAYOUT, distributed_optimizer=True, reduce_bucket_size=50_000_000, allgather_bucket_size=20_000_000
+    ),
+)
+
+
+def test_the_golden_plan_with_bucket_sizes_reads_and_writes_to_the_byte(tmp_path: Path) -> None:
+    golden = GOLDEN.with_name("plan_deepspeed.json")
+    assert read_plan(golden) == BUCKETED
+    write_plan(BUCKETED, path=tmp_path / "plan.json")
+    assert (tmp_path / "plan.json").read_bytes() == golden.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reduce_bucket_size": 3}, "even number"),
+        ({"allgather_bucket_size": 2**41}, "even number"),
+        ({"reduce_bucket_size": 4, "distributed_optimizer": False}, "distributed_optimizer"),
+    ],
+)
+def test_bucket_sizes_that_nothing_could_use(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        replace(LAYOUT, **{"distributed_optimizer": True, **changes})
 
 
 def test_the_key_ignores_where_a_plan_came_from() -> None:

@@ -1,0 +1,45 @@
+"""Deferred gradients: what an I leaves out is worked off by its own W, in order, once."""
+
+import pytest
+
+from quartet_plugin.runtime.deferred import DeferredGradients
+
+
+class Noted(DeferredGradients[str]):
+    """Notes what is accumulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[str] = []
+
+    def accumulate(self, pending: str) -> None:
+        self.done.append(pending)
+
+
+def test_every_w_works_off_its_own_queue() -> None:
+    queue = Noted()
+    for microbatch in (0, 1):
+        queue.begin()
+        assert queue.open is not None
+        queue.open += [f"up {microbatch}", f"down {microbatch}"]
+        queue.end(3, microbatch)
+    assert queue.open is None
+    assert not queue.is_idle
+    queue.run(3, 1)
+    assert queue.done == ["up 1", "down 1"]
+    queue.run(3, 0)
+    assert queue.done == ["up 1", "down 1", "up 0", "down 0"]
+    assert queue.is_idle
+    with pytest.raises(KeyError):
+        queue.run(3, 0)
+
+
+def test_a_broken_step_leaves_nothing() -> None:
+    queue = Noted()
+    queue.begin()
+    queue.end(0, 0)
+    queue.begin()
+    queue.clear()
+    assert queue.is_idle
+    queue.begin()
+    assert queue.open == []
