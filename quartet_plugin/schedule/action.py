@@ -26,6 +26,9 @@ class Kind(IntEnum):
     B = 3
 
 
+_KINDS = tuple(Kind)
+
+
 class Action(NamedTuple):
     """The work of one kind for one microbatch on one stage."""
 
@@ -52,4 +55,4 @@ class Action(NamedTuple):
     def decode(cls, code: int, num_microbatches: int) -> Self:
         """The exact inverse of `encode`."""
         stage, microbatch = divmod(code >> 2, num_microbatches)
-        return cls(stage, Kind(code & 3), microbatch)
+        return cls(stage, _KINDS[code & 3], microbatch)

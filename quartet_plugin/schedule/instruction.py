@@ -9,7 +9,7 @@ that writes it to its Wait.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from quartet_plugin.schedule.action import Action, Kind
 
@@ -33,11 +33,11 @@ class QueueScope(StrEnum):
     DEVICE = "device"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(NamedTuple):
     """One boundary tensor of one microbatch on its way between two devices.
 
-    Forward it is stage `source_stage`'s output, backward the gradient of stage `target_stage`'s output.
+    Forward it is stage `source_stage`'s output, backward the gradient of stage `target_stage`'s output. A
+    tuple, because programs have hundreds of thousands that are looked up again and again.
     """
 
     source_stage: int
@@ -58,8 +58,7 @@ class Message:
         return f"{stage}{prefix}{side}_{'F' if self.is_forward else 'B'}{self.microbatch}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One end of a message, and the number of the send or receive buffer it uses on its device."""
 
     side: Side

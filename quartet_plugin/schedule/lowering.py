@@ -23,6 +23,7 @@ head of both its queues, and its RECV waits only for the action before z, which 
 """
 
 import heapq
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from itertools import pairwise
 import numpy as np
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.model.costs import FloatArray, IntArray
+from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.schedule.action import Action, Kind
 from quartet_plugin.schedule.instruction import (
     Compute,
@@ -67,9 +68,9 @@ class _Timeline:
     """Actions with their place in the linear order and their predicted times; all [device][index]."""
 
     actions: list[list[Action]]
-    rank: list[IntArray]
-    start_s: Sequence[FloatArray]
-    end_s: Sequence[FloatArray]
+    rank: list[list[int]]
+    start_s: list[list[float]]
+    end_s: list[list[float]]
     at: dict[tuple[int, bool, int], tuple[int, int]]  # (stage, is forward, microbatch) -> device, index
 
 
@@ -133,30 +134,31 @@ def _timeline(schedule: Schedule, start_s: Sequence[FloatArray], end_s: Sequence
         for n, a in enumerate(row)
         if a.kind != Kind.W
     }
-    rank = [np.full(len(row), -1, dtype=np.int64) for row in actions]
-    followers: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    rank = [[-1] * len(row) for row in actions]
+    starts, ends = ([row.tolist() for row in times] for times in (start_s, end_s))
+    followers: list[list[list[tuple[int, int]]]] = [[[] for _ in row] for row in actions]
     missing = [[0] * len(row) for row in actions]
     for d, row in enumerate(actions):
         for n, action in enumerate(row):
             needs = [(d, n - 1)] if n else []
             needs += [at[key] for key in _needed(action, schedule.num_stages)]
             missing[d][n] = len(needs)
-            for need in needs:
-                followers[need].append((d, n))
-    heap = [(start_s[d][0], d, 0) for d, row in enumerate(actions) if row and not missing[d][0]]
+            for e, k in needs:
+                followers[e][k].append((d, n))
+    heap = [(starts[d][0], d, 0) for d, row in enumerate(actions) if row and not missing[d][0]]
     heapq.heapify(heap)
     count = 0
     while heap:
         _, d, n = heapq.heappop(heap)
         rank[d][n] = count
         count += 1
-        for e, k in followers[d, n]:
+        for e, k in followers[d][n]:
             missing[e][k] -= 1
             if not missing[e][k]:
-                heapq.heappush(heap, (start_s[e][k], e, k))
+                heapq.heappush(heap, (starts[e][k], e, k))
     if count < sum(map(len, actions)):
         raise PlanError(f"deadlock: only {count} of {sum(map(len, actions))} actions can run; reorder them")
-    return _Timeline(actions=actions, rank=rank, start_s=start_s, end_s=end_s, at=at)
+    return _Timeline(actions=actions, rank=rank, start_s=starts, end_s=ends, at=at)
 
 
 def _needed(action: Action, num_stages: int) -> list[tuple[int, bool, int]]:
@@ -196,39 +198,41 @@ def _points(
             streams[stream].append((message, index, min(wanted, consumer)))
     for (source, target, _), messages in streams.items():
         latest = len(timeline.actions[target])
+        between_s = float(transfer_s[source, target])
         for message, index, wanted in reversed(messages):
             latest = min(latest, wanted)  # a message before another in its queue is posted before it
             points[target][latest].receives.append(message)
-            arrival_s = float(timeline.end_s[source][index] + transfer_s[source, target])
+            arrival_s = timeline.end_s[source][index] + between_s
             waited = _sent_point(timeline, source, index, target, latest, arrival_s)
             points[source][index + 1].sends.append(message)
             points[source][waited].sent.append(message)
 
     def order(message: Message) -> int:
         device, index = timeline.at[message.source_stage, message.is_forward, message.microbatch]
-        return int(timeline.rank[device][index])
+        return timeline.rank[device][index]
 
     for point in (point for row in points for point in row):
-        point.receives.sort(key=order)
-        point.sent.sort(key=order)
+        for posted in (point.receives, point.sent):
+            if len(posted) > 1:
+                posted.sort(key=order)
     return points
 
 
 def _receive_point(timeline: _Timeline, source: int, index: int, target: int, queues: QueueScope) -> int:
     """In front of which of `target`'s actions to post the RECV of what action `index` of `source` sends."""
     if queues is QueueScope.DEVICE:
-        return int(np.searchsorted(timeline.rank[target], timeline.rank[source][index]))
-    return int(np.searchsorted(timeline.end_s[target], timeline.end_s[source][index], side="right"))
+        return bisect_left(timeline.rank[target], timeline.rank[source][index])
+    return bisect_right(timeline.end_s[target], timeline.end_s[source][index])
 
 
 def _sent_point(
     timeline: _Timeline, source: int, index: int, target: int, received_at: int, arrival_s: float
 ) -> int:
     """In front of which of `source`'s actions to wait for the SEND: predicted to be over, and sure to be."""
-    point = int(np.searchsorted(timeline.start_s[source], arrival_s))
+    point = bisect_left(timeline.start_s[source], arrival_s)
     if received_at:
-        before = int(timeline.rank[target][received_at - 1])
-        point = max(point, int(np.searchsorted(timeline.rank[source], before)))
+        before = timeline.rank[target][received_at - 1]
+        point = max(point, bisect_left(timeline.rank[source], before))
     return max(point, index + 1)
 
 

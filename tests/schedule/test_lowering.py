@@ -266,7 +266,7 @@ def changed(program: Program, device: int, rows: list[Instruction]) -> Program:
 def test_receives_in_another_order_than_sends_are_found_under_nccl_only() -> None:
     program = one_forward_one_backward()
     first, second = (i for i in program.instructions[1] if isinstance(i, Post) and "RECV" in str(i))
-    second = Post(transfers=(replace(second.transfers[0], buffer=1),))
+    second = Post(transfers=(second.transfers[0]._replace(buffer=1),))
     rest = [i for i in program.instructions[1] if i not in (first,) and "[1RECV_F1]" not in str(i)]
     wrong = replace(changed(program, 1, [second, first, *rest]), num_receive_buffers=(1, 2))
     check_program(wrong, backend=Backend.GLOO)
