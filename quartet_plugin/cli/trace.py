@@ -1,6 +1,7 @@
 """`quartet trace`: a trial's measured actions over the simulated ones, in one file for Perfetto."""
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,12 +22,52 @@ def register(app: typer.Typer) -> None:
     @app.command("trace")
     def _trace(
         ctx: typer.Context,
-        run: Annotated[Path, typer.Argument(metavar="RUN", help="An attempt's folder.", show_default=False)],
+        run: Annotated[
+            Path,
+            typer.Argument(
+                metavar="RUN", help="A run's folder, a trial's or an attempt's.", show_default=False
+            ),
+        ],
         output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write it.")],
+        trial: Annotated[
+            int | None, typer.Option(min=0, help="Which of the run's trials. Default: that of the best plan.")
+        ] = None,
     ) -> None:
         """Lay measured and simulated actions of a trial over each other, and print the simulator's error."""
         refuse_user_command(ctx)
-        typer.echo("\n".join(trace(run, output)))
+        typer.echo("\n".join(trace(attempt_of(run, trial=trial), output)))
+
+
+_ATTEMPT = re.compile(r"attempt-(\d{1,6})")
+
+
+def attempt_of(folder: Path, *, trial: int | None = None) -> Path:
+    """The attempt's folder that is meant: `folder` itself, a trial's last attempt, or one in a run's folder.
+
+    Raises ConfigError where nothing was measured, or nothing won and no trial is named.
+    """
+    from quartet_plugin.model.plan import read_plan
+    from quartet_plugin.search.run_folder import RunFolder
+
+    run = RunFolder(path=folder)
+    if not run.trials.is_dir():
+        if trial is not None:
+            raise ConfigError(f"--trial {trial}: {folder} is no run's folder; name the run, or leave it out")
+        return _last_attempt(folder)
+    if trial is None:
+        if not run.best_plan.is_file():
+            raise ConfigError(f"{folder}: the run has no best plan; name one of its trials with --trial N")
+        trial = read_plan(run.best_plan).provenance.trial
+    place = run.trial(trial)
+    if not place.is_dir():
+        raise ConfigError(f"--trial {trial}: {folder} has none; its trials are those in {run.trials}")
+    return _last_attempt(place)
+
+
+def _last_attempt(folder: Path) -> Path:
+    """The last attempt in a trial's folder; the folder itself where it has none."""
+    found = {int(match[1]): path for path in folder.glob("*") if (match := _ATTEMPT.fullmatch(path.name))}
+    return found[max(found)] if found else folder
 
 
 def trace(folder: Path, output: Path) -> list[str]:
@@ -54,7 +95,7 @@ def trace(folder: Path, output: Path) -> list[str]:
     tracks["traceEvents"] += [_beside(event) for event in predicted["traceEvents"]]
     tracks["otherData"]["simulated_makespan_s"] = float(simulation.makespan_s)
     write_text_atomic(output, json.dumps(tracks, separators=(",", ":"), allow_nan=False) + "\n")
-    return [*lines(schedule, measured, simulation), f"wrote {output}"]
+    return [*lines(schedule, measured, simulation), *memory_lines(sheets, simulation), f"wrote {output}"]
 
 
 def _beside(event: dict[str, Any]) -> dict[str, Any]:
@@ -105,6 +146,20 @@ def measurement_of(sheets: "list[ActionsSheet]", simulation: "Simulation") -> "S
         start_s=start,
         end_s=end,
     )
+
+
+def memory_lines(sheets: "list[ActionsSheet]", simulation: "Simulation") -> list[str]:
+    """The device with the highest peak of activations, measured and simulated; none where not counted."""
+    peaks = [sheet.peak_activation_bytes for sheet in sheets]
+    counted = [(peak, device) for device, peak in enumerate(peaks) if peak is not None]
+    if not counted:
+        return []
+    peak, device = max(counted)
+    expected = float(simulation.peak_activation_bytes[device])
+    return [
+        f"activations of device {device} at their peak: measured {peak / 2**20:.1f} MiB, simulated "
+        f"{expected / 2**20:.1f} MiB"
+    ]
 
 
 def lines(schedule: "Schedule", measured: "Simulation", simulation: "Simulation") -> list[str]:

@@ -31,6 +31,7 @@ class ActionsSheet:
     start_s: _Times
     end_s: _Times
     waiting_s: _Times
+    peak_activation_bytes: Annotated[int, Field(ge=0)] | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.actions), len(self.start_s), len(self.end_s), len(self.waiting_s)}

@@ -9,13 +9,19 @@ from quartet_plugin.worker.files import RankFiles
 
 
 def write_actions(
-    files: RankFiles, *, actions: Sequence[Any], recorder: Any, device: int, replica: int
+    files: RankFiles,
+    *,
+    actions: Sequence[Any],
+    recorder: Any,
+    device: int,
+    replica: int,
+    peak_activation_bytes: int | None = None,
 ) -> None:
     """Write rank-K.actions.json: start, end and waiting of every action, in the device's order.
 
     `recorder` has the times of the last step, `actions` what they belong to. Ranks that do the same work as
-    another (tensor and data parallel) say so by `replica`. Writes nothing where the two do not belong
-    together: nothing was recorded, or the last call was an evaluation.
+    another (tensor and data parallel) say so by `replica`. `peak_activation_bytes` is a ledger's. Writes
+    nothing where the two do not belong together: nothing was recorded, or the last call was an evaluation.
     """
     if recorder.num_steps == 0:
         return
@@ -34,4 +40,6 @@ def write_actions(
         "end_s": [one.end_s for one in times],
         "waiting_s": [one.waiting_s for one in times],
     }
+    if peak_activation_bytes is not None:
+        content["peak_activation_bytes"] = peak_activation_bytes
     write_json_atomic(Path(files.order.folder, f"rank-{files.place.launch_rank}.actions.json"), content)

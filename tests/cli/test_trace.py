@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.cli.main import main
-from quartet_plugin.model.plan import write_plan
+from quartet_plugin.model.plan import read_plan, write_plan
 from quartet_plugin.schedule.choice import costs_of
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.simulate import simulate
@@ -56,6 +56,54 @@ def test_both_are_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert "makespan: measured" in printed
     assert "mean I" in printed
+
+
+def test_the_peak_of_activations_is_beside_the_simulated_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["trace", str(attempt(tmp_path)), "-o", str(tmp_path / "x.json")]
+    assert main(words) == 0
+    assert "at their peak" not in capsys.readouterr().out
+    for device in range(2):
+        path = tmp_path / f"rank-{device}.actions.json"
+        content = json.loads(path.read_text()) | {"peak_activation_bytes": (device + 1) * 2**21}
+        path.write_text(json.dumps(content))
+    assert main(words) == 0
+    assert "activations of device 1 at their peak: measured 4.0 MiB, simulated" in capsys.readouterr().out
+    path.write_text(json.dumps(content | {"peak_activation_bytes": -1}))
+    assert main(words) == 2
+
+
+def run_of(folder: Path, *, trial: int) -> Path:
+    """A run whose trial had two attempts, the second one measured."""
+    for number in (1, 2):
+        (folder / "trials" / f"{trial:06d}" / f"attempt-{number}").mkdir(parents=True)
+    attempt(folder / "trials" / f"{trial:06d}" / "attempt-2")
+    return folder
+
+
+def test_a_run_means_its_best_plan_or_the_trial_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(tmp_path / "x.json")
+    best = custom_plan().provenance.trial
+    run = run_of(tmp_path / "run", trial=best)
+    run_of(run, trial=best + 1)
+    words = ["trace", str(run), "-o", target]
+    assert main(words) == 2
+    assert "no best plan; name one of its trials" in capsys.readouterr().err
+    assert main([*words, "--trial", str(best + 1)]) == 0
+    (run / "best").mkdir()
+    write_plan(custom_plan(), path=run / "best" / "plan.json")
+    assert main(words) == 0
+    assert "error" in capsys.readouterr().out
+    place = run / "trials" / f"{best:06d}"
+    assert read_plan(place / "attempt-2" / "plan.json").provenance.trial == best
+    assert main(["trace", str(place), "-o", target]) == 0
+    assert main([*words, "--trial", "77"]) == 2
+    assert "--trial 77" in capsys.readouterr().err
+    assert main(["trace", str(place), "-o", target, "--trial", "0"]) == 2
+    assert "is no run's folder" in capsys.readouterr().err
 
 
 def test_the_error_counts_a_late_beginning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
