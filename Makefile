@@ -4,11 +4,15 @@ VENV := .venv
 PY := $(VENV)/bin/python
 EXTRAS := megatron,deepspeed,plots,cluster,dev
 STAMP := $(VENV)/.installed
+RELEASES := $(VENV)/.releases
 
 .PHONY: demo demo-deepspeed test test-slow lint types check clean
 
 $(STAMP): pyproject.toml constraints.txt tools/make_venv.sh
 	@bash tools/make_venv.sh $(VENV) "$(EXTRAS)"
+
+$(RELEASES): $(STAMP) tools/releases.txt tools/make_releases.sh
+	@bash tools/make_releases.sh $(VENV)
 
 demo: $(STAMP)
 	@bash examples/demo/run.sh $(PY)
@@ -16,10 +20,10 @@ demo: $(STAMP)
 demo-deepspeed: $(STAMP)
 	@bash examples/demo_deepspeed/run.sh $(PY)
 
-test: $(STAMP)
+test: $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m "not slow"
 
-test-slow: $(STAMP)
+test-slow: $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m slow
 
 lint: $(STAMP)

@@ -161,7 +161,6 @@ def run_rank(options: argparse.Namespace, scenario: Scenario) -> None:
 
     wrappers = {**prepared.wrappers, **dict.fromkeys(SCHEDULES, switching)}
     seams.install(wrappers)
-    prepared.apply()
     assert schedules is sys.modules[SCHEDULES[0].module]
     training.train_step = blocks.train_step
     cores = sorted(os.sched_getaffinity(0))

@@ -30,6 +30,7 @@ COMMAND_MODULES: tuple[str, ...] = (
     "quartet_plugin.cli.train",
     "quartet_plugin.cli.check",
     "quartet_plugin.cli.recheck",
+    "quartet_plugin.cli.convert",
     "quartet_plugin.cli.show",
     "quartet_plugin.cli.export",
     "quartet_plugin.cli.schedule",

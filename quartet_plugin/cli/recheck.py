@@ -43,10 +43,9 @@ def recheck(plan_file: Path) -> list[str]:
         raise PlanError(f"{plan_file}: made for {made_for.framework}; only Megatron has seams to check")
     needs_runtime = needs_receipt(plan)
     found = _report(with_runtime=needs_runtime)
-    faults = [item["fault"] for item in found["seams"] if item["fault"] is not None]
-    if faults:
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise SeamError(f"{faults[0]}{more}")
+    fault = fault_of(found)
+    if fault is not None:
+        raise SeamError(fault)
     lines = [f"{len(found['seams'])} seams: as known"]
     here = found["framework_version"]
     if here != made_for.framework_version:
@@ -59,6 +58,17 @@ def recheck(plan_file: Path) -> list[str]:
         receipt = require_receipt(plan, path=plan_file, torch_version=framework_version("torch"))
         lines.append(f"parity receipt: passed over {len(receipt.steps)} steps with these versions")
     return lines
+
+
+def fault_of(found: dict[str, Any]) -> str | None:
+    """What a report says against this Megatron, in one line; None where all is as known."""
+    faults = [item["fault"] for item in found["seams"] if item["fault"] is not None]
+    if found["fault"] is None:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        return f"{faults[0]}{more}" if faults else None
+    if not faults:
+        return str(found["fault"])
+    return f"{found['fault']}; {len(faults)} of {len(found['seams'])} seams differ, the first: {faults[0]}"
 
 
 def _report(*, with_runtime: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -113,8 +113,16 @@ def check_receipt(plan: "Plan", *, path: Path, skip: bool) -> None:
     )
 
 
-def run_wrapped(command: "Command", *, flags: Sequence[str], device: Device) -> int:
+def run_wrapped(
+    command: "Command",
+    *,
+    flags: Sequence[str],
+    device: Device,
+    environment: Mapping[str, str] | None = None,
+) -> int:
     """Run the command under the adapter, its output and signals passed on, and return its exit code.
+
+    `environment` is added to the command's own.
 
     Raises the ranks' own error where one says why the command failed, InfrastructureError elsewhere.
     """
@@ -125,11 +133,11 @@ def run_wrapped(command: "Command", *, flags: Sequence[str], device: Device) -> 
     argv = command.wrapped(flags, port=port)
     resolved = resolve_device(device, environment=os.environ)
     with tempfile.TemporaryDirectory(prefix="quartet-", ignore_cleanup_errors=True) as folder:
-        environment = child_environment(resolved, environment=os.environ)
-        environment[ERRORS_VARIABLE] = folder
+        surroundings = child_environment(resolved, environment={**os.environ, **(environment or {})})
+        surroundings[ERRORS_VARIABLE] = folder
         try:
             # In this session: a terminal's Ctrl-C reaches it as it would without us.
-            process = subprocess.Popen(argv, env=environment)
+            process = subprocess.Popen(argv, env=surroundings)
         except OSError as error:
             raise InfrastructureError(f"command {argv[0]!r}: cannot start: {error.strerror}") from error
         code = _wait(process)

@@ -19,4 +19,5 @@ def write_actions(files: RankFiles, runtime: Any) -> None:
         recorder=runtime.recorder,
         device=parallel_state.get_pipeline_model_parallel_rank(),
         replica=data * parallel_state.get_tensor_model_parallel_world_size() + tensor,
+        peak_activation_bytes=None if runtime.ledger is None else runtime.ledger.peak_bytes,
     )

@@ -51,6 +51,13 @@ SAVE = Seam(
         "expt_dp_group",
         "rng_state_key_prefix",
     ),
+    sources={"0.19.2": "6603fc8453aa808a"},
+    aliases=("megatron.training.training",),
+    use_sites=(
+        "megatron.training.training:save_checkpoint_and_time",
+        "megatron.training.training:setup_model_and_optimizer",
+        "megatron.training.utils.common_utils:check_adlr_autoresume_termination",
+    ),
 )
 LOAD = Seam(
     module=_MODULE,
@@ -64,6 +71,11 @@ LOAD = Seam(
         "dp_cp_group",
         "expt_dp_group",
         "gpt_compat_layer_maps",
+    ),
+    sources={"0.19.2": "b0687dd0cc82ed9a"},
+    use_sites=(
+        "megatron.training.checkpointing:load_args_from_checkpoint",
+        "megatron.training.checkpointing:load_checkpoint",
     ),
 )
 
@@ -247,7 +259,8 @@ def _bound(
     if form == "LEGACY":
         return (
             "its format (--ckpt-format torch) binds it to the stages it was saved with",
-            "load it with the layout it was saved with and save it with --ckpt-format torch_dist",
+            "`quartet convert` it, --to the plan that saved it (or stock), or load it with that layout and "
+            "save it with --ckpt-format torch_dist",
         )
     if form == "LOCAL":
         return (
@@ -267,7 +280,8 @@ def _bound(
         return None
     return (
         f"its optimizer state ({sharding or 'an old form'}) is bound to the stages it was saved with",
-        "save it with --dist-ckpt-optim-fully-reshardable, or load the weights alone with --no-load-optim",
+        "save it with --dist-ckpt-optim-fully-reshardable (as `quartet convert` does, --to the plan that "
+        "saved it), or load the weights alone with --no-load-optim",
     )
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
+from quartet_plugin.model.conversion import VARIABLE
 from quartet_plugin.worker.failure import show_script_error
 from quartet_plugin.worker.options import USAGE, Options, add_group, read_command
 from quartet_plugin.worker.program import run_program
@@ -27,6 +28,7 @@ from quartet_plugin.worker.ranks import Meeting, Place, agree_on_plan
 from quartet_plugin.worker.session import Session
 
 if TYPE_CHECKING:
+    from quartet_plugin.megatron.arguments import Flags
     from quartet_plugin.megatron.runtime.install import Prepared
     from quartet_plugin.megatron.seams import Seam, Wrapper
     from quartet_plugin.model.plan import Plan
@@ -98,13 +100,14 @@ def prepare(session: MegatronSession) -> list[str]:
 
         session.files = RankFiles(read_order(options.trial), session.place)
         session.files.start()
-    if options.plan is not None or options.trial is not None:
+    is_passive = options.plan is None and options.trial is None and VARIABLE not in os.environ
+    if not is_passive:
         from quartet_plugin.megatron.seams import check_version
 
         check_version()
     if on_cpu:
         cpu_device.install()
-    if options.plan is None and options.trial is None:
+    if is_passive:
         after_import("megatron.training.arguments", lambda _: _add_group_if_possible(options, on_cpu))
         after_import("megatron.training.checkpointing", lambda _: _guard_if_possible())
         return list(session.command.arguments)
@@ -154,31 +157,49 @@ def _change(session: MegatronSession) -> list[str]:
         )
         wrappers[seams.TOKENIZER] = check_tokenizer
     if session.files is not None:
-        from quartet_plugin.megatron.measure import MegatronMeter
-        from quartet_plugin.megatron.neutralise import compare_from, neutralise
-        from quartet_plugin.megatron.parity import ParityMeter
+        words = _measured(session, flags, wrappers, words)
+    elif VARIABLE in os.environ:
+        from quartet_plugin.megatron.convert import conversion_words
+        from quartet_plugin.model.conversion import read_conversion
 
-        words, session.neutralised = neutralise(flags, words)
-        order = session.files.order
-        if order.is_compared:
-            words = compare_from(flags, words, weights=order.weights, save_weights=order.save_weights)
-        session.meter = MegatronMeter(session.files, neutralised=session.neutralised, started_at=time.time())
-        meter = session.meter
-        if order.is_compared:
-            comparing = ParityMeter(session.files)
-            wrappers[seams.TRAIN_STEP] = lambda train_step: meter.wrap(comparing.wrap(train_step))
-        else:
-            wrappers[seams.TRAIN_STEP] = meter.wrap
-        if PROFILE_VARIABLE in os.environ:
-            words = _profiled(session, wrappers, words)
+        conversion = read_conversion(Path(os.environ[VARIABLE]))
+        words = conversion_words(conversion, flags=flags, words=words)
     prepared = _runtime(session, plan, flags.values(words))
+    if prepared is not None:
+        from quartet_plugin.megatron.runtime.refusals import without_alignment
+
+        off = flags.words_for(without_alignment(flags.values(words)))
+        words, _ = flags.edit(words, remove=set(), append=off)
     if session.files is None:
         wrappers |= _guard(plan, is_placed=prepared is not None)
     for seam, wrapper in (prepared.wrappers if prepared is not None else {}).items():
         wrappers[seam] = seams.chain(wrappers.get(seam), wrapper)
     seams.install(wrappers)
-    if prepared is not None:
-        prepared.apply()
+    return words
+
+
+def _measured(
+    session: MegatronSession, flags: "Flags", wrappers: "dict[Seam, Wrapper]", words: list[str]
+) -> list[str]:
+    """The arguments of a trial, which is measured, and compared or profiled where that is asked for."""
+    from quartet_plugin.megatron import seams
+    from quartet_plugin.megatron.measure import MegatronMeter
+    from quartet_plugin.megatron.neutralise import compare_from, neutralise
+    from quartet_plugin.megatron.parity import ParityMeter
+
+    words, session.neutralised = neutralise(flags, words)
+    order = session.files.order
+    if order.is_compared:
+        words = compare_from(flags, words, weights=order.weights, save_weights=order.save_weights)
+    session.meter = MegatronMeter(session.files, neutralised=session.neutralised, started_at=time.time())
+    meter = session.meter
+    if order.is_compared:
+        comparing = ParityMeter(session.files)
+        wrappers[seams.TRAIN_STEP] = lambda train_step: meter.wrap(comparing.wrap(train_step))
+    else:
+        wrappers[seams.TRAIN_STEP] = meter.wrap
+    if PROFILE_VARIABLE in os.environ:
+        words = _profiled(session, wrappers, words)
     return words
 
 
@@ -210,8 +231,11 @@ def _runtime(session: MegatronSession, plan: "Plan | None", args: argparse.Names
         for note in notes:
             print(f"quartet: {note}", file=sys.stderr, flush=True)
     session.runtime = None if prepared is None else prepared.runtime
-    if session.meter is not None:
-        session.meter.runtime = session.runtime
+    if session.meter is not None and prepared is not None:
+        from quartet_plugin.runtime.ledger import Ledger
+
+        session.meter.runtime = prepared.runtime
+        prepared.runtime.ledger = Ledger()
     return prepared
 
 

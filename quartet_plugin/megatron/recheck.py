@@ -18,27 +18,31 @@ def declared(*, with_runtime: bool) -> Iterator[Seam]:
     from quartet_plugin.megatron import checkpoints
 
     yield from (seams.ARGUMENTS, seams.TOKENIZER, seams.TRAIN_STEP, checkpoints.SAVE, checkpoints.LOAD)
-    if not with_runtime:
-        return
-    from quartet_plugin.megatron.placement import ends, losses, tied
-    from quartet_plugin.megatron.runtime import install
+    if with_runtime:
+        from quartet_plugin.megatron.runtime import install
 
-    yield from install.SCHEDULES
-    yield from install.CALLED
-    for module in (ends, losses, tied):
-        yield from (value for value in vars(module).values() if isinstance(value, Seam))
+        yield from install.declared()
 
 
 def report(*, with_runtime: bool) -> dict[str, Any]:
-    """The versions found, and every seam with its fault, None where it is as known."""
-    content: dict[str, Any] = {"framework_version": None, "seams": []}
+    """The version found and its fault, and every seam with its own; None where it is as known.
+
+    In a release that is not supported the seams are looked at all the same: what has changed there is said.
+    """
+    content: dict[str, Any] = {"framework_version": None, "fault": None, "seams": []}
     try:
         content["framework_version"] = seams.installed_version().partition("+")[0]
         seams.check_version()
     except SeamError as error:
-        content["seams"].append({"path": "megatron-core", "fault": str(error)})
+        content["fault"] = str(error)
+    if content["framework_version"] is None:
         return content
-    for seam in declared(with_runtime=with_runtime):
+    try:
+        known = list(declared(with_runtime=with_runtime))
+    except ImportError as error:
+        content["fault"] = content["fault"] or f"{error.name}: cannot be imported ({error})"
+        return content
+    for seam in known:
         try:
             seams.resolve(seam)
         except SeamError as error:

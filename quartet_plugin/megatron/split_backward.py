@@ -9,31 +9,86 @@ Under sequence parallelism the queue holds the local shard of a layer's input, a
 whole backward would have: Megatron's gather buffer is one for all layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.tensor_parallel import layers
 
-from quartet_plugin.errors import SeamError
-from quartet_plugin.megatron.seams import rebind
+from quartet_plugin.megatron import seams
+from quartet_plugin.megatron.seams import Seam, Wrapper, resolve
+from quartet_plugin.megatron.te_layers import DelayedLayer, delay
 from quartet_plugin.runtime.deferred import DeferredGradients
 
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_DDP = "megatron.core.distributed.distributed_data_parallel"
 _NAME = "LinearWithGradAccumulationAndAsyncCommunication"
-_INPUTS = (
-    "ctx",
-    "input",
-    "weight",
-    "bias",
-    "gradient_accumulation_fusion",
-    "allreduce_dgrad",
-    "sequence_parallel",
-    "grad_output_buffer",
-    "wgrad_deferral_limit",
-    "tp_group",
-    "gtp_remat_size",
+
+LINEAR = Seam(
+    module=_LAYERS,
+    name=_NAME,
+    parameters=(),
+    sources={"0.19.2": "9fbf743bb3846385"},
+    use_sites=(f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce",),
+)
+DDP_INIT = Seam(
+    module=_DDP,
+    name="DistributedDataParallel.__init__",
+    parameters=(
+        "self",
+        "config",
+        "ddp_config",
+        "module",
+        "disable_bucketing",
+        "pg_collection",
+        "full_param_layout",
+    ),
+    sources={"0.19.2": "70ec01fd126be284"},
+)
+# What a deferred gradient is computed as, and handed over to.
+CALLED = (
+    Seam(
+        module=_LAYERS,
+        name=f"{_NAME}.forward",
+        parameters=(
+            "ctx",
+            "input",
+            "weight",
+            "bias",
+            "gradient_accumulation_fusion",
+            "allreduce_dgrad",
+            "sequence_parallel",
+            "grad_output_buffer",
+            "wgrad_deferral_limit",
+            "tp_group",
+            "gtp_remat_size",
+        ),
+        sources={"0.19.2": "41c60cde9ca6bd5d"},
+        num_decorators=1,
+    ),
+    Seam(
+        module=_LAYERS,
+        name=f"{_NAME}.backward",
+        parameters=("ctx", "grad_output"),
+        sources={"0.19.2": "f5d6178f3c3e6a4e"},
+        num_decorators=1,
+    ),
+    Seam(
+        module="megatron.core.utils",
+        name="prepare_input_tensors_for_wgrad_compute",
+        parameters=("grad_output", "all_gathered_input"),
+        sources={"0.19.2": "7c36ba42a645f522"},
+        aliases=(_LAYERS,),
+        use_sites=(f"{_LAYERS}:{_NAME}.backward",),
+    ),
+    Seam(
+        module=_DDP,
+        name="DistributedDataParallel._make_backward_post_hook",
+        parameters=("self", "param"),
+        sources={"0.19.2": "baa9236522aa9507"},
+        use_sites=(f"{_DDP}:DistributedDataParallel.__init__",),
+    ),
 )
 
 
@@ -51,11 +106,35 @@ class PendingGradient:
 
 
 class WeightGradients(DeferredGradients[PendingGradient]):
-    """The deferred gradients of Megatron's local linear layers."""
+    """The deferred gradients of Megatron's local linear layers, and of Transformer Engine's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._layers: dict[tuple[int, int], Sequence[DelayedLayer]] = {}
 
     def accumulate(self, pending: PendingGradient) -> None:
         """As the layer's own backward does, but for the weight alone."""
         _accumulate(pending)
+
+    def tensors_of(self, pending: PendingGradient) -> tuple[Any, ...]:
+        """The layer's input and its output's gradient; what Transformer Engine keeps is not seen."""
+        return pending.layer_input, pending.grad_output
+
+    def end(self, stage: int, microbatch: int, layers: Sequence[DelayedLayer] = ()) -> None:
+        """The I action is over; its W also calls `layers`, which have kept theirs to themselves."""
+        super().end(stage, microbatch)
+        self._layers[stage, microbatch] = layers
+
+    def run(self, stage: int, microbatch: int) -> None:
+        """Compute the weight gradients of one microbatch on one stage."""
+        super().run(stage, microbatch)
+        for layer in self._layers.pop((stage, microbatch)):
+            layer.run()
+
+    def clear(self) -> None:
+        """Forget everything: a step was broken off."""
+        super().clear()
+        self._layers.clear()
 
 
 def _accumulate(pending: PendingGradient) -> None:
@@ -97,17 +176,29 @@ def install(gradients: WeightGradients) -> Callable[[], None]:
 
     Must run before models are built. Raises SeamError when the layers' function or DDP is not as known.
     """
-    original = getattr(layers, _NAME, None)
-    _check(original)
-    installed = rebind([(original, _splitting(original, gradients))])
-    initialise = DistributedDataParallel.__init__
-    if initialise.__module__ != DistributedDataParallel.__module__:
-        raise SeamError("DistributedDataParallel.__init__: already replaced; load quartet_plugin before it")
+    for seam in CALLED:
+        resolve(seam)
+    return seams.install(wrappers(gradients)).uninstall
 
+
+def wrappers(gradients: WeightGradients, *, delays_te: bool = False) -> dict[Seam, Wrapper]:
+    """The layers' function with a backward that may defer, and DDP with its door open for their weights.
+
+    `delays_te`: Transformer Engine's layers keep theirs too, and whoever runs the backwards works them off.
+    """
+    return {
+        LINEAR: lambda original: _splitting(original, gradients),
+        DDP_INIT: lambda original: _with_door(original, delays_te=delays_te),
+    }
+
+
+def _with_door(initialise: Callable[..., Any], *, delays_te: bool) -> Callable[..., Any]:
     def init_with_door(
         self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any
     ) -> None:
         _mark(module)
+        if delays_te:
+            delay(module)
         before = ddp_config.delay_wgrad_compute
         ddp_config.delay_wgrad_compute = True
         try:
@@ -115,24 +206,7 @@ def install(gradients: WeightGradients) -> Callable[[], None]:
         finally:
             ddp_config.delay_wgrad_compute = before
 
-    DistributedDataParallel.__init__ = init_with_door
-
-    def undo() -> None:
-        DistributedDataParallel.__init__ = initialise
-        installed.uninstall()
-
-    return undo
-
-
-def _check(original: Any) -> None:
-    forward = getattr(original, "forward", None)
-    code = getattr(getattr(forward, "__wrapped__", forward), "__code__", None)
-    names = code.co_varnames[: code.co_argcount] if code is not None else ()
-    if original is None or original.__module__ != layers.__name__ or names != _INPUTS:
-        raise SeamError(
-            f"{layers.__name__}.{_NAME}: takes {names}, {_INPUTS} is known; "
-            "use a schedule with whole backwards, or the supported Megatron"
-        )
+    return init_with_door
 
 
 def _mark(module: Any) -> None:

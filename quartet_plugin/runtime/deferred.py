@@ -1,6 +1,8 @@
 """Weight gradients later: what an I action leaves out, kept for the W of its stage and microbatch."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
 
 
 class DeferredGradients[P](ABC):
@@ -16,6 +18,16 @@ class DeferredGradients[P](ABC):
     @abstractmethod
     def accumulate(self, pending: P) -> None:
         """Compute one layer's weight gradient and add it to what the weight has."""
+
+    def tensors_of(self, pending: P) -> Iterable[Any]:
+        """What one layer keeps until its W, for a ledger; nothing unless said."""
+        del pending
+        return ()
+
+    def held(self, stage: int, microbatch: int) -> list[Any]:
+        """The tensors that are kept for a W to come."""
+        pending = self._pending.get((stage, microbatch), [])
+        return [tensor for one in pending for tensor in self.tensors_of(one)]
 
     def begin(self) -> None:
         """From now on the layers defer."""

@@ -47,10 +47,16 @@ def test_another_version_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_changed_seam_ends_with_4(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults = {"framework_version": "0.19.3", "seams": [{"path": "a.b", "fault": "a.b: not in this Megatron"}]}
-    monkeypatch.setattr(command, "_report", lambda **_: faults)
+    seam = {"path": "a.b", "fault": "a.b: not in megatron-core 0.19.3"}
+    found = {"framework_version": "0.19.3", "fault": None, "seams": [seam]}
+    monkeypatch.setattr(command, "_report", lambda **_: found)
     assert main(["recheck", saved(tmp_path)]) == 4
-    assert "a.b: not in this Megatron" in capsys.readouterr().err
+    assert "a.b: not in megatron-core 0.19.3" in capsys.readouterr().err
+    found["fault"] = "megatron-core 0.20.0: not supported"
+    assert main(["recheck", saved(tmp_path)]) == 4
+    assert (
+        "megatron-core 0.20.0: not supported; 1 of 1 seams differ, the first: a.b" in capsys.readouterr().err
+    )
 
 
 def test_another_framework_has_no_seams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,9 @@
 """Checkpoints across splits on real Megatron: what would swap layers is refused, the rest resumes exactly."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
 from quartet_plugin.runtime.programs import Recipe, make_schedule
 from quartet_plugin.schedule.choice import choice_of
-from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan
+from tests.megatron.entry_launch import MEGATRON_FLAGS, ROOT, Launch, launch, make_plan
 from tests.megatron.support import Step, read_steps
 from tests.runtime.pipelines import stage_costs
 
@@ -18,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).with_name("recording_pretrain.py")
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 NUM_STEPS, SAVED_AT = 6, 3
+TORCHRUN = ("torchrun", "--nproc-per-node", "2")
 
 
 def sharded(*split: int) -> Plan:
@@ -146,3 +150,59 @@ def test_a_snake_resumes_as_a_loop_and_a_loop_as_a_snake_where_all_is_reshardabl
         done = load(second, tmp_path / f"from-{name}", source, RESHARDABLE)
         assert done.code == 0, done.output[-3000:]
         assert_continues(tmp_path / f"from-{name}", source)
+
+
+def converted(source: Path, new: Path, plan: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
+    """`quartet convert` of the checkpoint in the source's middle."""
+    script = ROOT / "examples" / "pretrain_gpt.py"
+    length = ("--hidden-dropout", "0", "--attention-dropout", "0", "--train-iters", str(NUM_STEPS))
+    command = (*TORCHRUN, str(script), *MEGATRON_FLAGS, *length, *flags)
+    where = (str(source / "ckpt" / f"iter_{SAVED_AT:07d}"), "-o", str(new), "--to", str(plan))
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "quartet_plugin.cli.main",
+            "convert",
+            *where,
+            "--device",
+            "cpu",
+            "--",
+            *command,
+        ],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_a_snake_is_converted_to_a_loop(tmp_path: Path) -> None:
+    source = saved(tmp_path / "snake", RESHARDABLE, plan=snake())
+    target = tmp_path / "loop.json"
+    write_plan(loop(), path=target)
+    done = converted(source, tmp_path / "new" / "ckpt", target)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    beside = json.loads((tmp_path / "new" / "ckpt" / f"iter_{SAVED_AT:07d}" / "quartet.json").read_text())
+    assert beside["placement"] == [0, 1, 0, 1, 0, 1]
+    done_again = load(loop(), tmp_path / "run", tmp_path / "new", RESHARDABLE)
+    assert done_again.code == 0, done_again.output[-3000:]
+    assert_continues(tmp_path / "run", source)
+
+
+def test_the_default_form_is_converted_on_its_own_stages_alone(default: Path, tmp_path: Path) -> None:
+    for name, plan in (("even", EVEN), ("uneven", UNEVEN)):
+        write_plan(plan, path=tmp_path / f"{name}.json")
+    refused = converted(default, tmp_path / "refused", tmp_path / "uneven.json")
+    assert refused.returncode == 2, (refused.stdout + refused.stderr)[-3000:]
+    told = [line for line in refused.stderr.splitlines() if line.startswith("quartet: ") and "split" in line]
+    assert told
+    assert "quartet convert" in told[-1]
+    assert not (tmp_path / "refused").exists()
+    done = converted(default, tmp_path / "new" / "ckpt", tmp_path / "even.json")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    elsewhere = load(UNEVEN, tmp_path / "run", tmp_path / "new", RESHARDABLE)
+    assert elsewhere.code == 0, elsewhere.output[-3000:]
+    assert_continues(tmp_path / "run", default)

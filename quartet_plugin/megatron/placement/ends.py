@@ -15,10 +15,62 @@ from quartet_plugin.megatron.seams import Seam, Wrapper
 _UTILS = "megatron.core.pipeline_parallel.utils"
 _STATE = "megatron.core.parallel_state"
 
-IS_PP_LAST_STAGE = Seam(module=_UTILS, name="is_pp_last_stage", parameters=("pp_group",))
-GET_PP_LAST_RANK = Seam(module=_UTILS, name="get_pp_last_rank", parameters=("pp_group",))
-IS_FIRST = Seam(module=_STATE, name="is_pipeline_first_stage", parameters=("ignore_virtual", "vp_stage"))
-IS_LAST = Seam(module=_STATE, name="is_pipeline_last_stage", parameters=("ignore_virtual", "vp_stage"))
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_FINALIZE = "megatron.core.distributed.finalize_model_grads"
+
+IS_PP_LAST_STAGE = Seam(
+    module=_UTILS,
+    name="is_pp_last_stage",
+    parameters=("pp_group",),
+    sources={"0.19.2": "0e54b14f8b140458"},
+    aliases=(
+        _FINALIZE,
+        "megatron.core.models.common.language_module.language_module",
+        "megatron.core.pipeline_parallel.p2p_communication",
+        _SCHEDULES,
+        "megatron.training.models.gpt",
+        "megatron.training.models.hybrid",
+        "megatron.training.training",
+    ),
+    use_sites=(
+        f"{_FINALIZE}:_allreduce_embedding_grad",
+        "megatron.core.models.common.language_module.language_module:LanguageModule._is_in_embd_group",
+        "megatron.core.transformer.module:Float16Module.forward",
+        "megatron.training.models.dist_utils:build_virtual_pipeline_stages",
+        "megatron.training.models.gpt:GPTModelBuilder.build_model",
+    ),
+)
+GET_PP_LAST_RANK = Seam(
+    module=_UTILS,
+    name="get_pp_last_rank",
+    parameters=("pp_group",),
+    sources={"0.19.2": "2371c5354a8b952f"},
+    aliases=(_FINALIZE,),
+    use_sites=(f"{_FINALIZE}:finalize_model_grads",),
+)
+IS_FIRST = Seam(
+    module=_STATE,
+    name="is_pipeline_first_stage",
+    parameters=("ignore_virtual", "vp_stage"),
+    sources={"0.19.2": "be1cd28213ddca50"},
+    use_sites=(
+        "megatron.core.parallel_state:is_rank_in_embedding_group",
+        "megatron.core.utils:get_batch_on_this_tp_rank",
+        "megatron.training.checkpointing:maybe_save_dataloader_state",
+        "megatron.training.utils.common_utils:is_first_or_last_pipeline_stage",
+    ),
+)
+IS_LAST = Seam(
+    module=_STATE,
+    name="is_pipeline_last_stage",
+    parameters=("ignore_virtual", "vp_stage"),
+    sources={"0.19.2": "788166e876056f89"},
+    use_sites=(
+        "megatron.core.parallel_state:is_rank_in_embedding_group",
+        f"{_SCHEDULES}:forward_step_calc_loss",
+        "megatron.core.utils:get_batch_on_this_tp_rank",
+    ),
+)
 INITIALIZE = Seam(
     module=_STATE,
     name="initialize_model_parallel",
@@ -47,6 +99,8 @@ INITIALIZE = Seam(
         "rank_offset",
         "local_world_size",
     ),
+    sources={"0.19.2": "3f3ab8a44ca9f942"},
+    use_sites=("megatron.training.initialize:_initialize_distributed",),
 )
 
 

@@ -1,14 +1,40 @@
 """Megatron's layer layout with the stages of its string on the devices of a placement."""
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from quartet_plugin.errors import PlanError, SeamError
+from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.placement.state import Placed
+from quartet_plugin.megatron.seams import Seam, Wrapper
+
+_MODULE = "megatron.core.transformer.pipeline_parallel_layer_layout"
+
+FROM_STR = Seam(
+    module=_MODULE,
+    name="PipelineParallelLayerLayout.from_str",
+    parameters=("layout", "pipeline_model_parallel_size"),
+    sources={"0.19.2": "62e3169c6b8569e3"},
+    use_sites=("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",),
+    num_decorators=1,
+)
+# Inherited from and overridden.
+LAYOUT_INIT = Seam(
+    module=_MODULE,
+    name="PipelineParallelLayerLayout.__init__",
+    parameters=("self", "layout", "pipeline_model_parallel_size"),
+    sources={"0.19.2": "a2a56db8199583c9"},
+)
+GET_LAYER_OFFSET = Seam(
+    module=_MODULE,
+    name="PipelineParallelLayerLayout.get_layer_offset",
+    parameters=("self", "layer_type", "vp_stage", "pp_rank"),
+    sources={"0.19.2": "dc59fcac8cdd6a07"},
+    use_sites=("megatron.core.transformer.transformer_layer:get_transformer_layer_offset",),
+)
+CALLED = (LAYOUT_INIT, GET_LAYER_OFFSET)
 
 
 class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
@@ -55,16 +81,11 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         return self
 
 
-def install(placed: Placed) -> Callable[[], None]:
-    """Let `PipelineParallelLayerLayout.from_str` return placed layouts; returns what undoes it.
+def wrappers(placed: Placed) -> dict[Seam, Wrapper]:
+    """Let `PipelineParallelLayerLayout.from_str` return placed layouts.
 
     The string is read again for every configuration, so the class is the place, not one configuration.
-    Raises SeamError when somebody else has replaced it.
     """
-    original = PipelineParallelLayerLayout.__dict__.get("from_str")
-    inner = getattr(getattr(original, "__func__", None), "__wrapped__", None)
-    if getattr(inner, "__module__", None) != PipelineParallelLayerLayout.__module__:
-        raise SeamError("PipelineParallelLayerLayout.from_str: not Megatron's own; load quartet_plugin first")
     made: dict[tuple[str, int], PlacedLayout] = {}
 
     def from_str(layout: str, pipeline_model_parallel_size: int) -> PlacedLayout:
@@ -73,9 +94,4 @@ def install(placed: Placed) -> Callable[[], None]:
             made[key] = PlacedLayout(layout, pipeline_model_parallel_size, placed)
         return made[key]
 
-    PipelineParallelLayerLayout.from_str = staticmethod(from_str)
-
-    def undo() -> None:
-        PipelineParallelLayerLayout.from_str = original
-
-    return undo
+    return {FROM_STR: lambda _original: from_str}

@@ -21,6 +21,8 @@ EVALUATE = Seam(
         "pg_collection",
         "p2p_communicator",
     ),
+    sources={"0.19.2": "a8cf24e3ae7bcd32"},
+    use_sites=("megatron.training.training:evaluate_and_print_results",),
 )
 
 

@@ -20,11 +20,20 @@ GET_OPTIMIZER = Seam(
         "pg_collection",
         "dump_param_to_param_group_map",
     ),
+    sources={"0.19.2": "c11b62974b83fb53"},
+    aliases=("megatron.training.training",),
+    use_sites=(
+        "megatron.core.models.mimo.optimizer:get_mimo_optimizer",
+        "megatron.core.optimizer.muon:get_megatron_muon_optimizer",
+        "megatron.training.training:setup_model_and_optimizer",
+    ),
 )
 WORD_EMBEDDING_GRADS = Seam(
     module="megatron.core.distributed.finalize_model_grads",
     name="_allreduce_word_embedding_grads",
     parameters=("model", "config", "embd_group", "pp_group"),
+    sources={"0.19.2": "38fe55c399e89e57"},
+    use_sites=("megatron.core.distributed.finalize_model_grads:finalize_model_grads",),
 )
 
 

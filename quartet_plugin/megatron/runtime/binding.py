@@ -18,9 +18,12 @@ from megatron.core.utils import get_model_config
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.placement.state import Placed
 from quartet_plugin.megatron.runtime.microbatches import MicrobatchIterator
+from quartet_plugin.megatron.runtime.refusals import refusal_of_model
 from quartet_plugin.megatron.runtime.stages import Call, GradSync, MegatronStages
 from quartet_plugin.megatron.split_backward import WeightGradients
+from quartet_plugin.megatron.te_layers import DelayedLayer, delayed_layers
 from quartet_plugin.runtime.executor import Executor
+from quartet_plugin.runtime.ledger import Ledger
 from quartet_plugin.runtime.programs import Library
 from quartet_plugin.runtime.records import NullRecorder, Recorder
 from quartet_plugin.runtime.transport import Boundary, Channels, HostTransport, PairTransport
@@ -45,6 +48,10 @@ class Runtime:
         self._placed = placed
         self._gradients = gradients
         self.recorder: Recorder = recorder or NullRecorder()
+        # Where one is set, the next training step is counted, and only that.
+        self.ledger: Ledger | None = None
+        self._is_counted = False
+        self._delayed: list[list[DelayedLayer]] | None = None
         self._host_transport = host_transport
         self._timeout = timeout
         self._executors: dict[tuple[int, bool], Executor] = {}
@@ -79,7 +86,8 @@ class Runtime:
     ) -> list[Any]:
         """Megatron's contract: the losses on the device of the last stage, nothing elsewhere.
 
-        Raises PlanError for what the runtime does not take: other process groups, adjusted shapes.
+        Raises PlanError for what the runtime does not take: other process groups, adjusted shapes, and a
+        feature that no flag has turned on but the script's own configuration.
         """
         for name, value in (
             ("adjust_tensor_shapes_fn", adjust_tensor_shapes_fn),
@@ -90,6 +98,11 @@ class Runtime:
                 raise PlanError(f"{name}: the plan's schedule runs with Megatron's own only; leave it out")
         chunks = list(model) if isinstance(model, list) else [model]
         config = get_model_config(chunks[0])
+        reason = refusal_of_model(config)
+        if reason is not None:
+            raise PlanError(
+                f"{reason}; the script's own configuration has it on: train with a schedule of Megatron's"
+            )
         groups = schedules._build_default_pg_collection()
         executor = self.executor(num_microbatches, forward_only=forward_only)
         call = Call(
@@ -143,6 +156,8 @@ class Runtime:
             device=executor.device,
             gradients=self._gradients,
             grad_sync=sync,
+            delayed=self._delayed_layers(call.chunks),
+            ledger=self._next_ledger(call.chunks) if training else None,
         )
         if training and config.param_sync_func is not None:
             for chunk, start in zip(call.chunks, _listed(config.param_sync_func), strict=True):
@@ -155,6 +170,18 @@ class Runtime:
                 self._gradients.clear()
                 raise
         return stages
+
+    def _delayed_layers(self, chunks: Sequence[Any]) -> list[list[DelayedLayer]]:
+        if self._delayed is None:
+            self._delayed = [delayed_layers(chunk) for chunk in chunks]
+        return self._delayed
+
+    def _next_ledger(self, chunks: Sequence[Any]) -> Ledger | None:
+        if self.ledger is None or self._is_counted:
+            return None
+        self._is_counted = True
+        self.ledger.leave_out(parameter for chunk in chunks for parameter in chunk.parameters())
+        return self.ledger
 
     def _iterators(self, given: Any, executor: Executor, num_chunks: int) -> Sequence[Any]:
         """One iterator a chunk; those whose forwards jump about give their samples by number."""

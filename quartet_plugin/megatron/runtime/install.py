@@ -1,10 +1,9 @@
 """Puts the runtime where Megatron looks for its schedules, with the placement and the split that it needs.
 
-Two steps, because the entry gathers the wrappers of all its parts before it installs any: `prepare` makes
-ours, and `Prepared.apply` replaces the few things that are not module globals.
+The entry gathers the wrappers of all its parts and installs them together; `prepare` makes ours.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -38,9 +37,18 @@ _PARAMETERS = (
 )
 # get_forward_backward_func looks both up when it is called, for training and for every evaluation.
 SCHEDULES = tuple(
-    Seam(module=_SCHEDULES, name=f"forward_backward_pipelining_{how}_interleaving", parameters=_PARAMETERS)
-    for how in ("with", "without")
+    Seam(
+        module=_SCHEDULES,
+        name=f"forward_backward_pipelining_{how}_interleaving",
+        parameters=_PARAMETERS,
+        sources={"0.19.2": source},
+        use_sites=(f"{_SCHEDULES}:get_forward_backward_func",),
+    )
+    for how, source in (("with", "56b43eb5f2ad6e2a"), ("without", "e595617e6f13ec33"))
 )
+_WITH, _WITHOUT = (f"{_SCHEDULES}:{seam.name}" for seam in SCHEDULES)
+_NO_PIPELINING = f"{_SCHEDULES}:forward_backward_no_pipelining"
+_DDP = "megatron.core.distributed.distributed_data_parallel"
 # Called, not replaced: what the runtime relies on is pinned all the same.
 CALLED = (
     Seam(
@@ -62,16 +70,22 @@ CALLED = (
             "vp_stage",
             "is_last_stage",
         ),
+        sources={"0.19.2": "1dd0a96de3f402ea"},
+        use_sites=(_NO_PIPELINING, f"{_WITH}.forward_step_helper", _WITHOUT),
     ),
     Seam(
         module=_SCHEDULES,
         name="backward_step",
         parameters=("input_tensor", "output_tensor", "output_tensor_grad", "config"),
+        sources={"0.19.2": "3b4d923349ae4ce9"},
+        use_sites=(_NO_PIPELINING, f"{_WITH}.backward_step_helper", _WITHOUT),
     ),
     Seam(
         module=_SCHEDULES,
         name="deallocate_output_tensor",
         parameters=("out", "deallocate_pipeline_outputs"),
+        sources={"0.19.2": "2cc0990e5a5657e8"},
+        use_sites=(_WITH, _WITHOUT),
     ),
     Seam(
         module=_SCHEDULES,
@@ -84,23 +98,40 @@ CALLED = (
             "tp_group",
             "cp_group",
         ),
+        sources={"0.19.2": "f281c8574ec324a0"},
+        use_sites=(_WITHOUT,),
     ),
-    Seam(module=_SCHEDULES, name="_build_default_pg_collection", parameters=()),
+    Seam(
+        module=_SCHEDULES,
+        name="_build_default_pg_collection",
+        parameters=(),
+        sources={"0.19.2": "969089c6f542b267"},
+        use_sites=(_NO_PIPELINING, _WITH, _WITHOUT),
+    ),
     Seam(
         module=_SCHEDULES,
         name="check_first_val_step",
         parameters=("first_val_step", "forward_only", "cond"),
+        sources={"0.19.2": "480ae12f2fdce899"},
+        use_sites=(_NO_PIPELINING, _WITHOUT),
+    ),
+    # The reduction of a chunk's gradients, started when its last microbatch is through.
+    Seam(
+        module=_DDP,
+        name="DistributedDataParallel.start_grad_sync",
+        parameters=("self", "unused"),
+        sources={"0.19.2": "c6d70fc248dead30"},
+        use_sites=("megatron.training.training:train",),
     ),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A runtime that is ready to be installed: `wrappers` for the module globals, `apply` for the rest."""
+    """A runtime that is ready to be installed, by its `wrappers`, before models are built."""
 
     runtime: Any
     wrappers: dict[Seam, Wrapper]
-    apply: Callable[[], Callable[[], None]]
 
 
 def prepare(
@@ -110,11 +141,12 @@ def prepare(
     recorder: Recorder | None = None,
     host_transport: bool = False,
     timeout: timedelta | None = None,
+    delays_te: bool = False,
 ) -> Prepared:
     """Check the schedule for this number of microbatches, by both libraries' rules too; make the runtime.
 
-    No process group exists yet. Raises PlanError for an order that is not valid or could dead-lock, SeamError
-    where Megatron is not as known.
+    `delays_te`: the model has Transformer Engine's layers. No process group exists yet. Raises PlanError for
+    an order that is not valid or could dead-lock, SeamError where Megatron is not as known.
     """
     library = Library(recipe)
     program = library.program(num_microbatches)
@@ -140,25 +172,27 @@ def prepare(
         timeout=timeout,
     )
     wrappers: dict[Seam, Wrapper] = dict.fromkeys(SCHEDULES, _instead(runtime.forward_backward))
-    wrappers |= ends.wrappers(placed)
+    wrappers |= ends.wrappers(placed) | layout.wrappers(placed)
     if placed.has_both_ends_on_one_device:
         wrappers |= tied.wrappers()
     if placed.last_device != placed.num_devices - 1:
         wrappers |= losses.wrappers(placed)
-    splits = _splits(library, num_microbatches)
+    if _splits(library, num_microbatches):
+        wrappers |= split_backward.wrappers(gradients, delays_te=delays_te)
+    for seam in (*layout.CALLED, *split_backward.CALLED):
+        resolve(seam)
+    return Prepared(runtime=runtime, wrappers=wrappers)
 
-    def apply() -> Callable[[], None]:
-        undo = [layout.install(placed)]
-        if splits:
-            undo.append(split_backward.install(gradients))
 
-        def undo_all() -> None:
-            for one in reversed(undo):
-                one()
+def declared() -> Iterator[Seam]:
+    """Every seam of the runtime, those included that only some schedules and placements need."""
+    from quartet_plugin.megatron import split_backward
+    from quartet_plugin.megatron.placement import ends, layout, losses, tied
 
-        return undo_all
-
-    return Prepared(runtime=runtime, wrappers=wrappers, apply=apply)
+    yield from (*SCHEDULES, *CALLED, *split_backward.CALLED)
+    for module in (ends, layout, tied, split_backward):
+        yield from (value for value in vars(module).values() if isinstance(value, Seam))
+    yield losses.EVALUATE
 
 
 def _splits(library: Library, num_microbatches: int) -> bool:

@@ -4,7 +4,7 @@ from argparse import Namespace
 from datetime import timedelta
 
 from quartet_plugin.megatron.runtime.install import Prepared, prepare
-from quartet_plugin.megatron.runtime.refusals import needs_whole_backwards, refusal
+from quartet_plugin.megatron.runtime.refusals import needs_whole_backwards, refusal, without_alignment
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.runtime.recipe import recipe_of, recipe_splits
 from quartet_plugin.runtime.records import Clock, CudaClock, HostClock, Recorder
@@ -29,6 +29,11 @@ def prepare_plan(plan: Plan, args: Namespace, *, on_cpu: bool) -> tuple[Prepared
     if whole is not None and recipe_splits(recipe, plan.num_microbatches):
         recipe = recipe_of(choice, num_microbatches=plan.num_microbatches, is_whole=True)
         notes.append(whole)
+    if without_alignment(args):
+        notes.append(
+            "--no-align-grad-reduce is set: each chunk's gradients are reduced when its last microbatch is "
+            "through"
+        )
     clock: Clock = HostClock() if on_cpu else CudaClock()
     prepared = prepare(
         recipe,
@@ -36,6 +41,7 @@ def prepare_plan(plan: Plan, args: Namespace, *, on_cpu: bool) -> tuple[Prepared
         recorder=Recorder(clock),
         # gloo cannot take GPU memory: several processes on one GPU meet in host memory.
         host_transport=not on_cpu and getattr(args, "distributed_backend", None) == "gloo",
+        delays_te=getattr(args, "transformer_impl", "local") == "transformer_engine",
         timeout=timedelta(minutes=getattr(args, "distributed_timeout_minutes", None) or 10),
     )
     return prepared, notes

@@ -4,19 +4,25 @@ Where one is on, Megatron's own schedule stays and the rest of the plan still ap
 """
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from quartet_plugin.megatron.te_layers import obstacle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """A feature: the argument, when it counts as on, and why it does not go with our schedule."""
+    """A feature: the argument, when it counts as on, and why it does not go with our schedule.
+
+    `is_flag_only`: a model's configuration has a value of the same name that says something else.
+    """
 
     dest: str
     flag: str
     reason: str
     is_on: Callable[[Any], bool] = bool
+    is_flag_only: bool = False
 
 
 def _above_one(value: Any) -> bool:
@@ -77,15 +83,30 @@ REFUSED = (
     ),
     Refused(
         dest="gtp_weight_remat_size",
-        flag="--gtp-weight-remat-size",
+        flag="--tensor-parallel-num-weight-shards",
         reason="weights are gathered in Megatron's own order",
         is_on=_above_one,
     ),
     Refused(
         dest="expert_gtp_weight_remat_size",
-        flag="--expert-gtp-weight-remat-size",
+        flag="--expert-tensor-parallel-num-weight-shards",
         reason="weights are gathered in Megatron's own order",
         is_on=_above_one,
+    ),
+    # What both are derived from when Megatron validates its arguments.
+    Refused(
+        dest="tensor_parallel_num_weight_shards",
+        flag="--tensor-parallel-num-weight-shards",
+        reason="weights are gathered in Megatron's own order",
+        is_on=lambda value: value is not None,
+        is_flag_only=True,
+    ),
+    Refused(
+        dest="expert_tensor_parallel_num_weight_shards",
+        flag="--expert-tensor-parallel-num-weight-shards",
+        reason="weights are gathered in Megatron's own order",
+        is_on=lambda value: value is not None,
+        is_flag_only=True,
     ),
     Refused(
         dest="moe_expert_rank_capacity_factor",
@@ -94,7 +115,6 @@ REFUSED = (
         is_on=lambda value: value is not None,
     ),
     Refused(dest="moe_paged_stash", flag="--moe-paged-stash", reason="it has a stash of its own"),
-    Refused(dest="flextron", flag="--flextron", reason=_OWN_PATH),
     Refused(
         dest="num_distributed_optimizer_instances",
         flag="--num-distributed-optimizer-instances",
@@ -116,9 +136,6 @@ REFUSED = (
     Refused(
         dest="init_model_with_meta_device", flag="--init-model-with-meta-device", reason="weights come later"
     ),
-    Refused(
-        dest="modelopt_enabled", flag="--modelopt-enabled", reason="it adjusts the shapes of boundary tensors"
-    ),
     Refused(dest="perform_rl_step", flag="--perform-rl-step", reason=_OWN_PATH),
     Refused(
         dest="inprocess_restart",
@@ -130,23 +147,46 @@ REFUSED = (
 
 def refusal(args: Namespace) -> str | None:
     """Why our schedule cannot run with these arguments, in one line; None where it can."""
-    for feature in REFUSED:
+    return _first(REFUSED, args)
+
+
+def refusal_of_model(config: Any) -> str | None:
+    """The same of a model's configuration, which a script may have made by itself."""
+    return _first((feature for feature in REFUSED if not feature.is_flag_only), config)
+
+
+def _first(features: Iterable[Refused], args: Any) -> str | None:
+    for feature in features:
         value = getattr(args, feature.dest, None)
         if value is not None and feature.is_on(value):
             return f"{feature.flag}: {feature.reason}"
     return None
 
 
+def without_alignment(args: Namespace) -> dict[str, Any]:
+    """What our order turns off, by destination; empty where it is not on.
+
+    Megatron by default starts the reductions of all pipeline ranks together, counted in its own order; a
+    weight gradient of ours may not be there yet. We start each chunk's when its last microbatch is through.
+    Aligned parameter gathers stay: ours start together too, at the beginning of a step.
+    """
+    is_aligned = getattr(args, "overlap_grad_reduce", False) and getattr(args, "align_grad_reduce", False)
+    return {"align_grad_reduce": False} if is_aligned else {}
+
+
 def needs_whole_backwards(args: Namespace) -> str | None:
     """Why every stage's backward must stay in one piece, in one line; None where it may be split.
 
-    Full recomputation would keep all recomputed inputs until W, which undoes it. Expert layers and
-    Transformer Engine's layers do not pass through the function that is split.
+    Full recomputation would keep all recomputed inputs until W, which undoes it. Expert layers do not pass
+    through the function that is split, and Transformer Engine's have a door of their own.
     """
     if getattr(args, "recompute_granularity", None) == "full":
         return "--recompute-granularity full: backwards are not split, or what is recomputed would be kept"
     if getattr(args, "num_experts", None):
         return "--num-experts: backwards are not split, because expert layers cannot be"
-    if getattr(args, "transformer_impl", "local") != "local":
-        return "--transformer-impl: backwards are not split with layers other than Megatron's local ones"
+    layers = getattr(args, "transformer_impl", "local")
+    if layers == "transformer_engine":
+        return obstacle(args)
+    if layers != "local":
+        return "--transformer-impl: backwards are not split with such layers"
     return None

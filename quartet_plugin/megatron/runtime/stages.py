@@ -1,6 +1,7 @@
 """One device's Megatron chunks as the executor's compute: Megatron's own forward_step and backward_step."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from megatron.core.pipeline_parallel import schedules
 from quartet_plugin.megatron.placement.state import Placed
 from quartet_plugin.megatron.runtime.microbatches import MicrobatchIterator
 from quartet_plugin.megatron.split_backward import WeightGradients
+from quartet_plugin.megatron.te_layers import DelayedLayer
+from quartet_plugin.runtime.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +34,28 @@ class MegatronStages:
     """Runs the actions of one step. Made anew for every call: nothing outlives it."""
 
     def __init__(
-        self, call: Call, *, placed: Placed, device: int, gradients: WeightGradients, grad_sync: "GradSync"
+        self,
+        call: Call,
+        *,
+        placed: Placed,
+        device: int,
+        gradients: WeightGradients,
+        grad_sync: "GradSync",
+        delayed: Sequence[Sequence[DelayedLayer]],
+        ledger: Ledger | None = None,
     ) -> None:
-        """`device` is this process's pipeline rank."""
+        """`device` is this process's pipeline rank; `ledger` counts what this step keeps alive.
+
+        `delayed` are each chunk's layers that keep their weight gradients to themselves.
+        """
         self._call = call
         self._placed = placed
         self._chunk_of = {stage: chunk for chunk, stage in enumerate(placed.stages(device))}
         self._last_stage = placed.num_stages - 1
         self._gradients = gradients
         self._grad_sync = grad_sync
+        self._ledger = ledger
+        self._delayed = delayed
         self._held: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._begun: set[int] = set()
         self.losses: list[Any] = []
@@ -56,7 +72,8 @@ class MegatronStages:
             iterator.choose(microbatch)
         is_first = chunk not in self._begun
         self._begun.add(chunk)
-        with self._placed.running_stage(stage):
+        saving = nullcontext() if self._ledger is None else self._ledger.saving()
+        with self._placed.running_stage(stage), saving:
             output, num_tokens = schedules.forward_step(
                 call.forward_step_func,
                 iterator,
@@ -80,6 +97,7 @@ class MegatronStages:
         if stage == self._last_stage:
             return None
         handed = output.detach()
+        self._note(value, handed)
         if not call.forward_only:
             # The view keeps the storage until it has left; autograd only needs the node behind the output.
             schedules.deallocate_output_tensor(output, call.config.deallocate_pipeline_outputs)
@@ -88,6 +106,8 @@ class MegatronStages:
     def backward(self, stage: int, microbatch: int, received: Any) -> Any:
         """B, with Megatron's backward_step."""
         result = self._backward_step(stage, microbatch, received)
+        for layer in self._delayed[self._chunk_of[stage]]:
+            layer.run()
         self._grad_sync.done(self._chunk_of[stage])
         return result
 
@@ -95,7 +115,9 @@ class MegatronStages:
         """I: the same while the layers leave out their weights' gradients."""
         self._gradients.begin()
         result = self._backward_step(stage, microbatch, received)
-        self._gradients.end(stage, microbatch)
+        self._gradients.end(stage, microbatch, self._delayed[self._chunk_of[stage]])
+        if self._ledger is not None:
+            self._ledger.hold(self._gradients.held(stage, microbatch))
         return result
 
     def weight_grad(self, stage: int, microbatch: int) -> None:
@@ -105,8 +127,15 @@ class MegatronStages:
 
     def _backward_step(self, stage: int, microbatch: int, received: Any) -> Any:
         value, output = self._held.pop((stage, microbatch))
+        self._note(received)
         with self._placed.running_stage(stage):
-            return schedules.backward_step(value, output, received, self._call.config)
+            result = schedules.backward_step(value, output, received, self._call.config)
+        self._note(result)
+        return result
+
+    def _note(self, *boundaries: Any) -> None:
+        if self._ledger is not None:
+            self._ledger.hold(boundaries)
 
 
 class GradSync:

@@ -1,7 +1,8 @@
 """One rank of a test: `rank_with_schedule.py RECORD_FOLDER ORDER SCRIPT ARGS...` on the CPU device.
 
-ORDER is `stock`, or NAME:PLACEMENT with NAME a named schedule or `family`, PLACEMENT like 0-1-1-0, and
-optionally :host to send boundary tensors through host memory, :whole for backwards in one piece.
+ORDER is `stock`, or NAME:PLACEMENT with NAME a named schedule, `family`, or `searched@FILE` for an order that
+is written out in a schedule file; PLACEMENT like 0-1-1-0, and optionally :host to send boundary tensors
+through host memory, :whole for backwards in one piece.
 """
 
 import copy
@@ -41,6 +42,7 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
     from quartet_plugin.runtime.programs import Recipe
     from quartet_plugin.runtime.records import Recorder
     from quartet_plugin.schedule.family import Family
+    from quartet_plugin.schedule.files import read_schedule
     from tests.runtime.pipelines import stage_costs
 
     name, stages, *rest = order.split(":")
@@ -55,11 +57,13 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
         memory_cap=float(max(placement) + 2),
         w_limit=2.0,
     )
+    name, _, file = name.partition("@")
     recorder = Recorder()
     prepared = prepare(
         Recipe(
             costs=stage_costs(placement),
-            name=None if name in ("family", "plain") else name,
+            written=read_schedule(Path(file)) if file else None,
+            name=None if name in ("family", "plain", "searched") else name,
             family=family if name == "family" else None,
             whole=frozenset(range(len(placement))) if "whole" in rest else frozenset(),
         ),
@@ -69,7 +73,6 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
         timeout=timedelta(seconds=90),
     )
     seams.install(prepared.wrappers)
-    prepared.apply()
     count_deferred(folder)
 
 

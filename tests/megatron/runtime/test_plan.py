@@ -1,7 +1,7 @@
 """A plan whose schedule is ours: applied by the entry as any other, or left to Megatron's own with a line."""
 
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,12 @@ import pytest
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.runtime.plan import prepare_plan
-from quartet_plugin.megatron.runtime.refusals import REFUSED, needs_whole_backwards, refusal
+from quartet_plugin.megatron.runtime.refusals import (
+    REFUSED,
+    needs_whole_backwards,
+    refusal,
+    without_alignment,
+)
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
 from quartet_plugin.runtime.programs import make_schedule
@@ -17,6 +22,7 @@ from quartet_plugin.runtime.recipe import recipe_of
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import named
 from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan, write_trial
+from tests.megatron.native import native_flags
 from tests.runtime.pipelines import stage_costs
 
 V = (0, 1, 1, 0)
@@ -56,6 +62,57 @@ def test_no_feature_refuses_what_megatron_defaults_to() -> None:
     )  # fmt: skip
     assert refusal(defaults) is None
     assert needs_whole_backwards(defaults) is None
+
+
+@pytest.mark.parametrize("feature", REFUSED, ids=lambda feature: feature.dest)
+def test_a_refused_feature_is_one_of_this_megatron(feature: Any) -> None:
+    """Its argument is one that the parser makes, or that Megatron derives; its flag sets something."""
+    from megatron.core.transformer import TransformerConfig
+
+    flags = native_flags()
+    derived = {field.name for field in fields(TransformerConfig)}
+    assert flags.has(feature.dest) or feature.dest in derived
+    if flags.has(feature.dest):
+        assert feature.flag == flags.flag_of(feature.dest)
+
+
+def words_of(*flags: str) -> Namespace:
+    return native_flags().values([*MEGATRON_FLAGS, *flags])
+
+
+REFUSED_WORDS = {
+    "--cuda-graph-impl local": "--cuda-graph-impl",
+    "--overlap-moe-expert-parallel-comm": "--overlap-moe-expert-parallel-comm",
+    "--use-megatron-fsdp": "--use-megatron-fsdp",
+    "--use-torch-fsdp2": "--use-torch-fsdp2",
+    "--mtp-num-layers 1": "--mtp-num-layers",
+    "--hybrid-context-parallel": "--hybrid-context-parallel",
+    "--defer-embedding-wgrad-compute": "--defer-embedding-wgrad-compute",
+    "--delay-wgrad-compute": "--delay-wgrad-compute",
+    "--tensor-parallel-num-weight-shards 2": "--tensor-parallel-num-weight-shards",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_WORDS)
+def test_megatrons_own_words_turn_it_on(words: str) -> None:
+    assert refusal(words_of()) is None
+    line = refusal(words_of(*words.split()))
+    assert line is not None
+    assert line.startswith(f"{REFUSED_WORDS[words]}: ")
+
+
+def test_only_the_alignment_of_reductions_is_turned_off_and_said() -> None:
+    # Both are on unless turned off, and act only with the overlaps.
+    assert without_alignment(words_of()) == {}
+    overlapped = words_of("--overlap-grad-reduce", "--overlap-param-gather", "--use-distributed-optimizer")
+    assert refusal(overlapped) is None
+    assert (overlapped.align_grad_reduce, overlapped.align_param_gather) == (True, True)
+    assert without_alignment(overlapped) == {"align_grad_reduce": False}
+    assert native_flags().words_for({"align_grad_reduce": False}) == ["--no-align-grad-reduce"]
+    assert without_alignment(words_of("--overlap-grad-reduce", "--no-align-grad-reduce")) == {}
+    prepared, notes = prepare_plan(custom_plan(), overlapped, on_cpu=True)
+    assert prepared is not None
+    assert [note for note in notes if "--no-align-grad-reduce is set" in note]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,21 @@
 
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from quartet_plugin.model.costs import Costs, LayerCost
+from quartet_plugin.schedule.choice import choice_of
+from quartet_plugin.schedule.files import write_schedule
+from quartet_plugin.schedule.named import named
+from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.search.polish import inserted
+from quartet_plugin.schedule.search.problem import Problem
 from tests.megatron import support
+from tests.runtime.pipelines import stage_costs
 
 _TOLERANCE = 1e-6
 _TOLERANCE_ACROSS_TP = 5e-6
@@ -16,6 +25,7 @@ _RANK_PROGRAM = Path(__file__).with_name("rank_with_schedule.py")
 _MODEL = "--num-layers 10 --hidden-size 32 --seq-length 32 --max-position-embeddings 32"
 _OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 _TRAIN_ITERS = 10
+_NUM_MICROBATCHES = 8
 
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 LINEAR_2 = f"{TWO} --pipeline-model-parallel-layout E{'t' * 6}|ttttL"
@@ -53,10 +63,12 @@ CORE = {
     "zb-v pp2 tied": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2),
     "snake-3 pp2": Case(order=f"plain:{SNAKE_2}", flags=SIX_2),
     "zb-v pp2 dp2 both overlaps": Case(order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} {_OVERLAP}", num_processes=4),
+    "searched pp2": Case(order=f"searched:{V_2}", flags=CHUNKS_2),
     "zb-v pp2 ramp-up": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=RAMP),
     "zb-v pp2 evaluated": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=EVALUATED),
 }
 MATRIX = {
+    "searched pp4": Case(order=f"searched:{V_4}", flags=CHUNKS_4, num_processes=4),
     "gpipe pp2": Case(order="gpipe:0-1", flags=EVEN_2),
     "1f1b pp2": Case(order="1f1b:0-1", flags=EVEN_2),
     "interleaved pp2": Case(order="interleaved:0-1-0-1", flags=CHUNKS_2),
@@ -78,6 +90,7 @@ MATRIX = {
     "zb-h1 untied pp2": Case(order="zb-h1:0-1", flags=LINEAR_2, variant=UNTIED),
     "zb-v per-token loss": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=PER_TOKEN),
     "zb-h1 dp2 overlap": Case(order="zb-h1:0-1", flags=f"{LINEAR_2} --overlap-grad-reduce", num_processes=4),
+    "zb-h1 dp2 both overlaps": Case(order="zb-h1:0-1", flags=f"{LINEAR_2} {_OVERLAP}", num_processes=4),
     "zb-v dp2 distributed optimizer": Case(
         order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} --use-distributed-optimizer", num_processes=4
     ),
@@ -173,7 +186,12 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 def check(references: References, name: str, case: Case) -> support.Run:
     reference = references.run(case.variant)
-    program = (case.order, str(support.PRETRAIN_SCRIPT))
+    order = case.order
+    if order.startswith("searched:"):
+        file = references.folder / f"{name.replace(' ', '-')}.schedule.json"
+        write_schedule(file, searched_order(order.removeprefix("searched:"), layers=layers_of(case)))
+        order = order.replace("searched", f"searched@{file}")
+    program = (order, str(support.PRETRAIN_SCRIPT))
     run = references.train(name, program, f"{case.flags} {case.variant}", num_processes=case.num_processes)
     assert len(run.losses()) == _TRAIN_ITERS
     loss, norm = support.largest_deviation(run, reference)
@@ -186,11 +204,48 @@ def check(references: References, name: str, case: Case) -> support.Run:
 def check_split(folder: Path, case: Case) -> None:
     """Where the order has W actions, they did the work: a layer has four weights, the head one more."""
     lines = [line.split() for path in folder.glob("deferred-*") for line in path.read_text().splitlines()]
-    is_split = case.order.startswith(("zb", "v-half", "family")) and ":whole" not in case.order
+    is_split = case.order.startswith(("zb", "v-half", "family", "searched")) and ":whole" not in case.order
     assert bool(lines) == is_split
     counts = {(int(stage), int(count)) for stage, _, count in lines}
-    layout = case.flags.split("-layout ")[1].split()[0].split("|")
+    layout = layers_of(case)
     assert counts <= {(stage, 4 * text.count("t") + text.count("L")) for stage, text in enumerate(layout)}
+
+
+def layers_of(case: Case) -> list[str]:
+    """The letters of every stage's layers."""
+    return case.flags.split("-layout ")[1].split()[0].split("|")
+
+
+def searched_order(placement: str, *, layers: list[str]) -> Schedule:
+    """An order that insertion has changed, as a search leaves it."""
+    devices = [int(device) for device in placement.split("-")]
+    num_devices = max(devices) + 1
+    names = ["embedding", *(f"layer.{n}" for n in range("".join(layers).count("t"))), "head"]
+    # The head weighs as much as three layers.
+    times = [(0.2, 0.0, 0.2), *[(1.0, 1.1, 0.9)] * (len(names) - 2), (3.0, 3.0, 3.0)]
+    costs = Costs(
+        num_devices=num_devices,
+        num_microbatches=_NUM_MICROBATCHES,
+        layers=tuple(
+            LayerCost(name=name, forward_s=f, input_grad_s=i, weight_grad_s=w, activation_bytes=1.0)
+            for name, (f, i, w) in zip(names, times, strict=True)
+        ),
+        device_slowdown=np.ones(num_devices),
+        transfer_s=0.1 * (1 - np.eye(num_devices)),
+        memory_limit_bytes=None,
+        weight_grad_held_fraction=0.5,
+        backward_fused_s=None,
+    )
+    start = replace(
+        named("v-half", num_devices=num_devices, num_microbatches=_NUM_MICROBATCHES),
+        layers_per_stage=tuple(len(text) for text in layers),
+    )
+    problem = Problem.of(costs, want_period=False, allow_empty=False, free_split=False)
+    (_, found), _ = inserted((start, 300), 3, problem=problem, target=0.0)
+    assert any(not np.array_equal(*rows) for rows in zip(found.orders, start.orders, strict=True))
+    # No name and no point of the family makes it again: a plan has it written out.
+    assert choice_of(found, stage_costs(tuple(devices))).orders is not None
+    return found
 
 
 def printed(run: support.Run, pattern: str) -> list[float]:

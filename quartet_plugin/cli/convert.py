@@ -1,0 +1,123 @@
+"""`quartet convert`: saves a checkpoint again, in the form that any split and placement can load."""
+
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quartet_plugin.cli.invocation import user_command
+from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, StorageError, UsageError
+
+STOCK = "stock"
+_ITERATION = re.compile(r"iter_(\d{7})")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+
+    @app.command("convert", epilog="The training command follows a literal --; nothing is trained with it.")
+    def _convert(
+        ctx: typer.Context,
+        checkpoint: Annotated[
+            Path,
+            typer.Argument(help="A folder that --save wrote, or one iteration in it.", show_default=False),
+        ],
+        output: Annotated[Path, typer.Option("-o", "--output", metavar="NEW", help="A new folder.")],
+        to: Annotated[
+            str, typer.Option(metavar="PLAN|stock", help="Whose stages: a plan's, or the command's own.")
+        ],
+        weights_only: Annotated[bool, typer.Option(help="Leave out the optimizer and random state.")] = False,
+        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    ) -> int:
+        """Save a Megatron checkpoint again for another split, placement or layout."""
+        from quartet_plugin.cli.train import DEVICES
+
+        name = next((one for one in DEVICES if one == device), None)
+        if name is None:
+            raise UsageError(f"--device {device}: must be one of {', '.join(DEVICES)}")
+        return convert(
+            checkpoint,
+            output,
+            to=to,
+            words=user_command(ctx),
+            is_weights_only=weights_only,
+            device=name,
+        )
+
+
+def convert(
+    checkpoint: Path,
+    output: Path,
+    *,
+    to: str,
+    words: tuple[str, ...],
+    is_weights_only: bool,
+    device: str,
+) -> int:
+    """Load the checkpoint onto the stages of the plan `to` (or of the command itself), save it in `output`.
+
+    `output` is there whole or not at all. Raises ConfigError for a folder that is no checkpoint or exists
+    already, PlanError where the checkpoint's form binds it to other stages.
+    """
+    from quartet_plugin.cli.train import DEVICES, check_before_start, run_wrapped
+    from quartet_plugin.launchers.command import ENTRY_MODULE, parse_command
+    from quartet_plugin.model.conversion import FORMAT, TRACKER, VARIABLE, Conversion
+    from quartet_plugin.model.files import write_json_atomic
+    from quartet_plugin.model.plan import read_plan
+    from quartet_plugin.model.schema import dump
+
+    command = parse_command(words)
+    if command.entry != ENTRY_MODULE:
+        raise ConfigError("convert: DeepSpeed's checkpoints are not converted; only Megatron's can be")
+    folder, step = checkpoint_of(checkpoint, tracker=TRACKER)
+    if output.exists() or output.is_symlink():
+        raise ConfigError(f"{output}: exists; name a new folder")
+    flags = ["--quartet-device", device] if device != "auto" else []
+    if to != STOCK:
+        check_before_start(read_plan(Path(to)), command=command, path=Path(to))
+        flags += ["--quartet-plan", str(Path(to).absolute())]
+    partial = _beside(output)
+    try:
+        conversion = Conversion(
+            load=str(folder), save=str(partial), step=step, is_weights_only=is_weights_only
+        )
+        write_json_atomic(partial / "conversion.json", dump(conversion))
+        told = {VARIABLE: str(partial / "conversion.json")}
+        code = run_wrapped(
+            command, flags=flags, device=next(one for one in DEVICES if one == device), environment=told
+        )
+        if code != ExitCode.DONE:
+            return code
+        if not (partial / FORMAT / TRACKER).is_file():
+            raise InfrastructureError("the command ended without saving; its own output above says why")
+        (partial / FORMAT).rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    print(f"quartet: {folder} is in {output} for the stages of {to}", file=sys.stderr, flush=True)
+    return int(ExitCode.DONE)
+
+
+def checkpoint_of(path: Path, *, tracker: str) -> tuple[Path, int | None]:
+    """The folder for `--load`, and the iteration where `path` names one; ConfigError where there is none."""
+    place = path.absolute()
+    match = _ITERATION.fullmatch(place.name)
+    if match is not None and place.is_dir() and any(place.iterdir()):
+        return place.parent, int(match[1])
+    if not (place / tracker).is_file():
+        raise ConfigError(
+            f"{path}: no checkpoint of Megatron's; name the folder that --save wrote, with {tracker} in it"
+        )
+    return place, None
+
+
+def _beside(output: Path) -> Path:
+    """An empty folder on the same disk; all nodes that see the one see the other."""
+    try:
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.absolute().parent))
+    except OSError as error:
+        raise StorageError(f"{output}: cannot be written: {error.strerror}; name a writable place") from error
