@@ -16,14 +16,18 @@ class Noted(DeferredGradients[str]):
         self.done.append(pending)
 
 
+def defer(queue: Noted, microbatch: int, names: list[str]) -> None:
+    """As an I action of stage 3 whose layers leave out `names`."""
+    queue.begin()
+    assert queue.open is not None
+    queue.open += names
+    queue.end(3, microbatch)
+
+
 def test_every_w_works_off_its_own_queue() -> None:
     queue = Noted()
     for microbatch in (0, 1):
-        queue.begin()
-        assert queue.open is not None
-        queue.open += [f"up {microbatch}", f"down {microbatch}"]
-        queue.end(3, microbatch)
-    assert queue.open is None
+        defer(queue, microbatch, [f"up {microbatch}", f"down {microbatch}"])
     assert not queue.is_idle
     queue.run(3, 1)
     assert queue.done == ["up 1", "down 1"]
