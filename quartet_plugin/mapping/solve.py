@@ -32,7 +32,8 @@ NUM_CLIMBS = 3
 class Solution:
     """`slots[r]` plays RANK r, an index into the places' slots; `step_s` by the given costs.
 
-    `stock_s` has the legal ones of `STOCK_ORDERS`; `exact`: nothing is better.
+    `stock_s` has the legal ones of `STOCK_ORDERS`; `exact`: nothing is better. `others` are the next best
+    that were tried, for a judge that knows more than the costs do.
     """
 
     slots: tuple[int, ...]
@@ -40,6 +41,7 @@ class Solution:
     stock_s: Mapping[str, float]
     exact: bool
     num_evaluated: int
+    others: tuple[tuple[int, ...], ...] = ()
 
     def mapping(self, places: Places) -> plan.Mapping:
         """As a plan holds it."""
@@ -54,6 +56,7 @@ def solve(
     seed: int = 0,
     evaluations: int = EVALUATIONS,
     exact_limit: int = EXACT_LIMIT,
+    num_others: int = 0,
 ) -> Solution:
     """The best arrangement found; `evaluations` bounds local search, `exact_limit` enumeration.
 
@@ -78,13 +81,17 @@ def solve(
             f"mapping: no order of {layout.label} has RANK 0 on the first node and its groups of "
             f"{', '.join(sorted(inside)) or 'tensor'} parallelism in one scale-up domain; use smaller degrees"
         )
-    slots = tuple(slot for block in search.best.ravel().tolist() for slot in blocks.slots[block])
+    order = [search.best, *search.others(num_others)]
+    slots, *others = (
+        tuple(slot for block in one.ravel().tolist() for slot in blocks.slots[block]) for one in order
+    )
     return Solution(
         slots=slots,
         step_s=search.best_s,
         stock_s={name: seconds for name, (_, seconds) in stock.items() if seconds < NEVER_S},
         exact=exact,
         num_evaluated=search.num_evaluated,
+        others=tuple(others),
     )
 
 
@@ -127,6 +134,11 @@ class _Search:
         if found < self.best_s:
             self.best, self.best_s = named, found
         return found
+
+    def others(self, number: int) -> list[IntArray]:
+        """The `number` best beside the best one."""
+        tried = sorted(self._ranked, key=lambda entry: entry[:2])[: number + 1]
+        return [one for seconds, _, one in tried if one is not self.best and seconds < NEVER_S][:number]
 
     def enumerate(self, limit: int) -> bool:
         """Try every arrangement, each kind once; False where there may be more than `limit`."""

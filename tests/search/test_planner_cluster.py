@@ -1,5 +1,7 @@
 """Planning on clusters that are described in full: mappings, unequal devices, bounds."""
 
+import itertools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from quartet_plugin.cost.predict import predict
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.plan import read_plan, write_plan
 from quartet_plugin.search.planner.bounds import bounds_of
-from quartet_plugin.search.planner.candidates import legal_candidates
+from quartet_plugin.search.planner.candidates import even_split, layout_of, legal_candidates
 from quartet_plugin.search.planner.cluster import ideal, places_of, places_of_machines
 from quartet_plugin.search.planner.job import PlanJob, parse_job, read_job
 from quartet_plugin.search.planner.placed import PlacedRun
@@ -276,3 +278,32 @@ def test_groups_that_fit_in_no_domain_are_said() -> None:
     )
     with pytest.raises(InfeasibleError, match="expert parallel groups inside a scale-up domain"):
         rank(job)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_small_placement_is_the_best_of_all_by_the_whole_prediction(seed: int) -> None:
+    draw = random.Random(seed)
+    num_nodes, per_node = draw.choice([(2, 3), (3, 2), (1, 6)])
+    slow = {
+        (node, local): draw.choice([1.0, 1.5, 3.0]) for node in range(num_nodes) for local in range(per_node)
+    }
+    rates = [[draw.choice([2e9, 2.5e10]) for _ in range(num_nodes)] for _ in range(num_nodes)]
+    cluster = make_cluster(
+        num_nodes=num_nodes,
+        per_node=per_node,
+        slowdown=slow,
+        links={"matrix": {"bandwidth_bytes_per_s": rates}},
+    )
+    job = cluster_job(cluster, model={"num_layers": 6}, batch={"global_batch_size": 12})
+    layout = layout_of(1, 1, *draw.choice([(2, 3), (3, 2), (6, 1)]), 1, 1, 0, 0)
+    split = even_split(6, layout.num_stages)
+    places = places_of_job(job, fitted())
+    found = place(job, job.shape, layout, split, constants=fitted(), places=places, may_split=False)
+    assert found is not None
+    run = PlacedRun(planned_run(job, job.shape, layout, split), fitted(), places)
+    least = min(
+        run.predict(slots).iter_time_s
+        for slots in itertools.permutations(range(6))
+        if places.slots[slots[0]].node == 0
+    )
+    assert found.found.iter_time_s <= least * 1.01

@@ -34,11 +34,15 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is spent on one layout's mapping: fewer `evaluations` where more than `blocks` are placed."""
+    """How much is spent on one layout's mapping: fewer `evaluations` where more than `blocks` are placed.
+
+    `predicted` of the solver's orders are judged by the whole prediction.
+    """
 
     evaluations: int
     exact_limit: int
     blocks: int = 32
+    predicted: int = 1
 
     def evaluations_of(self, num_blocks: int) -> int:
         """Steps of local search."""
@@ -46,7 +50,7 @@ class Effort:
 
 
 QUICK = Effort(evaluations=30, exact_limit=60)
-THOROUGH = Effort(evaluations=1500, exact_limit=5000, blocks=256)
+THOROUGH = Effort(evaluations=1500, exact_limit=5000, blocks=256, predicted=12)
 # Equal devices and links: beyond a few arrangements the regular tilings are all that need be tried.
 EQUAL = Effort(evaluations=0, exact_limit=120)
 
@@ -235,7 +239,10 @@ def _placed(job: PlanJob, placed: PlacedRun, memory: Memory, effort: Effort) -> 
     if not may_move(job):
         return _best_of(job, placed, memory, {})
     solved = _solved(job, placed, effort)
-    return None if solved is None else _best_of(job, placed, memory, {"solved": solved.slots})
+    if solved is None:
+        return None
+    orders = {f"solved {at}": slots for at, slots in enumerate((solved.slots, *solved.others))}
+    return _best_of(job, placed, memory, orders)
 
 
 def _solved(job: PlanJob, placed: PlacedRun, effort: Effort) -> Solution | None:
@@ -254,6 +261,7 @@ def _solved(job: PlanJob, placed: PlacedRun, effort: Effort) -> Solution | None:
             inside=frozenset(job.search.inside),
             evaluations=effort.evaluations_of(layout.world_size // layout.tensor_parallel),
             exact_limit=effort.exact_limit,
+            num_others=effort.predicted - 1,
         )
     except PlanError:
         return None
