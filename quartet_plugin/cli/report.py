@@ -51,11 +51,12 @@ def write_report(
     """
     from quartet_plugin.model.files import write_text_atomic
     from quartet_plugin.report.page import Extras, page
-    from quartet_plugin.search.history import read_history, read_study
+    from quartet_plugin.search.history import open_run, read_history
+    from quartet_plugin.search.study_view import read_study
 
     fault, study = None, None
     try:
-        study = read_study(path, storage=storage)
+        study = read_study(storage or open_run(path).storage)
     except StorageError as error:
         fault = error
     history = read_history(path, study=study)

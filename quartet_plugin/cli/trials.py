@@ -46,11 +46,12 @@ def register(app: typer.Typer) -> None:
 
 def read_whole(path: Path) -> "tuple[RunHistory, StorageError | None]":
     """The run with its study; where that cannot be read, what the folder alone says, and the fault."""
-    from quartet_plugin.search.history import read_history, read_study
+    from quartet_plugin.search.history import open_run, read_history
+    from quartet_plugin.search.study_view import read_study
 
     fault, study = None, None
     try:
-        study = read_study(path)
+        study = read_study(open_run(path).storage)
     except StorageError as error:
         fault = StorageError(f"{error}; shown is what the trials' folders hold")
     return read_history(path, study=study), fault

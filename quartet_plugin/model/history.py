@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quartet_plugin.model.launched import Stage
 from quartet_plugin.model.measurement import Comparison, Objective
 from quartet_plugin.model.plan import NodeInfo, Plan
 
 PARTS = ("shape", "layout", "split", "schedule", "mapping")
 
+# What is launched: the user's own command at first, plans, the final rounds, and in between the user's own
+# command again and the parity gate's runs.
+Purpose = Literal["baseline", "search", "final", "control", "parity"]
 RunState = Literal["running", "finished", "stopped", "lost", "elsewhere"]
 
 
@@ -81,11 +83,22 @@ class Finalist:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """The baseline's objective after `num_tried` trials, over what it was at the start."""
+
+    num_tried: int
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunningLaunch:
-    """A launch without a result: the slowest process's phase and iteration, `elapsed_s` since its start."""
+    """A launch without a result: the slowest process's phase and iteration, `elapsed_s` since its start.
+
+    `number` is the trial's; 0 for what belongs to none.
+    """
 
     number: int
-    stage: Stage
+    stage: Purpose
     round_number: int | None
     attempt: int
     phase: str
@@ -112,7 +125,7 @@ class RunHistory:
     `command` has its secrets blanked and `storage` no password. `began_at` and `ended_at` are seconds since
     1970; `elapsed_s` is of the latest session. `features` of the user's job keep the axes `locked` as they
     are; `neutralised` flags were left out in trials. `num_asked` trials were asked for, `num_spent` are used
-    up. `faults` are files that could not be read.
+    up. `controls` say how the machine drifted. `faults` are files that could not be read.
     """
 
     name: str
@@ -140,6 +153,7 @@ class RunHistory:
     finalists: tuple[Finalist, ...]
     winner: Plan | None
     faults: tuple[str, ...] = ()
+    controls: tuple[Control, ...] = ()
 
     @property
     def baseline(self) -> TrialRow | None:

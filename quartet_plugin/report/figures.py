@@ -81,7 +81,8 @@ def progress(history: RunHistory) -> str | None:
         return None
     top, bottom, strip = 14.0, 256.0, 282.0
     x = Scale.over([row.number for row in rows], start=66, end=1044, margin=0.025)
-    y = Scale.over(list(ratios.values()), start=bottom, end=top, include=[1.0])
+    levels = [*ratios.values(), *(control.ratio for control in history.controls)]
+    y = Scale.over(levels, start=bottom, end=top, include=[1.0])
     parts = [
         y_axis(y, 60, right=1050, words="times the baseline", unit="x"),
         element("line", x1=60, x2=1050, y1=y(1.0), y2=y(1.0), cls="reference"),
@@ -93,6 +94,11 @@ def progress(history: RunHistory) -> str | None:
         if tick == int(tick) and tick >= 0:
             parts.append(text(x(tick), strip + 24, short(tick), cls="tick", anchor="middle"))
     parts.append(text((x.start + x.end) / 2, strip + 44, "trial", cls="axis", anchor="middle"))
+    for control in history.controls:
+        at, level = x(control.num_tried + 0.5), y(control.ratio)
+        words = f"your own command again after {control.num_tried} trials: {control.ratio:.2f}x"
+        diamond = f"M{at:.1f} {level - 5:.1f}l5 5l-5 5l-5 -5z"
+        parts.append(element("path", title(words), d=diamond, cls="control"))
     best = max(ratios, key=lambda number: (ratios[number], -number))
     winner = history.winner.provenance.trial if history.winner else None
     if winner in ratios:

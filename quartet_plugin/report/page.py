@@ -179,6 +179,8 @@ def _progress(history: RunHistory) -> str:
         "luck. The line is the best so far; hollow points repeat an earlier plan or were unstable, "
         "crosses were refused or failed."
     )
+    if history.controls:
+        caption += " Diamonds are your own command measured again: how the machine drifted."
     return markup.section("History", markup.figure(svg, caption))
 
 

@@ -113,6 +113,8 @@ def running_words(one: RunningLaunch, history: RunHistory) -> str:
     asked = history.num_asked
     name = {
         "baseline": "the baseline",
+        "control": "the baseline again",
+        "parity": "a parity check",
         "search": f"trial {one.number}, {min(history.num_spent + 1, asked)} of {asked}",
         "final": f"final round {(one.round_number or 0) + 1}, "
         + ("the baseline" if one.number == 0 else f"trial {one.number}"),

@@ -8,13 +8,20 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from quartet_plugin.errors import ConfigError, QuartetError, StorageError
-from quartet_plugin.model.history import Finalist, RunHistory, RunningLaunch, RunState, TrialRow
+from quartet_plugin.model.history import (
+    Control,
+    Finalist,
+    Purpose,
+    RunHistory,
+    RunningLaunch,
+    RunState,
+    TrialRow,
+)
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
 from quartet_plugin.search.attempts import Launch, holder_of, read_launch
@@ -23,33 +30,15 @@ from quartet_plugin.search.final import BASELINE, rank
 from quartet_plugin.search.job import Job, baseline_plan, nodes_of, parse_job
 from quartet_plugin.search.run_folder import Run, resume_run
 from quartet_plugin.search.scoring import objective_of, score
-from quartet_plugin.search.storage import StudyStorage, close
-from quartet_plugin.search.study import PLAN, TOLD, Record, Told
+from quartet_plugin.search.study import Record, Told
+from quartet_plugin.search.study_view import StudyRow, StudyView
 from quartet_plugin.trial.redact import redacted_argv
 from quartet_plugin.trial.request import TrialResult
 
 MAX_EVENT_BYTES = 64 * 2**20
 _LATEST = 10
+_Beside = Literal["control", "parity"]
 _VERDICTS = {"OK": "measured", "UNSTABLE": "measured", "INFEASIBLE": "infeasible", "WRONG": "wrong"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StudyRow:
-    """A trial as the study has it: what was told and the plan's labels, both as they were written."""
-
-    number: int
-    is_finished: bool
-    told: Mapping[str, Any]
-    labels: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StudyView:
-    """All trials of a study, and how much of the objective each parameter decides (they sum to 1)."""
-
-    objective: Objective | None
-    rows: tuple[StudyRow, ...]
-    importance: Mapping[str, float]
 
 
 def read_history(path: Path, *, study: StudyView | None = None, now: float | None = None) -> RunHistory:
@@ -68,65 +57,6 @@ def open_run(path: Path) -> Run:
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path}: no run: it has no config.json; name a folder that `quartet tune` wrote")
     return resume_run(path, config=None, command=None)
-
-
-def read_study(path: Path, *, storage: StudyStorage | None = None, min_trials: int = 8) -> StudyView | None:
-    """The study of the run in `path`; None where it was not made yet. Importance needs `min_trials`.
-
-    `storage` is where it is, for a caller that knows a password which the run's folder does not hold.
-
-    Raises StorageError where it cannot be read.
-    """
-    import optuna
-
-    place = storage or open_run(path).storage
-    if not place.exists:
-        return None
-    with place.errors():
-        connected = place.connect()
-        try:
-            try:
-                study = optuna.load_study(study_name=place.study_name, storage=connected)
-            except KeyError:
-                return None
-            trials = study.get_trials(deepcopy=False)
-            rows = tuple(_study_row(trial) for trial in trials)
-            objective = study.user_attrs.get("objective")
-            return StudyView(
-                objective=objective if objective in get_args(Objective) else None,
-                rows=rows,
-                importance=_importance(study, trials, min_trials=min_trials),
-            )
-        finally:
-            close(connected)
-
-
-def _study_row(trial: Any) -> StudyRow:
-    told, labels = trial.user_attrs.get(TOLD), trial.user_attrs.get(PLAN)
-    return StudyRow(
-        number=trial.number,
-        is_finished=trial.state.is_finished(),
-        told=told if isinstance(told, dict) else {},
-        labels=labels if isinstance(labels, dict) else {},
-    )
-
-
-def _importance(study: Any, trials: list[Any], *, min_trials: int) -> dict[str, float]:
-    """PED-ANOVA (Watanabe et al. 2023), which knows conditional parameters; empty where nothing is said."""
-    import warnings
-
-    import optuna
-
-    values = [trial.value for trial in trials if trial.state.name == "COMPLETE" and trial.params]
-    if len(values) < min_trials or len(set(values)) < 2:
-        return {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            found = optuna.importance.get_param_importances(study)
-        except (ValueError, RuntimeError):
-            return {}  # too few trials share a parameter
-    return {name: float(value) for name, value in found.items() if value > 0}
 
 
 class _Reader:
@@ -163,6 +93,7 @@ class _Reader:
         running = [
             *(self._running(number, one) for number, one in launches.items()),
             *(self._running(number, one, at=at) for number, per in finals.items() for at, one in per.items()),
+            *(self._beside(purpose) for purpose in get_args(_Beside)),
         ]
         return self._history(
             rows=tuple(rows),
@@ -225,6 +156,7 @@ class _Reader:
             finalists=self._finalists(finals, objective=objective),
             winner=self._winner(),
             faults=tuple(self._faults),
+            controls=_controls(events),
         )
 
     # Trial 0
@@ -351,16 +283,30 @@ class _Reader:
     def _running(self, number: int, launch: Launch, *, at: int | None = None) -> RunningLaunch | None:
         if launch.result is not None or launch.began_at is None:
             return None
-        stage = "final" if at is not None else "baseline" if number == BASELINE else "search"
+        stage: Purpose = "final" if at is not None else "baseline" if number == BASELINE else "search"
+        return self._launched(launch, launch.began_at, number=number, stage=stage, at=at)
+
+    def _beside(self, purpose: "_Beside") -> RunningLaunch | None:
+        """The latest launch that belongs to no trial, where it runs."""
+        folders = [path.parent for path in (self._run.folder.path / purpose).glob("*/attempt-*")]
+        latest = max(folders, key=lambda path: path.stat().st_mtime_ns, default=None)
+        launch = None if latest is None else read_launch(latest, faults=self._faults)
+        if launch is None or launch.result is not None or launch.began_at is None:
+            return None
+        return self._launched(launch, launch.began_at, number=BASELINE, stage=purpose, at=None)
+
+    def _launched(
+        self, launch: Launch, began_at: float, *, number: int, stage: Purpose, at: int | None
+    ) -> RunningLaunch:
         return RunningLaunch(
             number=number,
-            stage=stage,  # type: ignore[arg-type]
+            stage=stage,
             round_number=at,
             attempt=launch.attempt,
             phase=launch.phase,
             iteration=launch.iteration,
             num_iterations=launch.num_iterations,
-            elapsed_s=max(0.0, self._now - launch.began_at),
+            elapsed_s=max(0.0, self._now - began_at),
         )
 
     def _time_left_s(
@@ -460,6 +406,16 @@ def _with_events(rows: list[TrialRow], events: list[dict[str, Any]]) -> list[Tri
         if isinstance(number, int) and before is not None and number not in known:
             known[number] = replace(before, number=number, repeats=of, wall_s=0.0, ranks=())
     return [known[number] for number in sorted(known)]
+
+
+def _controls(events: list[dict[str, Any]]) -> tuple[Control, ...]:
+    """One a place in the search; a resumed run tells them again."""
+    found = {}
+    for event in events:
+        after, ratio = event.get("after"), event.get("ratio")
+        if event["kind"] == "control" and isinstance(after, int) and isinstance(ratio, int | float):
+            found[after] = Control(num_tried=after, ratio=float(ratio))
+    return tuple(found[after] for after in sorted(found))
 
 
 def _state(events: list[dict[str, Any]], *, is_held: bool, is_alive: bool | None) -> RunState:

@@ -45,10 +45,11 @@ def read_prior(path: Path, *, space: Space, baseline: Score, objective: Objectiv
     Raises ConfigError where there is no such run or it measured nothing.
     """
     from quartet_plugin.errors import ConfigError
-    from quartet_plugin.search.history import read_history, read_study
+    from quartet_plugin.search.history import open_run, read_history
+    from quartet_plugin.search.study_view import read_study
 
     try:
-        study = read_study(path)
+        study = read_study(open_run(path).storage)
     except StorageError:
         study = None  # the trials' folders say enough
     other = read_history(path, study=study)

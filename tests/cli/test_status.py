@@ -18,7 +18,8 @@ import yaml
 from quartet_plugin.cli.main import main
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
-from quartet_plugin.search.history import read_history, read_study
+from quartet_plugin.search.history import open_run, read_history
+from quartet_plugin.search.study_view import read_study
 from quartet_plugin.trial.files import Beat
 from quartet_plugin.trial.lease import Lease
 from tests.cli.runs import copy_of, kept_run
@@ -76,7 +77,7 @@ def test_the_status_as_data(run: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_every_trial_is_listed_with_what_came_of_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = table(capsys, run)
-    study = read_study(run)
+    study = read_study(open_run(run).storage)
     assert study is not None
     assert [row["trial"] for row in rows] == [one.number for one in study.rows if one.is_finished]
     assert rows[0]["versus_baseline"] == 1.0
@@ -170,9 +171,9 @@ def test_a_run_that_was_stopped(run: Path, tmp_path: Path, capsys: pytest.Captur
     assert "stopped; `quartet tune --resume` goes on" in printed(capsys, "status", str(path))
 
 
-def begin_attempt(path: Path, *, iteration: int) -> None:
-    """Trial 3 runs again: its result is not there yet, its ranks have beaten."""
-    attempt = path / "trials/000003/attempt-1"
+def begin_attempt(path: Path, *, iteration: int, trial: str = "trials/000003") -> None:
+    """The trial runs again: its result is not there yet, its ranks have beaten."""
+    attempt = path / trial / "attempt-1"
     (attempt / "result.json").unlink()
     command = json.loads((attempt / "command.json").read_text())
     write_json_atomic(attempt / "command.json", {**command, "time": time.time() - 12})
@@ -203,6 +204,29 @@ def test_a_run_that_runs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "now       trial 3" in text
     assert ": measure 5/13, 1" in text
     assert "left" in text
+
+
+def test_what_runs_beside_the_trials_is_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    for purpose, words in (("control/000010", "the baseline again"), ("parity/plan-3", "a parity check")):
+        copy_of(path / "trials/000003", to=path / purpose)
+        begin_attempt(path, iteration=2, trial=purpose)
+        with Lease.acquire(path):
+            assert f"now       {words}: measure 2/13, 1" in printed(capsys, "status", str(path))
+        shutil.rmtree(path / purpose)
+
+
+def test_the_drift_of_the_machine_is_kept(run: Path, tmp_path: Path) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    (path / "events.jsonl").write_text(
+        '{"time": 1.0, "kind": "control", "trial": 0, "after": 10, "ratio": 0.9}\n'
+        '{"time": 2.0, "kind": "control", "trial": 0, "after": 5, "ratio": 1.02}\n'
+        '{"time": 3.0, "kind": "control", "trial": 0, "after": 10, "ratio": 0.9}\n'
+    )
+    found = [(control.num_tried, control.ratio) for control in read_history(path).controls]
+    assert found == [(5, 1.02), (10, 0.9)]
 
 
 def test_a_run_whose_tuner_was_killed(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

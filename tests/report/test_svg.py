@@ -72,7 +72,11 @@ def test_the_history_has_a_mark_for_every_trial() -> None:
         for e in root.iter()
         if e.tag in (f"{SVG}circle", f"{SVG}path") and e.find(f"{SVG}title") is not None
     ]
-    assert len(marks) == 7
+    assert len(marks) == 8
+    controls = [mark for mark in marks if mark.get("class") == "control"]
+    assert [mark.findtext(f"{SVG}title") for mark in controls] == [
+        "your own command again after 4 trials: 0.96x"
+    ]
     best = [mark for mark in marks if "top" in (mark.get("class") or "").split()]
     assert len(best) == 1
     assert "trial 2" in (best[0].findtext(f"{SVG}title") or "")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from quartet_plugin.errors import StorageError
-from quartet_plugin.search.history import read_study
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.storage import StudyStorage
+from quartet_plugin.search.study_view import read_study
 from tests.search.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 from tests.search.servers import PASSWORD, Postgres, Proxy, postgres
 from tests.search.test_storage import STUDY, told
@@ -59,7 +59,7 @@ def test_a_server_holds_the_same_study_as_a_file(tmp_path: Path, url: str) -> No
     run = begin_at(tmp_path / "r", url)
     result = tune(run, FakeMachine(), observer=watching)
     assert told(result) == told(reference)
-    found = read_study(run.folder.path, storage=run.storage)
+    found = read_study(run.storage)
     assert found is not None
     assert {row.number for row in found.rows if row.is_finished} == {
         record.number for record in result.records
