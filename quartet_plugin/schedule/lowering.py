@@ -22,10 +22,12 @@ messages in ascending order of P, batch by batch. The smallest unfinished messag
 head of both its queues, and its RECV waits only for the action before z, which is < P.
 """
 
+import gc
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -94,13 +96,14 @@ def lower(
     lengths = [len(order) for order in schedule.orders]
     if [len(row) for row in start_s] != lengths or [len(row) for row in end_s] != lengths:
         raise PlanError(f"times: need one start and end for each of {lengths[:16]} actions a device")
-    timeline = _timeline(schedule, start_s, end_s)
     groups = _groups(schedule.placement)
     numbers = {name: n for n, name in enumerate(sorted(set(groups.values()), key=GROUP_NAMES.index))}
     transfers = np.zeros((schedule.num_devices,) * 2) if transfer_s is None else transfer_s
-    points = _points(schedule, timeline, {s: numbers[g] for s, g in groups.items()}, transfers, queues)
-    devices = [_Device(row) for row in timeline.actions]
-    rows = tuple(tuple(d.emit(points[n], schedule.num_stages)) for n, d in enumerate(devices))
+    with _no_collection():
+        timeline = _timeline(schedule, start_s, end_s)
+        points = _points(schedule, timeline, {s: numbers[g] for s, g in groups.items()}, transfers, queues)
+        devices = [_Device(row) for row in timeline.actions]
+        rows = tuple(tuple(d.emit(points[n], schedule.num_stages)) for n, d in enumerate(devices))
     return Program(
         num_devices=schedule.num_devices,
         num_microbatches=schedule.num_microbatches,
@@ -111,6 +114,18 @@ def lower(
         num_send_buffers=tuple(d.buffers[Side.SEND].count for d in devices),
         num_receive_buffers=tuple(d.buffers[Side.RECV].count for d in devices),
     )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Nothing made here refers to itself, and looking for what does would take half of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _groups(placement: Sequence[int]) -> dict[_Stream, str]:
