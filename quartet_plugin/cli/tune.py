@@ -135,6 +135,7 @@ def watched(shown: "Watcher", *, run: "Run") -> "Watcher":
 
 def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "Run") -> list[str]:
     """What the search found, and how to train with it."""
+    from quartet_plugin.model.receipt import receipt_path
     from quartet_plugin.report.tables import change_lines, comparison_lines
 
     if plan is None or result.winner is None:
@@ -146,14 +147,37 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "Run") -> l
         ]
         if result.rankings:
             lines += comparison_lines(result.rankings[0].comparison, names=("your own", "nearest"))
-        return lines
+        return [*lines, *study_lines(result)]
+    proof = []
+    if result.receipt is not None:
+        proof = [
+            f"parity    {_shown(receipt_path(run.folder.best_plan))}: it trains as your own command does"
+        ]
     return [
         f"trial {result.winner.record.number} is faster than your own command",
         *comparison_lines(result.winner.comparison, names=("your own", "best")),
         *change_lines(plan),
+        *study_lines(result),
+        *proof,
         f"plan      {_shown(run.folder.best_plan)}",
         f"train     sh {_shown(run.folder.best_command)}",
     ]
+
+
+def study_lines(result: "TuneResult") -> list[str]:
+    """What the trials were spent on, by the class of what they changed, and how the machine drifted."""
+    from collections import Counter
+
+    from quartet_plugin.report.tables import changes
+
+    tried = [record.plan for record in result.records[1:] if record.told.repeats is None]
+    classes = Counter(max((c.change_class for c in changes(plan)), default="A") for plan in tried)
+    parts = [f"class {name} {100 * count / len(tried):.0f} %" for name, count in sorted(classes.items())]
+    lines = [f"tried     {len(tried)} plans: {', '.join(parts)}"] if tried else []
+    if result.controls:
+        ratios = ", ".join(f"{control.ratio:.2f}x" for control in result.controls)
+        lines.append(f"control   your own command again during the search: {ratios} of its first measurement")
+    return lines
 
 
 def _shown(path: Path) -> str:

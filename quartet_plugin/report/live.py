@@ -198,6 +198,8 @@ def sentence(launch: Launched) -> str:
         return f"trial {launch.label}: {what}: {launch.outcome}: {launch.reason}"
     ratio = "" if launch.versus_baseline is None else f", {launch.versus_baseline:.2f}x the baseline"
     note = "" if launch.outcome == "OK" else f" ({launch.outcome.lower()}: {launch.reason})"
+    if launch.outcome == "OK" and launch.reason.startswith("cut short"):
+        note = f" ({launch.reason})"
     return (
         f"trial {launch.label}: {what}: {launch.iteration_s:.3f} s/iteration, "
         f"{launch.tokens_per_s:,.0f} tokens/s{ratio}{note}"

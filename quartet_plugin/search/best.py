@@ -1,4 +1,4 @@
-"""The run's winner on disk: best/plan.json, and a shell line that trains with it."""
+"""The run's winner on disk: best/plan.json, its receipt, and a shell line that trains with it."""
 
 import shlex
 from dataclasses import replace
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quartet_plugin.model.files import write_text_atomic
 from quartet_plugin.model.plan import Plan, write_plan
+from quartet_plugin.model.receipt import receipt_path, write_receipt
 from quartet_plugin.search.coordinator import TuneResult
 from quartet_plugin.search.run_folder import Run
 
@@ -13,15 +14,22 @@ from quartet_plugin.search.run_folder import Run
 def write_best(result: TuneResult, *, run: Run) -> Plan | None:
     """Write the winner with its measurement and return it.
 
-    Without a winner nothing is written, and what an earlier, shorter search of the run left is removed.
+    A schedule of ours has its receipt beside it, so that `quartet train` takes it at once. Without a winner
+    nothing is written, and what an earlier, shorter search of the run left is removed.
     """
     folder = run.folder
+    receipt_file = receipt_path(folder.best_plan)
+    if result.winner is None or result.receipt is None:
+        receipt_file.unlink(missing_ok=True)
     if result.winner is None:
         for path in (folder.best_plan, folder.best_command):
             path.unlink(missing_ok=True)
         return None
     plan = replace(result.winner.record.plan, measurement=result.winner.comparison)
     folder.best_plan.parent.mkdir(mode=0o700, exist_ok=True)
+    if result.receipt is not None:
+        assert result.receipt.plan_key == plan.key
+        write_receipt(replace(result.receipt, plan_digest=plan.digest), path=receipt_file)
     write_plan(plan, path=folder.best_plan)
     write_text_atomic(folder.best_command, command_text(plan, run=run, path=folder.best_plan))
     return plan

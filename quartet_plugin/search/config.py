@@ -82,10 +82,25 @@ _Names = Annotated[
 ]
 Splits = Annotated[_Names, _matching(_SPLIT, "auto, stock, even, or counts like 6+2")]
 Orders = Annotated[_Names, _matching(_ORDER, "auto, stock, the name of an order, or slots like 1,0")]
+ScheduleWish = Literal[
+    "stock",
+    "no-pipelining",
+    "1f1b",
+    "interleaved",
+    "gpipe",
+    "breadth-first",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "dualpipev",
+    "searched",
+]
 # What is written down of it has no password.
 Storage = Annotated[str, BeforeValidator(_storage), PlainSerializer(without_password)]
 Schedules = Annotated[
-    tuple[Literal["stock", "no-pipelining", "1f1b", "interleaved"], ...] | None,
+    tuple[ScheduleWish, ...] | None,
     BeforeValidator(lambda v: _tuple(_as_list(v))),
     AfterValidator(distinct),
 ]
@@ -128,7 +143,10 @@ class TrialConfig(_Section):
 
 
 class StudyConfig(_Section):
-    """The study: how many plans besides the baseline, and how the best are measured again."""
+    """The study: how many plans besides the baseline, and how the best are measured again.
+
+    After every `control` plans the baseline is measured once more, to see how the machine drifts; 0: never.
+    """
 
     trials: int = Field(default=20, ge=1, le=100_000)
     seed: int = Field(default=0, ge=0, le=2**31 - 1)
@@ -136,6 +154,7 @@ class StudyConfig(_Section):
     tensorboard: bool = False
     top_k: int = Field(default=3, ge=1, le=20)
     rounds: int = Field(default=5, ge=3, le=100)
+    control: int = Field(default=10, ge=0, le=100_000)
     objective: Literal["auto", "tokens_per_s", "model_flops_per_s_per_device"] = "auto"
 
 

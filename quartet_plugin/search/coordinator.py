@@ -15,22 +15,20 @@ from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import NodeInfo, Plan
+from quartet_plugin.model.receipt import Receipt, needs_receipt
 from quartet_plugin.model.schema import dump
 from quartet_plugin.search.budget import TimeBudget
+from quartet_plugin.search.control import Control, Controls
 from quartet_plugin.search.events import EventLog
-from quartet_plugin.search.final import (
-    BASELINE,
-    MIN_ROUNDS,
-    Ranking,
-    candidates,
-    order_of_round,
-    rank,
-)
+from quartet_plugin.search.features import Axis
+from quartet_plugin.search.final import BASELINE, Ranking, candidates
 from quartet_plugin.search.job import Job, parse_job
 from quartet_plugin.search.launches import Launches, ShouldStop
 from quartet_plugin.search.launching import Launching, Yardstick, told_of
 from quartet_plugin.search.observer import Observer
+from quartet_plugin.search.parity import ParityKeeper
 from quartet_plugin.search.prior import Prior, read_prior
+from quartet_plugin.search.rounds import FinalRounds, winner_of
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.scoring import objective_of, score
 from quartet_plugin.search.space import Space, build_space
@@ -48,13 +46,19 @@ MIN_STARTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
-    """What a run found. `winner` is None where nothing beat the baseline."""
+    """What a run found. `winner` is None where nothing beat the baseline.
+
+    `receipt` is the parity gate's for a winner with a schedule of ours, `controls` the baseline's
+    re-measurements during the search.
+    """
 
     objective: Objective
     baseline: Plan
     records: tuple[Record, ...]
     rankings: tuple[Ranking, ...]
     winner: Ranking | None
+    receipt: Receipt | None = None
+    controls: tuple[Control, ...] = ()
 
 
 class Coordinator:
@@ -97,6 +101,24 @@ class Coordinator:
             fence=fence,
             budget=self._budget,
         )
+        self._parity = ParityKeeper(
+            run=run,
+            command=command,
+            launches=launches,
+            observer=observer,
+            events=self._events,
+            should_stop=should_stop,
+            fence=fence,
+        )
+
+        self._controls = Controls(
+            run=run,
+            launches=launches,
+            launching=self._launching,
+            observer=observer,
+            events=self._events,
+            budget=self._budget,
+        )
 
     def tune(self) -> TuneResult:
         """The whole run.
@@ -106,7 +128,8 @@ class Coordinator:
         asked to stop, StorageError when the folder or the study fails.
         """
         self._events.add("begin", run=self._run.name)
-        for folder in (self._run.folder.trials, self._run.folder.final):
+        places = self._run.folder
+        for folder in (places.trials, places.controls, places.final, places.parity):
             self._launches.recover(folder, should_stop=self._should_stop)
         result = self._measure_baseline()
         space = self._open_space(result)
@@ -117,15 +140,24 @@ class Coordinator:
         )
         self._launching.yardstick = yardstick
         self._launching.show(str(BASELINE), None, result, stage="baseline")
+        try:
+            self._parity.open(space.job)
+            found = self._spend(space, result, yardstick)
+        finally:
+            self._parity.close()
+        self._events.add("end", winner=None if found.winner is None else found.winner.record.number)
+        return found
+
+    def _spend(self, space: Space, result: TrialResult, yardstick: Yardstick) -> TuneResult:
+        """The study and the final rounds."""
         study = self._open_study(space, result, yardstick)
         try:
+            self._parity.restore(study.records())
             self._observer.message(self._search(study))
             records = study.records()
         finally:
             study.close()
-        found = self._finish(records, yardstick)
-        self._events.add("end", winner=None if found.winner is None else found.winner.record.number)
-        return found
+        return self._finish(records, yardstick)
 
     # Trial 0 and what it opens
 
@@ -171,6 +203,8 @@ class Coordinator:
             by_feature.setdefault(feature, []).append(axis.value)
         for feature, axes in by_feature.items():
             self._observer.message(f"{feature} keeps as they are: {', '.join(axes)}")
+        if space.no_own_schedules is not None and Axis.SCHEDULE not in space.locked:
+            self._observer.message(f"{space.no_own_schedules} keeps the framework's own schedules")
         if job.neutralised:
             self._observer.message(f"left out in trials: {', '.join(job.neutralised)}")
         if self._run.config.search.scaling is not None and len(space.shapes) == 1:
@@ -178,9 +212,7 @@ class Coordinator:
 
     def _open_study(self, space: Space, result: TrialResult, yardstick: Yardstick) -> TuneStudy:
         config = self._config
-        place = replace(
-            self._run.storage, say=self._observer.message, should_stop=self._should_stop_waiting
-        )
+        place = replace(self._run.storage, say=self._observer.message, should_stop=self._should_stop_waiting)
         study = TuneStudy.open(place, space=space, seed=config.seed, name=self._run.name)
         if study is not None:
             self._observer.message(place.tool_line)
@@ -224,7 +256,9 @@ class Coordinator:
             records = study.records()
             _check_rows(records)
             tried = sum(_is_spent(record) for record in records)
-            if tried >= self._config.trials:
+            is_over = tried >= self._config.trials
+            self._controls.after(tried, num_left=self._num_in_search(tried=tried), is_over=is_over)
+            if is_over:
                 return f"{tried} plans were tried"
             if not self._budget.fits(num_launches=1, then=self._num_in_final()):
                 return f"{tried} plans were tried; the time that is left is kept for the final rounds"
@@ -239,8 +273,12 @@ class Coordinator:
         self._launching.check_stop()
         repeats = _in_a_row(records, lambda record: record.told.repeats is not None)
         if repeats >= MAX_REPEATS_IN_A_ROW:
-            known = frozenset(record.plan.key for record in records)
-            if not study.enqueue_fresh(known=known):
+            keys = frozenset(record.plan.key for record in records)
+
+            def is_known(plan: Plan) -> bool:
+                return plan.key in keys or self._parity.refusal_of(plan) is not None
+
+            if not study.enqueue_fresh(is_known=is_known):
                 return None
         return study.ask()
 
@@ -248,11 +286,14 @@ class Coordinator:
         """Launch the proposal, or answer it from what was measured, and tell the study."""
         assert self._launching.yardstick is not None
         self._fence()
+        self._launching.best_value = max(r.told.value for r in records if r.told.value is not None)
         key = proposal.plan.key
         known = next((record for record in records if record.plan.key == key), None)
         if known is not None:
             study.tell(proposal, replace(known.told, repeats=known.number, wall_s=0.0))
             self._events.add("repeat", trial=proposal.number, of=known.number)
+            return
+        if self._is_refused(study, proposal, records):
             return
         result = self._launching.launch(
             proposal.plan,
@@ -268,86 +309,63 @@ class Coordinator:
         told = told_of(proposal.plan, result, objective=self._launching.yardstick.objective)
         study.tell(proposal, told)
         self._events.add("told", trial=proposal.number, verdict=told.verdict, value=told.value)
+        if told.verdict == "wrong" and needs_receipt(proposal.plan):
+            self._parity.quarantine(proposal.plan, told.reason, trial=proposal.number)
+
+    def _is_refused(self, study: TuneStudy, proposal: Proposal, records: list[Record]) -> bool:
+        """Whether the parity gate keeps the proposal from being timed; then the study is told."""
+        plan, number = proposal.plan, proposal.number
+        refusal = self._parity.admit(plan, trial=number)
+        if refusal is None:
+            return False
+        self._fence()
+        repeats = None
+        if refusal.culprit is not None:
+            repeats = next((r.number for r in records if r.plan.key == refusal.culprit), BASELINE)
+        told = refusal.told(repeats=repeats)
+        study.tell(proposal, told)
+        self._events.add("told", trial=number, verdict=told.verdict, reason=told.reason, of=repeats)
+        if repeats is None:
+            self._launching.show_told(Record(number=number, plan=plan, told=told))
+        return True
 
     # The final rounds
 
     def _finish(self, records: list[Record], yardstick: Yardstick) -> TuneResult:
-        chosen = candidates(records, baseline_value=yardstick.value, top_k=self._config.top_k)
-        every = {BASELINE: yardstick.plan, **{record.number: record.plan for record in chosen}}
-        plans = every
-        launches: dict[int, dict[int, TrialResult]] = {number: {} for number in plans}
-        rankings: list[Ranking] = []
-        confirmed: set[int] = set()
-        rounds = range(self._config.rounds)
-        while chosen:
-            self._final_rounds(plans, launches, rounds=rounds)
-            rankings = rank(
-                chosen,
-                baseline=yardstick.plan,
-                launches=launches,
-                objective=yardstick.objective,
-                seed=self._config.seed,
-            )
-            winner = _winner(rankings)
-            if winner is None or winner.is_certain:
-                break
-            if winner.record.number in confirmed or not self._budget.fits(num_launches=2):
-                break
-            confirmed.add(winner.record.number)
-            plans = {number: every[number] for number in (BASELINE, winner.record.number)}
-            rounds = range(rounds.stop, rounds.stop + self._config.rounds)
-            self._observer.message(
-                f"trial {winner.record.number} leads by little, or over few rounds: "
-                "it and the baseline are measured again"
-            )
+        rounds = FinalRounds(
+            run=self._run, launching=self._launching, budget=self._budget, observer=self._observer
+        )
+        rankings = rounds.measure(self._proven(records, yardstick), yardstick=yardstick)
+        winner = winner_of(rankings)
         return TuneResult(
             objective=yardstick.objective,
             baseline=yardstick.plan,
             records=tuple(records),
             rankings=tuple(rankings),
-            winner=_winner(rankings),
+            winner=winner,
+            receipt=None if winner is None else self._parity.receipt_of(winner.record.plan),
+            controls=tuple(self._controls.found),
         )
 
-    def _final_rounds(
-        self, plans: dict[int, Plan], found: dict[int, dict[int, TrialResult]], *, rounds: range
-    ) -> None:
-        """Add measured results to `found[number][round]`; a plan that fails once is left out from then on."""
-        left = list(plans)
-        for round_number in rounds:
-            if round_number >= MIN_ROUNDS and not self._budget.fits(num_launches=len(left)):
-                self._observer.message(f"time is up after {round_number} final rounds")
+    def _proven(self, records: list[Record], yardstick: Yardstick) -> list[Record]:
+        """The best plans, each of ours checked by itself: what cannot win is not measured again."""
+        chosen: list[Record] = []
+        for record in candidates(records, baseline_value=yardstick.value, top_k=len(records)):
+            if len(chosen) == self._config.top_k:
                 break
-            in_turn = order_of_round(left, seed=self._config.seed, round_number=round_number)
-            for at, number in enumerate(in_turn):
-                num_left = len(left) * (rounds.stop - round_number) - at
-                result = self._final_launch(plans, number, round_number=round_number, num_left=num_left)
-                if result.is_measured:
-                    found[number][round_number] = result
-                elif number != BASELINE:
-                    left.remove(number)
-
-    def _final_launch(
-        self, plans: dict[int, Plan], number: int, *, round_number: int, num_left: int
-    ) -> TrialResult:
-        return self._launching.launch(
-            None if number == BASELINE else plans[number],
-            number=number,
-            folder=self._run.folder.final_launch(number, round_number=round_number),
-            label=f"{number} round {round_number + 1}",
-            stage="final",
-            num_left=num_left,
-        )
+            self._launching.check_stop()
+            refusal = self._parity.prove(record.plan, trial=record.number)
+            if refusal is None:
+                chosen.append(record)
+            else:
+                self._observer.message(f"trial {record.number} is out: {refusal.reason}")
+        return chosen
 
     def _num_in_final(self) -> int:
         return self._config.rounds * (self._config.top_k + 1)
 
     def _num_in_search(self, *, tried: int) -> int:
         return self._config.trials - tried + self._num_in_final()
-
-
-def _winner(rankings: list[Ranking]) -> Ranking | None:
-    """The first ranking that wins."""
-    return next((ranking for ranking in rankings if ranking.is_win), None)
 
 
 def _check_rows(records: list[Record]) -> None:

@@ -62,6 +62,18 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "fp4": _NONE,
 }
 
+# With these on the plugin's own runtime steps aside and the framework's schedule runs: a plan of ours would
+# measure something else than it says. Features that keep the whole axis are not repeated.
+_WITHOUT_OWN_RUNTIME = frozenset(
+    {"hierarchical_context_parallel", "distributed_optimizer_instances", "inprocess_restart"}
+)
+
+
+def no_own_schedules(features: Iterable[str]) -> str | None:
+    """The feature that keeps schedules of ours out of this job; None where they can be tried."""
+    found = sorted(_WITHOUT_OWN_RUNTIME & set(features))
+    return found[0] if found else None
+
 
 def locked_axes(features: Iterable[str]) -> dict[Axis, str]:
     """The axes that stay at stock, each with the feature that keeps it; an unknown feature keeps all."""

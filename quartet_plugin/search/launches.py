@@ -1,20 +1,49 @@
 """How the search has plans run: the protocol, and the one that starts real processes."""
 
 import contextlib
+import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from quartet_plugin.errors import QuartetError
-from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.errors import InterruptedByUserError, QuartetError
+from quartet_plugin.launchers.command import Command
+from quartet_plugin.model.plan import NodeInfo, Plan
+from quartet_plugin.model.receipt import Receipt
 from quartet_plugin.search.job import nodes_of
-from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
+from quartet_plugin.trial.request import (
+    MIN_FREE_BYTES,
+    Device,
+    Outcome,
+    Progress,
+    TrialRequest,
+    TrialResult,
+)
+
+if TYPE_CHECKING:
+    from quartet_plugin.trial.parity import ParityGate
 
 # What a trial can end as and stay so; everything else is launched again by a resumed run.
 SETTLED = frozenset({Outcome.OK, Outcome.UNSTABLE, Outcome.INFEASIBLE, Outcome.WRONG})
 
 ShouldStop = Callable[[], bool]
+
+# Of a checkpoint of weights alone, in full precision, with room for its files.
+_BYTES_A_PARAMETER = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A plan for the parity gate; its runs go to `folder`, the weights that they start from to `weights`."""
+
+    plan: Plan
+    command: Command
+    folder: Path
+    weights: Path
+    device: Device
+    deadline_s: float
+    cwd: Path
 
 
 class Launches(Protocol):
@@ -31,12 +60,20 @@ class Launches(Protocol):
     ) -> TrialResult:
         """Launch a plan and measure it."""
 
+    def check(
+        self, request: Check, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+    ) -> Receipt:
+        """Compare a plan with stock. Raises what `ParityGate.check` does, and InterruptedByUserError."""
+
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """The nodes and slots a measured trial ran on."""
 
 
 class LocalLaunches:
-    """Runs plans with `trial.runner` on this machine."""
+    """Runs plans with `trial.runner` on this machine. One parity gate, of one command, serves a study."""
+
+    def __init__(self) -> None:
+        self._gate: ParityGate | None = None
 
     def recover(self, folder: Path, *, should_stop: ShouldStop) -> None:
         """See `Launches`."""
@@ -67,12 +104,58 @@ class LocalLaunches:
 
         return _judged(run_trial(request, on_progress=on_progress, stop=should_stop))
 
+    def check(
+        self, request: Check, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+    ) -> Receipt:
+        """See `Launches`. A plan that passes has left records of its own schedule's actions."""
+        from quartet_plugin.trial.parity import ParityGate, ParityUnavailableError
+
+        _check_disk(request)
+        if self._gate is None:
+            self._gate = ParityGate(
+                command=request.command,
+                folder=request.folder,
+                weights=request.weights,
+                device=request.device,
+                deadline_s=request.deadline_s,
+                stop=should_stop,
+                on_progress=lambda _, progress: on_progress(progress),
+                cwd=request.cwd,
+            )
+        try:
+            receipt = self._gate.check(request.plan)
+        except KeyboardInterrupt:
+            if not should_stop():
+                raise
+            raise InterruptedByUserError(
+                "stopped in a parity check; what was measured is kept: the same command with --resume goes on"
+            ) from None
+        attempt = self._gate.attempt_of(request.plan)
+        if receipt.failure is None and not any(attempt.glob("rank-*.actions.json")):
+            raise ParityUnavailableError(
+                f"the framework's own schedule ran instead; {attempt / 'stdout.log'} says why"
+            )
+        return receipt
+
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """See `Launches`."""
         from quartet_plugin.trial.files import RankFiles
 
         snapshot = RankFiles(result.folder, attempt_id=result.attempt_id).scan()
         return nodes_of(snapshot.reports.values())
+
+
+def _check_disk(request: Check) -> None:
+    """Whether the weights fit beside what a trial needs."""
+    from quartet_plugin.trial.parity import ParityUnavailableError
+
+    needed = MIN_FREE_BYTES + _BYTES_A_PARAMETER * request.plan.shape.num_parameters
+    place = next(path for path in (request.folder, *request.folder.parents) if path.is_dir())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise ParityUnavailableError(
+            f"{place}: {free >> 20} MiB free; the weights that both sides start from need {needed >> 20}"
+        )
 
 
 def _judged(result: TrialResult) -> TrialResult:

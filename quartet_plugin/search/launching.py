@@ -14,9 +14,13 @@ from quartet_plugin.search.events import EventLog
 from quartet_plugin.search.launches import Launches, ShouldStop
 from quartet_plugin.search.observer import Observer
 from quartet_plugin.search.run_folder import Run
-from quartet_plugin.search.scoring import Score, score
+from quartet_plugin.search.scoring import Score, score, score_of_median
 from quartet_plugin.search.study import REFUSED_EXCESS, Record, Told, Verdict
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
+
+# A trial this many times slower than the best so far is cut short. Between two runs of one plan lie a few
+# percent, in bad hours a third.
+HOPELESS = 1.5
 
 _VERDICTS: dict[Outcome, Verdict] = {
     Outcome.OK: "measured",
@@ -65,6 +69,7 @@ class Launching:
         self._fence = fence
         self._budget = budget
         self.yardstick: Yardstick | None = None
+        self.best_value: float | None = None
 
     def launch(
         self, plan: Plan | None, *, number: int, folder: Path, label: str, stage: Stage, num_left: int
@@ -86,7 +91,9 @@ class Launching:
         self._observer.plan_started(label, plan, stage=stage, time_left_s=left_s)
         self._events.add("launch", trial=number, stage=stage, folder=folder.name)
         result = self._launches.run(
-            self._request(plan, folder=folder), on_progress=self._progressed, should_stop=self._should_stop
+            self._request(plan, folder=folder, stage=stage),
+            on_progress=self._progressed,
+            should_stop=self._should_stop,
         )
         self._budget.add(result.wall_s)
         self._events.add("outcome", trial=number, outcome=result.outcome.value, reason=result.reason)
@@ -107,7 +114,7 @@ class Launching:
             "stopped; everything measured is kept: the same command with --resume goes on"
         )
 
-    def _request(self, plan: Plan | None, *, folder: Path) -> TrialRequest:
+    def _request(self, plan: Plan | None, *, folder: Path, stage: Stage) -> TrialRequest:
         config = self._run.config
         predicted_s = None if self.yardstick is None else self.yardstick.score.iteration_s
         if predicted_s is not None and plan is not None and plan.prediction is not None:
@@ -121,8 +128,16 @@ class Launching:
             deadline_s=config.trial.deadline_s,
             device=config.device,
             predicted_iteration_s=predicted_s,
+            slow_above_s=self._slow_above_s(plan) if stage == "search" else None,
             cwd=self._run.cwd,
         )
+
+    def _slow_above_s(self, plan: Plan | None) -> float | None:
+        """Seconds an iteration above which a plan is far behind the best so far."""
+        if plan is None or self.yardstick is None or not self.best_value:
+            return None
+        in_a_second = score_of_median(plan, iteration_s=1.0).value(self.yardstick.objective)
+        return HOPELESS * in_a_second / self.best_value
 
     def _progressed(self, progress: Progress) -> None:
         self._fence()

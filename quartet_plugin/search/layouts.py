@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.model.plan import NodeInfo, ScheduleName
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.search.config import SearchConfig
 from quartet_plugin.search.features import Axis
 from quartet_plugin.search.job import Job
+from quartet_plugin.search.schedules import OWN_NAMES, own_schedules
 
 MAX_VIRTUAL_STAGES = 4
 MAX_MICRO_BATCH_FACTOR = 8
@@ -18,12 +19,16 @@ MAX_GROUPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRules:
-    """What the job, the machine and the user's wishes allow."""
+    """What the job, the machine and the user's wishes allow.
+
+    `no_own_schedules` is why schedules of ours are left out, None where they are not.
+    """
 
     job: Job
     nodes: tuple[NodeInfo, ...]
     search: SearchConfig
     locked: frozenset[Axis]
+    no_own_schedules: str | None = None
 
     @property
     def slots_per_node(self) -> int:
@@ -112,13 +117,11 @@ def _virtual_stages(layout: Layout, *, shape: ModelShape, rules: LayoutRules) ->
     if layout.pipeline_parallel == 1:
         return [layout] if _is_asked(asked, 1) else []
     choices = asked or tuple(sorted({1, 2, MAX_VIRTUAL_STAGES, own.virtual_stages}))
-    names = rules.search.schedule
     return [
         replace(layout, virtual_stages=choice)
         for choice in choices
         if choice * layout.pipeline_parallel <= shape.num_layers + 2
         and (asked or choice * layout.pipeline_parallel <= shape.num_layers)
-        and _is_schedule_asked("interleaved" if choice > 1 else "1f1b", names, rules)
     ]
 
 
@@ -164,15 +167,36 @@ def _fits(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> bool:
     )
     if any(size % tensor for size in divided):
         return False
-    if layout.pipeline_parallel == 1 and not _is_schedule_asked(
-        "no-pipelining", rules.search.schedule, rules
+    return layout.num_stages <= shape.num_layers + 2 and bool(schedules_of(layout, rules=rules))
+
+
+def schedules_of(layout: Layout, *, rules: LayoutRules) -> tuple[str, ...]:
+    """The names of the schedules to choose from for a layout, stock's first; none where it cannot be run."""
+    stock = stock_schedule(layout)
+    is_kept = Axis.SCHEDULE in rules.locked
+    names: list[str] = []
+    if (is_kept or _is_stock_asked(stock, rules)) and (
+        layout.virtual_stages == 1 or asked_groups(layout, rules=rules)
     ):
-        return False
-    if layout.num_stages > shape.num_layers + 2:
-        return False
-    if layout.virtual_stages == 1:
-        return True
-    return bool(asked_groups(layout, rules=rules))
+        names.append(stock)
+    # Whoever asks for a group asks for the interleaved schedule.
+    is_grouped = layout.virtual_stages > 1 and rules.search.group and not rules.search.schedule
+    if not is_kept and not is_grouped and rules.no_own_schedules is None:
+        features = rules.job.features
+        names += own_schedules(
+            layout,
+            num_microbatches=layout.num_microbatches(rules.job.global_batch_size),
+            asked=rules.search.schedule,
+            splits_backward=layout.recompute != "full" and "moe" not in features,
+        )
+    return tuple(names)
+
+
+def stock_schedule(layout: Layout) -> ScheduleName:
+    """The framework's own schedule for a layout."""
+    if layout.pipeline_parallel == 1:
+        return "no-pipelining"
+    return "1f1b" if layout.virtual_stages == 1 else "interleaved"
 
 
 def asked_groups(layout: Layout, *, rules: LayoutRules) -> tuple[int, ...]:
@@ -188,8 +212,12 @@ def asked_groups(layout: Layout, *, rules: LayoutRules) -> tuple[int, ...]:
     return found[:1] if Axis.SCHEDULE in rules.locked else found
 
 
-def _is_schedule_asked(name: str, asked: Sequence[str] | None, rules: LayoutRules) -> bool:
-    return not asked or name in asked or ("stock" in asked and name == rules.job.schedule.name)
+def _is_stock_asked(name: str, rules: LayoutRules) -> bool:
+    """Where ours cannot be had and nothing else was asked for, the framework's own are what is left."""
+    asked = rules.search.schedule
+    if not asked or name in asked or ("stock" in asked and name == rules.job.schedule.name):
+        return True
+    return rules.no_own_schedules is not None and set(asked) <= set(OWN_NAMES)
 
 
 def _is_asked(asked: Sequence[int] | None, value: int) -> bool:

@@ -18,6 +18,7 @@ _MAY_CHANGE = {
     ("study", "trials"),
     ("study", "top_k"),
     ("study", "rounds"),
+    ("study", "control"),
     ("study", "tensorboard"),
     ("trial", "deadline_s"),
 }
@@ -65,6 +66,21 @@ class RunFolder:
         return self.path / "final"
 
     @property
+    def controls(self) -> Path:
+        """The baseline's re-measurements during the search."""
+        return self.path / "control"
+
+    @property
+    def parity(self) -> Path:
+        """The parity gate's runs, and the receipts beside the plans they are for."""
+        return self.path / "parity"
+
+    @property
+    def parity_weights(self) -> Path:
+        """What both sides of the gate start from; gone when the tuner ends."""
+        return self.parity / "weights"
+
+    @property
     def best_plan(self) -> Path:
         """The winner."""
         return self.path / "best" / "plan.json"
@@ -77,6 +93,10 @@ class RunFolder:
     def trial(self, number: int) -> Path:
         """One trial's folder."""
         return self.trials / f"{number:06d}"
+
+    def control(self, num_tried: int) -> Path:
+        """The folder of the baseline's re-measurement after so many trials."""
+        return self.controls / f"{num_tried:06d}"
 
     def final_launch(self, number: int, *, round_number: int) -> Path:
         """The folder of a trial's plan in one of the final rounds, both counted from 0."""

@@ -1,4 +1,4 @@
-"""The study's search space: shape, then layout, split, schedule and mapping, legal by construction.
+"""The study's search space: shape, then layout, schedule, split and mapping, legal by construction.
 
 Every choice is made from what the earlier ones leave legal. Optuna asks that the choices of a parameter
 never change, so a parameter whose choices depend on earlier ones carries them, or the choice they depend
@@ -6,8 +6,8 @@ on, in its name. A parameter with one choice is not a parameter.
 """
 
 import random
+from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -21,9 +21,24 @@ from quartet_plugin.model.plan import Mapping, NodeInfo, Plan, Provenance, Sched
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.search.config import SearchConfig
-from quartet_plugin.search.features import Axis, locked_axes
+from quartet_plugin.search.features import Axis, locked_axes, no_own_schedules
 from quartet_plugin.search.job import Job, baseline_plan
-from quartet_plugin.search.layouts import LayoutRules, asked_groups, legal_layouts
+from quartet_plugin.search.layouts import (
+    LayoutRules,
+    asked_groups,
+    legal_layouts,
+    schedules_of,
+    stock_schedule,
+)
+from quartet_plugin.search.schedules import (
+    SEARCHED,
+    STOCK_NAMES,
+    Ends,
+    OwnOrder,
+    ends_from,
+    own_order,
+    own_relative_cost,
+)
 from quartet_plugin.search.splits import even_counts, is_legal_split, weighted_split, weights_of
 
 type Params = MappingABC[str, str | int | float]
@@ -91,14 +106,22 @@ class Space:
     locked: MappingABC[Axis, str]
     shapes: tuple[ModelShape, ...]
     layouts: MappingABC[ModelShape, tuple[Layout, ...]]
+    no_own_schedules: str | None = None
     _orders: dict[Layout, tuple[Order, ...]] = field(default_factory=dict)
 
     def decode(self, choose: Chooser, *, trial: int) -> Plan:
         """The plan of the choices. Always legal."""
         shape = self._shape(choose)
         layout = self._layout(choose, shape)
-        split = self._split(choose, shape, layout)
-        schedule = self._schedule(choose, layout)
+        own = None
+        names = self.schedules_of(layout)
+        name = _choose(choose, f"schedule[{','.join(names)}]", names)
+        if name in STOCK_NAMES:
+            split = self._split(choose, shape, layout)
+            schedule = self._stock_schedule(choose, layout)
+        else:
+            own = self._own_order(choose, shape, layout, name=name)
+            split, schedule = own.split, ScheduleChoice(name="custom", custom=own.custom)
         mapping = self._mapping(choose, layout)
         plan = Plan(
             made_for=self.baseline.made_for,
@@ -109,19 +132,37 @@ class Space:
             mapping=mapping,
             provenance=Provenance(run=self.run, trial=trial, seed=self.seed, quartet_version=__version__),
         )
-        cost = relative_cost(plan, baseline=self.baseline)
+        if own is None:
+            cost = relative_cost(plan, baseline=self.baseline)
+        else:
+            cost = own_relative_cost(plan, own, baseline=self.baseline)
         return replace(
             plan, prediction=Prediction(iteration_s=None, relative_cost=cost, peak_memory_bytes=None)
         )
 
     def params_of(self, plan: Plan) -> Params | None:
         """Choices that lead to `plan`; None where the space does not hold it."""
-        recorder = _Recorder(plan, space=self)
-        try:
-            made = self.decode(recorder, trial=plan.provenance.trial)
-        except KeyError:
-            return None
-        return recorder.params if made.key == plan.key else None
+        for recorder in _recorders(plan, space=self):
+            try:
+                made = self.decode(recorder, trial=plan.provenance.trial)
+            except KeyError:
+                continue
+            if made.key == plan.key:
+                return recorder.params
+        return None
+
+    def schedules_of(self, layout: Layout) -> tuple[str, ...]:
+        """The schedules to choose from for `layout`, the framework's own first where it is asked for."""
+        return schedules_of(layout, rules=self._rules())
+
+    def _rules(self) -> LayoutRules:
+        return LayoutRules(
+            job=self.job,
+            nodes=self.nodes,
+            search=self.search,
+            locked=frozenset(self.locked),
+            no_own_schedules=self.no_own_schedules,
+        )
 
     def layout_groups(self, shape: ModelShape) -> tuple[str, tuple[str, ...]]:
         """The layout parameter of `shape`: its name, and its choices (degrees, without the micro-batch)."""
@@ -171,16 +212,40 @@ class Space:
     def _split(self, choose: Chooser, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
         if layout.num_stages == 1:
             return (shape.num_layers,)
-        fixed = self.fixed_splits(shape, layout)
+        fixed = self._fixed_split(choose, shape, layout)
         if fixed is not None:
-            labels = ["+".join(str(count) for count in counts) for counts in fixed]
-            return fixed[labels.index(_choose(choose, f"split[{','.join(labels)}]", labels))]
+            return fixed
         return weighted_split(
             shape.num_layers,
             num_devices=layout.pipeline_parallel,
             chunks=layout.virtual_stages,
             embedding=choose.weight(SPLIT_EMBEDDING) * shape.num_layers,
             head=choose.weight(SPLIT_HEAD) * shape.num_layers,
+        )
+
+    def _fixed_split(self, choose: Chooser, shape: ModelShape, layout: Layout) -> tuple[int, ...] | None:
+        """The split chosen out of those asked for; None where the split is tuned."""
+        fixed = self.fixed_splits(shape, layout)
+        if fixed is None:
+            return None
+        labels = ["+".join(str(count) for count in counts) for counts in fixed]
+        return fixed[labels.index(_choose(choose, f"split[{','.join(labels)}]", labels))]
+
+    def _own_order(self, choose: Chooser, shape: ModelShape, layout: Layout, *, name: str) -> OwnOrder:
+        """A schedule of ours; where the split is tuned, both for ends as heavy as the sampler says."""
+        fixed = self._fixed_split(choose, shape, layout)
+        ends = None
+        if fixed is None:
+            embedding, head = choose.weight(SPLIT_EMBEDDING), choose.weight(SPLIT_HEAD)
+            ends = Ends.rounded(embedding * shape.num_layers, head * shape.num_layers)
+        return own_order(
+            name,
+            shape=shape,
+            num_devices=layout.pipeline_parallel,
+            chunks=layout.virtual_stages,
+            num_microbatches=layout.num_microbatches(self.job.global_batch_size),
+            ends=ends,
+            split=fixed,
         )
 
     def fixed_splits(self, shape: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
@@ -202,15 +267,13 @@ class Space:
                 found.append(counts)
         return tuple(dict.fromkeys(found))
 
-    def _schedule(self, choose: Chooser, layout: Layout) -> ScheduleChoice:
-        if layout.pipeline_parallel == 1:
-            return ScheduleChoice(name="no-pipelining")
-        if layout.virtual_stages == 1:
-            return ScheduleChoice(name="1f1b")
-        rules = _rules(self.job, self.nodes, self.search, self.locked)
-        groups = [str(group) for group in asked_groups(layout, rules=rules)]
+    def _stock_schedule(self, choose: Chooser, layout: Layout) -> ScheduleChoice:
+        name = stock_schedule(layout)
+        if name != "interleaved":
+            return ScheduleChoice(name=name)
+        groups = [str(group) for group in asked_groups(layout, rules=self._rules())]
         group = _choose(choose, f"group[{','.join(groups)}]", groups)
-        return ScheduleChoice(name="interleaved", group=int(group))
+        return ScheduleChoice(name=name, group=int(group))
 
     def _mapping(self, choose: Chooser, layout: Layout) -> Mapping:
         found = self.orders_of(layout)
@@ -220,12 +283,16 @@ class Space:
 
 
 class _Recorder:
-    """Chooses what leads to a given plan, and records it."""
+    """Chooses what leads to a given plan, and records it.
 
-    def __init__(self, plan: Plan, *, space: Space) -> None:
+    `schedule` is the schedule's name in the space, `ends` what the ends weigh where that is known.
+    """
+
+    def __init__(self, plan: Plan, *, space: Space, schedule: str, ends: Ends | None = None) -> None:
         self._plan = plan
         self._space = space
-        self._weights: tuple[float, float] | None = None
+        self._schedule = schedule
+        self._weights = None if ends is None else (ends.embedding, ends.head)
         self.params: dict[str, str | int | float] = {}
 
     def category(self, name: str, choices: Sequence[str]) -> str:
@@ -237,7 +304,7 @@ class _Recorder:
 
     def weight(self, name: str) -> float:
         plan = self._plan
-        if self._weights is None:
+        if self._weights is None and plan.schedule.custom is None:
             self._weights = weights_of(
                 plan.split.transformer_layers_per_stage,
                 num_devices=plan.layout.pipeline_parallel,
@@ -246,6 +313,8 @@ class _Recorder:
         if self._weights is None:
             raise KeyError(name)
         value = self._weights[name == SPLIT_HEAD] / plan.shape.num_layers
+        if not -1.0 <= value <= 1.0:
+            raise KeyError(name)
         self.params[name] = value
         return value
 
@@ -262,10 +331,23 @@ class _Recorder:
             return optimizer_label(plan.layout)
         if kind == "split":
             return plan.split.label
+        if kind == "schedule":
+            return self._schedule
         if kind == "group":
             return str(plan.schedule.group)
         found = self._space.orders_of(plan.layout)
         return next((order.name for order in found if order.mapping == plan.mapping), "")
+
+
+def _recorders(plan: Plan, *, space: Space) -> Iterator[_Recorder]:
+    """A schedule of ours may have been found by searching, whatever its name; the ends are guessed."""
+    custom = plan.schedule.custom
+    if custom is None:
+        yield _Recorder(plan, space=space, schedule=plan.schedule.name)
+        return
+    for name in dict.fromkeys((custom.named or SEARCHED, SEARCHED)):
+        for ends in (*ends_from(plan), None):
+            yield _Recorder(plan, space=space, schedule=name, ends=ends)
 
 
 def build_space(job: Job, *, nodes: Sequence[NodeInfo], search: SearchConfig, run: str, seed: int) -> Space:
@@ -275,7 +357,6 @@ def build_space(job: Job, *, nodes: Sequence[NodeInfo], search: SearchConfig, ru
     shapes: tuple[ModelShape, ...] = (job.shape,)
     if search.scaling is not None and Axis.SCALING not in locked:
         shapes = equal_shapes(job.shape, rule=BudgetRule(**search.scaling.model_dump()))
-    rules = _rules(job, nodes, search, locked)
     draft = Space(
         job=job,
         nodes=tuple(nodes),
@@ -286,7 +367,9 @@ def build_space(job: Job, *, nodes: Sequence[NodeInfo], search: SearchConfig, ru
         locked=locked,
         shapes=shapes,
         layouts={},
+        no_own_schedules=no_own_schedules(job.features),
     )
+    rules = draft._rules()
     layouts = {}
     for shape in shapes:
         kept = tuple(
@@ -323,12 +406,6 @@ def optimizer_label(layout: Layout) -> str:
 
 def _degree_labels(layouts: Sequence[Layout]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(degree_label(layout) for layout in layouts))
-
-
-def _rules(
-    job: Job, nodes: Sequence[NodeInfo], search: SearchConfig, locked: MappingABC[Axis, str]
-) -> LayoutRules:
-    return LayoutRules(job=job, nodes=tuple(nodes), search=search, locked=frozenset(locked))
 
 
 def _choose(choose: Chooser, name: str, choices: Sequence[str]) -> str:

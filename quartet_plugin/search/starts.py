@@ -5,23 +5,29 @@ estimated to be fast: the balanced split, other layouts and schedules, other map
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from quartet_plugin.cost.estimate import layer_weights
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.search.schedules import STOCK_NAMES
 from quartet_plugin.search.space import SPLIT_HEAD, Params, Space, degree_label, optimizer_label, shape_label
 
 MAX_CANDIDATES = 256
+MAX_OWN_LAYOUTS = 3
 
 
 class _Guess:
-    """Chooses a shape, a layout and an order of ranks as told, and the balanced split for them."""
+    """Chooses shape, layout, schedule and order of ranks as told, and the balanced split for them."""
 
-    def __init__(self, shape: ModelShape, layout: Layout, *, order: str | None = None) -> None:
+    def __init__(
+        self, shape: ModelShape, layout: Layout, *, schedule: str | None = None, order: str | None = None
+    ) -> None:
         self._shape = shape
         self._layout = layout
+        self._schedule = schedule
         self._order = order
         self.params: dict[str, str | int | float] = {}
 
@@ -32,6 +38,7 @@ class _Guess:
             "layout": degree_label(self._layout),
             "micro_batch_size": str(self._layout.micro_batch_size),
             "optimizer": optimizer_label(self._layout),
+            "schedule": self._schedule,
             "mapping": self._order,
         }
         wished = wishes.get(kind)
@@ -49,8 +56,8 @@ class _Guess:
 def starting_points(space: Space, *, num: int) -> list[Params]:
     """At most `num` points, no two with one plan and none the baseline's; deterministic."""
     found: dict[str, Params] = {}
-    for shape, layout, order in _in_turns(space):
-        guess = _Guess(shape, layout, order=order)
+    for wish in _in_turns(space):
+        guess = wish.guess()
         plan = space.decode(guess, trial=0)
         if plan.key != space.baseline.key:
             found.setdefault(plan.key, guess.params)
@@ -59,21 +66,46 @@ def starting_points(space: Space, *, num: int) -> list[Params]:
     return list(found.values())
 
 
-type _Wish = tuple[ModelShape, Layout, str | None]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wish:
+    """A point to start from; None takes the framework's own schedule, or the launcher's order of ranks."""
+
+    shape: ModelShape
+    layout: Layout
+    schedule: str | None = None
+    order: str | None = None
+
+    def guess(self) -> _Guess:
+        return _Guess(self.shape, self.layout, schedule=self.schedule, order=self.order)
 
 
 def _in_turns(space: Space) -> Iterator[_Wish]:
     shape = space.shapes[0]
     home = _home(space, shape)
-    yield shape, home, None
+    yield _Wish(shape=shape, layout=home)
+    by_cost = _by_cost(space, shape, without=home)
     axes: list[Iterable[_Wish]] = [
-        [(shape, layout, None) for layout in _by_cost(space, shape, without=home)],
-        [(shape, home, order.name) for order in space.orders_of(home)[1:]],
-        [(other, _home(space, other), None) for other in space.shapes[1:]],
-        [(shape, layout, None) for layout in _sizes(space, shape, home)],
+        [_Wish(shape=shape, layout=layout) for layout in by_cost],
+        _own_by_cost(space, shape, layouts=[home, *by_cost]),
+        [_Wish(shape=shape, layout=home, order=order.name) for order in space.orders_of(home)[1:]],
+        [_Wish(shape=other, layout=_home(space, other)) for other in space.shapes[1:]],
+        [_Wish(shape=shape, layout=layout) for layout in _sizes(space, shape, home)],
     ]
     for wishes in zip_longest(*axes):
         yield from (wish for wish in wishes if wish is not None)
+
+
+def _own_by_cost(space: Space, shape: ModelShape, *, layouts: Sequence[Layout]) -> list[_Wish]:
+    """The schedules of ours on the first few layouts that have some, the cheapest plan first."""
+    having = [layout for layout in layouts if set(space.schedules_of(layout)) - set(STOCK_NAMES)]
+    wishes = [
+        _Wish(shape=shape, layout=layout, schedule=name)
+        for layout in having[:MAX_OWN_LAYOUTS]
+        for name in space.schedules_of(layout)
+        if name not in STOCK_NAMES
+    ]
+    costs = [(_cost(space.decode(wish.guess(), trial=0)), at) for at, wish in enumerate(wishes)]
+    return [wishes[at] for _, at in sorted(costs)]
 
 
 def _home(space: Space, shape: ModelShape) -> Layout:

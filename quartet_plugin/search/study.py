@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from quartet_plugin.search.space import FixedChooser, Params, RandomChooser, Spa
 from quartet_plugin.search.storage import StudyStorage, as_storage, close
 
 NUM_STARTUP_TRIALS = 8
-MAX_FRESH_TRIES = 2000
+MAX_FRESH_TRIES = 400
 # A refused configuration is worse than any excess of memory, in bytes.
 REFUSED_EXCESS = 2.0**50
 
@@ -39,7 +39,8 @@ class Told:
     `value` is the objective and there is one for `measured` alone. `wrong` plans computed something else and
     are never scored; `lost` ones could not be measured for reasons outside of them and cost no budget.
     `excess` is above 0 where the plan does not fit: bytes, or REFUSED_EXCESS. `attempt_id` fences off old
-    attempts; `repeats` is the number of the trial that measured the same plan before.
+    attempts; `repeats` is the number of the trial that measured the same plan before, or that had a plan of
+    its kind quarantined.
     """
 
     verdict: Verdict
@@ -194,12 +195,12 @@ class TuneStudy:
         with self._where.errors():
             return self._proposal(self._study.ask())
 
-    def enqueue_fresh(self, *, known: frozenset[str]) -> bool:
-        """Let the next trial be a random plan whose key is not in `known`; False where none is found."""
+    def enqueue_fresh(self, *, is_known: Callable[[Plan], bool]) -> bool:
+        """Let the next trial be a random plan that is not known; False where none is found."""
         generator = random.Random(derived_seed(self._seed, len(self._trials()), "fresh"))  # noqa: S311
         for _ in range(MAX_FRESH_TRIES):
             chooser = RandomChooser(generator)
-            if self._space.decode(chooser, trial=0).key not in known:
+            if not is_known(self._space.decode(chooser, trial=0)):
                 with self._where.errors():
                     self._study.enqueue_trial(chooser.params)
                 return True

@@ -71,7 +71,8 @@ class Evidence:
     """All that is known at the end of an attempt.
 
     `exit_code` is the launcher's, None where we ended it; `is_single` says that the launcher is the one
-    rank itself. `num_oom_kills` counts processes that the kernel killed for memory meanwhile.
+    rank itself. `num_oom_kills` counts processes that the kernel killed for memory meanwhile. `is_cut`: the
+    ranks were told to end early because the plan was clearly slow.
     """
 
     sheet: TrialSheet
@@ -84,6 +85,7 @@ class Evidence:
     log: str = ""
     num_oom_kills: int = 0
     max_spread: float = 0.25
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +254,8 @@ def _measured(evidence: Evidence) -> Verdict:
         if fault is not None:
             return _with_numbers(_verdict(evidence, Cause.NOT_FINITE, fault), reports, sheet)
     short = min(reports, key=lambda report: len(report.iterations))
-    if len(short.iterations) < wanted:
+    is_short = len(short.iterations) < wanted
+    if is_short and not (evidence.is_cut and len(short.iterations) > sheet.warmup):
         cause = Cause.CANCELLED if evidence.stopped_by == "cancel" else Cause.NOTHING
         reason = (
             f"rank {short.launch_rank} made {len(short.iterations)} of {wanted} iterations; "
@@ -262,6 +265,9 @@ def _measured(evidence: Evidence) -> Verdict:
     measured = _with_numbers(_verdict(evidence, Cause.MEASURED, "measured"), reports, sheet)
     if min(measured.iteration_s) <= 0:
         return _verdict(evidence, Cause.FORMAT, "an iteration took 0 s; the ranks' clocks cannot be right")
+    if is_short:
+        done = len(measured.iteration_s)
+        return replace(measured, reason=f"cut short after {done} iterations: clearly slower than the best")
     spread = relative_spread(measured.iteration_s)
     if spread > evidence.max_spread:
         reason = f"iteration times vary by {spread:.0%} (median deviation), above {evidence.max_spread:.0%}"

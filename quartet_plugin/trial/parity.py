@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from quartet_plugin.errors import (
-    ConfigError,
     InfeasibleError,
     InfrastructureError,
     PlanError,
@@ -31,12 +30,18 @@ from quartet_plugin.model.receipt import (
     find_failure,
     tolerance_for,
 )
+from quartet_plugin.trial.attempt import PREFIX
 from quartet_plugin.trial.files import PARITY, Job, Number, ParitySheet, as_float, parse_job, read_sheet
 from quartet_plugin.trial.request import Device, Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import Stop, run_trial
 
 STEPS = 5
 _ANY_SPREAD = 1e9  # times do not matter here
+
+
+class ParityUnavailableError(InfrastructureError):
+    """The gate cannot be run for this command, whatever the plan."""
+
 
 OnStage = Callable[[str, Progress], None]
 
@@ -69,18 +74,30 @@ class ParityGate:
     min_free_bytes: int | None = None
     _references: dict[str, Series] = field(default_factory=dict)
 
+    @property
+    def num_runs_left(self) -> int:
+        """Runs that the next plan of the user's own shape takes: the reference is run once."""
+        return 1 if _name(None) in self._references else 3
+
+    def attempt_of(self, plan: Plan) -> Path:
+        """The folder of the plan's latest run; a KeyError where it was never run."""
+        found = list((self.folder / _plan_name(plan)).glob(f"{PREFIX}*"))
+        if not found:
+            raise KeyError(plan.key)
+        return max(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+
     def check(self, plan: Plan) -> Receipt:
         """Compare the plan with stock and return the receipt, passed or failed.
 
-        Raises InfeasibleError or PlanError for a plan that does not run here, and InfrastructureError when
-        the user's own command does not.
+        Raises InfeasibleError or PlanError for a plan that does not run here, InfrastructureError where its
+        run was broken, and ParityUnavailableError when the user's own command does not run or tell its loss.
         """
         reference_plan = None if plan.shape == plan.made_for.shape else stock_of(plan)
         reference = self._reference(reference_plan)
-        measured = self._run(plan, name=f"plan-{plan.key[:12]}", weights=self._weights(reference_plan))
+        measured = self._run(plan, name=_plan_name(plan), weights=self._weights(reference_plan))
         job = reference.job
         if job is None:
-            raise InfrastructureError("the reference run left no job description; look at its stdout.log")
+            raise ParityUnavailableError("the reference run left no job description; look at its stdout.log")
         precision: Precision = job.precision
         tolerance = tolerance_for(
             precision, tensor_parallel_differs=job.layout.tensor_parallel != plan.layout.tensor_parallel
@@ -179,11 +196,15 @@ def _name(reference_plan: Plan | None) -> str:
     return "stock" if reference_plan is None else f"stock-{reference_plan.key[:12]}"
 
 
+def _plan_name(plan: Plan) -> str:
+    return f"plan-{plan.key[:12]}"
+
+
 def _refusal(result: TrialResult, *, is_plan: bool) -> QuartetError:
     """Why no series came of a run, with the exit code that says whose fault it is."""
     where = f"{result.reason}; see {result.folder / 'stdout.log'}"
     if not is_plan:
-        return InfrastructureError(f"parity: stock itself does not run: {where}")
+        return ParityUnavailableError(f"parity: stock itself does not run: {where}")
     if result.outcome is Outcome.HARNESS:
         kind = SeamError if "SeamError" in result.reason else PlanError
         return kind(f"parity: the plan does not run: {where}")
@@ -196,7 +217,7 @@ def _steps(result: TrialResult, *, num_steps: int, is_plan: bool) -> tuple[StepV
     """The series of a run; a plan that gave up early has not-a-number for the steps it did not make."""
     found = min(len(result.loss), len(result.grad_norm))
     if not is_plan and found == 0:
-        raise ConfigError(f"{result.folder}: no rank reported a loss; parity cannot be checked")
+        raise ParityUnavailableError(f"{result.folder}: no rank reported a loss; parity cannot be checked")
     parts = read_parts(result.folder, attempt_id=result.attempt_id)
     length = num_steps if is_plan else found
     return tuple(

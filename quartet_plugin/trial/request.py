@@ -77,7 +77,8 @@ class TrialRequest:
 
     `folder` is the trial's own, such as `trials/000012`; attempts are made inside it, from number
     `attempt` on. `deadline_s` limits each attempt. `max_spread` is the median absolute deviation of the
-    iteration times, relative to their median, above which they are measured once more. `weights` (a
+    iteration times, relative to their median, above which they are measured once more. A trial whose
+    iterations take longer than `slow_above_s` is cut short: it is not worth measuring well. `weights` (a
     weights-only checkpoint to start from) and `save_weights` (where to write one) make it a trial of the
     parity gate.
     """
@@ -94,6 +95,7 @@ class TrialRequest:
     timeouts: Timeouts = field(default_factory=Timeouts)
     max_attempts: int = 3
     max_spread: float = 0.25
+    slow_above_s: float | None = None
     min_free_bytes: int = MIN_FREE_BYTES
     cwd: Path | None = None
     weights: Path | None = None
@@ -109,9 +111,10 @@ class TrialRequest:
                 f"trial.deadline_s: {self.deadline_s:g}; must be above "
                 f"timeouts.shutdown_s ({self.timeouts.shutdown_s:g})"
             )
-        predicted = self.predicted_iteration_s
-        if predicted is not None and not 0 < predicted < float("inf"):
-            raise ConfigError(f"trial.predicted_iteration_s: {predicted}; must be above 0")
+        for name in ("predicted_iteration_s", "slow_above_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds < float("inf"):
+                raise ConfigError(f"trial.{name}: {seconds}; must be above 0")
 
     @property
     def plan_key(self) -> str | None:

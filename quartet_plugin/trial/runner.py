@@ -120,6 +120,7 @@ def _watch(
             book=book,
             timeouts=request.timeouts,
             deadline_s=request.deadline_s,
+            slow_above_s=request.slow_above_s,
             should_stop=lambda: should_stop(stop),
             on_move=on_move,
             clock=clock,

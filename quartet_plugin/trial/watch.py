@@ -13,6 +13,7 @@ from quartet_plugin.trial.files import RankFiles, Snapshot
 from quartet_plugin.trial.host_memory import num_oom_kills
 from quartet_plugin.trial.log import CappedLog, read_tail
 from quartet_plugin.trial.outcome import Evidence, StoppedBy, is_complete, slowest_phase
+from quartet_plugin.trial.pace import Pace
 from quartet_plugin.trial.processes import Identity, ProcessBook, ask_for_stacks, boot_id, reap
 from quartet_plugin.trial.request import Phase, Timeouts
 from quartet_plugin.trial.watchdog import Expiry, Watchdog
@@ -28,6 +29,8 @@ _KILL_GRACE_S = 0.5
 # while they are being measured.
 _RESCAN_S = 0.5
 _RESCAN_MEASURING_S = 5.0
+
+_CUT = "slow\n"
 
 OnMove = Callable[[Phase, int, float], None]
 
@@ -56,6 +59,7 @@ class Watch:
         on_move: OnMove,
         clock: Callable[[], float],
         poll_s: float,
+        slow_above_s: float | None = None,
     ) -> None:
         self._attempt = attempt
         self._handle = handle
@@ -74,6 +78,7 @@ class Watch:
             clock=clock,
             num_processes=attempt.command.num_processes,
         )
+        self._pace = Pace(warmup=attempt.sheet.warmup, slow_above_s=slow_above_s)
         self._num_oom_kills = num_oom_kills()
         self._next_rescan_s = 0.0
         self._shown: tuple[Phase, int] | None = None
@@ -83,6 +88,7 @@ class Watch:
         """Watch until the end. On any exception, Ctrl-C included, everything is killed first."""
         try:
             stopped_by, expiry = self._until_it_ends()
+            is_cut = self._is_cut()
             grace_s = self._timeouts.shutdown_s
             self._end(stopped_by, grace_s=min(grace_s, _ERROR_GRACE_S) if stopped_by == "error" else grace_s)
         except BaseException:
@@ -99,6 +105,7 @@ class Watch:
             log=read_tail(self._attempt.log),
             num_oom_kills=num_oom_kills() - self._num_oom_kills,
             max_spread=self._attempt.command.max_spread,
+            is_cut=is_cut,
         )
         return Ending(evidence=evidence, wall_s=self._watchdog.elapsed_s, survivors=self._book.alive)
 
@@ -117,6 +124,10 @@ class Watch:
                 return "exit", None
             if self._should_stop():
                 return "cancel", None
+            if self._pace.is_slow(snapshot.beats.values()) and not self._attempt.stop_file.exists():
+                # The ranks end by themselves after the same iteration; a full disk must not prevent the rest.
+                with contextlib.suppress(StorageError):
+                    write_text_atomic(self._attempt.stop_file, _CUT)
             expiry = self._watchdog.expired()
             if expiry is not None:
                 return "hang", expiry
@@ -137,6 +148,12 @@ class Watch:
             self._shown = (phase, iteration)
             self._on_move(phase, iteration, self._watchdog.elapsed_s)
         return snapshot
+
+    def _is_cut(self) -> bool:
+        """Whether the ranks were told to end early because they were slow, by this process or an earlier."""
+        with contextlib.suppress(OSError):
+            return self._attempt.stop_file.read_text() == _CUT
+        return False
 
     def _rescan(self, snapshot: Snapshot) -> None:
         named = [(beat.pid, beat.process_start) for beat in snapshot.beats.values()]

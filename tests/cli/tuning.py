@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 FAKE = HERE.parent / "faults" / "fake_trial.py"
 CONFIG = """\
 run: fake
-search: {pipeline_parallel: 2, virtual_stages: 1}
+search: {pipeline_parallel: 2, virtual_stages: 1, schedule: 1f1b}
 trial: {warmup: 1, measure: 3, deadline_s: 60}
 study: {trials: 3, top_k: 1, rounds: 3}
 device: cpu

@@ -70,6 +70,20 @@ def test_a_good_trial_is_measured(trial: Trial) -> None:
     assert (result.folder.stat().st_mode & 0o777) == 0o700
 
 
+def test_a_clearly_slower_trial_is_cut_short_and_still_measured(trial: Trial) -> None:
+    result = trial("--mode", "ok", "--step-s", "0.2", plan=a_plan(), measure=60, slow_above_s=0.1)
+    assert result.outcome is Outcome.OK
+    assert 3 <= len(result.iteration_s) < 30
+    assert "cut short" in result.reason
+    assert min(result.iteration_s) >= 0.2
+    assert attempts(result) == ["attempt-1"]
+
+
+def test_a_trial_that_is_fast_enough_is_not_cut_short(trial: Trial) -> None:
+    result = trial("--mode", "ok", "--step-s", "0.05", plan=a_plan(), measure=10, slow_above_s=5.0)
+    assert (result.outcome, result.reason, len(result.iteration_s)) == (Outcome.OK, "measured", 10)
+
+
 def test_row_1_out_of_memory_stops_the_whole_trial(trial: Trial) -> None:
     result = trial("--mode", "oom", timeouts=Timeouts(shutdown_s=3.0))
     assert (result.outcome, result.phase) == (Outcome.INFEASIBLE, "measure")

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.cost.estimate import iteration_flops
+from quartet_plugin.errors import InterruptedByUserError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import NodeInfo, Plan
+from quartet_plugin.model.receipt import Failure, Receipt, StepComparison, Versions, tolerance_for
 from quartet_plugin.model.schema import dump
 from quartet_plugin.report.live import PlainLines
 from quartet_plugin.search.config import parse_config
 from quartet_plugin.search.coordinator import Coordinator, TuneResult
 from quartet_plugin.search.job import baseline_plan
-from quartet_plugin.search.launches import SETTLED, ShouldStop
+from quartet_plugin.search.launches import SETTLED, Check, ShouldStop
 from quartet_plugin.search.run_folder import Run, create_run, resume_run
 from quartet_plugin.trial.files import Job
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
@@ -52,6 +54,9 @@ class FakeMachine:
     disk: dict[Path, TrialResult] = field(default_factory=dict)
     launched: list[tuple[str, str | None]] = field(default_factory=list)
     on_launch: Callable[[TrialRequest], None] = lambda request: None
+    gate: Callable[[Plan], bool] = lambda plan: True
+    checked: list[Plan] = field(default_factory=list)
+    dies_in_check: int | None = None
 
     def recover(self, folder: Path, *, should_stop: ShouldStop) -> None:
         """Nothing runs."""
@@ -64,6 +69,20 @@ class FakeMachine:
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """The nodes."""
         return self.cluster
+
+    def check(
+        self, request: Check, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+    ) -> Receipt:
+        """One parity check: `gate` says whether the plan passes, or raises."""
+        request.weights.mkdir(parents=True, exist_ok=True)
+        (request.weights / "model.bin").write_bytes(b"weights")
+        self.checked.append(request.plan)
+        if self.dies_in_check == len(self.checked) - 1:
+            raise Killed
+        on_progress(Progress(attempt=1, phase="measure", iteration=1, num_iterations=5, elapsed_s=1.0))
+        if should_stop():
+            raise InterruptedByUserError("stopped in a parity check")
+        return make_receipt(request.plan, job=self.job, passes=self.gate(request.plan))
 
     def run(
         self, request: TrialRequest, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
@@ -109,6 +128,36 @@ class FakeMachine:
             folder=request.folder,
             last_lines=("Traceback (most recent call last):", "ValueError: bad flag"),
         )
+
+
+def make_receipt(plan: Plan, *, job: Job, passes: bool) -> Receipt:
+    """What the gate would write."""
+    step = StepComparison(
+        step=1,
+        loss=2.0 if passes else 2.1,
+        reference_loss=2.0,
+        loss_deviation=0.0 if passes else 0.05,
+        grad_norm=1.0,
+        reference_grad_norm=1.0,
+        grad_norm_deviation=0.0,
+    )
+    failure = Failure(step=1, quantity="loss", grows=False, stage=1, reason="step 1: loss 2.1, stock has 2")
+    return Receipt(
+        plan_digest=plan.digest,
+        plan_key=plan.key,
+        reference="command",
+        versions=Versions(
+            framework=job.framework,
+            framework_version=job.framework_version,
+            torch_version=job.torch_version,
+            quartet_version="0",
+        ),
+        precision="fp32",
+        tolerance=tolerance_for("fp32", tensor_parallel_differs=False),
+        steps=(step,),
+        verdict="passed" if passes else "failed",
+        failure=None if passes else failure,
+    )
 
 
 def _as_json(value: Any) -> Any:

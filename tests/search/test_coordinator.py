@@ -54,13 +54,19 @@ def test_a_study_tries_every_axis_early_and_finds_a_faster_plan(tmp_path: Path) 
 def test_no_plan_is_launched_twice_in_the_search(tmp_path: Path) -> None:
     machine = FakeMachine()
     tune(begin(tmp_path / "r", study={"trials": 25}), machine)
-    searched = [key for folder, key in machine.launched if "round" not in folder]
-    assert len(searched) == len(set(searched)) == 26
+    searched = [key for folder, key in machine.launched if "round" not in folder and key is not None]
+    assert len(searched) == len(set(searched)) == 25
 
 
 def test_a_small_space_ends_when_nothing_new_is_left(tmp_path: Path) -> None:
     machine, watching = FakeMachine(), Watching()
-    fixed = {"pipeline_parallel": 2, "virtual_stages": 1, "micro_batch_size": 4, "split": ["6+2", "7+1"]}
+    fixed = {
+        "pipeline_parallel": 2,
+        "virtual_stages": 1,
+        "micro_batch_size": 4,
+        "split": ["6+2", "7+1"],
+        "schedule": "1f1b",
+    }
     result = tune(begin(tmp_path / "r", search=fixed), machine, observer=watching)
     assert len({record.plan.key for record in result.records}) == 5  # two splits, two mappings, the baseline
     assert any("no others" in text for text in watching.messages)
@@ -165,7 +171,8 @@ def test_thirty_plans_that_do_not_fit_end_the_search(tmp_path: Path) -> None:
     job = make_job()
 
     def outcome(plan: Plan) -> Outcome:
-        return Outcome.OK if plan.split == job.split and plan.layout == job.layout else Outcome.INFEASIBLE
+        is_own = (plan.split, plan.layout, plan.schedule) == (job.split, job.layout, job.schedule)
+        return Outcome.OK if is_own else Outcome.INFEASIBLE
 
     with pytest.raises(InfeasibleError, match="30 plans in a row did not fit"):
         tune(begin(tmp_path / "r", study={"trials": 60}), FakeMachine(outcome=outcome))
@@ -225,7 +232,8 @@ def test_a_run_is_the_same_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_written", [False, True])
 def test_a_killed_run_resumes_exactly(tmp_path: Path, is_written: bool) -> None:
-    config = {"search": SCALING, "study": {"trials": 11, "rounds": 3, "top_k": 2}}
+    search = {**SCALING, "schedule": ["no-pipelining", "1f1b", "interleaved"]}
+    config = {"search": search, "study": {"trials": 11, "rounds": 3, "top_k": 2}}
     whole = FakeMachine()
     expected = tune(begin(tmp_path / "whole" / "r", **config), whole)
     assert expected.rankings
@@ -272,6 +280,43 @@ def test_a_tuner_whose_run_was_taken_writes_nothing_more(tmp_path: Path) -> None
     with pytest.raises(StorageError, match="held by another"):
         tune(begin(tmp_path / "r"), machine, fence=fence)
     assert len(machine.launched) == 3
+
+
+def test_the_baseline_is_measured_again_during_the_search_and_drift_is_said(tmp_path: Path) -> None:
+    machine, watching = FakeMachine(), Watching()
+    own = machine.seconds
+    machine.seconds = lambda plan: own(plan) * (1.5 if len(machine.launched) > 5 else 1.0)
+    run = begin(tmp_path / "r", study={"trials": 9, "control": 3})
+    result = tune(run, machine, observer=watching)
+    assert [control.num_tried for control in result.controls] == [3, 6]
+    assert result.controls[0].ratio == pytest.approx(1.0, abs=0.05)
+    assert result.controls[1].ratio == pytest.approx(1 / 1.5, abs=0.05)
+    assert sum("the machine has changed" in line for line in watching.messages) == 1
+    folders = [folder for folder, key in machine.launched if key is None and "round" not in folder]
+    assert folders == ["000000", "000003", "000006"]
+    again = tune(resume(tmp_path / "r"), machine)
+    assert again.controls == result.controls
+    assert tune(begin(tmp_path / "s", study={"trials": 4, "control": 0}), FakeMachine()).controls == ()
+
+
+def test_what_is_far_behind_the_best_is_cut_short(tmp_path: Path) -> None:
+    """The limit is the time at which a plan would be two thirds as good as the best so far."""
+    requests: list[TrialRequest] = []
+    machine = FakeMachine(on_launch=requests.append, noise=0.0)
+    result = tune(begin(tmp_path / "r", search=SCALING, study={"trials": 8}), machine)
+    best = 0.0
+    for record in [one for one in result.records if one.told.repeats is None]:
+        request = next(one for one in requests if one.folder.name == f"{record.number:06d}")
+        if record.number == 0:
+            assert request.slow_above_s is None
+        else:
+            assert request.slow_above_s is not None
+            assert record.told.value is not None
+            assert record.told.iteration_s is not None
+            at_limit = record.told.value * record.told.iteration_s / request.slow_above_s
+            assert at_limit == pytest.approx(best / 1.5)
+        best = max(best, record.told.value or 0.0)
+    assert all(one.slow_above_s is None for one in requests if "round" in one.folder.name)
 
 
 def test_the_time_limit_keeps_the_final_rounds(tmp_path: Path) -> None:

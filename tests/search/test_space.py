@@ -148,7 +148,7 @@ def test_two_processes_vary_every_axis() -> None:
     plans = sample(space_of({"scaling": {"tolerance": 0.05}}), num=300)
     assert len({plan.shape for plan in plans}) > 1
     assert len({plan.split for plan in plans if plan.shape == plans[0].shape}) > 4
-    assert {plan.schedule.name for plan in plans} == {"no-pipelining", "1f1b", "interleaved"}
+    assert {plan.schedule.name for plan in plans} == {"no-pipelining", "1f1b", "interleaved", "custom"}
     assert {plan.mapping.label for plan in plans} == {"stock", "1,0"}
     assert {degree_label(plan.layout) for plan in plans} == {"pp2", "pp2 v2", "pp2 v4", "dp2", "tp2"}
 
@@ -166,6 +166,7 @@ def test_a_literal_fixes_an_axis() -> None:
             "micro_batch_size": 4,
             "mapping": "stock",
             "split": "6+2",
+            "schedule": "1f1b",
         }
     )
     assert {plan.key for plan in sample(space, num=20)} == {sample(space, num=1)[0].key}

@@ -1,0 +1,78 @@
+"""The control of a search: the user's own configuration measured again now and then, and how it drifts.
+
+Trials are compared with a baseline that was measured at the start. Where the machine has become slower or
+faster since, that is said; the final rounds, which measure in turns, are not touched by it.
+"""
+
+from dataclasses import dataclass, field
+
+from quartet_plugin.search.budget import TimeBudget
+from quartet_plugin.search.events import EventLog
+from quartet_plugin.search.final import BASELINE
+from quartet_plugin.search.launches import Launches
+from quartet_plugin.search.launching import Launching
+from quartet_plugin.search.observer import Observer
+from quartet_plugin.search.run_folder import Run
+from quartet_plugin.search.scoring import score
+
+# Between two runs of one plan lie a few percent; more than this is the machine.
+DRIFT = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """The baseline's objective after `num_tried` trials, over what it was at the start."""
+
+    num_tried: int
+    ratio: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Controls:
+    """Measures the baseline again after every `study.control` trials, and tells what came of it."""
+
+    run: Run
+    launches: Launches
+    launching: Launching
+    observer: Observer
+    events: EventLog
+    budget: TimeBudget
+    found: list[Control] = field(default_factory=list)
+    _asked: set[int] = field(default_factory=set)
+
+    def after(self, num_tried: int, *, num_left: int, is_over: bool) -> None:
+        """Measure again where it is time to and there is time; `num_left` launches are still to come.
+
+        A search that is over only gets what was measured before: the final rounds measure the baseline next.
+        """
+        every = self.run.config.study.control
+        for due in range(every, num_tried + 1, every) if every else ():
+            is_now = due == num_tried and not is_over and self.budget.fits(num_launches=1, then=num_left)
+            if due not in self._asked and (is_now or self._is_recorded(due)):
+                self._asked.add(due)
+                self._measure(due, num_left=num_left)
+
+    def _is_recorded(self, due: int) -> bool:
+        return self.launches.recorded(self.run.folder.control(due), plan_key=None) is not None
+
+    def _measure(self, due: int, *, num_left: int) -> None:
+        own = self.launching.yardstick
+        assert own is not None
+        result = self.launching.launch(
+            None,
+            number=BASELINE,
+            folder=self.run.folder.control(due),
+            label=f"{BASELINE} again",
+            stage="search",
+            num_left=num_left + 1,
+        )
+        if not result.is_measured:
+            return
+        ratio = score(own.plan, iteration_s=result.iteration_s).value(own.objective) / own.value
+        self.found.append(Control(num_tried=due, ratio=ratio))
+        self.events.add("control", trial=BASELINE, after=due, ratio=ratio)
+        if abs(ratio - 1.0) > DRIFT:
+            self.observer.message(
+                f"after {due} trials your own command runs at {ratio:.2f}x of its first measurement: "
+                "the machine has changed; the final rounds measure in turns"
+            )

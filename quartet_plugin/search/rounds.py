@@ -1,0 +1,91 @@
+"""The final rounds as they are run: the best plans and the baseline in turns, until it is decided."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.search.budget import TimeBudget
+from quartet_plugin.search.final import BASELINE, MIN_ROUNDS, Ranking, order_of_round, rank
+from quartet_plugin.search.launching import Launching, Yardstick
+from quartet_plugin.search.observer import Observer
+from quartet_plugin.search.run_folder import Run
+from quartet_plugin.search.study import Record
+from quartet_plugin.trial.request import TrialResult
+
+type Found = dict[int, dict[int, TrialResult]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalRounds:
+    """Measures candidates against the baseline, round by round, as far as there is time."""
+
+    run: Run
+    launching: Launching
+    budget: TimeBudget
+    observer: Observer
+
+    def measure(self, chosen: Sequence[Record], *, yardstick: Yardstick) -> list[Ranking]:
+        """The candidates, ranked. A leader by little, or over few rounds, is measured as often again."""
+        config = self.run.config.study
+        every = {BASELINE: yardstick.plan, **{record.number: record.plan for record in chosen}}
+        plans = every
+        found: Found = {number: {} for number in plans}
+        rankings: list[Ranking] = []
+        confirmed: set[int] = set()
+        rounds = range(config.rounds)
+        while chosen:
+            self._launch_rounds(plans, found, rounds=rounds)
+            rankings = rank(
+                chosen,
+                baseline=yardstick.plan,
+                launches=found,
+                objective=yardstick.objective,
+                seed=config.seed,
+            )
+            winner = winner_of(rankings)
+            if winner is None or winner.is_certain:
+                break
+            if winner.record.number in confirmed or not self.budget.fits(num_launches=2):
+                break
+            confirmed.add(winner.record.number)
+            plans = {number: every[number] for number in (BASELINE, winner.record.number)}
+            rounds = range(rounds.stop, rounds.stop + config.rounds)
+            self.observer.message(
+                f"trial {winner.record.number} leads by little, or over few rounds: "
+                "it and the baseline are measured again"
+            )
+        return rankings
+
+    def _launch_rounds(self, plans: dict[int, Plan], found: Found, *, rounds: range) -> None:
+        """Add measured results to `found[number][round]`; a plan that fails once is left out from then on."""
+        left = list(plans)
+        for round_number in rounds:
+            if round_number >= MIN_ROUNDS and not self.budget.fits(num_launches=len(left)):
+                self.observer.message(f"time is up after {round_number} final rounds")
+                break
+            seed = self.run.config.study.seed
+            in_turn = order_of_round(left, seed=seed, round_number=round_number)
+            for at, number in enumerate(in_turn):
+                num_left = len(left) * (rounds.stop - round_number) - at
+                result = self._launch(plans, number, round_number=round_number, num_left=num_left)
+                if result.is_measured:
+                    found[number][round_number] = result
+                elif number != BASELINE:
+                    left.remove(number)
+
+    def _launch(
+        self, plans: dict[int, Plan], number: int, *, round_number: int, num_left: int
+    ) -> TrialResult:
+        return self.launching.launch(
+            None if number == BASELINE else plans[number],
+            number=number,
+            folder=self.run.folder.final_launch(number, round_number=round_number),
+            label=f"{number} round {round_number + 1}",
+            stage="final",
+            num_left=num_left,
+        )
+
+
+def winner_of(rankings: Sequence[Ranking]) -> Ranking | None:
+    """The first ranking that wins."""
+    return next((ranking for ranking in rankings if ranking.is_win), None)
