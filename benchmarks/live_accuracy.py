@@ -224,15 +224,14 @@ def run_rank(rank: int, order: dict[str, Any]) -> None:
     case = CASES[order["name"]]
     steps = Steps(rank, order)
     wrappers: dict[Any, Any] = {seams.TRAIN_STEP: steps.wrap}
-    prepared = None
     if case.is_ours:
         prepared = prepare(_recipe(case), num_microbatches=case.num_microbatches)
-        wrappers |= prepared.wrappers
+        for seam, wrapper in prepared.wrappers.items():
+            wrappers[seam] = seams.chain(wrappers.get(seam), wrapper)
     if order["is_profiled"]:
-        wrappers[seams.TRAIN_STEP] = seams.chain(steps.wrap, steps.profiled(has_runtime=case.is_ours))
+        inner = wrappers[seams.TRAIN_STEP]
+        wrappers[seams.TRAIN_STEP] = seams.chain(inner, steps.profiled(has_runtime=case.is_ours))
     seams.install(wrappers)
-    if prepared is not None:
-        prepared.apply()
     sys.argv = [str(SCRIPT), *case.flags, *cpu_device.required_flags(set(case.flags))]
     runpy.run_path(str(SCRIPT), run_name="__main__")
 

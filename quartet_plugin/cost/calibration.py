@@ -32,6 +32,7 @@ from quartet_plugin.errors import ConfigError
 ACTION_S, ACTION_SPREAD = 2e-4, 1.5
 RESIDUAL_SPREAD = 0.03
 RATIO_SPREAD = 0.1
+SOCKET_SPREAD = 3.0
 # How much wider than among published runs a constant may lie on one cluster of a known, of an unknown kind.
 KNOWN_SPREAD, UNKNOWN_SPREAD = 0.15, 1.0
 # Generations of devices that the shared constants were not fitted to.
@@ -249,6 +250,9 @@ def _prior_spreads(observations: Sequence[Observation], names: Sequence[str]) ->
     more = KNOWN_SPREAD if is_known else UNKNOWN_SPREAD
     shared = {known.name: float(known.metadata["spread"]) for known in fields(Constants)}
     own = {"action_s": ACTION_SPREAD, "residual": RESIDUAL_SPREAD}
+    if not is_known:
+        # Sockets between processes are of another order than the links of accelerators.
+        own["hop_s"] = SOCKET_SPREAD
     wide = {name: math.hypot(shared.get(name, RATIO_SPREAD), more) for name in names}
     return np.array([own.get(name, wide[name]) for name in names])
 
