@@ -64,7 +64,7 @@ def write_report(
         importance=study.importance if study else {},
         timelines=timelines(history, path=path),
         train=train_lines(history, path=path),
-        flags=flag_lines(history.winner) if history.winner else (),
+        flags=flag_lines(history.winner, path=path) if history.winner else (),
         fault=None if fault is None else str(fault),
     )
     write_text_atomic(output or path / FILE_NAME, page(history, extras))
@@ -138,12 +138,15 @@ def train_lines(history: "RunHistory", *, path: Path) -> list[str]:
     ]
 
 
-def flag_lines(plan: "Plan") -> list[str]:
+def flag_lines(plan: "Plan", *, path: Path) -> list[str]:
     """What says the same without the plugin, or why nothing does."""
     from quartet_plugin.cli.export import export, lines
+    from quartet_plugin.cli.native import native_path
 
+    script = native_path(path)
+    begin = [f"sh {script}", "", "# which adds to your command:"] if script.is_file() else []
     try:
-        return lines(export(plan))
+        return [*begin, *lines(export(plan))]
     except QuartetError as error:
         return [f"# {error}"]
 

@@ -69,6 +69,7 @@ def tune(
     """Run the search and print what it found. Raises QuartetError."""
     from rich.console import Console
 
+    from quartet_plugin.cli.native import write_native
     from quartet_plugin.cli.report import report_line
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
@@ -104,8 +105,11 @@ def tune(
                 prior=prior,
             ).tune()
         plan = write_best(result, run=run)
+        native = write_native(plan, run=run)
     for line in summary_lines(result, plan=plan, run=run):
         typer.echo(line)
+    if native:
+        typer.echo(f"native    {native}")
     typer.echo(report_line(run.folder.path, storage=run.storage))
 
 
