@@ -77,6 +77,10 @@ _Degree = Annotated[int, Field(ge=1, le=2**20)]
 Degrees = Annotated[
     tuple[_Degree, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(distinct)
 ]
+_BucketSize = Annotated[int, Field(ge=2, le=2**40, multiple_of=2)]
+BucketSizes = Annotated[
+    tuple[_BucketSize, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(distinct)
+]
 _Names = Annotated[
     tuple[str, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(distinct)
 ]
@@ -131,6 +135,9 @@ class SearchConfig(_Section):
     split: Splits = None
     schedule: Schedules = None
     mapping: Orders = None
+    # DeepSpeed's, in elements, with ZeRO 1.
+    reduce_bucket_size: BucketSizes = None
+    allgather_bucket_size: BucketSizes = None
     scaling: ScalingConfig | None = None
 
 

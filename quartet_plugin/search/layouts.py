@@ -15,6 +15,8 @@ from quartet_plugin.search.schedules import OWN_NAMES, own_schedules
 MAX_VIRTUAL_STAGES = 4
 MAX_MICRO_BATCH_FACTOR = 8
 MAX_GROUPS = 8
+# ZeRO's, in elements. DeepSpeed's own are 5e8.
+BUCKET_SIZES = (5_000_000, 50_000_000, 500_000_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,24 @@ def _optimizers(layout: Layout, *, rules: LayoutRules) -> list[Layout]:
     if not is_free or {"clips_in_fp32", "clips_by_first_stage"} & set(job.features):
         return [layout]
     return [layout, replace(layout, distributed_optimizer=not layout.distributed_optimizer)]
+
+
+def bucket_sizes(
+    layout: Layout, *, shape: ModelShape, rules: LayoutRules
+) -> dict[str, tuple[int | None, ...]]:
+    """The sizes to choose from for each of ZeRO's buckets, by its name; None is the ds_config's own.
+
+    Unasked, only sizes that do not hold a device's whole share of the model: all larger ones do the same.
+    """
+    is_free = rules.job.framework == "deepspeed" and set(rules.locked) != set(Axis)
+    if not is_free or not layout.distributed_optimizer or layout.data_parallel == 1:
+        return {}
+    share = shape.num_parameters // layout.pipeline_parallel
+    unasked: tuple[int | None, ...] = (None, *(size for size in BUCKET_SIZES if size < share))
+    return {
+        "reduce_bucket_size": rules.search.reduce_bucket_size or unasked,
+        "allgather_bucket_size": rules.search.allgather_bucket_size or unasked,
+    }
 
 
 def _micro_batches(layout: Layout, *, rules: LayoutRules) -> list[Layout]:

@@ -26,6 +26,7 @@ from quartet_plugin.search.job import Job, baseline_plan
 from quartet_plugin.search.layouts import (
     LayoutRules,
     asked_groups,
+    bucket_sizes,
     legal_layouts,
     schedules_of,
     stock_schedule,
@@ -123,6 +124,7 @@ class Space:
             own = self._own_order(choose, shape, layout, name=name)
             split, schedule = own.split, ScheduleChoice(name="custom", custom=own.custom)
         mapping = self._mapping(choose, layout)
+        layout = self._with_buckets(choose, shape, layout)
         plan = Plan(
             made_for=self.baseline.made_for,
             shape=shape,
@@ -208,6 +210,13 @@ class Space:
         candidates = [layout for layout in candidates if str(layout.micro_batch_size) == size]
         forms = [optimizer_label(layout) for layout in candidates]
         return candidates[forms.index(_choose(choose, "optimizer", forms))]
+
+    def _with_buckets(self, choose: Chooser, shape: ModelShape, layout: Layout) -> Layout:
+        found: dict[str, int | None] = {}
+        for name, sizes in bucket_sizes(layout, shape=shape, rules=self._rules()).items():
+            labels = [bucket_label(size) for size in sizes]
+            found[name] = sizes[labels.index(_choose(choose, f"{name}[{','.join(labels)}]", labels))]
+        return replace(layout, **found) if found else layout
 
     def _split(self, choose: Chooser, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
         if layout.num_stages == 1:
@@ -329,6 +338,8 @@ class _Recorder:
             return str(plan.layout.micro_batch_size)
         if kind == "optimizer":
             return optimizer_label(plan.layout)
+        if kind in ("reduce_bucket_size", "allgather_bucket_size"):
+            return bucket_label(getattr(plan.layout, kind))
         if kind == "split":
             return plan.split.label
         if kind == "schedule":
@@ -402,6 +413,11 @@ def degree_label(layout: Layout) -> str:
 def optimizer_label(layout: Layout) -> str:
     """Whether the optimizer's state is sharded over the data-parallel processes."""
     return "sharded" if layout.distributed_optimizer else "whole"
+
+
+def bucket_label(size: int | None) -> str:
+    """A bucket's size; the ds_config's own where the plan has none."""
+    return "own" if size is None else str(size)
 
 
 def _degree_labels(layouts: Sequence[Layout]) -> tuple[str, ...]:
