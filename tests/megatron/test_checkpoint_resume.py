@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SCRIPT = Path(__file__).with_name("recording_pretrain.py")
 RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 NUM_STEPS, SAVED_AT = 6, 3
-TORCHRUN = ("torchrun", "--nproc-per-node", "2")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
 def sharded(*split: int) -> Plan:
@@ -159,17 +159,7 @@ def converted(source: Path, new: Path, plan: Path, *flags: str) -> "subprocess.C
     command = (*TORCHRUN, str(script), *MEGATRON_FLAGS, *length, *flags)
     where = (str(source / "ckpt" / f"iter_{SAVED_AT:07d}"), "-o", str(new), "--to", str(plan))
     return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "quartet_plugin.cli.main",
-            "convert",
-            *where,
-            "--device",
-            "cpu",
-            "--",
-            *command,
-        ],
+        [Path(sys.executable).with_name("quartet"), "convert", *where, "--device", "cpu", "--", *command],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
