@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from quartet_plugin import __version__
 from quartet_plugin.cost.estimate import relative_cost
@@ -212,11 +212,11 @@ class Space:
         return candidates[forms.index(_choose(choose, "optimizer", forms))]
 
     def _with_buckets(self, choose: Chooser, shape: ModelShape, layout: Layout) -> Layout:
-        found: dict[str, int | None] = {}
+        found: dict[str, Any] = {}
         for name, sizes in bucket_sizes(layout, shape=shape, rules=self._rules()).items():
             labels = [bucket_label(size) for size in sizes]
             found[name] = sizes[labels.index(_choose(choose, f"{name}[{','.join(labels)}]", labels))]
-        return replace(layout, **found) if found else layout
+        return replace(layout, **found)
 
     def _split(self, choose: Chooser, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
         if layout.num_stages == 1:
