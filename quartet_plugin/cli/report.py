@@ -65,6 +65,7 @@ def write_report(
         timelines=timelines(history, path=path),
         train=train_lines(history, path=path),
         flags=flag_lines(history.winner, path=path) if history.winner else (),
+        parity=parity_words(path),
         fault=None if fault is None else str(fault),
     )
     write_text_atomic(output or path / FILE_NAME, page(history, extras))
@@ -136,6 +137,25 @@ def train_lines(history: "RunHistory", *, path: Path) -> list[str]:
         "# or, which is the same:",
         shlex.join(words),
     ]
+
+
+def parity_words(path: Path) -> str | None:
+    """What the parity gate found of the winner; None where it was not asked."""
+    from quartet_plugin.model.receipt import read_receipt, receipt_path
+
+    receipt_file = receipt_path(path / "best" / "plan.json")
+    if not receipt_file.exists():
+        return None
+    try:
+        receipt = read_receipt(receipt_file)
+    except QuartetError as error:
+        return f"Its parity receipt cannot be read: {error}"
+    loss = max(float(step.loss_deviation) for step in receipt.steps)
+    norm = max(float(step.grad_norm_deviation) for step in receipt.steps)
+    return (
+        f"The parity gate {receipt.verdict}: over {len(receipt.steps)} steps from the same weights the loss "
+        f"differs from stock's by at most {loss:.1e} and the gradient norm by {norm:.1e}, relatively."
+    )
 
 
 def flag_lines(plan: "Plan", *, path: Path) -> list[str]:

@@ -33,13 +33,14 @@ class Extras:
     """What a page shows beside the run itself.
 
     `train` are the lines that train with the winner, `flags` those without the plugin, or why there are none.
-    `fault` says why the study could not be read.
+    `parity` is what the parity gate found of it. `fault` says why the study could not be read.
     """
 
     importance: Mapping[str, float] = field(default_factory=dict)
     timelines: Sequence[Picture] = ()
     train: Sequence[str] = ()
     flags: Sequence[str] = ()
+    parity: str | None = None
     fault: str | None = None
 
 
@@ -237,6 +238,8 @@ def _train(history: RunHistory, extras: Extras) -> str:
     if history.winner is None or not extras.train:
         return ""
     parts = ["<p>With the plugin, on the unmodified framework:</p>", markup.pre(extras.train)]
+    if extras.parity:
+        parts.append(f"<p>{markup.text(extras.parity)}</p>")
     if extras.flags:
         parts += [
             "<p>Without the plugin, as far as the framework's own settings say it:</p>",

@@ -1,5 +1,6 @@
 """`quartet report`: from a run's folder to the page."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.cli.report import report_line
 from tests.cli.runs import copy_of, kept_run
 from tests.cli.tuning import CONFIG, prepare
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,16 @@ def test_a_report_that_cannot_be_written_spoils_nothing(run: Path, tmp_path: Pat
     assert "\n" not in line
     (path / "report.html").rmdir()
     assert report_line(path) == f"report    {path / 'report.html'}"
+
+
+def test_what_the_parity_gate_found_is_shown(run: Path, tmp_path: Path) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    shutil.copy(GOLDEN / "plan.parity.json", path / "best" / "plan.parity.json")
+    assert main(["report", str(path)]) == 0
+    assert "The parity gate passed: over " in (path / "report.html").read_text()
+    (path / "best" / "plan.parity.json").write_text("{}")
+    assert main(["report", str(path)]) == 0
+    assert "parity receipt cannot be read" in (path / "report.html").read_text()
 
 
 def test_secrets_of_the_command_are_not_shown(run: Path, tmp_path: Path) -> None:

@@ -10,10 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.cli.report import timelines
+from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.history import RunHistory, TrialRow
+from quartet_plugin.model.plan import ScheduleChoice, Split
+from quartet_plugin.model.schema import dump
 from quartet_plugin.report.page import Extras, Picture, page
+from quartet_plugin.report.winner import simulated_plan
+from quartet_plugin.schedule.choice import choice_of
+from quartet_plugin.schedule.files import order_texts
+from quartet_plugin.schedule.named import named
+from quartet_plugin.trial.actions import ActionsSheet
 from tests.report.browser import Opened, open_page, picture, print_page
 from tests.report.histories import HOLDER, INTERLEAVED, RUNNING, WINNER, history, refused, row
+from tests.schedule.orders import unit_costs
 
 ATTACKS = (
     "<script>document.title='owned'</script>",
@@ -164,9 +173,47 @@ def test_the_timeline_is_the_plans_own(plan: object) -> None:
     assert "400 ms a step" in made[0].caption
 
 
-def test_a_plan_without_a_pipeline_has_no_timeline() -> None:
-    from quartet_plugin.model.plan import ScheduleChoice, Split
+def test_a_schedule_of_ours_is_simulated_and_as_it_was_recorded(tmp_path: Path) -> None:
+    order = named("zb-v", num_devices=2, num_microbatches=WINNER.num_microbatches)
+    plan = replace(
+        WINNER,
+        layout=replace(WINNER.layout, virtual_stages=2),
+        split=Split(transformer_layers_per_stage=(2, 2, 2, 2)),
+        schedule=ScheduleChoice(name="custom", custom=choice_of(order, unit_costs(order))),
+    )
+    made = simulated_plan(plan, iteration_s=None)
+    assert made is not None
+    schedule, simulation, words = made
+    assert words == "stage times are those the plan carries"
+    assert schedule.placement == (0, 1, 1, 0)
+    folder = tmp_path / "trials/000002/attempt-1"
+    folder.mkdir(parents=True)
+    for device in range(schedule.num_devices):
+        starts = simulation.start_s[device].tolist()
+        sheet = ActionsSheet(
+            schema_version=1,
+            attempt_id="0" * 32,
+            launch_rank=device,
+            device=device,
+            replica=0,
+            begin_at=1000.0,
+            actions=tuple(order_texts(schedule.orders[device], num_microbatches=schedule.num_microbatches)),
+            start_s=tuple(starts),
+            end_s=tuple(simulation.end_s[device].tolist()),
+            waiting_s=(0.0,) * len(starts),
+        )
+        write_json_atomic(folder / f"rank-{device}.actions.json", dump(sheet))
+    best = replace(plan, provenance=replace(plan.provenance, trial=2))
+    pictures = timelines(history(winner=best), path=tmp_path)
+    assert [one.heading for one in pictures] == ["Timeline of the best plan", "The same step, measured"]
+    assert "bubble" in pictures[1].caption
+    simulated, measured = (len(re.findall(r"M\d", one.svg)) for one in pictures)
+    assert simulated == measured
+    (folder / "rank-0.actions.json").write_text("{}")
+    assert len(timelines(history(winner=best), path=tmp_path)) == 1
 
+
+def test_a_plan_without_a_pipeline_has_no_timeline() -> None:
     flat = replace(
         WINNER,
         layout=replace(WINNER.layout, pipeline_parallel=1, data_parallel=2),
