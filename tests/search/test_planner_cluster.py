@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.predict import predict
+from quartet_plugin.cost.probed import Findings, ProbedLinks, ProbedRank, cluster_of
 from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.model.cluster import Link, write_cluster
 from quartet_plugin.model.plan import read_plan, write_plan
 from quartet_plugin.search.planner.bounds import bounds_of
 from quartet_plugin.search.planner.candidates import even_split, layout_of, legal_candidates
@@ -307,3 +310,29 @@ def test_a_small_placement_is_the_best_of_all_by_the_whole_prediction(seed: int)
         if places.slots[slots[0]].node == 0
     )
     assert found.found.iter_time_s <= least * 1.01
+
+
+def test_what_a_probe_found_can_be_planned_for(tmp_path: Path) -> None:
+    ranks = tuple(
+        ProbedRank(
+            host=f"host-{at // 2}",
+            local_rank=at % 2,
+            name="some processor",
+            memory_bytes=8 * 10**9,
+            compute_units=1,
+            power_watts=None,
+            matmul_flops={"fp32": 4e10 if at else 2e10},
+            copy_bytes_per_s=8e9,
+        )
+        for at in range(4)
+    )
+    link = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-4)
+    links = ProbedLinks(scale_up=link, network=replace(link, bandwidth_bytes_per_s=1e8), pairs=None)
+    found = cluster_of(Findings(schema_version=1, device="cpu", ranks=ranks, links=links))
+    write_cluster(found, path=tmp_path / "cluster.json")
+    data = job_data(model={"precision": "fp32", "hidden_size": 256, "num_attention_heads": 4})
+    job = parse_job({**data, "cluster": {"file": str(tmp_path / "cluster.json")}}, where="job")
+    assert job.cluster is not None
+    assert job.cluster.slowdown.tolist() == [2.0, 1.0, 1.0, 1.0]
+    assert job.machines.device.ceiling("fp32") == 4e10
+    assert best_plans(job).best[0].iteration_s > 0

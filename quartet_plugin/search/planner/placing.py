@@ -49,7 +49,7 @@ class Effort:
         return self.evaluations * min(self.blocks, num_blocks) // num_blocks
 
 
-QUICK = Effort(evaluations=30, exact_limit=60)
+QUICK = Effort(evaluations=40, exact_limit=60)
 THOROUGH = Effort(evaluations=1500, exact_limit=5000, blocks=256, predicted=12)
 # Equal devices and links: beyond a few arrangements the regular tilings are all that need be tried.
 EQUAL = Effort(evaluations=0, exact_limit=120)
@@ -89,10 +89,11 @@ def places_of_job(job: PlanJob, constants: Constants) -> Places:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sketch:
-    """A split and an order of slots, by the solver's closed form."""
+    """A split and an order of slots, by the solver's closed form; `paces` as `PlacedRun.paces`."""
 
     split: tuple[int, ...]
     slots: tuple[int, ...]
+    paces: tuple[float, ...]
     step_s: float
 
 
@@ -145,7 +146,14 @@ def sketch(
         solved = _solved(job, placed, effort)
         if solved is None:
             return None
-        best.append(Sketch(split=placed.run.layers_per_stage, slots=solved.slots, step_s=solved.step_s))
+        best.append(
+            Sketch(
+                split=placed.run.layers_per_stage,
+                slots=solved.slots,
+                paces=tuple(placed.paces(solved.slots).tolist()),
+                step_s=solved.step_s,
+            )
+        )
         return solved.slots
 
     _alternate(job, shape, layout, split, constants, places, consider, may_split=may_split)
@@ -183,30 +191,32 @@ def _alternate(
 
 
 class Placer:
-    """Placements of many layouts: those that differ in micro-batch or memory options alone share a mapping.
+    """Placements of many layouts: those of equal degrees share a mapping.
 
-    The mapping and the split are solved once for such a family, at micro-batch 1 without recompute, and
-    every member takes the best by its own prediction of that split and its own, that mapping and the stock
-    orders. What a member gets does not depend on the order in which members are asked for.
+    It is solved once for such a family, at micro-batch 1 without recompute and virtual stages, together with
+    the split. Every member takes the best by its own prediction of its own split and the one for that
+    mapping, in that mapping and in the stock orders. What a member gets does not depend on the order in which
+    members are asked for.
     """
 
     def __init__(self, job: PlanJob, constants: Constants, places: Places, *, effort: Effort = QUICK) -> None:
         self._job, self._constants, self._places, self._effort = job, constants, places, effort
         self._families: dict[tuple[ModelShape, Layout, tuple[int, ...] | None], Sketch | None] = {}
+        self._splits: dict[tuple[ModelShape, Layout], tuple[int, ...]] = {}
 
     def place(
         self, shape: ModelShape, layout: Layout, split: tuple[int, ...], *, may_split: bool
     ) -> Placement | None:
         """As `place`, with the family's split and mapping."""
-        job, own = self._job, [split]
-        family = self._family(shape, layout, None if may_split else split)
+        job = self._job
+        plain = replace(layout, micro_batch_size=1, recompute="none", distributed_optimizer=False)
+        family = self._family(shape, plain, None if may_split else split)
         if family is None:
             return None
-        if may_split and family.split != split:
-            own.append(family.split)
+        splits = dict.fromkeys([split, self._split(shape, plain, family)] if may_split else [split])
         orders = {"solved": family.slots} if may_move(job) else {}
         best: Placement | None = None
-        for one in own:
+        for one in splits:
             run = planned_run(job, shape, layout, one)
             memory = peak_memory(run)
             if not memory.fits:
@@ -217,21 +227,32 @@ class Placer:
         return best
 
     def _family(self, shape: ModelShape, layout: Layout, split: tuple[int, ...] | None) -> Sketch | None:
-        plain = replace(layout, micro_batch_size=1, recompute="none", distributed_optimizer=False)
-        key = (shape, plain, split)
+        """The mapping of a written split, or that of all layouts of these degrees."""
+        shared = layout if split is not None else replace(layout, virtual_stages=1)
+        key = (shape, shared, split)
         if key not in self._families:
             equal = np.ones(layout.pipeline_parallel)
             self._families[key] = sketch(
                 self._job,
                 shape,
-                plain,
-                split or _split_for(self._job, shape, plain, self._constants, equal),
+                shared,
+                split or _split_for(self._job, shape, shared, self._constants, equal),
                 constants=self._constants,
                 places=self._places,
                 effort=self._effort,
                 may_split=split is None,
             )
         return self._families[key]
+
+    def _split(self, shape: ModelShape, layout: Layout, family: Sketch) -> tuple[int, ...]:
+        """The split for the family's mapping, in this layout's number of stages."""
+        if layout.virtual_stages == 1:
+            return family.split
+        key = (shape, layout)
+        if key not in self._splits:
+            paces = np.array(family.paces)
+            self._splits[key] = _split_for(self._job, shape, layout, self._constants, paces)
+        return self._splits[key]
 
 
 def _placed(job: PlanJob, placed: PlacedRun, memory: Memory, effort: Effort) -> Placement | None:
