@@ -34,6 +34,7 @@ GOAL = 0.04
 RUN_LIMIT_S = 60.0
 LEAST_SPREAD = 0.01
 PROFILE = "profile"
+PROFILE_REPEATS = 2
 
 
 def main() -> int:
@@ -42,7 +43,7 @@ def main() -> int:
     parser.add_argument("results", type=Path, metavar="RESULTS.json")
     parser.add_argument("--repeats", type=int, default=3, help="launches of every run")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--limit", type=float, default=1e9, help="stop measuring after so many seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", action="store_true", help="evaluate what is there")
@@ -59,13 +60,14 @@ def main() -> int:
 
 def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Run what is missing, repeat by repeat; the file is written after every run."""
-    from live_cases import CALIBRATING, CASES
+    from live_cases import CASES, PROFILED
 
     end = time.monotonic() + options.limit
     crew: Crew | None = None
     try:
         for repeat in range(options.repeats):
-            names = [(name, False) for name in CASES] + [(case.name, True) for case in CALIBRATING]
+            names = [(name, False) for name in CASES]
+            names += [(case.name, True) for case in PROFILED if repeat < PROFILE_REPEATS]
             random.Random(options.seed + repeat).shuffle(names)
             for name, is_profiled in names:
                 found = results.setdefault(name, {"launches": [], PROFILE: []})
@@ -230,7 +232,7 @@ def run_rank(rank: int, order: dict[str, Any]) -> None:
             wrappers[seam] = seams.chain(wrappers.get(seam), wrapper)
     if order["is_profiled"]:
         inner = wrappers[seams.TRAIN_STEP]
-        wrappers[seams.TRAIN_STEP] = seams.chain(inner, steps.profiled(has_runtime=case.is_ours))
+        wrappers[seams.TRAIN_STEP] = seams.chain(inner, steps.profiled())
     seams.install(wrappers)
     sys.argv = [str(SCRIPT), *case.flags, *cpu_device.required_flags(set(case.flags))]
     runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -284,7 +286,7 @@ class Steps:
 
         return timed
 
-    def profiled(self, *, has_runtime: bool) -> Any:
+    def profiled(self) -> Any:
         """The wrapper that measures layers too."""
         from quartet_plugin.megatron.profiling import LayerProfiler
 
@@ -296,8 +298,7 @@ class Steps:
         )
         files: Any = SimpleNamespace(order=order, place=SimpleNamespace(launch_rank=self._rank))
         profiler = LayerProfiler(files)
-        if not has_runtime:
-            profiler.prepare()
+        profiler.prepare()
         return profiler.wrap
 
     def _finish(self) -> None:
@@ -385,7 +386,8 @@ def observed(case: Any, result: Any, machines: Any) -> list[Any]:
     if result["launches"]:
         seconds, spread = median_of(result["launches"])
         found.append(Observation(run=run, seconds=seconds, spread=spread))
-    ranks = [parse_rank(one, where=case.name) for launch in result[PROFILE] for one in launch["profiles"]]
+    launches = [] if case.is_ours else result[PROFILE]
+    ranks = [parse_rank(one, where=case.name) for launch in launches for one in launch["profiles"]]
     return found + observations_of(run, ranks)
 
 

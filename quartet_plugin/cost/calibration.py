@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from quartet_plugin.cost import compute
+from quartet_plugin.cost import communication, compute
 from quartet_plugin.cost.compute import Rates, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
 from quartet_plugin.cost.posterior import Array, Posterior, fit
@@ -202,12 +202,11 @@ def _part(run: Run, constants: Constants, quantity: Quantity) -> Times:
     rates = Rates(run, constants)
     if quantity is Quantity.LAYER:
         return total_of(layer_parts(run, constants, rates).values())
-    part = (
-        compute.embedding_times(run, rates)
-        if quantity is Quantity.EMBEDDING
-        else compute.head_times(run, constants, rates)
-    )
-    return part.gemm.plus(part.attention).plus(part.elementwise).plus(part.launch)
+    is_first = quantity is Quantity.EMBEDDING
+    part = compute.embedding_times(run, rates) if is_first else compute.head_times(run, constants, rates)
+    ends = communication.tensor_parallel_ends(run, constants)
+    own = part.gemm.plus(part.attention).plus(part.elementwise).plus(part.launch)
+    return own.plus(ends[0] if is_first else ends[1])
 
 
 def _directed(times: Times, direction: Direction | None) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from quartet_plugin.cost.compute import IMBALANCE, Times
 from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.pipeline import device_of_stages
 from quartet_plugin.cost.run import Experts, Machines, Overlap, Run
 
 
@@ -149,11 +150,28 @@ def transfer_s(run: Run, constants: Constants, *, sender: int, receiver: int) ->
     return size / (machines.scale_out_bytes_per_s * constants.scale_out) + constants.hop_s
 
 
+def tensor_parallel_ends(run: Run, constants: Constants) -> tuple[Times, Times]:
+    """The embedding's and the head's tensor-parallel collectives for a microbatch.
+
+    The embedding's output is reduced; the loss over a split vocabulary takes a maximum and two sums a token
+    (Shoeybi et al. 2019, section 3), and the head's input gradient is reduced.
+    """
+    tp = run.layout.tensor_parallel
+    if tp == 1 or not run.software.reduces_ends:
+        return Times(), Times()
+    found = group(run.machines, constants, size=tp, stride=1)
+    hidden = found.reduce_s(run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size)
+    token = found.reduce_s(4.0 * run.tokens_per_microbatch)
+    return Times(hidden, 0.0, 0.0), Times(3 * token, hidden, 0.0)
+
+
 def tied_ends_s(run: Run, constants: Constants) -> float:
     """Summing the gradients of tied embeddings between the first and the last pipeline rank, once a step."""
     layout = run.layout
     p = layout.pipeline_parallel
-    if p == 1 or not run.shape.tied_embeddings or not run.software.reduces_ends:
+    placement = device_of_stages(run)
+    is_apart = placement[0] != placement[-1]
+    if not (is_apart and run.shape.tied_embeddings and run.software.reduces_ends):
         return 0.0
     stride = layout.tensor_parallel * run.copies * (p - 1)
     ends = group(run.machines, constants, size=2, stride=stride)

@@ -129,6 +129,7 @@ def stage_parts(run: Run, constants: Constants) -> list[StageParts]:
     dense = layer_parts(run, constants, rates)
     moe = dense if run.experts is None else layer_parts(run, constants, rates, experts=run.experts)
     num_dense = run.experts.num_dense_layers if run.experts else run.shape.num_layers
+    ends = communication.tensor_parallel_ends(run, constants)
     parts: list[StageParts] = []
     first, last = 0, len(run.layers_per_stage) - 1
     for stage, count in enumerate(run.layers_per_stage):
@@ -137,10 +138,12 @@ def stage_parts(run: Run, constants: Constants) -> list[StageParts]:
         found = {name: dense[name].scaled(plain).plus(moe[name].scaled(count - plain)) for name in dense}
         if stage == 0:
             _add(found, compute.embedding_times(run, rates))
+            found["tp_comm"] = found["tp_comm"].plus(ends[0])
         if stage == last:
             head = compute.head_times(run, constants, rates)
             _add(found, replace(head, gemm=Times()))
             found["head"] = head.gemm
+            found["tp_comm"] = found["tp_comm"].plus(ends[1])
         if isinstance(constants, ClusterConstants):
             found["action"] = Times(constants.action_s, constants.action_s, 0.0)
         parts.append(found)

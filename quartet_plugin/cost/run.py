@@ -80,7 +80,8 @@ class Software:
     shape, in place of that gradient. `splits_transfers`: tensor-parallel ranks send a slice each.
     `collectives_per_layer`: gathers of a layer's sharded parameters (stage 3).
     `eager_gradients`: each microbatch makes every weight's gradient anew and adds it, the vocabulary's too.
-    `reduces_ends`: the time in which both ends of a pipeline sum the gradients of tied embeddings counts.
+    `reduces_ends`: the collectives of embedding and head count: tied embeddings' gradients between both ends
+    of a pipeline, and those of tensor parallelism; elsewhere they are too short to matter.
     """
 
     name: str = "Megatron-Core"

@@ -1,0 +1,99 @@
+"""What a run on processors takes beside what accelerators do."""
+
+from dataclasses import replace
+
+import pytest
+
+from quartet_plugin.cost import communication
+from quartet_plugin.cost.compute import (
+    LayerTimes,
+    Rates,
+    Times,
+    embedding_times,
+    head_times,
+    layer_times,
+    waves,
+)
+from quartet_plugin.cost.constants import NEUTRAL, ClusterConstants, Constants, fitted
+from quartet_plugin.cost.predict import predict, stage_parts
+from quartet_plugin.cost.run import ScheduleKind, Software
+from quartet_plugin.errors import ConfigError
+from tests.cost.live import cpu_run
+
+
+def test_a_core_has_no_waves_of_tiles() -> None:
+    assert waves(100, 100, 1) == 1.0
+    assert waves(100, 100, 108) > 1.0
+
+
+def test_fp32_moves_twice_the_bytes_of_halves() -> None:
+    single = cpu_run(pp=1, tp=2)
+    half = replace(single, half="bf16")
+    moved = [communication.tensor_parallel(run, NEUTRAL)[0].forward for run in (single, half)]
+    latency = communication.tensor_parallel(replace(single, half="bf16"), replace(NEUTRAL, scale_up=1e9))[
+        0
+    ].forward
+    assert moved[0] - latency == pytest.approx(2 * (moved[1] - latency), rel=1e-6)
+
+
+def test_eager_gradients_cost_the_whole_vocabulary() -> None:
+    run = cpu_run(vocab=32768)
+    rates = Rates(run, NEUTRAL)
+    small = cpu_run(vocab=2048)
+    grown = embedding_times(run, rates).elementwise.weight_grad
+    assert grown > 5 * embedding_times(small, Rates(small, NEUTRAL)).elementwise.weight_grad
+    without = replace(run, software=replace(run.software, eager_gradients=False))
+    assert head_times(without, NEUTRAL, rates).elementwise.weight_grad == 0.0
+
+
+def test_the_ends_of_a_pipeline_sum_tied_gradients() -> None:
+    run = cpu_run()
+    assert predict(run, NEUTRAL).terms["ends_comm_s"] > 0
+    assert "ends_comm_s" not in predict(cpu_run(pp=1), NEUTRAL).terms
+    turned = cpu_run(split=(2, 2, 2, 2), schedule=ScheduleKind.ZB_V)
+    assert communication.tied_ends_s(turned, NEUTRAL) == 0.0
+    untied = replace(run, shape=replace(run.shape, tied_embeddings=False))
+    assert communication.tied_ends_s(untied, NEUTRAL) == 0.0
+
+
+def test_the_ends_of_a_tensor_parallel_model_reduce() -> None:
+    run = cpu_run(pp=1, tp=2)
+    embedding, head = communication.tensor_parallel_ends(run, NEUTRAL)
+    assert embedding.forward == head.input_grad > 0
+    assert 0 < head.forward < head.input_grad * 3
+    elsewhere = replace(run, software=Software())
+    assert communication.tensor_parallel_ends(elsewhere, NEUTRAL) == (Times(), Times())
+    layers = replace(run, software=replace(run.software, reduces_ends=False))
+    of_ends = stage_parts(run, NEUTRAL)[0]["tp_comm"].total - stage_parts(layers, NEUTRAL)[0]["tp_comm"].total
+    assert of_ends == pytest.approx(embedding.total + head.total)
+
+
+def test_ratios_change_their_part_alone() -> None:
+    run = cpu_run()
+    base = layer_times(run, NEUTRAL, Rates(run, NEUTRAL), experts=None)
+
+    def changed(**ratios: float) -> LayerTimes:
+        constants = replace(NEUTRAL, **ratios)
+        return layer_times(run, constants, Rates(run, constants), experts=None)
+
+    assert changed() == base
+    weights = changed(weight_product=2.0)
+    assert weights == replace(base, gemm=base.gemm._replace(weight_grad=2 * base.gemm.weight_grad))
+    starts = changed(launch_weight=0.25)
+    assert starts == replace(base, launch=base.launch._replace(weight_grad=base.launch.weight_grad / 4))
+
+
+def test_neutral_constants_predict_as_shared_ones() -> None:
+    shared = {name: getattr(fitted(), name) for name in Constants.__dataclass_fields__}
+    run = cpu_run()
+    assert predict(run, ClusterConstants(**shared)).iter_time_s == pytest.approx(
+        predict(run, fitted()).iter_time_s
+    )
+
+
+@pytest.mark.parametrize(
+    "change", [{"gemm_rate": 0.0}, {"residual": -1.0}, {"action_s": -1.0}, {"accumulation": 0.0}]
+)
+def test_impossible_constants_are_refused(change: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        ClusterConstants(**change)
