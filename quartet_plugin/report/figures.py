@@ -103,7 +103,7 @@ def progress(history: RunHistory) -> str | None:
     winner = history.winner.provenance.trial if history.winner else None
     if winner in ratios:
         parts.append(element("circle", cx=x(winner), cy=y(ratios[winner]), r=9.0, cls="ring"))
-        parts.append(text(x(winner) + 13, y(ratios[winner]) + 4, "winner", cls="label"))
+        parts.append(text(x(winner) + 11, y(ratios[winner]) - 8, "winner", cls="label"))
     for row in rows:
         parts.append(_point(row, ratios.get(row.number), x, y, strip, is_best=row.number == best))
     return drawing(WIDTH, strip + 54, *parts, label="Every trial's objective over the baseline's, in order")

@@ -9,6 +9,11 @@ def text(words: str) -> str:
     return escape(words, quote=True)
 
 
+def breakable(words: str) -> str:
+    """Words that may be broken after each +: a split of many stages is one long word."""
+    return text(words).replace("+", "+<wbr>")
+
+
 def section(heading: str, body: str) -> str:
     """A heading over markup; nothing without a body."""
     return f"<section>\n<h2>{text(heading)}</h2>\n{body}\n</section>" if body else ""
@@ -37,7 +42,7 @@ def pre(lines: Sequence[str]) -> str:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of plain words."""
-    return grid(heads, [f"<tr>{''.join(cell(text(words)) for words in row)}</tr>" for row in rows])
+    return grid(heads, [f"<tr>{''.join(cell(breakable(words)) for words in row)}</tr>" for row in rows])
 
 
 def grid(heads: Sequence[str], rows: Sequence[str], *, numbers: Set[str] = frozenset()) -> str:

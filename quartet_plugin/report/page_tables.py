@@ -50,7 +50,7 @@ def _values(row: TrialRow, history: RunHistory) -> list[str]:
     flops = row.model_flops_per_s_per_device
     return [
         markup.text(str(row.number)),
-        *(markup.text(clean(row.labels.get(part, ""), limit=60)) for part in PARTS),
+        *(markup.breakable(clean(row.labels.get(part, ""), limit=160)) for part in PARTS),
         markup.text(class_of(row)),
         _tag(row),
         "" if row.iteration_s is None else f"{row.iteration_s:.3f}",
@@ -73,7 +73,7 @@ def failed(history: RunHistory) -> str:
             "<tr>"
             + markup.cell(markup.text(str(row.number)))
             + markup.cell(_tag(row))
-            + markup.cell(markup.text(clean(row.label, limit=160)))
+            + markup.cell(markup.breakable(clean(row.label, limit=240)))
             + markup.cell(markup.text(row.phase))
             + f'<td class="reason">{markup.text(clean(row.reason) + excess)}</td></tr>'
         )

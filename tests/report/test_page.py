@@ -33,7 +33,7 @@ ATTACKS = (
     "javascript:alert(1)",
     "&lt;script&gt;alert(1)&lt;/script&gt;",
 )
-VOID = {"meta", "link", "br", "img", "input"}
+VOID = {"meta", "link", "br", "wbr", "img", "input"}
 EXTRAS = Extras(
     importance={"split": 0.6, "micro_batch_size": 0.3, "mapping": 0.1},
     train=["sh /runs/heavy-head/best/command.sh"],
@@ -144,6 +144,10 @@ def test_every_picture_is_there() -> None:
     assert [label.split()[0] for label in drawn] == [
         "Best", "Every", "Parameter", "Predicted", "Peak", "Simulated",
     ]  # fmt: skip
+
+
+def test_a_split_of_many_stages_may_be_broken() -> None:
+    assert "6+<wbr>2" in whole(history())
 
 
 def test_a_page_without_a_winner_says_so_plainly() -> None:
