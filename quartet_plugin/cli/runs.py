@@ -11,7 +11,9 @@ def find_run(name: str | None, *, run_dir: Path) -> Path:
     Raises ConfigError where there is no such run, UsageError where several could be meant.
     """
     if name is not None:
-        for path in (Path(name), run_dir / name):
+        # A plain name is a run's first: a folder of that name here may be anything.
+        places = (run_dir / name, Path(name)) if "/" not in name else (Path(name), run_dir / name)
+        for path in places:
             if (path / "config.json").is_file():
                 return path
         raise ConfigError(

@@ -119,6 +119,16 @@ def test_a_run_by_its_name_and_several_at_once(
     assert "name one of a, b, c" in refused(capsys, 2, "trials", "--run-dir", str(tmp_path))
 
 
+def test_a_name_is_a_run_before_a_folder_here(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert "state     finished" in printed(capsys, "status", "r", "--run-dir", str(run.parent))
+    assert "command: must be a list" in refused(capsys, 2, "status", "./r", "--run-dir", str(run.parent))
+
+
 @pytest.mark.parametrize("command", ["status", "trials", "report"])
 def test_no_such_run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such run" in refused(capsys, 2, command, "nowhere", "--run-dir", str(tmp_path))
