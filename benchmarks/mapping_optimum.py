@@ -58,7 +58,7 @@ def random_job(draw: random.Random, num_nodes: int, per_node: int) -> PlanJob:
 
 
 def compared(seed: int, sizes: tuple[tuple[int, int], ...], *, every: bool) -> tuple[float, float]:
-    """The solved mapping's time over the best permutation's (1 without `every`), and over the stock orders'."""
+    """The solved mapping's time over the best permutation's (else 1), and over the better stock order's."""
     draw = random.Random(seed)
     job = random_job(draw, *draw.choice(sizes))
     candidates = legal_candidates(job, job.shape)

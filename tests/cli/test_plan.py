@@ -1,6 +1,8 @@
 """`quartet plan`."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -8,6 +10,7 @@ import typer
 from quartet_plugin.cli.main import main
 from quartet_plugin.cli.plan import register
 from quartet_plugin.model.plan import read_plan
+from tests.model.clusters import make_cluster
 
 JOB = """
 model: {num_layers: 8, hidden_size: 1024, num_attention_heads: 16, seq_length: 1024, vocab_size: 32000}
@@ -67,3 +70,41 @@ def test_one_line_and_an_exit_code(
     assert words in error
     assert len(error.strip().splitlines()) == 1
     assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("links", "device", "words"),
+    [
+        (
+            {"network": {"bandwidth_bytes_per_s": -5.0, "latency_s": 0.0}},
+            "H100",
+            "bandwidth_bytes_per_s: '-5.0'",
+        ),
+        ({}, "H9000", "device 'H9000': unknown"),
+    ],
+)
+def test_a_wrong_cluster_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], links: dict[str, Any], device: str, words: str
+) -> None:
+    cluster = make_cluster(device=device, links=links)
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster), encoding="utf-8")
+    job = Path(write_job(tmp_path))
+    lines = job.read_text(encoding="utf-8").splitlines()
+    named = ["cluster: {file: cluster.json}" if line.startswith("cluster") else line for line in lines]
+    job.write_text("\n".join(named), encoding="utf-8")
+    assert main(["plan", str(job), "-o", str(tmp_path / "plan.json")]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_no_legal_layout_ends_with_three_and_a_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(write_job(tmp_path))
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("tensor_parallel: auto", "tensor_parallel: 3"), encoding="utf-8")
+    assert main(["plan", str(path), "-o", str(tmp_path / "plan.json")]) == 3
+    error = capsys.readouterr().err
+    assert "none is legal" in error
+    assert len(error.strip().splitlines()) == 1
