@@ -22,8 +22,9 @@ ROUNDS = 25
 TRUST = 0.7
 FREEDOM = 4.0
 CONVERGED = 1e-4
-# No model of a machine is exact to less than this.
+# No model of a machine is exact to less than this; the error to expect, as if seen in so many measurements.
 LEAST_ERROR = 0.003
+PRIOR_ERROR, PRIOR_WEIGHT = 0.05, 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ def fit(
     which = np.zeros(len(measured), dtype=np.int64) if groups is None else np.asarray(groups, dtype=np.int64)
     precision = np.diag(prior_spread**-2.0)
     point = np.zeros(len(prior_spread))
-    error = np.full(int(which.max(initial=0)) + 1, 0.05)
+    error = np.full(int(which.max(initial=0)) + 1, PRIOR_ERROR)
     for _ in range(ROUNDS):
         base, slopes = linearized(model, point)
         residuals = measured - base
@@ -121,7 +122,8 @@ def _accepted(
 def _errors(residuals: Array, spread: Array, known: Array, which: NDArray[np.int64], count: int) -> Array:
     """The model's error in each group: what scatters beyond the noise, for the freedom that is left.
 
-    By median, so that an outlier does not widen every interval.
+    A few measurements that fit do not make a model exact: a prior error counts as some more of them. Cut off
+    by the median, so that an outlier does not widen every interval.
     """
     found = np.full(count, LEAST_ERROR)
     for group in range(count):
@@ -131,6 +133,7 @@ def _errors(residuals: Array, spread: Array, known: Array, which: NDArray[np.int
             continue
         freedom = max(1.0, num - float(known[own].sum()))
         robust = np.minimum(np.abs(residuals[own]), 3 * 1.4826 * np.median(np.abs(residuals[own])) + 1e-12)
-        excess = float((robust**2).sum()) / freedom - float((spread[own] ** 2).mean())
-        found[group] = max(LEAST_ERROR, float(np.sqrt(max(0.0, excess))))
+        excess = max(0.0, float((robust**2).sum()) - freedom * float((spread[own] ** 2).mean()))
+        variance = (PRIOR_WEIGHT * PRIOR_ERROR**2 + excess) / (PRIOR_WEIGHT + freedom)
+        found[group] = max(LEAST_ERROR, float(np.sqrt(variance)))
     return found

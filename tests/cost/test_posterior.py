@@ -115,3 +115,14 @@ def test_groups_have_errors_of_their_own() -> None:
     assert found.error[0] < 0.03
     assert found.error[1] > 0.06
     assert found.error[0] >= LEAST_ERROR
+
+
+def test_one_measurement_that_fits_does_not_make_the_model_exact() -> None:
+    found = fit(
+        model_of(np.ones((1, 1))),
+        measured=np.array([0.3]),
+        spread=np.array([0.01]),
+        prior_spread=np.array([1.0]),
+    )
+    assert found.mean[0] == pytest.approx(0.3, abs=0.01)
+    assert found.error[0] > 0.03
