@@ -1,7 +1,7 @@
 """The runs of `live_accuracy.py`: which calibrate, and which are predicted from them alone.
 
-No shape, split or number of microbatches of a predicted run is among those that calibrate; layouts and
-schedules are, except for those that only predicted runs have.
+No predicted run has a shape that calibrates; most have another split and number of microbatches, too. GPipe
+and ZB-V are only predicted.
 """
 
 import shlex

@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         calibration: Annotated[
             Path | None,
-            typer.Option(metavar="FILE", help="A cluster's calibration, by `quartet profile`."),
+            typer.Option(metavar="FILE", help="A cluster's calibration, by `quartet calibrate`."),
         ] = None,
     ) -> None:
         """Rank every legal layout of JOB.yaml by predicted iteration time, under the memory limit."""
