@@ -94,7 +94,7 @@ def _line(ranked: "Ranked") -> str:
 def _terms(ranked: "Ranked") -> str:
     """The terms that cost anything, the largest first."""
     terms = sorted(ranked.terms.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name.removesuffix('_s')} {value:.4g} s" for name, value in terms if value > 0)
+    return ", ".join(f"{name.removesuffix('_s')} {value:.4g} s" for name, value in terms if value)
 
 
 def _reason(ranked: "Ranked", best: "Ranked") -> str:

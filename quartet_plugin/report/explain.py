@@ -128,9 +128,10 @@ def _time_table(explanation: Explanation) -> "RenderableType":
     whole = explanation.iteration_s
     rows = sorted(explanation.terms.items(), key=lambda item: -item[1])
     table = _table(("term", "seconds", "share", "", ""))
-    small = [value for _, value in rows if 0 < value < LEAST_SHARE * whole]
+    small = [value for _, value in rows if 0 < abs(value) < LEAST_SHARE * whole]
     for name, value in rows:
-        if value < LEAST_SHARE * whole:
+        # What a calibration found too much is a negative term.
+        if abs(value) < LEAST_SHARE * whole:
             continue
         plain = name.removesuffix("_s")
         table.add_row(

@@ -68,6 +68,13 @@ def test_small_terms_are_summed_up() -> None:
     assert "0.002" in line
 
 
+def test_a_negative_term_is_shown() -> None:
+    corrected = replace(EXPLANATION, iteration_s=1.8, terms={**EXPLANATION.terms, "residual_s": -0.2})
+    line = next(line for line in shown(corrected).splitlines() if line.startswith("residual"))
+    assert "-0.2" in line
+    assert "-11.1 %" in line
+
+
 def test_a_rank_that_does_not_fit_is_marked() -> None:
     lines = [line for line in shown(EXPLANATION).splitlines() if "GiB" in line and line.strip()[0].isdigit()]
     assert "DOES NOT FIT" not in lines[0]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.cost.constants import fitted
+from quartet_plugin.cost.constants import ClusterConstants, fitted, names
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.errors import ConfigError, InfeasibleError
@@ -62,6 +62,22 @@ def test_pruning_keeps_the_optimum(first: int) -> None:
         assert quick.num_considered == every.num_considered == every.num_predicted + every.num_too_large
         pruned += quick.num_pruned
     assert pruned > 0
+
+
+def test_pruning_keeps_the_optimum_of_a_calibrated_model() -> None:
+    values = {name: getattr(fitted(), name) for name in names()}
+    calibrated = ClusterConstants(**{**values, "hop_s": 1e-4, "action_s": 2e-4, "residual": 0.9})
+    checked = 0
+    for seed in range(600, 608):
+        job = random_job(seed)
+        try:
+            every = rank(job, top=3, exhaustive=True, constants=calibrated)
+        except InfeasibleError:
+            continue
+        quick = rank(job, top=3, constants=calibrated)
+        assert [b.layout for b in quick.best] == [b.layout for b in every.best], f"seed {seed}"
+        checked += quick.num_pruned
+    assert checked > 0
 
 
 @pytest.mark.parametrize("seed", range(300, 312))
