@@ -7,7 +7,7 @@ scale-up domain, or several with some ranks in each.
 from dataclasses import dataclass
 
 from quartet_plugin.cost.compute import IMBALANCE, Times
-from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.pipeline import device_of_stages
 from quartet_plugin.cost.run import Experts, Machines, Overlap, Run
 
@@ -144,10 +144,11 @@ def transfer_s(run: Run, constants: Constants, *, sender: int, receiver: int) ->
     size = run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size
     if layout.sequence_parallel or layout.virtual_stages > 1 or run.software.splits_transfers:
         size /= layout.tensor_parallel
+    latency = transfer_latency_s(constants)
     domain = machines.scale_up_devices
     if sender * stride // domain == receiver * stride // domain:
-        return size / (machines.scale_up_bytes_per_s * constants.peer) + constants.hop_s
-    return size / (machines.scale_out_bytes_per_s * constants.scale_out) + constants.hop_s
+        return size / (machines.scale_up_bytes_per_s * constants.peer) + latency
+    return size / (machines.scale_out_bytes_per_s * constants.scale_out) + latency
 
 
 def tensor_parallel_ends(run: Run, constants: Constants) -> tuple[Times, Times]:
@@ -177,6 +178,12 @@ def tied_ends_s(run: Run, constants: Constants) -> float:
     ends = group(run.machines, constants, size=2, stride=stride)
     weights = run.shape.embedding_parameters / layout.tensor_parallel
     return ends.reduce_s(float(run.software.gradient_bytes) * weights)
+
+
+def transfer_latency_s(constants: Constants) -> float:
+    """Of one message between pipeline ranks."""
+    ratio = constants.peer_hop if isinstance(constants, ClusterConstants) else 1.0
+    return constants.hop_s * ratio
 
 
 def buckets(parameters: float, ranks: int) -> float:

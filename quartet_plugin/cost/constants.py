@@ -64,7 +64,7 @@ class ClusterConstants(Constants):
     loss). `residual`: measured over predicted time of whole iterations, for which no term could account.
     The others are ratios of a part's time to what the shared constants say: weight gradients' products, what
     is as wide as an FFN, adding gradients up, starting the kernels of input and of weight gradients, and the
-    elementwise part of a layer's and of the head's backward.
+    elementwise part of a layer's and of the head's backward; and a transfer's latency to a collective's hop.
     A measured constant may lie outside the bounds of the shared ones.
     """
 
@@ -77,6 +77,7 @@ class ClusterConstants(Constants):
     launch_weight: float = 1.0
     elementwise_backward: float = 1.0
     logits_backward: float = 1.0
+    peer_hop: float = 1.0
 
     def __post_init__(self) -> None:
         for known in fields(self):

@@ -97,3 +97,14 @@ def test_neutral_constants_predict_as_shared_ones() -> None:
 def test_impossible_constants_are_refused(change: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         ClusterConstants(**change)
+
+
+def test_a_transfers_latency_is_not_a_collectives() -> None:
+    run = cpu_run()
+    slow = replace(NEUTRAL, peer_hop=100.0)
+    more = communication.transfer_s(run, slow, sender=0, receiver=1)
+    less = communication.transfer_s(run, NEUTRAL, sender=0, receiver=1)
+    assert more - less == pytest.approx(99 * NEUTRAL.hop_s)
+    assert communication.transfer_latency_s(fitted()) == fitted().hop_s
+    tensor = cpu_run(pp=1, tp=2)
+    assert predict(tensor, slow).iter_time_s == predict(tensor, NEUTRAL).iter_time_s

@@ -290,7 +290,8 @@ def _transfers(job: PlanJob, shape: ModelShape, columns: IntArray, constants: Co
     apart = tp * cp * dp >= domain
     keys, _, inverse = unique_rows(np.column_stack([tp, cp, apart, virtual > 1]).astype(np.int64))
     one = [_transfer(job, shape, key, constants) for key in keys.tolist()]
-    found: FloatArray = constants.hop_s + np.array(one)[inverse] * size
+    latency = communication.transfer_latency_s(constants)
+    found: FloatArray = latency + np.array(one)[inverse] * size
     return np.where(pp > 1, found, 0.0)
 
 
@@ -301,7 +302,7 @@ def _transfer(job: PlanJob, shape: ModelShape, key: list[int], constants: Consta
     run = probe(job, replace(shape, num_layers=layout.num_stages), layout)
     far = communication.transfer_s(run, constants, sender=0, receiver=job.machines.scale_up_devices)
     near = communication.transfer_s(run, constants, sender=0, receiver=0)
-    return (far if apart else min(near, far)) - constants.hop_s
+    return (far if apart else min(near, far)) - communication.transfer_latency_s(constants)
 
 
 def _states(columns: IntArray) -> FloatArray:

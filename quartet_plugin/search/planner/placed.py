@@ -81,7 +81,8 @@ class PlacedRun:
     def _closed_form(self) -> StepCosts:
         run, layout = self.run, self.run.layout
         p = layout.pipeline_parallel
-        near = communication.transfer_s(run, self.constants, sender=0, receiver=0) - self.constants.hop_s
+        latency = communication.transfer_latency_s(self.constants)
+        near = communication.transfer_s(run, self.constants, sender=0, receiver=0) - latency
         peer = run.machines.scale_up_bytes_per_s * self.constants.peer
         forward, backward = self._pass_s()
         slow = _link(run.copies, 1.0, 0.0)
