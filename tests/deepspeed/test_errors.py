@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 
 from quartet_plugin.model.plan import write_plan
 from tests.deepspeed.support import ROOT, TORCHRUN, environment, layout, plan, schedule, schedule_file, shape
@@ -107,9 +108,24 @@ def test_a_plan_that_would_clip_otherwise(tmp_path: Path) -> None:
 
 
 def test_fewer_layers_than_stages(tmp_path: Path) -> None:
+    made = schedule("zb-v", 2, 4, (1, 1, 1, 1))
+    section = {"quartet": {"schedule": schedule_file(tmp_path, made)}}
+    refused(*launch(tmp_path, section, words=("--num-layers", "1")), "4 stages", "3 layers", "fewer stages")
+
+
+def test_a_split_of_another_model(tmp_path: Path) -> None:
     made = schedule("zb-v", 2, 4, (2, 2, 2, 2))
-    run, found = launch(tmp_path, {"quartet": {"schedule": schedule_file(tmp_path, made)}})
-    refused(run, found, "split", "4 layers")
+    refused(*launch(tmp_path, {"quartet": {"schedule": schedule_file(tmp_path, made)}}), "split", "4 layers")
+
+
+def test_a_type_that_the_device_does_not_compute_in(tmp_path: Path) -> None:
+    made = schedule("gpipe", 2, 4, (3, 3))
+    section = {"quartet": {"schedule": schedule_file(tmp_path, made)}, "fp16": {"enabled": True}}
+    run, found = launch(tmp_path, section)
+    if get_accelerator().is_fp16_supported():
+        assert run.returncode == 0, run.stderr[-3000:]
+    else:
+        refused(run, found, "fp16.enabled", "use bf16")
 
 
 def test_zero_2_with_a_pipeline(tmp_path: Path) -> None:

@@ -1,20 +1,25 @@
-"""A DeepSpeed command as a trial: the same files, outcomes and plans as for Megatron."""
+"""DeepSpeed commands as trials, under both launchers: the same files, outcomes and plans as for Megatron."""
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from quartet_plugin.cli.trace import trace
 from quartet_plugin.launchers.command import parse_command
-from quartet_plugin.model.plan import Mapping, Split
+from quartet_plugin.model.plan import Mapping, Plan, Split
 from quartet_plugin.search.job import baseline_plan, nodes_of
+from quartet_plugin.trial.actions import read_actions
 from quartet_plugin.trial.files import RankFiles, parse_job
-from quartet_plugin.trial.request import Outcome, TrialRequest
+from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial
-from tests.deepspeed.support import ROOT
+from tests.cli.tuning import living
+from tests.deepspeed.support import ROOT, environment, layout, plan, schedule, shape
 
 CONFIG = {
     "train_batch_size": 8,
@@ -25,14 +30,19 @@ CONFIG = {
     "csv_monitor": {"enabled": True, "output_path": "csv"},
     "quartet": {"plan": "auto"},
 }
-
-
+EXAMPLE = ROOT / "examples" / "pretrain_deepspeed.py"
+FAULTY = ROOT / "tests" / "deepspeed" / "faulty_pretrain.py"
 STARTERS = ["deepspeed --num_gpus 2", f"{sys.executable} -m torch.distributed.run --nproc-per-node 2"]
 
+Request = Callable[..., TrialRequest]
 
-@pytest.mark.parametrize("starter", STARTERS, ids=["deepspeed", "torchrun"])
-def test_the_baseline_and_a_plan(tmp_path: Path, starter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.fixture(params=STARTERS, ids=["deepspeed", "torchrun"])
+def request_for(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Request:
+    """Trials of a script with arguments, started as users do; each in a folder of its own."""
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
     subprocess.run(
         [
             sys.executable,
@@ -44,41 +54,127 @@ def test_the_baseline_and_a_plan(tmp_path: Path, starter: str, monkeypatch: pyte
         check=True,
         capture_output=True,
     )
-    (tmp_path / "ds.json").write_text(json.dumps(CONFIG), encoding="utf-8")
-    script = (
-        f"{ROOT}/examples/pretrain_deepspeed.py --data-path {tmp_path}/text --num-layers 4 --hidden-size 32"
-    )
-    sizes = "--num-attention-heads 2 --seq-length 16 --vocab-size 260 --pipeline-stages 2 --save saved"
-    words = f"{starter} {script} {sizes} --deepspeed_config ds.json".split()
-    request = TrialRequest(
-        folder=tmp_path / "trials" / "0",
-        command=parse_command(words),
-        warmup=1,
-        measure=3,
-        device="cpu",
-        deadline_s=200,
-        cwd=tmp_path,
-    )
+
+    def make(
+        script: Path, *words: str, name: str = "0", config: dict[str, Any] | None = None, **more: Any
+    ) -> TrialRequest:
+        (tmp_path / f"ds-{name}.json").write_text(json.dumps({**CONFIG, **(config or {})}), encoding="utf-8")
+        sizes = "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 260"
+        flags = f"--data-path {tmp_path}/text --pipeline-stages 2 --save saved {sizes}".split()
+        command = [
+            *request.param.split(),
+            str(script),
+            *words,
+            *flags,
+            "--deepspeed_config",
+            f"ds-{name}.json",
+        ]
+        values = {"warmup": 1, "measure": 3, "device": "cpu", "deadline_s": 200, "cwd": tmp_path, **more}
+        return TrialRequest(
+            folder=tmp_path / "trials" / name, command=parse_command(command, environment={}), **values
+        )
+
+    return make
+
+
+def measured(request: TrialRequest) -> TrialResult:
     result = run_trial(request)
     assert result.outcome in (Outcome.OK, Outcome.UNSTABLE), (result.reason, result.last_lines)
     assert len(result.iteration_s) == len(result.loss) == len(result.grad_norm) == 3
+    return result
+
+
+def test_the_baseline_and_plans(request_for: Request, tmp_path: Path) -> None:
+    request = request_for(EXAMPLE)
+    result = measured(request)
     assert result.job is not None
     job = parse_job(result.job)
     assert job.framework == "deepspeed"
     assert (job.layout.pipeline_parallel, job.layout.distributed_optimizer) == (2, True)
-    shape = job.shape
-    assert (shape.num_layers, shape.hidden_size, shape.seq_length, shape.vocab_size) == (4, 32, 16, 260)
+    assert (job.shape.num_layers, job.shape.hidden_size) == (4, 32)
+    assert (job.shape.seq_length, job.shape.vocab_size) == (16, 260)
     assert "csv_monitor" in job.neutralised
     assert not (tmp_path / "csv").exists()
     assert not (tmp_path / "saved").exists()
+    assert not list(result.folder.glob("rank-*.actions.json")), "DeepSpeed's own schedule records none"
     files = RankFiles(result.folder, attempt_id=result.attempt_id).scan()
     nodes = nodes_of(files.reports.values())
-    plan = baseline_plan(job, nodes=nodes, run="test", seed=0)
-    plan = replace(
-        plan,
+    own = baseline_plan(job, nodes=nodes, run="test", seed=0)
+    uneven = replace(
+        own,
         split=Split(transformer_layers_per_stage=(3, 1)),
-        mapping=Mapping(slots=tuple(reversed(plan.mapping.slots))),
+        mapping=Mapping(slots=tuple(reversed(own.mapping.slots))),
     )
-    tried = run_trial(replace(request, folder=tmp_path / "trials" / "1", plan=plan))
-    assert tried.outcome in (Outcome.OK, Outcome.UNSTABLE), (tried.reason, tried.last_lines)
+    tried = measured(replace(request, folder=tmp_path / "trials" / "1", plan=uneven))
     assert tried.loss == pytest.approx(result.loss, rel=1e-3)
+    ours = measured(replace(request, folder=tmp_path / "trials" / "2", plan=of_ours(own)))
+    assert ours.loss == pytest.approx(result.loss, rel=1e-3)
+    sheets = read_actions(ours.folder)
+    assert [len(sheet.actions) for sheet in sheets] == [2 * 3 * 4] * 2, "F, I and W of two stages"
+    for sheet in sheets:
+        times = zip(sheet.start_s, sheet.end_s, strict=True)
+        assert all(0 <= start < end for start, end in times)
+        assert list(sheet.start_s) == sorted(sheet.start_s)
+    assert trace(ours.folder, tmp_path / "trace.json")[0].startswith("makespan: measured ")
+    assert not living(tmp_path)
+
+
+def of_ours(own: Plan) -> Plan:
+    """A plan with two stages a device and split backwards, for the same job."""
+    made = plan(
+        (1, 1, 1, 1),
+        planned=layout(2, world=2, chunks=2, is_sharded=True),
+        own=layout(2, world=2, is_sharded=True),
+        batch=8,
+        schedule=schedule("zb-v", 2, 4, (2, 1, 1, 2)),
+    )
+    return replace(made, made_for=own.made_for, shape=own.shape, mapping=own.mapping)
+
+
+def test_a_script_that_calls_our_initialize_is_measured_alike(request_for: Request, tmp_path: Path) -> None:
+    own = layout(2, world=2, is_sharded=True)
+    uneven = plan((3, 1), planned=own, own=own, batch=8)
+    small = replace(shape(4), vocab_size=260)
+    uneven = replace(uneven, shape=small, made_for=replace(uneven.made_for, shape=small))
+    result = measured(request_for(FAULTY, "--fault", "drop-in", plan=uneven))
+    assert result.plan_key == uneven.key
+    assert not (tmp_path / "saved").exists()
+
+
+def test_out_of_memory_and_a_refusal(request_for: Request, tmp_path: Path) -> None:
+    full = run_trial(request_for(FAULTY, "--fault", "oom", name="oom"))
+    assert full.outcome is Outcome.INFEASIBLE
+    assert "out of memory on rank 1" in full.reason
+    assert full.memory_excess_bytes == 2 * 2**30
+    refused = run_trial(request_for(EXAMPLE, name="zero", config={"zero_optimization": {"stage": 2}}))
+    assert refused.outcome is Outcome.INFEASIBLE
+    assert "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism" in refused.reason
+    assert not living(tmp_path)
+
+
+def test_a_plan_that_does_not_fit_is_our_fault(request_for: Request, tmp_path: Path) -> None:
+    own = layout(4, world=4)
+    other = plan((1, 1, 1, 1), planned=own, own=own, batch=8)
+    result = run_trial(request_for(EXAMPLE, plan=replace(other, shape=shape(4))))
+    assert result.outcome is Outcome.HARNESS
+    assert "world_size 2 (plan: 4)" in result.reason
+    assert not living(tmp_path)
+
+
+def test_a_hang_and_a_stop(request_for: Request, tmp_path: Path) -> None:
+    short = Timeouts(init_s=150.0, first_step_s=60.0, step_s=6.0, shutdown_s=3.0)
+    hung = run_trial(request_for(FAULTY, "--fault", "hang", name="hang", timeouts=short, max_attempts=1))
+    assert hung.outcome is Outcome.INFRA
+    assert "rank" in hung.reason
+    assert hung.phase in ("warmup", "measure")
+    is_stopped = False
+
+    def on_progress(progress: Progress) -> None:
+        nonlocal is_stopped
+        is_stopped |= progress.phase == "measure" and progress.iteration >= 2
+
+    request = request_for(FAULTY, "--fault", "slow", "--train-iters", "1000", name="stop", measure=900)
+    stopped = run_trial(request, on_progress=on_progress, stop=lambda: is_stopped)
+    assert stopped.outcome is Outcome.CANCELLED, stopped.reason
+    assert is_stopped
+    assert not living(tmp_path)

@@ -1,0 +1,139 @@
+"""The parity gate on real DeepSpeed: what trains as the command does passes, a wrong gradient is named."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.cli.main import main
+from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
+from quartet_plugin.model.receipt import Receipt, needs_receipt, read_receipt, receipt_path
+from quartet_plugin.trial.parity import ParityGate
+from tests.deepspeed.support import ROOT, environment, layout, plan, schedule, shape
+
+FAULTY = ROOT / "tests" / "deepspeed" / "faulty_pretrain.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    "steps_per_print": 10**9,
+}
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+
+
+def command(folder: Path, *, starter: list[str], fault: str, **config: Any) -> list[str]:
+    """The words of a training command with dropout, and with its data and ds_config written."""
+    subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "prepare_data.py"), str(folder / "text"), "--max-mb", "0.2"],
+        check=True,
+        capture_output=True,
+    )
+    (folder / "ds.json").write_text(json.dumps({**CONFIG, **config}), encoding="utf-8")
+    sizes = "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 260"
+    flags = f"--fault {fault} --data-path {folder}/text --pipeline-stages 2 --train-iters 8 {sizes}".split()
+    return [*starter, str(FAULTY), *flags, "--deepspeed_config", str(folder / "ds.json")]
+
+
+def gate_for(folder: Path, words: list[str]) -> ParityGate:
+    return ParityGate(
+        command=parse_command(words, environment={}),
+        folder=folder / "gate",
+        weights=folder / "weights",
+        num_steps=STEPS,
+        device="cpu",
+        deadline_s=200.0,
+        cwd=folder,
+    )
+
+
+def for_example(made: Plan) -> Plan:
+    """For the example's vocabulary."""
+    own = replace(shape(4), vocab_size=260)
+    return replace(made, shape=own, made_for=replace(made.made_for, shape=own))
+
+
+def v_plan(*, is_sharded: bool = False, permuted: bool = True) -> Plan:
+    return for_example(
+        plan(
+            (1, 2, 1, 0),
+            planned=layout(2, world=2, chunks=2, is_sharded=is_sharded),
+            own=layout(2, world=2, is_sharded=is_sharded),
+            batch=8,
+            order=(1, 0) if permuted else None,
+            schedule=schedule("zb-v", 2, 4, (2, 2, 1, 1)),
+        )
+    )
+
+
+def worst(receipt: Receipt) -> float:
+    return max(max(float(one.loss_deviation), float(one.grad_norm_deviation)) for one in receipt.steps)
+
+
+def test_what_trains_as_the_command_does_passes_and_a_wrong_gradient_does_not(tmp_path: Path) -> None:
+    gate = gate_for(tmp_path, command(tmp_path, starter=TORCHRUN, fault="gradient"))
+    made = v_plan()
+    assert needs_receipt(made)
+    receipt = gate.check(made)
+    assert (receipt.verdict, receipt.reference, receipt.precision) == ("passed", "command", "fp32"), receipt
+    assert receipt.versions.framework == "deepspeed"
+    assert worst(receipt) <= 1e-6
+    assert len({one.reference_loss for one in receipt.steps}) == STEPS
+    assert len(list((gate.folder / f"plan-{made.key[:12]}").glob("attempt-1/rank-*.actions.json"))) == 2
+    own = layout(2, world=2)
+    failed = gate.check(for_example(plan((3, 1), planned=own, own=own, batch=8)))
+    assert failed.failure is not None
+    assert (failed.failure.step, failed.failure.quantity, failed.failure.stage) == (2, "grad_norm", 0)
+
+
+def test_a_sharded_optimizer_in_bf16(tmp_path: Path) -> None:
+    words = command(
+        tmp_path,
+        starter=TORCHRUN,
+        fault="none",
+        bf16={"enabled": True},
+        zero_optimization={"stage": 1},
+        gradient_clipping=1.0,
+    )
+    receipt = gate_for(tmp_path, words).check(v_plan(is_sharded=True))
+    assert (receipt.verdict, receipt.precision) == ("passed", "bf16"), receipt
+    assert all(float(one.grad_norm) > 0 for one in receipt.steps)
+
+
+def test_check_writes_the_receipt_that_train_asks_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = command(tmp_path, starter=["deepspeed", "--num_gpus", "2"], fault="none")
+    path = tmp_path / "plan.json"
+    write_plan(v_plan(), path=path)
+    train = ["train", "--plan", str(path), "--device", "cpu", "--", *words]
+    assert main(train) == 2
+    assert "has no parity receipt" in capfd.readouterr().err
+    assert main(["check", str(path), "--device", "cpu", "--steps", "2", "--", *words]) == 0
+    assert read_receipt(receipt_path(path)).plan_key == v_plan().key
+    assert not list((tmp_path / "plan.parity").rglob("layer-*.pt")), "the weights are gone"
+    capfd.readouterr()
+    assert main(train) == 0
+    assert "mapping: rank 0 on" in capfd.readouterr().err
+
+
+def test_an_interleaved_schedule_is_ours_under_deepspeed() -> None:
+    own = layout(2, world=2)
+    made = plan((1, 1, 1, 1), planned=layout(2, world=2, chunks=2), own=own, batch=8, group=2)
+    assert made.schedule == ScheduleChoice(name="interleaved", group=2)
+    assert needs_receipt(made)
+    assert not needs_receipt(replace(made, made_for=replace(made.made_for, framework="megatron-core")))
+    assert not needs_receipt(plan((2, 2), planned=own, own=own, batch=8))
