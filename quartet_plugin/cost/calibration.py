@@ -251,7 +251,7 @@ def _prior_spreads(observations: Sequence[Observation], names: Sequence[str]) ->
     own = {"action_s": ACTION_SPREAD, "residual": RESIDUAL_SPREAD}
     if not is_known:
         # Sockets between processes are of another order than the links of accelerators.
-        own |= {"hop_s": SOCKET_SPREAD, "peer_hop": SOCKET_SPREAD}
+        own["hop_s"] = SOCKET_SPREAD
     wide = {name: math.hypot(shared.get(name, RATIO_SPREAD), more) for name in names}
     return np.array([own.get(name, wide[name]) for name in names])
 
