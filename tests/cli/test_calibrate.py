@@ -1,0 +1,117 @@
+"""`quartet calibrate` with the trials of a run folder: iterations, and actions where they were recorded."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.cli.calibrate import of_run_folder
+from quartet_plugin.cli.main import main
+from quartet_plugin.cost.calibration import Direction, Quantity
+from quartet_plugin.cost.calibration_file import read_calibration
+from quartet_plugin.model.cluster import parse_cluster, write_cluster
+from quartet_plugin.model.files import write_json_atomic
+from tests.cli.test_profile import CLUSTER
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "attempt"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.json"
+    write_cluster(parse_cluster(CLUSTER, where="a test"), path=path)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder with one measured trial of the user's own command."""
+    attempt = tmp_path / "runs" / "one" / "trials" / "000000" / "attempt-1"
+    attempt.parent.mkdir(parents=True)
+    shutil.copytree(GOLDEN, attempt)
+    return tmp_path / "runs" / "one"
+
+
+def record_actions(run: Path) -> None:
+    """What both ranks of the trial would have left under a schedule of ours: two microbatches."""
+    for device in range(2):
+        texts = [f"{device}{kind}{number}" for number in range(2) for kind in "FIW"]
+        sheet: dict[str, Any] = {
+            "schema_version": 1,
+            "attempt_id": json.loads((GOLDEN / "result.json").read_text())["attempt_id"],
+            "launch_rank": device,
+            "device": device,
+            "replica": 0,
+            "begin_at": 1000.0,
+            "actions": texts,
+            "start_s": [0.02 * at for at in range(6)],
+            "end_s": [0.02 * at + 0.015 for at in range(6)],
+            "waiting_s": [0.0] * 6,
+        }
+        path = run / "trials" / "000000" / "attempt-1" / f"rank-{device}.actions.json"
+        write_json_atomic(path, sheet)
+
+
+def test_iterations_of_stock_trials_calibrate(
+    run: Path, cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "calibration.json"
+    assert main(["calibrate", "--cluster", str(cluster), str(run), "-o", str(path)]) == 0
+    found = read_calibration(path)
+    assert (found.num_iterations, found.num_parts) == (1, 0)
+    assert found.constants.residual != 1.0
+    printed = capsys.readouterr().out
+    assert "gemm_rate" in printed
+    assert "1 iterations and 0 parts" in printed
+
+
+def test_links_that_were_measured_are_not_guessed(run: Path, cluster: Path, tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    assert main(["calibrate", "--cluster", str(cluster), str(run), "-o", str(path)]) == 0
+    assert not {"scale_up", "scale_out", "hop_s"} & {term.name for term in read_calibration(path).terms}
+    data = json.loads(cluster.read_text())
+    data["links"]["measured"] = False
+    write_json_atomic(cluster, data)
+    assert main(["calibrate", "--cluster", str(cluster), str(run), "-o", str(path)]) == 0
+    assert "hop_s" in {term.name for term in read_calibration(path).terms}
+
+
+def test_recorded_actions_are_stages(run: Path, cluster: Path) -> None:
+    record_actions(run)
+    found = of_run_folder(run, cluster=cluster)
+    stages = {(one.index, one.direction): one.seconds for one in found if one.quantity is Quantity.STAGE}
+    assert set(stages) == {
+        (stage, direction)
+        for stage in (0, 1)
+        for direction in (Direction.FORWARD, Direction.INPUT_GRAD, Direction.WEIGHT_GRAD)
+    }
+    assert all(seconds == pytest.approx(0.015) for seconds in stages.values())
+
+
+def test_predictions_take_a_calibration(run: Path, cluster: Path, tmp_path: Path) -> None:
+    calibration, rows = tmp_path / "calibration.json", tmp_path / "rows.json"
+    assert main(["calibrate", "--cluster", str(cluster), str(run), "-o", str(calibration)]) == 0
+    from tests.cost.runs import ROW
+
+    rows.write_text(json.dumps([{"id": "one", **ROW}]))
+    outputs = []
+    for words in ([], ["--calibration", str(calibration)]):
+        path = tmp_path / f"predictions-{len(words)}.json"
+        assert main(["predict", str(rows), "-o", str(path), *words]) == 0
+        outputs.append(json.loads(path.read_text())[0])
+    assert "residual_s" not in outputs[0]["terms"]
+    assert "residual_s" in outputs[1]["terms"]
+    assert outputs[0]["iter_time_s"] != outputs[1]["iter_time_s"]
+
+
+def test_trials_of_models_that_are_no_list_of_layers_are_left_out(
+    run: Path, cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "trials" / "000000" / "attempt-1" / "rank-0.json"
+    data = json.loads(path.read_text())
+    data["job"]["split"] = None
+    write_json_atomic(path, data)
+    assert main(["calibrate", "--cluster", str(cluster), str(run), "-o", str(run / "c.json")]) == 2
+    assert "no measured trial" in capsys.readouterr().err
