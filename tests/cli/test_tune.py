@@ -29,8 +29,10 @@ def tune(folder: Path, *more: str, fake: list[str] | None = None, config: str = 
     return main([*options, *more, "--", *command, *(fake or [])])
 
 
-def start(folder: Path, *more: str, fake: list[str], **options: Any) -> "subprocess.Popen[bytes]":
-    words, command = prepare(folder)
+def start(
+    folder: Path, *more: str, fake: list[str], config: str = CONFIG, **options: Any
+) -> "subprocess.Popen[bytes]":
+    words, command = prepare(folder, config=config)
     argv = [sys.executable, "-c", ENTRY, *words, *more, "--", *command, *fake]
     return subprocess.Popen(argv, env=environment(), **options)
 
@@ -182,6 +184,29 @@ def test_a_killed_tuner_loses_nothing(tmp_path: Path) -> None:
     for number in (0, 1):
         assert not (tmp_path / f"runs/fake/trials/{number:06d}/attempt-2").exists()
     assert living(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_tuner_that_ends_in_a_parity_check_leaves_nothing(tmp_path: Path, number: int) -> None:
+    """The fake training saves no weights and runs no schedule of ours, so that none of ours is tried then."""
+    config = CONFIG.replace("schedule: 1f1b", "schedule: [1f1b, zb-h1]")
+    assert config != CONFIG
+    process = start(tmp_path, fake=SLOW, config=config, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run = tmp_path / "runs" / "fake"
+    beat = run / "parity/weights-of-stock/attempt-1/rank-0.beat.json"
+    wait_until(lambda: beat.exists(), what="the parity check")
+    process.send_signal(number)
+    assert process.wait(timeout=60) == (130 if number == signal.SIGINT else -number)
+    if number == signal.SIGINT:
+        assert living(tmp_path) == []
+        assert not (run / "parity" / "weights").exists()
+    assert tune(tmp_path, "--resume", fake=SLOW, config=config) == 0
+    assert living(tmp_path) == []
+    assert not (run / "parity" / "weights").exists()
+    kinds = [json.loads(line)["kind"] for line in (run / "events.jsonl").read_text().splitlines()]
+    assert kinds.count("parity") >= 2
+    assert kinds.count("quarantine") == 1
+    assert not list(run.rglob("*.tmp"))
 
 
 def _controlling_terminal(descriptor: int) -> None:
