@@ -66,7 +66,9 @@ def refused(run: Any, found: dict[str, Any], *words: str) -> None:
     for word in words:
         assert word in lines[0]
     assert "quartet_plugin/" not in run.stderr, "no frame of ours: torchrun alone shows a traceback, its own"
-    assert set(found) == {"rank-0.err.json", "rank-1.err.json"}
+    # torchrun ends a rank that is still importing as soon as the other one has refused.
+    assert found
+    assert set(found) <= {"rank-0.err.json", "rank-1.err.json"}
     assert {err["exit_code"] for err in found.values()} == {2}
     assert {err["kind"] for err in found.values()} == {"plan"}
 
