@@ -161,10 +161,13 @@ def test_bf16(tmp_path: Path) -> None:
         ({"precision": "bf16", "zero": 1, "clipping": 0.5}, h1),
         ({"precision": "bf16", "zero": 1, "tied": True}, v),
         ({"precision": "bf16", "extra": {"bf16": {"immediate_grad_update": True}}}, h1),
+        ({"precision": "bf16", "zero": 1, "extra": {"data_types": {"grad_accum_dtype": "fp32"}}}, h1),
     ]
-    for stock, ours in stock_and_ours(tmp_path, pairs):
-        assert ours["optimizer"] == "BF16_Optimizer"
+    found = stock_and_ours(tmp_path, pairs)
+    for stock, ours in found:
         assert_same(ours, stock, HALF)
+    own, sharded = "BF16_Optimizer", "DeepSpeedZeroOptimizer"
+    assert [ours["optimizer"] for _, ours in found] == [own, sharded, sharded, own, own]
 
 
 def test_fp16_and_its_loss_scale(tmp_path: Path) -> None:
