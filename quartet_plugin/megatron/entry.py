@@ -164,7 +164,9 @@ def _change(session: MegatronSession) -> list[str]:
 
         conversion = read_conversion(Path(os.environ[VARIABLE]))
         words = conversion_words(conversion, flags=flags, words=words)
-    prepared = _runtime(session, plan, flags.values(words))
+    # As the run will have them: on a CPU other layers than the command asks for.
+    as_run = _with_cpu_flags(words) if use_cpu(options) else words
+    prepared = _runtime(session, plan, flags.values(as_run))
     if prepared is not None:
         from quartet_plugin.megatron.runtime.refusals import without_alignment
 

@@ -153,6 +153,7 @@ class StudyConfig(_Section):
     """The study: how many plans besides the baseline, and how the best are measured again.
 
     After every `control` plans the baseline is measured once more, to see how the machine drifts; 0: never.
+    `starts` none leaves the cost model's own points out, so that the sampler is alone from the beginning.
     """
 
     trials: int = Field(default=20, ge=1, le=100_000)
@@ -162,6 +163,7 @@ class StudyConfig(_Section):
     top_k: int = Field(default=3, ge=1, le=20)
     rounds: int = Field(default=5, ge=3, le=100)
     control: int = Field(default=10, ge=0, le=100_000)
+    starts: Literal["auto", "none"] = "auto"
     objective: Literal["auto", "tokens_per_s", "model_flops_per_s_per_device"] = "auto"
 
 

@@ -222,7 +222,9 @@ class Coordinator:
                     if record.number != BASELINE:
                         self._launching.show_told(record)
             return study
-        num_starts = max(MIN_STARTS, round(STARTS_FRACTION * config.trials))
+        num_starts = 0
+        if config.starts == "auto":
+            num_starts = min(config.trials, max(MIN_STARTS, round(STARTS_FRACTION * config.trials)))
         prior = Prior()
         if self._prior is not None:
             prior = read_prior(
@@ -236,7 +238,7 @@ class Coordinator:
             name=self._run.name,
             objective=yardstick.objective,
             baseline=told_of(space.baseline, result, objective=yardstick.objective),
-            starts=[*prior.starts, *starting_points(space, num=min(num_starts, config.trials))],
+            starts=[*prior.starts, *starting_points(space, num=num_starts)],
             prior=[(one.params, one.told) for one in prior.trials],
         )
         self._observer.message(place.tool_line)

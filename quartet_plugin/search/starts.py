@@ -55,6 +55,8 @@ class _Guess:
 
 def starting_points(space: Space, *, num: int) -> list[Params]:
     """At most `num` points, no two with one plan and none the baseline's; deterministic."""
+    if num < 1:
+        return []
     found: dict[str, Params] = {}
     for wish in _in_turns(space):
         guess = wish.guess()

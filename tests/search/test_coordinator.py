@@ -51,6 +51,14 @@ def test_a_study_tries_every_axis_early_and_finds_a_faster_plan(tmp_path: Path) 
     assert len(tried) == 14
 
 
+def test_the_sampler_can_be_left_alone(tmp_path: Path) -> None:
+    planned = tune(begin(tmp_path / "a", study={"trials": 4}), FakeMachine())
+    alone = tune(begin(tmp_path / "b", study={"trials": 4, "starts": "none"}), FakeMachine())
+    first = planned.records[1].plan
+    assert first.key not in {record.plan.key for record in alone.records}
+    assert len(alone.records) >= len(planned.records)
+
+
 def test_no_plan_is_launched_twice_in_the_search(tmp_path: Path) -> None:
     machine = FakeMachine()
     tune(begin(tmp_path / "r", study={"trials": 25}), machine)

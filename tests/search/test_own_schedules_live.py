@@ -33,7 +33,7 @@ def test_zb_h1_is_checked_then_timed_on_our_runtime(
     (tmp_path / "q.yaml").write_text(CONFIG)
     command = ["torchrun", "--nproc-per-node", "2", str(SCRIPT), *MEGATRON_FLAGS]
     # The local layers are those whose backward is split.
-    pipeline = ["--pipeline-model-parallel-size", "2", "--transformer-impl", "local"]
+    pipeline = ["--pipeline-model-parallel-size", "2"]
     options = ["--config", str(tmp_path / "q.yaml"), "--run-dir", str(tmp_path)]
     assert main(["tune", *options, "--", *command, *pipeline]) == 0
     printed = capfd.readouterr().out
