@@ -128,6 +128,7 @@ def stock_and_ours(folder: Path, pairs: list[tuple[Found, Found]]) -> list[tuple
     return list(zip(found[::2], found[1::2], strict=True))
 
 
+@pytest.mark.slow
 def test_features_with_our_schedules(tmp_path: Path, one_process: dict[str, Found]) -> None:
     v, h1, loop = files_of(tmp_path)
     features: list[tuple[Found, Found, str]] = [
@@ -145,6 +146,7 @@ def test_features_with_our_schedules(tmp_path: Path, one_process: dict[str, Foun
         assert_same(ours, one_process[expected])
 
 
+@pytest.mark.slow
 def test_tied_layers(tmp_path: Path, one_process: dict[str, Found]) -> None:
     """On two devices, and both ends on one."""
     v, h1, loop = files_of(tmp_path)
@@ -154,6 +156,7 @@ def test_tied_layers(tmp_path: Path, one_process: dict[str, Found]) -> None:
         assert_same(ours, one_process["tied"])
 
 
+@pytest.mark.slow
 def test_bf16(tmp_path: Path) -> None:
     v, h1, _ = files_of(tmp_path)
     pairs: list[tuple[Found, Found]] = [
@@ -170,6 +173,7 @@ def test_bf16(tmp_path: Path) -> None:
     assert [ours["optimizer"] for _, ours in found] == [own, sharded, sharded, own, own]
 
 
+@pytest.mark.slow
 def test_fp16_and_its_loss_scale(tmp_path: Path) -> None:
     """A scale that is too large skips steps on all stages alike, and comes down."""
 
@@ -193,6 +197,7 @@ def test_fp16_and_its_loss_scale(tmp_path: Path) -> None:
     assert all(ours["skipped"] < 8 for _, ours in found[2:]), "steps are made once the scale has come down"
 
 
+@pytest.mark.slow
 def test_plans_on_two_devices(tmp_path: Path, one_process: dict[str, Found]) -> None:
     own = layout(2, world=2)
     chunked = layout(2, world=2, chunks=2)
@@ -232,6 +237,7 @@ def test_plans_on_two_devices(tmp_path: Path, one_process: dict[str, Found]) -> 
     assert [one["schedule"] for one in found[:3]] == ["TrainSchedule", "TrainSchedule", "PlannedSchedule"]
 
 
+@pytest.mark.slow
 def test_the_layout_of_a_plan(tmp_path: Path, one_process: dict[str, Found]) -> None:
     """Degrees, micro-batch, ZeRO stage and its bucket sizes come from the plan; the steps stay the same."""
     own, sharded = layout(2, world=2), layout(2, world=2, is_sharded=True)
@@ -286,6 +292,7 @@ def test_four_devices(tmp_path: Path, one_process: dict[str, Found]) -> None:
     assert [one["ranks"] for one in found[7:]] == [[2, 0, 3, 1], *[[3, 1, 0, 2]] * 3]
 
 
+@pytest.mark.slow
 def test_two_pipelines_of_two_devices(tmp_path: Path, one_process: dict[str, Found]) -> None:
     """The mapping mixes the pipelines; the replicas' gradients are summed as stock's are."""
     own = layout(2, world=4)
@@ -312,6 +319,7 @@ def test_two_pipelines_of_two_devices(tmp_path: Path, one_process: dict[str, Fou
         assert_same(one, one_process["wide"])
 
 
+@pytest.mark.slow
 def test_clipping_by_the_first_stage_is_told_where_deepspeed_does_it(tmp_path: Path) -> None:
     """Stock DeepSpeed alone: two stages train what one does, except where the fault is said to be."""
     features: list[tuple[dict[str, Any], float]] = [

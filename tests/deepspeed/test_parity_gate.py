@@ -83,6 +83,7 @@ def worst(receipt: Receipt) -> float:
     return max(max(float(one.loss_deviation), float(one.grad_norm_deviation)) for one in receipt.steps)
 
 
+@pytest.mark.slow
 def test_what_trains_as_the_command_does_passes_and_a_wrong_gradient_does_not(tmp_path: Path) -> None:
     gate = gate_for(tmp_path, command(tmp_path, starter=TORCHRUN, fault="gradient"))
     made = v_plan()
@@ -99,6 +100,7 @@ def test_what_trains_as_the_command_does_passes_and_a_wrong_gradient_does_not(tm
     assert (failed.failure.step, failed.failure.quantity, failed.failure.stage) == (2, "grad_norm", 0)
 
 
+@pytest.mark.slow
 def test_a_sharded_optimizer_in_bf16(tmp_path: Path) -> None:
     words = command(
         tmp_path,

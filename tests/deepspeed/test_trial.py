@@ -131,6 +131,7 @@ def of_ours(own: Plan) -> Plan:
     return replace(made, made_for=own.made_for, shape=own.shape, mapping=own.mapping)
 
 
+@pytest.mark.slow
 def test_a_script_that_calls_our_initialize_is_measured_alike(request_for: Request, tmp_path: Path) -> None:
     own = layout(2, world=2, is_sharded=True)
     uneven = plan((3, 1), planned=own, own=own, batch=8)
@@ -141,6 +142,7 @@ def test_a_script_that_calls_our_initialize_is_measured_alike(request_for: Reque
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.slow
 def test_out_of_memory_and_a_refusal(request_for: Request, tmp_path: Path) -> None:
     full = run_trial(request_for(FAULTY, "--fault", "oom", name="oom"))
     assert full.outcome is Outcome.INFEASIBLE
