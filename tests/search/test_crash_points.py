@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
+from sqlalchemy.pool import Pool
 
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.best import write_best
@@ -35,6 +36,17 @@ class Writes:
     def __init__(self, dies_before: int | None) -> None:
         self.count = 0
         self._dies_before = dies_before
+        self._connections: list[Any] = []
+
+    def connected(self, connection: Any, record: Any) -> None:
+        """A connection was made, and would end with its process."""
+        del record
+        self._connections.append(connection)
+
+    def let_go(self) -> None:
+        """What a killed process leaves open its system closes."""
+        for connection in self._connections:
+            connection.close()
 
     def one(self, *args: Any) -> None:
         """A write is about to happen."""
@@ -60,10 +72,14 @@ def watched(monkeypatch: pytest.MonkeyPatch, *, dies_before: int | None = None) 
         patch.setattr(os, "replace", before(os.replace))
         patch.setattr(os, "write", before(os.write))
         event.listen(Engine, "commit", writes.one)
+        event.listen(Pool, "connect", writes.connected)
         try:
             yield writes
         finally:
             event.remove(Engine, "commit", writes.one)
+            event.remove(Pool, "connect", writes.connected)
+            if dies_before is not None:
+                writes.let_go()
 
 
 def outcome(result: TuneResult) -> Any:
