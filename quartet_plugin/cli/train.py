@@ -135,12 +135,13 @@ def run_wrapped(
     with tempfile.TemporaryDirectory(prefix="quartet-", ignore_cleanup_errors=True) as folder:
         surroundings = child_environment(resolved, environment={**os.environ, **(environment or {})})
         surroundings[ERRORS_VARIABLE] = folder
-        try:
-            # In this session: a terminal's Ctrl-C reaches it as it would without us.
-            process = subprocess.Popen(argv, env=surroundings)
-        except OSError as error:
-            raise InfrastructureError(f"command {argv[0]!r}: cannot start: {error.strerror}") from error
-        code = _wait(process)
+        with _Signals() as signals:
+            try:
+                # In this session: a terminal's Ctrl-C reaches it as it would without us.
+                process = subprocess.Popen(argv, env=surroundings)
+            except OSError as error:
+                raise InfrastructureError(f"command {argv[0]!r}: cannot start: {error.strerror}") from error
+            code = signals.wait(process)
         reported = first_error(Path(folder))
     if code == 0:
         return int(ExitCode.DONE)
@@ -179,24 +180,45 @@ def first_error(folder: Path) -> QuartetError | None:
     return error
 
 
-def _wait(process: "subprocess.Popen[bytes]") -> int:
-    """Wait for the end, passing signals on that did not come from the terminal."""
-    is_interrupted = False
+class _Signals:
+    """Passes signals on to the command, those included that come while it is being started.
 
-    def handle(number: int, frame: object) -> None:
-        nonlocal is_interrupted
-        del frame
-        is_interrupted |= number == signal.SIGINT
-        if process.poll() is None and number != signal.SIGINT:
-            process.send_signal(number)
+    A terminal's Ctrl-C reaches the command by itself.
+    """
 
-    before = {number: signal.signal(number, handle) for number in _PASSED_ON}
-    try:
-        code = process.wait()
-    finally:
-        for number, handler in before.items():
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+        self._is_interrupted = False
+
+    def __enter__(self) -> "_Signals":
+        self._before = {number: signal.signal(number, self._handle) for number in _PASSED_ON}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
-    return -signal.SIGINT if is_interrupted and code != 0 else code
+
+    def wait(self, process: "subprocess.Popen[bytes]") -> int:
+        """Wait for the command's end and return its exit code."""
+        self._process = process
+        for number in self._early:  # of these a terminal's Ctrl-C too came before the command was there
+            process.send_signal(number)
+        code = process.wait()
+        return -signal.SIGINT if self._is_interrupted and code != 0 else code
+
+    def _handle(self, number: int, frame: object) -> None:
+        del frame
+        self._is_interrupted |= number == signal.SIGINT
+        if self._process is None:
+            self._early.append(number)
+        else:
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        process = self._process
+        if process is not None and number != signal.SIGINT and process.poll() is None:
+            process.send_signal(number)
 
 
 def framework_version(framework: str) -> str | None:

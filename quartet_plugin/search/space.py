@@ -143,7 +143,10 @@ class Space:
         )
 
     def params_of(self, plan: Plan) -> Params | None:
-        """Choices that lead to `plan`; None where the space does not hold it."""
+        """Choices that lead to `plan`; None where the space does not hold it.
+
+        Of a schedule of ours the weights of the ends are guessed; a rare plan cannot be read off.
+        """
         for recorder in _recorders(plan, space=self):
             try:
                 made = self.decode(recorder, trial=plan.provenance.trial)
