@@ -128,7 +128,9 @@ def _widths(base: ModelShape, *, rule: BudgetRule) -> range:
         )
         per_group = base.num_attention_heads // base.num_query_groups
         step = int(per_head) * math.lcm(even, 1 if base.num_query_groups == 1 else per_group)
-    step = math.lcm(step, math.gcd(base.hidden_size, _ALIGNMENT), 8)
+    # Of a narrow model the alignment would leave next to no widths.
+    aligned = math.gcd(base.hidden_size, _ALIGNMENT) if base.hidden_size >= 16 * _ALIGNMENT else 1
+    step = math.lcm(step, aligned, 8)
     # width^2 x depth is about constant, so width / depth over a band needs its cube root in width;
     # the embedding's share makes it more, up to the square root.
     reach = math.sqrt(rule.depth_width_band)

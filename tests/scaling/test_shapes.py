@@ -71,6 +71,12 @@ def test_a_small_model_can_be_made_wider_and_deeper() -> None:
     assert any(layers > 12 and hidden < 256 for layers, hidden in sizes)
 
 
+def test_a_narrow_model_has_other_shapes_too() -> None:
+    narrow = make_shape(num_layers=8, hidden_size=192, num_attention_heads=4, vocab_size=16384)
+    found = equal_shapes(narrow, rule=BudgetRule(tolerance=0.03))
+    assert len({(shape.num_layers, shape.hidden_size) for shape in found}) >= 3
+
+
 def test_many_heads_stay_a_count_that_can_be_divided() -> None:
     base = make_shape(
         num_layers=96,
