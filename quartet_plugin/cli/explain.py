@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quartet_plugin.cli.hardware import CalibrationFile, HardwareFolder, constants_of
+
 if TYPE_CHECKING:
     from quartet_plugin.cost.devices import Device
     from quartet_plugin.model.plan import Plan
@@ -29,17 +31,11 @@ def register(app: typer.Typer) -> None:
             ),
         ] = None,
         json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-        hardware: Annotated[
-            Path | None,
-            typer.Option(metavar="FOLDER", help="Device files of your own, before the library's."),
-        ] = None,
-        calibration: Annotated[
-            Path | None, typer.Option(metavar="FILE", help="A cluster's calibration.")
-        ] = None,
+        hardware: HardwareFolder = None,
+        calibration: CalibrationFile = None,
     ) -> None:
         """Show the terms of a plan's predicted step, the memory of every stage, and the runner-up."""
         from quartet_plugin.cli.invocation import refuse_user_command
-        from quartet_plugin.cli.plan import constants_of
         from quartet_plugin.cost.devices import read_folder
         from quartet_plugin.model.plan import read_plan
         from quartet_plugin.search.planner.explain import explained

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quartet_plugin.cli.hardware import CalibrationFile, HardwareFolder, constants_of
+
 if TYPE_CHECKING:
-    from quartet_plugin.cost.constants import Constants
     from quartet_plugin.search.planner.ranking import Ranked, Ranking
     from quartet_plugin.search.planner.refusals import Refusal
 
@@ -35,14 +36,8 @@ def register(app: typer.Typer) -> None:
         refused: Annotated[
             bool, typer.Option("--refused", help="List which constraint refused how many layouts.")
         ] = False,
-        hardware: Annotated[
-            Path | None,
-            typer.Option(metavar="FOLDER", help="Device files of your own, before the library's."),
-        ] = None,
-        calibration: Annotated[
-            Path | None,
-            typer.Option(metavar="FILE", help="A cluster's calibration, by `quartet calibrate`."),
-        ] = None,
+        hardware: HardwareFolder = None,
+        calibration: CalibrationFile = None,
     ) -> None:
         """Rank every legal layout of JOB.yaml by predicted iteration time, under the memory limit."""
         from quartet_plugin.cli.invocation import refuse_user_command
@@ -69,15 +64,6 @@ def register(app: typer.Typer) -> None:
         if refused:
             for line in _refusals(refusals(read, found)):
                 typer.echo(line)
-
-
-def constants_of(calibration: Path | None) -> "Constants | None":
-    """The constants that a calibration file corrected; None for the package's own."""
-    if calibration is None:
-        return None
-    from quartet_plugin.cost.calibration_file import read_calibration
-
-    return read_calibration(calibration).constants
 
 
 def _line(ranked: "Ranked") -> str:

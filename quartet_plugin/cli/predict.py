@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from quartet_plugin.cli.hardware import CalibrationFile, HardwareFolder, constants_of
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
@@ -19,25 +21,18 @@ def register(app: typer.Typer) -> None:
             Path,
             typer.Option("-o", "--output", metavar="FILE", help="Where to write.", show_default=False),
         ],
-        hardware: Annotated[
-            Path | None,
-            typer.Option(metavar="FOLDER", help="Device files of your own, before the library's."),
-        ] = None,
-        calibration: Annotated[
-            Path | None,
-            typer.Option(metavar="FILE", help="What quartet calibrate wrote for the rows' cluster."),
-        ] = None,
+        hardware: HardwareFolder = None,
+        calibration: CalibrationFile = None,
     ) -> None:
         """Predict iteration time and peak memory of every run in ROWS.json."""
         from quartet_plugin.cli.invocation import refuse_user_command
-        from quartet_plugin.cost.calibration_file import read_calibration
         from quartet_plugin.cost.devices import read_folder
         from quartet_plugin.cost.predict import predict_rows
         from quartet_plugin.model.files import read_json, write_json_atomic
 
         refuse_user_command(ctx)
         devices = None if hardware is None else read_folder(hardware)
-        constants = None if calibration is None else read_calibration(calibration).constants
+        constants = constants_of(calibration)
         found = predict_rows(read_json(rows), where=str(rows), constants=constants, devices=devices)
         write_json_atomic(output, found)
         errors = sum("error" in entry for entry in found)

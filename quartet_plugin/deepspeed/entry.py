@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from quartet_plugin.deepspeed.place import place_of
 from quartet_plugin.deepspeed.settings import (
@@ -70,34 +70,19 @@ def _launcher_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run(session: DeepSpeedSession) -> None:
     """Prepare, run the script, and leave a record of how it ended."""
-    try:
+
+    def work() -> None:
         prepare(session)
         run_program(session.command, list(session.command.arguments))
-        session.end_of_script()
-    except QuartetError as error:
-        session.record(error)
-        session.tell(error)
-        # Not through the interpreter's end: communicator threads may wait there for peers that refused too.
-        _leave(int(error.exit_code))
-    except SystemExit as error:
-        if error.code in (None, 0):
-            session.end_of_script()
-        else:
-            session.record(error)
-        raise
-    except BaseException as error:
-        session.record(error)
-        raise
+
+    # A refusal leaves the interpreter aside: communicator threads may wait there for peers that refused too.
+    session.run(work, end_well=session.end_of_script, refuse=_leave)
 
 
 def prepare(session: DeepSpeedSession) -> None:
     """Everything before the script runs. Raises QuartetError for a wrong section, trial or version."""
     options = session.command.options
-    if options.trial is not None:
-        from quartet_plugin.worker.files import RankFiles, read_order
-
-        session.files = RankFiles(read_order(options.trial), session.place)
-        session.files.start()
+    session.open_trial()
     file = config_file_of(session.command.arguments)
     if file is not None and file.exists():
         session.config = read_config(file)
@@ -242,7 +227,7 @@ def _watch(session: DeepSpeedSession, engine: Any) -> None:
     session.meter.watch(engine, neutralised=neutralised)
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

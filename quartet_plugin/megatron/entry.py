@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.megatron import cpu_device
@@ -65,25 +65,18 @@ def main() -> None:
 
 def run(session: MegatronSession) -> None:
     """Prepare, run the script, and leave a record of how it ended where a trial asks for one."""
-    try:
+
+    def work() -> None:
         arguments = prepare(session)
         if session.files is not None:
             session.files.move("init", 0)
         run_program(session.command, arguments)
-        _end_well(session)
-    except QuartetError as error:
-        session.record(error)
-        session.tell(error)
-        raise SystemExit(int(error.exit_code)) from None
-    except SystemExit as error:
-        if error.code in (None, 0):
-            _end_well(session)
-        else:
-            session.record(error)
-        raise
-    except BaseException as error:
-        session.record(error)
-        raise
+
+    session.run(work, end_well=lambda: _end_well(session), refuse=_refuse)
+
+
+def _refuse(exit_code: int) -> NoReturn:
+    raise SystemExit(exit_code) from None
 
 
 def prepare(session: MegatronSession) -> list[str]:
@@ -95,11 +88,7 @@ def prepare(session: MegatronSession) -> list[str]:
     on_cpu = use_cpu(options)
     if on_cpu:
         cpu_device.ensure_environment()
-    if options.trial is not None:
-        from quartet_plugin.worker.files import RankFiles, read_order
-
-        session.files = RankFiles(read_order(options.trial), session.place)
-        session.files.start()
+    session.open_trial()
     is_passive = options.plan is None and options.trial is None and VARIABLE not in os.environ
     if not is_passive:
         from quartet_plugin.megatron.seams import check_version

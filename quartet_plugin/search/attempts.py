@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -12,7 +12,7 @@ from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow
 from quartet_plugin.model.plan import Plan, read_plan
 from quartet_plugin.search.launches import SETTLED
-from quartet_plugin.trial.attempt import PREFIX, open_attempt, read_result
+from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt, read_result
 from quartet_plugin.trial.files import RankFiles, RankReport, read_sheet
 from quartet_plugin.trial.lease import LOCK_NAME, Holder
 from quartet_plugin.trial.request import PHASES, TrialResult
@@ -72,7 +72,7 @@ class Launch:
 
 def read_launch(folder: Path, *, faults: list[str]) -> Launch:
     """The trial's folder; what cannot be read is left out and added to `faults`."""
-    attempts = sorted((path for path in folder.glob(f"{PREFIX}*") if path.is_dir()), key=_number)
+    attempts = sorted((path for path in folder.glob(f"{PREFIX}*") if path.is_dir()), key=attempt_number)
     if not attempts:
         return Launch(folder=folder, attempt=0, num_attempts=0)
     found: list[tuple[Path, TrialResult | None]] = []
@@ -87,7 +87,7 @@ def read_launch(folder: Path, *, faults: list[str]) -> Launch:
     plan, reports = _plan_and_reports(path, result, faults=faults)
     launch = Launch(
         folder=path,
-        attempt=_number(path),
+        attempt=attempt_number(path),
         num_attempts=len(attempts),
         plan=plan,
         result=result,
@@ -113,8 +113,6 @@ def _plan_and_reports(
 
 
 def _where_it_is(launch: Launch, *, faults: list[str]) -> Launch:
-    from dataclasses import replace
-
     try:
         attempt = open_attempt(launch.folder)
         if attempt is None:
@@ -148,8 +146,3 @@ def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
             renewed_s=max(0.0, now - path.lstat().st_mtime),
         )
     return None
-
-
-def _number(path: Path) -> int:
-    number = path.name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0

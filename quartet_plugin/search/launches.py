@@ -84,9 +84,9 @@ class LocalLaunches:
 
     def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
         """See `Launches`."""
-        from quartet_plugin.trial.attempt import PREFIX, read_result
+        from quartet_plugin.trial.attempt import PREFIX, attempt_number, read_result
 
-        attempts = sorted(folder.glob(f"{PREFIX}*"), key=_attempt_number, reverse=True)
+        attempts = sorted(folder.glob(f"{PREFIX}*"), key=attempt_number, reverse=True)
         for attempt in attempts:
             # A file that breaks its format is worth nothing: the plan is launched again, in a new folder.
             with contextlib.suppress(QuartetError):
@@ -167,8 +167,3 @@ def _judged(result: TrialResult) -> TrialResult:
     errs = RankFiles(result.folder, attempt_id=result.attempt_id).scan().errs
     kinds = {err.kind for err in errs.values() if err.kind != "network"}
     return replace(result, outcome=Outcome.INFEASIBLE) if kinds == {"plan"} else result
-
-
-def _attempt_number(path: Path) -> int:
-    number = path.name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0

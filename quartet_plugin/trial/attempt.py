@@ -136,6 +136,12 @@ def _make_folder(request: TrialRequest, *, number: int) -> Path:
         raise StorageError(f"{parent}: cannot be made: {error.strerror}; free the disk") from error
 
 
+def attempt_number(folder: Path) -> int:
+    """The number of an attempt's folder; 0 for a folder that is none."""
+    number = folder.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
+
+
 def open_attempt(folder: Path) -> Attempt | None:
     """An attempt that an earlier tuner wrote down; None where it ended before that.
 

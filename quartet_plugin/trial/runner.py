@@ -8,7 +8,7 @@ from dataclasses import replace
 from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.launchers.launcher import Launcher
 from quartet_plugin.launchers.local import LocalLauncher, free_port
-from quartet_plugin.trial.attempt import Launch, create_attempt, write_result
+from quartet_plugin.trial.attempt import Launch, attempt_number, create_attempt, write_result
 from quartet_plugin.trial.outcome import Verdict, classify
 from quartet_plugin.trial.processes import ProcessBook
 from quartet_plugin.trial.request import Phase, Progress, TrialRequest, TrialResult
@@ -60,7 +60,7 @@ def run_trial(
         if not is_again or should_stop(stop):
             return result
         earlier.append(verdict)
-        number = int(launch.attempt.folder.name.rpartition("-")[2]) + 1
+        number = attempt_number(launch.attempt.folder) + 1
 
 
 def should_stop(stop: Stop | None) -> bool:
@@ -96,7 +96,7 @@ def _watch(
     poll_s: float,
 ) -> Ending:
     attempt = launch.attempt
-    number = int(attempt.folder.name.rpartition("-")[2])
+    number = attempt_number(attempt.folder)
 
     def on_move(phase: Phase, iteration: int, elapsed_s: float) -> None:
         if on_progress is not None:

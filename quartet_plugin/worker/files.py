@@ -129,14 +129,9 @@ class RankFiles:
 
     def write_result(self, content: dict[str, Any]) -> None:
         """Write rank-K.json."""
-        place = self.place
         head = {
-            "schema_version": 1,
-            "attempt_id": self.order.attempt_id,
-            "rank": int(os.environ.get("RANK", place.launch_rank)),
-            "launch_rank": place.launch_rank,
-            "host": place.host,
-            "local_rank": place.local_rank or 0,
+            **self._head(),
+            "local_rank": self.place.local_rank or 0,
             "pid": os.getpid(),
             "plan_key": self.plan_key,
         }
@@ -144,18 +139,18 @@ class RankFiles:
 
     def write_error(self, content: dict[str, Any]) -> None:
         """Write rank-K.err.json."""
+        head = {**self._head(), "phase": self.phase, "iteration": self.iteration, "time": time.time()}
+        write_json_atomic(self._path("err.json"), {**head, **content})
+
+    def _head(self) -> dict[str, Any]:
         place = self.place
-        head = {
+        return {
             "schema_version": 1,
             "attempt_id": self.order.attempt_id,
             "rank": int(os.environ.get("RANK", place.launch_rank)),
             "launch_rank": place.launch_rank,
             "host": place.host,
-            "phase": self.phase,
-            "iteration": self.iteration,
-            "time": time.time(),
         }
-        write_json_atomic(self._path("err.json"), {**head, **content})
 
     @property
     def is_stop_asked(self) -> bool:

@@ -3,9 +3,10 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.files import write_json_atomic
@@ -37,6 +38,40 @@ class Session:
     def num_steps(self) -> int:
         """Training steps done so far."""
         return 0 if self.meter is None else int(self.meter.num_steps)
+
+    def open_trial(self) -> None:
+        """Where a trial is asked for, read its order and begin its heartbeat. Raises ConfigError."""
+        if self.options.trial is None:
+            return
+        from quartet_plugin.worker.files import RankFiles, read_order
+
+        self.files = RankFiles(read_order(self.options.trial), self.place)
+        self.files.start()
+
+    def run(
+        self, work: Callable[[], None], *, end_well: Callable[[], None], refuse: Callable[[int], NoReturn]
+    ) -> None:
+        """Do `work`, the preparing and the script, and leave a record of how it ended.
+
+        `end_well` follows a script that ended by itself without an error; `refuse` ends the process with the
+        exit code of a refusal of ours, which was told.
+        """
+        try:
+            work()
+            end_well()
+        except QuartetError as error:
+            self.record(error)
+            self.tell(error)
+            refuse(int(error.exit_code))
+        except SystemExit as error:
+            if error.code in (None, 0):
+                end_well()
+            else:
+                self.record(error)
+            raise
+        except BaseException as error:
+            self.record(error)
+            raise
 
     def tell(self, error: QuartetError) -> None:
         """One line for the user: from launch rank 0 at once, from others if that has not ended the start."""

@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from quartet_plugin.deepspeed.choice import unit_costs
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import (
@@ -160,3 +162,12 @@ def train(folder: Path, *, processes: int, options: Sequence[dict[str, Any]]) ->
     assert run.returncode == 0, run.stderr[-4000:]
     results: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
     return results
+
+
+def prepare_launchers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this test start commands as users do, and make real text for them in `folder`."""
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    script = [str(ROOT / "examples" / "prepare_data.py"), str(folder / "text"), "--max-mb", "0.2"]
+    subprocess.run([sys.executable, *script], check=True, capture_output=True)

@@ -1,7 +1,6 @@
 """DeepSpeed commands as trials, under both launchers: the same files, outcomes and plans as for Megatron."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,7 @@ from quartet_plugin.trial.files import RankFiles, parse_job
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial
 from tests.cli.tuning import living
-from tests.deepspeed.support import ROOT, environment, layout, plan, schedule, shape
+from tests.deepspeed.support import ROOT, layout, plan, prepare_launchers, schedule, shape
 
 CONFIG = {
     "train_batch_size": 8,
@@ -40,20 +39,7 @@ Request = Callable[..., TrialRequest]
 @pytest.fixture(params=STARTERS, ids=["deepspeed", "torchrun"])
 def request_for(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Request:
     """Trials of a script with arguments, started as users do; each in a folder of its own."""
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
-    subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "examples" / "prepare_data.py"),
-            str(tmp_path / "text"),
-            "--max-mb",
-            "0.2",
-        ],
-        check=True,
-        capture_output=True,
-    )
+    prepare_launchers(tmp_path, monkeypatch)
 
     def make(
         script: Path, *words: str, name: str = "0", config: dict[str, Any] | None = None, **more: Any

@@ -1,8 +1,6 @@
 """`quartet tune` on a DeepSpeed command: a plan of ours passes the parity gate before it is timed."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.errors import ExitCode
 from quartet_plugin.model.plan import read_plan
 from tests.cli.tuning import living
-from tests.deepspeed.support import ROOT, environment
+from tests.deepspeed.support import ROOT, prepare_launchers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,20 +31,7 @@ DS_CONFIG = {
 
 
 def test_a_schedule_of_ours_is_checked_and_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
-    subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "examples" / "prepare_data.py"),
-            str(tmp_path / "text"),
-            "--max-mb",
-            "0.2",
-        ],
-        check=True,
-        capture_output=True,
-    )
+    prepare_launchers(tmp_path, monkeypatch)
     (tmp_path / "q.yaml").write_text(CONFIG)
     (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
     script = [str(ROOT / "examples" / "pretrain_deepspeed.py"), "--data-path", str(tmp_path / "text")]
