@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quartet_plugin.errors import InfeasibleError, InfrastructureError, SeamError
+from quartet_plugin.errors import InfrastructureError, SeamError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import NodeInfo, Plan
-from quartet_plugin.model.receipt import Receipt, needs_receipt
+from quartet_plugin.model.receipt import Receipt
 from quartet_plugin.model.schema import dump
 from quartet_plugin.search.budget import TimeBudget
 from quartet_plugin.search.control import Control, Controls
@@ -31,14 +31,12 @@ from quartet_plugin.search.prior import Prior, read_prior
 from quartet_plugin.search.rounds import FinalRounds, winner_of
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.scoring import objective_of, score
+from quartet_plugin.search.searching import Search
 from quartet_plugin.search.space import Space, build_space
 from quartet_plugin.search.starts import starting_points
-from quartet_plugin.search.study import Proposal, Record, TuneStudy
+from quartet_plugin.search.study import Record, TuneStudy
 from quartet_plugin.trial.request import Outcome, TrialResult
 
-MAX_INFEASIBLE_IN_A_ROW = 30
-MAX_LOST_IN_A_ROW = 3
-MAX_REPEATS_IN_A_ROW = 8
 # Of the trials, at most this part are the cost model's starting points; the others are the sampler's.
 STARTS_FRACTION = 0.6
 MIN_STARTS = 4
@@ -110,7 +108,6 @@ class Coordinator:
             should_stop=should_stop,
             fence=fence,
         )
-
         self._controls = Controls(
             run=run,
             launches=launches,
@@ -118,6 +115,15 @@ class Coordinator:
             observer=observer,
             events=self._events,
             budget=self._budget,
+        )
+        self._search = Search(
+            run=run,
+            launching=self._launching,
+            parity=self._parity,
+            controls=self._controls,
+            events=self._events,
+            budget=self._budget,
+            fence=fence,
         )
 
     def tune(self) -> TuneResult:
@@ -153,7 +159,7 @@ class Coordinator:
         study = self._open_study(space, result, yardstick)
         try:
             self._parity.restore(study.records())
-            self._observer.message(self._search(study))
+            self._observer.message(self._search.spend(study))
             records = study.records()
         finally:
             study.close()
@@ -168,7 +174,7 @@ class Coordinator:
             folder=self._run.folder.trial(BASELINE),
             label=str(BASELINE),
             stage="baseline",
-            num_left=self._num_in_search(tried=0) + 1,
+            num_left=self._search.num_left(tried=0) + 1,
         )
         if result.is_measured and result.job is not None:
             return result
@@ -249,88 +255,6 @@ class Coordinator:
         self._fence()
         return self._should_stop()
 
-    # The search
-
-    def _search(self, study: TuneStudy) -> str:
-        """Spend the trials; returns why the search ended."""
-        proposal = study.unfinished()
-        while True:
-            records = study.records()
-            _check_rows(records)
-            tried = sum(_is_spent(record) for record in records)
-            is_over = tried >= self._config.trials
-            self._controls.after(tried, num_left=self._num_in_search(tried=tried), is_over=is_over)
-            if is_over:
-                return f"{tried} plans were tried"
-            if not self._budget.fits(num_launches=1, then=self._num_in_final()):
-                return f"{tried} plans were tried; the time that is left is kept for the final rounds"
-            proposal = proposal or self._ask(study, records)
-            if proposal is None:
-                return f"{tried} plans were tried; there are no others to try"
-            self._try(study, proposal, records, tried=tried)
-            proposal = None
-
-    def _ask(self, study: TuneStudy, records: list[Record]) -> Proposal | None:
-        """A new proposal; None where no new plan is left. After some repeats chance finds one."""
-        self._launching.check_stop()
-        repeats = _in_a_row(records, lambda record: record.told.repeats is not None)
-        if repeats >= MAX_REPEATS_IN_A_ROW:
-            keys = frozenset(record.plan.key for record in records)
-
-            def is_known(plan: Plan) -> bool:
-                return plan.key in keys or self._parity.refusal_of(plan) is not None
-
-            if not study.enqueue_fresh(is_known=is_known):
-                return None
-        return study.ask()
-
-    def _try(self, study: TuneStudy, proposal: Proposal, records: list[Record], *, tried: int) -> None:
-        """Launch the proposal, or answer it from what was measured, and tell the study."""
-        assert self._launching.yardstick is not None
-        self._fence()
-        self._launching.best_value = max(r.told.value for r in records if r.told.value is not None)
-        key = proposal.plan.key
-        known = next((record for record in records if record.plan.key == key), None)
-        if known is not None:
-            study.tell(proposal, replace(known.told, repeats=known.number, wall_s=0.0))
-            self._events.add("repeat", trial=proposal.number, of=known.number)
-            return
-        if self._is_refused(study, proposal, records):
-            return
-        result = self._launching.launch(
-            proposal.plan,
-            number=proposal.number,
-            folder=self._run.folder.trial(proposal.number),
-            label=str(proposal.number),
-            stage="search",
-            num_left=self._num_in_search(tried=tried),
-        )
-        if result.outcome is Outcome.HARNESS:
-            raise SeamError(f"trial {proposal.number}: {result.reason}; see {result.folder}")
-        self._fence()
-        told = told_of(proposal.plan, result, objective=self._launching.yardstick.objective)
-        study.tell(proposal, told)
-        self._events.add("told", trial=proposal.number, verdict=told.verdict, value=told.value)
-        if told.verdict == "wrong" and needs_receipt(proposal.plan):
-            self._parity.quarantine(proposal.plan, told.reason, trial=proposal.number)
-
-    def _is_refused(self, study: TuneStudy, proposal: Proposal, records: list[Record]) -> bool:
-        """Whether the parity gate keeps the proposal from being timed; then the study is told."""
-        plan, number = proposal.plan, proposal.number
-        refusal = self._parity.admit(plan, trial=number)
-        if refusal is None:
-            return False
-        self._fence()
-        repeats = None
-        if refusal.culprit is not None:
-            repeats = next((r.number for r in records if r.plan.key == refusal.culprit), BASELINE)
-        told = refusal.told(repeats=repeats)
-        study.tell(proposal, told)
-        self._events.add("told", trial=number, verdict=told.verdict, reason=told.reason, of=repeats)
-        if repeats is None:
-            self._launching.show_told(Record(number=number, plan=plan, told=told))
-        return True
-
     # The final rounds
 
     def _finish(self, records: list[Record], yardstick: Yardstick) -> TuneResult:
@@ -362,44 +286,3 @@ class Coordinator:
             else:
                 self._observer.message(f"trial {record.number} is out: {refusal.reason}")
         return chosen
-
-    def _num_in_final(self) -> int:
-        return self._config.rounds * (self._config.top_k + 1)
-
-    def _num_in_search(self, *, tried: int) -> int:
-        return self._config.trials - tried + self._num_in_final()
-
-
-def _check_rows(records: list[Record]) -> None:
-    """End a search that goes nowhere."""
-    launched = [one for one in records if one.told.repeats is None and one.told.source is None]
-    infeasible = _in_a_row(launched, lambda record: record.told.verdict == "infeasible")
-    if infeasible >= MAX_INFEASIBLE_IN_A_ROW:
-        nearest = min(launched[-infeasible:], key=lambda record: record.told.excess)
-        raise InfeasibleError(
-            f"{infeasible} plans in a row did not fit; the nearest was trial {nearest.number} "
-            f"({nearest.plan.layout.label}): {nearest.told.reason}; narrow the search in q.yaml"
-        )
-    lost = _in_a_row(launched, lambda record: record.told.verdict == "lost")
-    if lost >= MAX_LOST_IN_A_ROW:
-        raise InfrastructureError(
-            f"{lost} trials in a row could not be run: {launched[-1].told.reason}; "
-            "mend that and begin a new run"
-        )
-
-
-def _is_spent(record: Record) -> bool:
-    """Whether a trial used up one of the study's trials."""
-    told = record.told
-    is_own = told.repeats is None and told.source is None
-    return record.number != BASELINE and is_own and told.verdict != "lost"
-
-
-def _in_a_row(records: list[Record], is_one: Callable[[Record], bool]) -> int:
-    """How many of the latest records are such."""
-    count = 0
-    for record in reversed(records):
-        if not is_one(record):
-            break
-        count += 1
-    return count

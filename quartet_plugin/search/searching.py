@@ -1,0 +1,188 @@
+"""The search as it is spent: the study is asked, what needs no launch is answered, the rest launched, told.
+
+`ask` and `tell` are the two places where the study's next point is chosen and where a measurement reaches it,
+however many trials are under way.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from quartet_plugin.errors import InfeasibleError, InfrastructureError, SeamError
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.receipt import needs_receipt
+from quartet_plugin.search.budget import TimeBudget
+from quartet_plugin.search.control import Controls
+from quartet_plugin.search.events import EventLog
+from quartet_plugin.search.final import BASELINE
+from quartet_plugin.search.launching import Launching, told_of
+from quartet_plugin.search.parity import ParityKeeper
+from quartet_plugin.search.run_folder import Run
+from quartet_plugin.search.study import Proposal, Record, TuneStudy
+from quartet_plugin.trial.request import Outcome, TrialResult
+
+MAX_INFEASIBLE_IN_A_ROW = 30
+MAX_LOST_IN_A_ROW = 3
+MAX_REPEATS_IN_A_ROW = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """Spends a study's trials, one after the other."""
+
+    run: Run
+    launching: Launching
+    parity: ParityKeeper
+    controls: Controls
+    events: EventLog
+    budget: TimeBudget
+    fence: Callable[[], None]
+
+    def spend(self, study: TuneStudy) -> str:
+        """Spend the trials; returns why the search ended."""
+        proposal = study.unfinished()
+        while True:
+            records = study.records()
+            check_rows(records)
+            tried = num_spent(records)
+            over = self.is_over(tried)
+            self.controls.after(tried, num_left=self.num_left(tried=tried), is_over=over)
+            if over:
+                return f"{tried} plans were tried"
+            if not self.has_time():
+                return f"{tried} plans were tried; the time that is left is kept for the final rounds"
+            proposal = proposal or self.ask(study, records)
+            if proposal is None:
+                return f"{tried} plans were tried; there are no others to try"
+            self._try(study, proposal, records, tried=tried)
+            proposal = None
+
+    def ask(
+        self, study: TuneStudy, records: list[Record], *, pending: Collection[Plan] = ()
+    ) -> Proposal | None:
+        """A new proposal; None where no new plan is left. After some repeats chance finds one.
+
+        `pending` plans are under way and not told yet.
+        """
+        self.launching.check_stop()
+        repeats = in_a_row(records, lambda record: record.told.repeats is not None)
+        if repeats >= MAX_REPEATS_IN_A_ROW:
+            keys = frozenset(plan.key for plan in (*(record.plan for record in records), *pending))
+
+            def is_known(plan: Plan) -> bool:
+                return plan.key in keys or self.parity.refusal_of(plan) is not None
+
+            if not study.enqueue_fresh(is_known=is_known):
+                return None
+        return study.ask()
+
+    def answer(self, study: TuneStudy, proposal: Proposal, records: list[Record]) -> bool:
+        """Whether the study was told without a launch: the plan was measured before, or it is refused."""
+        self.fence()
+        self.launching.best_value = max(r.told.value for r in records if r.told.value is not None)
+        key = proposal.plan.key
+        known = next((record for record in records if record.plan.key == key), None)
+        if known is not None:
+            study.tell(proposal, replace(known.told, repeats=known.number, wall_s=0.0))
+            self.events.add("repeat", trial=proposal.number, of=known.number)
+            return True
+        return self._is_refused(study, proposal, records)
+
+    def tell(self, study: TuneStudy, proposal: Proposal, result: TrialResult) -> None:
+        """Tell the study what came of a launch. Raises SeamError for a fault of our own."""
+        yardstick = self.launching.yardstick
+        assert yardstick is not None
+        if result.outcome is Outcome.HARNESS:
+            raise SeamError(f"trial {proposal.number}: {result.reason}; see {result.folder}")
+        self.fence()
+        told = told_of(proposal.plan, result, objective=yardstick.objective)
+        study.tell(proposal, told)
+        self.events.add("told", trial=proposal.number, verdict=told.verdict, value=told.value)
+        if told.verdict == "wrong" and needs_receipt(proposal.plan):
+            self.parity.quarantine(proposal.plan, told.reason, trial=proposal.number)
+
+    def is_over(self, tried: int) -> bool:
+        """Whether every trial is used up."""
+        return tried >= self.run.config.study.trials
+
+    def has_time(self) -> bool:
+        """Whether another trial and the final rounds are likely to end in time."""
+        return self.budget.fits(num_launches=1, then=self.num_in_final())
+
+    def num_in_final(self) -> int:
+        """Launches of the final rounds."""
+        study = self.run.config.study
+        return study.rounds * (study.top_k + 1)
+
+    def num_left(self, *, tried: int) -> int:
+        """Launches that are still to come after so many trials."""
+        return self.run.config.study.trials - tried + self.num_in_final()
+
+    def _try(self, study: TuneStudy, proposal: Proposal, records: list[Record], *, tried: int) -> None:
+        """Launch the proposal, or answer it from what was measured, and tell the study."""
+        if self.answer(study, proposal, records):
+            return
+        result = self.launching.launch(
+            proposal.plan,
+            number=proposal.number,
+            folder=self.run.folder.trial(proposal.number),
+            label=str(proposal.number),
+            stage="search",
+            num_left=self.num_left(tried=tried),
+        )
+        self.tell(study, proposal, result)
+
+    def _is_refused(self, study: TuneStudy, proposal: Proposal, records: list[Record]) -> bool:
+        """Whether the parity gate keeps the proposal from being timed; then the study is told."""
+        plan, number = proposal.plan, proposal.number
+        refusal = self.parity.admit(plan, trial=number)
+        if refusal is None:
+            return False
+        self.fence()
+        repeats = None
+        if refusal.culprit is not None:
+            repeats = next((r.number for r in records if r.plan.key == refusal.culprit), BASELINE)
+        told = refusal.told(repeats=repeats)
+        study.tell(proposal, told)
+        self.events.add("told", trial=number, verdict=told.verdict, reason=told.reason, of=repeats)
+        if repeats is None:
+            self.launching.show_told(Record(number=number, plan=plan, told=told))
+        return True
+
+
+def check_rows(records: list[Record]) -> None:
+    """End a search that goes nowhere: raises InfeasibleError or InfrastructureError."""
+    launched = [one for one in records if one.told.repeats is None and one.told.source is None]
+    infeasible = in_a_row(launched, lambda record: record.told.verdict == "infeasible")
+    if infeasible >= MAX_INFEASIBLE_IN_A_ROW:
+        nearest = min(launched[-infeasible:], key=lambda record: record.told.excess)
+        raise InfeasibleError(
+            f"{infeasible} plans in a row did not fit; the nearest was trial {nearest.number} "
+            f"({nearest.plan.layout.label}): {nearest.told.reason}; narrow the search in q.yaml"
+        )
+    lost = in_a_row(launched, lambda record: record.told.verdict == "lost")
+    if lost >= MAX_LOST_IN_A_ROW:
+        raise InfrastructureError(
+            f"{lost} trials in a row could not be run: {launched[-1].told.reason}; "
+            "mend that and begin a new run"
+        )
+
+
+def num_spent(records: list[Record]) -> int:
+    """How many trials used up one of the study's."""
+    return sum(_is_spent(record) for record in records)
+
+
+def _is_spent(record: Record) -> bool:
+    told = record.told
+    is_own = told.repeats is None and told.source is None
+    return record.number != BASELINE and is_own and told.verdict != "lost"
+
+
+def in_a_row(records: list[Record], is_one: Callable[[Record], bool]) -> int:
+    """How many of the latest records are such."""
+    count = 0
+    for record in reversed(records):
+        if not is_one(record):
+            break
+        count += 1
+    return count
