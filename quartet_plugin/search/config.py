@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import shown, validate
+from quartet_plugin.search.samplers import DEFAULT, SamplerName, check_name
 from quartet_plugin.search.storage import FORMS, SQLITE, check_address, without_password
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -63,6 +64,14 @@ def _storage(value: Any) -> str:
         raise PydanticCustomError("rule", "{message}", {"message": message}) from error
 
 
+def _sampler(value: Any) -> SamplerName:
+    """The message names the field itself, and why a sampler that Optuna has is not taken."""
+    try:
+        return check_name(value)
+    except ConfigError as error:
+        raise PydanticCustomError("rule", "{message}", {"message": str(error)}) from error
+
+
 def _run_name(value: str) -> str:
     if not _RUN_NAME.fullmatch(value):
         raise ValueError("letters, digits, '.', '_' and '-', at most 100, beginning with a letter or digit")
@@ -103,6 +112,7 @@ ScheduleWish = Literal[
 ]
 # What is written down of it has no password.
 Storage = Annotated[str, BeforeValidator(_storage), PlainSerializer(without_password)]
+Sampler = Annotated[SamplerName, BeforeValidator(_sampler)]
 Schedules = Annotated[
     tuple[ScheduleWish, ...] | None,
     BeforeValidator(lambda v: _tuple(_as_list(v))),
@@ -154,10 +164,12 @@ class StudyConfig(_Section):
 
     After every `control` plans the baseline is measured once more, to see how the machine drifts; 0: never.
     `starts` none leaves the cost model's own points out, so that the sampler is alone from the beginning.
+    `sampler` proposes the plans after them.
     """
 
     trials: int = Field(default=20, ge=1, le=100_000)
     seed: int = Field(default=0, ge=0, le=2**31 - 1)
+    sampler: Sampler = DEFAULT
     storage: Storage = SQLITE
     tensorboard: bool = False
     top_k: int = Field(default=3, ge=1, le=20)

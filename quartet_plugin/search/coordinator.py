@@ -219,7 +219,9 @@ class Coordinator:
     def _open_study(self, space: Space, result: TrialResult, yardstick: Yardstick) -> TuneStudy:
         config = self._config
         place = replace(self._run.storage, say=self._observer.message, should_stop=self._should_stop_waiting)
-        study = TuneStudy.open(place, space=space, seed=config.seed, name=self._run.name)
+        study = TuneStudy.open(
+            place, space=space, seed=config.seed, name=self._run.name, sampler=config.sampler
+        )
         if study is not None:
             self._observer.message(place.tool_line)
             for record in study.records():
@@ -246,6 +248,7 @@ class Coordinator:
             baseline=told_of(space.baseline, result, objective=yardstick.objective),
             starts=[*prior.starts, *starting_points(space, num=num_starts)],
             prior=[(one.params, one.told) for one in prior.trials],
+            sampler=config.sampler,
         )
         self._observer.message(place.tool_line)
         return study

@@ -7,7 +7,6 @@ depends on what was told alone, not on how often the tuner was restarted. Only t
 import contextlib
 import hashlib
 import random
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,10 +15,10 @@ from typing import Any, Literal
 from quartet_plugin.errors import StorageError
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.search.samplers import DEFAULT, SamplerName, make
 from quartet_plugin.search.space import FixedChooser, Params, RandomChooser, Space
 from quartet_plugin.search.storage import StudyStorage, as_storage, close
 
-NUM_STARTUP_TRIALS = 8
 MAX_FRESH_TRIES = 400
 # A refused configuration is worse than any excess of memory, in bytes.
 REFUSED_EXCESS = 2.0**50
@@ -79,12 +78,22 @@ class Record:
 class TuneStudy:
     """One run's study; every Optuna tool can open it. Close it when done."""
 
-    def __init__(self, study: Any, storage: Any, *, where: StudyStorage, space: Space, seed: int) -> None:
+    def __init__(
+        self,
+        study: Any,
+        storage: Any,
+        *,
+        where: StudyStorage,
+        space: Space,
+        seed: int,
+        sampler: SamplerName,
+    ) -> None:
         self._study = study
         self._storage = storage
         self._where = where
         self._space = space
         self._seed = seed
+        self._sampler = sampler
         self._records: dict[int, Record] = {}
 
     @classmethod
@@ -99,6 +108,7 @@ class TuneStudy:
         baseline: Told,
         starts: Sequence[Params],
         prior: Sequence[tuple[Params, Told]] = (),
+        sampler: SamplerName = DEFAULT,
     ) -> "TuneStudy":
         """Make the study with the measured baseline as trial 0, `prior` trials told and `starts` waiting.
 
@@ -107,7 +117,7 @@ class TuneStudy:
         place = as_storage(where, run=name)
         with place.errors():
             place.begin()
-            made = cls._connect(place, space=space, seed=seed, is_new=True)
+            made = cls._connect(place, space=space, seed=seed, sampler=sampler, is_new=True)
             made._study.set_user_attr("objective", objective)
             params = space.params_of(space.baseline)
             if params is not None:
@@ -125,7 +135,15 @@ class TuneStudy:
         return made
 
     @classmethod
-    def open(cls, where: Path | StudyStorage, *, space: Space, seed: int, name: str) -> "TuneStudy | None":
+    def open(
+        cls,
+        where: Path | StudyStorage,
+        *,
+        space: Space,
+        seed: int,
+        name: str,
+        sampler: SamplerName = DEFAULT,
+    ) -> "TuneStudy | None":
         """Go on with the study in `where`; None where it was not made to its end.
 
         Raises StorageError when it cannot be read.
@@ -136,7 +154,7 @@ class TuneStudy:
         place.mend()
         with place.errors():
             try:
-                found = cls._connect(place, space=space, seed=seed)
+                found = cls._connect(place, space=space, seed=seed, sampler=sampler)
             except KeyError:
                 return None  # the schema is there, the study is not yet
             if not found._study.user_attrs.get(COMPLETE):
@@ -146,7 +164,9 @@ class TuneStudy:
             return found
 
     @classmethod
-    def _connect(cls, where: StudyStorage, *, space: Space, seed: int, is_new: bool = False) -> "TuneStudy":
+    def _connect(
+        cls, where: StudyStorage, *, space: Space, seed: int, sampler: SamplerName, is_new: bool = False
+    ) -> "TuneStudy":
         import optuna
 
         storage, name = where.connect(), where.study_name
@@ -156,7 +176,7 @@ class TuneStudy:
             study = optuna.create_study(storage=storage, study_name=name, direction="maximize")
         else:
             study = optuna.load_study(storage=storage, study_name=name)
-        return cls(study, storage, where=where, space=space, seed=seed)
+        return cls(study, storage, where=where, space=space, seed=seed, sampler=sampler)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -258,17 +278,8 @@ class TuneStudy:
         return Proposal(number=number, plan=plan, trial=trial)
 
     def _reseed(self, number: int, what: str) -> None:
-        import optuna
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            self._study.sampler = optuna.samplers.TPESampler(
-                seed=derived_seed(self._seed, number, what),
-                n_startup_trials=NUM_STARTUP_TRIALS,
-                multivariate=True,
-                group=True,
-                constant_liar=False,  # there is one writer
-            )
+        seed = derived_seed(self._seed, number, what)
+        self._study.sampler = make(self._sampler, seed=seed, study_seed=self._seed)
 
     def _record(self, frozen: Any) -> Record:
         try:

@@ -1,0 +1,145 @@
+"""Optuna's samplers for a fixed space, on a space whose parameters depend on each other.
+
+Gaussian processes, quasi-Monte Carlo and genetic algorithms want every trial to have every parameter; where
+one does not they draw at random. Here parameters that always occur together are a group, as in Optuna's TPE,
+and each group has a study of its own in memory, made of the told trials that have it. So the sampler sees a
+fixed space, writes nothing into the run's study, and what it proposes follows from what was told alone.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, QMCSampler, RandomSampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+type Group = tuple[dict[str, BaseDistribution], list[FrozenTrial]]
+
+# A plan that does not fit is told with bytes, which say nothing about plans that were refused.
+_INFEASIBLE = "infeasible"
+
+
+class GroupedSampler(BaseSampler):
+    """One trial's sampler; `study_seed` is the same for all trials of a study.
+
+    Groups with fewer than `num_startup_trials` told trials, and parameters that no trial had, are drawn at
+    random.
+    """
+
+    def __init__(
+        self, name: Literal["gp", "qmc", "nsga2"], *, seed: int, study_seed: int, num_startup_trials: int
+    ) -> None:
+        self._name = name
+        self._seed = seed
+        self._study_seed = study_seed
+        self._num_startup_trials = num_startup_trials
+        self._least = 1 if name == "qmc" else num_startup_trials
+        self._random = RandomSampler(seed=seed)
+
+    def reseed_rng(self) -> None:
+        """Seeds are given: one process a study."""
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """All parameters of the groups that have enough trials."""
+        del trial
+        return {name: one for space, _ in self._groups(study) for name, one in space.items()}
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """A value for each of them, each group by itself."""
+        del trial
+        found: dict[str, Any] = {}
+        for space, trials in self._groups(study):
+            if space.keys() <= search_space.keys():
+                found |= self._sample(space, trials, direction=study.direction)
+        return found
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """Any value."""
+        return self._random.sample_independent(study, trial, param_name, param_distribution)
+
+    def _groups(self, study: Study) -> list[Group]:
+        told = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        return [group for group in groups_of(told) if len(group[1]) >= self._least]
+
+    def _sample(
+        self, space: Mapping[str, BaseDistribution], trials: Sequence[FrozenTrial], *, direction: Any
+    ) -> dict[str, Any]:
+        """What the sampler proposes where all it knows is one group's part of the told trials."""
+        inner = optuna.create_study(direction=direction, sampler=self._inner(space))
+        if self._name == "qmc":
+            # The sequence goes on with every told trial; the first one only says which space it is in.
+            inner.add_trial(self._part(trials[0], space, constraints=None, at=0))
+            for _ in trials[1:]:
+                inner.ask(fixed_distributions=dict(space))
+        else:
+            any_excess = any(_excess(trial) > 0 for trial in trials)
+            for at, trial in enumerate(trials):
+                constraints = {_INFEASIBLE: 1.0 if _excess(trial) > 0 else -1.0} if any_excess else None
+                inner.add_trial(self._part(trial, space, constraints=constraints, at=at))
+        return dict(inner.ask(fixed_distributions=dict(space)).params)
+
+    def _part(
+        self,
+        trial: FrozenTrial,
+        space: Mapping[str, BaseDistribution],
+        *,
+        constraints: dict[str, float] | None,
+        at: int,
+    ) -> FrozenTrial:
+        """What one group has of a trial; generations are counted by the told trials' order."""
+        attributes = {}
+        if self._name == "nsga2":
+            attributes[NSGAIISampler._get_generation_key()] = at // self._num_startup_trials
+        return create_trial(
+            value=trial.value,
+            params={name: trial.params[name] for name in space},
+            distributions=dict(space),
+            system_attrs=attributes,
+            constraints=constraints,
+        )
+
+    def _inner(self, space: Mapping[str, BaseDistribution]) -> BaseSampler:
+        text = f"{self._seed}/{','.join(space)}".encode()
+        seed = int.from_bytes(hashlib.sha256(text).digest()[:4], "big")
+        if self._name == "gp":
+            return GPSampler(
+                seed=seed, n_startup_trials=self._num_startup_trials, warn_independent_sampling=False
+            )
+        if self._name == "nsga2":
+            return NSGAIISampler(seed=seed, population_size=self._num_startup_trials)
+        return QMCSampler(
+            seed=self._study_seed,
+            scramble=True,
+            independent_sampler=RandomSampler(seed=seed),
+            warn_independent_sampling=False,
+        )
+
+
+def groups_of(trials: Sequence[FrozenTrial]) -> list[Group]:
+    """The parameters that occur in the same of `trials`, with these, in a fixed order.
+
+    A parameter with one name and several distributions is in no group.
+    """
+    members: dict[str, list[int]] = {}
+    distributions: dict[str, BaseDistribution] = {}
+    mixed: set[str] = set()
+    for at, trial in enumerate(trials):
+        for name, distribution in trial.distributions.items():
+            members.setdefault(name, []).append(at)
+            if distributions.setdefault(name, distribution) != distribution:
+                mixed.add(name)
+    groups: dict[tuple[int, ...], dict[str, BaseDistribution]] = {}
+    for name in sorted(members.keys() - mixed):
+        groups.setdefault(tuple(members[name]), {})[name] = distributions[name]
+    return [(space, [trials[at] for at in key]) for key, space in groups.items()]
+
+
+def _excess(trial: FrozenTrial) -> float:
+    return max(trial.constraints.values(), default=0.0)
