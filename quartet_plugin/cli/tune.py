@@ -79,10 +79,12 @@ def tune(
     from quartet_plugin.search.coordinator import Coordinator
     from quartet_plugin.search.launches import LocalLaunches
     from quartet_plugin.search.run_folder import create_run, prepare_folder, resume_run
+    from quartet_plugin.search.samplers import check_installed
     from quartet_plugin.trial.lease import Lease
 
     command = parse_command(words)
     config = read_config(config_file)
+    check_installed(config.study.sampler)
     if not is_resumed:
         check_start(command, cwd=Path.cwd(), environment=os.environ)
     path = run_dir / (config.run or default_run_name((command.target,)))
