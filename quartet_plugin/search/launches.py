@@ -2,13 +2,15 @@
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from quartet_plugin.errors import InterruptedByUserError, QuartetError
 from quartet_plugin.launchers.command import Command
+from quartet_plugin.launchers.local import LocalLauncher, free_port
+from quartet_plugin.launchers.shares import Share, ShareLauncher
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
 from quartet_plugin.search.job import nodes_of
@@ -49,8 +51,8 @@ class Check:
 class Launches(Protocol):
     """Runs plans, and knows what was run before."""
 
-    def recover(self, folder: Path, *, should_stop: ShouldStop) -> None:
-        """See to their end what an earlier process started below `folder`."""
+    def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
+        """See to their end what an earlier process started below `folder`; `skip` trials are another's."""
 
     def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
         """The settled result of this plan in a trial's folder."""
@@ -70,17 +72,22 @@ class Launches(Protocol):
 
 
 class LocalLaunches:
-    """Runs plans with `trial.runner` on this machine. One parity gate, of one command, serves a study."""
+    """Runs plans with `trial.runner` on this machine, or on a share of it.
 
-    def __init__(self) -> None:
+    One parity gate, of one command, serves a study.
+    """
+
+    def __init__(self, *, share: Share | None = None) -> None:
+        self._share = share
+        self._launcher = LocalLauncher() if share is None else ShareLauncher(share)
         self._gate: ParityGate | None = None
 
-    def recover(self, folder: Path, *, should_stop: ShouldStop) -> None:
+    def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
         """See `Launches`."""
         from quartet_plugin.trial.recover import recover
 
         if folder.is_dir():
-            recover(folder, stop=should_stop)
+            recover(folder, stop=should_stop, skip=skip)
 
     def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
         """See `Launches`."""
@@ -102,7 +109,15 @@ class LocalLaunches:
         """See `Launches`."""
         from quartet_plugin.trial.runner import run_trial
 
-        return _judged(run_trial(request, on_progress=on_progress, stop=should_stop))
+        return _judged(
+            run_trial(
+                request,
+                launcher=self._launcher,
+                on_progress=on_progress,
+                stop=should_stop,
+                pick_port=free_port if self._share is None else self._share.free_port,
+            )
+        )
 
     def check(
         self, request: Check, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
@@ -118,6 +133,7 @@ class LocalLaunches:
                 weights=request.weights,
                 device=request.device,
                 deadline_s=request.deadline_s,
+                launcher=self._launcher,
                 stop=should_stop,
                 on_progress=lambda _, progress: on_progress(progress),
                 cwd=request.cwd,

@@ -75,7 +75,7 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
     """
     folder = _make_folder(request, number=number)
     device = resolve_device(request.device, environment=os.environ)
-    attempt_id = secrets.token_hex(16)
+    attempt_id = request.fence + secrets.token_hex(16)[len(request.fence) :]
     flags = ["--quartet-trial", str(folder / "trial.json"), "--quartet-device", device]
     if request.plan is not None:
         write_plan(request.plan, path=folder / "plan.json")
@@ -188,6 +188,7 @@ def read_result(folder: Path) -> TrialResult | None:
 def _result(sheet: ResultSheet, *, folder: Path) -> TrialResult:
     snapshot = RankFiles(folder, attempt_id=sheet.attempt_id).scan()
     jobs = [report.job for report in snapshot.reports.values() if report.rank == 0]
+    phases = [report.phases_s for report in snapshot.reports.values()]
     return TrialResult(
         attempt_id=sheet.attempt_id,
         plan_key=sheet.plan_key,
@@ -203,4 +204,6 @@ def _result(sheet: ResultSheet, *, folder: Path) -> TrialResult:
         job=jobs[0] if jobs else None,
         folder=folder,
         last_lines=last_lines(read_tail(folder / "stdout.log")),
+        start_s=max((one.get("import", 0.0) + one.get("init", 0.0) for one in phases), default=0.0),
+        first_step_s=max((one.get("first_step", 0.0) for one in phases), default=0.0),
     )

@@ -7,7 +7,7 @@ holds the results that it would have held.
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,18 +64,20 @@ def recover(
     on_attempt: Callable[[Path], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
     poll_s: float = POLL_S,
+    skip: Collection[Path] = (),
 ) -> tuple[TrialResult, ...]:
     """Finish every attempt below `folder` (a run's `trials` or `final`) that has no result, oldest first.
 
     Complete rank files become the result they would have been; running processes are waited for until
     their own deadlines, and ended where they do not move; everything else becomes INFRA. Only the one
-    tuner that holds the run's lease may call it. `on_attempt` is told each folder before it is waited for.
+    tuner that holds the run's lease may call it. `on_attempt` is told each folder before it is waited for;
+    trials whose folders are in `skip` are another process's and left alone.
 
     Raises ConfigError for files that break their format, StorageError when a result cannot be written.
     """
     results = []
     for attempt_folder in sorted(folder.rglob(f"{PREFIX}*"), key=lambda path: path.parts):
-        if not attempt_folder.is_dir() or attempt_folder.is_symlink():
+        if not attempt_folder.is_dir() or attempt_folder.is_symlink() or attempt_folder.parent in skip:
             continue
         if read_result(attempt_folder) is not None:
             continue

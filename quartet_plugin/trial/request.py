@@ -1,7 +1,8 @@
 """What a trial is asked to do, and what came of it."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,12 @@ Phase = Literal["launch", "import", "init", "warmup", "measure", "done"]
 
 PHASES: tuple[Phase, ...] = ("launch", "import", "init", "warmup", "measure", "done")
 MIN_FREE_BYTES = 2 * 2**30 + 256 * 2**20
+
+# A trial's deadline for which the limits of its phases are meant as they stand.
+DEADLINE_S = 600.0
+# A start or first step may take this multiple of the longest one that an earlier trial of the run took.
+LEARNED_FACTOR = 3.0
+_FENCE = re.compile(r"[0-9a-f]{0,16}")
 
 
 class Outcome(StrEnum):
@@ -62,6 +69,18 @@ class Timeouts:
             if not 1 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"timeouts.{name}: {getattr(self, name):g}; must be at least 1")
 
+    @classmethod
+    def within(cls, deadline_s: float) -> "Timeouts":
+        """The defaults; who gives a trial more than DEADLINE_S has a start that takes longer in proportion."""
+        factor = max(1.0, deadline_s / DEADLINE_S)
+        return cls(init_s=factor * cls().init_s, first_step_s=factor * cls().first_step_s)
+
+    def learned(self, *, start_s: float, first_step_s: float) -> "Timeouts":
+        """Longer limits where a trial that was measured needed `start_s` and `first_step_s`."""
+        first_limit_s = max(self.first_step_s, LEARNED_FACTOR * first_step_s)
+        init_limit_s = max(self.init_s, LEARNED_FACTOR * start_s, first_limit_s)
+        return replace(self, first_step_s=first_limit_s, init_s=init_limit_s)
+
     def first_step_limit_s(self, predicted_s: float | None) -> float:
         """Seconds the first step may take when an iteration is predicted to take `predicted_s`."""
         return max(self.first_step_s, self.first_step_factor * (predicted_s or 0.0))
@@ -80,7 +99,8 @@ class TrialRequest:
     iteration times, relative to their median, above which they are measured once more. A trial whose
     iterations take longer than `slow_above_s` is cut short: it is not worth measuring well. `weights` (a
     weights-only checkpoint to start from) and `save_weights` (where to write one) make it a trial of the
-    parity gate.
+    parity gate. `fence` (up to 16 hex digits) begins the ids of its attempts: of a plan that was handed out
+    twice the results are told apart by it.
     """
 
     folder: Path
@@ -89,7 +109,7 @@ class TrialRequest:
     attempt: int = 1
     warmup: int = 3
     measure: int = 10
-    deadline_s: float = 600.0
+    deadline_s: float = DEADLINE_S
     device: Device = "auto"
     predicted_iteration_s: float | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -100,6 +120,7 @@ class TrialRequest:
     cwd: Path | None = None
     weights: Path | None = None
     save_weights: Path | None = None
+    fence: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("attempt", 1), ("warmup", 0), ("measure", 1), ("max_attempts", 1)):
@@ -111,6 +132,8 @@ class TrialRequest:
                 f"trial.deadline_s: {self.deadline_s:g}; must be above "
                 f"timeouts.shutdown_s ({self.timeouts.shutdown_s:g})"
             )
+        if not _FENCE.fullmatch(self.fence):
+            raise ConfigError(f"trial.fence: {self.fence[:40]!r}; must be up to 16 hex digits")
         for name in ("predicted_iteration_s", "slow_above_s"):
             seconds = getattr(self, name)
             if seconds is not None and not 0 < seconds < float("inf"):
@@ -128,7 +151,8 @@ class TrialResult:
 
     `iteration_s`, `loss` and `grad_norm` have an entry a measured iteration, warm-up left out; a time is
     the slowest rank's. `memory_excess_bytes` is above 0 where memory was the reason. `job` is what the
-    framework resolved (rank 0's report), `last_lines` the end of what the command itself printed.
+    framework resolved (rank 0's report), `last_lines` the end of what the command itself printed, `start_s`
+    and `first_step_s` the slowest rank's.
     """
 
     attempt_id: str
@@ -145,6 +169,8 @@ class TrialResult:
     job: Mapping[str, Any] | None = None
     folder: Path
     last_lines: tuple[str, ...] = ()
+    start_s: float = 0.0
+    first_step_s: float = 0.0
 
     @property
     def is_measured(self) -> bool:

@@ -29,12 +29,14 @@ def run_trial(
     stop: Stop | None = None,
     clock: Callable[[], float] = time.monotonic,
     poll_s: float = POLL_S,
+    pick_port: Callable[[], int] = free_port,
 ) -> TrialResult:
     """Run `request` and return its last attempt's result, which is in its folder as well.
 
     What the infrastructure broke is tried again in a new attempt folder, a noisy timing is measured once
     more. When it returns or raises, no process of the trial is left. `stop` (an event or a question)
     ends it early as CANCELLED; an exception in this thread, such as a second Ctrl-C, kills it at once.
+    `pick_port` names the port that the ranks meet at.
 
     Raises ConfigError for a command that cannot run here, StorageError when the folder cannot be written,
     InfrastructureError when nothing can be started at all.
@@ -44,7 +46,7 @@ def run_trial(
     earlier: list[Verdict] = []
     number = request.attempt
     while True:
-        port = free_port() if request.command.port_flag is not None else None
+        port = pick_port() if request.command.port_flag is not None else None
         launch = create_attempt(request, number=number, port=port)
         ending = _watch(
             launch, request, launcher, on_progress=on_progress, stop=stop, clock=clock, poll_s=poll_s

@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class FakeMachine:
     checked: list[Plan] = field(default_factory=list)
     dies_in_check: int | None = None
 
-    def recover(self, folder: Path, *, should_stop: ShouldStop) -> None:
+    def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
         """Nothing runs."""
 
     def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
