@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quartet_plugin.errors import PlanError, QuartetError
+from quartet_plugin.trial.redact import shell_words
 
 if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
@@ -65,6 +66,6 @@ def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
         "#!/bin/sh\n"
         f"# Trains with {origin} by the framework's own flags; needs no plugin.\n"
         f"cd {shlex.quote(str(cwd))} || exit\n"
-        f"exec {shlex.join(words[: len(command)])} \\\n"
+        f"exec {shell_words(command)} \\\n"
         f"    {shlex.join(words[len(command) :])}\n"
     )

@@ -89,7 +89,7 @@ def profile(
     from quartet_plugin.cost.profile_file import make_profile
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
-    from quartet_plugin.trial.request import TrialRequest
+    from quartet_plugin.trial.request import Timeouts, TrialRequest
     from quartet_plugin.trial.runner import run_trial
 
     command = parse_command(words)
@@ -104,6 +104,7 @@ def profile(
             measure=num_iterations,
             device=device,
             deadline_s=deadline_s,
+            timeouts=Timeouts.within(deadline_s),
             max_attempts=1,
             # Every second iteration defers its weight gradients: they are not alike, and need not be.
             max_spread=10.0,

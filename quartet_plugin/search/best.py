@@ -9,6 +9,7 @@ from quartet_plugin.model.plan import Plan, write_plan
 from quartet_plugin.model.receipt import receipt_path, write_receipt
 from quartet_plugin.search.coordinator import TuneResult
 from quartet_plugin.search.run_folder import Run
+from quartet_plugin.trial.redact import shell_words
 
 
 def write_best(result: TuneResult, *, run: Run) -> Plan | None:
@@ -36,7 +37,7 @@ def write_best(result: TuneResult, *, run: Run) -> Plan | None:
 
 
 def command_text(plan: Plan, *, run: Run, path: Path) -> str:
-    """A shell script, every word quoted where it must be."""
+    """A shell script, every word quoted where it must be; it takes secrets from its environment."""
     train = ["quartet", "train", "--plan", str(path)]
     if run.config.device != "auto":
         train += ["--device", run.config.device]
@@ -47,5 +48,5 @@ def command_text(plan: Plan, *, run: Run, path: Path) -> str:
         f"# Trains with the best plan of the run {run.name}{gain}.\n"
         f"cd {shlex.quote(str(run.cwd))} || exit\n"
         f"exec {shlex.join(train)} -- \\\n"
-        f"    {shlex.join(run.command)}\n"
+        f"    {shell_words(run.command)}\n"
     )

@@ -12,6 +12,7 @@ from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.search.config import TuneConfig, parse_config
 from quartet_plugin.search.storage import JOURNAL_NAME, SQLITE_NAME, STUDY_NAME, StudyStorage
+from quartet_plugin.trial.redact import redacted_argv
 
 # What a resumed run may ask for anew: none of it changes what was measured.
 _MAY_CHANGE = {
@@ -105,7 +106,10 @@ class RunFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run as it was begun: its folder, configuration, the user's command and where that starts."""
+    """A run as it was begun: its folder, configuration, the user's command and where that starts.
+
+    A run that is read back without its command has the secrets in it blanked, as they are on disk.
+    """
 
     folder: RunFolder
     config: TuneConfig
@@ -182,12 +186,13 @@ def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] 
     if not isinstance(data.get("cwd"), str):
         raise ConfigError(f"{folder.config_file}: cwd: must be the folder that the command starts in")
     begun = parse_config(_unfilled(data.get("config")), where=str(folder.config_file))
-    words = tuple(data["command"])
-    if command is not None and tuple(command) != words:
+    begun_with = redacted_argv(data["command"])
+    if command is not None and (now := redacted_argv(command)) != begun_with:
         raise ConfigError(
-            f"{path}: the run was begun with another command: {_difference(words, command)}; "
+            f"{path}: the run was begun with another command: {_difference(begun_with, now)}; "
             "give the same one, or name another `run:`"
         )
+    words = tuple(begun_with if command is None else command)
     cwd = Path(data["cwd"])
     if config is None:
         return Run(folder=folder, config=begun, command=words, cwd=cwd)
@@ -239,7 +244,7 @@ def _write_config(run: Run) -> None:
         "schema_version": 1,
         "quartet_version": __version__,
         "config": run.config.model_dump(mode="json"),
-        "command": list(run.command),
+        "command": redacted_argv(run.command),
         "cwd": str(run.cwd),
     }
     write_json_atomic(run.folder.config_file, content)

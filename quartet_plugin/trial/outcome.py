@@ -5,6 +5,7 @@ no rank can report: the signal that killed a rank, and a port that could not be 
 """
 
 import math
+import re
 import signal
 import statistics
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ class Cause(StrEnum):
     EXIT = "exit"
     PORT = "port"
     NETWORK = "network"
+    DEVICE = "device"
     LAUNCHER = "launcher"
     NOTHING = "nothing"
     CANCELLED = "cancelled"
@@ -56,6 +58,12 @@ _OUTCOMES: dict[Cause, Outcome] = {
     Cause.FORMAT: Outcome.HARNESS,
     Cause.CANCELLED: Outcome.CANCELLED,
 }
+# What CUDA, NCCL and the driver say of a device that is broken or lost, whatever ran on it.
+_DEVICE_FAULT = re.compile(
+    r"uncorrectable (ECC|NVLink) error|GPU is lost|fallen off the bus|\bXid\b|no CUDA-capable device"
+    r"|CUDA-capable device\(s\) is/are busy or unavailable|hardware stack error",
+    re.IGNORECASE,
+)
 _KINDS: dict[str, Cause] = {
     "out-of-memory": Cause.MEMORY,
     "refused": Cause.REFUSED,
@@ -158,6 +166,18 @@ def _verdict(evidence: Evidence, cause: Cause, reason: str) -> Verdict:
     )
 
 
+def device_fault(verdict: Verdict, fault: str) -> Verdict:
+    """The verdict where a device was faulty meanwhile: whatever came of it is not the plan's."""
+    reason = one_line(f"{fault}; the attempt's own end: {verdict.reason}")
+    return Verdict(
+        cause=Cause.DEVICE,
+        outcome=Outcome.INFRA,
+        reason=reason,
+        phase=verdict.phase,
+        peak_memory_bytes=verdict.peak_memory_bytes,
+    )
+
+
 def slowest_phase(snapshot: Snapshot) -> Phase:
     """How far the attempt came: the phase of the rank that is furthest behind."""
     return min((beat.phase for beat in snapshot.beats.values()), key=PHASES.index, default="launch")
@@ -176,6 +196,8 @@ def _first_error(snapshot: Snapshot) -> ErrReport | None:
 
 def _reported(evidence: Evidence, err: ErrReport) -> Verdict:
     cause = _KINDS[err.kind]
+    if cause in (Cause.ERROR, Cause.NETWORK) and _DEVICE_FAULT.search(err.message):
+        cause = Cause.DEVICE
     if cause is Cause.MEMORY:
         excess = max(1, *(e.wanted_bytes for e in evidence.snapshot.errs.values() if e.kind == err.kind))
         reason = (

@@ -31,8 +31,9 @@ from quartet_plugin.model.receipt import (
     tolerance_for,
 )
 from quartet_plugin.trial.attempt import PREFIX
+from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.files import PARITY, Job, Number, ParitySheet, as_float, parse_job, read_sheet
-from quartet_plugin.trial.request import Device, Outcome, Progress, TrialRequest, TrialResult
+from quartet_plugin.trial.request import Device, Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import Stop, run_trial
 
 STEPS = 5
@@ -68,6 +69,7 @@ class ParityGate:
     device: Device = "auto"
     deadline_s: float = 600.0
     launcher: Launcher | None = None
+    devices: DeviceGuard | None = None
     stop: Stop | None = None
     on_progress: OnStage | None = None
     cwd: Path | None = None
@@ -148,6 +150,7 @@ class ParityGate:
             warmup=0,
             measure=self.num_steps if save_weights is None else 1,
             deadline_s=self.deadline_s,
+            timeouts=Timeouts.within(self.deadline_s),
             device=self.device,
             max_spread=_ANY_SPREAD,
             cwd=self.cwd,
@@ -160,6 +163,7 @@ class ParityGate:
         result = run_trial(
             request,
             launcher=self.launcher,
+            devices=self.devices,
             stop=self.stop,
             on_progress=None if tell is None else lambda progress: tell(name, progress),
         )

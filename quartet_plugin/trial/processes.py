@@ -11,7 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -24,7 +24,7 @@ from quartet_plugin.trial.files import AttemptId, Name, Pid, Seconds, Version, r
 
 MARK = "QUARTET_ATTEMPT_ID"
 
-# Start times are counted in clock ticks since the boot, and the boot's own time moves when the clock is set.
+# Only where the system does not count ticks: a start time in seconds moves when the clock is set.
 _START_TOLERANCE_S = 1.0
 _BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
 
@@ -39,13 +39,18 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Identity:
-    """One process for certain: a pid that is used again has another start time or boot."""
+    """One process for certain: a pid that is used again has another start time or boot.
+
+    `start_ticks` counts clock ticks from the boot to the start, which no setting of the clock changes; None
+    where nobody has looked. `process_start` is the same in seconds since 1970.
+    """
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     pid: Pid
     process_start: Seconds
     boot_id: Name
+    start_ticks: Annotated[int, Field(ge=0)] | None = field(default=None, compare=False)
 
     def find(self) -> psutil.Process | None:
         """The running process, None when it has ended (a zombie has)."""
@@ -53,11 +58,17 @@ class Identity:
             return None
         try:
             process = psutil.Process(self.pid)
-            if abs(process.create_time() - self.process_start) > _START_TOLERANCE_S:
+            if not self._is_start_of(process):
                 return None
             return None if process.status() == psutil.STATUS_ZOMBIE else process
         except psutil.Error:
             return None
+
+    def _is_start_of(self, process: psutil.Process) -> bool:
+        ticks = start_ticks_of(process.pid)
+        if self.start_ticks is not None and ticks is not None:
+            return ticks == self.start_ticks
+        return abs(process.create_time() - self.process_start) <= _START_TOLERANCE_S
 
     @property
     def is_alive(self) -> bool:
@@ -65,10 +76,20 @@ class Identity:
         return self.find() is not None
 
 
+def start_ticks_of(pid: int) -> int | None:
+    """Clock ticks from the boot to the process's start; None where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # The name, in parentheses, may hold anything; behind it the start is the twentieth field.
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    return None
+
+
 def identify(process: psutil.Process) -> Identity | None:
     """The identity of a running process, None when it has ended meanwhile."""
     try:
-        return Identity(pid=process.pid, process_start=process.create_time(), boot_id=boot_id())
+        start = process.create_time()
+        ticks = start_ticks_of(process.pid)
+        return Identity(pid=process.pid, process_start=start, boot_id=boot_id(), start_ticks=ticks)
     except psutil.Error:
         return None
 
@@ -172,7 +193,8 @@ class ProcessBook:
             claimed = Identity(pid=pid, process_start=start, boot_id=boot_id())
             process = claimed.find()
             if process is not None and _carries(process, self._attempt_id):
-                found.add(claimed)
+                identity = identify(process)
+                found |= {identity} if identity is not None else set()
         self._add(found)
 
     def search(self) -> None:
@@ -180,17 +202,21 @@ class ProcessBook:
         self._add(marked(self._attempt_id))
 
     def _add(self, found: set[Identity]) -> None:
-        # The same process may have been named with a start time a little off.
-        known = {(one.pid, one.boot_id): one.process_start for one in self._known}
-        new = {
-            one
-            for one in found
-            if abs(known.get((one.pid, one.boot_id), -10.0) - one.process_start) > _START_TOLERANCE_S
-        }
+        known = {(one.pid, one.boot_id): one for one in self._known}
+        new = {one for one in found if not _is_same(one, known.get((one.pid, one.boot_id)))}
         if new:
             self._known |= new
             sheet = _Sheet(attempt_id=self._attempt_id, processes=tuple(sorted(self._known)))
             write_json_atomic(self._path, dump(sheet))
+
+
+def _is_same(one: Identity, other: Identity | None) -> bool:
+    """Whether two looks at one pid, of one boot, saw one process."""
+    if other is None:
+        return False
+    if one.start_ticks is not None and other.start_ticks is not None:
+        return one.start_ticks == other.start_ticks
+    return abs(one.process_start - other.process_start) <= _START_TOLERANCE_S
 
 
 def reap(

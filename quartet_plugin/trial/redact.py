@@ -1,6 +1,7 @@
 """What of a command and its environment may be written down: no secrets, and no more than is of use."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 
 BLANKED = "<redacted>"
@@ -37,6 +38,23 @@ def redacted_argv(argv: Sequence[str]) -> list[str]:
             words.append(word)
         is_value_secret = flag is not None and not flag[2] and is_secret(flag[1])
     return words
+
+
+def shell_words(argv: Sequence[str]) -> str:
+    """The command as a shell reads it. A secret is taken from a variable that whoever runs it must set.
+
+    `--api-key abc` is written as `--api-key "${API_KEY:?...}"`; `sh` names the variable where it is unset.
+    """
+    shown = []
+    for word, kept in zip(argv, redacted_argv(argv), strict=True):
+        before = shown[-1] if shown else ""
+        if word == kept:
+            shown.append(shlex.quote(word))
+            continue
+        head = kept.removesuffix(BLANKED)
+        name = re.sub(r"[^A-Za-z0-9]+", "_", head or before).strip("_").upper()
+        shown.append(f'{shlex.quote(head) if head else ""}"${{{name}:?holds a secret of the command}}"')
+    return " ".join(shown)
 
 
 def recorded_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -71,7 +71,7 @@ class Timeouts:
 
     @classmethod
     def within(cls, deadline_s: float) -> "Timeouts":
-        """The defaults; who gives a trial more than DEADLINE_S has a start that takes longer in proportion."""
+        """The defaults, the start's longer in proportion where a trial may take more than DEADLINE_S."""
         factor = max(1.0, deadline_s / DEADLINE_S)
         return cls(init_s=factor * cls().init_s, first_step_s=factor * cls().first_step_s)
 

@@ -21,7 +21,7 @@ def settle(
 
     A hang, a killed rank or the same error twice makes a plan infeasible; of the user's own configuration
     (`is_baseline`) it stays what it is, and an error of the script's own is not tried again at all.
-    A port that was taken does not count as an attempt.
+    A port that was taken does not count as an attempt, and a faulty device proves nothing.
     """
     if verdict.outcome is Outcome.UNSTABLE:
         return verdict, not any(one.outcome is Outcome.UNSTABLE for one in earlier)

@@ -1,15 +1,17 @@
 """Runs one trial: attempts of one plan, each watched, classified and written down."""
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from quartet_plugin.errors import ConfigError, QuartetError
+from quartet_plugin.errors import ConfigError, InfrastructureError, QuartetError
 from quartet_plugin.launchers.launcher import Launcher
-from quartet_plugin.launchers.local import LocalLauncher, free_port
+from quartet_plugin.launchers.local import LocalLauncher, free_port, resolve_device
 from quartet_plugin.trial.attempt import Launch, attempt_number, create_attempt, write_result
-from quartet_plugin.trial.outcome import Verdict, classify
+from quartet_plugin.trial.devices import DeviceGuard
+from quartet_plugin.trial.outcome import Cause, Verdict, classify, device_fault
 from quartet_plugin.trial.processes import ProcessBook
 from quartet_plugin.trial.request import Phase, Progress, TrialRequest, TrialResult
 from quartet_plugin.trial.retry import settle
@@ -25,6 +27,7 @@ def run_trial(
     request: TrialRequest,
     *,
     launcher: Launcher | None = None,
+    devices: DeviceGuard | None = None,
     on_progress: OnProgress | None = None,
     stop: Stop | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -36,29 +39,37 @@ def run_trial(
     What the infrastructure broke is tried again in a new attempt folder, a noisy timing is measured once
     more. When it returns or raises, no process of the trial is left. `stop` (an event or a question)
     ends it early as CANCELLED; an exception in this thread, such as a second Ctrl-C, kills it at once.
+    `devices`, kept from trial to trial, looks at the accelerators before and after every attempt;
     `pick_port` names the port that the ranks meet at.
 
     Raises ConfigError for a command that cannot run here, StorageError when the folder cannot be written,
-    InfrastructureError when nothing can be started at all.
+    InfrastructureError when nothing can be started at all, or a device is lost or not given back.
     """
     launcher = launcher or LocalLauncher()
     _check_nodes(request, launcher)
+    environment = {**os.environ, **dict(request.command.environment)}
+    if resolve_device(request.device, environment=environment) == "cpu":
+        devices = None
     earlier: list[Verdict] = []
     number = request.attempt
     while True:
+        if devices is not None:
+            devices.before(environment)
         port = pick_port() if request.command.port_flag is not None else None
         launch = create_attempt(request, number=number, port=port)
         ending = _watch(
             launch, request, launcher, on_progress=on_progress, stop=stop, clock=clock, poll_s=poll_s
         )
         verdict, is_again = settle(
-            classify(ending.evidence),
+            _with_device_fault(classify(ending.evidence), devices, environment),
             earlier=earlier,
             max_attempts=request.max_attempts,
             is_baseline=request.plan is None,
             can_move_port=request.command.port_flag is not None,
         )
         result = write_result(launch.attempt, with_survivors(verdict, ending), wall_s=ending.wall_s)
+        if devices is not None and not should_stop(stop):
+            devices.await_release(environment)
         if not is_again or should_stop(stop):
             return result
         earlier.append(verdict)
@@ -76,6 +87,19 @@ def with_survivors(verdict: Verdict, ending: Ending) -> Verdict:
         return verdict
     pids = ", ".join(str(one.pid) for one in sorted(ending.survivors))
     return replace(verdict, reason=f"{verdict.reason}; processes that could not be ended: {pids}")
+
+
+def _with_device_fault(
+    verdict: Verdict, devices: DeviceGuard | None, environment: Mapping[str, str]
+) -> Verdict:
+    """What a faulty device measured or broke says nothing about the plan."""
+    if devices is None or verdict.cause is Cause.CANCELLED:
+        return verdict
+    try:
+        fault = devices.fault(environment)
+    except InfrastructureError as error:
+        fault = str(error)
+    return verdict if fault is None else device_fault(verdict, fault)
 
 
 def _check_nodes(request: TrialRequest, launcher: Launcher) -> None:

@@ -25,6 +25,9 @@ _ERROR_GRACE_S = 5.0
 _STACKS_S = 1.0
 _KILL_GRACE_S = 0.5
 
+# A file system that does not answer for a while (a server that restarts) is no reason to lose a trial.
+_LOST_S = 60.0
+
 # Looking for new processes takes milliseconds on a busy machine: often while they are being started, rarely
 # while they are being measured.
 _RESCAN_S = 0.5
@@ -81,6 +84,7 @@ class Watch:
         self._pace = Pace(warmup=attempt.sheet.warmup, slow_above_s=slow_above_s)
         self._num_oom_kills = num_oom_kills()
         self._next_rescan_s = 0.0
+        self._lost_since_s: float | None = None
         self._shown: tuple[Phase, int] | None = None
         self._exit_code: int | None = None
 
@@ -113,6 +117,11 @@ class Watch:
         while True:
             exit_code = self._handle.poll()  # before the files: what they hold is then final
             snapshot = self._look()
+            if snapshot is None:
+                if self._should_stop():
+                    return "cancel", None
+                time.sleep(self._poll_s)
+                continue
             if is_complete(snapshot, num_processes=self._attempt.command.num_processes):
                 self._wait(self._timeouts.shutdown_s, until=self._has_exited)
                 return "complete", None
@@ -133,17 +142,30 @@ class Watch:
                 return "hang", expiry
             time.sleep(self._poll_s)
 
-    def _look(self) -> Snapshot:
-        """Read what the ranks say, keep the list of processes and the log in order, tell the progress."""
-        snapshot = self._files.scan()
+    def _look(self) -> Snapshot | None:
+        """Read what the ranks say, keep the list of processes and the log in order, tell the progress.
+
+        None while the file system fails, for a limited time: then nothing can be judged, neither an end nor a
+        hang. Raises StorageError after it.
+        """
+        now = self._clock()
+        try:
+            snapshot = self._files.scan()
+            iteration = min((beat.iteration for beat in snapshot.beats.values()), default=0)
+            if now >= self._next_rescan_s:
+                self._next_rescan_s = now + (_RESCAN_MEASURING_S if iteration > 0 else _RESCAN_S)
+                self._rescan(snapshot)
+                self._log.trim()
+        except StorageError:
+            self._lost_since_s = now if self._lost_since_s is None else self._lost_since_s
+            if now - self._lost_since_s >= _LOST_S:
+                raise
+            return None
+        if self._lost_since_s is not None:
+            self._watchdog.forgive(now - self._lost_since_s)
+            self._lost_since_s = None
         self._watchdog.observe(snapshot.beats.values())
         phase = slowest_phase(snapshot)
-        iteration = min((beat.iteration for beat in snapshot.beats.values()), default=0)
-        now = self._clock()
-        if now >= self._next_rescan_s:
-            self._next_rescan_s = now + (_RESCAN_MEASURING_S if iteration > 0 else _RESCAN_S)
-            self._rescan(snapshot)
-            self._log.trim()
         if (phase, iteration) != self._shown:
             self._shown = (phase, iteration)
             self._on_move(phase, iteration, self._watchdog.elapsed_s)

@@ -49,6 +49,7 @@ class Watchdog:
         self._num_processes = num_processes
         self._start = clock()
         self._moved: dict[int, tuple[Phase, int, float]] = {}
+        self._longest_step_s = 0.0
 
     @property
     def elapsed_s(self) -> float:
@@ -62,6 +63,17 @@ class Watchdog:
             before = self._moved.get(beat.rank)
             if before is None or before[:2] != (beat.phase, beat.iteration):
                 self._moved[beat.rank] = (beat.phase, beat.iteration, now)
+                self._learn(before, beat.iteration, now)
+
+    def forgive(self, seconds: float) -> None:
+        """Nothing could be seen for `seconds`: no rank is held to them. The trial's own deadline stays."""
+        for rank, (phase, iteration, since) in self._moved.items():
+            self._moved[rank] = (phase, iteration, since + seconds)
+
+    def _learn(self, before: tuple[Phase, int, float] | None, iteration: int, now: float) -> None:
+        """How long this very attempt's steps take, where nobody has predicted it."""
+        if before is not None and iteration > before[1] and self._predicted_s is None:
+            self._longest_step_s = max(self._longest_step_s, (now - before[2]) / (iteration - before[1]))
 
     def expired(self) -> Expiry | None:
         """The first limit that is passed now, if any."""
@@ -94,8 +106,9 @@ class Watchdog:
         """The limit of a rank's phase, and from when on it counts."""
         if phase in ("import", "init"):
             return self._timeouts.init_s, self._start
+        expected_s = self._longest_step_s if self._predicted_s is None else self._predicted_s
         if phase == "done":
-            return self._timeouts.step_limit_s(self._predicted_s) + self._timeouts.shutdown_s, since
+            return self._timeouts.step_limit_s(expected_s) + self._timeouts.shutdown_s, since
         if iteration == 0:
-            return self._timeouts.first_step_limit_s(self._predicted_s) + _BEAT_LAG_S, since
-        return self._timeouts.step_limit_s(self._predicted_s) + _BEAT_LAG_S, since
+            return self._timeouts.first_step_limit_s(expected_s) + _BEAT_LAG_S, since
+        return self._timeouts.step_limit_s(expected_s) + _BEAT_LAG_S, since

@@ -22,6 +22,7 @@ from quartet_plugin.trial.processes import (
     marked,
     own_identity,
     reap,
+    start_ticks_of,
 )
 from tests.trial.factory import ID
 
@@ -74,14 +75,43 @@ def test_another_start_or_boot_is_another_process(processes: list[subprocess.Pop
     processes.append(start())
     mine = known(processes[0])
     assert mine.is_alive
+    assert mine.start_ticks is not None
     for other in (
-        replace(mine, process_start=mine.process_start - 5),
+        replace(mine, start_ticks=mine.start_ticks - 5),
+        replace(mine, process_start=mine.process_start - 5, start_ticks=None),
         replace(mine, boot_id="another"),
         replace(mine, pid=2**30),
     ):
         assert not other.is_alive
         reap([other], grace_s=0.1)
     assert known_alive(processes[0])
+
+
+def test_row_34_a_clock_that_is_set_makes_no_process_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: list[subprocess.Popen[str]]
+) -> None:
+    """The system gives starts in seconds since 1970, and they move with its clock."""
+    processes.append(start(mark=ID))
+    mine = known(processes[0])
+    book = ProcessBook(tmp_path / "p.json", attempt_id=ID)
+    book.rescan(processes[0].pid)
+    create_time = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + 3600.0)
+    assert known(processes[0]).process_start > mine.process_start + 3000
+    assert mine.is_alive
+    book.search()
+    assert len(book.identities) == 1
+    assert reap(ProcessBook.read(tmp_path / "p.json", attempt_id=ID).alive, grace_s=5.0) == frozenset()
+    assert processes[0].wait(10) < 0
+
+
+def test_starts_without_ticks_are_compared_in_seconds(processes: list[subprocess.Popen[str]]) -> None:
+    """What another version wrote down, and systems that do not count them."""
+    processes.append(start())
+    old = replace(known(processes[0]), start_ticks=None)
+    assert old.is_alive
+    assert not replace(old, process_start=old.process_start + 5).is_alive
+    assert start_ticks_of(2**30) is None
 
 
 def test_the_book_holds_descendants_and_survives_its_writer(

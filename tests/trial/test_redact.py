@@ -1,8 +1,10 @@
 """Secrets are not written down."""
 
+import subprocess
+
 import pytest
 
-from quartet_plugin.trial.redact import is_secret, recorded_environment, redacted_argv
+from quartet_plugin.trial.redact import is_secret, recorded_environment, redacted_argv, shell_words
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,20 @@ def test_argv() -> None:
         "--token",
         "--x",
     ]
+
+
+def test_a_shell_line_takes_secrets_from_variables() -> None:
+    words = ["env", "HF_TOKEN=abc", "x.py", "--api-key", "de f", "--auth=gh'i", "--lr", "$1", "it's"]
+    line = shell_words(words)
+    assert not any(secret in line for secret in ("abc", "de f", "gh'i"))
+    secrets = {"HF_TOKEN": "abc", "API_KEY": "de f", "AUTH": "gh'i"}
+    done = subprocess.run(
+        ["sh", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True, env=secrets
+    )
+    assert done.stdout.decode().split("\0")[:-1] == words
+    unset = subprocess.run(["sh", "-c", line], capture_output=True, check=False, env={"HF_TOKEN": "abc"})
+    assert unset.returncode != 0
+    assert b"API_KEY" in unset.stderr
 
 
 def test_environment() -> None:

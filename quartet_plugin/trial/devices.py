@@ -1,0 +1,200 @@
+"""The accelerators of this machine around a launch: whether all are there, healthy, and given back.
+
+Asked of the driver's own tool, since nothing here may open a device itself. Where there is no such tool
+(a CPU run, another vendor) nothing is checked. Other users' processes are named and never touched.
+"""
+
+import contextlib
+import csv
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import psutil
+
+from quartet_plugin.errors import InfrastructureError
+from quartet_plugin.trial.processes import MARK
+
+TOOL = "nvidia-smi"
+# How long the driver may take to give a killed process's memory back, and what may stay of it.
+RELEASE_S = 60.0
+MARGIN_BYTES = 512 * 2**20
+
+_FIELDS = ("index", "uuid", "name", "memory.used", "ecc.errors.uncorrected.volatile.total")
+_HOLDER_FIELDS = ("gpu_uuid", "pid", "used_memory")
+_TOOL_S = 30.0
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceState:
+    """One device now. `num_errors` counts memory errors that were not corrected; `holders` bytes by pid."""
+
+    index: int
+    uuid: str
+    name: str
+    used_bytes: int
+    num_errors: int
+    holders: Mapping[int, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """For the user."""
+        return f"device {self.index} ({self.name}, {self.uuid})"
+
+
+Read = Callable[[Mapping[str, str]], tuple[DeviceState, ...]]
+
+
+def read_devices(environment: Mapping[str, str]) -> tuple[DeviceState, ...]:
+    """The devices that `environment` shows to a process; empty without the driver's tool.
+
+    Raises InfrastructureError where the tool itself fails: a device that is lost makes it do so.
+    """
+    program = shutil.which(TOOL, path=environment.get("PATH"))
+    if program is None:
+        return ()
+    holders: dict[str, dict[int, int]] = {}
+    for row in _query(program, f"--query-compute-apps={','.join(_HOLDER_FIELDS)}", len(_HOLDER_FIELDS)):
+        with contextlib.suppress(ValueError):
+            holders.setdefault(row[0], {})[int(row[1])] = _number(row[2]) << 20
+    found = [
+        DeviceState(
+            index=_number(row[0]),
+            uuid=row[1],
+            name=row[2],
+            used_bytes=_number(row[3]) << 20,
+            num_errors=_number(row[4]),
+            holders=holders.get(row[1], {}),
+        )
+        for row in _query(program, f"--query-gpu={','.join(_FIELDS)}", len(_FIELDS))
+    ]
+    return tuple(_visible(found, environment.get("CUDA_VISIBLE_DEVICES")))
+
+
+def _query(program: str, what: str, num_fields: int) -> list[list[str]]:
+    argv = [program, what, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_TOOL_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise InfrastructureError(
+            f"{TOOL} gave no answer in {_TOOL_S:g} s: the driver hangs; restart the machine, then --resume"
+        ) from error
+    except OSError as error:
+        raise InfrastructureError(f"{TOOL}: cannot start: {error.strerror}") from error
+    if done.returncode:
+        words = " ".join((done.stdout + done.stderr).split())[:200]
+        raise InfrastructureError(
+            f"{TOOL} fails with code {done.returncode}: {words}; mend the device, then --resume"
+        )
+    rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
+    return [[word.strip() for word in row] for row in rows if len(row) == num_fields]
+
+
+def _number(text: str) -> int:
+    """0 for `[N/A]` and the like: what a device does not count has not happened."""
+    return int(text) if text.isdecimal() else 0
+
+
+def _visible(devices: Iterable[DeviceState], shown: str | None) -> list[DeviceState]:
+    """Those that CUDA_VISIBLE_DEVICES names by index or by the beginning of a UUID."""
+    devices = list(devices)
+    if shown is None:
+        return devices
+    names = [name.strip() for name in shown.split(",")]
+    return [
+        device
+        for device in devices
+        if any(name == str(device.index) or (name and device.uuid.startswith(name)) for name in names)
+    ]
+
+
+class DeviceGuard:
+    """Knows the devices that a run began with; `before` and `after` enclose every launch."""
+
+    def __init__(
+        self,
+        *,
+        read: Read = read_devices,
+        release_s: float = RELEASE_S,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._read = read
+        self._release_s = release_s
+        self._clock = clock
+        self._sleep = sleep
+        self._known: dict[str, DeviceState] | None = None
+        self._before: dict[str, DeviceState] = {}
+
+    def before(self, environment: Mapping[str, str]) -> None:
+        """Look at the devices before a launch.
+
+        Raises InfrastructureError where they are not those that the run began with: times of other devices
+        cannot be compared.
+        """
+        now = {device.uuid: device for device in self._read(environment)}
+        known = self._known if self._known is not None else now
+        missing = [str(device) for uuid, device in known.items() if uuid not in now]
+        added = [str(device) for uuid, device in now.items() if uuid not in known]
+        if missing or added:
+            parts = [
+                f"{words} {', '.join(found)}"
+                for words, found in (("missing", missing), ("new", added))
+                if found
+            ]
+            raise InfrastructureError(
+                f"the devices are not those that the run began with: {'; '.join(parts)}; bring them back and "
+                "--resume, or begin another run"
+            )
+        self._known, self._before = known, now
+
+    def fault(self, environment: Mapping[str, str]) -> str | None:
+        """What went wrong with a device since `before`; None where nothing did."""
+        for device in self._read(environment):
+            then = self._before.get(device.uuid)
+            if then is not None and device.num_errors > then.num_errors:
+                count = device.num_errors - then.num_errors
+                return f"{device}: {count} memory errors that were not corrected"
+        return None
+
+    def await_release(self, environment: Mapping[str, str]) -> None:
+        """Wait until what a launch held is given back.
+
+        Raises InfrastructureError, naming device and processes, where it is still held after `release_s`: the
+        next trial would be told that it does not fit.
+        """
+        end = self._clock() + self._release_s
+        while held := self._held(environment):
+            if self._clock() >= end:
+                device, num_bytes = held[0]
+                pids = ", ".join(map(str, sorted(device.holders))) or "no process that can be seen"
+                raise InfrastructureError(
+                    f"{device}: {num_bytes >> 20} MiB are still held {self._release_s:g} s after the trial "
+                    f"ended, by {pids}; end that or reset the device, then --resume"
+                )
+            self._sleep(_POLL_S)
+
+    def _held(self, environment: Mapping[str, str]) -> list[tuple[DeviceState, int]]:
+        """Devices that hold more than before the launch, without what strangers have come to hold."""
+        held = []
+        for device in self._read(environment):
+            then = self._before.get(device.uuid)
+            if then is None:
+                continue
+            new = {pid: size for pid, size in device.holders.items() if pid not in then.holders}
+            strangers = sum(size for pid, size in new.items() if _is_strangers(pid))
+            num_bytes = device.used_bytes - strangers - then.used_bytes
+            if num_bytes > MARGIN_BYTES:
+                held.append((device, num_bytes))
+        return held
+
+
+def _is_strangers(pid: int) -> bool:
+    """Whether no trial can have left it: another user's, or without a trial's mark. The unseen is ours."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return process.uids().real != os.getuid() or MARK not in process.environ()
+    return False
