@@ -14,6 +14,7 @@ from quartet_plugin.launchers.shares import Share, ShareLauncher
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
 from quartet_plugin.search.job import nodes_of
+from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.request import (
     MIN_FREE_BYTES,
     Device,
@@ -80,6 +81,7 @@ class LocalLaunches:
     def __init__(self, *, share: Share | None = None) -> None:
         self._share = share
         self._launcher = LocalLauncher() if share is None else ShareLauncher(share)
+        self._devices = DeviceGuard(shown=None if share is None else share.environment)
         self._gate: ParityGate | None = None
 
     def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
@@ -113,6 +115,7 @@ class LocalLaunches:
             run_trial(
                 request,
                 launcher=self._launcher,
+                devices=self._devices,
                 on_progress=on_progress,
                 stop=should_stop,
                 pick_port=free_port if self._share is None else self._share.free_port,
@@ -134,6 +137,7 @@ class LocalLaunches:
                 device=request.device,
                 deadline_s=request.deadline_s,
                 launcher=self._launcher,
+                devices=self._devices,
                 stop=should_stop,
                 on_progress=lambda _, progress: on_progress(progress),
                 cwd=request.cwd,

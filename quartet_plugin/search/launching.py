@@ -16,7 +16,7 @@ from quartet_plugin.search.observer import Observer
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.scoring import Score, score, score_of_median
 from quartet_plugin.search.study import REFUSED_EXCESS, Record, Told, Verdict
-from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
+from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
 
 # A trial this many times slower than the best so far is cut short. Between two runs of one plan lie a few
 # percent, in bad hours a third.
@@ -70,6 +70,7 @@ class Launching:
         self._budget = budget
         self.yardstick: Yardstick | None = None
         self.best_value: float | None = None
+        self._timeouts = Timeouts.within(run.config.trial.deadline_s)
 
     def launch(
         self, plan: Plan | None, *, number: int, folder: Path, label: str, stage: Stage, num_left: int
@@ -82,6 +83,7 @@ class Launching:
         known = self._launches.recorded(folder, plan_key=None if plan is None else plan.key)
         if known is not None:
             self._budget.add(known.wall_s)
+            self._learn(known)
             if self.yardstick is not None:
                 self.show(label, plan, known, stage=stage)
             return known
@@ -96,12 +98,18 @@ class Launching:
             should_stop=self._should_stop,
         )
         self._budget.add(result.wall_s)
+        self._learn(result)
         self._events.add("outcome", trial=number, outcome=result.outcome.value, reason=result.reason)
         if self.yardstick is not None or not result.is_measured:
             self.show(label, plan, result, stage=stage)
         if result.outcome is Outcome.CANCELLED:
             raise self._interrupted()
         return result
+
+    def _learn(self, result: TrialResult) -> None:
+        """A later start may take some times as long as the longest so far before it counts as a hang."""
+        if result.is_measured:
+            self._timeouts = self._timeouts.learned(start_s=result.start_s, first_step_s=result.first_step_s)
 
     def check_stop(self) -> None:
         """Raise InterruptedByUserError when asked to stop."""
@@ -128,6 +136,7 @@ class Launching:
             deadline_s=config.trial.deadline_s,
             device=config.device,
             predicted_iteration_s=predicted_s,
+            timeouts=self._timeouts,
             slow_above_s=self._slow_above_s(plan) if stage == "search" else None,
             cwd=self._run.cwd,
         )

@@ -112,22 +112,30 @@ def _visible(devices: Iterable[DeviceState], shown: str | None) -> list[DeviceSt
 
 
 class DeviceGuard:
-    """Knows the devices that a run began with; `before` and `after` enclose every launch."""
+    """Knows the devices that a run began with; `before` and `await_release` enclose every launch.
+
+    `shown` is what the launcher adds to the environment, such as the part of the devices that is ours.
+    """
 
     def __init__(
         self,
         *,
+        shown: Mapping[str, str] | None = None,
         read: Read = read_devices,
         release_s: float = RELEASE_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._read = read
+        self._shown = dict(shown or {})
+        self._read_all = read
         self._release_s = release_s
         self._clock = clock
         self._sleep = sleep
         self._known: dict[str, DeviceState] | None = None
         self._before: dict[str, DeviceState] = {}
+
+    def _read(self, environment: Mapping[str, str]) -> tuple[DeviceState, ...]:
+        return self._read_all({**environment, **self._shown})
 
     def before(self, environment: Mapping[str, str]) -> None:
         """Look at the devices before a launch.
