@@ -5,12 +5,13 @@ best plans and the baseline are measured again in turns. Whatever was measured i
 is told, and telling is by trial and attempt, so a killed coordinator resumes as if it had not been.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quartet_plugin.errors import InfrastructureError, SeamError
+from quartet_plugin.errors import InfrastructureError, QuartetError, SeamError, StorageError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.measurement import Objective
@@ -63,7 +64,8 @@ class Coordinator:
     """Runs one tuning run, from its baseline to its winner.
 
     `fence` is called before every write and raises where another tuner has taken the run. `prior` is the
-    folder of another run, whose measurements a study that begins is given.
+    folder of another run, whose measurements a study that begins is given. `make_room` frees disk space that
+    was kept for the last words.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Coordinator:
         fence: Callable[[], None] = lambda: None,
         max_minutes: float | None = None,
         prior: Path | None = None,
+        make_room: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run = run
@@ -86,6 +89,7 @@ class Coordinator:
         self._should_stop = should_stop
         self._fence = fence
         self._prior = prior
+        self._make_room = make_room
         self._events = EventLog(run.folder.events_file)
         limit_s = None if max_minutes is None else 60.0 * max_minutes
         self._budget = TimeBudget(limit_s=limit_s, clock=clock)
@@ -133,6 +137,20 @@ class Coordinator:
         the plugin does not fit the framework, InfeasibleError when nothing fits, InterruptedByUserError when
         asked to stop, StorageError when the folder or the study fails.
         """
+        try:
+            return self._tune()
+        except StorageError as error:
+            self._leave_last_words(str(error))
+            raise
+
+    def _leave_last_words(self, reason: str) -> None:
+        """Say why the run ended, where the disk takes it and no other tuner has the run meanwhile."""
+        self._make_room()
+        with contextlib.suppress(QuartetError, OSError):
+            self._fence()
+            self._events.add("storage", reason=reason)
+
+    def _tune(self) -> TuneResult:
         self._events.add("begin", run=self._run.name)
         places = self._run.folder
         for folder in (places.trials, places.controls, places.final, places.parity):
@@ -185,6 +203,8 @@ class Coordinator:
         advice = "make it run by itself first; nothing is searched"
         if result.outcome is Outcome.INFEASIBLE and result.wall_s >= self._run.config.trial.deadline_s:
             advice = "raise trial.deadline_s, or make it start faster; nothing is searched"
+        if result.reason.startswith("hang:"):
+            advice = "if it only starts slowly, raise trial.deadline_s; nothing is searched"
         if result.outcome is Outcome.WRONG:
             advice = "the training itself diverges: mend that first; nothing is searched"
         raise InfrastructureError(f"your own command failed: {result.reason}; {advice}")

@@ -122,6 +122,19 @@ class ParityKeeper:
         """Runs of the user's command that the next check takes."""
         return LATER_RUNS if self._num_checks else FIRST_RUNS
 
+    def num_runs_to_admit(self, plan: Plan) -> int:
+        """Runs of the user's command that `admit` takes before this plan can be timed."""
+        is_checked = kind_of_plan(plan, features=self._features) in self._passed
+        return 0 if is_checked or not needs_receipt(plan) or self.refusal_of(plan) else self.num_runs
+
+    def num_runs_to_prove(self, plans: Iterable[Plan]) -> int:
+        """Runs of the user's command that `prove` takes before these plans can win."""
+        unproven = sum(
+            needs_receipt(plan) and plan.key not in self._receipts and self.refusal_of(plan) is None
+            for plan in plans
+        )
+        return unproven * LATER_RUNS + self.num_runs - LATER_RUNS if unproven else 0
+
     def open(self, job: Job) -> None:
         """Find what an earlier process checked, for this job under these versions."""
         self._features = job.features

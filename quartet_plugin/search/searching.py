@@ -13,7 +13,7 @@ from quartet_plugin.model.receipt import needs_receipt
 from quartet_plugin.search.budget import TimeBudget
 from quartet_plugin.search.control import Controls
 from quartet_plugin.search.events import EventLog
-from quartet_plugin.search.final import BASELINE
+from quartet_plugin.search.final import BASELINE, candidates
 from quartet_plugin.search.launching import Launching, told_of
 from quartet_plugin.search.parity import ParityKeeper
 from quartet_plugin.search.run_folder import Run
@@ -40,19 +40,22 @@ class Search:
     def spend(self, study: TuneStudy) -> str:
         """Spend the trials; returns why the search ended."""
         proposal = study.unfinished()
+        num_before = len(study.records())
         while True:
             records = study.records()
-            check_rows(records)
+            check_rows(records, num_before=num_before)
             tried = num_spent(records)
             over = self.is_over(tried)
             self.controls.after(tried, num_left=self.num_left(tried=tried), is_over=over)
             if over:
                 return f"{tried} plans were tried"
-            if not self.has_time():
+            if not self.has_time(records):
                 return f"{tried} plans were tried; the time that is left is kept for the final rounds"
             proposal = proposal or self.ask(study, records)
             if proposal is None:
                 return f"{tried} plans were tried; there are no others to try"
+            if not self.has_time(records, then_try=proposal.plan):
+                return f"{tried} plans were tried; the time that is left is kept for the final rounds"
             self._try(study, proposal, records, tried=tried)
             proposal = None
 
@@ -80,7 +83,7 @@ class Search:
         self.fence()
         self.launching.best_value = max(r.told.value for r in records if r.told.value is not None)
         key = proposal.plan.key
-        known = next((record for record in records if record.plan.key == key), None)
+        known = next((one for one in records if one.plan.key == key and one.told.verdict != "lost"), None)
         if known is not None:
             study.tell(proposal, replace(known.told, repeats=known.number, wall_s=0.0))
             self.events.add("repeat", trial=proposal.number, of=known.number)
@@ -104,9 +107,14 @@ class Search:
         """Whether every trial is used up."""
         return tried >= self.run.config.study.trials
 
-    def has_time(self) -> bool:
-        """Whether another trial and the final rounds are likely to end in time."""
-        return self.budget.fits(num_launches=1, then=self.num_in_final())
+    def has_time(self, records: list[Record], *, then_try: Plan | None = None) -> bool:
+        """Whether another trial and the final rounds are likely to end in time, parity checks included."""
+        ahead = 0 if then_try is None else self.parity.num_runs_to_admit(then_try)
+        own = self.launching.yardstick
+        assert own is not None
+        best = candidates(records, baseline_value=own.value, top_k=self.run.config.study.top_k)
+        proofs = self.parity.num_runs_to_prove(record.plan for record in best)
+        return self.budget.fits(num_launches=1 + ahead, then=self.num_in_final() + proofs)
 
     def num_in_final(self) -> int:
         """Launches of the final rounds."""
@@ -149,8 +157,11 @@ class Search:
         return True
 
 
-def check_rows(records: list[Record]) -> None:
-    """End a search that goes nowhere: raises InfeasibleError or InfrastructureError."""
+def check_rows(records: list[Record], *, num_before: int = 0) -> None:
+    """End a search that goes nowhere: raises InfeasibleError or InfrastructureError.
+
+    What an earlier tuner lost, the first `num_before` records, has been mended since: a resumed run goes on.
+    """
     launched = [one for one in records if one.told.repeats is None and one.told.source is None]
     infeasible = in_a_row(launched, lambda record: record.told.verdict == "infeasible")
     if infeasible >= MAX_INFEASIBLE_IN_A_ROW:
@@ -159,11 +170,10 @@ def check_rows(records: list[Record]) -> None:
             f"{infeasible} plans in a row did not fit; the nearest was trial {nearest.number} "
             f"({nearest.plan.layout.label}): {nearest.told.reason}; narrow the search in q.yaml"
         )
-    lost = in_a_row(launched, lambda record: record.told.verdict == "lost")
+    lost = in_a_row(records[num_before:], lambda record: record.told.verdict == "lost")
     if lost >= MAX_LOST_IN_A_ROW:
         raise InfrastructureError(
-            f"{lost} trials in a row could not be run: {launched[-1].told.reason}; "
-            "mend that and begin a new run"
+            f"{lost} trials in a row could not be run: {records[-1].told.reason}; mend that, then --resume"
         )
 
 
