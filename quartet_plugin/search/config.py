@@ -164,7 +164,8 @@ class StudyConfig(_Section):
 
     After every `control` plans the baseline is measured once more, to see how the machine drifts; 0: never.
     `starts` none leaves the cost model's own points out, so that the sampler is alone from the beginning.
-    `sampler` proposes the plans after them.
+    `sampler` proposes the plans after them; while the calibrated cost model proposes, every `explore`-th one
+    (0: none).
     """
 
     trials: int = Field(default=20, ge=1, le=100_000)
@@ -176,6 +177,7 @@ class StudyConfig(_Section):
     rounds: int = Field(default=5, ge=3, le=100)
     control: int = Field(default=10, ge=0, le=100_000)
     starts: Literal["auto", "none"] = "auto"
+    explore: int = Field(default=5, ge=0, le=100_000)
     objective: Literal["auto", "tokens_per_s", "model_flops_per_s_per_device"] = "auto"
 
 

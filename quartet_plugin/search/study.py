@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +39,9 @@ class Told:
     are never scored; `lost` ones could not be measured for reasons outside of them and cost no budget.
     `excess` is above 0 where the plan does not fit: bytes, or REFUSED_EXCESS. `attempt_id` fences off old
     attempts; `repeats` is the number of the trial that measured the same plan before, or that had a plan of
-    its kind quarantined.
+    its kind quarantined. `num_iterations` were measured, `spread` is the relative standard error of their
+    median; `predicted_s` an iteration was predicted to take, with `predicted_spread`, one standard deviation
+    of its logarithm.
     """
 
     verdict: Verdict
@@ -55,15 +57,21 @@ class Told:
     wall_s: float = 0.0
     repeats: int | None = None
     source: str | None = None
+    num_iterations: int | None = None
+    spread: float | None = None
+    predicted_s: float | None = None
+    predicted_spread: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A trial that was asked for and not yet told."""
+    """A trial that was asked for and not yet told; see `Told` for what was predicted of it."""
 
     number: int
     plan: Plan
     trial: Any
+    predicted_s: float | None = None
+    predicted_spread: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +223,16 @@ class TuneStudy:
         with self._where.errors():
             return self._proposal(self._study.ask())
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a point waits: the next trial will be that one."""
+        return any(one.state.name == "WAITING" for one in self._trials())
+
+    def enqueue(self, point: Params) -> None:
+        """Let the next trial be `point`. Asked for where none waits, a resumed study asks for it just so."""
+        with self._where.errors():
+            self._study.enqueue_trial(dict(point))
+
     def enqueue_fresh(self, *, is_known: Callable[[Plan], bool]) -> bool:
         """Let the next trial be a random plan that is not known; False where none is found."""
         generator = random.Random(derived_seed(self._seed, len(self._trials()), "fresh"))  # noqa: S311
@@ -231,6 +249,8 @@ class TuneStudy:
 
         A lost server is waited for; what was measured is in the trial's folder meanwhile.
         """
+        if proposal.predicted_s is not None:
+            told = replace(told, predicted_s=proposal.predicted_s, predicted_spread=proposal.predicted_spread)
         self._where.patiently(lambda is_again: self._tell(proposal, told, is_again=is_again))
 
     def _tell(self, proposal: Proposal, told: Told, *, is_again: bool) -> None:
