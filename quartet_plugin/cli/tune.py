@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -71,9 +72,11 @@ def tune(
 
     from quartet_plugin.cli.native import write_native
     from quartet_plugin.cli.report import report_line
+    from quartet_plugin.cli.versions import check_versions
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
     from quartet_plugin.report.live import reporter
+    from quartet_plugin.search.ballast import Ballast
     from quartet_plugin.search.best import write_best
     from quartet_plugin.search.config import default_run_name, read_config
     from quartet_plugin.search.coordinator import Coordinator
@@ -81,21 +84,25 @@ def tune(
     from quartet_plugin.search.run_folder import create_run, prepare_folder, resume_run
     from quartet_plugin.search.samplers import check_installed
     from quartet_plugin.trial.lease import Lease
+    from quartet_plugin.trial.redact import redacted_argv
 
+    check_versions()
     command = parse_command(words)
     config = read_config(config_file)
     check_installed(config.study.sampler)
+    path = run_dir / (config.run or default_run_name((command.target,)))
+    if is_requeued(path):
+        is_resumed, takeover = True, True
     if not is_resumed:
         check_start(command, cwd=Path.cwd(), environment=os.environ)
-    path = run_dir / (config.run or default_run_name((command.target,)))
     folder = prepare_folder(path, is_resumed=is_resumed)
-    with failure_reported(folder), Lease.acquire(folder, takeover=takeover) as lease:
+    with failure_reported(folder), Lease.acquire(folder, takeover=takeover) as lease, Ballast(folder) as kept:
         if is_resumed:
             run = resume_run(folder, config=None if config_file is None else config, command=words)
         else:
             run = create_run(folder, config=config.model_copy(update={"run": path.name}), command=words)
         with reporter(Console()) as shown, stop_on_signals(shown.message) as should_stop:
-            shown.message(f"run {run.name} in {path}; the command: {command}")
+            shown.message(f"run {run.name} in {path}; the command: {shlex.join(redacted_argv(words))}")
             result = Coordinator(
                 run,
                 command=command,
@@ -105,6 +112,7 @@ def tune(
                 fence=lease.check,
                 max_minutes=max_minutes,
                 prior=prior,
+                make_room=kept.drop,
             ).tune()
         plan = write_best(result, run=run)
         native = write_native(plan, run=run)
@@ -113,6 +121,14 @@ def tune(
     if native:
         typer.echo(f"native    {native}")
     typer.echo(report_line(run.folder.path, storage=run.storage))
+
+
+def is_requeued(path: Path) -> bool:
+    """Whether Slurm has started this very job again, so that its first tuner is gone, and its run is there."""
+    from quartet_plugin.search.run_folder import RunFolder
+
+    is_again = os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+    return is_again and RunFolder(path=path).config_file.is_file()
 
 
 @contextlib.contextmanager
@@ -193,8 +209,9 @@ def _shown(path: Path) -> str:
 
 @contextlib.contextmanager
 def stop_on_signals(tell: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Whether to stop: from the first Ctrl-C (or SIGTERM, SIGHUP) on. The second raises KeyboardInterrupt.
+    """Whether to stop: from the first Ctrl-C on. The second raises KeyboardInterrupt.
 
+    So are SIGTERM, SIGHUP and what Slurm sends ahead of a time limit or a preemption (SIGUSR1, SIGUSR2).
     `tell` gets one line when that is first asked, since nothing may be printed where a signal comes.
     """
     stop = threading.Event()
@@ -213,7 +230,7 @@ def stop_on_signals(tell: Callable[[str], None]) -> Iterator[Callable[[], bool]]
             tell("stopping after cleaning up; once more to kill at once")
         return is_told
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield should_stop

@@ -102,7 +102,9 @@ class Launching:
         self._events.add("outcome", trial=number, outcome=result.outcome.value, reason=result.reason)
         if self.yardstick is not None or not result.is_measured:
             self.show(label, plan, result, stage=stage)
-        if result.outcome is Outcome.CANCELLED:
+        # A preemption ends ranks and tuner alike; the attempt is closed, and its trial is there to resume.
+        is_lost = result.outcome is Outcome.INFRA and self._should_stop()
+        if result.outcome is Outcome.CANCELLED or is_lost:
             raise self._interrupted()
         return result
 
