@@ -124,7 +124,7 @@ def tune(
 
 
 def is_requeued(path: Path) -> bool:
-    """Whether Slurm has started this very job again, so that its first tuner is gone, and its run is there."""
+    """Whether Slurm has started this very job again, its first tuner being gone, and the run is there."""
     from quartet_plugin.search.run_folder import RunFolder
 
     is_again = os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")

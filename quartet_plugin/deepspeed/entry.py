@@ -27,13 +27,13 @@ from quartet_plugin.deepspeed.settings import (
     read_config,
 )
 from quartet_plugin.errors import ConfigError, QuartetError, SeamError
+from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.worker.options import Options, read_command
 from quartet_plugin.worker.program import run_program
 from quartet_plugin.worker.session import Session
 
 USAGE = "python -m quartet_plugin.deepspeed [-m MODULE | SCRIPT] ARGS... [--quartet-plan FILE]"
 SUPPORTED = ((0, 19),)
-_DEVICE_NODES = ("nvidia0", "nvidiactl", "dxg", "kfd")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,13 +118,7 @@ def _settled(settings: Settings, options: Options, *, in_trial: bool) -> Setting
 
 def _use_device(options: Options) -> None:
     """Choose the CPU where there is nothing else, before torch or DeepSpeed is imported."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = visible is not None and visible.strip() in ("", "-1")
-    on_cpu = options.device == "cpu" or (
-        options.device == "auto"
-        and (hidden or not any(Path("/dev", name).exists() for name in _DEVICE_NODES))
-    )
-    if not on_cpu:
+    if options.device == "cuda" or (options.device == "auto" and shows_accelerator(os.environ)):
         return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed

@@ -14,6 +14,7 @@ import psutil
 
 from quartet_plugin.errors import ConfigError, InfrastructureError, StorageError
 from quartet_plugin.launchers.command import Command
+from quartet_plugin.model.accelerator import shows_accelerator
 
 # glibc's allocator gives freed memory back and maps it again each step, which costs a CPU run as much as
 # a bad layout; one thread a process, because the processes share the cores.
@@ -24,7 +25,6 @@ CPU_SETTINGS: dict[str, str] = {
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
 }
-_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 def resolve_device(
@@ -33,8 +33,7 @@ def resolve_device(
     """`auto` is CUDA where the machine shows an accelerator that the environment does not hide."""
     if device != "auto":
         return device
-    is_hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return "cuda" if not is_hidden and any(Path(name).exists() for name in _DEVICE_FILES) else "cpu"
+    return "cuda" if shows_accelerator(environment) else "cpu"
 
 
 def child_environment(device: Literal["cpu", "cuda"], *, environment: Mapping[str, str]) -> dict[str, str]:

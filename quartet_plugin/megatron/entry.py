@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
+from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.model.conversion import VARIABLE
 from quartet_plugin.worker.failure import show_script_error
 from quartet_plugin.worker.options import USAGE, Options, add_group, read_command
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 # As `quartet profile` sets it.
 PROFILE_VARIABLE = "QUARTET_PROFILE"
-_DEVICE_NODES = ("nvidia0", "nvidiactl", "dxg", "kfd", "nvhost-gpu", "nvgpu")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,10 +110,7 @@ def use_cpu(options: Options) -> bool:
         return options.device == "cpu"
     if importlib.util.find_spec("megatron") is None:
         return False
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
-        return True
-    return not any(Path("/dev", name).exists() for name in _DEVICE_NODES)
+    return not shows_accelerator(os.environ)
 
 
 def _change(session: MegatronSession) -> list[str]:
