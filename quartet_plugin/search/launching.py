@@ -82,31 +82,45 @@ class Launching:
         """
         known = self._launches.recorded(folder, plan_key=None if plan is None else plan.key)
         if known is not None:
-            self._budget.add(known.wall_s)
-            self._learn(known)
-            if self.yardstick is not None:
-                self.show(label, plan, known, stage=stage)
+            self.found(label, plan, known, stage=stage)
             return known
-        self.check_stop()
-        self._fence()
-        left_s = self._budget.forecast_s(num_launches=num_left)
-        self._observer.plan_started(label, plan, stage=stage, time_left_s=left_s)
-        self._events.add("launch", trial=number, stage=stage, folder=folder.name)
+        self.began(number, label, plan, folder=folder, stage=stage, num_left=num_left)
         result = self._launches.run(
-            self._request(plan, folder=folder, stage=stage),
+            self.request(plan, folder=folder, stage=stage),
             on_progress=self._progressed,
             should_stop=self._should_stop,
         )
-        self._budget.add(result.wall_s)
-        self._learn(result)
-        self._events.add("outcome", trial=number, outcome=result.outcome.value, reason=result.reason)
-        if self.yardstick is not None or not result.is_measured:
-            self.show(label, plan, result, stage=stage)
+        self.ended(number, label, plan, result, stage=stage)
         # A preemption ends ranks and tuner alike; the attempt is closed, and its trial is there to resume.
         is_lost = result.outcome is Outcome.INFRA and self._should_stop()
         if result.outcome is Outcome.CANCELLED or is_lost:
             raise self._interrupted()
         return result
+
+    def found(self, label: str, plan: Plan | None, result: TrialResult, *, stage: Stage) -> None:
+        """A launch was measured by an earlier process."""
+        self._budget.add(result.wall_s)
+        self._learn(result)
+        if self.yardstick is not None:
+            self.show(label, plan, result, stage=stage)
+
+    def began(
+        self, number: int, label: str, plan: Plan | None, *, folder: Path, stage: Stage, num_left: int
+    ) -> None:
+        """A launch is about to begin. Raises InterruptedByUserError when asked to stop."""
+        self.check_stop()
+        self._fence()
+        left_s = self._budget.forecast_s(num_launches=num_left)
+        self._observer.plan_started(label, plan, stage=stage, time_left_s=left_s)
+        self._events.add("launch", trial=number, stage=stage, folder=folder.name)
+
+    def ended(self, number: int, label: str, plan: Plan | None, result: TrialResult, *, stage: Stage) -> None:
+        """A launch has ended."""
+        self._budget.add(result.wall_s)
+        self._learn(result)
+        self._events.add("outcome", trial=number, outcome=result.outcome.value, reason=result.reason)
+        if self.yardstick is not None or not result.is_measured:
+            self.show(label, plan, result, stage=stage)
 
     def _learn(self, result: TrialResult) -> None:
         """A later start may take some times as long as the longest so far before it counts as a hang."""
@@ -124,7 +138,8 @@ class Launching:
             "stopped; everything measured is kept: the same command with --resume goes on"
         )
 
-    def _request(self, plan: Plan | None, *, folder: Path, stage: Stage) -> TrialRequest:
+    def request(self, plan: Plan | None, *, folder: Path, stage: Stage) -> TrialRequest:
+        """What is launched for a plan; None is the user's own command."""
         config = self._run.config
         predicted_s = None if self.yardstick is None else self.yardstick.score.iteration_s
         if predicted_s is not None and plan is not None and plan.prediction is not None:
