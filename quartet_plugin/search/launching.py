@@ -11,6 +11,7 @@ from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.budget import TimeBudget
 from quartet_plugin.search.events import EventLog
+from quartet_plugin.search.evidence import spread_of
 from quartet_plugin.search.launches import Launches, ShouldStop
 from quartet_plugin.search.observer import Observer
 from quartet_plugin.search.run_folder import Run
@@ -231,6 +232,8 @@ def told_of(plan: Plan, result: TrialResult, *, objective: Objective) -> Told:
             iteration_s=scored.iteration_s,
             tokens_per_s=scored.tokens_per_s,
             model_flops_per_s_per_device=scored.model_flops_per_s_per_device,
+            num_iterations=len(result.iteration_s),
+            spread=spread_of(result.iteration_s),
         )
     if result.outcome is Outcome.INFEASIBLE:
         return replace(common, excess=float(result.memory_excess_bytes) or REFUSED_EXCESS)
