@@ -103,6 +103,7 @@ class TuneStudy:
         self._seed = seed
         self._sampler = sampler
         self._records: dict[int, Record] = {}
+        self._open: set[int] = set()  # given out and not yet told
 
     @classmethod
     def create(
@@ -201,11 +202,11 @@ class TuneStudy:
                 self._records[frozen.number] = self._record(frozen)
 
     def unfinished(self) -> Proposal | None:
-        """The trial that an earlier process asked for and did not live to tell."""
+        """A trial that an earlier process asked for and did not live to tell; each is given once."""
         import optuna
 
         for frozen in self._trials():
-            if frozen.state == optuna.trial.TrialState.RUNNING:
+            if frozen.state == optuna.trial.TrialState.RUNNING and frozen.number not in self._open:
                 return self._proposal(optuna.trial.Trial(self._study, frozen._trial_id))
         return None
 
@@ -260,6 +261,7 @@ class TuneStudy:
             trial = proposal.trial
             if proposal.number in self._records:
                 return
+            self._open.discard(proposal.number)
             record = Record(number=proposal.number, plan=proposal.plan, told=told)
             if is_again and self._trials()[proposal.number].state.is_finished():
                 self._records[proposal.number] = record  # the server did it before it was lost
@@ -295,11 +297,13 @@ class TuneStudy:
             _ = trial.relative_params  # drawn here, with its own seed, whichever parameter comes first
             chooser = _TrialChooser(trial, reseed=lambda name: self._reseed(number, name))
             plan = self._space.decode(chooser, trial=number)
+        self._open.add(number)
         return Proposal(number=number, plan=plan, trial=trial)
 
     def _reseed(self, number: int, what: str) -> None:
         seed = derived_seed(self._seed, number, what)
-        self._study.sampler = make(self._sampler, seed=seed, study_seed=self._seed)
+        is_parallel = bool(self._open - {number})
+        self._study.sampler = make(self._sampler, seed=seed, study_seed=self._seed, is_parallel=is_parallel)
 
     def _record(self, frozen: Any) -> Record:
         try:
