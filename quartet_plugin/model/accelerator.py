@@ -1,4 +1,4 @@
-"""Whether this machine shows an accelerator, by its device files: nothing may open one, or import a framework."""
+"""Whether this machine shows an accelerator, by its device files: no device is opened, no framework imported."""
 
 from collections.abc import Mapping
 from pathlib import Path
