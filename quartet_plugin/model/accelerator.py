@@ -1,4 +1,4 @@
-"""Whether this machine shows an accelerator, by its device files: no device is opened, no framework imported."""
+"""Whether this machine shows an accelerator, by its device files: nothing is opened, nor torch imported."""
 
 from collections.abc import Mapping
 from pathlib import Path
