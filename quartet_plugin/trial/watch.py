@@ -100,7 +100,7 @@ class Watch:
             raise
         evidence = Evidence(
             sheet=self._attempt.sheet,
-            snapshot=self._files.scan(),
+            snapshot=self._last_look(),
             num_processes=self._attempt.command.num_processes,
             stopped_by=stopped_by,
             exit_code=self._exit_code,
@@ -171,6 +171,17 @@ class Watch:
             self._on_move(phase, iteration, self._watchdog.elapsed_s)
         return snapshot
 
+    def _last_look(self) -> Snapshot:
+        """What the ranks have left when nothing of them runs any more. Raises StorageError as `_look` does."""
+        since_s = self._clock() if self._lost_since_s is None else self._lost_since_s
+        while True:
+            try:
+                return self._files.scan()
+            except StorageError:
+                if self._clock() - since_s >= _LOST_S:
+                    raise
+            time.sleep(self._poll_s)
+
     def _is_cut(self) -> bool:
         """Whether the ranks were told to end early because they were slow, by this process or an earlier."""
         with contextlib.suppress(OSError):
@@ -206,7 +217,8 @@ class Watch:
 
     def _end(self, stopped_by: StoppedBy, *, grace_s: float) -> None:
         """STOP file, SIGTERM to the launcher, waiting, then exactly the recorded processes."""
-        self._rescan(self._files.scan())
+        with contextlib.suppress(StorageError):
+            self._rescan(self._files.scan())
         if not self._has_exited():
             # Without the file the signals still end everything; a full disk must not prevent that.
             with contextlib.suppress(StorageError):
@@ -229,8 +241,11 @@ class Watch:
     def _kill_rest(self) -> None:
         """Until nothing is left: a process may start another one while it is being ended."""
         for _ in range(3):
-            self._book.rescan(self._handle.pid)
-            self._book.search()
+            # The book knows them even where it cannot be written down.
+            with contextlib.suppress(StorageError):
+                self._book.rescan(self._handle.pid)
+            with contextlib.suppress(StorageError):
+                self._book.search()
             alive = self._book.alive
             if not alive:
                 break

@@ -13,6 +13,7 @@ import pytest
 
 from quartet_plugin.launchers.command import ENTRY_MODULE, parse_command
 from quartet_plugin.launchers.local import LocalHandle, LocalLauncher
+from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.processes import marked
 from quartet_plugin.trial.request import Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial
@@ -71,10 +72,14 @@ def trial(tmp_path: Path, fake_torchrun: Path) -> Callable[..., TrialResult]:
     """Run a trial of the fake: `trial("--mode", "oom", step_s=...)`; keywords go to the request."""
 
     def run(
-        *fake: str, torchrun: Path | str = fake_torchrun, stop: Any = None, **options: Any
+        *fake: str,
+        torchrun: Path | str = fake_torchrun,
+        stop: Any = None,
+        devices: DeviceGuard | None = None,
+        **options: Any,
     ) -> TrialResult:
         request = trial_request(torchrun, tmp_path / "trials" / "000000", *fake, **options)
-        return run_trial(request, launcher=BareLauncher(), stop=stop, poll_s=0.02)
+        return run_trial(request, launcher=BareLauncher(), devices=devices, stop=stop, poll_s=0.02)
 
     return run
 

@@ -1,24 +1,29 @@
 """One test per row of the fault matrix that a trial meets on one machine without a GPU."""
 
+import functools
 import json
 import resource
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from quartet_plugin.errors import ConfigError, StorageError
+from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, StorageError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import Baseline, MadeFor, Mapping, NodeInfo, Plan, Provenance, Slot
 from quartet_plugin.trial import watch
 from quartet_plugin.trial.attempt import read_result
-from quartet_plugin.trial.files import parse_job
+from quartet_plugin.trial.devices import DeviceGuard, DeviceState
+from quartet_plugin.trial.files import RankFiles, Snapshot, parse_job
+from quartet_plugin.trial.log import CappedLog
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
 from quartet_plugin.trial.runner import run_trial
 from tests.faults.conftest import FAKE, BareLauncher, trial_request
@@ -119,7 +124,22 @@ def test_row_3_a_killed_rank_is_tried_once_more(trial: Trial) -> None:
     assert attempts(result) == ["attempt-1", "attempt-2"]
     first = read_result(result.folder.parent / "attempt-1")
     assert first is not None
-    assert (first.outcome, "SIGKILL" in first.reason) == (Outcome.INFRA, True)
+    assert first.outcome is Outcome.INFRA
+    assert first.reason == "rank 1 was killed (SIGKILL): was the host's memory full?"
+
+
+def test_row_3_the_kernels_count_names_the_reason(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([4, 5, 5, 6])
+    monkeypatch.setattr(watch, "num_oom_kills", lambda: next(counts))
+    result = trial("--mode", "sigkill", plan=a_plan())
+    assert result.outcome is Outcome.INFEASIBLE
+    assert result.reason == "rank 1 was killed (SIGKILL): the kernel ran out of memory (twice)"
+
+
+def test_row_3_of_the_users_own_command_it_stays_infrastructure(trial: Trial) -> None:
+    result = trial("--mode", "sigkill")
+    assert (result.outcome, result.memory_excess_bytes) == (Outcome.INFRA, 0)
+    assert attempts(result) == ["attempt-1", "attempt-2"]
 
 
 def test_row_3_killed_twice_is_the_plan(trial: Trial) -> None:
@@ -134,7 +154,17 @@ def test_row_5_a_hang_leaves_its_stacks_and_is_tried_once_more(trial: Trial) -> 
     assert (result.outcome, result.phase) == (Outcome.INFEASIBLE, "measure")
     assert "hang" in result.reason
     assert attempts(result) == ["attempt-1", "attempt-2"]
-    assert 'fake_trial.py", line' in (result.folder / "stdout.log").read_text()
+    for name in attempts(result):
+        attempt = result.folder.parent / name
+        assert (attempt / "stdout.log").read_text().count(" in block") == 2, "the stacks of both ranks"
+        assert (attempt / "STOP").read_text() == "hang\n"
+
+
+def test_row_5_what_the_baseline_needs_for_a_step_is_learned(trial: Trial) -> None:
+    """Its steps take longer than a step may take, and nobody could predict that."""
+    limits = Timeouts(init_s=20.0, first_step_s=10.0, step_s=0.2, step_factor=20.0, shutdown_s=0.2)
+    result = trial("--step-s", "1.5", measure=1, timeouts=limits)
+    assert (result.outcome, attempts(result)) == (Outcome.OK, ["attempt-1"])
 
 
 def test_row_5_ranks_that_ignore_sigterm_are_killed(trial: Trial) -> None:
@@ -344,6 +374,64 @@ def test_a_launcher_that_does_not_exit_does_not_spoil_what_was_measured(trial: T
     assert result.outcome is Outcome.OK
 
 
+def lose_files(
+    monkeypatch: pytest.MonkeyPatch, root: Path, *, how_long_s: float, from_beat: str = "rank-1.beat.json"
+) -> list[float]:
+    """From the first heartbeat on, nothing of an attempt can be read for some time; the failed looks."""
+    scan = RankFiles.scan
+    failed: list[float] = []
+
+    def scanning(self: RankFiles) -> Snapshot:
+        now = time.monotonic()
+        if list(root.rglob(from_beat)) and now - (failed[0] if failed else now) < how_long_s:
+            failed.append(now)
+            raise StorageError("attempt-1: cannot be read: Stale file handle")
+        return scan(self)
+
+    monkeypatch.setattr(RankFiles, "scan", scanning)
+    return failed
+
+
+def test_row_28_a_file_system_that_pauses_loses_no_trial(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor is what cannot be seen meanwhile taken for a hang: the steps' limit is far shorter."""
+    failed = lose_files(monkeypatch, tmp_path, how_long_s=2.0)
+    result = trial("--step-s", "0.3", measure=10, timeouts=replace(HANG, step_s=1.0, shutdown_s=1.0))
+    assert len(failed) > 3
+    assert (result.outcome, attempts(result)) == (Outcome.OK, ["attempt-1"])
+
+
+def test_row_28_a_file_system_that_stays_away_ends_the_trial_and_leaves_no_process(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(watch, "_LOST_S", 0.3)
+    lose_files(monkeypatch, tmp_path, how_long_s=1e9)
+    with pytest.raises(StorageError, match="Stale file handle") as caught:
+        trial("--step-s", "0.3")
+    assert caught.value.exit_code is ExitCode.STORAGE
+
+
+def test_row_28_ctrl_c_is_heard_while_it_is_away(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failed = lose_files(monkeypatch, tmp_path, how_long_s=1.0)
+    result = trial("--step-s", "0.3", measure=50, stop=lambda: len(failed) > 2)
+    assert result.outcome is Outcome.CANCELLED
+
+
+def test_row_29_a_log_that_grows_is_kept_short(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = functools.partial(CappedLog, max_bytes=40_000)
+    monkeypatch.setattr(watch, "CappedLog", short)
+    monkeypatch.setattr(watch, "_RESCAN_S", 0.0)
+    monkeypatch.setattr(watch, "_RESCAN_MEASURING_S", 0.0)
+    result = trial("--mode", "shout", measure=20)
+    assert result.outcome is Outcome.OK
+    log = result.folder / "stdout.log"
+    assert "bytes left out" in log.read_text()
+    assert log.stat().st_size < 41 * 10_001
+
+
 def test_row_29_no_trial_is_started_on_a_full_disk(trial: Trial) -> None:
     with pytest.raises(StorageError, match="MiB free"):
         trial(min_free_bytes=2**60)
@@ -388,6 +476,61 @@ def test_row_39_links_are_not_followed(trial: Trial, tmp_path: Path) -> None:
     (tmp_path / "trials" / "000000").symlink_to(target)
     with pytest.raises(StorageError, match="a link"):
         trial("--mode", "ok")
+
+
+def a_guard(*looks: int, num_errors: int = 0) -> DeviceGuard:
+    """Of one device that holds so many GiB, look by look; the last look stays."""
+    left = list(looks)
+
+    def read(environment: Any) -> tuple[DeviceState, ...]:
+        size = left.pop(0) if len(left) > 1 else left[0]
+        count = num_errors if len(left) == 1 else 0
+        one = DeviceState(index=0, uuid="GPU-0", name="H200", used_bytes=size << 30, num_errors=count)
+        return (one,) if size else ()
+
+    return DeviceGuard(read=read, release_s=0.5)
+
+
+def on_devices(trial: Trial, guard: DeviceGuard, *fake: str, **options: Any) -> TrialResult:
+    """A trial that would run on an accelerator."""
+    return trial(*fake, device="cuda", devices=guard, plan=a_plan(), **options)
+
+
+def test_row_10_a_device_that_is_not_given_back_ends_the_study_and_not_the_measurement(
+    trial: Trial, tmp_path: Path
+) -> None:
+    with pytest.raises(InfrastructureError, match=r"MiB are still held .* then --resume") as caught:
+        on_devices(trial, a_guard(1, 1, 90))
+    assert caught.value.exit_code is ExitCode.INFRASTRUCTURE
+    kept = read_result(tmp_path / "trials" / "000000" / "attempt-1")
+    assert kept is not None
+    assert kept.outcome is Outcome.OK
+
+
+def test_row_10_memory_that_the_driver_gives_back_late_is_waited_for(trial: Trial) -> None:
+    assert on_devices(trial, a_guard(1, 1, 90, 1)).outcome is Outcome.OK
+
+
+def test_row_35_what_a_faulty_device_measured_is_not_told(trial: Trial) -> None:
+    result = on_devices(trial, a_guard(1, 1, 1, num_errors=2), max_attempts=1)
+    assert result.outcome is Outcome.INFRA
+    assert "memory errors that were not corrected" in result.reason
+    assert result.iteration_s == ()
+
+
+def test_row_36_nothing_is_started_on_other_devices(trial: Trial, tmp_path: Path) -> None:
+    guard = a_guard(1, 1, 1, 0)
+    assert on_devices(trial, guard).outcome is Outcome.OK
+    with pytest.raises(InfrastructureError, match="missing device 0"):
+        on_devices(trial, guard)
+    assert len(list(tmp_path.rglob("attempt-*"))) == 1
+
+
+def test_runs_on_the_cpu_look_at_no_device(trial: Trial) -> None:
+    def read(environment: Any) -> tuple[DeviceState, ...]:
+        raise AssertionError
+
+    assert trial("--mode", "ok", devices=DeviceGuard(read=read)).outcome is Outcome.OK
 
 
 @pytest.mark.parametrize(

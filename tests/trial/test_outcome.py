@@ -195,6 +195,34 @@ def test_noise_is_measured_once_more() -> None:
     assert settled(noisy, noisy) == (Outcome.UNSTABLE, False)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: uncorrectable ECC error encountered",
+        "CUDA error: CUDA-capable device(s) is/are busy or unavailable",
+        "NVML: GPU is lost",
+        "NCCL WARN ... fallen off the bus",
+        "CUDA error: no CUDA-capable device is detected",
+    ],
+)
+@pytest.mark.parametrize("kind", ["error", "network"])
+def test_row_35_a_faulty_device_is_never_the_plans_fault(kind: str, message: str) -> None:
+    verdict = classify(evidence(errs=(err(1, kind=kind, message=message),), stopped_by="error"))
+    assert (verdict.cause, verdict.outcome) == (Cause.DEVICE, Outcome.INFRA)
+    assert message in verdict.reason
+    assert settled(verdict) == (Outcome.INFRA, True)
+    assert settled(verdict, verdict) == (Outcome.INFRA, True)
+    assert settled(verdict, verdict, verdict) == (Outcome.INFRA, False)
+
+
+def test_row_35_words_of_a_device_in_a_plans_own_fault_change_nothing() -> None:
+    message = "CUDA error: an illegal memory access was encountered"
+    own = classify(evidence(errs=(err(1, message=message),), stopped_by="error"))
+    assert own.cause is Cause.ERROR
+    memory = err(1, kind="out-of-memory", message="GPU is lost", wanted_bytes=5)
+    assert classify(evidence(errs=(memory,), stopped_by="error")).cause is Cause.MEMORY
+
+
 def test_a_hang_keeps_its_phase() -> None:
     expiry = Expiry(phase="warmup", rank=1, limit_s=2.0)
     verdict = classify(evidence(beats=(beat(0), beat(1)), stopped_by="hang", expiry=expiry, errs=(err(0),)))

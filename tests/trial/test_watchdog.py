@@ -58,7 +58,7 @@ def test_each_phase_has_its_own_limit(phase: str, iteration: int, limit_s: float
 
 def test_a_rank_that_moves_is_left_alone_and_one_that_does_not_is_named() -> None:
     clock = Clock()
-    dog = watchdog(clock)
+    dog = watchdog(clock, predicted_s=1.0)
     dog.observe([beat(0, iteration=1), beat(1, iteration=1)])
     for step in range(2, 4):
         clock.now += 9.0
@@ -114,6 +114,64 @@ def test_slow_steps_that_are_predicted_are_allowed() -> None:
     clock.now += 100.0
     assert dog.expired() is None
     assert LIMITS.first_step_limit_s(20.0) == 200.0
+
+
+def test_steps_that_nobody_predicted_are_learned() -> None:
+    """Row 6: the user's own command on a large model; what its longest step took is no hang."""
+    clock = Clock()
+    dog = watchdog(clock)
+    dog.observe([beat(0, phase="warmup", iteration=0), beat(1, phase="warmup", iteration=0)])
+    clock.now += 40.0
+    dog.observe([beat(0, iteration=1), beat(1, iteration=1)])
+    clock.now += 5 * 40.0
+    dog.observe([beat(0, iteration=1), beat(1, iteration=1)])
+    assert dog.expired() is None
+    clock.now += 1.5
+    assert dog.expired() is not None
+
+
+def test_several_steps_between_two_looks_are_not_one_long_one() -> None:
+    clock = Clock()
+    dog = watchdog(clock)
+    dog.observe([beat(0, iteration=1), beat(1, iteration=1)])
+    clock.now += 10.0
+    dog.observe([beat(0, iteration=11), beat(1, iteration=11)])
+    clock.now += 11.5
+    assert dog.expired() is not None
+
+
+def test_a_prediction_goes_before_what_was_seen() -> None:
+    clock = Clock()
+    dog = watchdog(clock, predicted_s=1.0)
+    dog.observe([beat(0, iteration=1), beat(1, iteration=1)])
+    clock.now += 9.0
+    dog.observe([beat(0, iteration=2), beat(1, iteration=2)])
+    clock.now += 11.5
+    assert dog.expired() is not None
+
+
+def test_time_in_which_nothing_could_be_seen_does_not_count() -> None:
+    clock = Clock()
+    dog = watchdog(clock)
+    dog.observe([beat(0), beat(1)])
+    clock.now += 30.0
+    dog.forgive(25.0)
+    assert dog.expired() is None
+    clock.now += 6.5
+    assert dog.expired() is not None
+
+
+def test_a_longer_deadline_gives_the_start_longer_and_a_shorter_one_takes_nothing() -> None:
+    assert Timeouts.within(600.0) == Timeouts.within(30.0) == Timeouts()
+    longer = Timeouts.within(3000.0)
+    assert (longer.init_s, longer.first_step_s, longer.step_s) == (1500.0, 600.0, Timeouts().step_s)
+
+
+def test_starts_are_learned_from_earlier_trials() -> None:
+    learned = Timeouts().learned(start_s=200.0, first_step_s=70.0)
+    assert (learned.init_s, learned.first_step_s) == (600.0, 210.0)
+    assert learned.learned(start_s=1.0, first_step_s=1.0) == learned
+    assert Timeouts().learned(start_s=0.0, first_step_s=900.0).init_s == 2700.0
 
 
 @pytest.mark.parametrize(
