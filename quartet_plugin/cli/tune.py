@@ -187,9 +187,10 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "Run") -> l
 
 
 def study_lines(result: "TuneResult") -> list[str]:
-    """What the trials were spent on, by the class of what they changed, and how the machine drifted."""
+    """What the trials were spent on, by class of change, how the machine drifted, and what was missed."""
     from collections import Counter
 
+    from quartet_plugin.report.regret import regret_lines
     from quartet_plugin.report.tables import changes
 
     tried = [record.plan for record in result.records[1:] if record.told.repeats is None]
@@ -199,6 +200,8 @@ def study_lines(result: "TuneResult") -> list[str]:
     if result.controls:
         ratios = ", ".join(f"{control.ratio:.2f}x" for control in result.controls)
         lines.append(f"control   your own command again during the search: {ratios} of its first measurement")
+    if result.regret is not None:
+        lines += regret_lines(result.regret)
     return lines
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from quartet_plugin.model.measurement import Comparison, Objective
 from quartet_plugin.model.plan import NodeInfo, Plan
+from quartet_plugin.model.regret import Regret
 
 PARTS = ("shape", "layout", "split", "schedule", "mapping")
 
@@ -125,7 +126,8 @@ class RunHistory:
     `command` has its secrets blanked and `storage` no password. `began_at` and `ended_at` are seconds since
     1970; `elapsed_s` is of the latest session. `features` of the user's job keep the axes `locked` as they
     are; `neutralised` flags were left out in trials. `num_asked` trials were asked for, `num_spent` are used
-    up. `controls` say how the machine drifted. `faults` are files that could not be read.
+    up. `controls` say how the machine drifted, `regret` what a search that has ended may have missed.
+    `faults` are files that could not be read.
     """
 
     name: str
@@ -154,6 +156,7 @@ class RunHistory:
     winner: Plan | None
     faults: tuple[str, ...] = ()
     controls: tuple[Control, ...] = ()
+    regret: Regret | None = None
 
     @property
     def baseline(self) -> TrialRow | None:

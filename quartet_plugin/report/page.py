@@ -13,6 +13,7 @@ from html import escape
 from quartet_plugin.model.history import RunHistory, TrialRow
 from quartet_plugin.model.measurement import Interval, Measurement
 from quartet_plugin.report import figures, markup, page_tables
+from quartet_plugin.report.regret import regret_words
 from quartet_plugin.report.status import stamp, told_words
 from quartet_plugin.report.style import STYLE
 from quartet_plugin.report.tables import CLASS_MEANING, OBJECTIVE_WORDS, changes, confidence
@@ -54,6 +55,7 @@ def page(history: RunHistory, extras: Extras) -> str:
         _head(history),
         _cards(history),
         _intervals(history),
+        _regret(history),
         _progress(history),
         markup.pair(_importance(extras), _predictions(history), _memory(history), _changes(history)),
         *(markup.section(one.heading, markup.figure(one.svg, one.caption)) for one in extras.timelines),
@@ -169,6 +171,12 @@ def _intervals(history: RunHistory) -> str:
         "plan wins only where the whole bar of its speedup is above 1."
     )
     return markup.section("Best against baseline", markup.figure(svg, caption))
+
+
+def _regret(history: RunHistory) -> str:
+    if history.regret is None:
+        return ""
+    return markup.section("What may have been missed", markup.note(regret_words(history.regret)))
 
 
 def _progress(history: RunHistory) -> str:

@@ -5,6 +5,8 @@ from collections import Counter
 from typing import Any
 
 from quartet_plugin.model.history import LeaseHolder, RunHistory, RunningLaunch, TrialRow
+from quartet_plugin.model.schema import dump
+from quartet_plugin.report.regret import regret_lines
 from quartet_plugin.report.words import clean, duration
 
 _STATES = {
@@ -41,6 +43,8 @@ def status_lines(history: RunHistory) -> list[str]:
         )
     elif history.state == "finished":
         lines.append("winner    none: your own command stays as it is")
+    if history.regret is not None:
+        lines += regret_lines(history.regret)
     left = "" if history.time_left_s is None else f"; about {duration(history.time_left_s)} left"
     lines.append(f"elapsed   {duration(history.elapsed_s)}{left}")
     lines.append(f"study     {history.storage}")
@@ -101,6 +105,7 @@ def status_record(history: RunHistory) -> dict[str, Any]:
             "versus_baseline": history.versus_baseline(best),
         },
         "winner": None if history.winner is None else history.winner.provenance.trial,
+        "regret": None if history.regret is None else dump(history.regret),
         "elapsed_s": round(history.elapsed_s, 3),
         "time_left_s": None if history.time_left_s is None else round(history.time_left_s, 3),
         "storage": history.storage,

@@ -1,4 +1,4 @@
-"""The run's winner on disk: best/plan.json, its receipt, and a shell line that trains with it."""
+"""The run's winner on disk: best/plan.json, its receipt, a shell line that trains with it, and the regret."""
 
 import shlex
 from dataclasses import replace
@@ -7,6 +7,7 @@ from pathlib import Path
 from quartet_plugin.model.files import write_text_atomic
 from quartet_plugin.model.plan import Plan, write_plan
 from quartet_plugin.model.receipt import receipt_path, write_receipt
+from quartet_plugin.model.regret import write_regret
 from quartet_plugin.search.coordinator import TuneResult
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.trial.redact import shell_words
@@ -15,13 +16,19 @@ from quartet_plugin.trial.redact import shell_words
 def write_best(result: TuneResult, *, run: Run) -> Plan | None:
     """Write the winner with its measurement and return it.
 
-    A schedule of ours has its receipt beside it, so that `quartet train` takes it at once. Without a winner
-    nothing is written, and what an earlier, shorter search of the run left is removed.
+    A schedule of ours has its receipt beside it, so that `quartet train` takes it at once. What the search
+    may have missed is written in any case. Without a winner nothing else is, and what an earlier, shorter
+    search of the run left is removed.
     """
     folder = run.folder
     receipt_file = receipt_path(folder.best_plan)
     if result.winner is None or result.receipt is None:
         receipt_file.unlink(missing_ok=True)
+    if result.regret is None:
+        folder.best_regret.unlink(missing_ok=True)
+    else:
+        folder.best_plan.parent.mkdir(mode=0o700, exist_ok=True)
+        write_regret(result.regret, path=folder.best_regret)
     if result.winner is None:
         for path in (folder.best_plan, folder.best_command):
             path.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
+from quartet_plugin.model.regret import Regret
 from quartet_plugin.model.schema import dump
 from quartet_plugin.search.budget import TimeBudget
 from quartet_plugin.search.control import Control, Controls
@@ -29,6 +30,7 @@ from quartet_plugin.search.launching import Launching, Yardstick, told_of
 from quartet_plugin.search.observer import Observer
 from quartet_plugin.search.parity import ParityKeeper
 from quartet_plugin.search.prior import Prior, read_prior
+from quartet_plugin.search.regret import Ended, estimate_regret
 from quartet_plugin.search.rounds import FinalRounds, winner_of
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.scoring import objective_of, score
@@ -48,7 +50,7 @@ class TuneResult:
     """What a run found. `winner` is None where nothing beat the baseline.
 
     `receipt` is the parity gate's for a winner with a schedule of ours, `controls` the baseline's
-    re-measurements during the search.
+    re-measurements during the search, `regret` what it may have missed.
     """
 
     objective: Objective
@@ -58,6 +60,7 @@ class TuneResult:
     winner: Ranking | None
     receipt: Receipt | None = None
     controls: tuple[Control, ...] = ()
+    regret: Regret | None = None
 
 
 class Coordinator:
@@ -181,7 +184,7 @@ class Coordinator:
             records = study.records()
         finally:
             study.close()
-        return self._finish(records, yardstick)
+        return self._finish(space, records, yardstick)
 
     # Trial 0 and what it opens
 
@@ -280,12 +283,20 @@ class Coordinator:
 
     # The final rounds
 
-    def _finish(self, records: list[Record], yardstick: Yardstick) -> TuneResult:
+    def _finish(self, space: Space, records: list[Record], yardstick: Yardstick) -> TuneResult:
         rounds = FinalRounds(
             run=self._run, launching=self._launching, budget=self._budget, observer=self._observer
         )
         rankings = rounds.measure(self._proven(records, yardstick), yardstick=yardstick)
         winner = winner_of(rankings)
+        ended = Ended(
+            baseline=yardstick.plan,
+            records=records,
+            rankings=rankings,
+            winner=winner,
+            objective=yardstick.objective,
+            seed=self._config.seed,
+        )
         return TuneResult(
             objective=yardstick.objective,
             baseline=yardstick.plan,
@@ -294,6 +305,7 @@ class Coordinator:
             winner=winner,
             receipt=None if winner is None else self._parity.receipt_of(winner.record.plan),
             controls=tuple(self._controls.found),
+            regret=estimate_regret(space, ended),
         )
 
     def _proven(self, records: list[Record], yardstick: Yardstick) -> list[Record]:

@@ -24,6 +24,7 @@ from quartet_plugin.model.history import (
 )
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
+from quartet_plugin.model.regret import Regret, read_regret
 from quartet_plugin.search.attempts import Launch, holder_of, read_launch
 from quartet_plugin.search.features import locked_axes
 from quartet_plugin.search.final import BASELINE, rank
@@ -157,6 +158,7 @@ class _Reader:
             winner=self._winner(),
             faults=tuple(self._faults),
             controls=_controls(events),
+            regret=self._regret(),
         )
 
     # Trial 0
@@ -274,6 +276,16 @@ class _Reader:
             return None
         try:
             return read_plan(path)
+        except QuartetError as error:
+            self._faults.append(str(error))
+            return None
+
+    def _regret(self) -> Regret | None:
+        path = self._run.folder.best_regret
+        if not path.exists():
+            return None
+        try:
+            return read_regret(path)
         except QuartetError as error:
             self._faults.append(str(error))
             return None

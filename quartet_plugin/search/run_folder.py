@@ -91,6 +91,11 @@ class RunFolder:
         """A shell line that trains with the winner."""
         return self.path / "best" / "command.sh"
 
+    @property
+    def best_regret(self) -> Path:
+        """What the search may have missed."""
+        return self.path / "best" / "regret.json"
+
     def trial(self, number: int) -> Path:
         """One trial's folder."""
         return self.trials / f"{number:06d}"
