@@ -71,6 +71,13 @@ class Identity:
         return abs(process.create_time() - self.process_start) <= _START_TOLERANCE_S
 
     @property
+    def age_s(self) -> float | None:
+        """Seconds since its start, if this boot's; None where the system does not tell."""
+        if self.start_ticks is None or self.boot_id != boot_id() or not hasattr(time, "CLOCK_BOOTTIME"):
+            return None
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - self.start_ticks / os.sysconf("SC_CLK_TCK")
+
+    @property
     def is_alive(self) -> bool:
         """Whether it still runs on this machine."""
         return self.find() is not None

@@ -88,15 +88,15 @@ def recover(
 
 
 def _finish(folder: Path, *, stop: Stop | None, clock: Callable[[], float], poll_s: float) -> TrialResult:
-    _remove_torn(folder)
     attempt = open_attempt(folder)
     if attempt is None:
+        _remove_torn(folder)
         return write_result(_never_launched(folder), _lost("the tuner ended before the launch"), wall_s=0.0)
     book = ProcessBook.read(attempt.processes_file, attempt_id=attempt.sheet.attempt_id)
     book.search()
     alive = book.alive
     launcher = min(book.identities, key=lambda one: (one.process_start, one.pid), default=None)
-    ran_s = max(0.0, min(time.time() - attempt.command.time, attempt.command.deadline_s))
+    ran_s = _ran_s(attempt, launcher)
     watch = Watch(
         attempt,
         AdoptedHandle(launcher),
@@ -109,10 +109,18 @@ def _finish(folder: Path, *, stop: Stop | None, clock: Callable[[], float], poll
         poll_s=poll_s,
     )
     ending = watch.run()
+    _remove_torn(folder)
     verdict = classify(ending.evidence)
     if not alive and verdict.outcome is Outcome.INFRA:
         verdict = replace(verdict, reason=f"the tuner was killed meanwhile; {verdict.reason}")
     return write_result(attempt, with_survivors(verdict, ending), wall_s=ran_s + ending.wall_s)
+
+
+def _ran_s(attempt: Attempt, launcher: Identity | None) -> float:
+    """How long the attempt has run, up to its deadline; if it still does, by no clock that can be set."""
+    age_s = launcher.age_s if launcher is not None and launcher.is_alive else None
+    ran_s = time.time() - attempt.command.time if age_s is None else age_s
+    return max(0.0, min(ran_s, attempt.command.deadline_s))
 
 
 def _ignore(phase: Phase, iteration: int, elapsed_s: float) -> None:
@@ -151,6 +159,6 @@ def _never_launched(folder: Path) -> Attempt:
 
 
 def _remove_torn(folder: Path) -> None:
-    """Temporary files of writers that were killed before the rename."""
+    """Temporary files of writers that were killed before the rename; those of one that lives are its own."""
     for path in folder.glob(".*.tmp"):
         path.unlink(missing_ok=True)

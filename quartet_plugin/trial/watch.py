@@ -172,7 +172,7 @@ class Watch:
         return snapshot
 
     def _last_look(self) -> Snapshot:
-        """What the ranks have left when nothing of them runs any more. Raises StorageError as `_look` does."""
+        """What the ranks have left when none of them runs any more. Raises StorageError as `_look` does."""
         since_s = self._clock() if self._lost_since_s is None else self._lost_since_s
         while True:
             try:

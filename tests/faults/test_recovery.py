@@ -82,6 +82,18 @@ def test_a_trial_under_the_real_torchrun_is_waited_for(tmp_path: Path) -> None:
     assert [one.outcome for one in recover(tmp_path)] == [Outcome.OK]
 
 
+def test_row_34_a_clock_that_was_set_meanwhile_ends_no_trial(
+    fake_torchrun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial that runs for a second is no day old, whatever the clock says now."""
+    killed_tuner(fake_torchrun, tmp_path / "000003", "--step-s", "0.3", when=measuring)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 86_400)
+    results = recover(tmp_path, poll_s=0.02)
+    assert [one.outcome for one in results] == [Outcome.OK]
+    assert results[0].wall_s < 60
+
+
 def test_a_trial_that_has_ended_meanwhile_is_adopted(fake_torchrun: Path, tmp_path: Path) -> None:
     attempt = killed_tuner(fake_torchrun, tmp_path / "000001", "--step-s", "0.05", when=measuring)
     until_all_ended(attempt)

@@ -105,6 +105,15 @@ def test_row_34_a_clock_that_is_set_makes_no_process_another(
     assert processes[0].wait(10) < 0
 
 
+def test_row_34_an_age_is_by_no_clock_that_can_be_set(processes: list[subprocess.Popen[str]]) -> None:
+    began = time.monotonic()
+    processes.append(start())
+    age_s = known(processes[0]).age_s
+    assert age_s is not None
+    assert 0 <= age_s <= time.monotonic() - began + 1
+    assert replace(known(processes[0]), boot_id="another").age_s is None
+
+
 def test_starts_without_ticks_are_compared_in_seconds(processes: list[subprocess.Popen[str]]) -> None:
     """What another version wrote down, and systems that do not count them."""
     processes.append(start())
