@@ -79,7 +79,7 @@ class ReplayingLaunches:
         """Trials until a plan near the best was measured, that one included; None where none was."""
         return next((at for at, plan in enumerate(self.launched, 1) if self.ground.is_near(plan)), None)
 
-    def recover(self, folder: Path, *, should_stop: ShouldStop) -> None:
+    def recover(self, folder: Path, *, should_stop: ShouldStop, **others: Any) -> None:
         """Nothing runs."""
 
     def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
