@@ -183,6 +183,7 @@ def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] 
 
     `config` and `command`, where given, must be those it was begun with, but for what changes no measurement
     (the number of trials, the final rounds, the deadline). Raises ConfigError with the first difference.
+    Whoever gives the command holds the run's lease: what a killed tuner left half-written is removed.
     """
     folder = RunFolder(path=prepare_folder(path, is_resumed=True))
     data = read_json(folder.config_file)
@@ -198,6 +199,8 @@ def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] 
             "give the same one, or name another `run:`"
         )
     words = tuple(begun_with if command is None else command)
+    if command is not None:
+        _remove_torn(folder)
     cwd = Path(data["cwd"])
     if config is None:
         return Run(folder=folder, config=begun, command=words, cwd=cwd)
@@ -206,6 +209,13 @@ def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] 
     run = Run(folder=folder, config=merged, command=words, cwd=cwd)
     _write_config(run)
     return run
+
+
+def _remove_torn(folder: RunFolder) -> None:
+    """Temporary files of a writer that was killed before the rename; those of trials are the trials' own."""
+    for place in (folder.path, folder.best_plan.parent):
+        for torn in (*place.glob(".*.tmp"), *place.glob(".*.draft")):
+            torn.unlink(missing_ok=True)
 
 
 def _difference(begun: Sequence[str], now: Sequence[str]) -> str:
