@@ -23,6 +23,7 @@ __all__ = ["Invocation", "build_app", "entry", "invocation", "main", "refuse_use
 # numpy, numba, pydantic, optuna and the like are imported inside the functions that run.
 COMMAND_MODULES: tuple[str, ...] = (
     "quartet_plugin.cli.tune",
+    "quartet_plugin.cli.workers",
     "quartet_plugin.cli.status",
     "quartet_plugin.cli.trials",
     "quartet_plugin.cli.report",

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.invocation import user_command
+from quartet_plugin.cli.invocation import invocation, user_command
+from quartet_plugin.errors import UsageError
 
 if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
@@ -42,10 +43,30 @@ def register(app: typer.Typer) -> None:
             str | None,
             typer.Option("--from", metavar="RUN", help="Begin with what another run has measured."),
         ] = None,
+        workers: Annotated[
+            int | None,
+            typer.Option(help="Run so many trials at once, each on its own part of this host's devices."),
+        ] = None,
+        joined: Annotated[
+            str | None,
+            typer.Option("--join", metavar="RUN", help="Run trials for the tuner of this run, here."),
+        ] = None,
+        oversubscribe: Annotated[
+            bool, typer.Option("--oversubscribe", help="Let workers share the cores of a CPU run.")
+        ] = False,
     ) -> None:
         """Tune the training command that follows `--`."""
         from quartet_plugin.cli.runs import find_run
 
+        if joined is not None:
+            from quartet_plugin.cli.workers import join
+
+            if config or resume or takeover or max_minutes is not None or prior is not None:
+                raise UsageError("quartet tune --join: takes --workers alone; the rest is its tuner's")
+            words = invocation(ctx).user_command
+            path = find_run(joined, run_dir=run_dir)
+            join(path, words=words, num_workers=workers or 1, oversubscribe=oversubscribe)
+            return
         tune(
             user_command(ctx),
             config_file=config,
@@ -54,6 +75,8 @@ def register(app: typer.Typer) -> None:
             takeover=takeover,
             max_minutes=max_minutes,
             prior=None if prior is None else find_run(prior, run_dir=run_dir),
+            num_workers=workers,
+            oversubscribe=oversubscribe,
         )
 
 
@@ -66,6 +89,8 @@ def tune(
     takeover: bool,
     max_minutes: float | None,
     prior: Path | None = None,
+    num_workers: int | None = None,
+    oversubscribe: bool = False,
 ) -> None:
     """Run the search and print what it found. Raises QuartetError."""
     from rich.console import Console
@@ -73,6 +98,7 @@ def tune(
     from quartet_plugin.cli.native import write_native
     from quartet_plugin.cli.report import report_line
     from quartet_plugin.cli.versions import check_versions
+    from quartet_plugin.cli.workers import shares_of
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
     from quartet_plugin.report.live import reporter
@@ -95,23 +121,26 @@ def tune(
         is_resumed, takeover = True, True
     if not is_resumed:
         check_start(command, cwd=Path.cwd(), environment=os.environ)
+        shares_of(config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
     folder = prepare_folder(path, is_resumed=is_resumed)
     with failure_reported(folder), Lease.acquire(folder, takeover=takeover) as lease, Ballast(folder) as kept:
         if is_resumed:
             run = resume_run(folder, config=None if config_file is None else config, command=words)
         else:
             run = create_run(folder, config=config.model_copy(update={"run": path.name}), command=words)
+        shares = shares_of(run.config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
         with reporter(Console()) as shown, stop_on_signals(shown.message) as should_stop:
             shown.message(f"run {run.name} in {path}; the command: {shlex.join(redacted_argv(words))}")
             result = Coordinator(
                 run,
                 command=command,
-                launches=LocalLaunches(),
+                launches=LocalLaunches(share=shares[0] if shares else None),
                 observer=watched(shown, run=run),
                 should_stop=should_stop,
                 fence=lease.check,
                 max_minutes=max_minutes,
                 prior=prior,
+                shares=shares,
                 make_room=kept.drop,
             ).tune()
         plan = write_best(result, run=run)

@@ -95,7 +95,7 @@ class Control:
 class RunningLaunch:
     """A launch without a result: the slowest process's phase and iteration, `elapsed_s` since its start.
 
-    `number` is the trial's; 0 for what belongs to none.
+    `number` is the trial's; 0 for what belongs to none. `worker` runs it, empty for the tuner itself.
     """
 
     number: int
@@ -106,6 +106,19 @@ class RunningLaunch:
     iteration: int
     num_iterations: int
     elapsed_s: float
+    worker: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRow:
+    """A worker of the run; `trial` is what it measures now, None where it waits."""
+
+    name: str
+    host: str
+    pid: int
+    devices: str
+    trial: int | None
+    renewed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +169,7 @@ class RunHistory:
     winner: Plan | None
     faults: tuple[str, ...] = ()
     controls: tuple[Control, ...] = ()
+    workers: tuple[WorkerRow, ...] = ()
     regret: Regret | None = None
 
     @property

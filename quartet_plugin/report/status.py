@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from quartet_plugin.model.history import LeaseHolder, RunHistory, RunningLaunch, TrialRow
+from quartet_plugin.model.history import LeaseHolder, RunHistory, RunningLaunch, TrialRow, WorkerRow
 from quartet_plugin.model.schema import dump
 from quartet_plugin.report.regret import regret_lines
 from quartet_plugin.report.words import clean, duration
@@ -26,6 +26,7 @@ def status_lines(history: RunHistory) -> list[str]:
         f"state     {_STATES[history.state]}{_holder_words(history.holder)}",
     ]
     lines += [f"now       {running_words(one, history)}" for one in history.running]
+    lines += [f"worker    {_worker_words(one)}" for one in history.workers]
     lines.append(f"told      {told_words(history)}")
     best = history.best
     if best is not None:
@@ -91,8 +92,20 @@ def status_record(history: RunHistory) -> dict[str, Any]:
                 "iteration": one.iteration,
                 "num_iterations": one.num_iterations,
                 "elapsed_s": round(one.elapsed_s, 3),
+                "worker": one.worker,
             }
             for one in history.running
+        ],
+        "workers": [
+            {
+                "name": one.name,
+                "host": one.host,
+                "pid": one.pid,
+                "devices": one.devices,
+                "trial": one.trial,
+                "renewed_s": round(one.renewed_s, 3),
+            }
+            for one in history.workers
         ],
         "num_asked": history.num_asked,
         "num_spent": history.num_spent,
@@ -126,6 +139,7 @@ def running_words(one: RunningLaunch, history: RunHistory) -> str:
     }[one.stage]
     step = f" {one.iteration}/{one.num_iterations}" if one.phase in ("warmup", "measure") else ""
     again = f", attempt {one.attempt}" if one.attempt > 1 else ""
+    again += f", worker {clean(one.worker)}" if one.worker else ""
     return f"{name}{again}: {one.phase}{step}, {duration(one.elapsed_s)}"
 
 
@@ -139,6 +153,11 @@ def told_words(history: RunHistory) -> str:
 def stamp(at: float) -> str:
     """A time in this machine's own zone."""
     return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(at))
+
+
+def _worker_words(one: WorkerRow) -> str:
+    work = "waits" if one.trial is None else f"trial {one.trial}"
+    return clean(f"{one.name} on {one.host}, {one.devices}: {work}, renewed {duration(one.renewed_s)} ago")
 
 
 def _verdicts(history: RunHistory) -> Counter[str]:

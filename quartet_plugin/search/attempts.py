@@ -9,9 +9,10 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from quartet_plugin.errors import QuartetError
-from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow
+from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow, WorkerRow
 from quartet_plugin.model.plan import Plan, read_plan
 from quartet_plugin.search.launches import SETTLED
+from quartet_plugin.search.workers.board import Board
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt, read_result
 from quartet_plugin.trial.files import RankFiles, RankReport, read_sheet
 from quartet_plugin.trial.lease import LOCK_NAME, Holder
@@ -146,3 +147,24 @@ def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
             renewed_s=max(0.0, now - path.lstat().st_mtime),
         )
     return None
+
+
+def workers_of(folder: Path, *, now: float) -> tuple[WorkerRow, ...]:
+    """The workers of a run, and what each of them measures; empty where the run takes none."""
+    board = Board(folder=folder)
+    if not board.is_there:
+        return ()
+    with contextlib.suppress(QuartetError):
+        held = {claim.worker: order.trial for order in board.orders() if (claim := board.claim_of(order))}
+        return tuple(
+            WorkerRow(
+                name=one.name,
+                host=one.host,
+                pid=one.identity.pid,
+                devices=one.share.share.label,
+                trial=held.get(one.name),
+                renewed_s=max(0.0, now - (board.beat_of(one) or 0) / 1e9),
+            )
+            for one in board.members()
+        )
+    return ()

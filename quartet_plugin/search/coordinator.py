@@ -6,6 +6,7 @@ is told, and telling is by trial and attempt, so a killed coordinator resumes as
 """
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from quartet_plugin.errors import InfrastructureError, QuartetError, SeamError, StorageError
 from quartet_plugin.launchers.command import Command
+from quartet_plugin.launchers.shares import Share
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import NodeInfo, Plan
@@ -25,7 +27,7 @@ from quartet_plugin.search.events import EventLog
 from quartet_plugin.search.features import Axis
 from quartet_plugin.search.final import BASELINE, Ranking, candidates
 from quartet_plugin.search.job import Job, parse_job
-from quartet_plugin.search.launches import Launches, ShouldStop
+from quartet_plugin.search.launches import Launches, ShouldStop, read_judged
 from quartet_plugin.search.launching import Launching, Yardstick, told_of
 from quartet_plugin.search.observer import Observer
 from quartet_plugin.search.parity import ParityKeeper
@@ -38,6 +40,10 @@ from quartet_plugin.search.searching import Search
 from quartet_plugin.search.space import Space, build_space
 from quartet_plugin.search.starts import starting_points
 from quartet_plugin.search.study import Record, TuneStudy
+from quartet_plugin.search.workers.board import Board, Offer, worker_name
+from quartet_plugin.search.workers.crew import Crew, end_earlier
+from quartet_plugin.search.workers.desk import Desk
+from quartet_plugin.search.workers.spending import SharedSearch
 from quartet_plugin.trial.request import Outcome, TrialResult
 
 # Of the trials, at most this part are the cost model's starting points; the others are the sampler's.
@@ -67,7 +73,8 @@ class Coordinator:
     """Runs one tuning run, from its baseline to its winner.
 
     `fence` is called before every write and raises where another tuner has taken the run. `prior` is the
-    folder of another run, whose measurements a study that begins is given. `make_room` frees disk space that
+    folder of another run, whose measurements a study that begins is given. With `shares` of this host trials
+    run beside each other, a worker on each (docs/workers.md). `make_room` frees disk space that
     was kept for the last words.
     """
 
@@ -82,6 +89,7 @@ class Coordinator:
         fence: Callable[[], None] = lambda: None,
         max_minutes: float | None = None,
         prior: Path | None = None,
+        shares: tuple[Share, ...] = (),
         make_room: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -93,6 +101,7 @@ class Coordinator:
         self._fence = fence
         self._prior = prior
         self._make_room = make_room
+        self._shares = shares
         self._events = EventLog(run.folder.events_file)
         limit_s = None if max_minutes is None else 60.0 * max_minutes
         self._budget = TimeBudget(limit_s=limit_s, clock=clock)
@@ -156,8 +165,10 @@ class Coordinator:
     def _tune(self) -> TuneResult:
         self._events.add("begin", run=self._run.name)
         places = self._run.folder
+        in_work = end_earlier(Board(folder=places.path), keeps_joined=bool(self._shares))
         for folder in (places.trials, places.controls, places.final, places.parity):
-            self._launches.recover(folder, should_stop=self._should_stop)
+            self._launches.recover(folder, should_stop=self._should_stop, skip=in_work)
+        self._open_board()
         result = self._measure_baseline()
         space = self._open_space(result)
         yardstick = Yardstick(
@@ -180,11 +191,45 @@ class Coordinator:
         study = self._open_study(space, result, yardstick)
         try:
             self._parity.restore(study.records())
-            self._observer.message(self._search.spend(study))
+            self._observer.message(self._spender().spend(study))
             records = study.records()
         finally:
             study.close()
         return self._finish(space, records, yardstick)
+
+    # Workers
+
+    def _open_board(self) -> None:
+        """Let workers come, where there are to be any."""
+        if not self._shares:
+            return
+        first = self._shares[0]
+        Board(folder=self._run.folder.path).open(Offer(device=first.device, num_devices=first.num_devices))
+        labels = "; ".join(dict.fromkeys(share.label for share in self._shares))
+        self._observer.message(f"workers on this host: {len(self._shares)}, on {labels}")
+        if len(self._shares) > 1 and first.device == "cpu":
+            self._observer.message(
+                "workers of one machine share its memory bandwidth: times are noisier than those of one "
+                "alone; the baseline and the final rounds are measured alone"
+            )
+
+    def _spender(self) -> Search | SharedSearch:
+        """What spends the trials: this process alone, or its workers."""
+        if not self._shares:
+            return self._search
+        board, host = Board(folder=self._run.folder.path), socket.gethostname()
+        say = self._observer.message
+        desk = Desk(
+            board=board,
+            launches=self._launches,
+            read=read_judged,
+            fence=self._fence,
+            say=say,
+            events=self._events,
+        )
+        names = tuple(worker_name(host, share.index) for share in self._shares)
+        crew = Crew(board=board, shares=self._shares, names=names, say=say)
+        return SharedSearch(search=self._search, desk=desk, crew=crew, observer=self._observer)
 
     # Trial 0 and what it opens
 

@@ -21,11 +21,12 @@ from quartet_plugin.model.history import (
     RunningLaunch,
     RunState,
     TrialRow,
+    WorkerRow,
 )
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
 from quartet_plugin.model.regret import Regret, read_regret
-from quartet_plugin.search.attempts import Launch, holder_of, read_launch
+from quartet_plugin.search.attempts import Launch, holder_of, read_launch, workers_of
 from quartet_plugin.search.features import locked_axes
 from quartet_plugin.search.final import BASELINE, rank
 from quartet_plugin.search.job import Job, baseline_plan, nodes_of, parse_job
@@ -72,6 +73,7 @@ class _Reader:
         self._job: Job | None = None
         self._nodes: tuple[NodeInfo, ...] = ()
         self._baseline: Plan | None = None
+        self._workers: tuple[WorkerRow, ...] = ()
 
     def read(self) -> RunHistory:
         """See `read_history`."""
@@ -85,6 +87,7 @@ class _Reader:
         self._open_baseline(launches.get(BASELINE))
         finals = self._finals()
         holder = holder_of(folder.path, now=self._now)
+        self._workers = workers_of(folder.path, now=self._now)
         state = _state(events, is_held=holder is not None, is_alive=holder.is_alive if holder else None)
         numbers = sorted(set(launches) | {number for number, row in self._told.items() if row.is_finished})
         rows = [self._row(number, launches.get(number), state=state) for number in numbers]
@@ -158,6 +161,7 @@ class _Reader:
             winner=self._winner(),
             faults=tuple(self._faults),
             controls=_controls(events),
+            workers=self._workers if state in ("running", "elsewhere") else (),
             regret=self._regret(),
         )
 
@@ -319,6 +323,7 @@ class _Reader:
             iteration=launch.iteration,
             num_iterations=launch.num_iterations,
             elapsed_s=max(0.0, self._now - began_at),
+            worker=next((one.name for one in self._workers if stage == "search" and one.trial == number), ""),
         )
 
     def _time_left_s(

@@ -165,6 +165,16 @@ class LocalLaunches:
         return nodes_of(snapshot.reports.values())
 
 
+def read_judged(attempt: Path) -> TrialResult | None:
+    """The result in an attempt's folder as the search takes it; None where there is none that can be read."""
+    from quartet_plugin.trial.attempt import read_result
+
+    with contextlib.suppress(QuartetError):
+        found = read_result(attempt)
+        return None if found is None else _judged(found)
+    return None
+
+
 def _check_disk(request: Check) -> None:
     """Whether the weights fit beside what a trial needs."""
     from quartet_plugin.trial.parity import ParityUnavailableError

@@ -1,0 +1,178 @@
+"""Workers of a tuning run: `quartet tune --join`, and the process that every one of them is."""
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quartet_plugin.cli.invocation import refuse_user_command
+from quartet_plugin.errors import ConfigError, InterruptedByUserError, StorageError
+
+if TYPE_CHECKING:
+    from quartet_plugin.launchers.command import Command
+    from quartet_plugin.launchers.shares import Share
+    from quartet_plugin.search.config import TuneConfig
+    from quartet_plugin.search.run_folder import Run
+    from quartet_plugin.search.workers.board import Board
+
+_POLL_S = 0.2
+
+
+def register(app: typer.Typer) -> None:
+    """Add the hidden command to `app`: `tune --workers` and `tune --join` start it, nobody types it."""
+
+    @app.command("work", hidden=True)
+    def _work(
+        ctx: typer.Context,
+        run: Annotated[Path, typer.Argument(metavar="RUN")],
+        name: Annotated[str, typer.Option()],
+        share: Annotated[str, typer.Option(help="Its devices, as JSON.")],
+        parent: Annotated[int, typer.Option(help="The process that it works for.")],
+        joined: Annotated[bool, typer.Option("--joined")] = False,
+    ) -> None:
+        """Measure what a run's tuner hands out."""
+        refuse_user_command(ctx)
+        work(run, name=name, share=share, parent=parent, is_joined=joined)
+
+
+def shares_of(
+    config: "TuneConfig", *, num_workers: int | None, command: "Command", oversubscribe: bool
+) -> "tuple[Share, ...]":
+    """This host divided between `num_workers`; nothing without a number. Raises ConfigError."""
+    from quartet_plugin.launchers.local import resolve_device
+    from quartet_plugin.launchers.shares import divide
+
+    if num_workers is None:
+        return ()
+    return divide(
+        resolve_device(config.device, environment=os.environ),
+        num_shares=num_workers,
+        command=command,
+        environment=os.environ,
+        oversubscribe=oversubscribe,
+    )
+
+
+def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubscribe: bool) -> None:
+    """Work for the tuner of the run in `path` until it ends; `words`, where given, are the run's command.
+
+    Raises ConfigError where this host cannot, StorageError where no tuner takes workers, and
+    InterruptedByUserError after Ctrl-C.
+    """
+    from quartet_plugin.cli.tune import stop_on_signals
+    from quartet_plugin.launchers.command import parse_command
+    from quartet_plugin.launchers.local import check_start
+    from quartet_plugin.launchers.shares import divide
+    from quartet_plugin.search.run_folder import resume_run
+    from quartet_plugin.search.workers.board import Board, worker_name
+    from quartet_plugin.search.workers.crew import Crew
+    from quartet_plugin.search.workers.worker import end_left_behind
+
+    run = resume_run(path.absolute(), config=None, command=words)
+    command = parse_command(run.command)
+    board = Board(folder=run.folder.path)
+    offer = board.offer()
+    if offer is None:
+        raise StorageError(
+            f"{path}: no tuner of this run takes workers; start it with --workers, then join it here"
+        )
+    _check_place(run, command)
+    check_start(command, cwd=run.cwd, environment=os.environ)
+    shares = divide(
+        offer.device,
+        num_shares=num_workers,
+        command=command,
+        environment=os.environ,
+        size=offer.num_devices,
+        oversubscribe=oversubscribe,
+    )
+    _refuse_taken(shares, board)
+    found = end_left_behind(board)
+    if found:
+        typer.echo(f"ended {len(found)} processes that a lost worker had left on this host")
+    names = tuple(worker_name(socket.gethostname(), os.getpid(), share.index) for share in shares)
+    crew = Crew(board=board, shares=shares, names=names, say=typer.echo, is_joined=True)
+    typer.echo(f"{len(shares)} workers for run {run.name}: {'; '.join(share.label for share in shares)}")
+    with stop_on_signals(typer.echo) as should_stop:
+        try:
+            crew.look()
+            while crew.num_running and not should_stop():
+                time.sleep(_POLL_S)
+                crew.look()
+        finally:
+            crew.close()
+        if should_stop():
+            raise InterruptedByUserError("stopped; the trials of these workers are handed to others")
+    typer.echo(f"the workers have ended: {crew.last_words}")
+
+
+def _check_place(run: "Run", command: "Command") -> None:
+    """Whether the command can start here as it does where the run was begun."""
+    if not run.cwd.is_dir():
+        raise ConfigError(f"{run.cwd}: not on this host; the run's command starts there: mount it here")
+    if not command.is_module and not (run.cwd / command.target).exists():
+        raise ConfigError(f"{run.cwd / command.target}: not on this host; mount the folder it is in here")
+
+
+def _refuse_taken(shares: "tuple[Share, ...]", board: "Board") -> None:
+    """Two workers on one device would measure each other."""
+    host = socket.gethostname()
+    for member in board.members():
+        if member.host != host or not member.identity.is_alive:
+            continue
+        other = member.share.share
+        if any(share.meets(other) for share in shares):
+            raise ConfigError(
+                f"--join: {other.label} of this host are worker {member.name}'s; name others with taskset or "
+                "CUDA_VISIBLE_DEVICES, or join from another host"
+            )
+
+
+def work(path: Path, *, name: str, share: str, parent: int, is_joined: bool) -> None:
+    """One worker, until nobody needs it. Raises QuartetError where trials cannot be run here."""
+    import psutil
+    from pydantic import ValidationError
+
+    from quartet_plugin.cli.tune import stop_on_signals
+    from quartet_plugin.launchers.command import parse_command
+    from quartet_plugin.search.launches import LocalLaunches
+    from quartet_plugin.search.run_folder import resume_run
+    from quartet_plugin.search.workers.board import SHARE, Board, Member
+    from quartet_plugin.search.workers.worker import Worker
+    from quartet_plugin.trial.processes import identify, own_identity
+
+    try:
+        sheet = SHARE.validate_json(share)
+        starter = identify(psutil.Process(parent))
+    except (ValidationError, psutil.Error) as error:
+        raise ConfigError(f"work: {type(error).__name__}; it is started by tune alone") from error
+    if starter is None:
+        return
+    run = resume_run(path, config=None, command=None)
+    member = Member(
+        name=name,
+        host=socket.gethostname(),
+        identity=own_identity(),
+        parent=starter,
+        share=sheet,
+        is_joined=is_joined,
+    )
+    with stop_on_signals(_say) as should_stop:
+        worker = Worker(
+            run=run,
+            command=parse_command(run.command),
+            member=member,
+            board=Board(folder=run.folder.path),
+            launches=LocalLaunches(share=sheet.share),
+            should_stop=should_stop,
+            say=_say,
+        )
+        _say(f"worker {name} on {sheet.share.label}: {worker.work()}")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,418 @@
+"""The board of a run: what its coordinator hands out, who took it, and what came of that. Files alone.
+
+    RUN/workers/board.json                 the run takes workers; how many devices each has
+    RUN/workers/orders/000012.json         a plan to be measured, with 000012.plan.json; closed where
+                                           nobody may take it any more
+    RUN/workers/claims/000012-2.json       who took its second hand-out; renewed by its modification time
+    RUN/workers/claims/000012-2.done.json  what came of it
+    RUN/workers/crew/NAME.json             a worker; renewed in the same way
+
+Only the coordinator writes orders, and with an order's next generation every claim to an earlier one is
+void. A claim appears whole or not at all and never over another (`link`), so a hand-out has one taker.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, TypeAdapter
+
+from quartet_plugin.errors import ConfigError, StorageError
+from quartet_plugin.launchers.shares import Share
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.plan import Plan, read_plan, write_plan
+from quartet_plugin.model.schema import dump
+from quartet_plugin.trial.files import Count, Name, PlanKey, Seconds, Text, Version, read_sheet
+from quartet_plugin.trial.processes import Identity
+
+BOARD_NAME = "workers"
+MAX_SHEET_BYTES = 1 << 20
+
+_STRICT: dict[str, object] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+_NUMBER = re.compile(r"([0-9]{6,})\.json")
+_WORKER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
+
+Fence = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+Generation = Annotated[int, Field(ge=1, le=2**31)]
+WorkerName = Annotated[str, Field(pattern=rf"^{_WORKER.pattern}$")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """board.json: what a worker of this run must have, so that its times compare with the baseline's."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    device: Literal["cpu", "cuda"]
+    num_devices: Annotated[int, Field(ge=0, le=65_536)]
+    schema_version: Version = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A plan to be measured once. `fence` begins the ids of its attempts, the first of them `attempt`.
+
+    `host` is the only one that may take it, where the plan's mapping names slots there.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    trial: Count
+    generation: Generation
+    fence: Fence
+    attempt: Annotated[int, Field(ge=1, le=100_000)]
+    plan_key: PlanKey
+    host: Name | None
+    warmup: Count
+    measure: Annotated[int, Field(ge=1, le=100_000)]
+    deadline_s: Seconds
+    predicted_iteration_s: Seconds | None
+    slow_above_s: Seconds | None
+    timeouts: Annotated[dict[Name, Seconds], Field(max_length=64)]
+    is_closed: bool = False
+    schema_version: Version = 1
+
+    @property
+    def stem(self) -> str:
+        """How the files of its hand-out are called."""
+        return f"{self.trial:06d}-{self.generation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Who took an order."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    trial: Count
+    generation: Generation
+    fence: Fence
+    worker: WorkerName
+    host: Name
+    identity: Identity
+    schema_version: Version = 1
+
+    @property
+    def stem(self) -> str:
+        """See `Order.stem`."""
+        return f"{self.trial:06d}-{self.generation}"
+
+    def __str__(self) -> str:
+        """Who it is, for the user."""
+        return f"worker {self.worker} (process {self.identity.pid} on {self.host})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What came of a claim: the attempt that counts, or why the worker gave up."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    fence: Fence
+    attempt: Annotated[int, Field(ge=1, le=2**31)] | None
+    error: Text | None = None
+    exit_code: Annotated[int, Field(ge=0, le=255)] = 0
+    schema_version: Version = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareSheet:
+    """The devices of a worker, as its file names them."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    device: Literal["cpu", "cuda"]
+    index: Annotated[int, Field(ge=0, le=65_536)] = 0
+    count: Annotated[int, Field(ge=1, le=65_536)] = 1
+    cores: Annotated[tuple[Count, ...], Field(max_length=65_536)] = ()
+    devices: Annotated[tuple[Name, ...], Field(max_length=65_536)] = ()
+    is_alone: bool = True
+
+    @property
+    def share(self) -> Share:
+        """The devices themselves."""
+        return Share(
+            device=self.device,
+            index=self.index,
+            count=self.count,
+            cores=self.cores,
+            devices=self.devices,
+            is_alone=self.is_alone,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """crew/NAME.json: a worker. `parent` started it and is a coordinator, or the process that joined."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    name: WorkerName
+    host: Name
+    identity: Identity
+    parent: Identity
+    share: ShareSheet
+    is_joined: bool
+    schema_version: Version = 1
+
+
+_OFFER: TypeAdapter[Offer] = TypeAdapter(Offer)
+_ORDER: TypeAdapter[Order] = TypeAdapter(Order)
+_CLAIM: TypeAdapter[Claim] = TypeAdapter(Claim)
+_DONE: TypeAdapter[Done] = TypeAdapter(Done)
+_MEMBER: TypeAdapter[Member] = TypeAdapter(Member)
+SHARE: TypeAdapter[ShareSheet] = TypeAdapter(ShareSheet)
+
+
+def worker_name(host: str, *rest: str | int) -> str:
+    """A worker's name, fit for a file."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "-", host).strip("-._") or "host"
+    return "-".join([plain[:100], *(str(one) for one in rest)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """The board of the run in `folder`. Each method raises StorageError when the disk fails."""
+
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self.folder / BOARD_NAME
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the run ever took workers."""
+        return self.path.is_dir()
+
+    def trial_folder(self, number: int) -> Path:
+        """Where the attempts of an order are made."""
+        return self.folder / "trials" / f"{number:06d}"
+
+    # The coordinator's side
+
+    def open(self, offer: Offer) -> None:
+        """Let workers come."""
+        with self._errors():
+            for name in ("orders", "claims", "crew"):
+                (self.path / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+                for torn in (*(self.path / name).glob(".*.draft"), *(self.path / name).glob(".*.tmp")):
+                    torn.unlink(missing_ok=True)
+        write_json_atomic(self.path / "board.json", dump(offer))
+
+    def offer(self) -> Offer | None:
+        """What workers must have; None where the run takes none now."""
+        with contextlib.suppress(FileNotFoundError):
+            return read_sheet(_OFFER, self.path / "board.json", max_bytes=MAX_SHEET_BYTES)
+        return None
+
+    def publish(self, order: Order, plan: Plan) -> None:
+        """Hand a plan out; whoever had an earlier generation of it has it no more."""
+        write_plan(plan, path=self._plan_file(order.trial))
+        write_json_atomic(self._order_file(order.trial), dump(order))
+        for claim in self.claims(trial=order.trial):
+            if claim.generation != order.generation:
+                self._void(claim)
+
+    def close(self) -> None:
+        """Take every hand-out back, and take no more workers; the orders wait for whoever resumes the run."""
+        with self._errors():
+            (self.path / "board.json").unlink(missing_ok=True)
+        for order in self.orders():
+            if not order.is_closed:
+                write_json_atomic(self._order_file(order.trial), dump(replace(order, is_closed=True)))
+            for claim in self.claims(trial=order.trial):
+                self._void(claim)
+
+    def withdraw(self, trial: int) -> None:
+        """Forget a trial that was told."""
+        with self._errors():
+            self._order_file(trial).unlink(missing_ok=True)
+            self._plan_file(trial).unlink(missing_ok=True)
+            for path in (self.path / "claims").glob(f"{trial:06d}-*"):
+                path.unlink(missing_ok=True)
+
+    def dismiss(self, worker: str) -> None:
+        """Let a worker take nothing more."""
+        with self._errors():
+            (self.path / "crew" / f"{worker}.dismissed").touch(mode=0o600)
+
+    def forget(self, worker: str) -> None:
+        """Strike a worker that has ended."""
+        with self._errors():
+            (self.path / "crew" / f"{worker}.json").unlink(missing_ok=True)
+
+    # What both sides read
+
+    def orders(self) -> list[Order]:
+        """Every order, closed ones too; one that breaks its format is left out."""
+        found = []
+        for name in self._names("orders"):
+            match = _NUMBER.fullmatch(name)
+            order = None if match is None else self.order(int(match[1]))
+            if order is not None:
+                found.append(order)
+        return found
+
+    def order(self, trial: int) -> Order | None:
+        """The order of a trial as it is now."""
+        with contextlib.suppress(FileNotFoundError, ConfigError):
+            return read_sheet(_ORDER, self._order_file(trial), max_bytes=MAX_SHEET_BYTES)
+        return None
+
+    def plan(self, order: Order) -> Plan:
+        """The plan of an order. Raises PlanError or ConfigError where it is not that one."""
+        plan = read_plan(self._plan_file(order.trial))
+        if plan.key != order.plan_key:
+            raise ConfigError(f"{self._plan_file(order.trial)}: not the plan of the order beside it")
+        return plan
+
+    def claims(self, *, trial: int | None = None, voided: bool = False) -> list[Claim]:
+        """Every claim, of one trial or of all; with `voided` those that were taken back as well."""
+        endings = (".json", ".void.json") if voided else (".json",)
+        found = []
+        for name in self._names("claims"):
+            stem, _, ending = name.partition(".")
+            if f".{ending}" in endings and (trial is None or stem.startswith(f"{trial:06d}-")):
+                with contextlib.suppress(FileNotFoundError, ConfigError):
+                    path = self.path / "claims" / name
+                    found.append(read_sheet(_CLAIM, path, max_bytes=MAX_SHEET_BYTES))
+        return found
+
+    def claim_of(self, order: Order) -> Claim | None:
+        """Who has the order now."""
+        with contextlib.suppress(FileNotFoundError, ConfigError):
+            claim = read_sheet(_CLAIM, self._claim_file(order), max_bytes=MAX_SHEET_BYTES)
+            return claim if claim.fence == order.fence else None
+        return None
+
+    def done_of(self, order: Order) -> Done | None:
+        """What came of the order's present generation."""
+        with contextlib.suppress(FileNotFoundError, ConfigError):
+            done = read_sheet(_DONE, self._claim_file(order, "done."), max_bytes=MAX_SHEET_BYTES)
+            return done if done.fence == order.fence else None
+        return None
+
+    def members(self) -> list[Member]:
+        """Every worker that enlisted and was not struck."""
+        found = []
+        for name in self._names("crew"):
+            if name.endswith(".json"):
+                with contextlib.suppress(FileNotFoundError, ConfigError):
+                    found.append(read_sheet(_MEMBER, self.path / "crew" / name, max_bytes=MAX_SHEET_BYTES))
+        return found
+
+    def beat_of(self, one: Claim | Member) -> int | None:
+        """When a claim or a worker was last renewed, in ns by the server's clock; None where it is gone."""
+        path = self.path / "crew" / f"{one.name}.json" if isinstance(one, Member) else self._claim_file(one)
+        with contextlib.suppress(OSError):
+            return path.lstat().st_mtime_ns
+        return None
+
+    # A worker's side
+
+    def enlist(self, member: Member) -> None:
+        """Say that a worker is there."""
+        if not _WORKER.fullmatch(member.name):
+            raise ConfigError(f"worker {member.name[:60]!r}: letters, digits, '.', '_' and '-' alone")
+        with self._errors():
+            (self.path / "crew" / f"{member.name}.dismissed").unlink(missing_ok=True)
+        write_json_atomic(self.path / "crew" / f"{member.name}.json", dump(member))
+
+    def is_dismissed(self, member: Member) -> bool:
+        """Whether the worker is to take nothing more, or was struck."""
+        crew = self.path / "crew"
+        return (crew / f"{member.name}.dismissed").exists() or not (crew / f"{member.name}.json").exists()
+
+    def beat(self, member: Member) -> None:
+        """Say that a worker lives."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path / "crew" / f"{member.name}.json")
+
+    def take(self, member: Member) -> tuple[Order, Claim] | None:
+        """An order that nobody has, now the worker's; None where there is none."""
+        for order in self.orders():
+            if order.is_closed or order.host not in (None, member.host):
+                continue
+            if self._claim_file(order).exists():
+                continue
+            claim = Claim(
+                trial=order.trial,
+                generation=order.generation,
+                fence=order.fence,
+                worker=member.name,
+                host=member.host,
+                identity=member.identity,
+            )
+            if not self._link(claim):
+                continue
+            if self.order(order.trial) == order:
+                return order, claim
+            self._claim_file(claim).unlink(missing_ok=True)  # it was taken back in this moment
+        return None
+
+    def renew(self, claim: Claim) -> bool:
+        """Say that the claim's worker lives; False where the claim is void, and then the trial must end."""
+        order = self.order(claim.trial)
+        if order is None or order.fence != claim.fence or order.is_closed:
+            return False
+        try:
+            os.utime(self._claim_file(claim))
+        except OSError:
+            return False
+        return True
+
+    def finish(self, claim: Claim, done: Done) -> bool:
+        """Say what came of a claim; False where it is void: what was measured is kept and not told."""
+        if not self.renew(claim):
+            return False
+        write_json_atomic(self._claim_file(claim, "done."), dump(done))
+        return True
+
+    # Files
+
+    def _order_file(self, trial: int) -> Path:
+        return self.path / "orders" / f"{trial:06d}.json"
+
+    def _plan_file(self, trial: int) -> Path:
+        return self.path / "orders" / f"{trial:06d}.plan.json"
+
+    def _claim_file(self, one: Order | Claim, kind: str = "") -> Path:
+        return self.path / "claims" / f"{one.stem}.{kind}json"
+
+    def _void(self, claim: Claim) -> None:
+        """Take a claim back; what it left behind on its host is found by it."""
+        with self._errors(), contextlib.suppress(FileNotFoundError):
+            self._claim_file(claim).replace(self._claim_file(claim, "void."))
+
+    def _link(self, claim: Claim) -> bool:
+        """Make the claim's file, whole, unless there is one."""
+        target = self._claim_file(claim)
+        draft = target.with_name(f".{claim.stem}.{secrets.token_hex(4)}.draft")
+        with self._errors():
+            try:
+                write_json_atomic(draft, dump(claim))
+                os.link(draft, target)
+            except (FileExistsError, FileNotFoundError):
+                return False
+            finally:
+                draft.unlink(missing_ok=True)
+        return True
+
+    def _names(self, folder: str) -> list[str]:
+        with self._errors(), contextlib.suppress(FileNotFoundError):
+            return sorted(os.listdir(self.path / folder))  # noqa: PTH208
+        return []
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be read or written: {error.strerror}") from error
