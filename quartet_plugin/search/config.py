@@ -152,10 +152,15 @@ class SearchConfig(_Section):
 
 
 class TrialConfig(_Section):
-    """One live trial: iterations left out, iterations measured, and when it is killed."""
+    """One live trial: iterations left out, iterations measured, and when it is killed.
+
+    One whose iterations take more than `cut_above` times what the best so far needs for the same work is cut
+    short. Between two runs of one plan lie a few percent, in bad hours a third.
+    """
 
     warmup: int = Field(default=3, ge=1, le=1000)
     measure: int = Field(default=10, ge=1, le=10_000)
+    cut_above: float = Field(default=1.5, ge=1.05, le=1000.0)
     deadline_s: float = Field(default=600.0, gt=0.0, le=86_400.0)
 
 

@@ -19,10 +19,6 @@ from quartet_plugin.search.scoring import Score, score, score_of_median
 from quartet_plugin.search.study import REFUSED_EXCESS, Record, Told, Verdict
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
 
-# A trial this many times slower than the best so far is cut short. Between two runs of one plan lie a few
-# percent, in bad hours a third.
-HOPELESS = 1.5
-
 _VERDICTS: dict[Outcome, Verdict] = {
     Outcome.OK: "measured",
     Outcome.UNSTABLE: "measured",
@@ -164,7 +160,7 @@ class Launching:
         if plan is None or self.yardstick is None or not self.best_value:
             return None
         in_a_second = score_of_median(plan, iteration_s=1.0).value(self.yardstick.objective)
-        return HOPELESS * in_a_second / self.best_value
+        return self._run.config.trial.cut_above * in_a_second / self.best_value
 
     def _progressed(self, progress: Progress) -> None:
         self._fence()
