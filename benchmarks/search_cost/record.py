@@ -189,8 +189,9 @@ def _add(entry: Entry, result: TrialResult) -> None:
         entry.launches.append(list(result.iteration_s))
     elif result.outcome is Outcome.INFEASIBLE:
         entry.refused = result.reason
-    else:
+    elif result.outcome in (Outcome.HARNESS, Outcome.WRONG, Outcome.CANCELLED):
         raise SystemExit(f"{result.outcome.value}: {result.reason}; see {result.folder}")
+    # What the machine did is nobody's fault: another call launches the plan again.
 
 
 def _words(result: TrialResult) -> str:
