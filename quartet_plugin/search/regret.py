@@ -19,14 +19,16 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.regret import NOTABLE, Regret
 from quartet_plugin.search.final import BASELINE, Ranking
 from quartet_plugin.search.outlook import FAR, Evidence, Features, draw, features_of, joint
+from quartet_plugin.search.schedules import SEARCHED
 from quartet_plugin.search.space import Params, RandomChooser, Space
 from quartet_plugin.search.study import Record, derived_seed
 
 # Plans besides the baseline without which nothing is said.
 MIN_MEASURED = 3
 NUM_DRAWS = 4_000
-# Untried plans that are looked at, and how many are made to find them: some take tenths of a second.
-MAX_UNTRIED, MAX_MADE = 160, 240
+# Untried plans that are looked at, how many are made to find them, and of those how many whose order is
+# searched, which takes tenths of a second.
+MAX_UNTRIED, MAX_MADE, MAX_SEARCHED = 160, 240, 16
 # Neighbours: how many of the best are varied, how often a choice is another one, how far a number is.
 NUM_VARIED, OTHERWISE, STEP = 3, 0.25, 0.08
 # The normal's error of a median over its error of a mean; no estimate is surer than LEAST.
@@ -72,9 +74,10 @@ def estimate_regret(
     }
     if len(measured - {search.baseline.key}) < MIN_MEASURED:
         return None
-    known = {record.plan.key for record in search.records} | {search.baseline.key}
+    known = {what_it_does(one) for one in (search.baseline, *(record.plan for record in search.records))}
     wanted = untried_plans(space, search) if untried is None else untried
-    plans = list({plan.key: plan for plan in wanted if plan.key not in known}.values())[:MAX_UNTRIED]
+    distinct = {what_it_does(plan): plan for plan in wanted}
+    plans = [plan for what, plan in distinct.items() if what not in known][:MAX_UNTRIED]
     if not plans:
         nothing = Interval(median=0.0, low=0.0, high=0.0)
         return Regret(
@@ -132,6 +135,15 @@ def words_of(plan: Plan, *, own: Plan) -> str:
         "" if plan.mapping.is_stock else f"mapping {plan.mapping.label}",
     ]
     return ", ".join(part for part in parts if part)
+
+
+def what_it_does(plan: Plan) -> object:
+    """Equal for plans that execute the same, whatever costs their schedules were made for."""
+    custom = plan.schedule.custom
+    order: object = plan.schedule if custom is None else (custom.placement, custom.named, custom.group)
+    if custom is not None and custom.named is None:
+        order = plan.key
+    return plan.shape, plan.layout, plan.split, order, plan.mapping
 
 
 # What is believed of untried plans
@@ -264,36 +276,43 @@ def _fits(search: Ended, plans: Sequence[Plan], generator: np.random.Generator) 
 def untried_plans(space: Space, search: Ended) -> list[Plan]:
     """Plans of the space that were not tried: neighbours of the best ones and any, in turns."""
     generator = random.Random(derived_seed(search.seed, len(search.records), "untried"))  # noqa: S311
-    known = {record.plan.key for record in search.records} | {search.baseline.key}
+    known = {what_it_does(one) for one in (search.baseline, *(record.plan for record in search.records))}
     ranked = sorted(
         (r for r in search.records if r.told.value is not None and r.told.repeats is None),
         key=lambda record: (-(record.told.value or 0.0), record.number),
     )
     points = [space.params_of(plan) for plan in (search.best, *(one.plan for one in ranked[:NUM_VARIED]))]
     near = [params for params in points if params is not None]
-    found: dict[str, Plan] = {}
+    found: dict[object, Plan] = {}
+    num_searched = 0
     for number in range(MAX_MADE):
-        if near and number % 2:
-            chooser: RandomChooser = _Neighbour(near[number // 2 % len(near)], generator=generator)
-        else:
-            chooser = RandomChooser(generator)
+        point = near[number // 2 % len(near)] if near and number % 2 else {}
+        chooser = _Neighbour(point, generator=generator, is_searching=num_searched < MAX_SEARCHED)
         plan = space.decode(chooser, trial=0)
-        if plan.key not in known:
-            found.setdefault(plan.key, plan)
+        num_searched += SEARCHED in chooser.params.values()
+        what = what_it_does(plan)
+        if what not in known:
+            found.setdefault(what, plan)
         if len(found) == MAX_UNTRIED:
             break
     return list(found.values())
 
 
 class _Neighbour(RandomChooser):
-    """Chooses as a point does, but for one choice now and then."""
+    """Chooses as a point does, but for one choice now and then; of no point, by chance alone.
 
-    def __init__(self, params: Params, *, generator: random.Random) -> None:
+    Without `is_searching` no order is searched where there is another.
+    """
+
+    def __init__(self, params: Params, *, generator: random.Random, is_searching: bool) -> None:
         super().__init__(generator)
         self._near = params
+        self._is_searching = is_searching
 
     def category(self, name: str, choices: Sequence[str]) -> str:
         """The point's choice, or by chance another one."""
+        if not self._is_searching:
+            choices = [choice for choice in choices if choice != SEARCHED] or choices
         choice = self._near.get(name)
         if choice not in choices or self._generator.random() < OTHERWISE:
             return super().category(name, choices)
