@@ -17,6 +17,7 @@ from quartet_plugin.errors import (
     InterruptedByUserError,
     PlanError,
     QuartetError,
+    StorageError,
 )
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
@@ -151,8 +152,10 @@ class ParityKeeper:
                     self._remember(plan, receipt)
 
     def close(self) -> None:
-        """Remove the weights, which are large."""
-        shutil.rmtree(self.run.folder.parity_weights, ignore_errors=True)
+        """Remove the weights, which are large; not those of a tuner that has taken the run."""
+        with contextlib.suppress(StorageError):
+            self.fence()
+            shutil.rmtree(self.run.folder.parity_weights, ignore_errors=True)
 
     def restore(self, records: Iterable[Record]) -> None:
         """Quarantine again what an earlier process found to be wrong in its trials."""
