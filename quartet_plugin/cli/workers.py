@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,13 +31,10 @@ def register(app: typer.Typer) -> None:
         ctx: typer.Context,
         run: Annotated[Path, typer.Argument(metavar="RUN")],
         name: Annotated[str, typer.Option()],
-        share: Annotated[str, typer.Option(help="Its devices, as JSON.")],
-        parent: Annotated[int, typer.Option(help="The process that it works for.")],
-        joined: Annotated[bool, typer.Option("--joined")] = False,
     ) -> None:
-        """Measure what a run's tuner hands out."""
+        """Measure what a run's tuner hands out; the task comes on the standard input."""
         refuse_user_command(ctx)
-        work(run, name=name, share=share, parent=parent, is_joined=joined)
+        work(run, name=name, task=sys.stdin.buffer.read())
 
 
 def shares_of(
@@ -72,8 +70,8 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     from quartet_plugin.search.workers.crew import Crew
     from quartet_plugin.search.workers.worker import end_left_behind
 
-    run = resume_run(path.absolute(), config=None, command=words)
-    command = parse_command(run.command)
+    run = resume_run(path.absolute(), config=None, command=None)
+    command = parse_command(_command_of(run, words, path=path))
     board = Board(folder=run.folder.path)
     offer = board.offer()
     if offer is None:
@@ -95,7 +93,9 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     if found:
         typer.echo(f"ended {len(found)} processes that a lost worker had left on this host")
     names = tuple(worker_name(socket.gethostname(), os.getpid(), share.index) for share in shares)
-    crew = Crew(board=board, shares=shares, names=names, say=typer.echo, is_joined=True)
+    crew = Crew(
+        board=board, command=command.words, shares=shares, names=names, say=typer.echo, is_joined=True
+    )
     typer.echo(f"{len(shares)} workers for run {run.name}: {'; '.join(share.label for share in shares)}")
     with stop_on_signals(typer.echo) as should_stop:
         try:
@@ -108,6 +108,19 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
         if should_stop():
             raise InterruptedByUserError("stopped; the trials of these workers are handed to others")
     typer.echo(f"the workers have ended: {crew.last_words}")
+
+
+def _command_of(run: "Run", words: Sequence[str] | None, *, path: Path) -> tuple[str, ...]:
+    """The run's command; what is written of it has its secrets blanked."""
+    from quartet_plugin.trial.redact import BLANKED, redacted_argv
+
+    if words is not None:
+        if tuple(redacted_argv(words)) != tuple(redacted_argv(run.command)):
+            raise ConfigError(f"{path}: the run has another command; give the same one, or none")
+        return tuple(words)
+    if any(BLANKED in word for word in run.command):
+        raise ConfigError(f"{path}: the run's command holds a secret, which is not kept; give it after --")
+    return run.command
 
 
 def _check_place(run: "Run", command: "Command") -> None:
@@ -132,46 +145,37 @@ def _refuse_taken(shares: "tuple[Share, ...]", board: "Board") -> None:
             )
 
 
-def work(path: Path, *, name: str, share: str, parent: int, is_joined: bool) -> None:
+def work(path: Path, *, name: str, task: bytes) -> None:
     """One worker, until nobody needs it. Raises QuartetError where trials cannot be run here."""
-    import psutil
-    from pydantic import ValidationError
-
     from quartet_plugin.cli.tune import stop_on_signals
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.search.launches import LocalLaunches
     from quartet_plugin.search.run_folder import resume_run
-    from quartet_plugin.search.workers.board import SHARE, Board, Member
+    from quartet_plugin.search.workers.board import Board, Member, read_task
     from quartet_plugin.search.workers.worker import Worker
-    from quartet_plugin.trial.processes import identify, own_identity
+    from quartet_plugin.trial.processes import own_identity
 
-    try:
-        sheet = SHARE.validate_json(share)
-        starter = identify(psutil.Process(parent))
-    except (ValidationError, psutil.Error) as error:
-        raise ConfigError(f"work: {type(error).__name__}; it is started by tune alone") from error
-    if starter is None:
-        return
+    told = read_task(task)
     run = resume_run(path, config=None, command=None)
     member = Member(
         name=name,
         host=socket.gethostname(),
         identity=own_identity(),
-        parent=starter,
-        share=sheet,
-        is_joined=is_joined,
+        parent=told.parent,
+        share=told.share,
+        is_joined=told.is_joined,
     )
     with stop_on_signals(_say) as should_stop:
         worker = Worker(
             run=run,
-            command=parse_command(run.command),
+            command=parse_command(told.command),
             member=member,
             board=Board(folder=run.folder.path),
-            launches=LocalLaunches(share=sheet.share),
+            launches=LocalLaunches(share=told.share.share),
             should_stop=should_stop,
             say=_say,
         )
-        _say(f"worker {name} on {sheet.share.label}: {worker.work()}")
+        _say(f"worker {name} on {told.share.share.label}: {worker.work()}")
 
 
 def _say(text: str) -> None:

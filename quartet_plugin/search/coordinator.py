@@ -102,6 +102,7 @@ class Coordinator:
         self._prior = prior
         self._make_room = make_room
         self._shares = shares
+        self._command = command.words
         self._events = EventLog(run.folder.events_file)
         limit_s = None if max_minutes is None else 60.0 * max_minutes
         self._budget = TimeBudget(limit_s=limit_s, clock=clock)
@@ -228,7 +229,7 @@ class Coordinator:
             events=self._events,
         )
         names = tuple(worker_name(host, share.index) for share in self._shares)
-        crew = Crew(board=board, shares=self._shares, names=names, say=say)
+        crew = Crew(board=board, command=self._command, shares=self._shares, names=names, say=say)
         return SharedSearch(search=self._search, desk=desk, crew=crew, observer=self._observer)
 
     # Trial 0 and what it opens

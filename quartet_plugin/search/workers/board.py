@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.launchers.shares import Share
@@ -161,12 +161,38 @@ class Member:
     schema_version: Version = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a worker's process is told when it starts; never written down, for the command's secrets."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    command: Annotated[tuple[str, ...], Field(max_length=100_000)]
+    share: ShareSheet
+    parent: Identity
+    is_joined: bool
+    schema_version: Version = 1
+
+
 _OFFER: TypeAdapter[Offer] = TypeAdapter(Offer)
 _ORDER: TypeAdapter[Order] = TypeAdapter(Order)
 _CLAIM: TypeAdapter[Claim] = TypeAdapter(Claim)
 _DONE: TypeAdapter[Done] = TypeAdapter(Done)
 _MEMBER: TypeAdapter[Member] = TypeAdapter(Member)
-SHARE: TypeAdapter[ShareSheet] = TypeAdapter(ShareSheet)
+_TASK: TypeAdapter[Task] = TypeAdapter(Task)
+
+
+def task_text(task: Task) -> bytes:
+    """A task as it is sent."""
+    return _TASK.dump_json(task)
+
+
+def read_task(text: bytes) -> Task:
+    """A task as it was sent. Raises ConfigError."""
+    try:
+        return _TASK.validate_json(text)
+    except ValidationError as error:
+        raise ConfigError("work: no task on the standard input; it is started by quartet tune") from error
 
 
 def worker_name(host: str, *rest: str | int) -> str:

@@ -1,23 +1,21 @@
 """The workers of this host: processes of their own, one a share, started again where one is killed."""
 
 import contextlib
-import json
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
 
 from quartet_plugin.errors import InfrastructureError, StorageError
 from quartet_plugin.launchers.shares import Share
-from quartet_plugin.model.schema import dump
-from quartet_plugin.search.workers.board import Board
-from quartet_plugin.trial.processes import Identity, descendants, reap
+from quartet_plugin.search.workers.board import Board, ShareSheet, Task, task_text
+from quartet_plugin.trial.processes import Identity, descendants, own_identity, reap
 
 # A worker that is killed is started again, all in all this many times for each.
 MAX_RESTARTS = 3
@@ -34,10 +32,12 @@ _ENTRY = "from quartet_plugin.cli.main import entry; entry()"
 class Crew:
     """Starts a worker for each of `shares`, under the names in `names`, and sees to them.
 
-    `say` has a line for the user. A worker that gives up by itself is not started again.
+    `command` is the user's, with its secrets; workers are told it through a pipe. `say` has a line for the
+    user. A worker that gives up by itself is not started again.
     """
 
     board: Board
+    command: tuple[str, ...]
     shares: tuple[Share, ...]
     names: tuple[str, ...]
     say: Callable[[str], None]
@@ -103,17 +103,25 @@ class Crew:
 
     def _start(self, name: str, share: Share) -> "subprocess.Popen[bytes]":
         words = [sys.executable, "-P", "-c", _ENTRY, "work", str(self.board.folder), "--name", name]
-        words += ["--share", json.dumps(dump(share)), "--parent", str(os.getpid())]
-        words += ["--joined"] if self.is_joined else []
+        task = Task(
+            command=self.command,
+            share=ShareSheet(**asdict(share)),
+            parent=own_identity(),
+            is_joined=self.is_joined,
+        )
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             log = os.open(self._log(name), flags, 0o600)
         except OSError as error:
             raise StorageError(f"{self._log(name)}: cannot be written: {error.strerror}") from error
         try:
-            return subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+                pipe.write(task_text(task))
+            return process
         except OSError as error:
             raise InfrastructureError(f"a worker cannot be started: {error.strerror}") from error
         finally:
@@ -164,7 +172,7 @@ def end_earlier(board: Board, *, keeps_joined: bool, host: str | None = None) ->
         return frozenset()
     here = host or socket.gethostname()
     for member in board.members():
-        if member.host == here and not member.is_joined and not member.parent.is_alive:
+        if member.host == here and not member.is_joined and member.parent.pid != os.getpid():
             _kill_now(member.identity)
             board.forget(member.name)
     if not keeps_joined:

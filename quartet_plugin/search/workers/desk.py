@@ -17,6 +17,7 @@ from quartet_plugin.search.events import EventLog
 from quartet_plugin.search.launches import Launches
 from quartet_plugin.search.workers.board import Board, Claim, Done, Member, Order
 from quartet_plugin.trial.attempt import PREFIX, attempt_number
+from quartet_plugin.trial.processes import Identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 
 # A worker renews its claim every RENEW_S; one that has not for EXPIRY_S has lost it.
@@ -77,6 +78,7 @@ class Desk:
     clock: Callable[[], float] = time.monotonic
     expiry_s: float = EXPIRY_S
     host: str = field(default_factory=socket.gethostname)
+    is_alive: Callable[[Identity], bool] = lambda identity: identity.is_alive
     _flying: dict[int, _Flying] = field(default_factory=dict)
     _crew: dict[str, Pulse] = field(default_factory=dict)
 
@@ -171,7 +173,7 @@ class Desk:
             beat = self.board.beat_of(member)
             pulse = self._crew.setdefault(member.name, Pulse(beat=beat, seen_s=now_s))
             is_silent = pulse.is_silent(beat, now_s=now_s, expiry_s=self.expiry_s)
-            if is_silent or (member.host == self.host and not member.identity.is_alive):
+            if is_silent or (member.host == self.host and not self.is_alive(member.identity)):
                 self.board.forget(member.name)
             elif not self.board.is_dismissed(member):
                 found.append(member)
@@ -213,7 +215,7 @@ class Desk:
             attempt_id=one.order.fence + secrets.token_hex(8),
             plan_key=one.order.plan_key,
             outcome=Outcome.INFRA,
-            reason=f"{why}, the {MAX_LOST}rd one with this plan",
+            reason=f"{why}, and {MAX_LOST - 1} others with this plan before it",
             phase="launch",
             folder=folder,
         )
@@ -234,7 +236,7 @@ class Desk:
 
     def _lives_here(self, claim: Claim) -> bool | None:
         """Whether the worker's process runs; None where that cannot be seen from this host."""
-        return claim.identity.is_alive if claim.host == self.host else None
+        return self.is_alive(claim.identity) if claim.host == self.host else None
 
     def _next_attempt(self, number: int) -> int:
         folder = self.board.trial_folder(number)

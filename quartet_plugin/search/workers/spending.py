@@ -41,6 +41,7 @@ class SharedSearch:
     _num_workers: int = 0
     _next_look_s: float = float("-inf")
     _num_controlled: int = 0
+    _num_exhausted: int = -1
 
     def spend(self, study: TuneStudy) -> str:
         """Spend the trials; returns why the search ended."""
@@ -48,9 +49,9 @@ class SharedSearch:
             self._adopt(study)
             num_before = len(study.records())
             while True:
-                self._look()
                 for ended in self.desk.look():
                     self._end(study, ended)
+                self._look()  # behind the end of what a killed worker left, so that the next has its share
                 records = study.records()
                 check_rows(records, num_before=num_before)
                 why = self._fill(study)
@@ -173,7 +174,12 @@ class SharedSearch:
             return proposal
         if self._waiting:
             return self._waiting.popleft()
-        return self.search.ask(study, records, pending=self._plans())
+        if self._num_exhausted == len(records):
+            return None  # nothing was told since
+        proposal = self.search.ask(study, records, pending=self._plans())
+        if proposal is None:
+            self._num_exhausted = len(records)
+        return proposal
 
     def _place(self, study: TuneStudy, proposal: Proposal, records: list[Record], *, tried: int) -> bool:
         """Answer a proposal, hand it out, or hold it back; False where nothing else may be begun now."""

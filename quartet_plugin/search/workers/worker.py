@@ -23,8 +23,8 @@ from quartet_plugin.trial.processes import Identity, ProcessBook, reap
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest
 
 POLL_S = 0.1
-# How long a joined worker waits for a tuner to come, or to come back.
-ABSENCE_S = 30.0
+# How long a joined worker waits for a tuner that was lost to come back.
+ABSENCE_S = 120.0
 _REAP_GRACE_S = 2.0
 
 
@@ -43,6 +43,7 @@ class Worker:
     sleep: Callable[[float], None] = time.sleep
     _beat_s: float = field(default=float("-inf"))
     _absent_s: float | None = None
+    _next_look_s: float = field(default=float("-inf"))
 
     def work(self) -> str:
         """Measure what is handed out until nobody needs it; returns why it ended.
@@ -73,19 +74,24 @@ class Worker:
             return "it was sent away"
         if not self.member.is_joined:
             return None
-        if self._is_tuner_there():
+        if self.board.offer() is None:
+            return "the search has ended"
+        return self._why_no_tuner()
+
+    def _why_no_tuner(self) -> str | None:
+        """A tuner that was lost is waited for: the same run may be resumed."""
+        if self.clock() < self._next_look_s:
+            return None
+        self._next_look_s = self.clock() + RENEW_S
+        holder = holder_of(self.run.folder.path, now=time.time())
+        if holder is None:
+            return "the run has no tuner"
+        if holder.is_alive or (holder.is_alive is None and holder.renewed_s < EXPIRY_S):
             self._absent_s = None
             return None
         if self._absent_s is None:
             self._absent_s = self.clock()
-        return "the run has no tuner" if self.clock() - self._absent_s > ABSENCE_S else None
-
-    def _is_tuner_there(self) -> bool:
-        """Whether somebody holds the run and takes workers."""
-        holder = holder_of(self.run.folder.path, now=time.time())
-        if holder is None or self.board.offer() is None:
-            return False
-        return holder.is_alive is True or (holder.is_alive is None and holder.renewed_s < EXPIRY_S)
+        return "the run's tuner is lost" if self.clock() - self._absent_s > ABSENCE_S else None
 
     def _measure(self, order: Order, claim: Claim) -> None:
         self.say(f"trial {order.trial}: {self.member.name} measures it")
