@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quartet_plugin.errors import InfrastructureError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.budget import TimeBudget
 from quartet_plugin.search.final import BASELINE, MIN_ROUNDS, Ranking, order_of_round, rank
 from quartet_plugin.search.launching import Launching, Yardstick
 from quartet_plugin.search.observer import Observer
 from quartet_plugin.search.run_folder import Run
+from quartet_plugin.search.searching import MAX_LOST_IN_A_ROW
 from quartet_plugin.search.study import Record
-from quartet_plugin.trial.request import TrialResult
+from quartet_plugin.trial.request import Outcome, TrialResult
 
 type Found = dict[int, dict[int, TrialResult]]
 
@@ -57,8 +59,13 @@ class FinalRounds:
         return rankings
 
     def _launch_rounds(self, plans: dict[int, Plan], found: Found, *, rounds: range) -> None:
-        """Add measured results to `found[number][round]`; a plan that fails once is left out from then on."""
+        """Add measured results to `found[number][round]`; a plan that fails once is left out from then on.
+
+        What was lost for reasons outside of the plan only lacks that round. Raises InfrastructureError where
+        several launches in a row are lost: nothing measured is not "nothing better".
+        """
         left = list(plans)
+        num_lost = 0
         for round_number in rounds:
             if round_number >= MIN_ROUNDS and not self.budget.fits(num_launches=len(left)):
                 self.observer.message(f"time is up after {round_number} final rounds")
@@ -68,9 +75,15 @@ class FinalRounds:
             for at, number in enumerate(in_turn):
                 num_left = len(left) * (rounds.stop - round_number) - at
                 result = self._launch(plans, number, round_number=round_number, num_left=num_left)
+                num_lost = num_lost + 1 if result.outcome is Outcome.INFRA else 0
+                if num_lost >= MAX_LOST_IN_A_ROW:
+                    raise InfrastructureError(
+                        f"{num_lost} launches of the final rounds in a row were lost: {result.reason}; "
+                        "mend that, then --resume"
+                    )
                 if result.is_measured:
                     found[number][round_number] = result
-                elif number != BASELINE:
+                elif number != BASELINE and result.outcome is not Outcome.INFRA:
                     left.remove(number)
 
     def _launch(

@@ -32,7 +32,16 @@ from quartet_plugin.model.receipt import (
 )
 from quartet_plugin.trial.attempt import PREFIX
 from quartet_plugin.trial.devices import DeviceGuard
-from quartet_plugin.trial.files import PARITY, Job, Number, ParitySheet, as_float, parse_job, read_sheet
+from quartet_plugin.trial.files import (
+    PARITY,
+    Job,
+    Number,
+    ParitySheet,
+    RankFiles,
+    as_float,
+    parse_job,
+    read_sheet,
+)
 from quartet_plugin.trial.request import Device, Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import Stop, run_trial
 
@@ -207,6 +216,8 @@ def _plan_name(plan: Plan) -> str:
 def _refusal(result: TrialResult, *, is_plan: bool) -> QuartetError:
     """Why no series came of a run, with the exit code that says whose fault it is."""
     where = f"{result.reason}; see {result.folder / 'stdout.log'}"
+    if not is_plan and _is_broken(result):
+        return InfrastructureError(f"parity: stock's own run was broken: {where}")
     if not is_plan:
         return ParityUnavailableError(f"parity: stock itself does not run: {where}")
     if result.outcome is Outcome.HARNESS:
@@ -215,6 +226,12 @@ def _refusal(result: TrialResult, *, is_plan: bool) -> QuartetError:
     if result.outcome is Outcome.INFEASIBLE:
         return InfeasibleError(f"parity: the plan does not run: {where}")
     return InfrastructureError(f"parity: the plan's run was broken: {where}")
+
+
+def _is_broken(result: TrialResult) -> bool:
+    """Whether a peer or an address was lost, again and again: that says nothing about the command."""
+    errs = RankFiles(result.folder, attempt_id=result.attempt_id).scan().errs.values()
+    return result.outcome is Outcome.INFRA and {err.kind for err in errs} == {"network"}
 
 
 def _steps(result: TrialResult, *, num_steps: int, is_plan: bool) -> tuple[StepValues, ...]:
