@@ -78,7 +78,8 @@ class Launching:
         to stop.
         """
         known = self._launches.recorded(folder, plan_key=None if plan is None else plan.key)
-        if known is not None:
+        # A baseline that failed was mended, or given more time, by whoever starts again.
+        if known is not None and (known.is_measured or stage != "baseline"):
             self.found(label, plan, known, stage=stage)
             return known
         self.began(number, label, plan, folder=folder, stage=stage, num_left=num_left)
