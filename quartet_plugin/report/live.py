@@ -97,13 +97,13 @@ class PlainLines:
 
 
 class LiveTable:
-    """A table of the latest launches, and below it the one that runs."""
+    """A table of the latest launches, and below it those that run."""
 
     def __init__(self, console: "Console", *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
         self._rows: list[Launched] = []
-        self._running: Running | None = None
+        self._running: dict[str, Running] = {}
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -118,7 +118,7 @@ class LiveTable:
 
     def __exit__(self, *exception: object) -> None:
         """Leave the last table on the screen."""
-        self._running = None
+        self._running.clear()
         if self._live is not None:
             self._live.__exit__(None, None, None)
 
@@ -130,20 +130,22 @@ class LiveTable:
 
     def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
         """Show the launch below the table."""
-        self._running = Running(
+        self._drop(label)
+        self._running[label] = Running(
             label=label, plan=plan, stage=stage, began_s=self._clock(), time_left_s=time_left_s
         )
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
-        """Move it on."""
-        if self._running is not None:
-            self._running = replace(
-                self._running, phase=phase, iteration=iteration, num_iterations=num_iterations
+        """Move the latest one on."""
+        label = next(reversed(self._running), None)
+        if label is not None:
+            self._running[label] = replace(
+                self._running[label], phase=phase, iteration=iteration, num_iterations=num_iterations
             )
 
     def plan_finished(self, launch: Launched) -> None:
         """Put it into the table; a launch that was not measured also says why."""
-        self._running = None
+        self._drop(launch.label)
         self._rows.append(launch)
         if launch.iteration_s is None:
             self.message(sentence(launch))
@@ -165,9 +167,22 @@ class LiveTable:
             style = "bold" if is_best else "dim" if row.iteration_s is None else ""
             cells = row_cells(row, split_width=24 if is_wide else 10)
             table.add_row(*(Text(cells[name]) for name in names), style=style)
-        if self._running is None:
-            return table
-        return Group(table, Text(self._running.sentence(now_s=self._clock()), style="cyan"))
+        return Group(table, *(Text(words, style="cyan") for words in self._under_way()))
+
+    def _under_way(self) -> list[str]:
+        """What runs now; of several at once no more than their numbers."""
+        running, now_s = list(self._running.values()), self._clock()
+        if len(running) <= 1:
+            return [one.sentence(now_s=now_s) for one in running]
+        longest_s = max(now_s - one.began_s for one in running)
+        left_s = running[-1].time_left_s
+        left = "" if left_s is None else f"; about {duration(left_s - now_s + running[-1].began_s)} left"
+        return [f"trials {', '.join(self._running)}: {duration(longest_s)}{left}"]
+
+    def _drop(self, label: str) -> None:
+        """A launch has ended, and with it what was run for it before."""
+        for known in [one for one in self._running if one == label or one.startswith(f"{label} ")]:
+            del self._running[known]
 
     def _shown(self) -> list[Launched]:
         """The baseline and the latest rows, as many as the screen has room for."""

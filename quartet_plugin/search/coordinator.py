@@ -6,6 +6,7 @@ is told, and telling is by trial and attempt, so a killed coordinator resumes as
 """
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -228,7 +229,7 @@ class Coordinator:
             say=say,
             events=self._events,
         )
-        names = tuple(worker_name(host, share.index) for share in self._shares)
+        names = tuple(worker_name(host, os.getpid(), share.index) for share in self._shares)
         crew = Crew(board=board, command=self._command, shares=self._shares, names=names, say=say)
         return SharedSearch(search=self._search, desk=desk, crew=crew, observer=self._observer)
 

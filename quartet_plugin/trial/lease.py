@@ -162,7 +162,7 @@ def _refuse_living(folder: Path, holder: Holder, *, takeover: bool, expiry_s: fl
     age_s = _age_s(folder)
     if takeover and age_s > expiry_s:
         return
-    fix = "wait for it, stop it, or name another run folder"
+    fix = "wait for it, stop it, work for it with --join, or name another run folder"
     if age_s > expiry_s:
         fix = "end it, or add --takeover if it cannot run any more"
     elif takeover:

@@ -229,13 +229,15 @@ class SharedSearch:
         """End every worker. What one that had to be killed left behind is ended by its attempt's files."""
         board = self.desk.board
         is_second = isinstance(sys.exception(), KeyboardInterrupt)
-        all_ended = False
+        is_ours = all_ended = False
         try:
             with contextlib.suppress(QuartetError):
+                self.search.fence()  # another tuner's board is left alone
+                is_ours = True
                 board.close()
             all_ended = self.crew.close(at_once=is_second)
         finally:
-            if not all_ended:
+            if is_ours and not all_ended:
                 for number in self._flying:
                     with contextlib.suppress(QuartetError):
                         self.desk.launches.recover(board.trial_folder(number), should_stop=lambda: True)
