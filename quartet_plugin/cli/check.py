@@ -61,6 +61,7 @@ def check(
 
     Raises PlanError when the plan does not train as stock does, after the receipt is written.
     """
+    from quartet_plugin.cli.signals import ended_as_by_ctrl_c
     from quartet_plugin.cli.train import check_before_start
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.model.plan import read_plan
@@ -82,7 +83,8 @@ def check(
         on_progress=_show if sys.stderr.isatty() else None,
     )
     try:
-        receipt = gate.check(plan)
+        with ended_as_by_ctrl_c():
+            receipt = gate.check(plan)
     finally:
         shutil.rmtree(weights, ignore_errors=True)
     target = receipt_path(plan_file)

@@ -86,6 +86,7 @@ def profile(
 
     Raises ConfigError for a command that cannot run here, InfrastructureError where it fails.
     """
+    from quartet_plugin.cli.signals import ended_as_by_ctrl_c
     from quartet_plugin.cost.profile_file import make_profile
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
@@ -109,7 +110,7 @@ def profile(
             # Every second iteration defers its weight gradients: they are not alike, and need not be.
             max_spread=10.0,
         )
-        with _told(played):
+        with _told(played), ended_as_by_ctrl_c():
             result = run_trial(request)
         ranks = rank_profiles(result, is_played=played is not None)
     finally:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from quartet_plugin.errors import ConfigError, InfrastructureError, QuartetError
+from quartet_plugin.errors import ConfigError, InfrastructureError
 from quartet_plugin.launchers.launcher import Launcher
 from quartet_plugin.launchers.local import LocalLauncher, free_port, resolve_device
 from quartet_plugin.trial.attempt import Launch, attempt_number, create_attempt, write_result
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.outcome import Cause, Verdict, classify, device_fault
-from quartet_plugin.trial.processes import ProcessBook
+from quartet_plugin.trial.processes import ProcessBook, marked, reap
 from quartet_plugin.trial.request import Phase, Progress, TrialRequest, TrialResult
 from quartet_plugin.trial.retry import settle
 from quartet_plugin.trial.watch import Ending, Watch
@@ -152,7 +152,8 @@ def _watch(
             clock=clock,
             poll_s=poll_s,
         )
-    except (QuartetError, OSError):
+    except BaseException:
         handle.kill()
+        reap(marked(attempt.sheet.attempt_id), grace_s=0.0)
         raise
     return watch.run()
