@@ -44,11 +44,17 @@ class Holder:
     boot_id: Name
     generation: Annotated[int, Field(ge=1, le=2**53)]
     schema_version: Version = 1
+    start_ticks: Annotated[int, Field(ge=0)] | None = None
 
     @property
     def identity(self) -> Identity:
         """The process, as it is known on its own host."""
-        return Identity(pid=self.pid, process_start=self.process_start, boot_id=self.boot_id)
+        return Identity(
+            pid=self.pid,
+            process_start=self.process_start,
+            boot_id=self.boot_id,
+            start_ticks=self.start_ticks,
+        )
 
     def __str__(self) -> str:
         """Who it is, for the user."""
@@ -96,6 +102,7 @@ class Lease:
                 pid=me.pid,
                 process_start=me.process_start,
                 boot_id=me.boot_id,
+                start_ticks=me.start_ticks,
                 generation=generation,
             )
             if before is None:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from quartet_plugin.errors import ExitCode, StorageError
@@ -89,7 +90,29 @@ def test_row_34_a_lock_from_the_future_is_not_expired(tmp_path: Path) -> None:
         Lease.acquire(tmp_path, takeover=True)
 
 
-@pytest.mark.parametrize("changes", [{"boot_id": "another"}, {"process_start": 5.0}])
+def test_row_34_a_clock_that_is_set_makes_no_holder_a_dead_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Lease.acquire(tmp_path):
+        create_time = psutil.Process.create_time
+        monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + 3600.0)
+        with pytest.raises(StorageError, match="another tuner holds this run"):
+            Lease.acquire(tmp_path)
+
+
+def test_a_lock_of_an_older_version_is_read(tmp_path: Path) -> None:
+    lease = Lease.acquire(tmp_path)
+    old = json.loads((tmp_path / "lock.json").read_text())
+    del old["start_ticks"]
+    (tmp_path / "lock.json").write_text(json.dumps(old))
+    with pytest.raises(StorageError, match="another tuner holds this run"):
+        Lease.acquire(tmp_path)
+    assert lease.generation == 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"boot_id": "another"}, {"start_ticks": 5}, {"process_start": 5.0, "start_ticks": None}]
+)
 def test_a_pid_that_is_used_again_or_another_boot_is_a_dead_holder(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -101,7 +124,7 @@ def test_a_pid_that_is_used_again_or_another_boot_is_a_dead_holder(
 def test_row_32_a_tuner_that_wakes_up_after_a_takeover_writes_nothing(tmp_path: Path) -> None:
     first = Lease.acquire(tmp_path, renew_s=0.0)
     first.check()
-    change_lock(tmp_path, process_start=5.0)
+    change_lock(tmp_path, start_ticks=5)
     second = Lease.acquire(tmp_path)
     for write in (first.check, first.renew):
         with pytest.raises(StorageError, match="writes nothing more"):
