@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quartet_plugin.errors import InterruptedByUserError
+from quartet_plugin.errors import InfrastructureError, InterruptedByUserError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.launched import Launched, Stage
 from quartet_plugin.model.measurement import Objective
@@ -75,11 +75,12 @@ class Launching:
         """The settled result of one launch; None is the user's own command.
 
         `num_left` launches, this one included, are still to come. Raises InterruptedByUserError when asked
-        to stop.
+        to stop, InfrastructureError where it ran on other devices than the baseline.
         """
         known = self._launches.recorded(folder, plan_key=None if plan is None else plan.key)
         # A baseline that failed was mended, or given more time, by whoever starts again.
-        if known is not None and (known.is_measured or stage != "baseline"):
+        is_mended = known is not None and not known.is_measured and stage == "baseline"
+        if known is not None and not is_mended and not self._elsewhere(known):
             self.found(label, plan, known, stage=stage)
             return known
         self.began(number, label, plan, folder=folder, stage=stage, num_left=num_left)
@@ -89,6 +90,10 @@ class Launching:
             should_stop=self._should_stop,
         )
         self.ended(number, label, plan, result, stage=stage)
+        if found := self._elsewhere(result):
+            raise InfrastructureError(
+                f"{label}: {found}; --resume where the baseline ran, or begin another run"
+            )
         # A preemption ends ranks and tuner alike; the attempt is closed, and its trial is there to resume.
         is_lost = result.outcome is Outcome.INFRA and self._should_stop()
         if result.outcome is Outcome.CANCELLED or is_lost:
@@ -119,6 +124,17 @@ class Launching:
         self._events.add("outcome", trial=number, outcome=result.outcome.value, reason=result.reason)
         if self.yardstick is not None or not result.is_measured:
             self.show(label, plan, result, stage=stage)
+
+    def _elsewhere(self, result: TrialResult) -> str:
+        """Why its times do not compare with the baseline's: it ran on other devices; empty where they do."""
+        own = self.yardstick
+        if own is None or not result.is_measured:
+            return ""
+        expected = [node.node_class for node in own.plan.made_for.nodes]
+        found = [node.node_class for node in self._launches.nodes(result)]
+        if found == expected:
+            return ""
+        return f"it ran on {', '.join(found)}, the baseline on {', '.join(expected)}: times do not compare"
 
     def _learn(self, result: TrialResult) -> None:
         """A later start may take some times as long as the longest so far before it counts as a hang."""
