@@ -129,19 +129,23 @@ class Desk:
             return None
         return found
 
-    def look(self) -> list[Ended]:
-        """What has ended since the last look; what was lost is handed out again."""
+    def look(self, *, at_workers: bool = True) -> list[Ended]:
+        """What has ended since the last look; `at_workers`, what was lost is handed out again.
+
+        To look for results alone takes microseconds: it disturbs no trial.
+        """
         found = []
         for number, one in sorted(self._flying.items()):
-            claim = self.board.claim_of(one.order)
+            ended = None
             done = self.board.done_of(one.order)
             if done is not None:
-                ended = self._done(number, one, claim, done)
-            elif claim is not None and not self._is_held(one, claim):
-                ended = self._lost(number, one, claim)
-            else:
-                ended = None
-                self._announce(number, one, claim)
+                ended = self._done(number, one, self.board.claim_of(one.order), done)
+            elif at_workers:
+                claim = self.board.claim_of(one.order)
+                if claim is not None and not self._is_held(one, claim):
+                    ended = self._lost(number, one, claim)
+                else:
+                    self._announce(number, one, claim)
             if ended is not None:
                 found.append(ended)
         return found
@@ -180,6 +184,7 @@ class Desk:
         return found
 
     def _done(self, number: int, one: _Flying, claim: Claim | None, done: Done) -> Ended | None:
+        self._announce(number, one, claim)
         worker = "a worker" if claim is None else claim.worker
         if done.error is not None or done.attempt is None:
             self.say(f"trial {number}: {worker} gave it up: {done.error}; it is handed out again")

@@ -48,17 +48,15 @@ class SharedSearch:
         try:
             self._adopt(study)
             num_before = len(study.records())
-            while True:
-                for ended in self.desk.look():
-                    self._end(study, ended)
-                self._look()  # behind the end of what a killed worker left, so that the next has its share
-                records = study.records()
-                check_rows(records, num_before=num_before)
-                why = self._fill(study)
-                if why is not None and not self._flying:
-                    self._control(num_spent(study.records()), is_over=True)
-                    return why
+            why = self._fill(study)
+            while why is None or self._flying:
                 self.sleep(_POLL_S)
+                # A new worker comes behind the end of what a killed one left, so that it has its share.
+                if self._turn(study):
+                    check_rows(study.records(), num_before=num_before)
+                    why = self._fill(study)
+            self._control(num_spent(study.records()), is_over=True)
+            return why
         finally:
             self._close()
 
@@ -76,18 +74,23 @@ class SharedSearch:
             else:
                 self._waiting.append(proposal)
 
-    def _look(self) -> None:
-        """See to the workers, now and then. Raises InfrastructureError when none is left."""
+    def _turn(self, study: TuneStudy) -> bool:
+        """Tell what has ended and, now and then, see to the workers; whether more may be handed out."""
         self.search.launching.check_stop()
-        now_s = self.clock()
-        if now_s < self._next_look_s:
-            return
-        self._next_look_s = now_s + _LOOK_S
-        self.search.fence()
-        if self._flying or self._num_workers:
-            self._see_to_crew()
+        is_time = self.clock() >= self._next_look_s
+        found = self.desk.look(at_workers=is_time)
+        for ended in found:
+            self._end(study, ended)
+        num_before = self._num_workers
+        if is_time:
+            self._next_look_s = self.clock() + _LOOK_S
+            self.search.fence()
+            if self._flying or self._num_workers:
+                self._see_to_crew()
+        return bool(found) or self._num_workers != num_before or not self._flying
 
     def _see_to_crew(self) -> None:
+        """Raises InfrastructureError, or StorageError, when no worker of this host is left."""
         self.crew.look()
         if not self.crew.num_running:
             kind = StorageError if self.crew.last_code == ExitCode.STORAGE else InfrastructureError
