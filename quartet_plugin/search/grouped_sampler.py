@@ -7,12 +7,14 @@ fixed space, writes nothing into the run's study, and what it proposes follows f
 """
 
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, QMCSampler, RandomSampler
+from optuna.samplers.nsgaii import BLXAlphaCrossover
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -20,6 +22,8 @@ type Group = tuple[dict[str, BaseDistribution], list[FrozenTrial]]
 
 # A plan that does not fit is told with bytes, which say nothing about plans that were refused.
 _INFEASIBLE = "infeasible"
+# Optuna's own probability, one over the number of parameters, would leave nothing of a group of one.
+MUTATION = 0.2
 
 
 class GroupedSampler(BaseSampler):
@@ -72,7 +76,9 @@ class GroupedSampler(BaseSampler):
         self, space: Mapping[str, BaseDistribution], trials: Sequence[FrozenTrial], *, direction: Any
     ) -> dict[str, Any]:
         """What the sampler proposes where all it knows is one group's part of the told trials."""
-        inner = optuna.create_study(direction=direction, sampler=self._inner(space))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            inner = optuna.create_study(direction=direction, sampler=self._inner(space))
         if self._name == "qmc":
             # The sequence goes on with every told trial; the first one only says which space it is in.
             inner.add_trial(self._part(trials[0], space, constraints=None, at=0))
@@ -113,7 +119,12 @@ class GroupedSampler(BaseSampler):
                 seed=seed, n_startup_trials=self._num_startup_trials, warn_independent_sampling=False
             )
         if self._name == "nsga2":
-            return NSGAIISampler(seed=seed, population_size=self._num_startup_trials)
+            return NSGAIISampler(
+                seed=seed,
+                population_size=self._num_startup_trials,
+                mutation_prob=MUTATION,
+                crossover=BLXAlphaCrossover(),
+            )
         return QMCSampler(
             seed=self._study_seed,
             scramble=True,
