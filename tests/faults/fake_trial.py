@@ -68,6 +68,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--init-s", type=float, default=0.0)
     parser.add_argument("--gloo", action="store_true")
     parser.add_argument("--stubborn", action="store_true")
+    parser.add_argument("--api-key")
+    parser.add_argument("--auth")
     parser.add_argument("--quartet-trial", type=Path)
     parser.add_argument("--quartet-device")
     parser.add_argument("--quartet-plan")

@@ -24,6 +24,7 @@ from quartet_plugin.trial.attempt import read_result
 from quartet_plugin.trial.devices import DeviceGuard, DeviceState
 from quartet_plugin.trial.files import RankFiles, Snapshot, parse_job
 from quartet_plugin.trial.log import CappedLog
+from quartet_plugin.trial.processes import ProcessBook
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
 from quartet_plugin.trial.runner import run_trial
 from tests.faults.conftest import FAKE, BareLauncher, trial_request
@@ -262,6 +263,23 @@ def test_row_9_a_second_ctrl_c_kills_at_once(trial: Trial, tmp_path: Path) -> No
 
     with pytest.raises(KeyboardInterrupt):
         trial("--mode", "stubborn", stop=interrupt)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StorageError])
+def test_row_9_what_breaks_between_start_and_watching_leaves_no_ranks(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type[BaseException]
+) -> None:
+    """The first list of processes cannot be written, or Ctrl-C comes just then."""
+
+    def rescan(self: ProcessBook, launcher_pid: int, **options: Any) -> None:
+        end = time.monotonic() + 30
+        while not list(tmp_path.rglob("rank-1.beat.json")) and time.monotonic() < end:
+            time.sleep(0.01)
+        raise error("now")
+
+    monkeypatch.setattr(ProcessBook, "rescan", rescan)
+    with pytest.raises(error, match="now"):
+        trial("--step-s", "0.5")
 
 
 def test_row_10_a_killed_launcher_leaves_no_ranks(fake_torchrun: Path, tmp_path: Path) -> None:
