@@ -4,6 +4,7 @@
 however many trials are under way.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
@@ -39,7 +40,7 @@ class Search:
 
     def spend(self, study: TuneStudy) -> str:
         """Spend the trials; returns why the search ended."""
-        proposal = study.unfinished()
+        begun = all_unfinished(study)
         num_before = len(study.records())
         while True:
             records = study.records()
@@ -51,13 +52,12 @@ class Search:
                 return f"{tried} plans were tried"
             if not self.has_time(records):
                 return f"{tried} plans were tried; the time that is left is kept for the final rounds"
-            proposal = proposal or self.ask(study, records)
+            proposal = begun.popleft() if begun else self.ask(study, records)
             if proposal is None:
                 return f"{tried} plans were tried; there are no others to try"
             if not self.has_time(records, then_try=proposal.plan):
                 return f"{tried} plans were tried; the time that is left is kept for the final rounds"
             self._try(study, proposal, records, tried=tried)
-            proposal = None
 
     def ask(
         self, study: TuneStudy, records: list[Record], *, pending: Collection[Plan] = ()
@@ -155,6 +155,14 @@ class Search:
         if repeats is None:
             self.launching.show_told(Record(number=number, plan=plan, told=told))
         return True
+
+
+def all_unfinished(study: TuneStudy) -> deque[Proposal]:
+    """The trials that an earlier process asked for and did not live to tell; several where it had workers."""
+    found: deque[Proposal] = deque()
+    while (proposal := study.unfinished()) is not None:
+        found.append(proposal)
+    return found
 
 
 def check_rows(records: list[Record], *, num_before: int = 0) -> None:

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +30,7 @@ def cores(monkeypatch: pytest.MonkeyPatch, num: int, *, threads: int = 1) -> Non
 
 def cut(monkeypatch: pytest.MonkeyPatch, num: int, *, gpus: str | None = None, **options: Any) -> Any:
     cores(monkeypatch, num, threads=options.pop("threads", 1))
-    device = "cpu" if gpus is None else "cuda"
+    device: Literal["cpu", "cuda"] = "cpu" if gpus is None else "cuda"
     environment = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
     return divide(
         device,
@@ -74,7 +74,7 @@ def test_shares_are_alike_and_have_nothing_in_common(
     with pytest.MonkeyPatch.context() as patch:
         each = num // num_shares if size is None else size
         fits = num_shares * each <= num and each >= num_processes
-        call = {"num_shares": num_shares, "command": command(num_processes=num_processes), "size": size}
+        call: Any = {"num_shares": num_shares, "command": command(num_processes=num_processes), "size": size}
         if not fits:
             with pytest.raises(ConfigError, match=f"--workers {num_shares}: {num} cores here"):
                 cut(patch, num, **call)

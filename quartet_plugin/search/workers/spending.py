@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, StorageError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.observer import Observer
-from quartet_plugin.search.searching import Search, check_rows, num_spent
+from quartet_plugin.search.searching import Search, all_unfinished, check_rows, num_spent
 from quartet_plugin.search.study import Proposal, Record, TuneStudy
 from quartet_plugin.search.workers.crew import Crew
 from quartet_plugin.search.workers.desk import Desk, Ended
@@ -68,7 +68,7 @@ class SharedSearch:
         for order in self.desk.board.orders():
             if order.trial in told:
                 self.desk.board.withdraw(order.trial)
-        while (proposal := study.unfinished()) is not None:
+        for proposal in all_unfinished(study):
             if self.desk.adopt(proposal.number, proposal.plan):
                 self._flying[proposal.number] = proposal
             else:
@@ -173,8 +173,8 @@ class SharedSearch:
 
     def _next(self, study: TuneStudy, records: list[Record]) -> Proposal | None:
         if self._alone is not None:
-            proposal, self._alone = self._alone, None
-            return proposal
+            held, self._alone = self._alone, None
+            return held
         if self._waiting:
             return self._waiting.popleft()
         if self._num_exhausted == len(records):

@@ -177,7 +177,7 @@ def test_every_trial_is_measured_once_and_the_budget_is_kept(
 def test_one_worker_spends_a_study_as_a_tuner_without_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = {"study": {"trials": 9, "rounds": 3, "top_k": 2, "control": 4}}
+    config: Any = {"study": {"trials": 9, "rounds": 3, "top_k": 2, "control": 4}}
     alone = tune(begin(tmp_path / "a" / "r", **config), FakeMachine())
     shared = run_shared(monkeypatch, tmp_path / "b" / "r", Shop(num_workers=1), **config)
     assert [(r.plan.key, r.told.value, r.told.repeats) for r in shared.records] == [
@@ -264,6 +264,7 @@ def test_a_run_with_workers_may_go_on_without(tmp_path: Path, monkeypatch: pytes
     shop.holding.clear()
     result = tune(resume(tmp_path / "r"), shop)
     assert len(spent(result)) == 8
+    assert {order.trial for order, _ in holding.values()} <= set(spent(result))
     assert not any(shop.board.renew(claim) for _, claim in holding.values())
 
 
