@@ -61,4 +61,8 @@ def read_regret(path: Path) -> Regret:
     data = read_json(path, max_bytes=MAX_BYTES)
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: an estimate is a JSON object; this is a {type(data).__name__}")
-    return parse(_ADAPTER, data, where=str(path))
+    try:
+        return parse(_ADAPTER, data, where=str(path))
+    except ConfigError as error:
+        words = str(error)
+        raise ConfigError(words if words.startswith(str(path)) else f"{path}: {words}") from error

@@ -20,13 +20,17 @@ from quartet_plugin.model.plan import Plan
 SHARED = (0.02, 0.05, 0.1, 0.2, 0.4)
 OWN = (0.005, 0.02, 0.06)
 NOISE = (0.01, 0.03, 0.08)
-REACHES = (1.0, 3.0)
+REACHES = (0.5, 1.0, 3.0)
+# The same where means and deviations are given.
+JOINT_REACH = 1.0
 # Priors of the cost model's offset (around 0) and slope (around 1).
 OFFSET, SLOPE = 0.3, 0.5
 # How much plans part by a difference in the shape, the degrees, the micro-batch, the schedule, the mapping;
 # a third of a stage's even share of layers more or less at an end counts as one.
 WEIGHTS = np.array([1.0, 1.0, 0.4, 0.5, 0.5])
 SPLIT_REACH = 1.0 / 3.0
+# The same for whether they fit.
+FIT_WEIGHTS = np.array([1.0, 2.0, 1.0, 0.5, 0.0])
 # What is this much slower than the best says little about the top.
 FAR = float(np.log(1.5))
 _LEAST_WEIGHT = 0.01
@@ -45,6 +49,12 @@ class Features:
         apart = differs @ WEIGHTS
         apart += np.abs(self.ends[:, None, :] - other.ends[None, :, :]).sum(axis=2) / SPLIT_REACH
         found: FloatArray = np.exp(-apart / reach)
+        return found
+
+    def fits_alike(self, other: "Features") -> FloatArray:
+        """How much it says that one can run of whether the other can [n, m]: memory is the layout's."""
+        differs = self.codes[:, None, :] != other.codes[None, :, :]
+        found: FloatArray = np.exp(-(differs @ FIT_WEIGHTS))
         return found
 
 
@@ -126,7 +136,7 @@ def joint(
     mean: FloatArray, spread: FloatArray, features: Features, *, count: int, generator: np.random.Generator
 ) -> FloatArray:
     """Draws of plans whose means and deviations [plans] are known, as much together as they are alike."""
-    alike = features.alike(features, reach=REACHES[0])
+    alike = features.alike(features, reach=JOINT_REACH)
     root = _root(alike * spread[:, None] * spread[None, :])
     found: FloatArray = mean + generator.standard_normal((count, len(mean))) @ root.T
     return found

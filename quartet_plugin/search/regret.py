@@ -31,6 +31,8 @@ NUM_DRAWS = 4_000
 MAX_UNTRIED, MAX_MADE, MAX_SEARCHED = 160, 240, 16
 # Neighbours: how many of the best are varied, how often a choice is another one, how far a number is.
 NUM_VARIED, OTHERWISE, STEP = 3, 0.25, 0.08
+# A plan that nothing is known of fits; that counts as so many plans that did.
+HOPE = 0.5
 # The normal's error of a median over its error of a mean; no estimate is surer than LEAST.
 MEDIAN_ERROR, LEAST = 1.25, 0.003
 
@@ -261,8 +263,8 @@ def _fits(search: Ended, plans: Sequence[Plan], generator: np.random.Generator) 
     together = features_of([*(record.plan for record in tried), *plans])
     rows = Features(codes=together.codes[len(tried) :], ends=together.ends[len(tried) :])
     columns = Features(codes=together.codes[: len(tried)], ends=together.ends[: len(tried)])
-    alike = rows.alike(columns, reach=1.0)
-    chance = (1.0 + alike @ could) / (1.0 + alike @ (could + could_not))
+    alike = rows.fits_alike(columns)
+    chance = (HOPE + alike @ could) / (HOPE + alike @ (could + could_not))
     layouts: dict[object, int] = {}
     index = [layouts.setdefault((plan.shape, plan.layout), len(layouts)) for plan in plans]
     luck = generator.random((NUM_DRAWS, len(layouts)))
