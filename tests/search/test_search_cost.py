@@ -53,11 +53,11 @@ def ground(tmp_path: Path) -> replay.Ground:
 
 
 def test_walking_finds_every_plan_that_chance_does() -> None:
-    space = space_of(schedule=["no-pipelining", "1f1b"], virtual_stages=1)
+    space = space_of(schedule=["no-pipelining", "1f1b"], virtual_stages=1, micro_batch_size=[4, 8])
     walked = every_plan(space, embedding=EMBEDDING, head=HEAD)
     generator = random.Random(0)
     found: dict[str, Plan] = {}
-    for _ in range(600):
+    for _ in range(2000):
         plan = space.decode(RandomChooser(generator), trial=0)
         found.setdefault(key_of(plan), plan)
     assert set(found) == set(walked)
