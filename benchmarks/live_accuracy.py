@@ -1,13 +1,16 @@
 """How well unseen runs are predicted on this machine: `python benchmarks/live_accuracy.py RESULTS.json`.
 
-Real Megatron trains small GPTs in two pinned processes, one thread each (CPU device). A dozen runs and the
+Real Megatron trains small GPTs in two pinned processes, one thread each (CPU device). Sixteen runs and the
 layers profiled in them calibrate the cost model; the others, of other shapes, splits and batches, are
-predicted from that alone. Every run is measured several times, the runs in turns and in random order; a run's
-time is the median over its launches of each launch's median iteration. Printed are all predictions and the
-mean error; the exit code is 1 where it is above 4 %.
+predicted from that alone. Measuring goes in rounds: each launches every run once, for a few iterations, in
+another random order, those that calibrate among those that are predicted, so that the machine's drift
+averages out. A run's time is the median over its launches of each launch's median iteration. Printed are all
+predictions, how far the medians themselves are sure, and the mean error; the exit code is 1 where it is above
+4 %, or where fewer than 30 predicted runs were launched three times.
 
-The program can be stopped and started again: what RESULTS.json holds is not measured twice. `--report` only
-evaluates. Processes are forked from two that have imported Megatron, which saves most of a launch.
+Measuring ends with the last round or after `--limit` seconds. The program can be stopped and started again:
+what RESULTS.json holds is not measured twice. `--report` only evaluates. Processes are forked from two that
+have imported Megatron, which saves most of a launch.
 """
 
 import argparse
@@ -33,18 +36,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 GOAL = 0.04
 RUN_LIMIT_S = 60.0
 LEAST_SPREAD = 0.01
+LEAST_RUNS, LEAST_LAUNCHES = 30, 3
 PROFILE = "profile"
 PROFILE_REPEATS = 2
+MOST_FAILURES = 5
 
 
 def main() -> int:
     """Measure what is missing, then report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("results", type=Path, metavar="RESULTS.json")
-    parser.add_argument("--repeats", type=int, default=3, help="launches of every run")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds: launches of every run")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--iterations", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=1e9, help="stop measuring after so many seconds")
+    parser.add_argument("--iterations", type=int, default=4)
+    parser.add_argument("--limit", type=float, default=1020.0, help="stop measuring after so many seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", action="store_true", help="evaluate what is there")
     parser.add_argument("--zygote", type=int, help=argparse.SUPPRESS)
@@ -59,34 +64,54 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Run what is missing, repeat by repeat; the file is written after every run."""
-    from live_cases import CASES, PROFILED
-
-    end = time.monotonic() + options.limit
+    """Run what is missing, round by round; the file is written after every run."""
+    begin = time.monotonic()
     crew: Crew | None = None
+    failures = 0
     try:
-        for repeat in range(options.repeats):
-            names = [(name, False) for name in CASES]
-            names += [(case.name, True) for case in PROFILED if repeat < PROFILE_REPEATS]
-            random.Random(options.seed + repeat).shuffle(names)
-            for name, is_profiled in names:
-                found = results.setdefault(name, {"launches": [], PROFILE: []})
-                kept = found[PROFILE if is_profiled else "launches"]
-                if len(kept) > repeat:
-                    continue
-                if time.monotonic() > end:
+        for number in range(options.repeats):
+            missing = _missing(number, results, seed=options.seed)
+            for at, (name, is_profiled) in enumerate(missing):
+                elapsed = time.monotonic() - begin
+                if elapsed > options.limit:
+                    print(f"{elapsed:.0f} s: the limit; start again to measure more")
                     return
+                where = f"{elapsed:5.0f} s round {number + 1}/{options.repeats} {at + 1}/{len(missing)}"
                 crew = crew or Crew()
-                begin = time.monotonic()
-                got = crew.run(name, options=options, is_profiled=is_profiled)
-                kept.append(got)
+                try:
+                    got = crew.run(name, options=options, is_profiled=is_profiled)
+                except RuntimeError as error:
+                    failures += 1
+                    print(f"{where}: {error}", flush=True)
+                    if failures == MOST_FAILURES:
+                        raise
+                    crew.close()
+                    crew = None
+                    continue
+                found = results.setdefault(name, {"launches": [], PROFILE: []})
+                found[PROFILE if is_profiled else "launches"].append(got)
                 _write(options.results, results)
-                median = statistics.median(got["iteration_s"]) if got["iteration_s"] else float("nan")
-                kind = " profiled" if is_profiled else ""
-                print(f"{time.monotonic() - begin:5.1f} s  {median * 1e3:8.1f} ms  {name}{kind}", flush=True)
+                median = statistics.median(got["iteration_s"])
+                kind = ", profiled" if is_profiled else ""
+                print(f"{where}: {median * 1e3:7.1f} ms  {name}{kind}", flush=True)
     finally:
         if crew is not None:
             crew.close()
+
+
+def _missing(number: int, results: dict[str, Any], *, seed: int) -> list[tuple[str, bool]]:
+    """What round `number` (from 0) still has to launch, in its order; with whether layers are measured."""
+    from live_cases import CASES, PROFILED
+
+    names = [(name, False) for name in CASES]
+    names += [(case.name, True) for case in PROFILED if number < PROFILE_REPEATS]
+    random.Random(seed + number).shuffle(names)
+    empty: dict[str, list[Any]] = {"launches": [], PROFILE: []}
+    return [
+        (name, is_profiled)
+        for name, is_profiled in names
+        if len(results.get(name, empty)[PROFILE if is_profiled else "launches"]) <= number
+    ]
 
 
 def _write(path: Path, value: Any) -> None:
@@ -332,22 +357,41 @@ def report(results: dict[str, Any]) -> int:
     for case in CALIBRATING:
         _line(case, results.get(case.name), found.interval(case.run(machines)))
     print("predicted:")
-    errors, inside = [], 0
+    errors: dict[str, list[float]] = {}
+    spreads, inside, num_sure = [], 0, 0
     for case in PREDICTED:
-        one = _line(case, results.get(case.name), found.interval(case.run(machines)))
+        result = results.get(case.name)
+        one = _line(case, result, found.interval(case.run(machines)))
         if one is not None:
-            errors.append(one[0])
+            errors.setdefault(case.how if case.how != "pp2" else f"pp2 {case.schedule}", []).append(one[0])
             inside += one[1]
+            spreads.append(median_of(result["launches"])[1])
+            num_sure += len(result["launches"]) >= LEAST_LAUNCHES
     if not errors:
         print("nothing measured to compare with")
         return 1
-    absolute = np.abs(errors)
+    for kind, own in sorted(errors.items()):
+        print(f"  {kind:16} {len(own)} runs: mean {np.abs(own).mean():.1%}, bias {np.mean(own):+.1%}")
+    whole = np.concatenate(list(errors.values()))
+    absolute = np.abs(whole)
+    print(f"pace of each round, over the runs' medians: {', '.join(paces(results))}")
     print(
-        f"{len(errors)} runs not used for calibration: mean error {absolute.mean():.2%}, median "
-        f"{np.median(absolute):.2%}, worst {absolute.max():.2%}, bias {np.mean(errors):+.2%}, "
-        f"{inside} inside their 95 % interval; goal {GOAL:.0%}"
+        f"{len(whole)} runs not used for calibration, {num_sure} of them launched {LEAST_LAUNCHES} times or "
+        f"more: mean error {absolute.mean():.2%}, median {np.median(absolute):.2%}, worst "
+        f"{absolute.max():.2%}, bias {whole.mean():+.2%}, {inside} inside their 95 % interval; their medians "
+        f"are sure to {np.mean(spreads):.1%}; goal {GOAL:.0%}"
     )
-    return 0 if absolute.mean() <= GOAL else 1
+    return 0 if absolute.mean() <= GOAL and num_sure >= LEAST_RUNS else 1
+
+
+def paces(results: dict[str, Any]) -> list[str]:
+    """How long launches of each round took, over the median of their run's launches; the median of runs."""
+    ratios: dict[int, list[float]] = {}
+    for result in results.values():
+        medians = [statistics.median(one["iteration_s"]) for one in result["launches"]]
+        for number, median in enumerate(medians):
+            ratios.setdefault(number, []).append(median / statistics.median(medians))
+    return [f"{statistics.median(ratios[number]):.3f}" for number in sorted(ratios)]
 
 
 def _line(case: Any, result: Any, predicted: Any) -> tuple[float, bool] | None:

@@ -50,7 +50,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Correct the cost model by what was measured on a cluster, and say how sure each constant is."""
         from quartet_plugin.cli.invocation import refuse_user_command
-        from quartet_plugin.cost.calibration import calibrate
+        from quartet_plugin.cost.calibration import calibrate, fixed_by_probe
         from quartet_plugin.cost.calibration_file import write_calibration
 
         refuse_user_command(ctx)
@@ -63,26 +63,27 @@ def register(app: typer.Typer) -> None:
             found += of_profile(path, cluster=cluster)
         for path in runs or ():
             found += of_run_folder(path, cluster=cluster)
-        prior, fixed = start_from(cluster)
+        prior, has_links = start_from(cluster)
+        fixed = fixed_by_probe(found) if has_links else ()
         calibration = calibrate(found, prior=prior, fixed=fixed)
         source = ", ".join(str(path) for path in (*(profile or ()), *(runs or ())))
         write_calibration(calibration, path=output, source=source)
         typer.echo("\n".join([f"{output}:", *lines(calibration)]))
 
 
-def start_from(cluster: Path) -> "tuple[Constants, tuple[str, ...]]":
-    """The shared constants, and which of them stay: those of links that the cluster file has measured."""
+def start_from(cluster: Path) -> "tuple[Constants, bool]":
+    """The shared constants, with the latency that the cluster file has; and whether that was measured."""
     from quartet_plugin.cost.constants import fitted
     from quartet_plugin.model.cluster import read_cluster
     from quartet_plugin.search.planner.cluster import with_hop
 
     links = read_cluster(cluster).links
     if not links.measured:
-        return fitted(), ()
+        return fitted(), False
     # Of latencies the cost model takes a quarter inside a scale-up domain.
     slowest = links.network or links.scale_up
     hop_s = slowest.latency_s if links.network else 4 * slowest.latency_s
-    return with_hop(fitted(), max(hop_s, 1e-9)), ("scale_up", "scale_out", "hop_s")
+    return with_hop(fitted(), max(hop_s, 1e-9)), True
 
 
 def lines(calibration: "Calibration") -> list[str]:
@@ -123,7 +124,7 @@ def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
         on_cpu=profile.ranks[0].device == "cpu",
         machines=machines_in(cluster, precision=job.precision),
     )
-    found = observations_of(run, profile.ranks)
+    found = observations_of(run, profile.ranks, is_alone=profile.played is not None)
     if profile.iteration_s:
         seconds = statistics.median(profile.iteration_s)
         found.append(Observation(run=run, seconds=seconds, spread=_PROFILE_SPREAD))

@@ -18,6 +18,8 @@ from quartet_plugin.cost.compute import Rates, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
 from quartet_plugin.cost.posterior import Array, Posterior, fit
 from quartet_plugin.cost.predict import (
+    clearing_s,
+    held_layers,
     held_weights,
     layer_parts,
     optimizer_s,
@@ -26,10 +28,13 @@ from quartet_plugin.cost.predict import (
     total_of,
 )
 from quartet_plugin.cost.run import Run
+from quartet_plugin.cost.software import ON_CPU
 from quartet_plugin.errors import ConfigError
 
 # Priors of what the shared constants lack: seconds, and one standard deviation of the logarithm.
 ACTION_S, ACTION_SPREAD = 2e-4, 1.5
+SKEW, SKEW_SPREAD = 0.02, 1.5
+CONTENTION, CONTENTION_SPREAD = 0.1, 1.0
 RESIDUAL_SPREAD = 0.03
 RATIO_SPREAD = 0.1
 SOCKET_SPREAD = 3.0
@@ -37,13 +42,21 @@ SOCKET_SPREAD = 3.0
 KNOWN_SPREAD, UNKNOWN_SPREAD = 0.15, 1.0
 # Generations of devices that the shared constants were not fitted to.
 UNKNOWN = ("cpu", "plain")
+# Causes of a layer's time that a rank without others does not have.
+COMMUNICATION = ("tp_comm", "cp_comm", "ep_comm")
+# What a probe of the links says.
+LINKS = ("scale_up", "scale_out", "hop_s")
 # A measurement counts for a term that makes up at least this share of it.
 LEAST_SHARE = 0.03
 NORMAL_95 = 1.96
 
 
 class Quantity(StrEnum):
-    """What was measured: an iteration, a stage's action, or a part of the model for one microbatch."""
+    """What was measured: an iteration, a stage's action, a part of the model for one microbatch or of a step.
+
+    `gradients`: reducing them at the end of a step, where nothing hides it; `overhead`: what a step takes
+    beside its forwards and backwards and the optimizer.
+    """
 
     ITERATION = "iteration"
     STAGE = "stage"
@@ -51,6 +64,13 @@ class Quantity(StrEnum):
     EMBEDDING = "embedding"
     HEAD = "head"
     OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
+    OVERHEAD = "overhead"
+
+    @property
+    def has_direction(self) -> bool:
+        """Whether it is a part of the model, computed forwards and backwards."""
+        return self in (Quantity.STAGE, Quantity.LAYER, Quantity.EMBEDDING, Quantity.HEAD)
 
 
 class Direction(StrEnum):
@@ -66,8 +86,9 @@ class Direction(StrEnum):
 class Observation:
     """Measured seconds of a run, or of one part of it; `spread` is their relative noise.
 
-    `index`: the stage of a `stage`, the pipeline rank of an `optimizer`. Raises ConfigError for what cannot
-    have been measured.
+    `index`: the stage of a `stage`, the pipeline rank of an `optimizer` or an `overhead`. `is_alone`: a rank
+    of a larger world was run by itself, communication left out. Raises ConfigError for what cannot have been
+    measured.
     """
 
     run: Run
@@ -76,14 +97,14 @@ class Observation:
     quantity: Quantity = Quantity.ITERATION
     direction: Direction | None = None
     index: int = 0
+    is_alone: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):
             raise ConfigError(f"measured {self.quantity}: {self.seconds} s; must be above 0")
         if not (math.isfinite(self.spread) and self.spread > 0):
             raise ConfigError(f"measured {self.quantity}: spread {self.spread}; must be above 0")
-        has_direction = self.quantity not in (Quantity.ITERATION, Quantity.OPTIMIZER)
-        if has_direction != (self.direction is not None):
+        if self.quantity.has_direction != (self.direction is not None):
             raise ConfigError(
                 f"measured {self.quantity}: direction {self.direction}; parts have one, steps have none"
             )
@@ -180,13 +201,30 @@ def calibrate(
     )
 
 
+def fixed_by_probe(observations: Sequence[Observation]) -> tuple[str, ...]:
+    """The constants that a cluster file with measured links has settled, for `calibrate(fixed=...)`.
+
+    None on processors: there the cores that compute carry the messages too, and a probe finds them idle.
+    """
+    if any(one.run.software == ON_CPU for one in observations):
+        return ()
+    return LINKS
+
+
 def seconds_of(observation: Observation, constants: Constants) -> float:
     """What the model says about a measured quantity."""
     run, quantity = observation.run, observation.quantity
     if quantity is Quantity.ITERATION:
         return predict(run, constants).iter_time_s
-    if quantity is Quantity.OPTIMIZER:
-        return optimizer_s(run, constants, held_weights(run, observation.index))
+    if quantity in (Quantity.OPTIMIZER, Quantity.OVERHEAD):
+        held, layers = held_weights(run, observation.index), held_layers(run, observation.index)
+        clearing = clearing_s(run, constants, held)
+        if quantity is Quantity.OVERHEAD:
+            return constants.step_s + clearing
+        return optimizer_s(run, constants, held, num_layers=layers) - clearing
+    if quantity is Quantity.GRADIENTS:
+        terms = predict(run, constants).terms
+        return terms["dp_comm_s"] + terms.get("ends_comm_s", 0.0)
     if quantity is Quantity.STAGE:
         if not 0 <= observation.index < run.layout.num_stages:
             raise ConfigError(
@@ -194,18 +232,21 @@ def seconds_of(observation: Observation, constants: Constants) -> float:
             )
         times = total_of(stage_parts(run, constants)[observation.index].values())
     else:
-        times = _part(run, constants, quantity)
+        times = _part(run, constants, quantity, is_alone=observation.is_alone)
     return _directed(times, observation.direction)
 
 
-def _part(run: Run, constants: Constants, quantity: Quantity) -> Times:
+def _part(run: Run, constants: Constants, quantity: Quantity, *, is_alone: bool) -> Times:
     rates = Rates(run, constants)
     if quantity is Quantity.LAYER:
-        return total_of(layer_parts(run, constants, rates).values())
+        parts = layer_parts(run, constants, rates)
+        return total_of(times for name, times in parts.items() if not (is_alone and name in COMMUNICATION))
     is_first = quantity is Quantity.EMBEDDING
     part = compute.embedding_times(run, rates) if is_first else compute.head_times(run, constants, rates)
     ends = communication.tensor_parallel_ends(run, constants)
     own = part.gemm.plus(part.attention).plus(part.elementwise).plus(part.launch)
+    if is_alone:
+        return own
     return own.plus(ends[0] if is_first else ends[1])
 
 
@@ -221,9 +262,14 @@ def _directed(times: Times, direction: Direction | None) -> float:
 
 def _centre(start: Constants) -> ClusterConstants:
     if isinstance(start, ClusterConstants):
-        return start if start.action_s > 0 else replace(start, action_s=ACTION_S)
+        return replace(
+            start,
+            action_s=start.action_s or ACTION_S,
+            skew=start.skew or SKEW,
+            contention=start.contention or CONTENTION,
+        )
     values = {known.name: getattr(start, known.name) for known in fields(Constants)}
-    return ClusterConstants(**values, action_s=ACTION_S, residual=1.0)
+    return ClusterConstants(**values, action_s=ACTION_S, skew=SKEW, contention=CONTENTION)
 
 
 def _moved(centre: ClusterConstants, names: Sequence[str], point: Array) -> ClusterConstants:
@@ -248,7 +294,12 @@ def _prior_spreads(observations: Sequence[Observation], names: Sequence[str]) ->
     is_known = all(one.run.machines.device.generation not in UNKNOWN for one in observations)
     more = KNOWN_SPREAD if is_known else UNKNOWN_SPREAD
     shared = {known.name: float(known.metadata["spread"]) for known in fields(Constants)}
-    own = {"action_s": ACTION_SPREAD, "residual": RESIDUAL_SPREAD}
+    own = {
+        "action_s": ACTION_SPREAD,
+        "skew": SKEW_SPREAD,
+        "contention": CONTENTION_SPREAD,
+        "residual": RESIDUAL_SPREAD,
+    }
     if not is_known:
         # Sockets between processes are of another order than the links of accelerators.
         own["hop_s"] = SOCKET_SPREAD

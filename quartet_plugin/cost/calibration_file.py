@@ -8,13 +8,15 @@ import numpy as np
 from pydantic import Field, TypeAdapter
 
 from quartet_plugin.cost.calibration import Calibration, Term
-from quartet_plugin.cost.constants import ClusterConstants
+from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.schema import parse
 
 _STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 _NAMES = frozenset(known.name for known in fields(ClusterConstants))
+# Every file has these; what came later is neutral where a file lacks it.
+_REQUIRED = frozenset(known.name for known in fields(Constants))
 
 Positive = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**31)]
@@ -80,7 +82,7 @@ def read_calibration(path: Path) -> Calibration:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: a calibration is a JSON object; this is a {type(data).__name__}")
     file = parse(_ADAPTER, data, where=str(path))
-    missing = sorted(_NAMES - set(file.constants))
+    missing = sorted(_REQUIRED - set(file.constants))
     if missing:
         raise ConfigError(f"{path}: constants.{missing[0]}: missing; the key is required")
     return Calibration(

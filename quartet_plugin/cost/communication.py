@@ -6,7 +6,7 @@ scale-up domain, or several with some ranks in each.
 
 from dataclasses import dataclass
 
-from quartet_plugin.cost.compute import IMBALANCE, Times
+from quartet_plugin.cost.compute import IMBALANCE, LayerTimes, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.pipeline import device_of_stages
 from quartet_plugin.cost.run import Experts, Machines, Overlap, Run
@@ -101,6 +101,18 @@ def tensor_parallel(run: Run, constants: Constants) -> tuple[Times, float]:
     if overlap is Overlap.FULL:
         return Times(forward * left, backward * left, 0.0), forward * left
     return Times(forward, backward * left, 0.0), forward
+
+
+def skew(run: Run, constants: Constants, layer: LayerTimes) -> Times:
+    """Waiting of tensor-parallel ranks for the slowest, where collectives stop the computation.
+
+    Equal ranks are never equally fast from one collective to the next, and each of them waits for all.
+    """
+    is_apart = run.layout.tensor_parallel > 1 and run.software.tensor_overlap is Overlap.NONE
+    if not (is_apart and isinstance(constants, ClusterConstants)):
+        return Times()
+    computed = layer.gemm.plus(layer.attention).plus(layer.elementwise).plus(layer.launch)
+    return Times(constants.skew * computed.forward, constants.skew * computed.input_grad, 0.0)
 
 
 def context_parallel(run: Run, constants: Constants, attention: Times) -> Times:
@@ -233,7 +245,7 @@ def _reduce_and_gather(
         else found.gather_s(gradients, calls=calls)
     )
     back = group(run.machines, constants, size=own, stride=stride)
-    gather = back.gather_s(float(run.software.parameter_bytes) * parameters, calls=calls)
+    gather = back.gather_s(float(run.parameter_bytes) * parameters, calls=calls)
     if run.software.zero_broadcasts:
         gather += own * (back.num_domains - 1) * constants.hop_s
     return reduce, gather
@@ -251,7 +263,7 @@ def sharded_parameters(
     size = run.shard_group
     found = group(run.machines, constants, size=size, stride=run.layout.tensor_parallel)
     calls = float(run.shape.num_layers * run.software.collectives_per_layer)
-    gather = found.gather_s(2.0 * parameters, calls=calls)
+    gather = found.gather_s(float(run.element_bytes) * parameters, calls=calls)
     scatter = found.gather_s(float(run.software.gradient_bytes) * parameters, calls=calls)
     left = constants.data_exposed
     backward = gather + scatter

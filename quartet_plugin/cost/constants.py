@@ -64,7 +64,10 @@ class ClusterConstants(Constants):
     loss). `residual`: measured over predicted time of whole iterations, for which no term could account.
     The others are ratios of a part's time to what the shared constants say: weight gradients' products, what
     is as wide as an FFN, adding gradients up, starting the kernels of input and of weight gradients, and the
-    elementwise part of a layer's and of the head's backward; and a transfer's latency to a collective's hop.
+    elementwise part of a layer's and of the head's backward; a transfer's latency to a collective's hop; and
+    stepping one more weight tensor to a kernel's start. `skew`: what tensor-parallel ranks wait for the
+    slowest before their collectives, as a share of the computing between them. `contention`: how much longer
+    computing takes while a node's other ranks compute out of the same memory, as a share of the time alone.
     A measured constant may lie outside the bounds of the shared ones.
     """
 
@@ -78,15 +81,20 @@ class ClusterConstants(Constants):
     elementwise_backward: float = 1.0
     logits_backward: float = 1.0
     peer_hop: float = 1.0
+    optimizer_start: float = 1.0
+    skew: float = 0.0
+    contention: float = 0.0
 
     def __post_init__(self) -> None:
         for known in fields(self):
             value = getattr(self, known.name)
-            is_positive = value > 0 or (value == 0 and known.name == "action_s")
+            is_positive = value > 0 or (value == 0 and known.name in ADDED)
             if not (isinstance(value, float) and math.isfinite(value) and is_positive):
                 raise ConfigError(f"constants.{known.name}: {value}; must be above 0")
 
 
+# Those that are 0 unless measured.
+ADDED = ("action_s", "skew", "contention")
 # What a run takes that nobody has measured: every ratio is 1.
 NEUTRAL = ClusterConstants()
 

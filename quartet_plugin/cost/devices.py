@@ -28,6 +28,8 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 DEFAULT_MATMUL_CEILING = 0.85
 # fp8 over bf16, as fractions of nominal: 0.88 on H100, 0.98 on B200.
 NARROW_FORMAT = 0.93
+# fp32 products run beside the matrix units: 1/16 of the half-precision peak on A100 and H100.
+SINGLE_PRECISION = 1 / 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +61,17 @@ class Device:
     aliases: tuple[Name, ...] = ()
 
     def peak(self, precision: Precision) -> float:
-        """Dense FLOP/s; a format the device lacks runs at the rate of the next wider one it has."""
+        """Dense FLOP/s; a format the device lacks runs at the rate of the next wider one it has.
+
+        fp32 where only narrower formats are known: a fixed share of half precision's.
+        """
         wider: tuple[Precision, ...] = ("fp4", "fp8", "bf16", "fp16", "fp32")
         for name in wider[wider.index(precision) :]:
             if name in self.peak_flops:
                 return self.peak_flops[name]
-        return max(self.peak_flops.values())
+        halves = [self.peak_flops[name] for name in ("bf16", "fp16") if name in self.peak_flops]
+        half = max(halves or self.peak_flops.values())
+        return half * SINGLE_PRECISION if precision == "fp32" else half
 
     def ceiling(self, precision: Precision) -> float:
         """The highest rate a matrix product reaches in practice, FLOP/s.

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from quartet_plugin.cost import compute
-from quartet_plugin.cost.pipeline import activation_peak
-from quartet_plugin.cost.run import Experts, Run
+from quartet_plugin.cost.pipeline import activation_peak, stages_of_devices
+from quartet_plugin.cost.run import Experts, HalfPrecision, Run, Software
 from quartet_plugin.model.costs import FloatArray
 
+# The least a weight or an activation takes.
 HALF = 2.0
-# Master weight and two moments in fp32.
+# A number in fp32; master weight and two moments in fp32.
+SINGLE = 4.0
 OPTIMIZER_BYTES = 12.0
 # What the driver, its contexts and the collective library take beside the allocator.
 CONTEXT_BYTES = 1.5 * 2**30
@@ -114,11 +116,12 @@ def layer_activation_bytes(run: Run, *, experts: Experts | None) -> float:
     split = tp if layout.sequence_parallel else 1
     masks = 1.0 if run.software.dropout else 0.0
     # Inputs of two norms, and what the norms give to the products (gathered again from its shard).
-    outside = (4 * HALF + 2 * masks) * h / split
+    size = float(run.element_bytes)
+    outside = (4 * size + 2 * masks) * h / split
     inner = _attention_bytes(run)
     if experts is None:
         return t * (outside + inner + _ffn_bytes(run, shape.ffn_hidden_size / tp))
-    routed = experts.top_k * (HALF * h / tp + _ffn_bytes(run, experts.ffn_hidden_size / tp))
+    routed = experts.top_k * (size * h / tp + _ffn_bytes(run, experts.ffn_hidden_size / tp))
     shared = _ffn_bytes(run, experts.shared_ffn_hidden_size / tp)
     return t * (outside + inner + routed + shared + 8.0 * experts.num_experts)
 
@@ -130,29 +133,37 @@ def peak_memory(run: Run) -> Memory:
 
 def memory_by_device(run: Run) -> list[Memory]:
     """Each pipeline device's memory at its peak in a step."""
-    p = run.layout.pipeline_parallel
-    stages = len(run.layers_per_stage)
+    last = len(run.layers_per_stage) - 1
     weights = weights_of_stages(run)
     kept, held = _stage_activations(run)
     peaks = activation_peak(run, kept, held)
     found = []
-    for device in range(p):
-        own = [weights[stage] for stage in range(device, stages, p)]
-        dense, expert = sum(w.dense for w in own), sum(w.expert for w in own)
+    for device, own in enumerate(stages_of_devices(run)):
+        dense, expert = sum(weights[k].dense for k in own), sum(weights[k].expert for k in own)
         parameters, gradients, optimizer = _states(run, dense, expert)
-        ends = (0 in range(device, stages, p), (stages - 1) in range(device, stages, p))
         found.append(
             Memory(
                 parameters=parameters,
                 gradients=gradients,
                 optimizer=optimizer,
                 activations=float(peaks[device]) * (FRAGMENTATION if run.software.fragments else 1.0),
-                temporary=_temporary(run, last=ends[1]),
+                temporary=_temporary(run, first=0 in own, last=last in own),
                 device=device,
                 capacity=float(run.machines.memory_bytes),
             )
         )
     return found
+
+
+def bytes_per_weight(precision: HalfPrecision, software: Software) -> tuple[float, float, float]:
+    """Of the weight itself, its summed gradient, and what the optimizer keeps of it, all unsharded.
+
+    An fp32 weight is its own master weight: the optimizer keeps its moments alone.
+    """
+    gradient = float(software.main_gradient_bytes)
+    if precision == "fp32":
+        return SINGLE, gradient, software.optimizer_bytes - SINGLE
+    return HALF, gradient, software.optimizer_bytes
 
 
 def _states(run: Run, dense: float, expert: float) -> tuple[float, float, float]:
@@ -163,14 +174,14 @@ def _states(run: Run, dense: float, expert: float) -> tuple[float, float, float]
     )
     if run.layout.tensor_parallel > 1 and expert:
         expert_ranks = max(1.0, ranks / run.layout.expert_parallel)
-    gradient = float(run.software.main_gradient_bytes)
+    weight, gradient, optimizer = bytes_per_weight(run.half, run.software)
     if run.zero_stage == 3:
         shards = run.shard_group
         # One layer's gathered weights, and the next one's that is prefetched. The fp32 shard is the master.
-        layer = 2 * HALF * dense / max(1, run.shape.num_layers)
-        return layer, 4.0 * dense / shards, OPTIMIZER_BYTES * dense / shards
-    optimizer = run.software.optimizer_bytes * (dense / ranks + expert / expert_ranks)
-    return HALF * (dense + expert), gradient * (dense + expert), optimizer
+        layer = 2 * weight * dense / max(1, run.shape.num_layers)
+        return layer, SINGLE * dense / shards, OPTIMIZER_BYTES * dense / shards
+    states = optimizer * (dense / ranks + expert / expert_ranks)
+    return weight * (dense + expert), gradient * (dense + expert), states
 
 
 def _stage_activations(run: Run) -> tuple[FloatArray, float]:
@@ -180,7 +191,7 @@ def _stage_activations(run: Run) -> tuple[FloatArray, float]:
     moe = layer_activation_bytes(run, experts=run.experts) if run.experts else whole
     num_dense = run.experts.num_dense_layers if run.experts else shape.num_layers
     split = layout.tensor_parallel if layout.sequence_parallel else 1
-    boundary = HALF * run.tokens_per_microbatch * shape.hidden_size / split
+    boundary = run.element_bytes * run.tokens_per_microbatch * shape.hidden_size / split
     kept, first = [], 0
     for count in run.layers_per_stage:
         plain = max(0, min(count, num_dense - first))
@@ -206,46 +217,52 @@ def _scores_bytes(run: Run) -> float:
     if run.software.attention != "unfused":
         return 0.0
     heads = run.shape.num_attention_heads / run.layout.tensor_parallel
-    per_score = 2 * HALF + 1.0 if run.software.dropout else HALF
+    size = float(run.element_bytes)
+    per_score = 2 * size + 1.0 if run.software.dropout else size
     return per_score * heads * run.tokens_per_microbatch * run.shape.seq_length
 
 
 def _attention_bytes(run: Run) -> float:
     """A token's queries, keys, values and output on one rank; the scores where they are materialized."""
-    shape, tp = run.shape, run.layout.tensor_parallel
+    shape, tp, size = run.shape, run.layout.tensor_parallel, float(run.element_bytes)
     if run.latent is not None:
         mla, heads = run.latent, shape.num_attention_heads / tp
         wide = mla.plain_channels + mla.rotary_channels
         compressed = 2 * (mla.query_rank + mla.key_value_rank) + mla.rotary_channels
-        return HALF * (compressed + heads * (2 * wide + 2 * mla.value_channels)) + 4 * heads
+        return size * (compressed + heads * (2 * wide + 2 * mla.value_channels)) + 4 * heads
     d = shape.kv_channels
     heads, groups = shape.num_attention_heads / tp, max(1.0, shape.num_query_groups / tp)
-    projected = HALF * (heads + 2 * groups) * d
-    output = HALF * heads * d
+    projected = size * (heads + 2 * groups) * d
+    output = size * heads * d
     if run.software.attention == "unfused":
         return projected + output + _scores_bytes(run) / run.tokens_per_microbatch
-    rotated = HALF * (heads + groups) * d if shape.position_embedding == "rope" else 0.0
+    rotated = size * (heads + groups) * d if shape.position_embedding == "rope" else 0.0
     return projected + rotated + output + 4 * heads
 
 
 def _ffn_bytes(run: Run, ffn: float) -> float:
     """A token's first product and its activation."""
-    return HALF * ffn * (3.0 if run.shape.gated_ffn else 2.0)
+    return run.element_bytes * ffn * (3.0 if run.shape.gated_ffn else 2.0)
 
 
-def _temporary(run: Run, *, last: bool) -> float:
-    """Buffers of operations: placeholders of weight gradients, a layer's gradients, logits, buckets."""
+def _temporary(run: Run, *, first: bool, last: bool) -> float:
+    """Buffers of operations: weight gradients or placeholders, a layer's gradients, logits, buckets."""
     shape, tp, t = run.shape, run.layout.tensor_parallel, run.tokens_per_microbatch
     sizes = [*compute.products(run)]
     width = shape.ffn_hidden_size / tp
     sizes += compute.ffn_products(shape.hidden_size, width, gated=shape.gated_ffn)
-    placeholders = 0.0
+    element = float(run.element_bytes)
+    gradients = 0.0
     if run.software.gradient_placeholders:
-        placeholders = HALF * sum(n * k for n, k in sizes)
+        gradients = element * sum(n * k for n, k in sizes)
+    if run.software.eager_gradients:
+        # One whole gradient at a time, until it is added to the sum; the largest is the vocabulary's.
+        vocabulary = shape.embedding_parameters / tp if first or last else 0.0
+        gradients = element * max(vocabulary, *(n * k for n, k in sizes))
     logits = 0.0
     if last:
         logits = t * shape.vocab_size / tp * run.software.logit_bytes
-    backward = HALF * t * (2 * width * (2 if shape.gated_ffn else 1))
+    backward = element * t * (2 * width * (2 if shape.gated_ffn else 1))
     if run.layout.recompute == "full":
         backward += layer_activation_bytes(run, experts=None)
-    return placeholders + max(backward, logits) + run.software.bucket_bytes
+    return gradients + max(backward, logits) + run.software.bucket_bytes

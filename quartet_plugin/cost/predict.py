@@ -15,13 +15,17 @@ from quartet_plugin.cost.devices import Device
 from quartet_plugin.cost.memory import Memory, Weights, peak_memory, weights_of_stages
 from quartet_plugin.cost.pipeline import StageTimes, device_of_stages, makespan_s, stages_of_devices
 from quartet_plugin.cost.rows import Resolved, read_row, resolve
-from quartet_plugin.cost.run import Experts, Run, ScheduleKind
+from quartet_plugin.cost.run import Experts, Machines, Run, ScheduleKind, Software
 from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.layout import Recompute
 
 # Bytes a parameter that an Adam step reads and writes: fp32 weight and moments twice, gradient, new weight.
 OPTIMIZER_BYTES = 28.0
+# Of the six more for the gradients' norm and for clearing them, what clearing writes.
+CLEARED_BYTES = 4.0
+# Weight tensors of a layer with biases and without, and of the ends.
+TENSORS, PLAIN_TENSORS, END_TENSORS = 12, 6, 4
 # Causes of a stage's time that are computation, by the key of `StageParts`.
 COMPUTE = ("gemm", "attention", "elementwise", "launch", "head")
 # Megatron overlaps transfers in interleaved schedules only; zero-bubble runtimes send asynchronously.
@@ -55,22 +59,26 @@ def predict(run: Run, constants: Constants) -> Prediction:
     compute_terms = {f"{name}_s": by_cause.pop(name, 0.0) for name in COMPUTE}
     terms = {"compute_s": sum(compute_terms.values())} | {f"{k}_s": v for k, v in by_cause.items()}
     busy = sum(terms.values())
-    span, blocked = _span(run, constants, sums, device)
+    span, blocked, idle = _span(run, constants, sums, device)
     terms["pp_comm_s"] = blocked
     terms["pp_bubble_s"] = max(0.0, span - busy - blocked) if p > 1 else 0.0
+    gain = contention_gain(run.software, run.machines, constants) * idle
+    if gain:
+        terms["pp_alone_s"] = -gain * span
     forward = sum(one.forward for one in own)
     backward = sum(one.input_grad + one.weight_grad for one in own)
     terms["fsdp_comm_s"] = m * communication.sharded_parameters(
         run, constants, parameters=sum(w.total for w in weights), forward_s=forward, backward_s=backward
     )
-    held = max((_sum_of([weights[k] for k in one]) for one in stages), key=lambda w: w.total)
+    fullest = max(range(p), key=lambda d: sum(weights[k].total for k in stages[d]))
+    held = held_weights(run, fullest)
     terms["dp_comm_s"] = communication.data_parallel(
         run, constants, dense=held.dense, expert=held.expert, forward_s=forward, backward_s=backward
     )
     ends = communication.tied_ends_s(run, constants)
     if ends:
         terms["ends_comm_s"] = ends
-    terms["optimizer_s"] = optimizer_s(run, constants, held)
+    terms["optimizer_s"] = optimizer_s(run, constants, held, num_layers=held_layers(run, fullest))
     terms["step_overhead_s"] = 0.0 if run.software.logs_step_only else constants.step_s
     nodes = run.machines.num_devices / run.machines.devices_per_node
     terms["straggler_s"] = constants.straggler * max(0.0, math.log2(nodes)) * sum(terms.values())
@@ -174,7 +182,7 @@ def layer_parts(
         "elementwise": layer.elementwise,
         "launch": layer.launch,
         "recompute": Times(0.0, layer.recompute, 0.0),
-        "tp_comm": tensor,
+        "tp_comm": tensor.plus(communication.skew(run, constants, layer)),
         "cp_comm": communication.context_parallel(run, constants, layer.attention),
         "ep_comm": communication.expert_parallel(run, constants, experts) if experts else Times(),
     }
@@ -185,8 +193,21 @@ def _add(found: StageParts, extra: LayerTimes) -> None:
         found[name] = found[name].plus(getattr(extra, name))
 
 
-def _span(run: Run, constants: Constants, sums: Sequence[Times], device: int) -> tuple[float, float]:
-    """The pipeline's makespan, and how long `device` waits for its own sends where those block."""
+def contention_gain(software: Software, machines: Machines, constants: Constants) -> float:
+    """How much less computing takes while all other ranks wait: a share of its time while all compute.
+
+    Only where a node's ranks share one memory, and all ranks are on one node.
+    """
+    is_shared = software.shares_memory and machines.num_devices <= machines.devices_per_node
+    if not (is_shared and isinstance(constants, ClusterConstants)):
+        return 0.0
+    return constants.contention / (1.0 + constants.contention)
+
+
+def _span(run: Run, constants: Constants, sums: Sequence[Times], device: int) -> tuple[float, float, float]:
+    """The pipeline's makespan; how long `device` waits for its own sends where those block; and which share
+    of the other ranks waits for something to compute while one computes.
+    """
     m = run.num_microbatches
     transfers = _transfers(run, constants)
     blocked = 0.0
@@ -205,7 +226,12 @@ def _span(run: Run, constants: Constants, sums: Sequence[Times], device: int) ->
         weight_grad_s=np.array([one.weight_grad for one in sums]),
         transfer_s=transfers,
     )
-    return makespan_s(run, times), blocked
+    span = makespan_s(run, times)
+    ranks = run.layout.world_size
+    if ranks == 1 or span <= 0:
+        return span, blocked, 0.0
+    busy = m * sum(one.total for one in sums) / (run.layout.pipeline_parallel * span)
+    return span, blocked, min(1.0, max(0.0, 1.0 - busy) * ranks / (ranks - 1))
 
 
 def _transfers(run: Run, constants: Constants) -> FloatArray:
@@ -227,13 +253,35 @@ def _sum_of(weights: Sequence[Weights]) -> Weights:
     return Weights(dense=sum(w.dense for w in weights), expert=sum(w.expert for w in weights))
 
 
-def optimizer_s(run: Run, constants: Constants, held: Weights) -> float:
-    """The optimizer's step on a rank that holds these parameters."""
+def held_layers(run: Run, device: int) -> int:
+    """Transformer layers that a rank of pipeline rank `device` holds."""
+    return sum(run.layers_per_stage[stage] for stage in stages_of_devices(run)[device])
+
+
+def optimizer_s(run: Run, constants: Constants, held: Weights, *, num_layers: int | None = None) -> float:
+    """The optimizer's step on a rank that holds these parameters, and clearing its gradients.
+
+    Where weights are stepped one by one, each of `num_layers` layers' (an even share) starts kernels.
+    """
     shards = {0: 1, 3: run.shard_group}.get(run.zero_stage, run.optimizer_group)
     memory = run.machines.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
     # Reading gradients for their norm and clearing them touches all of them, the step the own shard.
     clear = 6.0 if run.zero_stage != 3 else 6.0 / shards
-    return constants.optimizer * held.total * (OPTIMIZER_BYTES / shards + clear) / memory
+    stepped = constants.optimizer * held.total * (OPTIMIZER_BYTES / shards + clear) / memory
+    if not run.software.eager_gradients:
+        return stepped
+    count = -(-run.shape.num_layers // run.layout.pipeline_parallel) if num_layers is None else num_layers
+    has_biases = run.shape.position_embedding == "learned_absolute"
+    tensors = count * (TENSORS if has_biases else PLAIN_TENSORS) + END_TENSORS
+    ratio = constants.optimizer_start if isinstance(constants, ClusterConstants) else 1.0
+    return stepped + tensors * constants.launch_s * ratio / shards
+
+
+def clearing_s(run: Run, constants: Constants, held: Weights) -> float:
+    """Clearing the sums of gradients before a step: the part of `optimizer_s` outside the optimizer."""
+    shards = run.shard_group if run.zero_stage == 3 else 1
+    memory = run.machines.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
+    return constants.optimizer * held.total * CLEARED_BYTES / shards / memory
 
 
 def _fitting(resolved: Resolved) -> Memory:

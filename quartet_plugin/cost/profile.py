@@ -22,6 +22,8 @@ _STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 _PREFIX = "layer."
 # Medians of intervals of a few milliseconds, on ranks that share a machine, repeat to about this.
 PART_SPREAD = 0.03
+# Halves of a backward were measured as they run under another schedule, a step's ends once an iteration.
+HALF_SPREAD, STEP_SPREAD = 0.06, 0.1
 
 Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -106,52 +108,79 @@ def _merged(parts: Sequence[PartTimes]) -> PartTimes:
     )
 
 
-def observations_of(run: Run, ranks: Sequence[RankProfile]) -> list[Observation]:
-    """What the profile of a run says for its calibration: a layer, the ends, and the optimizer's steps."""
+def observations_of(run: Run, ranks: Sequence[RankProfile], *, is_alone: bool = False) -> list[Observation]:
+    """What the profile of a run says for its calibration: a layer, the ends, and what ends a step.
+
+    `is_alone`: the one rank that was profiled was run without the others, communication left out.
+    """
     found = []
     for name, one in typical_parts(ranks).items():
         kind = Quantity(name)
         for direction, seconds in _directed(one, is_embedding=kind is Quantity.EMBEDDING):
             if seconds:
+                is_half = direction in (Direction.INPUT_GRAD, Direction.WEIGHT_GRAD)
                 found.append(
                     Observation(
-                        run=run, seconds=seconds, spread=PART_SPREAD, quantity=kind, direction=direction
+                        run=run,
+                        seconds=seconds,
+                        spread=HALF_SPREAD if is_half else PART_SPREAD,
+                        quantity=kind,
+                        direction=direction,
+                        is_alone=is_alone,
                     )
                 )
-    return found + _optimizer_observations(run, ranks)
+    found += _step_observations(run, ranks)
+    return found if is_alone else found + _gradient_observations(run, ranks)
 
 
 def _directed(part: PartTimes, *, is_embedding: bool) -> list[tuple[Direction, float | None]]:
-    """Both halves of a backward where they were told apart; else the whole. An embedding has one half."""
-    forward = (Direction.FORWARD, part.forward_s)
+    """The whole backward, and its halves where both were told apart. An embedding has one half."""
+    found = [(Direction.FORWARD, part.forward_s), (Direction.BACKWARD, part.backward_s)]
     if is_embedding or part.input_grad_s is None or part.weight_grad_s is None:
-        return [forward, (Direction.BACKWARD, part.backward_s)]
-    return [
-        forward,
-        (Direction.INPUT_GRAD, part.input_grad_s),
-        (Direction.WEIGHT_GRAD, part.weight_grad_s),
-    ]
+        return found
+    halves = [(Direction.INPUT_GRAD, part.input_grad_s), (Direction.WEIGHT_GRAD, part.weight_grad_s)]
+    return found + halves
 
 
-def _optimizer_observations(run: Run, ranks: Sequence[RankProfile]) -> list[Observation]:
+def _step_observations(run: Run, ranks: Sequence[RankProfile]) -> list[Observation]:
+    """The optimizer's step of each pipeline rank, and what a step takes beside all that has a name."""
     found = []
     for device in range(run.layout.pipeline_parallel):
-        steps = [
-            seconds
-            for rank in ranks
-            if rank.pipeline_rank == device and (seconds := rank.steps.get("optimizer"))
-        ]
-        if steps:
-            found.append(
-                Observation(
-                    run=run,
-                    seconds=statistics.median(steps),
-                    spread=PART_SPREAD,
-                    quantity=Quantity.OPTIMIZER,
-                    index=device,
+        own = [rank.steps for rank in ranks if rank.pipeline_rank == device]
+        for quantity, get, spread in (
+            (Quantity.OPTIMIZER, _optimizer_of, PART_SPREAD),
+            (Quantity.OVERHEAD, _overhead_of, STEP_SPREAD),
+        ):
+            seconds = [value for steps in own if (value := get(steps)) is not None and value > 0]
+            if seconds:
+                middle = statistics.median(seconds)
+                found.append(
+                    Observation(run=run, seconds=middle, spread=spread, quantity=quantity, index=device)
                 )
-            )
     return found
+
+
+def _optimizer_of(steps: Mapping[StepName, float | None]) -> float | None:
+    return steps.get("optimizer")
+
+
+def _overhead_of(steps: Mapping[StepName, float | None]) -> float | None:
+    parts = [steps.get(name) for name in ("forward_backward", "optimizer")]
+    whole = steps.get("iteration")
+    if whole is None or None in parts:
+        return None
+    return whole - sum(part for part in parts if part is not None)
+
+
+def _gradient_observations(run: Run, ranks: Sequence[RankProfile]) -> list[Observation]:
+    """Reducing gradients where nothing hides it: what the rank that came last took, which waits for none."""
+    reduces = run.copies > 1 or (run.layout.pipeline_parallel > 1 and run.shape.tied_embeddings)
+    if run.software.data_overlap or run.layout.distributed_optimizer or not reduces:
+        return []
+    seconds = [value for rank in ranks if (value := rank.steps.get("finalize"))]
+    if not seconds:
+        return []
+    return [Observation(run=run, seconds=min(seconds), spread=2 * STEP_SPREAD, quantity=Quantity.GRADIENTS)]
 
 
 def costs_of(

@@ -82,6 +82,7 @@ class Software:
     `eager_gradients`: each microbatch makes every weight's gradient anew and adds it, the vocabulary's too.
     `reduces_ends`: the collectives of embedding and head count: tied embeddings' gradients between both ends
     of a pipeline, and those of tensor parallelism; elsewhere they are too short to matter.
+    `shares_memory`: ranks of a node compute out of one memory, the slower the more of them compute.
     """
 
     name: str = "Megatron-Core"
@@ -113,6 +114,7 @@ class Software:
     collectives_per_layer: int = 1
     eager_gradients: bool = False
     reduces_ends: bool = False
+    shares_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +164,11 @@ class Run:
     def element_bytes(self) -> int:
         """Of an activation."""
         return 4 if self.half == "fp32" else 2
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of an updated parameter on the wire."""
+        return max(4, self.software.parameter_bytes) if self.half == "fp32" else self.software.parameter_bytes
 
     @property
     def copies(self) -> int:

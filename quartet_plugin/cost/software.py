@@ -37,6 +37,7 @@ ON_CPU = Software(
     gradient_placeholders=False,
     eager_gradients=True,
     reduces_ends=True,
+    shares_memory=True,
 )
 
 

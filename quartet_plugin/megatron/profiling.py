@@ -25,6 +25,8 @@ from quartet_plugin.worker.files import RankFiles
 
 EMBEDDING, HEAD, OTHER = "embedding", "head", "other"
 STEP_PARTS = ("iteration", "forward_backward", "finalize", "optimizer")
+# An interval longer than so many medians was an accident of the machine, and counts as that long.
+MOST_MEDIANS = 3.0
 
 Key = tuple[str, str]
 
@@ -82,7 +84,7 @@ class LayerProfiler:
         return profiled_train_step
 
     def write(self) -> None:
-        """Write rank-K.profile.json: medians, and how many intervals each is of."""
+        """Write rank-K.profile.json: means of parts, medians of steps, and how many intervals each is of."""
         from megatron.core import mpu
         from megatron.training.global_vars import get_args
 
@@ -109,9 +111,9 @@ class LayerProfiler:
         return [
             {
                 "name": name,
-                "forward_s": self._median((name, "F")),
-                "backward_s": self._median((name, "B")),
-                "input_grad_s": self._median((name, "I")),
+                "forward_s": self._mean((name, "F")),
+                "backward_s": self._mean((name, "B")),
+                "input_grad_s": self._mean((name, "I")),
                 "weight_grad_s": self._weight_grad_s(name),
                 "num_intervals": len(self._spans[name, "F"]),
                 "activation_bytes": self.ledger.bytes_of(name),
@@ -119,14 +121,21 @@ class LayerProfiler:
             for name in names
         ]
 
+    def _seconds(self, key: Key) -> list[float]:
+        return [self._clock.seconds(*span) for span in self._spans.get(key, ())]
+
     def _median(self, key: Key) -> float | None:
-        spans = self._spans.get(key)
-        return statistics.median(self._clock.seconds(*span) for span in spans) if spans else None
+        seconds = self._seconds(key)
+        return statistics.median(seconds) if seconds else None
+
+    def _mean(self, key: Key) -> float | None:
+        seconds = self._seconds(key)
+        return cut_mean(seconds) if seconds else None
 
     def _weight_grad_s(self, name: str) -> float | None:
-        """Per microbatch: the sum over the part's weights of each one's median."""
+        """Per microbatch: the sum over the part's weights of each one's mean."""
         own = [key for key in self._spans if key[0] == name and key[1].startswith("W")]
-        return sum(self._median(key) or 0.0 for key in own) if own else None
+        return sum(self._mean(key) or 0.0 for key in own) if own else None
 
     def _span(self, key: Key, begin: Any, end: Any) -> None:
         if self._is_counting:
@@ -191,6 +200,15 @@ class LayerProfiler:
             split_backward._accumulate(one)
             name = chunk.owners.get(id(one.weight), OTHER)
             self._span((name, f"W{number}"), begin, self._clock.mark())
+
+
+def cut_mean(seconds: Sequence[float]) -> float:
+    """What many such intervals add up to, a share each: medians do not, where collectives wait now and then.
+
+    Accidents are cut off: what is above three medians counts as three.
+    """
+    most = MOST_MEDIANS * statistics.median(seconds)
+    return statistics.fmean(min(one, most) for one in seconds)
 
 
 class _Chunk:

@@ -70,6 +70,11 @@ def test_iterations_of_stock_trials_calibrate(
 def test_links_that_were_measured_are_not_guessed(run: Path, cluster: Path, tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     assert main(["calibrate", "--cluster", str(cluster), str(run), "-o", str(path)]) == 0
+    # Cores that compute carry messages slower than a probe finds them.
+    assert "hop_s" in {term.name for term in read_calibration(path).terms}
+    for rank in (run / "trials" / "000000" / "attempt-1").glob("rank-?.json"):
+        write_json_atomic(rank, json.loads(rank.read_text()) | {"device": "an accelerator"})
+    assert main(["calibrate", "--cluster", str(cluster), str(run), "-o", str(path)]) == 0
     assert not {"scale_up", "scale_out", "hop_s"} & {term.name for term in read_calibration(path).terms}
     data = json.loads(cluster.read_text())
     data["links"]["measured"] = False

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from quartet_plugin.cost.calibration import (
+    LINKS,
     Calibration,
     Direction,
     Observation,
     Quantity,
     calibrate,
+    fixed_by_probe,
     seconds_of,
 )
 from quartet_plugin.cost.calibration_file import read_calibration, write_calibration
@@ -30,7 +32,7 @@ def planted() -> ClusterConstants:
     """A cluster unlike the shared constants."""
     shared = {name: getattr(fitted(), name) for name in Constants.__dataclass_fields__}
     changed = {"gemm_rate": 0.62, "elementwise": 2.2, "softmax": 1.9, "optimizer": 1.7, "launch_s": 9e-6}
-    return ClusterConstants(**{**shared, **changed}, action_s=6e-4, residual=1.0)
+    return ClusterConstants(**{**shared, **changed}, action_s=6e-4, skew=0.03, optimizer_start=0.7)
 
 
 def iterations(truth: Constants, *, seed: int = 0) -> list[Observation]:
@@ -90,6 +92,41 @@ def test_unseen_runs_are_predicted_within_their_intervals(calibration: Calibrati
         assert found.seconds == pytest.approx(true_s, rel=0.03)
         assert found.low <= true_s <= found.high
         assert found.high / found.low < 1.3
+
+
+def test_slow_starts_of_collectives_do_not_slow_gradients() -> None:
+    """Small messages between ranks that compute are late, large ones are not: two constants, told apart."""
+    truth = replace(planted(), hop_s=3e-3, scale_up=0.35, skew=0.06)
+    reduced = [
+        replace(one, seconds=seconds_of(one, truth))
+        for run in varied_runs()
+        if run.copies > 1
+        for one in [Observation(run=run, seconds=1.0, spread=0.05, quantity=Quantity.GRADIENTS)]
+    ]
+    found = calibrate([*iterations(truth), *parts(truth), *reduced])
+    assert found.constants.hop_s == pytest.approx(truth.hop_s, rel=0.2)
+    assert found.constants.scale_up == pytest.approx(truth.scale_up, rel=0.2)
+    for run in unseen():
+        assert predict(run, found.constants).iter_time_s == pytest.approx(
+            predict(run, truth).iter_time_s, rel=0.04
+        )
+
+
+def test_what_a_step_takes_beside_its_parts_is_measured_apart() -> None:
+    truth = replace(planted(), step_s=0.003)
+    overheads = [
+        replace(one, seconds=seconds_of(one, truth))
+        for run in varied_runs()
+        for one in [Observation(run=run, seconds=1.0, spread=0.05, quantity=Quantity.OVERHEAD)]
+    ]
+    found = calibrate([*iterations(truth), *parts(truth), *overheads])
+    assert found.constants.step_s == pytest.approx(truth.step_s, rel=0.2)
+
+
+def test_a_probe_settles_links_but_those_of_processors() -> None:
+    on_cpu, elsewhere = (Observation(run=run, seconds=1.0, spread=0.1) for run in (cpu_run(), runs.run()))
+    assert fixed_by_probe([elsewhere]) == LINKS
+    assert fixed_by_probe([elsewhere, on_cpu]) == ()
 
 
 def test_more_measurements_make_narrower_intervals() -> None:

@@ -15,7 +15,14 @@ from quartet_plugin.cost.compute import (
     waves,
 )
 from quartet_plugin.cost.constants import NEUTRAL, ClusterConstants, Constants, fitted
-from quartet_plugin.cost.predict import predict, stage_parts
+from quartet_plugin.cost.predict import (
+    clearing_s,
+    contention_gain,
+    held_weights,
+    optimizer_s,
+    predict,
+    stage_parts,
+)
 from quartet_plugin.cost.run import ScheduleKind, Software
 from quartet_plugin.errors import ConfigError
 from tests.cost.live import cpu_run
@@ -108,3 +115,50 @@ def test_a_transfers_latency_is_not_a_collectives() -> None:
     assert communication.transfer_latency_s(fitted()) == fitted().hop_s
     tensor = cpu_run(pp=1, tp=2)
     assert predict(tensor, slow).iter_time_s == predict(tensor, NEUTRAL).iter_time_s
+
+
+def test_tensor_parallel_ranks_wait_for_the_slowest() -> None:
+    run = cpu_run(pp=1, tp=2)
+    uneven = replace(NEUTRAL, skew=0.1)
+    base, found = (stage_parts(run, constants)[0] for constants in (NEUTRAL, uneven))
+    computed = layer_times(run, NEUTRAL, Rates(run, NEUTRAL), experts=None).forward_s
+    waited = found["tp_comm"].forward - base["tp_comm"].forward
+    assert waited == pytest.approx(0.1 * computed * run.shape.num_layers)
+    assert {name: found[name] for name in found if name != "tp_comm"} == {
+        name: base[name] for name in base if name != "tp_comm"
+    }
+    alone = cpu_run()
+    assert predict(alone, uneven) == predict(alone, NEUTRAL)
+    hidden = replace(run, software=Software())
+    assert predict(hidden, uneven) == predict(hidden, NEUTRAL)
+
+
+def test_every_weight_tensor_is_stepped_by_itself() -> None:
+    run = cpu_run(layers=8, pp=1)
+    held = held_weights(run, 0)
+    few, many = (optimizer_s(run, NEUTRAL, held, num_layers=count) for count in (4, 8))
+    assert many - few == pytest.approx(4 * 12 * NEUTRAL.launch_s)
+    slow = replace(NEUTRAL, optimizer_start=3.0)
+    assert optimizer_s(run, slow, held) - many == pytest.approx(2 * (8 * 12 + 4) * NEUTRAL.launch_s)
+    assert 0 < clearing_s(run, NEUTRAL, held) < many
+    fused = replace(run, software=replace(run.software, eager_gradients=False))
+    assert optimizer_s(fused, slow, held) == optimizer_s(fused, NEUTRAL, held)
+
+
+def test_a_rank_computes_faster_while_the_other_waits() -> None:
+    shared = replace(NEUTRAL, contention=0.25)
+    few, many = (cpu_run(num_microbatches=count) for count in (2, 32))
+    gains = [1 - predict(run, shared).iter_time_s / predict(run, NEUTRAL).iter_time_s for run in (few, many)]
+    assert gains[0] > 2 * gains[1] > 0
+    found = predict(few, shared)
+    assert found.terms["pp_alone_s"] < 0
+    assert sum(found.terms.values()) == pytest.approx(found.iter_time_s)
+    # One microbatch: never more than one rank computes.
+    alone = cpu_run(num_microbatches=1)
+    terms = predict(alone, NEUTRAL).terms
+    span = sum(terms[name] for name in ("compute_s", "recompute_s", "action_s", "pp_bubble_s", "pp_comm_s"))
+    free = replace(shared, hop_s=1e-15, peer=1e12)
+    assert contention_gain(alone.software, alone.machines, shared) == pytest.approx(0.2)
+    assert predict(alone, free).terms["pp_alone_s"] == pytest.approx(-0.2 * span, rel=0.02)
+    for other in (cpu_run(pp=1), cpu_run(pp=1, tp=2), replace(few, software=Software())):
+        assert predict(other, shared) == predict(other, NEUTRAL)

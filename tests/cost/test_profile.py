@@ -1,13 +1,16 @@
 """A rank's profile: read strictly, merged over ranks, turned into a table and into measurements."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quartet_plugin.cost.calibration import Direction, Quantity
+from quartet_plugin.cost.calibration import Direction, Quantity, seconds_of
+from quartet_plugin.cost.constants import NEUTRAL
 from quartet_plugin.cost.profile import costs_of, observations_of, parse_rank, typical_parts
 from quartet_plugin.cost.profile_file import Played, make_profile, read_profile, write_profile
+from quartet_plugin.cost.run import Run
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.schedule.files import costs_from_json
 from tests.cost.live import cpu_run
@@ -96,6 +99,30 @@ def test_measurements_for_the_calibration() -> None:
     assert found[Quantity.EMBEDDING, Direction.BACKWARD, 0] == pytest.approx(0.00105)
     assert found[Quantity.OPTIMIZER, None, 0] == pytest.approx(0.02)
     assert found[Quantity.OPTIMIZER, None, 1] == pytest.approx(0.03)
+    assert found[Quantity.LAYER, Direction.BACKWARD, 0] == pytest.approx(2.1 * 0.011)
+    assert found[Quantity.OVERHEAD, None, 0] == pytest.approx(0.5 - 0.4 - 0.02)
+    assert found[Quantity.GRADIENTS, None, 0] == pytest.approx(0.01)
+
+
+def test_gradients_are_measured_where_nothing_hides_them() -> None:
+    late, early = rank(0, FIRST["parts"]), rank(1, LAST["parts"])
+    late["steps"] |= {"finalize": 0.004}
+    ranks = [parse_rank(one, where="a test") for one in (late, early)]
+
+    def gradients(run: Run) -> list[float]:
+        return [one.seconds for one in observations_of(run, ranks) if one.quantity is Quantity.GRADIENTS]
+
+    assert gradients(cpu_run()) == [0.004]
+    assert gradients(cpu_run(pp=1)) == [0.004]
+    assert gradients(cpu_run(pp=1, tp=2)) == []
+    hidden = cpu_run(pp=1)
+    assert gradients(replace(hidden, software=replace(hidden.software, data_overlap=True))) == []
+
+
+def test_halves_of_a_backward_count_less_than_the_whole() -> None:
+    found = observations_of(cpu_run(), [parse_rank(FIRST, where="a test")])
+    spread = {one.direction: one.spread for one in found if one.quantity is Quantity.LAYER}
+    assert spread[Direction.INPUT_GRAD] > spread[Direction.BACKWARD]
 
 
 def test_a_backward_that_was_not_split_is_one_measurement() -> None:
@@ -146,3 +173,17 @@ def test_halves_that_were_not_told_apart_are_equal() -> None:
     )
     assert costs.layers[-1].input_grad_s == pytest.approx(0.021)
     assert costs.layers[-1].weight_grad_s == pytest.approx(0.021)
+
+
+def test_a_rank_that_was_run_alone_says_nothing_of_links() -> None:
+    ranks = [parse_rank(FIRST, where="a test")]
+    run = cpu_run(pp=1, tp=2)
+    together, alone = (
+        next(one for one in observations_of(run, ranks, is_alone=is_alone) if one.quantity is Quantity.LAYER)
+        for is_alone in (False, True)
+    )
+    slow = replace(NEUTRAL, hop_s=1.0)
+    assert seconds_of(together, slow) > seconds_of(together, NEUTRAL) + 0.1
+    assert seconds_of(alone, slow) == seconds_of(alone, NEUTRAL) < seconds_of(together, NEUTRAL)
+    found = observations_of(cpu_run(), ranks, is_alone=True)
+    assert Quantity.GRADIENTS not in {one.quantity for one in found}

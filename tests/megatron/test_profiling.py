@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quartet_plugin.errors import UsageError
+from quartet_plugin.megatron.profiling import cut_mean
 from quartet_plugin.megatron.profiling_memory import ActivationLedger
 from quartet_plugin.megatron.profiling_rank import PlayedRank
 
@@ -48,3 +49,9 @@ def test_the_ledger_counts_one_forward() -> None:
     (torch.randn(16, requires_grad=True) * 1.0).square().sum()
     closed.leave()
     assert closed.bytes_of("part") == 0
+
+
+def test_parts_are_means_so_that_they_add_up_without_accidents() -> None:
+    assert cut_mean([1.0, 1.0, 1.0, 2.0]) == 1.25
+    assert cut_mean([1.0, 1.0, 1.0, 100.0]) == 1.5
+    assert cut_mean([0.0, 0.0]) == 0.0

@@ -19,9 +19,9 @@ from quartet_plugin.cost import communication
 from quartet_plugin.cost.compute import MEMORY_RATE
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.jobs import run_of
-from quartet_plugin.cost.memory import HALF, layer_activation_bytes, weights_of_stages
+from quartet_plugin.cost.memory import HALF, bytes_per_weight, layer_activation_bytes, weights_of_stages
 from quartet_plugin.cost.pipeline import FULL_ROUNDS
-from quartet_plugin.cost.predict import COMPUTE, OPTIMIZER_BYTES, stage_parts, total_of
+from quartet_plugin.cost.predict import COMPUTE, OPTIMIZER_BYTES, contention_gain, stage_parts, total_of
 from quartet_plugin.cost.run import Run
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
@@ -101,7 +101,7 @@ def bounds_of(
     order = np.argsort(groups, kind="stable")
     edges = np.searchsorted(groups[order], np.arange(len(keys) + 1))
     transfers = _transfers(job, shape, columns, constants)
-    states = _states(columns)
+    states = _states(job, columns)
     for at, (pp, virtual, kind, a, b) in enumerate(keys.tolist()):
         rows = order[edges[at] : edges[at + 1]]
         microbatches = _num_microbatches(job, columns[rows])
@@ -118,6 +118,8 @@ def bounds_of(
     whole = span + _once(job, shape, columns, units[:, 12], units[:, 13], constants) + constants.step_s
     time = whole * (1 + constants.straggler * max(0.0, math.log2(nodes)))
     if isinstance(constants, ClusterConstants):
+        # Ranks that share a memory gain by each other's waiting: at most in all of the pipeline's time.
+        time -= contention_gain(job.software, job.machines, constants) * span
         time *= constants.residual
     return Bounds(time_s=time * (1 - ROUNDING), memory_bytes=memory * (1 - ROUNDING), first=first, last=last)
 
@@ -305,10 +307,11 @@ def _transfer(job: PlanJob, shape: ModelShape, key: list[int], constants: Consta
     return (far if apart else min(near, far)) - communication.transfer_latency_s(constants)
 
 
-def _states(columns: IntArray) -> FloatArray:
+def _states(job: PlanJob, columns: IntArray) -> FloatArray:
     """Bytes a weight of parameters, gradients and optimizer state."""
     copies = columns[:, CP] * columns[:, DP]
-    found: FloatArray = 2.0 + 4.0 + 12.0 / np.where(columns[:, SHARDED] == 1, copies, 1)
+    weight, gradient, optimizer = bytes_per_weight(job.half, job.software)
+    found: FloatArray = weight + gradient + optimizer / np.where(columns[:, SHARDED] == 1, copies, 1)
     return found
 
 
