@@ -59,12 +59,15 @@ def main() -> int:
 
 def _grounds(options: argparse.Namespace) -> list[replay.Ground]:
     asked = options.only or ["recorded" if options.recording.exists() else "small", "large"]
-    make: dict[str, Callable[[], replay.Ground]] = {
-        "recorded": lambda: grounds.recorded(options.recording),
-        "small": grounds.small,
-        "large": grounds.large,
+    make: dict[str, Callable[[], list[replay.Ground]]] = {
+        "recorded": lambda: [
+            grounds.recorded(options.recording),
+            grounds.recorded(options.recording, narrowed=grounds.ONE_REPLICA),
+        ],
+        "small": lambda: [grounds.small()],
+        "large": lambda: [grounds.large()],
     }
-    return [make[name]() for name in asked]
+    return [ground for name in asked for ground in make[name]()]
 
 
 def _count(ground: replay.Ground, options: argparse.Namespace) -> None:

@@ -120,6 +120,7 @@ class Constants:
     action_s: float = 4.0e-5
     inside_bytes_per_s: float = 1.2e11
     across_bytes_per_s: float = 8.0e9
+    latency_s: float = 1.5e-5
     exposed_gradients: float = 0.45
     slowdown: float = 1.12
     optimizer_s: float = 2.0e-3
@@ -186,7 +187,10 @@ class SyntheticOracle:
         transfer = np.zeros(count)
         size = 4.0 * tokens * shape.hidden_size / layout.tensor_parallel
         for stage in range(count - 1):
-            transfer[stage] = size / self._link(plan, replica, schedule.placement[stage : stage + 2])
+            devices = schedule.placement[stage : stage + 2]
+            if devices[0] != devices[1]:
+                nodes = {self._node(plan, replica, device) for device in devices}
+                transfer[stage] = constants.latency_s + size / self._bytes_per_s(nodes)
         return StageCosts(
             device_of_stage=np.asarray(schedule.placement, dtype=np.int64),
             forward_s=forward,
@@ -205,7 +209,8 @@ class SyntheticOracle:
         if degree == 1:
             return 0.0
         size = 4.0 * plan.layout.micro_batch_size * plan.shape.seq_length * plan.shape.hidden_size
-        return 2.0 * 2.0 * (degree - 1) / degree * size / self.constants.inside_bytes_per_s
+        seconds = 2.0 * (degree - 1) / degree * size / self.constants.inside_bytes_per_s
+        return 2.0 * (seconds + self.constants.latency_s)
 
     def _gradients_s(self, plan: Plan) -> float:
         """What of the data-parallel all-reduce does not hide, on the stage with the most parameters."""
@@ -226,12 +231,6 @@ class SyntheticOracle:
             size = 4.0 * held[device] / layout.tensor_parallel
             found = max(found, 2.0 * (copies - 1) / copies * size / per_s)
         return self.constants.exposed_gradients * found
-
-    def _link(self, plan: Plan, replica: int, devices: Sequence[int]) -> float:
-        """Bytes/s between two pipeline ranks; without end inside one."""
-        if devices[0] == devices[1]:
-            return math.inf
-        return self._bytes_per_s({self._node(plan, replica, device) for device in devices})
 
     def _bytes_per_s(self, nodes: set[int]) -> float:
         return self.constants.inside_bytes_per_s if len(nodes) == 1 else self.constants.across_bytes_per_s
