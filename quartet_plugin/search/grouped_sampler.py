@@ -26,7 +26,7 @@ _INFEASIBLE = "infeasible"
 MUTATION = 0.2
 
 
-class GroupedSampler(BaseSampler):
+class GroupedSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyped here
     """One trial's sampler; `study_seed` is the same for all trials of a study.
 
     Groups with fewer than `num_startup_trials` told trials, and parameters that no trial had, are drawn at

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.measurement import Interval, Objective
@@ -252,7 +253,7 @@ def _own_work(plan: Plan, search: Ended) -> float:
     return math.log(plan.shape.model_flops_per_sequence / own)
 
 
-def _fits(search: Ended, plans: Sequence[Plan], generator: np.random.Generator) -> FloatArray:
+def _fits(search: Ended, plans: Sequence[Plan], generator: np.random.Generator) -> NDArray[np.bool_]:
     """Whether each plan can run, in each draw [draws, plans]: as often as plans like it could.
 
     What one layout lacks all of its plans do, so they fit together or not at all.
@@ -268,7 +269,7 @@ def _fits(search: Ended, plans: Sequence[Plan], generator: np.random.Generator) 
     layouts: dict[object, int] = {}
     index = [layouts.setdefault((plan.shape, plan.layout), len(layouts)) for plan in plans]
     luck = generator.random((NUM_DRAWS, len(layouts)))
-    found: FloatArray = luck[:, index] < chance
+    found: NDArray[np.bool_] = luck[:, index] < chance
     return found
 
 
@@ -318,8 +319,8 @@ class _Neighbour(RandomChooser):
         choice = self._near.get(name)
         if choice not in choices or self._generator.random() < OTHERWISE:
             return super().category(name, choices)
-        self.params[name] = choice
-        return str(choice)
+        self.params[name] = chosen = str(choice)
+        return chosen
 
     def weight(self, name: str) -> float:
         """A number near the point's."""
