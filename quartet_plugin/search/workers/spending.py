@@ -234,10 +234,14 @@ class SharedSearch:
         is_second = isinstance(sys.exception(), KeyboardInterrupt)
         is_ours = all_ended = False
         try:
-            with contextlib.suppress(QuartetError):
-                self.search.fence()  # another tuner's board is left alone
-                is_ours = True
-                board.close()
+            self.search.fence()  # another tuner's board is left alone
+            is_ours = True
+            board.close()
+        except QuartetError:
+            pass
+        except KeyboardInterrupt:
+            is_second = True
+        try:
             all_ended = self.crew.close(at_once=is_second)
         finally:
             if is_ours and not all_ended:
