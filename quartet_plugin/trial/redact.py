@@ -45,7 +45,7 @@ def shell_words(argv: Sequence[str]) -> str:
 
     `--api-key abc` is written as `--api-key "${API_KEY:?...}"`; `sh` names the variable where it is unset.
     """
-    shown = []
+    shown: list[str] = []
     for word, kept in zip(argv, redacted_argv(argv), strict=True):
         before = shown[-1] if shown else ""
         if word == kept:

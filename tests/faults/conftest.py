@@ -14,7 +14,7 @@ import pytest
 from quartet_plugin.launchers.command import ENTRY_MODULE, parse_command
 from quartet_plugin.launchers.local import LocalHandle, LocalLauncher
 from quartet_plugin.trial.devices import DeviceGuard
-from quartet_plugin.trial.processes import marked
+from quartet_plugin.trial.processes import MARK, marked
 from quartet_plugin.trial.request import Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial
 
@@ -105,10 +105,18 @@ def assert_nothing_left(root: Path, *, known_children: set[int]) -> None:
         words = json.loads(sheet.read_text())["argv"]
         if "--master-port" in words:
             port = int(words[words.index("--master-port") + 1])
-            ours = [c for c in _listeners() if c.laddr.port == port and c.pid not in (None, os.getpid())]
+            # A free port is anybody's: another program may have been given it since.
+            ours = [c for c in _listeners() if c.laddr.port == port and _is_of_a_trial(c.pid)]
             assert not ours, f"port {port} is still taken"
     assert not list(root.rglob("*.tmp")), "a half-written file is left"
     assert not list(root.rglob("lock.json*")), "a lock is left"
+
+
+def _is_of_a_trial(pid: int | None) -> bool:
+    try:
+        return pid is not None and pid != os.getpid() and MARK in psutil.Process(pid).environ()
+    except psutil.Error:
+        return False
 
 
 def _is_alive(pid: int, start: float) -> bool:

@@ -255,7 +255,7 @@ def test_row_36_times_of_other_devices_are_not_told(tmp_path: Path) -> None:
         tune(begin(tmp_path / "r", **config), machine)
     machine.dies_at = None
     home = machine.cluster
-    away = (replace(home[0], node_class="H100 x2"),)
+    away: tuple[NodeInfo, ...] = (replace(home[0], node_class="H100 x2"),)
     ran_on: dict[Path, tuple[NodeInfo, ...]] = {}
     place = [away]
     machine.on_launch = lambda request: ran_on.update({request.folder: place[0]})
