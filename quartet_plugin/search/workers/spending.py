@@ -179,7 +179,8 @@ class SharedSearch:
             return self._waiting.popleft()
         if self._num_exhausted == len(records):
             return None  # nothing was told since
-        proposal = self.search.ask(study, records, pending=self._plans())
+        pending = [*self._plans(), *(twin.plan for twin in self._twins)]
+        proposal = self.search.ask(study, records, pending=pending)
         if proposal is None:
             self._num_exhausted = len(records)
         return proposal

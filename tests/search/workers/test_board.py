@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.errors import ConfigError, StorageError
+from quartet_plugin.report.status import status_lines, status_record
+from quartet_plugin.search.history import read_history
 from quartet_plugin.search.workers.board import Board, Done, Offer, Order, worker_name
 from quartet_plugin.search.workers.crew import end_earlier
+from quartet_plugin.trial.lease import Lease
 from quartet_plugin.trial.processes import own_identity
 from tests.model.plans import PLAN
+from tests.search.fakes import begin
 from tests.search.workers.hands import ELSEWHERE, HERE, Disk, Hand, member
 
 
@@ -188,3 +192,21 @@ def test_what_an_earlier_tuner_handed_out_is_known(board: Board) -> None:
     assert {one.name for one in board.members()} == {"far", "alive"}
     assert end_earlier(board, keeps_joined=False, host=HERE) == frozenset()
     assert not any(one.renew() for one in (far, dead, alive))
+
+
+def test_the_status_says_who_measures_what(tmp_path: Path) -> None:
+    run = begin(tmp_path / "r")
+    made = Board(folder=run.folder.path)
+    made.open(Offer(device="cpu", num_devices=2))
+    busy = Hand(board=made, disk=Disk(), member=member("busy", pid=7))
+    for one in (busy.member, member("idle", pid=8, host=ELSEWHERE)):
+        made.enlist(one)
+    made.publish(order(11), PLAN)
+    assert busy.take()
+    with Lease.acquire(run.folder.path):
+        history = read_history(run.folder.path)
+        lines = [line for line in status_lines(history) if line.startswith("worker")]
+        assert lines[0].startswith("worker    busy on here, cores 0-1: trial 11, renewed ")
+        assert lines[1].startswith("worker    idle on elsewhere, cores 0-1: waits, renewed ")
+        assert [one["trial"] for one in status_record(history)["workers"]] == [11, None]
+    assert read_history(run.folder.path).workers == ()  # nobody holds the run: nobody works

@@ -1,0 +1,267 @@
+"""Real workers of a real tuner, over the fake training: killed, joined and interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+
+from quartet_plugin.cli.main import main
+from quartet_plugin.search.storage import StudyStorage
+from quartet_plugin.search.study_view import read_study
+from quartet_plugin.search.workers.board import Board, Claim
+from quartet_plugin.trial.processes import marked
+from tests.cli.tuning import environment, living, prepare, wait_until
+from tests.faults.conftest import assert_nothing_left
+from tests.search.servers import Postgres, postgres
+
+NUM_TRIALS = 6
+CONFIG = f"""\
+run: fake
+search: {{schedule: [no-pipelining, 1f1b, interleaved]}}
+trial: {{warmup: 1, measure: 3, deadline_s: 60}}
+study: {{trials: {NUM_TRIALS}, top_k: 1, rounds: 3, storage: STORAGE}}
+device: cpu
+"""
+ENTRY = "from quartet_plugin.cli.main import entry; entry()"
+FOUR = ("--workers", "4", "--oversubscribe")
+SLOW = ("--step-s", "0.4")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Postgres]:
+    with postgres() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    yield
+    for tuner in Tuner.started:
+        if tuner.process.poll() is None:  # the test has failed
+            tuner.process.terminate()
+            tuner.process.wait(timeout=60)
+    Tuner.started.clear()
+    assert living(tmp_path) == []
+    children = {child.pid for child in psutil.Process().children(recursive=True)}  # the server's
+    assert_nothing_left(tmp_path, known_children=children)
+
+
+class Tuner:
+    """A tuner in a process of its own."""
+
+    started: ClassVar[list["Tuner"]] = []
+
+    def __init__(
+        self, folder: Path, *options: str, storage: str = "journal", fake: tuple[str, ...] = ()
+    ) -> None:
+        words, command = prepare(folder, config=CONFIG.replace("STORAGE", storage))
+        self.run = folder / "runs" / "fake"
+        self.storage = storage
+        self.board = Board(folder=self.run)
+        self.log = folder / f"tuner-{len(list(folder.glob('tuner-*')))}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", ENTRY, *words, *options, "--", *command, *fake],
+                env=environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        Tuner.started.append(self)
+
+    def under_way(self, num: int) -> list[Claim]:
+        """Wait until so many trials are being measured at once; who has them."""
+        found: list[Claim] = []
+
+        def are_measured() -> bool:
+            assert self.process.poll() is None, self.words
+            found[:] = [
+                claim
+                for order in self.board.orders()
+                if (claim := self.board.claim_of(order)) and self.has_begun(order.trial)
+            ]
+            return len(found) >= num
+
+        wait_until(are_measured, what=f"{num} trials at once", timeout_s=120)
+        return found
+
+    def has_begun(self, trial: int) -> bool:
+        """Whether a trial's ranks measure, and are far from done."""
+        for attempt in (self.run / "trials" / f"{trial:06d}").glob("attempt-*"):
+            beats = [json.loads(path.read_text()) for path in attempt.glob("rank-*.beat.json")]
+            if not (attempt / "result.json").exists() and len(beats) == 2:
+                return all(beat["phase"] in ("warmup", "measure") for beat in beats) and all(
+                    beat["iteration"] < 3 for beat in beats
+                )
+        return False
+
+    def ends(self) -> int:
+        """The exit code."""
+        return self.process.wait(timeout=200)
+
+    @property
+    def words(self) -> str:
+        """What it printed."""
+        return self.log.read_text()
+
+    def check_study(self) -> None:
+        """Every trial that was asked for is told, once, and every plan was measured once."""
+        place = StudyStorage(folder=self.run, run="fake", address=self.storage)
+        view = read_study(place)
+        assert view is not None
+        assert all(row.is_finished for row in view.rows)
+        assert [row.number for row in view.rows] == list(range(len(view.rows)))
+        own = [row for row in view.rows if row.told["repeats"] is None]
+        assert [row.told["verdict"] for row in own] == ["measured"] * (NUM_TRIALS + 1)
+        keys = Counter(row.labels["plan_key"] for row in own)
+        assert set(keys.values()) == {1}
+        for row in own:
+            assert row.told["attempt_id"] in self.results(row.number)
+
+    def results(self, trial: int) -> dict[str, str]:
+        """Outcomes of a trial's attempts by their ids."""
+        found = {}
+        for path in (self.run / "trials" / f"{trial:06d}").glob("attempt-*/result.json"):
+            sheet = json.loads(path.read_text())
+            found[sheet["attempt_id"]] = sheet["outcome"]
+        return found
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Events of a kind."""
+        lines = (self.run / "events.jsonl").read_text().splitlines()
+        return [event for line in lines if (event := json.loads(line))["kind"] == kind]
+
+
+def attempt_ids(tuner: Tuner, trial: int) -> list[str]:
+    """The ids of a trial's attempts."""
+    sheets = (tuner.run / "trials" / f"{trial:06d}").glob("attempt-*/trial.json")
+    return [json.loads(path.read_text())["attempt_id"] for path in sheets]
+
+
+@pytest.fixture(params=["journal", "postgresql"])
+def storage(request: pytest.FixtureRequest) -> str:
+    if request.param == "journal":
+        return "journal"
+    running: Postgres = request.getfixturevalue("server")
+    return running.url
+
+
+def test_rows_30_and_31_four_workers_and_one_of_them_killed_in_a_trial(tmp_path: Path, storage: str) -> None:
+    """No trial is lost or doubled; what the killed worker had runs again, and nothing of it lives on."""
+    tuner = Tuner(tmp_path, *FOUR, storage=storage, fake=SLOW)
+    victim = tuner.under_way(3)[-1]
+    ids = attempt_ids(tuner, victim.trial)
+    if storage != "journal":
+        port = int(storage.rpartition(":")[2].partition("/")[0])
+        for member in tuner.board.members():  # nobody but the coordinator knows the study
+            connections = psutil.Process(member.identity.pid).net_connections("tcp")
+            assert not [one for one in connections if one.raddr and one.raddr.port == port]
+    os.kill(victim.identity.pid, signal.SIGKILL)
+    wait_until(lambda: not any(marked(one) for one in ids), what="the end of what it had started")
+    assert tuner.ends() == 0, tuner.words
+    tuner.check_study()
+    assert [(event["trial"], event["worker"]) for event in tuner.events("worker-lost")] == [
+        (victim.trial, victim.worker)
+    ]
+    outcomes = tuner.results(victim.trial)
+    assert [outcomes[one] for one in ids] == ["CANCELLED"]
+    assert sorted(outcomes.values()) == ["CANCELLED", "OK"]
+    assert f"trial {victim.trial}: worker {victim.worker}" in tuner.words
+    assert living(tmp_path) == []
+
+
+def test_row_8_a_killed_coordinator_with_several_trials_under_way(tmp_path: Path) -> None:
+    """What was under way is seen to its end by the resumed one and told, each once."""
+    tuner = Tuner(tmp_path, *FOUR, fake=SLOW)
+    claims = tuner.under_way(3)
+    tuner.process.kill()
+    tuner.process.wait(timeout=30)
+    resumed = Tuner(tmp_path, "--resume", *FOUR, fake=SLOW)
+    assert resumed.ends() == 0, resumed.words
+    resumed.check_study()
+    for claim in claims:
+        assert list(resumed.results(claim.trial).values()) == ["OK"]
+    assert living(tmp_path) == []
+
+
+def test_row_9_ctrl_c_ends_every_worker_and_the_run_goes_on(tmp_path: Path) -> None:
+    tuner = Tuner(tmp_path, *FOUR, fake=SLOW)
+    tuner.under_way(2)
+    tuner.process.send_signal(signal.SIGINT)
+    assert tuner.ends() == 130
+    assert "--resume goes on" in tuner.words
+    assert living(tmp_path) == []
+    resumed = Tuner(tmp_path, "--resume", fake=SLOW)  # without workers
+    assert resumed.ends() == 0, resumed.words
+    resumed.check_study()
+
+
+def test_row_9_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
+    tuner = Tuner(tmp_path, *FOUR, fake=("--step-s", "0.4", "--stubborn"))
+    tuner.under_way(2)
+    tuner.process.send_signal(signal.SIGINT)
+    wait_until(lambda: "once more" in tuner.words, what="the first one's answer")
+    tuner.process.send_signal(signal.SIGINT)
+    assert tuner.ends() == 130
+
+
+def test_row_30_another_process_joins_and_a_second_tuner_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tuner = Tuner(tmp_path, "--workers", "1", "--oversubscribe", fake=SLOW)
+    tuner.under_way(1)
+    options, command = prepare(tmp_path, config=CONFIG.replace("STORAGE", "journal"))
+    assert main([*options, "--resume", "--workers", "1", "--oversubscribe", "--", *command, *SLOW]) == 6
+    refusal = capfd.readouterr().err.strip().splitlines()
+    assert len(refusal) == 1
+    assert f"another tuner holds this run: process {tuner.process.pid} on" in refusal[0]
+    words = [sys.executable, "-c", ENTRY, "tune", "--join", str(tuner.run), "--oversubscribe"]
+    joined = subprocess.run(
+        words, env=environment(), cwd="/", capture_output=True, text=True, timeout=200, check=False
+    )
+    assert joined.returncode == 0, joined.stderr
+    assert "the search has ended" in joined.stdout
+    assert tuner.ends() == 0, tuner.words
+    tuner.check_study()
+    taken = Counter(event["worker"] for event in tuner.events("taken"))
+    assert len(taken) == 2
+    assert sum(taken.values()) == NUM_TRIALS
+    assert living(tmp_path) == []
+
+
+def test_a_run_that_takes_no_workers_is_not_joined(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tuner = Tuner(tmp_path)
+    wait_until(lambda: (tuner.run / "config.json").exists(), what="the run")
+    assert main(["tune", "--join", str(tuner.run)]) == 6
+    assert "start it with --workers" in capfd.readouterr().err
+    assert main(["tune", "--join", str(tmp_path / "nowhere")]) == 2
+    assert main(["tune", "--join", str(tuner.run), "--resume"]) == 2
+    assert tuner.ends() == 0, tuner.words
+    tuner.check_study()
+    assert not (tuner.run / "workers").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--workers", "0"), "must be from 1 to 64"),
+        (("--workers", "999"), "must be from 1 to 64"),
+        (("--workers", "40"), "are needed; "),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_before_anything_is_written(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], options: tuple[str, ...], says: str
+) -> None:
+    words, command = prepare(tmp_path, config=CONFIG.replace("STORAGE", "journal"))
+    assert main([*words, *options, "--", *command]) == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert says in lines[0]
+    assert not (tmp_path / "runs").exists()
