@@ -96,7 +96,9 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     crew = Crew(
         board=board, command=command.words, shares=shares, names=names, say=typer.echo, is_joined=True
     )
-    typer.echo(f"{len(shares)} workers for run {run.name}: {'; '.join(share.label for share in shares)}")
+    typer.echo(
+        f"run {run.name}: workers here: {len(shares)}, on {'; '.join(share.label for share in shares)}"
+    )
     with stop_on_signals(typer.echo) as should_stop:
         try:
             crew.look()

@@ -131,8 +131,9 @@ class Hands:
 def run_shared(
     monkeypatch: pytest.MonkeyPatch, folder: Path, shop: Shop, *, is_resumed: bool = False, **config: Any
 ) -> TuneResult:
-    """Tune with workers."""
+    """Tune with workers. The sampler is left alone, which takes a fraction of the planner's time."""
     options = config.pop("options", {})
+    config["study"] = {"starts": "none", **config.get("study", {})}
     with monkeypatch.context() as patch:
         patch.setattr(coordinator, "Crew", lambda **given: Hands(shop, **given))
         patch.setattr(coordinator, "SharedSearch", lambda **given: SharedSearch(**given, sleep=shop.step))
@@ -177,7 +178,7 @@ def test_every_trial_is_measured_once_and_the_budget_is_kept(
 def test_one_worker_spends_a_study_as_a_tuner_without_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config: Any = {"study": {"trials": 9, "rounds": 3, "top_k": 2, "control": 4}}
+    config: Any = {"study": {"starts": "none", "trials": 9, "rounds": 3, "top_k": 2, "control": 4}}
     alone = tune(begin(tmp_path / "a" / "r", **config), FakeMachine())
     shared = run_shared(monkeypatch, tmp_path / "b" / "r", Shop(num_workers=1), **config)
     assert [(r.plan.key, r.told.value, r.told.repeats) for r in shared.records] == [
