@@ -15,9 +15,11 @@ import numpy as np
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import Plan
 
-# Deviations of the logarithm that are weighed: of what alike plans share, of each plan's own part, and of one
-# launch where no plan was launched several times; and how far alike reaches.
+# Deviations of the logarithm that are weighed: of what alike plans share (larger ones less likely than
+# USUAL_SHARED), of each plan's own part, and of one launch where no plan was launched several times; and how
+# far alike reaches.
 SHARED = (0.02, 0.05, 0.1, 0.2, 0.4)
+USUAL_SHARED = 0.15
 OWN = (0.005, 0.02, 0.06)
 NOISE = (0.01, 0.03, 0.08)
 REACHES = (0.5, 1.0, 3.0)
@@ -120,7 +122,8 @@ def draw(
         noises = NOISE if evidence.noise is None else (evidence.noise,)
         for shared, own, noise in itertools.product(SHARED, OWN, noises):
             prior = _prior(alike, predicted, shared=shared, own=own)
-            options.append((_likelihood(prior, predicted, evidence, noise=noise), prior, noise))
+            likelihood = _likelihood(prior, predicted, evidence, noise=noise)
+            options.append((likelihood - 0.5 * (shared / USUAL_SHARED) ** 2, prior, noise))
     weights = np.exp(np.array([one[0] for one in options]) - max(one[0] for one in options))
     weights[weights < _LEAST_WEIGHT * weights.sum()] = 0.0
     chosen = generator.multinomial(count, weights / weights.sum())
