@@ -13,19 +13,13 @@ _TEST = re.compile(r"`([a-z_0-9/]+)::([a-z_0-9A-Z]+)`")
 
 @cache
 def names_in(path: Path) -> frozenset[str]:
-    """The functions and classes of a file."""
+    """The functions, classes and names of a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    return frozenset(
-        names
-        | {
-            target.id
-            for node in tree.body
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-            if isinstance(target, ast.Name)
-        }
-    )
+    for node in tree.body:
+        places = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        names |= {place.id for place in places if isinstance(place, ast.Name)}
+    return frozenset(names)
 
 
 def rows() -> dict[int, tuple[str, str, str]]:
