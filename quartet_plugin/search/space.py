@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 from quartet_plugin import __version__
@@ -407,6 +408,7 @@ def shape_label(shape: ModelShape) -> str:
     return f"{shape.num_layers}x{shape.hidden_size}"
 
 
+@lru_cache(maxsize=65_536)
 def degree_label(layout: Layout) -> str:
     """The layout without its micro-batch."""
     label = layout.label.rpartition("mb")[0].strip()

@@ -1,0 +1,173 @@
+"""What the plans of a run stand on: machines and links before anything is measured, and their factors.
+
+A study does not know its machine: a device of the library where the ranks name one, orders of magnitude of a
+processor core else. Every cause of time has a factor, whose prior says how far off that may be.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from quartet_plugin.cost.constants import Constants, fitted
+from quartet_plugin.cost.devices import Device, library
+from quartet_plugin.cost.jobs import machines_of
+from quartet_plugin.cost.run import HalfPrecision, Machines
+from quartet_plugin.mapping.orders import slots_of
+from quartet_plugin.model.costs import FloatArray, IntArray
+from quartet_plugin.model.plan import NodeInfo
+
+# Slots up to which each has a pace of its own; beyond, a node's slots share one.
+MAX_PACED_SLOTS = 16
+MAX_PACED_NODES = 64
+
+
+class Factor(StrEnum):
+    """What a correction multiplies; the first ones are causes of a stage's own compute."""
+
+    PRODUCTS = "products"
+    ATTENTION = "attention"
+    ELEMENTWISE = "elementwise"
+    LAUNCH = "launch"
+    RECOMPUTE = "recompute"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    SPEED = "speed"
+    INPUT_GRAD = "input_grad"
+    WEIGHT_GRAD = "weight_grad"
+    TENSOR = "tensor_parallel"
+    CONTEXT = "context_parallel"
+    ACTION = "action"
+    TRANSFER = "transfer"
+    NETWORK = "network"
+    LATENCY = "latency"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    STEP = "step"
+    RUNTIME = "runtime"
+
+
+FACTORS = tuple(Factor)
+CAUSES = FACTORS[: FACTORS.index(Factor.SPEED)]
+AT = {factor: at for at, factor in enumerate(FACTORS)}
+# One standard deviation of each factor's logarithm on a device that the library knows, and on another.
+_SPREADS: dict[Factor, tuple[float, float]] = {
+    Factor.PRODUCTS: (0.05, 0.1),
+    Factor.ATTENTION: (0.2, 0.4),
+    Factor.ELEMENTWISE: (0.3, 0.5),
+    Factor.LAUNCH: (0.5, 0.8),
+    Factor.RECOMPUTE: (0.1, 0.2),
+    Factor.EMBEDDING: (0.5, 0.8),
+    Factor.HEAD: (0.3, 0.6),
+    Factor.SPEED: (0.3, 3.0),
+    Factor.INPUT_GRAD: (0.1, 0.2),
+    Factor.WEIGHT_GRAD: (0.1, 0.2),
+    Factor.TENSOR: (0.6, 1.2),
+    Factor.CONTEXT: (0.6, 1.2),
+    Factor.ACTION: (1.0, 1.2),
+    Factor.TRANSFER: (1.0, 1.5),
+    Factor.NETWORK: (1.0, 1.5),
+    Factor.LATENCY: (1.0, 1.5),
+    Factor.GRADIENTS: (0.7, 1.2),
+    Factor.OPTIMIZER: (0.4, 0.8),
+    Factor.STEP: (1.0, 1.2),
+    Factor.RUNTIME: (0.04, 0.06),
+}
+# Of a slot's pace: accelerators of one kind are alike, processes on shared cores are not.
+_PACE_SPREADS = (0.04, 0.35)
+
+# A processor core with sockets between processes: orders of magnitude, which the first trial corrects.
+_CORE = Device(
+    schema_version=1,
+    name="processor core",
+    generation="plain",
+    peak_flops={"fp32": 6e10},
+    memory_bytes=2**34,
+    memory_bandwidth_bytes_per_s=1e10,
+    scale_up_bandwidth_bytes_per_s=8e9,
+    scale_up_topology="switch",
+    scale_up_devices=64,
+    scale_out_bandwidth_bytes_per_s=1e9,
+    devices_per_node=64,
+    compute_units=1,
+    source="assumed",
+)
+# An accelerator that the library does not know.
+_ACCELERATOR = "a100-sxm-80gb"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Ground:
+    """What all plans of a run stand on: nodes, machines and constants.
+
+    `near` are machines whose every link is inside a node, `far` those without such a link. `pace_of_slot`
+    [num_slots] is the index of a slot's pace among the factors, -1 where paces are not told apart.
+    `is_known`: the library has the device.
+    """
+
+    nodes: tuple[NodeInfo, ...]
+    near: Machines
+    far: Machines
+    constants: Constants
+    precision: HalfPrecision
+    on_cpu: bool
+    is_known: bool
+    spreads: FloatArray
+    pace_of_slot: IntArray
+
+    @property
+    def num_factors(self) -> int:
+        """The named factors, and one pace a slot or node."""
+        return len(self.spreads)
+
+
+def ground_of(nodes: Sequence[NodeInfo], *, precision: HalfPrecision) -> Ground:
+    """The ground of a run on `nodes`."""
+    name = nodes[0].node_class.rpartition(" x")[0]
+    on_cpu = name.lower().startswith("cpu")
+    device, is_known = (_CORE, False) if on_cpu else _device_named(name)
+    num_devices = sum(node.num_slots for node in nodes)
+    machines = machines_of(device, num_devices=num_devices, devices_per_node=max(n.num_slots for n in nodes))
+    column = 0 if is_known else 1
+    paces = _paces(nodes)
+    return Ground(
+        nodes=tuple(nodes),
+        near=replace(machines, scale_up_devices=max(num_devices, 1)),
+        far=replace(machines, scale_up_devices=1),
+        constants=fitted(),
+        precision=precision,
+        on_cpu=on_cpu,
+        is_known=is_known,
+        spreads=np.array(
+            [_SPREADS[one][column] for one in FACTORS]
+            + [_PACE_SPREADS[int(on_cpu)]] * (int(paces.max(initial=-1)) + 1)
+        ),
+        pace_of_slot=np.where(paces >= 0, paces + len(FACTORS), -1),
+    )
+
+
+def _device_named(name: str) -> tuple[Device, bool]:
+    """The library's device of that name or model, and whether there is one."""
+    known = library()
+    if name.lower() in known:
+        return known[name.lower()], True
+    words = name.upper().replace("-", " ").split()
+    for device in dict.fromkeys(one.name for one in known.values()):
+        if device.upper().split("-")[0] in words:
+            return known[device.lower()], True
+    return known[_ACCELERATOR], False
+
+
+def _paces(nodes: Sequence[NodeInfo]) -> IntArray:
+    slots = slots_of(nodes)
+    if len(slots) == 1 or (len(slots) > MAX_PACED_SLOTS and not 1 < len(nodes) <= MAX_PACED_NODES):
+        return np.full(len(slots), -1, dtype=np.int64)
+    if len(slots) <= MAX_PACED_SLOTS:
+        return np.arange(len(slots), dtype=np.int64)
+    return np.array([slot.node for slot in slots], dtype=np.int64)
+
+
+def names_of(num_paces: int) -> tuple[str, ...]:
+    """The factors' names in their order."""
+    return (*(factor.value for factor in FACTORS), *(f"pace {at}" for at in range(num_paces)))
