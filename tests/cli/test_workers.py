@@ -156,14 +156,21 @@ def storage(request: pytest.FixtureRequest) -> str:
 def test_rows_30_and_31_four_workers_and_one_of_them_killed_in_a_trial(tmp_path: Path, storage: str) -> None:
     """No trial is lost or doubled; what the killed worker had runs again, and nothing of it lives on."""
     tuner = Tuner(tmp_path, *FOUR, storage=storage, fake=SLOW)
-    victim = tuner.under_way(3)[-1]
-    ids = attempt_ids(tuner, victim.trial)
+    tuner.under_way(3)
     if storage != "journal":
         port = int(storage.rpartition(":")[2].partition("/")[0])
         for member in tuner.board.members():  # nobody but the coordinator knows the study
             connections = psutil.Process(member.identity.pid).net_connections("tcp")
             assert not [one for one in connections if one.raddr and one.raddr.port == port]
+    victim = tuner.under_way(1)[-1]
+    ids = attempt_ids(tuner, victim.trial)
+    attempt = max((tuner.run / "trials" / f"{victim.trial:06d}").glob("attempt-*"))
+    rank = json.loads((attempt / "rank-1.beat.json").read_text())["pid"]
+    os.kill(rank, signal.SIGSTOP)  # so that the trial cannot end before anybody looks
+    assert not (attempt / "result.json").exists()
     os.kill(victim.identity.pid, signal.SIGKILL)
+    wait_until(lambda: (attempt / "STOP").exists(), what="the coordinator to see it")
+    os.kill(rank, signal.SIGCONT)
     wait_until(lambda: not any(marked(one) for one in ids), what="the end of what it had started")
     assert tuner.ends() == 0, tuner.words
     tuner.check_study()

@@ -21,7 +21,7 @@ from quartet_plugin.search.workers.desk import Desk, Ended
 
 _POLL_S = 0.1
 # How often processes and the lease are looked at; results are looked for at every turn.
-_LOOK_S = 1.0
+_LOOK_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
