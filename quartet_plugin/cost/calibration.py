@@ -33,11 +33,13 @@ from quartet_plugin.errors import ConfigError
 
 # Priors of what the shared constants lack: seconds, and one standard deviation of the logarithm.
 ACTION_S, ACTION_SPREAD = 2e-4, 1.5
+RUNTIME_S, RUNTIME_SPREAD = 1e-4, 1.5
 SKEW, SKEW_SPREAD = 0.02, 1.5
 CONTENTION, CONTENTION_SPREAD = 0.1, 1.0
 RESIDUAL_SPREAD = 0.03
 RATIO_SPREAD = 0.1
-SOCKET_SPREAD = 3.0
+# Sockets between processes are of another order than links of accelerators, and messages than collectives.
+SOCKET_SPREAD, MESSAGE_SPREAD = 3.0, 2.0
 # How much wider than among published runs a constant may lie on one cluster of a known, of an unknown kind.
 KNOWN_SPREAD, UNKNOWN_SPREAD = 0.15, 1.0
 # Generations of devices that the shared constants were not fitted to.
@@ -267,9 +269,12 @@ def _centre(start: Constants) -> ClusterConstants:
             action_s=start.action_s or ACTION_S,
             skew=start.skew or SKEW,
             contention=start.contention or CONTENTION,
+            runtime_s=start.runtime_s or RUNTIME_S,
         )
     values = {known.name: getattr(start, known.name) for known in fields(Constants)}
-    return ClusterConstants(**values, action_s=ACTION_S, skew=SKEW, contention=CONTENTION)
+    return ClusterConstants(
+        **values, action_s=ACTION_S, skew=SKEW, contention=CONTENTION, runtime_s=RUNTIME_S
+    )
 
 
 def _moved(centre: ClusterConstants, names: Sequence[str], point: Array) -> ClusterConstants:
@@ -296,13 +301,13 @@ def _prior_spreads(observations: Sequence[Observation], names: Sequence[str]) ->
     shared = {known.name: float(known.metadata["spread"]) for known in fields(Constants)}
     own = {
         "action_s": ACTION_SPREAD,
+        "runtime_s": RUNTIME_SPREAD,
         "skew": SKEW_SPREAD,
         "contention": CONTENTION_SPREAD,
         "residual": RESIDUAL_SPREAD,
     }
     if not is_known:
-        # Sockets between processes are of another order than the links of accelerators.
-        own["hop_s"] = SOCKET_SPREAD
+        own |= {"hop_s": SOCKET_SPREAD, "peer_hop": MESSAGE_SPREAD}
     wide = {name: math.hypot(shared.get(name, RATIO_SPREAD), more) for name in names}
     return np.array([own.get(name, wide[name]) for name in names])
 

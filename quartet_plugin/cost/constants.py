@@ -68,6 +68,7 @@ class ClusterConstants(Constants):
     stepping one more weight tensor to a kernel's start. `skew`: what tensor-parallel ranks wait for the
     slowest before their collectives, as a share of the computing between them. `contention`: how much longer
     computing takes while a node's other ranks compute out of the same memory, as a share of the time alone.
+    `runtime_s`: what an action takes more where the plugin's own runtime executes the schedule.
     A measured constant may lie outside the bounds of the shared ones.
     """
 
@@ -84,6 +85,7 @@ class ClusterConstants(Constants):
     optimizer_start: float = 1.0
     skew: float = 0.0
     contention: float = 0.0
+    runtime_s: float = 0.0
 
     def __post_init__(self) -> None:
         for known in fields(self):
@@ -94,7 +96,7 @@ class ClusterConstants(Constants):
 
 
 # Those that are 0 unless measured.
-ADDED = ("action_s", "skew", "contention")
+ADDED = ("action_s", "skew", "contention", "runtime_s")
 # What a run takes that nobody has measured: every ratio is 1.
 NEUTRAL = ClusterConstants()
 

@@ -31,6 +31,9 @@ COMPUTE = ("gemm", "attention", "elementwise", "launch", "head")
 # Megatron overlaps transfers in interleaved schedules only; zero-bubble runtimes send asynchronously.
 BLOCKING = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.GPIPE)
 OVERLAPPABLE = (ScheduleKind.INTERLEAVED,)
+# Schedules whose backwards are split, and those that a runtime of ours executes.
+SPLIT = (ScheduleKind.ZB_H1, ScheduleKind.ZB_H2, ScheduleKind.ZB_V)
+OWN = (*SPLIT, ScheduleKind.GPIPE)
 StageParts = dict[str, Times]
 
 
@@ -153,9 +156,16 @@ def stage_parts(run: Run, constants: Constants) -> list[StageParts]:
             found["head"] = head.gemm
             found["tp_comm"] = found["tp_comm"].plus(ends[1])
         if isinstance(constants, ClusterConstants):
-            found["action"] = Times(constants.action_s, constants.action_s, 0.0)
+            found["action"] = _action_times(run, constants)
         parts.append(found)
     return parts
+
+
+def _action_times(run: Run, constants: ClusterConstants) -> Times:
+    """What a stage's actions take beside its layers; weight gradients are actions in split backwards."""
+    more = constants.runtime_s if run.schedule in OWN else 0.0
+    either = constants.action_s + more
+    return Times(either, either, more if run.schedule in SPLIT else 0.0)
 
 
 def total_of(times: Iterable[Times]) -> Times:

@@ -24,6 +24,8 @@ _PREFIX = "layer."
 PART_SPREAD = 0.03
 # Halves of a backward were measured as they run under another schedule, a step's ends once an iteration.
 HALF_SPREAD, STEP_SPREAD = 0.06, 0.1
+# An embedding is some kernel starts and hooks, too short to say what a layer's kernels take to start.
+EMBEDDING_SPREAD = 0.5
 
 Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
@@ -118,12 +120,11 @@ def observations_of(run: Run, ranks: Sequence[RankProfile], *, is_alone: bool = 
         kind = Quantity(name)
         for direction, seconds in _directed(one, is_embedding=kind is Quantity.EMBEDDING):
             if seconds:
-                is_half = direction in (Direction.INPUT_GRAD, Direction.WEIGHT_GRAD)
                 found.append(
                     Observation(
                         run=run,
                         seconds=seconds,
-                        spread=HALF_SPREAD if is_half else PART_SPREAD,
+                        spread=_spread(kind, direction),
                         quantity=kind,
                         direction=direction,
                         is_alone=is_alone,
@@ -131,6 +132,12 @@ def observations_of(run: Run, ranks: Sequence[RankProfile], *, is_alone: bool = 
                 )
     found += _step_observations(run, ranks)
     return found if is_alone else found + _gradient_observations(run, ranks)
+
+
+def _spread(kind: Quantity, direction: Direction) -> float:
+    if kind is Quantity.EMBEDDING:
+        return EMBEDDING_SPREAD
+    return HALF_SPREAD if direction in (Direction.INPUT_GRAD, Direction.WEIGHT_GRAD) else PART_SPREAD
 
 
 def _directed(part: PartTimes, *, is_embedding: bool) -> list[tuple[Direction, float | None]]:

@@ -33,6 +33,16 @@ def test_a_core_has_no_waves_of_tiles() -> None:
     assert waves(100, 100, 108) > 1.0
 
 
+def test_a_core_packs_operands_before_it_multiplies() -> None:
+    """Weights are packed for every microbatch, however few its tokens."""
+    run = cpu_run()
+    rates = Rates(run, NEUTRAL)
+    one, two = rates.gemm(64, 1024, 256), rates.gemm(128, 1024, 256)
+    assert 0 < two - one < one
+    packed = one - 2 * 64 * 1024 * 256 / rates.matmul
+    assert packed == pytest.approx(4 * (64 * 256 + 256 * 1024 + 64 * 1024) * rates.traffic)
+
+
 def test_fp32_moves_twice_the_bytes_of_halves() -> None:
     single = cpu_run(pp=1, tp=2)
     half = replace(single, half="bf16")
@@ -162,3 +172,14 @@ def test_a_rank_computes_faster_while_the_other_waits() -> None:
     assert predict(alone, free).terms["pp_alone_s"] == pytest.approx(-0.2 * span, rel=0.02)
     for other in (cpu_run(pp=1), cpu_run(pp=1, tp=2), replace(few, software=Software())):
         assert predict(other, shared) == predict(other, NEUTRAL)
+
+
+def test_actions_of_a_runtime_of_ours_take_more() -> None:
+    slow = replace(NEUTRAL, action_s=1e-3, runtime_s=1e-4)
+    stock, split, whole = (
+        stage_parts(cpu_run(schedule=kind), slow)[0]["action"]
+        for kind in (None, ScheduleKind.ZB_H1, ScheduleKind.GPIPE)
+    )
+    assert stock == pytest.approx(Times(1e-3, 1e-3, 0.0))
+    assert split == pytest.approx(Times(1.1e-3, 1.1e-3, 1e-4))
+    assert whole == pytest.approx(Times(1.1e-3, 1.1e-3, 0.0))
