@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -14,10 +15,14 @@ import psutil
 import pytest
 
 from quartet_plugin.cli.main import main
+from quartet_plugin.cli.workers import join
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.search.config import parse_config
+from quartet_plugin.search.run_folder import create_run
 from quartet_plugin.search.storage import StudyStorage
 from quartet_plugin.search.study_view import read_study
-from quartet_plugin.search.workers.board import Board, Claim
-from quartet_plugin.trial.processes import marked
+from quartet_plugin.search.workers.board import Board, Claim, Member, Offer, ShareSheet
+from quartet_plugin.trial.processes import marked, own_identity
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.faults.conftest import assert_nothing_left
 from tests.search.servers import Postgres, postgres
@@ -272,3 +277,63 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_written(
     assert len(lines) == 1
     assert says in lines[0]
     assert not (tmp_path / "runs").exists()
+
+
+def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Board:
+    """A run that takes workers, as its folder looks on another host."""
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    config = parse_config({"run": "r"}, where="test")
+    run = create_run(tmp_path / "r", config=config, command=words)
+    board = Board(folder=run.folder.path)
+    board.open(Offer(device="cpu", num_devices=1))
+    return board
+
+
+TAKEN = "are worker there's; name others with taskset"
+PLAIN = (sys.executable, "train.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "says"),
+    [
+        (PLAIN, (*PLAIN, "--more"), "the run has another command"),
+        ((*PLAIN, "--api-key", "abc"), None, "holds a secret, which is not kept; give it after --"),
+        ((*PLAIN, "--api-key", "abc"), (*PLAIN, "--api-key", "abc"), TAKEN),
+        (PLAIN, None, TAKEN),
+    ],
+)
+def test_a_host_that_cannot_join_is_told_why_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    given: tuple[str, ...] | None,
+    says: str,
+) -> None:
+    board = open_run(tmp_path, monkeypatch, *words)
+    everything = ShareSheet(device="cpu", cores=tuple(os.sched_getaffinity(0)))
+    me = own_identity()
+    board.enlist(
+        Member(
+            name="there", host=socket.gethostname(), identity=me, parent=me, share=everything, is_joined=False
+        )
+    )
+    with pytest.raises(ConfigError, match=says) as caught:
+        join(tmp_path / "r", words=given, num_workers=1, oversubscribe=False)
+    assert "\n" not in str(caught.value)
+    assert "abc" not in str(caught.value)
+
+
+def test_a_host_without_the_commands_folder_cannot_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_run(tmp_path, monkeypatch, *PLAIN)
+    (tmp_path / "train.py").unlink()
+    with pytest.raises(ConfigError, match=r"train\.py: not on this host; mount"):
+        join(tmp_path / "r", words=None, num_workers=1, oversubscribe=False)
+
+
+def test_shares_of_another_size_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_run(tmp_path, monkeypatch, *PLAIN).open(Offer(device="cpu", num_devices=4096))
+    with pytest.raises(ConfigError, match="4096 a worker, as the run's others have"):
+        join(tmp_path / "r", words=None, num_workers=1, oversubscribe=False)
