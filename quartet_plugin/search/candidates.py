@@ -8,7 +8,6 @@ ends of a pipeline against its middle are those that the ranker's constants make
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from quartet_plugin.cost.estimate import layer_weights
 from quartet_plugin.model.plan import Plan
@@ -30,7 +29,8 @@ MAX_VARIED, MAX_VARIED_OWN = 12, 3
 # End weights are rounded to this part of a layer, to whole ones where an order is searched for them: what was
 # made once is not made again.
 QUANTUM = 0.25
-_AROUND = tuple(product((-2.0, -1.0, 0.0, 1.0, 2.0), repeat=2))
+_STEPS = (-2.0, -1.0, 0.0, 1.0, 2.0)
+_AROUND = tuple((more, most) for more in _STEPS for most in _STEPS)
 _AROUND_OWN = ((0.0, -1.0), (0.0, 1.0), (-1.0, 0.0), (1.0, 0.0))
 _LAYOUT_KINDS = ("shape", "layout", "micro_batch_size", "optimizer")
 

@@ -33,23 +33,19 @@ from quartet_plugin.search.launching import Launching, Yardstick, told_of
 from quartet_plugin.search.observer import Observer
 from quartet_plugin.search.parity import ParityKeeper
 from quartet_plugin.search.prior import Prior, read_prior
+from quartet_plugin.search.proposing import proposer_of
 from quartet_plugin.search.regret import Ended, estimate_regret
 from quartet_plugin.search.rounds import FinalRounds, winner_of
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.scoring import objective_of, score
 from quartet_plugin.search.searching import Search
 from quartet_plugin.search.space import Space, build_space
-from quartet_plugin.search.starts import starting_points
 from quartet_plugin.search.study import Record, TuneStudy
 from quartet_plugin.search.workers.board import Board, Offer, worker_name
 from quartet_plugin.search.workers.crew import Crew, end_earlier
 from quartet_plugin.search.workers.desk import Desk
 from quartet_plugin.search.workers.spending import SharedSearch
 from quartet_plugin.trial.request import Outcome, TrialResult
-
-# Of the trials, at most this part are the cost model's starting points; the others are the sampler's.
-STARTS_FRACTION = 0.6
-MIN_STARTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +187,8 @@ class Coordinator:
     def _spend(self, space: Space, result: TrialResult, yardstick: Yardstick) -> TuneResult:
         """The study and the final rounds."""
         study = self._open_study(space, result, yardstick)
+        proposer = proposer_of(space, run=self._run, objective=yardstick.objective)
+        self._search = replace(self._search, proposer=proposer)
         try:
             self._parity.restore(study.records())
             self._observer.message(self._spender().spend(study))
@@ -300,9 +298,6 @@ class Coordinator:
                     if record.number != BASELINE:
                         self._launching.show_told(record)
             return study
-        num_starts = 0
-        if config.starts == "auto":
-            num_starts = min(config.trials, max(MIN_STARTS, round(STARTS_FRACTION * config.trials)))
         prior = Prior()
         if self._prior is not None:
             prior = read_prior(
@@ -316,7 +311,7 @@ class Coordinator:
             name=self._run.name,
             objective=yardstick.objective,
             baseline=told_of(space.baseline, result, objective=yardstick.objective),
-            starts=[*prior.starts, *starting_points(space, num=num_starts)],
+            starts=prior.starts,
             prior=[(one.params, one.told) for one in prior.trials],
             sampler=config.sampler,
         )

@@ -1,8 +1,8 @@
 """What plans have in common that no cost model knows: which measured-over-predicted ratios they share.
 
 A residual is a sum of independent parts, one for each group of features that two plans may share, and one
-that fades as their splits part. A measurement moves the predictions of the plans that share its groups, shrunk
-by how much of its own deviation noise explains.
+that fades as their splits part. A measurement moves the predictions of the plans that share its groups,
+shrunk by how much of its own deviation noise explains.
 """
 
 from collections.abc import Sequence

@@ -17,6 +17,7 @@ from quartet_plugin.search.events import EventLog
 from quartet_plugin.search.final import BASELINE, candidates
 from quartet_plugin.search.launching import Launching, told_of
 from quartet_plugin.search.parity import ParityKeeper
+from quartet_plugin.search.proposing import Proposer
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.study import Proposal, Record, TuneStudy
 from quartet_plugin.trial.request import Outcome, TrialResult
@@ -37,6 +38,7 @@ class Search:
     events: EventLog
     budget: TimeBudget
     fence: Callable[[], None]
+    proposer: Proposer | None = None
 
     def spend(self, study: TuneStudy) -> str:
         """Spend the trials; returns why the search ended."""
@@ -64,19 +66,39 @@ class Search:
     ) -> Proposal | None:
         """A new proposal; None where no new plan is left. After some repeats chance finds one.
 
+        The calibrated cost model puts its point before the study where it is its turn.
+
         `pending` plans are under way and not told yet.
         """
         self.launching.check_stop()
         repeats = in_a_row(records, lambda record: record.told.repeats is not None)
+        keys = frozenset(plan.key for plan in (*(record.plan for record in records), *pending))
+
+        def is_known(plan: Plan) -> bool:
+            return plan.key in keys or self.parity.refusal_of(plan) is not None
+
+        promise = None
         if repeats >= MAX_REPEATS_IN_A_ROW:
-            keys = frozenset(plan.key for plan in (*(record.plan for record in records), *pending))
-
-            def is_known(plan: Plan) -> bool:
-                return plan.key in keys or self.parity.refusal_of(plan) is not None
-
             if not study.enqueue_fresh(is_known=is_known):
                 return None
-        return study.ask()
+        elif self.proposer is not None:
+            self.fence()
+            promise = self.proposer.prepare(study, records, is_known=is_known, pending=list(pending))
+        proposal = self.foresee(study.ask(), records)
+        if promise is not None:
+            forecast = promise.forecast
+            self.events.add(
+                "proposed",
+                trial=proposal.number,
+                predicted_s=forecast.iteration_s,
+                spread=forecast.spread,
+                gain=promise.gain,
+            )
+        return proposal
+
+    def foresee(self, proposal: Proposal, records: list[Record]) -> Proposal:
+        """The proposal with what the calibrated cost model says of it, where there is one."""
+        return proposal if self.proposer is None else self.proposer.foresee(proposal, records)
 
     def answer(self, study: TuneStudy, proposal: Proposal, records: list[Record]) -> bool:
         """Whether the study was told without a launch: the plan was measured before, or it is refused."""

@@ -33,8 +33,8 @@ def pipeline_time(
 
     `scale` [num_factors] are the factors; `compute` [num_causes, 3, S] and `beside` [3, 3, S] (tensor
     parallel, context parallel, action) the work of the stages by direction, `sends` [3, S] (near, far,
-    latency) what each stage's transfer to the next takes; `members` [pp, slots a rank] the pace factors, empty
-    where there are none. Without orders the work counts as often as `given` [3, S] says.
+    latency) what each stage's transfer to the next takes; `members` [pp, slots a rank] the pace factors,
+    empty where there are none. Without orders the work counts as often as `given` [3, S] says.
     """
     num_causes, num_stages = compute.shape[0], compute.shape[2]
     whole = scale[SPEED] * (scale[RUNTIME] if is_own else 1.0)
