@@ -228,9 +228,13 @@ class Board:
         with self._errors():
             for name in ("orders", "claims", "crew"):
                 (self.path / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-                for torn in (*(self.path / name).glob(".*.draft"), *(self.path / name).glob(".*.tmp")):
-                    torn.unlink(missing_ok=True)
         write_json_atomic(self.path / "board.json", dump(offer))
+
+    def sweep(self) -> None:
+        """Remove what killed writers left half-written."""
+        with self._errors():
+            for torn in (*self.path.rglob(".*.draft"), *self.path.rglob(".*.tmp")):
+                torn.unlink(missing_ok=True)
 
     def offer(self) -> Offer | None:
         """What workers must have; None where the run takes none now."""

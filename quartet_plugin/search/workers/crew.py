@@ -170,6 +170,7 @@ def end_earlier(board: Board, *, keeps_joined: bool, host: str | None = None) ->
     """
     if not board.is_there:
         return frozenset()
+    board.sweep()
     here = host or socket.gethostname()
     for member in board.members():
         if member.host == here and not member.is_joined and member.parent.pid != os.getpid():

@@ -187,7 +187,11 @@ def test_what_an_earlier_tuner_handed_out_is_known(board: Board) -> None:
     for one in (far, dead, alive):
         board.enlist(one.member)
         assert one.take()
+    torn = (board.path / "orders" / ".000004.json.7.ab.tmp", board.path / "claims" / ".000004-1.ab.draft")
+    for path in torn:
+        path.write_text("{")
     kept = end_earlier(board, keeps_joined=True, host=HERE)
+    assert not any(path.exists() for path in torn)
     assert kept == {board.trial_folder(1), board.trial_folder(3)}
     assert {one.name for one in board.members()} == {"far", "alive"}
     assert end_earlier(board, keeps_joined=False, host=HERE) == frozenset()
