@@ -54,7 +54,7 @@ class Search:
                 return f"{tried} plans were tried"
             if not self.has_time(records):
                 return f"{tried} plans were tried; the time that is left is kept for the final rounds"
-            proposal = begun.popleft() if begun else self.ask(study, records)
+            proposal = self.foresee(begun.popleft(), records) if begun else self.ask(study, records)
             if proposal is None:
                 return f"{tried} plans were tried; there are no others to try"
             if not self.has_time(records, then_try=proposal.plan):

@@ -1,6 +1,7 @@
 """Schedules of our own in the space: legal, made the same again, and found again from the plan."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from quartet_plugin.runtime.recipe import recipe_of
 from quartet_plugin.schedule.choice import costs_of
 from quartet_plugin.schedule.placement import PlacementKind, kind_of
 from quartet_plugin.schedule.simulate import simulate
+from quartet_plugin.search.anatomy import Ends as CandidateEnds
+from quartet_plugin.search.candidates import Candidates
 from quartet_plugin.search.config import parse_config
 from quartet_plugin.search.schedules import (
     BY_DEFAULT,
@@ -27,7 +30,6 @@ from quartet_plugin.search.schedules import (
 )
 from quartet_plugin.search.space import FixedChooser, RandomChooser, Space, build_space
 from quartet_plugin.search.splits import even_counts, is_legal_split
-from quartet_plugin.search.starts import starting_points
 from tests.search.jobs import make_job, make_layout, make_nodes, make_shape
 
 # It needs twice as many microbatches as devices, which a drawn job may not have.
@@ -226,16 +228,16 @@ def test_the_split_that_fits_the_flops_is_predicted_to_be_fastest() -> None:
     assert right.makespan < wrong.makespan
 
 
-def test_a_study_starts_with_some_of_ours() -> None:
+def test_schedules_of_ours_are_among_the_candidates_of_a_study() -> None:
+    def ends(plan: Plan) -> CandidateEnds:
+        return CandidateEnds(embedding=0.5, head=2.0, paces=(1.0,) * plan.layout.pipeline_parallel)
+
+    def rate(plans: Sequence[Plan]) -> list[float]:
+        return [float(plan.num_microbatches) for plan in plans]
+
     for batch in (8, 32):
         space = space_of({"pipeline_parallel": 2}, global_batch_size=batch)
-        starts = [space.decode(FixedChooser(point), trial=0) for point in starting_points(space, num=8)]
-        own = [plan.schedule.custom for plan in starts if plan.schedule.custom is not None]
-        assert 2 <= len(own) < 8
-        costs = [
-            plan.prediction.relative_cost
-            for plan in starts
-            if plan.schedule.custom is not None and plan.prediction is not None
-        ]
-        assert costs == sorted(costs)  # type: ignore[type-var]
+        found = Candidates(space, knows=lambda plan: True).best(rate=rate, ends_of=ends)
+        own = {one.plan.schedule.label for one in found if one.plan.schedule.custom is not None}
+        assert len(own) > 1
     assert set(BY_DEFAULT) < set(OWN_NAMES)
