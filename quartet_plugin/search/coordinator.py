@@ -34,7 +34,7 @@ from quartet_plugin.search.observer import Observer
 from quartet_plugin.search.parity import ParityKeeper
 from quartet_plugin.search.prior import Prior, read_prior
 from quartet_plugin.search.proposing import proposer_of
-from quartet_plugin.search.regret import Ended, estimate_regret
+from quartet_plugin.search.regret import Ended, regret_of
 from quartet_plugin.search.rounds import FinalRounds, winner_of
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.scoring import objective_of, score
@@ -347,7 +347,7 @@ class Coordinator:
             winner=winner,
             receipt=None if winner is None else self._parity.receipt_of(winner.record.plan),
             controls=tuple(self._controls.found),
-            regret=estimate_regret(space, ended),
+            regret=regret_of(space, ended, proposer=self._search.proposer),
         )
 
     def _proven(self, records: list[Record], yardstick: Yardstick) -> list[Record]:

@@ -10,6 +10,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,9 @@ from quartet_plugin.search.schedules import SEARCHED
 from quartet_plugin.search.space import Params, RandomChooser, Space
 from quartet_plugin.search.study import Record, derived_seed
 
+if TYPE_CHECKING:
+    from quartet_plugin.search.proposing import Proposer
+
 # Plans besides the baseline without which nothing is said.
 MIN_MEASURED = 3
 NUM_DRAWS = 4_000
@@ -34,8 +38,10 @@ MAX_UNTRIED, MAX_MADE, MAX_SEARCHED = 160, 240, 16
 NUM_VARIED, OTHERWISE, STEP = 3, 0.25, 0.08
 # A plan that nothing is known of fits; that counts as so many plans that did.
 HOPE = 0.5
-# The normal's error of a median over its error of a mean; no estimate is surer than LEAST.
+# The normal's error of a median over its error of a mean; no measurement is surer than LEAST.
 MEDIAN_ERROR, LEAST = 1.25, 0.003
+# No forecast of a plan that was not tried is surer than this.
+LEAST_FORECAST = 0.01
 
 # Seconds an iteration and the deviation of their logarithm, for plans in their order.
 Forecasts = Callable[[Sequence[Plan]], Sequence[tuple[float, float]]]
@@ -101,6 +107,23 @@ def estimate_regret(
     return _summary(
         draws, best, plans, num_measured=len(measured), by_model=forecasts is not None, own=search.baseline
     )
+
+
+def regret_of(space: Space, search: Ended, *, proposer: "Proposer | None") -> Regret | None:
+    """The estimate by the calibrated cost model where the search had one, else by what was measured alone."""
+    if proposer is None:
+        return estimate_regret(space, search)
+    ranker = proposer.ranker
+    ranker.learn(search.records)
+    if not ranker.is_ready or not all(ranker.knows(plan) for plan in (search.baseline, search.best)):
+        return estimate_regret(space, search)
+    # The most promising first, so that those that are left out are the least.
+    untried = [one.candidate.plan for one in proposer.promises() if ranker.knows(one.candidate.plan)]
+
+    def forecasts(plans: Sequence[Plan]) -> list[tuple[float, float]]:
+        return [(one.iteration_s, one.spread) for one in ranker.forecast(plans)]
+
+    return estimate_regret(space, search, untried=untried, forecasts=forecasts)
 
 
 def _summary(
@@ -234,7 +257,7 @@ def _by_forecasts(
     mean = np.array(
         [math.log(own_s / one[0]) + _own_work(p, search) for p, one in zip(every, found, strict=True)]
     )
-    spread = np.array([max(LEAST, one[1]) for one in found])
+    spread = np.array([max(LEAST_FORECAST, one[1]) for one in found])
     spread[0] = LEAST
     if search.winner is not None:
         error, final = ranking_error(search.winner), math.log(search.winner.comparison.speedup.median)
