@@ -90,7 +90,7 @@ def test_a_run_without_a_baseline_is_refused(tmp_path: Path) -> None:
 def test_many_that_did_not_fit_elsewhere_end_no_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quartet_plugin.search.coordinator.MAX_INFEASIBLE_IN_A_ROW", 6)
+    monkeypatch.setattr("quartet_plugin.search.searching.MAX_INFEASIBLE_IN_A_ROW", 6)
 
     def outcome(plan: Plan) -> Outcome:
         return Outcome.OK if plan.layout == plan.made_for.baseline.layout else Outcome.INFEASIBLE
