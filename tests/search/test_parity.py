@@ -29,6 +29,8 @@ OURS: dict[str, Any] = {
     "search": {"pipeline_parallel": 2, "mapping": "stock", "schedule": ["1f1b", "zb-h1", "zb-v", "v-half"]},
     "study": {"trials": 12, "rounds": 3, "top_k": 2},
 }
+# The sampler alone tries schedules of every kind.
+OF_EVERY_KIND: dict[str, Any] = {**OURS, "study": {**OURS["study"], "starts": "none"}}
 
 
 def kind_of(plan: Plan) -> Kind:
@@ -65,7 +67,7 @@ def events(run: Run, kind: str) -> list[dict[str, Any]]:
 
 def test_a_kind_is_checked_once_before_its_first_timing_and_a_plan_before_it_wins(tmp_path: Path) -> None:
     machine = FakeMachine(seconds=ours_is_faster)
-    run = begin(tmp_path / "r", **OURS)
+    run = begin(tmp_path / "r", **OF_EVERY_KIND)
     order: list[tuple[str, str]] = []
     machine.on_launch = lambda request: order.append(
         ("final" if "round" in request.folder.name else "timed", request.plan_key or "")
@@ -157,7 +159,7 @@ def test_a_trial_that_diverges_quarantines_its_kind(tmp_path: Path) -> None:
         return Outcome.WRONG if plan.schedule.label == "zb-h1" else Outcome.OK
 
     machine = FakeMachine(outcome=outcome)
-    run = begin(tmp_path / "r", **OURS)
+    run = begin(tmp_path / "r", **OF_EVERY_KIND)
     result = tune(run, machine)
     diverged = [record for record in result.records if record.plan.schedule.label == "zb-h1"]
     assert {record.told.verdict for record in diverged} == {"wrong"}
@@ -218,13 +220,13 @@ def test_killed_in_a_check_the_run_resumes_exactly(tmp_path: Path, is_failing: b
         return FakeMachine(seconds=ours_is_faster, gate=gate, **options)
 
     whole = machine()
-    expected = tune(begin(tmp_path / "whole" / "r", **OURS), whole)
+    expected = tune(begin(tmp_path / "whole" / "r", **OF_EVERY_KIND), whole)
     assert len(whole.checked) >= 4
     for dies_in in range(len(whole.checked)):
         folder = tmp_path / f"{dies_in}" / "r"
         killed = machine(dies_in_check=dies_in)
         with pytest.raises(Killed):
-            tune(begin(folder, **OURS), killed)
+            tune(begin(folder, **OF_EVERY_KIND), killed)
         # kill -9 leaves them; here the exception passed through the clean-up.
         weights = folder / "parity" / "weights"
         weights.mkdir(parents=True, exist_ok=True)
