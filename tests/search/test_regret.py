@@ -323,9 +323,19 @@ def test_a_run_says_it_keeps_it_and_says_it_again_after_a_resume(tmp_path: Path)
     machine = FakeMachine()
     result = tune(run, machine)
     assert result.regret is not None
+    assert result.regret.source == "calibrated cost model"
     write_best(result, run=run)
     assert read_regret(run.folder.best_regret) == result.regret
     again = tune(resume(tmp_path / "r"), machine)
     assert again.regret == result.regret
     write_best(replace(result, regret=None), run=run)
     assert not run.folder.best_regret.exists()
+
+
+def test_a_run_without_the_cost_model_says_it_by_its_measurements(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"search": {"mapping": "stock", "schedule": ["no-pipelining", "1f1b"]}}
+    study = {"trials": 6, "rounds": 3, "top_k": 1, "starts": "none", "sampler": "random"}
+    result = tune(begin(tmp_path / "r", **config, study=study), FakeMachine())
+    assert result.regret is not None
+    assert result.regret.source == "measured trials"
+    assert result.regret.num_untried > 10
