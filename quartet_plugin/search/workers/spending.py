@@ -64,13 +64,14 @@ class SharedSearch:
 
     def _adopt(self, study: TuneStudy) -> None:
         """Trials that an earlier coordinator handed out: some workers have them still."""
-        told = {record.number for record in study.records()}
+        records = study.records()
+        told = {record.number for record in records}
         for order in self.desk.board.orders():
             if order.trial in told:
                 self.desk.board.withdraw(order.trial)
         for proposal in all_unfinished(study):
             if self.desk.adopt(proposal.number, proposal.plan):
-                self._flying[proposal.number] = proposal
+                self._flying[proposal.number] = self.search.foresee(proposal, records)
             else:
                 self._waiting.append(proposal)
 
@@ -176,7 +177,7 @@ class SharedSearch:
             held, self._alone = self._alone, None
             return held
         if self._waiting:
-            return self._waiting.popleft()
+            return self.search.foresee(self._waiting.popleft(), records)
         if self._num_exhausted == len(records):
             return None  # nothing was told since
         pending = [*self._plans(), *(twin.plan for twin in self._twins)]
