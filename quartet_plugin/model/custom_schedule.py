@@ -7,8 +7,8 @@ plan's own number.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from pydantic import JsonValue
 
@@ -119,6 +119,18 @@ class CustomSchedule:
         if self.named is not None:
             return self.named if self.group is None else f"{self.named} g{self.group}"
         return "family" if self.orders is None else "searched"
+
+    @property
+    def bare(self) -> "CustomSchedule":
+        """The same actions without what they were made from; itself where the costs make the family's order.
+
+        Costs also place receives, which changes when a tensor is asked for and not what is computed.
+        """
+        if self.named is None and self.orders is None:
+            return self
+        ones: dict[str, Any] = {name: (1.0,) * len(self.placement) for name in PER_STAGE}
+        profile = replace(self.profile, **ones, held_fraction=1.0, memory_limit_bytes=None)
+        return replace(self, profile=profile, family=None)
 
     def _check_placement(self) -> None:
         stages = self.placement

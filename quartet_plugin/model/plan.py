@@ -198,6 +198,14 @@ class Plan:
         return digest(dump(bare))
 
     @property
+    def execution(self) -> str:
+        """The key without what only told an order of ours how to be made: one for all that execute alike."""
+        custom = self.schedule.custom
+        if custom is None:
+            return self.key
+        return replace(self, schedule=replace(self.schedule, custom=custom.bare)).key
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches an iteration."""
         return self.layout.num_microbatches(self.made_for.global_batch_size)

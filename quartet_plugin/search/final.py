@@ -50,15 +50,15 @@ class Ranking:
 
 def candidates(records: Sequence[Record], *, baseline_value: float, top_k: int) -> list[Record]:
     """The best measured plans, each once and without the baseline; none that was clearly slower than it."""
-    baseline_key = next((r.plan.key for r in records if r.number == BASELINE), None)
+    baseline = next((r.plan.execution for r in records if r.number == BASELINE), None)
     best: dict[str, Record] = {}
     for record in records:
         value = record.told.value
         if record.told.verdict != "measured" or value is None or record.told.repeats is not None:
             continue
-        if record.plan.key == baseline_key or value < CANDIDATE_MARGIN * baseline_value:
+        if record.plan.execution == baseline or value < CANDIDATE_MARGIN * baseline_value:
             continue
-        best.setdefault(record.plan.key, record)
+        best.setdefault(record.plan.execution, record)
     ranked = sorted(best.values(), key=lambda r: (-(r.told.value or 0.0), r.number))
     return ranked[:top_k]
 

@@ -83,9 +83,9 @@ def estimate_regret(
     }
     if len(measured - {search.baseline.key}) < MIN_MEASURED:
         return None
-    known = {what_it_does(one) for one in (search.baseline, *(record.plan for record in search.records))}
+    known = {one.execution for one in (search.baseline, *(record.plan for record in search.records))}
     wanted = untried_plans(space, search) if untried is None else untried
-    distinct = {what_it_does(plan): plan for plan in wanted}
+    distinct = {plan.execution: plan for plan in wanted}
     plans = [plan for what, plan in distinct.items() if what not in known][:MAX_UNTRIED]
     if not plans:
         nothing = Interval(median=0.0, low=0.0, high=0.0)
@@ -161,15 +161,6 @@ def words_of(plan: Plan, *, own: Plan) -> str:
         "" if plan.mapping.is_stock else f"mapping {plan.mapping.label}",
     ]
     return ", ".join(part for part in parts if part)
-
-
-def what_it_does(plan: Plan) -> object:
-    """Equal for plans that execute the same, whatever costs their schedules were made for."""
-    custom = plan.schedule.custom
-    order: object = plan.schedule if custom is None else (custom.placement, custom.named, custom.group)
-    if custom is not None and custom.named is None:
-        order = plan.key
-    return plan.shape, plan.layout, plan.split, order, plan.mapping
 
 
 # What is believed of untried plans
@@ -302,7 +293,7 @@ def _fits(search: Ended, plans: Sequence[Plan], generator: np.random.Generator) 
 def untried_plans(space: Space, search: Ended) -> list[Plan]:
     """Plans of the space that were not tried: neighbours of the best ones and any, in turns."""
     generator = random.Random(derived_seed(search.seed, len(search.records), "untried"))  # noqa: S311
-    known = {what_it_does(one) for one in (search.baseline, *(record.plan for record in search.records))}
+    known = {one.execution for one in (search.baseline, *(record.plan for record in search.records))}
     ranked = sorted(
         (r for r in search.records if r.told.value is not None and r.told.repeats is None),
         key=lambda record: (-(record.told.value or 0.0), record.number),
@@ -316,7 +307,7 @@ def untried_plans(space: Space, search: Ended) -> list[Plan]:
         chooser = _Neighbour(point, generator=generator, is_searching=num_searched < MAX_SEARCHED)
         plan = space.decode(chooser, trial=0)
         num_searched += SEARCHED in chooser.params.values()
-        what = what_it_does(plan)
+        what = plan.execution
         if what not in known:
             found.setdefault(what, plan)
         if len(found) == MAX_UNTRIED:

@@ -72,10 +72,10 @@ class Search:
         """
         self.launching.check_stop()
         repeats = in_a_row(records, lambda record: record.told.repeats is not None)
-        keys = frozenset(plan.key for plan in (*(record.plan for record in records), *pending))
+        known = frozenset(plan.execution for plan in (*(record.plan for record in records), *pending))
 
         def is_known(plan: Plan) -> bool:
-            return plan.key in keys or self.parity.refusal_of(plan) is not None
+            return plan.execution in known or self.parity.refusal_of(plan) is not None
 
         promise = None
         if repeats >= MAX_REPEATS_IN_A_ROW:
@@ -104,8 +104,10 @@ class Search:
         """Whether the study was told without a launch: the plan was measured before, or it is refused."""
         self.fence()
         self.launching.best_value = max(r.told.value for r in records if r.told.value is not None)
-        key = proposal.plan.key
-        known = next((one for one in records if one.plan.key == key and one.told.verdict != "lost"), None)
+        same = proposal.plan.execution
+        known = next(
+            (one for one in records if one.plan.execution == same and one.told.verdict != "lost"), None
+        )
         if known is not None:
             study.tell(proposal, replace(known.told, repeats=known.number, wall_s=0.0))
             self.events.add("repeat", trial=proposal.number, of=known.number)

@@ -53,6 +53,18 @@ def test_the_golden_plan_reads_and_writes_for_ever(tmp_path: Path) -> None:
     assert hash(plan.schedule) == hash(read_plan(GOLDEN).schedule)
 
 
+def test_plans_that_execute_the_same_actions_have_one_execution() -> None:
+    dearer = replace(CUSTOM, profile=replace(PROFILE, forward_s=(0.02, 0.02, 0.02, 0.02)))
+    one, other = plan_with(CUSTOM), plan_with(dearer)
+    assert one.key != other.key
+    assert one.execution == other.execution
+    swapped = (CUSTOM.orders[0], ("2F0", "1F0", "2B0", "1B0")) if CUSTOM.orders else ()
+    assert plan_with(replace(CUSTOM, orders=swapped)).execution != one.execution
+    by_cost = replace(CUSTOM, orders=None)
+    assert plan_with(by_cost).execution != plan_with(replace(dearer, orders=None)).execution
+    assert PLAN.execution == PLAN.key
+
+
 def test_a_plan_without_one_has_no_word_of_it() -> None:
     assert "custom" not in dump(PLAN)["schedule"]
     assert PLAN.schedule.placement is None

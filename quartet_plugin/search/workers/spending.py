@@ -188,7 +188,7 @@ class SharedSearch:
 
     def _place(self, study: TuneStudy, proposal: Proposal, records: list[Record], *, tried: int) -> bool:
         """Answer a proposal, hand it out, or hold it back; False where nothing else may be begun now."""
-        if proposal.plan.key in {plan.key for plan in self._plans()}:
+        if proposal.plan.execution in {plan.execution for plan in self._plans()}:
             self._twins.append(proposal)
             return True
         found = self.desk.recorded(proposal.number, proposal.plan)
@@ -207,8 +207,8 @@ class SharedSearch:
 
     def _answer_twins(self, study: TuneStudy) -> None:
         """What was proposed twice at once is told with what came of the first."""
-        keys = {plan.key for plan in self._plans()}
-        for twin in [one for one in self._twins if one.plan.key not in keys]:
+        begun = {plan.execution for plan in self._plans()}
+        for twin in [one for one in self._twins if one.plan.execution not in begun]:
             self._twins.remove(twin)
             if not self.search.answer(study, twin, study.records()):
                 self._waiting.append(twin)
