@@ -27,13 +27,13 @@ from quartet_plugin.search.control import Control, Controls
 from quartet_plugin.search.events import EventLog
 from quartet_plugin.search.features import Axis
 from quartet_plugin.search.final import BASELINE, Ranking, candidates
+from quartet_plugin.search.forecast.proposing import proposer_of
 from quartet_plugin.search.job import Job, parse_job
 from quartet_plugin.search.launches import Launches, ShouldStop, read_judged
 from quartet_plugin.search.launching import Launching, Yardstick, told_of
 from quartet_plugin.search.observer import Observer
 from quartet_plugin.search.parity import ParityKeeper
 from quartet_plugin.search.prior import Prior, read_prior
-from quartet_plugin.search.proposing import proposer_of
 from quartet_plugin.search.regret import Ended, regret_of
 from quartet_plugin.search.rounds import FinalRounds, winner_of
 from quartet_plugin.search.run_folder import Run

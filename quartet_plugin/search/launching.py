@@ -11,7 +11,7 @@ from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.budget import TimeBudget
 from quartet_plugin.search.events import EventLog
-from quartet_plugin.search.evidence import spread_of
+from quartet_plugin.search.forecast.evidence import spread_of
 from quartet_plugin.search.launches import Launches, ShouldStop
 from quartet_plugin.search.observer import Observer
 from quartet_plugin.search.run_folder import Run

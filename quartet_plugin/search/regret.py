@@ -26,7 +26,7 @@ from quartet_plugin.search.space import Params, RandomChooser, Space
 from quartet_plugin.search.study import Record, derived_seed
 
 if TYPE_CHECKING:
-    from quartet_plugin.search.proposing import Proposer
+    from quartet_plugin.search.forecast.proposing import Proposer
 
 # Plans besides the baseline without which nothing is said.
 MIN_MEASURED = 3

@@ -15,9 +15,9 @@ from quartet_plugin.search.budget import TimeBudget
 from quartet_plugin.search.control import Controls
 from quartet_plugin.search.events import EventLog
 from quartet_plugin.search.final import BASELINE, candidates
+from quartet_plugin.search.forecast.proposing import Proposer
 from quartet_plugin.search.launching import Launching, told_of
 from quartet_plugin.search.parity import ParityKeeper
-from quartet_plugin.search.proposing import Proposer
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.study import Proposal, Record, TuneStudy
 from quartet_plugin.trial.request import Outcome, TrialResult

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,7 @@ def a_space() -> Space:
 @cache
 def some_plans() -> tuple[Plan, ...]:
     space, generator = a_space(), random.Random(0)
-    found = {}
+    found: dict[str, Plan] = {}
     for _ in range(400):
         plan = space.decode(RandomChooser(generator), trial=0)
         found.setdefault(plan.key, plan)
@@ -77,7 +77,7 @@ def ranking(one: Record, ratios: Sequence[float]) -> Ranking:
 
 
 def ended(
-    values: dict[Plan, float | None], *, winner: Plan | None = None, ratios: Sequence[float] = ()
+    values: Mapping[Plan, float | None], *, winner: Plan | None = None, ratios: Sequence[float] = ()
 ) -> Ended:
     """A search that measured `values` (over the baseline's) and a winner with its final ratios."""
     space = a_space()

@@ -87,7 +87,7 @@ def objective(trial: optuna.Trial) -> float:
     if kind == "c":
         return 0.0
     best = {"a": -0.5, "b": 0.7}[kind]
-    depth = trial.suggest_float(f"depth[{kind}]", -1.0, 1.0)
+    depth: float = trial.suggest_float(f"depth[{kind}]", -1.0, 1.0)
     return {"a": 1.0, "b": 2.0}[kind] - abs(depth - best)
 
 

@@ -15,9 +15,9 @@ from quartet_plugin.runtime.recipe import recipe_of
 from quartet_plugin.schedule.choice import costs_of
 from quartet_plugin.schedule.placement import PlacementKind, kind_of
 from quartet_plugin.schedule.simulate import simulate
-from quartet_plugin.search.anatomy import Ends as CandidateEnds
-from quartet_plugin.search.candidates import Candidates
 from quartet_plugin.search.config import parse_config
+from quartet_plugin.search.forecast.anatomy import Ends as CandidateEnds
+from quartet_plugin.search.forecast.candidates import Candidates
 from quartet_plugin.search.schedules import (
     BY_DEFAULT,
     OWN_NAMES,

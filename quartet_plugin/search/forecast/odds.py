@@ -6,8 +6,8 @@ from quartet_plugin.cost.jobs import schedule_kind
 from quartet_plugin.cost.memory import Memory, peak_memory
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.search.anatomy import run_of_plan
-from quartet_plugin.search.ground import Ground
+from quartet_plugin.search.forecast.anatomy import run_of_plan
+from quartet_plugin.search.forecast.ground import Ground
 from quartet_plugin.search.study import Record
 
 # What plans like one that did not fit, or computed something else, are taken for: those with its layout and

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from quartet_plugin.model.measurement import Objective, Prediction
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.search.candidates import Candidate, Candidates
-from quartet_plugin.search.ground import ground_of
-from quartet_plugin.search.ranker import Forecast, Ranker
+from quartet_plugin.search.forecast.candidates import Candidate, Candidates
+from quartet_plugin.search.forecast.ground import ground_of
+from quartet_plugin.search.forecast.ranker import Forecast, Ranker
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.scoring import score_of_median
 from quartet_plugin.search.space import Space

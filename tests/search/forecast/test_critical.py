@@ -10,7 +10,7 @@ from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import simulate
-from quartet_plugin.search.critical import FULL_ROUNDS, OrderedActions, folded
+from quartet_plugin.search.forecast.critical import FULL_ROUNDS, OrderedActions, folded
 
 SCHEDULES = [("1f1b", None), ("gpipe", None), ("interleaved", 2), ("zb-h1", None), ("zb-v", 2)]
 

@@ -15,12 +15,12 @@ import numpy as np
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.search.anatomy import Anatomies, Anatomy, Ends
-from quartet_plugin.search.evidence import ActionTime, action_times
-from quartet_plugin.search.ground import AT, FACTORS, Factor, Ground, names_of
-from quartet_plugin.search.kriging import Measured, View, fit
-from quartet_plugin.search.odds import Odds
-from quartet_plugin.search.residuals import Groups, Residuals
+from quartet_plugin.search.forecast.anatomy import Anatomies, Anatomy, Ends
+from quartet_plugin.search.forecast.evidence import ActionTime, action_times
+from quartet_plugin.search.forecast.ground import AT, FACTORS, Factor, Ground, names_of
+from quartet_plugin.search.forecast.kriging import Measured, View, fit
+from quartet_plugin.search.forecast.odds import Odds
+from quartet_plugin.search.forecast.residuals import Groups, Residuals
 from quartet_plugin.search.study import Record
 
 # Deviations, relative: of two launches of one plan; more where one was cut short, or ran in another study.

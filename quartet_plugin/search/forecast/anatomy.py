@@ -24,9 +24,9 @@ from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.search.critical import OrderedActions, orders_of
-from quartet_plugin.search.ground import AT, CAUSES, Factor, Ground
-from quartet_plugin.search.timing import pipeline_time
+from quartet_plugin.search.forecast.critical import OrderedActions, orders_of
+from quartet_plugin.search.forecast.ground import AT, CAUSES, Factor, Ground
+from quartet_plugin.search.forecast.timing import pipeline_time
 
 # What starting an action takes beside its layers: the loop, data, the loss.
 ACTION_S = 2e-4

@@ -4,10 +4,10 @@ import random
 from collections.abc import Sequence
 
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.search.anatomy import Ends
-from quartet_plugin.search.candidates import Candidate, Candidates
 from quartet_plugin.search.config import parse_config
-from quartet_plugin.search.ranker import identity
+from quartet_plugin.search.forecast.anatomy import Ends
+from quartet_plugin.search.forecast.candidates import Candidate, Candidates
+from quartet_plugin.search.forecast.ranker import identity
 from quartet_plugin.search.space import FixedChooser, RandomChooser, Space, build_space
 from tests.search.fakes import by_formula
 from tests.search.jobs import make_job, make_layout, make_nodes

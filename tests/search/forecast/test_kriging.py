@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.model.costs import FloatArray
-from quartet_plugin.search.kriging import Measured, Model, View, fit
+from quartet_plugin.search.forecast.kriging import Measured, Model, View, fit
 
 NUM_FACTORS = 4
 SPREADS = np.full(NUM_FACTORS, 1.0)

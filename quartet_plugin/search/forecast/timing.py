@@ -4,8 +4,8 @@ import numpy as np
 
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule import kernel
-from quartet_plugin.search.critical import SAME, critical_path
-from quartet_plugin.search.ground import AT, Factor
+from quartet_plugin.search.forecast.critical import SAME, critical_path
+from quartet_plugin.search.forecast.ground import AT, Factor
 
 SPEED, RUNTIME = AT[Factor.SPEED], AT[Factor.RUNTIME]
 INPUT_GRAD, WEIGHT_GRAD = AT[Factor.INPUT_GRAD], AT[Factor.WEIGHT_GRAD]

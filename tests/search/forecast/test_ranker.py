@@ -4,20 +4,21 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.config import parse_config
-from quartet_plugin.search.evidence import action_times, spread_of
-from quartet_plugin.search.ranker import Ranker
+from quartet_plugin.search.forecast.evidence import action_times, spread_of
+from quartet_plugin.search.forecast.ranker import Ranker
 from quartet_plugin.search.space import RandomChooser, Space, build_space
 from quartet_plugin.search.study import Record, Told
+from tests.search.forecast.truth import Truth
 from tests.search.jobs import make_job, make_layout, make_nodes
-from tests.search.truth import Truth
 
-WRONG = {"speed": 3.0, "head": 3.0, "transfer": 10.0, "elementwise": 0.6, "weight_grad": 1.3}
+WRONG: dict[str, Any] = {"speed": 3.0, "head": 3.0, "transfer": 10.0, "elementwise": 0.6, "weight_grad": 1.3}
 ATTEMPT = "a" * 32
 STOCK = ["no-pipelining", "1f1b", "interleaved"]
 
@@ -162,7 +163,7 @@ def test_records_of_repeats_lost_trials_and_other_kinds_add_nothing_to_the_times
 
 def write_actions(folder: Path, plan: Plan, truth: Truth, *, attempt_id: str = ATTEMPT) -> None:
     """What the ranks of a schedule of ours would have recorded."""
-    from quartet_plugin.search.anatomy import Anatomies
+    from quartet_plugin.search.forecast.anatomy import Anatomies
 
     anatomy = Anatomies(truth.ground).of(plan)
     folder.mkdir(parents=True)

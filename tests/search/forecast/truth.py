@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from quartet_plugin.model.plan import NodeInfo, Plan
-from quartet_plugin.search.anatomy import Anatomies
-from quartet_plugin.search.ground import AT, Ground, ground_of
-from quartet_plugin.search.ranker import identity
+from quartet_plugin.search.forecast.anatomy import Anatomies
+from quartet_plugin.search.forecast.ground import AT, Ground, ground_of
+from quartet_plugin.search.forecast.ranker import identity
 
 
 class Truth:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.config import parse_config
 from quartet_plugin.search.coordinator import TuneResult
-from quartet_plugin.search.proposing import expected_gain
+from quartet_plugin.search.forecast.proposing import expected_gain
 from quartet_plugin.search.space import RandomChooser, Space, build_space
 from tests.search.fakes import FakeMachine, Killed, begin, by_formula, resume, tune
+from tests.search.forecast.truth import Truth
 from tests.search.jobs import make_job, make_layout, make_nodes
-from tests.search.truth import Truth
 
 WRONG = {"speed": 3.0, "head": 3.0, "transfer": 10.0, "network": 10.0, "embedding": 2.0, "launch": 0.5}
 SEARCH = {"schedule": ["no-pipelining", "1f1b", "interleaved"]}
