@@ -1,4 +1,4 @@
-"""What measuring costs: `python benchmarks/adapter_overhead.py [--pairs 200] [--steps 10] [--output FILE]`.
+"""What measuring costs: `python benchmarks/adapter_overhead.py [--pairs 500] [--steps 10] [--output FILE]`.
 
 Two pinned processes train a small GPT (PP2, CPU device). A pair is two adjacent blocks of steps in these same
 processes, one with the measuring adapter around `train_step` and one without, in random order; its ratio is
@@ -39,7 +39,7 @@ WARMUP_STEPS = 10
 def main() -> int:
     """Start the two processes, or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--pairs", type=int, default=500)
     parser.add_argument("--steps", type=int, default=10, help="steps a block")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="write every block's time there, as JSON")
