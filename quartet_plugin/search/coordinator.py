@@ -362,4 +362,16 @@ class Coordinator:
                 chosen.append(record)
             else:
                 self._observer.message(f"trial {record.number} is out: {refusal.reason}")
+                chosen = self._still_in(chosen)
         return chosen
+
+    def _still_in(self, chosen: list[Record]) -> list[Record]:
+        """Without those that had passed before another plan of their kind failed."""
+        kept: list[Record] = []
+        for record in chosen:
+            refusal = self._parity.refusal_of(record.plan)
+            if refusal is None:
+                kept.append(record)
+            else:
+                self._observer.message(f"trial {record.number} is out: {refusal.reason}")
+        return kept
