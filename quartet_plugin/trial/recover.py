@@ -23,6 +23,8 @@ from quartet_plugin.trial.runner import POLL_S, Stop, should_stop, with_survivor
 from quartet_plugin.trial.watch import Watch
 
 _UNKNOWN_EXIT = 1
+# From a fork to the first line of the program.
+_LAUNCH_S = 0.5
 
 
 class AdoptedHandle:
@@ -94,6 +96,10 @@ def _finish(folder: Path, *, stop: Stop | None, clock: Callable[[], float], poll
         return write_result(_never_launched(folder), _lost("the tuner ended before the launch"), wall_s=0.0)
     book = ProcessBook.read(attempt.processes_file, attempt_id=attempt.sheet.attempt_id)
     book.search()
+    if not book.alive and not attempt.processes_file.exists():
+        # Killed in the launch itself: what was just forked carries the id only when its program begins.
+        time.sleep(_LAUNCH_S)
+        book.search()
     alive = book.alive
     launcher = min(book.identities, key=lambda one: (one.process_start, one.pid), default=None)
     ran_s = _ran_s(attempt, launcher)
