@@ -1,7 +1,5 @@
 """`quartet calibrate`: the cost model's constants as profiles and trials on one cluster correct them."""
 
-import math
-import re
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,13 +16,11 @@ if TYPE_CHECKING:
     from quartet_plugin.model.cluster import Precision
     from quartet_plugin.trial.request import TrialResult
 
-_ACTION = re.compile(r"([0-9]{1,5})([FIWB])[0-9]{1,6}", re.ASCII)
 _DIRECTIONS = {"F": "forward", "I": "input_grad", "W": "weight_grad", "B": "backward"}
 # Launches of one command on one machine repeat to about this.
 _LEAST_SPREAD = 0.02
 # A profile's iterations defer half of their weight gradients.
 _PROFILE_SPREAD = 0.05
-_NORMAL_MAD = 1.4826
 
 
 def register(app: typer.Typer) -> None:
@@ -75,15 +71,10 @@ def start_from(cluster: Path) -> "tuple[Constants, bool]":
     """The shared constants, with the latency that the cluster file has; and whether that was measured."""
     from quartet_plugin.cost.constants import fitted
     from quartet_plugin.model.cluster import read_cluster
-    from quartet_plugin.search.planner.cluster import with_hop
+    from quartet_plugin.search.planner.cluster import with_measured_hop
 
-    links = read_cluster(cluster).links
-    if not links.measured:
-        return fitted(), False
-    # Of latencies the cost model takes a quarter inside a scale-up domain.
-    slowest = links.network or links.scale_up
-    hop_s = slowest.latency_s if links.network else 4 * slowest.latency_s
-    return with_hop(fitted(), max(hop_s, 1e-9)), True
+    read = read_cluster(cluster)
+    return with_measured_hop(fitted(), read), read.links.measured
 
 
 def lines(calibration: "Calibration") -> list[str]:
@@ -155,8 +146,7 @@ def _of_trial(result: "TrialResult", *, cluster: Path) -> "Iterator[Observation]
     if run is None:
         return
     seconds = statistics.median(result.iteration_s)
-    off = statistics.median(abs(one - seconds) for one in result.iteration_s) * _NORMAL_MAD
-    spread = max(_LEAST_SPREAD, off / seconds / math.sqrt(len(result.iteration_s)))
+    spread = _spread(result.iteration_s)
     yield Observation(run=run, seconds=seconds, spread=spread)
     yield from _of_actions(result.folder, run=run)
 
@@ -198,33 +188,29 @@ def _is_on_cpu(folder: Path) -> bool:
 def _of_actions(folder: Path, *, run: "Run") -> "Iterator[Observation]":
     """Each stage's forward, input and weight gradient, as the last step's records have them."""
     from quartet_plugin.cost.calibration import Direction, Observation, Quantity
-    from quartet_plugin.trial.actions import read_actions
+    from quartet_plugin.trial.actions import read_actions, seconds_by_stage
 
     try:
         sheets = read_actions(folder)
     except QuartetError:
         return  # a schedule of Megatron's own leaves none
-    seconds: dict[tuple[int, str], list[float]] = {}
-    for sheet in sheets:
-        for text, start, end in zip(sheet.actions, sheet.start_s, sheet.end_s, strict=True):
-            if match := _ACTION.fullmatch(text):
-                seconds.setdefault((int(match[1]), match[2]), []).append(end - start)
-    for (stage, kind), times in seconds.items():
+    for (stage, kind), times in seconds_by_stage(sheets).items():
         middle = statistics.median(times)
         if middle > 0 and stage < run.layout.num_stages:
             yield Observation(
                 run=run,
                 seconds=middle,
-                spread=_spread(times, middle),
+                spread=_spread(times),
                 quantity=Quantity.STAGE,
                 direction=Direction(_DIRECTIONS[kind]),
                 index=stage,
             )
 
 
-def _spread(times: Sequence[float], middle: float) -> float:
-    off = statistics.median(abs(one - middle) for one in times) * _NORMAL_MAD
-    return max(_LEAST_SPREAD, off / middle / math.sqrt(len(times)))
+def _spread(times: Sequence[float]) -> float:
+    from quartet_plugin.search.forecast.evidence import spread_of
+
+    return max(_LEAST_SPREAD, spread_of(times))
 
 
 def machines_in(cluster: Path, *, precision: str) -> "Machines":

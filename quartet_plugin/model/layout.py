@@ -80,6 +80,17 @@ class Layout:
         return global_batch_size // sequences
 
     @property
+    def degrees(self) -> tuple[int, int, int, int, int]:
+        """TP, PP, DP, virtual stages, CP."""
+        return (
+            self.tensor_parallel,
+            self.pipeline_parallel,
+            self.data_parallel,
+            self.virtual_stages,
+            self.context_parallel,
+        )
+
+    @property
     def label(self) -> str:
         """A short name for tables: the degrees that are not 1, the micro-batch, and bucket sizes."""
         degrees = (

@@ -81,16 +81,9 @@ def features_of(plans: Sequence[Plan]) -> Features:
     rows, ends = [], []
     for plan in plans:
         layout, counts = plan.layout, plan.split.transformer_layers_per_stage
-        degrees = (
-            layout.tensor_parallel,
-            layout.pipeline_parallel,
-            layout.data_parallel,
-            layout.virtual_stages,
-            layout.context_parallel,
-        )
         keys = (
             plan.shape,
-            (degrees, layout.distributed_optimizer),
+            (layout.degrees, layout.distributed_optimizer),
             (layout.micro_batch_size, layout.reduce_bucket_size, layout.allgather_bucket_size),
             plan.schedule.label,
             plan.mapping,

@@ -1,5 +1,7 @@
 """What the ranks recorded of their actions, read as untrusted input."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -11,6 +13,7 @@ from quartet_plugin.trial.files import AttemptId, Rank, Seconds, Version, read_s
 
 MAX_ACTIONS = 5_000_000
 
+_ACTION = re.compile(r"([0-9]{1,5})([FIWB])[0-9]{1,6}", re.ASCII)
 _Text = Annotated[str, Field(max_length=32)]
 _Times = Annotated[tuple[Seconds, ...], Field(max_length=MAX_ACTIONS)]
 
@@ -53,3 +56,13 @@ def read_actions(folder: Path) -> list[ActionsSheet]:
     if sorted(found) != list(range(len(found))) or len({sheet.attempt_id for sheet in found.values()}) != 1:
         raise ConfigError(f"{folder}: actions of devices {sorted(found)}; those of one attempt are needed")
     return [found[device] for device in range(len(found))]
+
+
+def seconds_by_stage(sheets: Iterable[ActionsSheet]) -> dict[tuple[int, str], list[float]]:
+    """How long the actions of each stage and kind (`F`, `I`, `W`, `B`) took, seconds."""
+    seconds: dict[tuple[int, str], list[float]] = {}
+    for sheet in sheets:
+        for text, start, end in zip(sheet.actions, sheet.start_s, sheet.end_s, strict=True):
+            if match := _ACTION.fullmatch(text):
+                seconds.setdefault((int(match[1]), match[2]), []).append(end - start)
+    return seconds

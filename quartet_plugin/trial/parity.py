@@ -85,11 +85,6 @@ class ParityGate:
     min_free_bytes: int | None = None
     _references: dict[str, Series] = field(default_factory=dict)
 
-    @property
-    def num_runs_left(self) -> int:
-        """Runs that the next plan of the user's own shape takes: the reference is run once."""
-        return 1 if _name(None) in self._references else 3
-
     def attempt_of(self, plan: Plan) -> Path:
         """The folder of the plan's latest run; a KeyError where it was never run."""
         found = list((self.folder / _plan_name(plan)).glob(f"{PREFIX}*"))

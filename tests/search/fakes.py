@@ -193,3 +193,12 @@ def coordinator(run: Run, machine: Any, **options: Any) -> Coordinator:
     """A coordinator on a machine."""
     options.setdefault("observer", Watching())
     return Coordinator(run, command=parse_command(run.command, environment={}), launches=machine, **options)
+
+
+def outcome(result: TuneResult) -> Any:
+    """What a run comes to."""
+    trials = [
+        (record.number, record.plan.key, record.told.verdict, record.told.value, record.told.repeats)
+        for record in result.records
+    ]
+    return trials, [ranking.comparison for ranking in result.rankings], result.receipt

@@ -14,7 +14,7 @@ from sqlalchemy.pool import Pool
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.best import write_best
 from quartet_plugin.search.coordinator import TuneResult
-from tests.search.fakes import FakeMachine, Killed, begin, by_formula, resume, tune
+from tests.search.fakes import FakeMachine, Killed, begin, by_formula, outcome, resume, tune
 
 CONFIG: dict[str, Any] = {
     "search": {"pipeline_parallel": 2, "mapping": "stock", "schedule": ["1f1b", "zb-h1", "zb-v"]},
@@ -80,15 +80,6 @@ def watched(monkeypatch: pytest.MonkeyPatch, *, dies_before: int | None = None) 
             event.remove(Pool, "connect", writes.connected)
             if dies_before is not None:
                 writes.let_go()
-
-
-def outcome(result: TuneResult) -> Any:
-    """What a run comes to."""
-    trials = [
-        (record.number, record.plan.key, record.told.verdict, record.told.value, record.told.repeats)
-        for record in result.records
-    ]
-    return trials, [ranking.comparison for ranking in result.rankings], result.receipt
 
 
 def left(folder: Path) -> set[str]:

@@ -5,12 +5,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from quartet_plugin.search.coordinator import TuneResult
 from tests.search.dying import whole_run
+from tests.search.fakes import outcome
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,15 +19,6 @@ def start(folder: Path, *dies_before: int) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "tests.search.dying", str(folder), *map(str, dies_before)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-
-def outcome(result: TuneResult) -> Any:
-    """What a run comes to."""
-    trials = [
-        (record.number, record.plan.key, record.told.verdict, record.told.value, record.told.repeats)
-        for record in result.records
-    ]
-    return trials, [ranking.comparison for ranking in result.rankings], result.receipt
 
 
 def left(folder: Path) -> set[str]:

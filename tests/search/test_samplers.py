@@ -18,8 +18,8 @@ from quartet_plugin.search.grouped_sampler import groups_of
 from quartet_plugin.search.samplers import NAMES, SamplerName, check_installed, make
 from quartet_plugin.search.study import derived_seed
 from quartet_plugin.trial.request import Outcome, TrialRequest
-from tests.search.fakes import FakeMachine, Killed, begin, resume, tune
-from tests.search.test_crash_points import outcome, watched
+from tests.search.fakes import FakeMachine, Killed, begin, outcome, resume, tune
+from tests.search.test_crash_points import watched
 
 SEARCH: dict[str, Any] = {"mapping": "stock", "schedule": ["no-pipelining", "1f1b", "zb-h1"]}
 

@@ -1,6 +1,5 @@
 """What a told trial says about times: its iterations, and its actions where the ranks recorded them."""
 
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +7,6 @@ from pathlib import Path
 
 from quartet_plugin.errors import QuartetError
 
-_ACTION = re.compile(r"([0-9]{1,5})([FIWB])[0-9]{1,6}", re.ASCII)
 # Which of forward, input and weight gradient an action is.
 _DIRECTIONS: dict[str, tuple[int, ...]] = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}
 _NORMAL_MAD = 1.4826
@@ -28,7 +26,7 @@ def action_times(folder: Path, *, attempt_id: str) -> tuple[ActionTime, ...]:
 
     Only a schedule of ours leaves records, and a file that breaks its format is worth nothing.
     """
-    from quartet_plugin.trial.actions import read_actions
+    from quartet_plugin.trial.actions import read_actions, seconds_by_stage
 
     if not attempt_id or not folder.is_dir():
         return ()
@@ -39,14 +37,9 @@ def action_times(folder: Path, *, attempt_id: str) -> tuple[ActionTime, ...]:
             continue
         if sheets[0].attempt_id != attempt_id:
             continue
-        seconds: dict[tuple[int, str], list[float]] = {}
-        for sheet in sheets:
-            for text, start, end in zip(sheet.actions, sheet.start_s, sheet.end_s, strict=True):
-                if match := _ACTION.fullmatch(text):
-                    seconds.setdefault((int(match[1]), match[2]), []).append(end - start)
         return tuple(
             ActionTime(stage=stage, directions=_DIRECTIONS[kind], seconds=middle)
-            for (stage, kind), times in sorted(seconds.items())
+            for (stage, kind), times in sorted(seconds_by_stage(sheets).items())
             if (middle := statistics.median(times)) > 0
         )
     return ()

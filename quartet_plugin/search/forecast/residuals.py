@@ -69,13 +69,7 @@ class Residuals:
 
     def _codes(self, plan: Plan) -> list[int]:
         layout = plan.layout
-        degrees = (
-            layout.tensor_parallel,
-            layout.pipeline_parallel,
-            layout.data_parallel,
-            layout.virtual_stages,
-            layout.context_parallel,
-        )
+        degrees = layout.degrees
         schedule = "stock" if plan.schedule.custom is None else plan.schedule.label
         keys = (
             plan.shape,

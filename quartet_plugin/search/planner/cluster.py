@@ -195,6 +195,17 @@ def with_hop(constants: Constants, hop_s: float) -> Constants:
     return ClusterConstants(**{**values, "hop_s": hop_s})
 
 
+def with_measured_hop(constants: Constants, cluster: Cluster) -> Constants:
+    """The constants with the latency that a probe measured; as they are where none did."""
+    links = cluster.links
+    if not links.measured:
+        return constants
+    # Of latencies the cost model takes a quarter inside a scale-up domain.
+    slowest = links.network or links.scale_up
+    hop_s = slowest.latency_s if links.network else 4 * slowest.latency_s
+    return with_hop(constants, max(hop_s, LEAST_LATENCY_S))
+
+
 def _device(name: str, cluster: Cluster, devices: Mapping[str, Device] | None) -> Device:
     values = cluster.devices.get(name, DeviceValues())
     try:
