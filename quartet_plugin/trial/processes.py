@@ -10,7 +10,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -246,9 +246,21 @@ def reap(
     return frozenset(identity for identity in rest if identity.is_alive)
 
 
-def ask_for_stacks(identities: Iterable[Identity]) -> None:
-    """SIGABRT: Python's fault handler prints the stacks of a process that hangs, and ends it."""
-    _signal(identities, signal.SIGABRT)
+def ask_for_stacks(identity: Identity) -> None:
+    """SIGABRT: Python's fault handler prints the stacks of a process, be it `paused`, and ends it."""
+    _signal([identity], signal.SIGABRT)
+    _signal([identity], signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def paused(identities: Iterable[Identity]) -> Iterator[None]:
+    """Hold these processes with SIGSTOP, and let them go on afterwards."""
+    held = list(identities)
+    _signal(held, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _signal(held, signal.SIGCONT)
 
 
 def _signal(identities: Iterable[Identity], number: signal.Signals) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from quartet_plugin.errors import StorageError
 from quartet_plugin.launchers.launcher import Handle
@@ -14,7 +15,7 @@ from quartet_plugin.trial.host_memory import num_oom_kills
 from quartet_plugin.trial.log import CappedLog, read_tail
 from quartet_plugin.trial.outcome import Evidence, StoppedBy, is_complete, slowest_phase
 from quartet_plugin.trial.pace import Pace
-from quartet_plugin.trial.processes import Identity, ProcessBook, ask_for_stacks, boot_id, reap
+from quartet_plugin.trial.processes import Identity, ProcessBook, ask_for_stacks, boot_id, paused, reap
 from quartet_plugin.trial.request import Phase, Timeouts
 from quartet_plugin.trial.watchdog import Expiry, Watchdog
 
@@ -22,7 +23,7 @@ from quartet_plugin.trial.watchdog import Expiry, Watchdog
 _PEERS_S = 2.0
 _EARLIEST_S = 0.2
 _ERROR_GRACE_S = 5.0
-_STACKS_S = 1.0
+_STACKS_S = 2.0
 _KILL_GRACE_S = 0.5
 
 # A file system that does not answer for a while (a server that restarts) is no reason to lose a trial.
@@ -231,12 +232,19 @@ class Watch:
         self._has_exited()
 
     def _dump_stacks(self) -> None:
-        """Let the ranks print where they hang."""
+        """Let the ranks print where they hang, one after another, as they may share one log.
+
+        The others and their launcher rest meanwhile: they would act on the first one's end.
+        """
         snapshot = self._files.scan()
         pids = {beat.pid for beat in snapshot.beats.values()}
-        ranks = [one for one in self._book.alive if one.pid in pids and one.boot_id == boot_id()]
-        ask_for_stacks(ranks)
-        self._wait(_STACKS_S, until=lambda: not any(one.is_alive for one in ranks))
+        alive = self._book.alive
+        ranks = sorted(one for one in alive if one.pid in pids and one.boot_id == boot_id())
+        end = self._clock() + _STACKS_S
+        with paused(alive):
+            for rank in ranks:
+                ask_for_stacks(rank)
+                self._wait(end - self._clock(), until=partial(_has_gone, rank))
 
     def _kill_rest(self) -> None:
         """Until nothing is left: a process may start another one while it is being ended."""
@@ -260,3 +268,7 @@ class Watch:
         if self._handle.poll() is None:
             self._handle.kill()
             self._wait(5.0, until=self._has_exited)
+
+
+def _has_gone(one: Identity) -> bool:
+    return not one.is_alive
