@@ -1,4 +1,4 @@
-"""What tuning wins: `python -m benchmarks.scenarios [NAME ...] [--folder DIR] [--trials 12] [--rounds 9]`.
+"""What tuning wins: `python -m benchmarks.scenarios [NAME ...] [--folder DIR] [--trials 10] [--rounds 9]`.
 
 Real Megatron on two CPU cores, one thread a process, ranks pinned after import, the same allocator settings
 everywhere. A scenario has three sides, all measured again in turns:
@@ -47,7 +47,7 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "scenarios")
-    parser.add_argument("--trials", type=int, default=12)
+    parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()

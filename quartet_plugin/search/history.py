@@ -4,17 +4,14 @@ Nothing is written and no lease is taken. A file that cannot be read costs its t
 named in `faults`; only a folder that is no run, or a study that is damaged, is an error.
 """
 
-import json
-import math
 import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from quartet_plugin.errors import ConfigError, QuartetError, StorageError
+from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.model.history import (
-    Control,
     Finalist,
     Purpose,
     RunHistory,
@@ -23,23 +20,30 @@ from quartet_plugin.model.history import (
     TrialRow,
     WorkerRow,
 )
-from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
 from quartet_plugin.model.regret import Regret, read_regret
 from quartet_plugin.search.attempts import Launch, holder_of, read_launch, workers_of
 from quartet_plugin.search.features import locked_axes
 from quartet_plugin.search.final import BASELINE, rank
+from quartet_plugin.search.history_rows import (
+    controls_of,
+    labels_of,
+    objective_by_events,
+    read_events,
+    state_of,
+    with_events,
+    with_told,
+)
 from quartet_plugin.search.job import Job, baseline_plan, nodes_of, parse_job
 from quartet_plugin.search.run_folder import Run, resume_run
-from quartet_plugin.search.scoring import objective_of, score
+from quartet_plugin.search.scoring import score
 from quartet_plugin.search.study import Record, Told
-from quartet_plugin.search.study_view import StudyRow, StudyView
+from quartet_plugin.search.study_view import StudyView
 from quartet_plugin.trial.redact import redacted_argv
 from quartet_plugin.trial.request import TrialResult
 
-MAX_EVENT_BYTES = 64 * 2**20
 _LATEST = 10
-_Beside = Literal["control", "parity"]
+_Beside = Literal["cropped", "control", "parity"]
 _VERDICTS = {"OK": "measured", "UNSTABLE": "measured", "INFEASIBLE": "infeasible", "WRONG": "wrong"}
 
 
@@ -78,7 +82,7 @@ class _Reader:
     def read(self) -> RunHistory:
         """See `read_history`."""
         folder = self._run.folder
-        events = self._events()
+        events = read_events(self._run.folder.events_file)
         launches = {
             int(path.name): read_launch(path, faults=self._faults)
             for path in sorted(folder.trials.glob("[0-9]*"))
@@ -88,11 +92,11 @@ class _Reader:
         finals = self._finals()
         holder = holder_of(folder.path, now=self._now)
         self._workers = workers_of(folder.path, now=self._now)
-        state = _state(events, is_held=holder is not None, is_alive=holder.is_alive if holder else None)
+        state = state_of(events, is_held=holder is not None, is_alive=holder.is_alive if holder else None)
         numbers = sorted(set(launches) | {number for number, row in self._told.items() if row.is_finished})
         rows = [self._row(number, launches.get(number), state=state) for number in numbers]
         if not self._told:
-            rows = _with_events(rows, events)
+            rows = with_events(rows, events)
         rows = self._with_predictions(rows)
         running = [
             *(self._running(number, one) for number, one in launches.items()),
@@ -133,7 +137,7 @@ class _Reader:
         latest = float(events[-1]["time"]) if events else self._now
         until = self._now if state in ("running", "elsewhere") else latest
         features = self._job.features if self._job else ()
-        objective = self._objective or _objective_of(rows, asked=config.study.objective)
+        objective = self._objective or objective_by_events(rows, asked=config.study.objective)
         return RunHistory(
             name=run.name,
             path=str(run.folder.path),
@@ -160,7 +164,7 @@ class _Reader:
             finalists=self._finalists(finals, objective=objective),
             winner=self._winner(),
             faults=tuple(self._faults),
-            controls=_controls(events),
+            controls=controls_of(events),
             workers=self._workers if state in ("running", "elsewhere") else (),
             regret=self._regret(),
         )
@@ -200,7 +204,7 @@ class _Reader:
         if found.plan is not None:
             found = replace(found, labels=labels_of(found.plan))
         in_study = self._told.get(number)
-        return found if in_study is None else _with_told(found, in_study)
+        return found if in_study is None else with_told(found, in_study)
 
     def _valued(self, row: TrialRow, *, objective: str) -> TrialRow:
         """What the times are worth; only now it is known by what they are compared."""
@@ -338,107 +342,3 @@ class _Reader:
         num_left = max(0, study.trials - len(spent)) if not finals else 0
         num_left += max(0, study.rounds * (study.top_k + 1) - len(done))
         return statistics.fmean(walls[-_LATEST:]) * num_left
-
-    def _events(self) -> list[dict[str, Any]]:
-        """Whole events alone: a torn last line is what a crash leaves."""
-        path, found = self._run.folder.events_file, []
-        try:
-            with path.open("rb") as file:
-                text = file.read(MAX_EVENT_BYTES)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
-        for line in text.decode("utf-8", errors="replace").splitlines():
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(event, dict) and isinstance(event.get("time"), int | float):
-                found.append({**event, "kind": str(event.get("kind"))})
-        return found
-
-
-def _objective_of(rows: tuple[TrialRow, ...], *, asked: Any) -> Objective:
-    """What the study maximizes, without the study: what the events' values are, else by the shapes tried."""
-    for row in rows:
-        if row.value and row.plan is not None and row.iterations_s:
-            tokens_per_s = score(row.plan, iteration_s=row.iterations_s).tokens_per_s
-            is_tokens = math.isclose(row.value, tokens_per_s, rel_tol=1e-6)
-            return "tokens_per_s" if is_tokens else "model_flops_per_s_per_device"
-    return objective_of(asked, num_shapes=len({row.plan.shape for row in rows if row.plan}) or 1)
-
-
-def labels_of(plan: Plan) -> dict[str, str]:
-    """The plan's parts in words, as the study keeps them beside a trial."""
-    return {
-        "shape": f"{plan.shape.num_layers}x{plan.shape.hidden_size}",
-        "layout": plan.layout.label,
-        "split": plan.split.label,
-        "schedule": plan.schedule.label,
-        "mapping": plan.mapping.label,
-    }
-
-
-def _with_told(row: TrialRow, in_study: StudyRow) -> TrialRow:
-    """What the study was told goes before what the folder says: it has judged the result."""
-    told = in_study.told
-    row = replace(row, labels=dict(in_study.labels) or row.labels)
-    if not told or not in_study.is_finished:
-        return row
-    numbers = {
-        name: float(told[name])
-        for name in ("value", "iteration_s", "tokens_per_s", "model_flops_per_s_per_device")
-        if isinstance(told.get(name), int | float)
-    }
-    repeats = told.get("repeats")
-    source = told.get("source")
-    memory = told.get("peak_memory_bytes")
-    wall_s = told.get("wall_s")
-    return replace(
-        row,
-        is_running=False,
-        verdict=str(told.get("verdict", row.verdict)),
-        outcome=str(told.get("outcome", row.outcome)),
-        reason=str(told.get("reason", row.reason)),
-        repeats=repeats if isinstance(repeats, int) else None,
-        source=source if isinstance(source, str) else None,
-        peak_memory_bytes=memory if isinstance(memory, int) else row.peak_memory_bytes,
-        wall_s=float(wall_s) if isinstance(wall_s, int | float) and wall_s > 0 else row.wall_s,
-        **numbers,  # type: ignore[arg-type]
-    )
-
-
-def _with_events(rows: list[TrialRow], events: list[dict[str, Any]]) -> list[TrialRow]:
-    """Without the study: what it was told, and which trials only repeated another, as the events say."""
-    repeats = {e.get("trial"): e.get("of") for e in events if e["kind"] == "repeat"}
-    known = {row.number: row for row in rows}
-    for event in events:
-        row, verdict, value = known.get(event.get("trial", -1)), event.get("verdict"), event.get("value")
-        if event["kind"] == "told" and row is not None and isinstance(verdict, str):
-            told = float(value) if isinstance(value, int | float) else None
-            known[row.number] = replace(row, verdict=verdict, value=told)
-    for number, of in repeats.items():
-        before = known.get(of) if isinstance(of, int) else None
-        if isinstance(number, int) and before is not None and number not in known:
-            known[number] = replace(before, number=number, repeats=of, wall_s=0.0, ranks=())
-    return [known[number] for number in sorted(known)]
-
-
-def _controls(events: list[dict[str, Any]]) -> tuple[Control, ...]:
-    """One a place in the search; a resumed run tells them again."""
-    found = {}
-    for event in events:
-        after, ratio = event.get("after"), event.get("ratio")
-        if event["kind"] == "control" and isinstance(after, int) and isinstance(ratio, int | float):
-            found[after] = Control(num_tried=after, ratio=float(ratio))
-    return tuple(found[after] for after in sorted(found))
-
-
-def _state(events: list[dict[str, Any]], *, is_held: bool, is_alive: bool | None) -> RunState:
-    kinds = [event["kind"] for event in events if event["kind"] in ("begin", "end", "interrupted")]
-    if is_held:
-        if is_alive is None:
-            return "elsewhere"
-        return "running" if is_alive else "lost"
-    return "finished" if kinds and kinds[-1] == "end" else "stopped"
