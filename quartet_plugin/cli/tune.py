@@ -107,7 +107,8 @@ def tune(
     from quartet_plugin.search.config import default_run_name, read_config
     from quartet_plugin.search.coordinator import Coordinator
     from quartet_plugin.search.launches import LocalLaunches
-    from quartet_plugin.search.run_folder import create_run, prepare_folder, resume_run
+    from quartet_plugin.search.machine import keep_machine, machine_of
+    from quartet_plugin.search.run_folder import RunFolder, create_run, prepare_folder, resume_run
     from quartet_plugin.search.samplers import check_installed
     from quartet_plugin.trial.lease import Lease
     from quartet_plugin.trial.redact import redacted_argv
@@ -121,12 +122,14 @@ def tune(
         is_resumed, takeover = True, True
     if not is_resumed:
         check_start(command, cwd=Path.cwd(), environment=os.environ)
+        machine_of(config.machine, cwd=Path.cwd())
         shares_of(config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
     folder = prepare_folder(path, is_resumed=is_resumed)
     with failure_reported(folder), Lease.acquire(folder, takeover=takeover) as lease, Ballast(folder) as kept:
         if is_resumed:
             run = resume_run(folder, config=None if config_file is None else config, command=words)
         else:
+            keep_machine(config.machine, cwd=Path.cwd(), folder=RunFolder(path=folder))
             run = create_run(folder, config=config.model_copy(update={"run": path.name}), command=words)
         shares = shares_of(run.config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
         with reporter(Console()) as shown, stop_on_signals(shown.message) as should_stop:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quartet_plugin.model.launched import CROPPED
 from quartet_plugin.model.measurement import Comparison, Objective
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.regret import Regret
@@ -12,7 +13,7 @@ PARTS = ("shape", "layout", "split", "schedule", "mapping")
 
 # What is launched: the user's own command at first, plans, the final rounds, and in between the user's own
 # command again and the parity gate's runs.
-Purpose = Literal["baseline", "search", "final", "control", "parity"]
+Purpose = Literal["baseline", "cropped", "search", "final", "control", "parity"]
 RunState = Literal["running", "finished", "stopped", "lost", "elsewhere"]
 
 
@@ -64,7 +65,8 @@ class TrialRow:
     @property
     def is_measured(self) -> bool:
         """Whether the iteration time may be compared."""
-        return self.iteration_s is not None and self.verdict == "measured"
+        is_whole = self.verdict == "measured" and self.outcome != CROPPED
+        return is_whole and self.iteration_s is not None
 
     @property
     def label(self) -> str:

@@ -5,7 +5,10 @@ from typing import Literal
 
 from quartet_plugin.model.plan import Plan
 
-Stage = Literal["baseline", "search", "final"]
+# The outcome of a plan that was measured with fewer layers only, and is told as predicted from that.
+CROPPED = "CROPPED"
+
+Stage = Literal["baseline", "cropped", "search", "final"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

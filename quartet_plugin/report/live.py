@@ -48,8 +48,8 @@ class Running:
 
     def sentence(self, *, now_s: float) -> str:
         """Where it is and what is left, in one line."""
-        kind = {"baseline": "baseline", "search": "trial", "final": "final, trial"}[self.stage]
-        name = kind if self.stage == "baseline" else f"{kind} {self.label}"
+        kind = "final, trial" if self.stage == "final" else "trial"
+        name = "baseline" if self.stage == "baseline" else f"{kind} {self.label}"
         step = f" {self.iteration}/{self.num_iterations}" if self.num_iterations else ""
         elapsed_s = now_s - self.began_s
         left = "" if self.time_left_s is None else f"; about {duration(self.time_left_s - elapsed_s)} left"
@@ -209,16 +209,14 @@ def row_cells(launch: Launched, *, split_width: int) -> dict[str, str]:
 def sentence(launch: Launched) -> str:
     """The launch in one line."""
     what = "your own command" if launch.plan is None else ", ".join(plan_cells(launch.plan))
-    if launch.iteration_s is None or launch.tokens_per_s is None:
+    if launch.iteration_s is None:
         return f"trial {launch.label}: {what}: {launch.outcome}: {launch.reason}"
+    speed = "" if launch.tokens_per_s is None else f", {launch.tokens_per_s:,.0f} tokens/s"
     ratio = "" if launch.versus_baseline is None else f", {launch.versus_baseline:.2f}x the baseline"
     note = "" if launch.outcome == "OK" else f" ({launch.outcome.lower()}: {launch.reason})"
     if launch.outcome == "OK" and launch.reason.startswith("cut short"):
         note = f" ({launch.reason})"
-    return (
-        f"trial {launch.label}: {what}: {launch.iteration_s:.3f} s/iteration, "
-        f"{launch.tokens_per_s:,.0f} tokens/s{ratio}{note}"
-    )
+    return f"trial {launch.label}: {what}: {launch.iteration_s:.3f} s/iteration{speed}{ratio}{note}"
 
 
 def plan_cells(plan: Plan | None, *, split_width: int = 24) -> tuple[str, str, str, str, str]:

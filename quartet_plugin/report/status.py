@@ -132,6 +132,7 @@ def running_words(one: RunningLaunch, history: RunHistory) -> str:
     name = {
         "baseline": "the baseline",
         "control": "the baseline again",
+        "cropped": "a cropped model",
         "parity": "a parity check",
         "search": f"trial {one.number}, {min(history.num_spent + 1, asked)} of {asked}",
         "final": f"final round {(one.round_number or 0) + 1}, "

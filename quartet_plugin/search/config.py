@@ -154,6 +154,9 @@ class SearchConfig(_Section):
 class TrialConfig(_Section):
     """One live trial: iterations left out, iterations measured, and when it is killed.
 
+    `crop` layers are left on the largest stage of a cropped model, which comes before the whole one: `auto`
+    keeps a quarter where that saves much, `none` crops nothing.
+
     One whose iterations take more than `cut_above` times what the best so far needs for the same work is cut
     short. Between two runs of one plan lie a few percent, in bad hours a third.
     """
@@ -162,6 +165,17 @@ class TrialConfig(_Section):
     measure: int = Field(default=10, ge=1, le=10_000)
     cut_above: float = Field(default=1.5, ge=1.05, le=1000.0)
     deadline_s: float = Field(default=600.0, gt=0.0, le=86_400.0)
+    crop: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=10_000)] = "auto"
+
+
+FileName = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class MachineConfig(_Section):
+    """What is known of the machine: files that `quartet probe` and `quartet calibrate` wrote."""
+
+    cluster: FileName | None = None
+    calibration: FileName | None = None
 
 
 class StudyConfig(_Section):
@@ -193,6 +207,7 @@ class TuneConfig(_Section):
     search: SearchConfig = SearchConfig()
     trial: TrialConfig = TrialConfig()
     study: StudyConfig = StudyConfig()
+    machine: MachineConfig = MachineConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

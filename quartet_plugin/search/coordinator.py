@@ -24,6 +24,7 @@ from quartet_plugin.model.regret import Regret
 from quartet_plugin.model.schema import dump
 from quartet_plugin.search.budget import TimeBudget
 from quartet_plugin.search.control import Control, Controls
+from quartet_plugin.search.cropping import cropping_of
 from quartet_plugin.search.events import EventLog
 from quartet_plugin.search.features import Axis
 from quartet_plugin.search.final import BASELINE, Ranking, candidates
@@ -164,7 +165,7 @@ class Coordinator:
         self._events.add("begin", run=self._run.name)
         places = self._run.folder
         in_work = end_earlier(Board(folder=places.path), keeps_joined=bool(self._shares))
-        for folder in (places.trials, places.controls, places.final, places.parity):
+        for folder in (places.trials, places.croppings, places.controls, places.final, places.parity):
             self._launches.recover(folder, should_stop=self._should_stop, skip=in_work)
         self._open_board()
         result = self._measure_baseline()
@@ -188,7 +189,18 @@ class Coordinator:
         """The study and the final rounds."""
         study = self._open_study(space, result, yardstick)
         proposer = proposer_of(space, run=self._run, objective=yardstick.objective)
-        self._search = replace(self._search, proposer=proposer)
+        cropping = cropping_of(
+            space,
+            result,
+            run=self._run,
+            proposer=proposer,
+            is_alone=not self._shares,
+            launches=self._launches,
+            launching=self._launching,
+            observer=self._observer,
+            events=self._events,
+        )
+        self._search = replace(self._search, proposer=proposer, cropping=cropping)
         try:
             self._parity.restore(study.records())
             self._observer.message(self._spender().spend(study))

@@ -56,6 +56,8 @@ def candidates(records: Sequence[Record], *, baseline_value: float, top_k: int) 
         value = record.told.value
         if record.told.verdict != "measured" or value is None or record.told.repeats is not None:
             continue
+        if record.told.is_cropped:
+            continue
         if record.plan.execution == baseline or value < CANDIDATE_MARGIN * baseline_value:
             continue
         best.setdefault(record.plan.execution, record)

@@ -190,10 +190,11 @@ class Launching:
     def show(self, label: str, plan: Plan | None, result: TrialResult, *, stage: Stage) -> None:
         """Tell the observer; what a time is worth is known once there is a yardstick.
 
-        In the final rounds a launch is compared with the baseline of its own round alone, and at their end.
+        In the final rounds a launch is compared with the baseline of its own round alone, and at their end;
+        a cropped model with nothing.
         """
         own = self.yardstick
-        scored = None
+        scored, is_compared = None, stage in ("baseline", "search")
         shown = plan or (own.plan if own else None)
         if result.is_measured and shown is not None:
             scored = score(shown, iteration_s=result.iteration_s)
@@ -204,9 +205,9 @@ class Launching:
                 outcome=result.outcome.value,
                 reason=result.reason,
                 iteration_s=scored.iteration_s if scored else None,
-                tokens_per_s=scored.tokens_per_s if scored else None,
+                tokens_per_s=scored.tokens_per_s if scored and stage != "cropped" else None,
                 versus_baseline=(
-                    scored.value(own.objective) / own.value if scored and own and stage != "final" else None
+                    scored.value(own.objective) / own.value if scored and own and is_compared else None
                 ),
             )
         )

@@ -210,7 +210,8 @@ def _evidence(search: Ended, at: dict[str, int]) -> Evidence:
         told = record.told
         if record.number == BASELINE or told.value is None or told.repeats is not None:
             continue
-        rows.append((at[record.plan.key], math.log(told.value / own), 0.0, 1.0))
+        variance = (told.spread or 0.0) ** 2 if told.is_cropped else 0.0
+        rows.append((at[record.plan.key], math.log(told.value / own), variance, 1.0))
     for ranking in search.rankings:
         value = math.log(ranking.comparison.speedup.median)
         rows.append((at[ranking.record.plan.key], value, ranking_error(ranking) ** 2, 0.0))
@@ -272,7 +273,7 @@ def _fits(search: Ended, plans: Sequence[Plan], generator: np.random.Generator) 
 
     What one layout lacks all of its plans do, so they fit together or not at all.
     """
-    tried = [record for record in search.records if record.told.repeats is None]
+    tried = [r for r in search.records if r.told.repeats is None and not r.told.is_cropped]
     could = np.array([record.told.verdict == "measured" for record in tried], dtype=np.float64)
     could_not = np.array([r.told.verdict in ("infeasible", "wrong") for r in tried], dtype=np.float64)
     together = features_of([*(record.plan for record in tried), *plans])

@@ -42,6 +42,16 @@ class RunFolder:
         return self.path / "cluster.json"
 
     @property
+    def machine_file(self) -> Path:
+        """The cluster file that the run was given."""
+        return self.path / "machine.json"
+
+    @property
+    def calibration_file(self) -> Path:
+        """The calibration that the run was given."""
+        return self.path / "calibration.json"
+
+    @property
     def study_file(self) -> Path:
         """The Optuna study where it is kept in SQLite."""
         return self.path / SQLITE_NAME
@@ -70,6 +80,11 @@ class RunFolder:
     def controls(self) -> Path:
         """The baseline's re-measurements during the search."""
         return self.path / "control"
+
+    @property
+    def croppings(self) -> Path:
+        """The trials' models with fewer layers."""
+        return self.path / "cropped"
 
     @property
     def parity(self) -> Path:
@@ -103,6 +118,10 @@ class RunFolder:
     def control(self, num_tried: int) -> Path:
         """The folder of the baseline's re-measurement after so many trials."""
         return self.controls / f"{num_tried:06d}"
+
+    def cropped(self, number: int) -> Path:
+        """The folder of a trial's model with fewer layers."""
+        return self.croppings / f"{number:06d}"
 
     def final_launch(self, number: int, *, round_number: int) -> Path:
         """The folder of a trial's plan in one of the final rounds, both counted from 0."""

@@ -13,6 +13,7 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import needs_receipt
 from quartet_plugin.search.budget import TimeBudget
 from quartet_plugin.search.control import Controls
+from quartet_plugin.search.cropping import Cropping
 from quartet_plugin.search.events import EventLog
 from quartet_plugin.search.final import BASELINE, candidates
 from quartet_plugin.search.forecast.proposing import Proposer
@@ -39,11 +40,15 @@ class Search:
     budget: TimeBudget
     fence: Callable[[], None]
     proposer: Proposer | None = None
+    cropping: Cropping | None = None
 
     def spend(self, study: TuneStudy) -> str:
         """Spend the trials; returns why the search ended."""
         begun = all_unfinished(study)
         num_before = len(study.records())
+        if self.cropping is not None:
+            records = study.records()
+            self.cropping.open(records, num_left=self.num_left(tried=num_spent(records)))
         while True:
             records = study.records()
             check_rows(records, num_before=num_before)
@@ -151,7 +156,7 @@ class Search:
 
     def _try(self, study: TuneStudy, proposal: Proposal, records: list[Record], *, tried: int) -> None:
         """Launch the proposal, or answer it from what was measured, and tell the study."""
-        if self.answer(study, proposal, records):
+        if self.answer(study, proposal, records) or self._is_behind(study, proposal, tried=tried):
             return
         result = self.launching.launch(
             proposal.plan,
@@ -162,6 +167,19 @@ class Search:
             num_left=self.num_left(tried=tried),
         )
         self.tell(study, proposal, result)
+
+    def _is_behind(self, study: TuneStudy, proposal: Proposal, *, tried: int) -> bool:
+        """Whether a model with fewer layers shows enough of the proposal; then the study is told."""
+        if self.cropping is None:
+            return False
+        told = self.cropping.judge(proposal, num_left=self.num_left(tried=tried))
+        if told is None:
+            return False
+        self.fence()
+        study.tell(proposal, told)
+        self.events.add("told", trial=proposal.number, verdict=told.verdict, value=told.value)
+        self.launching.show_told(Record(number=proposal.number, plan=proposal.plan, told=told))
+        return True
 
     def _is_refused(self, study: TuneStudy, proposal: Proposal, records: list[Record]) -> bool:
         """Whether the parity gate keeps the proposal from being timed; then the study is told."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quartet_plugin.errors import StorageError
+from quartet_plugin.model.launched import CROPPED
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.samplers import DEFAULT, SamplerName, make
@@ -41,7 +42,8 @@ class Told:
     attempts; `repeats` is the number of the trial that measured the same plan before, or that had a plan of
     its kind quarantined. `num_iterations` were measured, `spread` is the relative standard error of their
     median; `predicted_s` an iteration was predicted to take, with `predicted_spread`, one standard deviation
-    of its logarithm.
+    of its logarithm. Of a `CROPPED` plan the model with fewer layers alone was measured: its times are
+    predictions, as uncertain as `spread` says, and it cannot win.
     """
 
     verdict: Verdict
@@ -61,6 +63,11 @@ class Told:
     spread: float | None = None
     predicted_s: float | None = None
     predicted_spread: float | None = None
+
+    @property
+    def is_cropped(self) -> bool:
+        """Whether its whole model was never launched."""
+        return self.outcome == CROPPED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """What the plans of a run stand on: machines and links before anything is measured, and their factors.
 
-A study does not know its machine: a device of the library where the ranks name one, orders of magnitude of a
-processor core else. Every cause of time has a factor, whose prior says how far off that may be.
+A study knows of its machine what it was told (a probed cluster, a calibration), else a device of the library
+where the ranks name one, orders of magnitude of a processor core where they do not. Every cause of time has a
+factor, whose prior says how far off that may be.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,14 @@ from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.devices import Device, library
 from quartet_plugin.cost.jobs import machines_of
 from quartet_plugin.cost.run import HalfPrecision, Machines
+from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.orders import slots_of
+from quartet_plugin.model.cluster import Cluster
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.search.machine import Machine
+from quartet_plugin.search.planner.cluster import PlannedCluster, look_up, with_measured_hop
+from quartet_plugin.search.planner.cluster import machines_of as planned_machines
 
 # Slots up to which each has a pace of its own; beyond, a node's slots share one.
 MAX_PACED_SLOTS = 16
@@ -76,6 +82,10 @@ _SPREADS: dict[Factor, tuple[float, float]] = {
 }
 # Of a slot's pace: accelerators of one kind are alike, processes on shared cores are not.
 _PACE_SPREADS = (0.04, 0.35)
+# Of the links and the speed that a probe measured, and what a calibration leaves of every spread.
+LINKS = (Factor.TRANSFER, Factor.NETWORK, Factor.LATENCY)
+_PROBED_LINK, _PROBED_SPEED = 0.4, 0.5
+_CALIBRATED, _LEAST_CALIBRATED = 0.5, 0.03
 
 # A processor core with sockets between processes: orders of magnitude, which the first trial corrects.
 _CORE = Device(
@@ -122,29 +132,66 @@ class Ground:
         return len(self.spreads)
 
 
-def ground_of(nodes: Sequence[NodeInfo], *, precision: HalfPrecision) -> Ground:
-    """The ground of a run on `nodes`."""
+def ground_of(
+    nodes: Sequence[NodeInfo], *, precision: HalfPrecision, machine: Machine | None = None
+) -> Ground:
+    """The ground of a run on `nodes`; `machine` is what the run was told of it.
+
+    Raises ConfigError where that is another machine.
+    """
+    told = machine or Machine()
     name = nodes[0].node_class.rpartition(" x")[0]
     on_cpu = name.lower().startswith("cpu")
     device, is_known = (_CORE, False) if on_cpu else _device_named(name)
     num_devices = sum(node.num_slots for node in nodes)
     machines = machines_of(device, num_devices=num_devices, devices_per_node=max(n.num_slots for n in nodes))
-    column = 0 if is_known else 1
+    constants = fitted() if told.calibration is None else told.calibration.constants
+    planned = None if told.cluster is None else _planned(told.cluster, nodes, precision=precision)
+    if planned is not None:
+        constants = constants if told.calibration else with_measured_hop(constants, planned.cluster)
+        machines, is_known = planned_machines(planned, constants), is_known or not on_cpu
     paces = _paces(nodes)
     return Ground(
         nodes=tuple(nodes),
         near=replace(machines, scale_up_devices=max(num_devices, 1)),
         far=replace(machines, scale_up_devices=1),
-        constants=fitted(),
+        constants=constants,
         precision=precision,
         on_cpu=on_cpu,
         is_known=is_known,
         spreads=np.array(
-            [_SPREADS[one][column] for one in FACTORS]
-            + [_PACE_SPREADS[int(on_cpu)]] * (int(paces.max(initial=-1)) + 1)
+            _factor_spreads(told, planned, is_known=is_known)
+            + [_pace_spread(planned, on_cpu=on_cpu)] * (int(paces.max(initial=-1)) + 1)
         ),
         pace_of_slot=np.where(paces >= 0, paces + len(FACTORS), -1),
     )
+
+
+def _planned(cluster: Cluster, nodes: Sequence[NodeInfo], *, precision: HalfPrecision) -> PlannedCluster:
+    sizes, found = [len(node.devices) for node in cluster.nodes], [node.num_slots for node in nodes]
+    if sizes != found:
+        raise ConfigError(
+            f"machine.cluster: nodes of {sizes} devices; the run has nodes of {found}: name its own cluster"
+        )
+    return look_up(cluster, precision=precision)
+
+
+def _factor_spreads(told: Machine, planned: PlannedCluster | None, *, is_known: bool) -> list[float]:
+    """How far off every factor may be: less where it was measured before."""
+    spreads = {one: known if is_known else unknown for one, (known, unknown) in _SPREADS.items()}
+    if planned is not None:
+        spreads[Factor.SPEED] = min(spreads[Factor.SPEED], _PROBED_SPEED)
+        if planned.cluster.links.measured:
+            spreads |= {one: min(spreads[one], _PROBED_LINK) for one in LINKS}
+    if told.calibration is not None:
+        least = max(_LEAST_CALIBRATED, told.calibration.iteration_error)
+        spreads = {one: max(least, _CALIBRATED * spread) for one, spread in spreads.items()}
+    return [spreads[one] for one in FACTORS]
+
+
+def _pace_spread(planned: PlannedCluster | None, *, on_cpu: bool) -> float:
+    is_mixed = planned is not None and float(planned.slowdown.max()) > 1.0
+    return _PACE_SPREADS[int(on_cpu or is_mixed)]
 
 
 def _device_named(name: str) -> tuple[Device, bool]:

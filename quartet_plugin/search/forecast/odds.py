@@ -32,6 +32,8 @@ class Odds:
 
     def learn(self, record: Record) -> None:
         """Take in a record, once."""
+        if record.told.is_cropped:
+            return
         if record.told.verdict == "measured":
             self._ran.append(record.plan)
             memory = self.memory(record.plan)

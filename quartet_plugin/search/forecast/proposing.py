@@ -15,6 +15,7 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.forecast.candidates import Candidate, Candidates
 from quartet_plugin.search.forecast.ground import ground_of
 from quartet_plugin.search.forecast.ranker import Forecast, Ranker
+from quartet_plugin.search.machine import kept_machine
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.scoring import score_of_median
 from quartet_plugin.search.space import Space
@@ -30,7 +31,7 @@ def proposer_of(space: Space, *, run: Run, objective: Objective) -> "Proposer | 
     if config.study.starts == "none":
         return None
     ranker = Ranker(
-        ground_of(space.nodes, precision=space.job.precision),
+        ground_of(space.nodes, precision=space.job.precision, machine=kept_machine(run.folder)),
         num_iterations=config.trial.measure,
         folder_of=run.folder.trial,
     )
@@ -123,6 +124,10 @@ class Proposer:
         spent = sum(one.told.repeats is None for one in own)
         repeated = bool(own) and own[-1].told.repeats is not None
         return spent % self._explore == self._explore - 1 and not repeated
+
+    def lead(self, plan: Plan, forecast: Forecast) -> float:
+        """How far the plan is before the best measured one, in the objective's logarithm."""
+        return self._log_value(plan, forecast.iteration_s) - self._best()
 
     def _best(self) -> float:
         """The logarithm of the best measured plan's objective, as the posterior has it: without its luck."""

@@ -17,7 +17,7 @@ from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.forecast.anatomy import Anatomies, Anatomy, Ends
 from quartet_plugin.search.forecast.evidence import ActionTime, action_times
-from quartet_plugin.search.forecast.ground import AT, FACTORS, Factor, Ground, names_of
+from quartet_plugin.search.forecast.ground import AT, FACTORS, LINKS, Factor, Ground, names_of
 from quartet_plugin.search.forecast.kriging import Measured, View, fit
 from quartet_plugin.search.forecast.odds import Odds
 from quartet_plugin.search.forecast.residuals import Groups, Residuals
@@ -27,6 +27,8 @@ from quartet_plugin.search.study import Record
 LAUNCH_NOISE = 0.02
 CUT_NOISE = 0.06
 OTHER_RUN_NOISE = 0.04
+# Of a model with fewer layers, beside what the cost model makes of the difference.
+CROP_NOISE = 0.03
 # Of an action's time beside its recorded median: actions of a stage are no exact multiples of its layers.
 ACTION_NOISE = 0.06
 # Told trials whose times are used: the latest, besides the baseline.
@@ -35,13 +37,12 @@ MAX_MEASURED = 200
 MAX_KEPT = 20_000
 
 # Where the search for the factors begins: at what is assumed, and where the ends or the links are far off it.
-_LINKS = (Factor.TRANSFER, Factor.NETWORK, Factor.LATENCY)
 STARTS: tuple[Mapping[Factor, float], ...] = (
     {},
     {Factor.HEAD: 3.0},
     {Factor.HEAD: 1.0 / 3.0},
-    dict.fromkeys(_LINKS, 10.0),
-    {Factor.HEAD: 3.0, **dict.fromkeys(_LINKS, 10.0)},
+    dict.fromkeys(LINKS, 10.0),
+    {Factor.HEAD: 3.0, **dict.fromkeys(LINKS, 10.0)},
     {Factor.ACTION: 10.0, Factor.LAUNCH: 3.0},
 )
 # And where one slot is so much faster than the others.
@@ -71,6 +72,20 @@ class Correction:
     spread: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cropped:
+    """What was measured of trial `number`'s `plan` with fewer layers, as the plan `small`.
+
+    `spread` is the relative standard error of `iteration_s`.
+    """
+
+    number: int
+    plan: Plan
+    small: Plan
+    iteration_s: float
+    spread: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Time:
     """One measured time: an iteration, or a stage's action."""
@@ -96,6 +111,7 @@ class Ranker:
         self._learned: dict[int, tuple[_Time, ...]] = {}
         self._plans: dict[int, Plan] = {}
         self._seen: set[int] = set()
+        self._cropped: dict[int, tuple[Plan, _Time]] = {}
         self.odds = Odds(ground)
         self._known: dict[object, Anatomy] = {}
         self._runs: dict[object, bool] = {}
@@ -110,10 +126,18 @@ class Ranker:
                 continue
             self._seen.add(record.number)
             self.odds.learn(record)
-            if told.verdict == "measured" and told.iteration_s is not None and self.knows(record.plan):
+            is_whole = told.verdict == "measured" and not told.is_cropped
+            if is_whole and told.iteration_s is not None and self.knows(record.plan):
                 self._plans[record.number] = record.plan
                 self._learned[record.number] = tuple(self._times_of(record))
                 self._views = []
+
+    def learn_cropped(self, found: Cropped) -> None:
+        """Take in what a cropped model says of its plan, once a trial; `knows` must take both apart."""
+        noise = math.hypot(LAUNCH_NOISE, CROP_NOISE, found.spread)
+        time = _Time(log_s=math.log(found.iteration_s), noise=noise, anatomy=self._anatomy(found.small))
+        self._cropped[found.number] = (found.plan, time)
+        self._views = []
 
     def knows(self, plan: Plan) -> bool:
         """Whether the cost model can take the plan apart: it has no word for some orders."""
@@ -220,9 +244,12 @@ class Ranker:
         numbers = sorted(self._plans)
         if len(numbers) > MAX_MEASURED:
             numbers = [numbers[0], *numbers[-MAX_MEASURED + 1 :]]
-        wholes = [self._learned[number][0] for number in numbers]
+        smaller = [self._cropped[number] for number in sorted(self._cropped)[-MAX_MEASURED:]]
+        wholes = [*(self._learned[number][0] for number in numbers), *(time for _, time in smaller)]
         times = [*wholes, *(one for number in numbers for one in self._learned[number][1:])]
-        self._groups = self._residuals.groups([self._plans[number] for number in numbers])
+        self._groups = self._residuals.groups(
+            [*(self._plans[number] for number in numbers), *(plan for plan, _ in smaller)]
+        )
         covariance = np.zeros((len(times), len(times)))
         covariance[: len(wholes), : len(wholes)] = self._residuals.covariance(self._groups, self._groups)
         return fit(

@@ -1,0 +1,49 @@
+"""What a run is told of its machine before it measures: a cluster file, an earlier calibration.
+
+Both are copied into the run's folder when it begins, so that a resumed run stands on the same ground.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quartet_plugin.cost.calibration import Calibration
+from quartet_plugin.cost.calibration_file import read_calibration
+from quartet_plugin.model.cluster import Cluster, read_cluster
+from quartet_plugin.model.files import read_json, write_json_atomic
+from quartet_plugin.search.config import MachineConfig
+from quartet_plugin.search.run_folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Machine:
+    """What is known; None for what was not given."""
+
+    cluster: Cluster | None = None
+    calibration: Calibration | None = None
+
+
+def machine_of(config: MachineConfig, *, cwd: Path) -> Machine:
+    """What the files that `config` names hold. Raises ConfigError in one line."""
+    return Machine(
+        cluster=None if config.cluster is None else read_cluster(cwd / config.cluster),
+        calibration=None if config.calibration is None else read_calibration(cwd / config.calibration),
+    )
+
+
+def keep_machine(config: MachineConfig, *, cwd: Path, folder: RunFolder) -> None:
+    """Copy the files into the run's folder. Raises ConfigError for one that cannot be read."""
+    copies = {folder.machine_file: config.cluster, folder.calibration_file: config.calibration}
+    for copy, source in copies.items():
+        if source is None:
+            copy.unlink(missing_ok=True)  # of a run that failed before it measured
+        else:
+            write_json_atomic(copy, read_json(cwd / source))
+
+
+def kept_machine(folder: RunFolder) -> Machine:
+    """What the run was begun with."""
+    cluster, calibration = folder.machine_file, folder.calibration_file
+    return Machine(
+        cluster=read_cluster(cluster) if cluster.exists() else None,
+        calibration=read_calibration(calibration) if calibration.exists() else None,
+    )
