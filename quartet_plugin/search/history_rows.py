@@ -8,6 +8,7 @@ from typing import Any
 
 from quartet_plugin.errors import StorageError
 from quartet_plugin.model.history import Control, RunState, TrialRow
+from quartet_plugin.model.launched import CROPPED
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.scoring import objective_of, score
@@ -68,6 +69,9 @@ def with_told(row: TrialRow, in_study: StudyRow) -> TrialRow:
         for name in ("value", "iteration_s", "tokens_per_s", "model_flops_per_s_per_device")
         if isinstance(told.get(name), int | float)
     }
+    if told.get("outcome") == CROPPED:
+        # What the study was told is a prediction.
+        numbers = {"predicted_iteration_s": numbers["iteration_s"]} if "iteration_s" in numbers else {}
     repeats = told.get("repeats")
     source = told.get("source")
     memory = told.get("peak_memory_bytes")
@@ -92,6 +96,9 @@ def with_events(rows: list[TrialRow], events: list[dict[str, Any]]) -> list[Tria
     known = {row.number: row for row in rows}
     for event in events:
         row, verdict, value = known.get(event.get("trial", -1)), event.get("verdict"), event.get("value")
+        number = event.get("trial")
+        if row is None and isinstance(number, int) and event.get("outcome") == CROPPED:
+            row = TrialRow(number=number, outcome=CROPPED)
         if event["kind"] == "told" and row is not None and isinstance(verdict, str):
             told = float(value) if isinstance(value, int | float) else None
             known[row.number] = replace(row, verdict=verdict, value=told)

@@ -177,7 +177,9 @@ class Search:
             return False
         self.fence()
         study.tell(proposal, told)
-        self.events.add("told", trial=proposal.number, verdict=told.verdict, value=told.value)
+        self.events.add(
+            "told", trial=proposal.number, verdict=told.verdict, value=told.value, outcome=told.outcome
+        )
         self.launching.show_told(Record(number=proposal.number, plan=proposal.plan, told=told))
         return True
 

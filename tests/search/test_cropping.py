@@ -14,7 +14,9 @@ from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.search.config import parse_config
 from quartet_plugin.search.coordinator import TuneResult
 from quartet_plugin.search.cropping import cropped
+from quartet_plugin.search.history import read_history
 from quartet_plugin.search.job import baseline_plan
+from quartet_plugin.search.study_view import read_study
 from tests.search.fakes import FakeMachine, Killed, Watching, begin, by_formula, outcome, resume, tune
 from tests.search.jobs import make_job, make_nodes
 
@@ -83,7 +85,8 @@ def ended_cropped(result: TuneResult) -> list[int]:
 def test_plans_that_are_behind_end_at_their_cropped_model(tmp_path: Path) -> None:
     study = {"trials": 12, "explore": 2}
     machine, watching = FakeMachine(seconds=steep), Watching()
-    result = tune(begin(tmp_path / "a", study=study, trial={"crop": 2}), machine, observer=watching)
+    run = begin(tmp_path / "a", study=study, trial={"crop": 2})
+    result = tune(run, machine, observer=watching)
     behind = ended_cropped(result)
     assert behind, "the sampler's own plans are far off"
     assert any("2 of 4 layers a stage first" in text for text in watching.messages)
@@ -99,6 +102,13 @@ def test_plans_that_are_behind_end_at_their_cropped_model(tmp_path: Path) -> Non
         assert record.told.num_iterations == 0
     assert not set(behind) & {ranking.record.number for ranking in result.rankings}
     assert result.winner is not None
+    told = read_study(run.storage)
+    assert read_history(run.folder.path, study=told).num_spent == 12, "they are trials of the study"
+    for view in (told, None):
+        history = read_history(run.folder.path, study=view)
+        rows = [row for row in history.trials if row.outcome == CROPPED]
+        assert [row.number for row in rows] == behind
+        assert not any(row.is_measured or row.iteration_s for row in rows), "only predicted"
 
 
 def test_a_cropped_model_is_compared_with_nothing(tmp_path: Path) -> None:
