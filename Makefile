@@ -21,7 +21,7 @@ demo-deepspeed: $(STAMP)
 	@bash examples/demo_deepspeed/run.sh $(PY)
 
 test: $(STAMP) $(RELEASES)
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow" --durations=40
 
 test-slow: $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m slow

@@ -158,6 +158,7 @@ def storage(request: pytest.FixtureRequest) -> str:
     return running.url
 
 
+@pytest.mark.slow
 def test_rows_30_and_31_four_workers_and_one_of_them_killed_in_a_trial(tmp_path: Path, storage: str) -> None:
     """No trial is lost or doubled; what the killed worker had runs again, and nothing of it lives on."""
     tuner = Tuner(tmp_path, *FOUR, storage=storage, fake=SLOW)
@@ -189,6 +190,7 @@ def test_rows_30_and_31_four_workers_and_one_of_them_killed_in_a_trial(tmp_path:
     assert living(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_row_8_a_killed_coordinator_with_several_trials_under_way(tmp_path: Path) -> None:
     """What was under way is seen to its end by the resumed one and told, each once."""
     tuner = Tuner(tmp_path, *FOUR, fake=SLOW)
@@ -203,6 +205,7 @@ def test_row_8_a_killed_coordinator_with_several_trials_under_way(tmp_path: Path
     assert living(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_row_8_workers_whose_coordinator_is_killed_end_after_their_trial(tmp_path: Path) -> None:
     """Also where nobody resumes the run."""
     tuner = Tuner(tmp_path, *FOUR, fake=SLOW)
@@ -217,6 +220,7 @@ def test_row_8_workers_whose_coordinator_is_killed_end_after_their_trial(tmp_pat
         left.unlink()
 
 
+@pytest.mark.slow
 def test_row_9_ctrl_c_ends_every_worker_and_the_run_goes_on(tmp_path: Path) -> None:
     tuner = Tuner(tmp_path, *FOUR, fake=SLOW)
     tuner.under_way(2)

@@ -124,6 +124,7 @@ def test_a_cropped_model_is_compared_with_nothing(tmp_path: Path) -> None:
     assert not any("baseline" in text or "tokens/s" in text for text in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [True, False], ids=["before its result", "after its result"])
 def test_a_tuner_killed_at_any_launch_ends_as_an_undisturbed_one(tmp_path: Path, before: bool) -> None:
     config: dict[str, Any] = {"study": {"trials": 3, "explore": 2}, "trial": {"crop": 2}}
