@@ -127,9 +127,11 @@ class Cropping:
     baseline: Plan
     layers: int
     is_on: bool = True
+    is_open: bool = False
 
     def open(self, records: list[Record], *, num_left: int) -> None:
         """Measure the baseline cropped, and take in what an earlier process measured."""
+        self.is_open = True
         self.proposer.ranker.learn(records)
         self.observer.message(
             f"plans are tried with {self.layers} of {max(self.baseline.split.transformer_layers_per_stage)} "

@@ -46,9 +46,6 @@ class Search:
         """Spend the trials; returns why the search ended."""
         begun = all_unfinished(study)
         num_before = len(study.records())
-        if self.cropping is not None:
-            records = study.records()
-            self.cropping.open(records, num_left=self.num_left(tried=num_spent(records)))
         while True:
             records = study.records()
             check_rows(records, num_before=num_before)
@@ -59,6 +56,9 @@ class Search:
                 return f"{tried} plans were tried"
             if not self.has_time(records):
                 return f"{tried} plans were tried; the time that is left is kept for the final rounds"
+            if self.cropping is not None and not self.cropping.is_open:
+                self.cropping.open(records, num_left=self.num_left(tried=tried))
+                continue
             proposal = self.foresee(begun.popleft(), records) if begun else self.ask(study, records)
             if proposal is None:
                 return f"{tried} plans were tried; there are no others to try"
@@ -139,6 +139,7 @@ class Search:
     def has_time(self, records: list[Record], *, then_try: Plan | None = None) -> bool:
         """Whether another trial and the final rounds are likely to end in time, parity checks included."""
         ahead = 0 if then_try is None else self.parity.num_runs_to_admit(then_try)
+        ahead += self.cropping is not None and self.cropping.is_on
         own = self.launching.yardstick
         assert own is not None
         best = candidates(records, baseline_value=own.value, top_k=self.run.config.study.top_k)
