@@ -238,6 +238,7 @@ def test_a_run_is_the_same_again(tmp_path: Path) -> None:
     assert told(other) != told(first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_written", [False, True])
 def test_a_killed_run_resumes_exactly(tmp_path: Path, is_written: bool) -> None:
     search = {**SCALING, "schedule": ["no-pipelining", "1f1b", "interleaved"]}
