@@ -96,7 +96,7 @@ def layers_to_keep(space: Space, result: TrialResult, *, asked: str | int) -> tu
 
     `result` is the baseline's. The reason is empty where nothing was asked for.
     """
-    largest = max(space.baseline.split.transformer_layers_per_stage)
+    largest = _largest_stage(space.baseline)
     if asked == "none":
         return None, ""
     if Axis.SCALING in space.locked or space.baseline.made_for.framework == "deepspeed":
@@ -134,8 +134,7 @@ class Cropping:
         self.is_open = True
         self.proposer.ranker.learn(records)
         self.observer.message(
-            f"plans are tried with {self.layers} of {max(self.baseline.split.transformer_layers_per_stage)} "
-            "layers a stage first"
+            f"plans are tried with {self.layers} of {_largest_stage(self.baseline)} layers a stage first"
         )
         if not self._measure(self.baseline, number=BASELINE, num_left=num_left):
             self._end("the cropped baseline could not be measured")
@@ -158,22 +157,19 @@ class Cropping:
             return None
         own = self.launching.yardstick
         assert own is not None
-        scored = score_of_median(plan, iteration_s=forecast.iteration_s)
-        return Told(
+        told = Told(
             verdict="measured",
             outcome=CROPPED,
             reason=(
                 f"its cropped model is behind: {forecast.iteration_s:.3g} s +- {forecast.spread:.0%} expected"
             ),
             attempt_id=result.attempt_id,
-            value=scored.value(own.objective),
-            iteration_s=forecast.iteration_s,
-            tokens_per_s=scored.tokens_per_s,
-            model_flops_per_s_per_device=scored.model_flops_per_s_per_device,
             wall_s=result.wall_s,
             num_iterations=0,
             spread=forecast.spread,
         )
+        scored = score_of_median(plan, iteration_s=forecast.iteration_s)
+        return told.scored(scored, objective=own.objective)
 
     def _measure(self, plan: Plan, *, number: int, num_left: int) -> TrialResult | None:
         """Launch the plan's cropped model, or find it measured, and learn from it; None without a time."""
@@ -202,8 +198,8 @@ class Cropping:
         return result
 
     def _small(self, plan: Plan) -> Plan | None:
-        share = self.layers / max(self.baseline.split.transformer_layers_per_stage)
-        return cropped(plan, layers=max(1, round(share * max(plan.split.transformer_layers_per_stage))))
+        share = self.layers / _largest_stage(self.baseline)
+        return cropped(plan, layers=max(1, round(share * _largest_stage(plan))))
 
     def _is_recorded(self, record: Record) -> bool:
         small = self._small(record.plan)
@@ -213,3 +209,7 @@ class Cropping:
     def _end(self, why: str) -> None:
         self.is_on = False
         self.observer.message(f"{why}: plans are tried whole")
+
+
+def _largest_stage(plan: Plan) -> int:
+    return max(plan.split.transformer_layers_per_stage)

@@ -239,16 +239,10 @@ def told_of(plan: Plan, result: TrialResult, *, objective: Objective) -> Told:
         wall_s=result.wall_s,
     )
     if result.is_measured:
-        scored = score(plan, iteration_s=result.iteration_s)
-        return replace(
-            common,
-            value=scored.value(objective),
-            iteration_s=scored.iteration_s,
-            tokens_per_s=scored.tokens_per_s,
-            model_flops_per_s_per_device=scored.model_flops_per_s_per_device,
-            num_iterations=len(result.iteration_s),
-            spread=spread_of(result.iteration_s),
+        measured = replace(
+            common, num_iterations=len(result.iteration_s), spread=spread_of(result.iteration_s)
         )
+        return measured.scored(score(plan, iteration_s=result.iteration_s), objective=objective)
     if result.outcome is Outcome.INFEASIBLE:
         return replace(common, excess=float(result.memory_excess_bytes) or REFUSED_EXCESS)
     return replace(common, excess=1.0 if result.outcome is Outcome.WRONG else 0.0)

@@ -24,9 +24,9 @@ class Machine:
 
 def machine_of(config: MachineConfig, *, cwd: Path) -> Machine:
     """What the files that `config` names hold. Raises ConfigError in one line."""
-    return Machine(
-        cluster=None if config.cluster is None else read_cluster(cwd / config.cluster),
-        calibration=None if config.calibration is None else read_calibration(cwd / config.calibration),
+    return _read(
+        cluster=None if config.cluster is None else cwd / config.cluster,
+        calibration=None if config.calibration is None else cwd / config.calibration,
     )
 
 
@@ -43,7 +43,14 @@ def keep_machine(config: MachineConfig, *, cwd: Path, folder: RunFolder) -> None
 def kept_machine(folder: RunFolder) -> Machine:
     """What the run was begun with."""
     cluster, calibration = folder.machine_file, folder.calibration_file
+    return _read(
+        cluster=cluster if cluster.exists() else None,
+        calibration=calibration if calibration.exists() else None,
+    )
+
+
+def _read(*, cluster: Path | None, calibration: Path | None) -> Machine:
     return Machine(
-        cluster=read_cluster(cluster) if cluster.exists() else None,
-        calibration=read_calibration(calibration) if calibration.exists() else None,
+        cluster=None if cluster is None else read_cluster(cluster),
+        calibration=None if calibration is None else read_calibration(calibration),
     )

@@ -108,15 +108,7 @@ def _told(row: TrialRow, plan: Plan, *, source: str, ratio: float, objective: Ob
     if row.outcome != "OK" or row.iteration_s is None:
         return None
     scored = score_of_median(plan, iteration_s=row.iteration_s / ratio)
-    return replace(
-        common,
-        verdict="measured",
-        excess=0.0,
-        value=scored.value(objective),
-        iteration_s=scored.iteration_s,
-        tokens_per_s=scored.tokens_per_s,
-        model_flops_per_s_per_device=scored.model_flops_per_s_per_device,
-    )
+    return replace(common, verdict="measured", excess=0.0).scored(scored, objective=objective)
 
 
 def _starts(other: RunHistory, space: Space) -> Iterable[Params]:

@@ -17,6 +17,7 @@ from quartet_plugin.model.launched import CROPPED
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.samplers import DEFAULT, SamplerName, make
+from quartet_plugin.search.scoring import Score
 from quartet_plugin.search.space import FixedChooser, Params, RandomChooser, Space
 from quartet_plugin.search.storage import StudyStorage, as_storage, close
 
@@ -68,6 +69,16 @@ class Told:
     def is_cropped(self) -> bool:
         """Whether its whole model was never launched."""
         return self.outcome == CROPPED
+
+    def scored(self, found: Score, *, objective: Objective) -> "Told":
+        """The same with what the plan is worth."""
+        return replace(
+            self,
+            value=found.value(objective),
+            iteration_s=found.iteration_s,
+            tokens_per_s=found.tokens_per_s,
+            model_flops_per_s_per_device=found.model_flops_per_s_per_device,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

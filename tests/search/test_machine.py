@@ -125,7 +125,7 @@ def test_a_bad_file_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_study_stands_on_it(tmp_path: Path) -> None:
-    """The cluster's own processor is three times as fast: the first forecast already knows."""
+    """It runs on the cluster of its file, and ends in one line on another."""
     run = begin(tmp_path / "r", study={"trials": 3})
     (tmp_path / "cluster.json").write_text(json.dumps(probed()))
     keep_machine(MachineConfig(cluster="cluster.json"), cwd=tmp_path, folder=run.folder)
