@@ -184,27 +184,25 @@ def run_rank(options: argparse.Namespace, scenario: Scenario) -> None:
 
 
 def recipe_of(scenario: Scenario) -> Any:
-    """What makes the order; a backward is twice a forward, the head costs about half a layer here."""
+    """What makes the order: of a named one all stages count alike."""
     from quartet_plugin.runtime.programs import Recipe
 
     if scenario.order == "searched":
         return searched(scenario)
-    return Recipe(costs=stage_costs(scenario), name=scenario.order)
+    return Recipe(costs=stage_costs(scenario, np.ones(len(scenario.placement))), name=scenario.order)
 
 
-def stage_costs(scenario: Scenario) -> Any:
-    """Times and bytes of the stages, in layers."""
+def stage_costs(scenario: Scenario, cost: Any) -> Any:
+    """Stages whose forward and gradients take `cost` [num_stages] each."""
     from quartet_plugin.model.costs import StageCosts
 
-    layers = np.array(scenario.split, dtype=np.float64)
-    cost = np.maximum(layers, 0.1) + HEAD_LAYERS * (np.arange(len(layers)) == len(layers) - 1)
     return StageCosts(
         device_of_stage=np.array(scenario.placement),
         forward_s=cost,
         input_grad_s=cost,
         weight_grad_s=cost,
         backward_s=2 * cost,
-        activation_bytes=np.maximum(layers, 0.1),
+        activation_bytes=cost,
         forward_transfer_s=0 * cost,
         backward_transfer_s=0 * cost,
         held_fraction=0.5,
@@ -248,7 +246,9 @@ def searched(scenario: Scenario) -> Any:
         evaluations=3000,
         seed=0,
     )
-    return Recipe(costs=stage_costs(scenario), written=found.schedule)
+    cost = np.array(scenario.split, dtype=np.float64)
+    cost[-1] += HEAD_LAYERS
+    return Recipe(costs=stage_costs(scenario, cost), written=found.schedule)
 
 
 class Blocks:
