@@ -1,14 +1,16 @@
-"""What tuning wins: `python -m benchmarks.scenarios [NAME ...] [--folder DIR] [--trials 10] [--rounds 9]`.
+"""What tuning wins: `python -m benchmarks.scenarios [NAME ...] [--trials 8] [--rounds 10] [--launches 3]`.
 
 Real Megatron on two CPU cores, one thread a process, ranks pinned after import, the same allocator settings
-everywhere. A scenario has three sides, all measured again in turns:
+everywhere. A scenario has three sides, which are then all launched together and train in turns of a second or
+two (`turns.py`), several times over:
 
   default   Megatron's defaults for the job, split evenly
-  stock     the best that plain TPE found over stock flags, with as many trials of that length, three seeds
+  stock     the best that plain TPE found over stock flags, with as many trials of that length, three seeds;
+            the best of its final rounds by the median, where `quartet tune` asks for certainty
   winner    what `quartet tune` found
 
-Printed are winner over stock (the median of the ratios inside a round, over rounds and seeds, with a 95 %
-bootstrap interval over rounds; a seed that found the same plan counts as 1.0), and both over the default.
+Printed are winner over stock (the median over the rounds of all launches of the geometric mean over seeds,
+with a 95 % bootstrap interval; a seed that found the same plan counts as 1.0), and winner over default.
 Everything is kept in the folder: what was done is not run again, a search that was stopped goes on.
 """
 
@@ -16,7 +18,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -28,15 +29,14 @@ import yaml
 
 from benchmarks.scenarios.catalogue import SCENARIOS, Scenario
 from benchmarks.scenarios.network import ADDRESSES, two_namespaces
-from quartet_plugin.launchers.command import parse_command
+from benchmarks.scenarios.turns import Launch, measured_in_turns
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import Plan, read_plan
+from quartet_plugin.search.history import read_history
 from quartet_plugin.search.intervals import bootstrap_median
-from quartet_plugin.trial.request import TrialRequest
-from quartet_plugin.trial.runner import run_trial
 
 ROOT = Path(__file__).resolve().parents[2]
-WARMUP, MEASURE = 3, 8
+WARMUP, MEASURE = 2, 6
 OURS, DEFAULT = "winner", "default"
 
 
@@ -47,8 +47,9 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "scenarios")
-    parser.add_argument("--trials", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--trials", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=10, help="Turns of every side in a launch.")
+    parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     os.chdir(ROOT)
@@ -111,7 +112,7 @@ def search(
         "run": run,
         "search": dict(section),
         "trial": {"warmup": WARMUP, "measure": MEASURE, "deadline_s": 120},
-        "study": {"trials": options.trials, "seed": seed, "top_k": 2, "rounds": 5, "starts": starts},
+        "study": {"trials": options.trials, "seed": seed, "top_k": 1, "rounds": 5, "starts": starts},
         "device": "cpu",
     }
     config.write_text(yaml.safe_dump(content))
@@ -120,41 +121,42 @@ def search(
     with (options.folder / f"{run}.log").open("a") as log:
         print(f"{run}: searching", file=sys.stderr, flush=True)
         subprocess.run([*words, "--", *scenario.command], check=True, stdout=log, stderr=log)
+    return winner(folder) if starts == "auto" else fastest_finalist(folder)
+
+
+def winner(folder: Path) -> Plan | None:
+    """What `quartet tune` hands over: a plan only where its gain is certain."""
     best = folder / "best" / "plan.json"
     return read_plan(best) if best.exists() else None
+
+
+def fastest_finalist(folder: Path) -> Plan | None:
+    """The best of the final rounds by their median, certain or not: a plain search has no such caution."""
+    faster = [one for one in read_history(folder).finalists if one.comparison.speedup.median > 1.0]
+    if not faster:
+        return None
+    best = max(faster, key=lambda one: one.comparison.speedup.median)
+    return read_plan(next((folder / "final" / f"{best.number:06d}-round-1").glob("attempt-*/plan.json")))
 
 
 def measure_in_turns(
     name: str, sides: Mapping[str, Plan | None], scenario: Scenario, options: argparse.Namespace
 ) -> list[dict[str, float]]:
     """Model FLOP/s a device of every side in every round; sides with one plan are launched once."""
-    generator = random.Random(0)
-    distinct = {_key(plan): plan for plan in sides.values()}
-    command = parse_command(scenario.command)
+    plans = {_key(plan): plan for plan in sides.values()}
     rounds = []
-    for number in range(options.rounds):
-        values = {}
-        for key in generator.sample(sorted(distinct), len(distinct)):
-            folder = options.folder / f"{name}-turns" / f"round-{number}" / key[:12]
-            folder.mkdir(parents=True, exist_ok=True)
-            result = run_trial(
-                TrialRequest(
-                    folder=folder,
-                    command=command,
-                    plan=distinct[key],
-                    warmup=WARMUP,
-                    measure=MEASURE,
-                    device="cpu",
-                    deadline_s=120,
-                    max_spread=1e9,
-                    cwd=ROOT,
-                )
-            )
-            if not result.is_measured:
-                raise SystemExit(f"{name}: round {number}: {key[:12]}: {result.reason}")
-            values[key] = _flops(distinct[key]) / statistics.median(result.iteration_s)
-        rounds.append({side: values[_key(plan)] for side, plan in sides.items()})
-        print(f"{name}: round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
+    for number in range(options.launches):
+        launch = Launch(
+            command=scenario.command,
+            num_processes=scenario.num_processes,
+            plans=plans,
+            folder=options.folder / f"{name}-turns" / f"launch-{number}",
+            cwd=ROOT,
+        )
+        print(f"{name}: launch {number + 1} of {options.launches}", file=sys.stderr, flush=True)
+        for found in measured_in_turns(launch, rounds=options.rounds, seed=number):
+            values = {key: _flops(plans[key]) / seconds for key, seconds in found.items()}
+            rounds.append({side: values[_key(plan)] for side, plan in sides.items()})
     return rounds
 
 

@@ -53,10 +53,10 @@ _ONE_PIPELINE = {"tensor_parallel": 1, "data_parallel": 1}
 
 SCENARIOS: dict[str, Scenario] = {
     "a-heavy-head": Scenario(
-        about="a heavy head: vocabulary 32k, PP2",
+        about="a heavy head: vocabulary 16k on width 192, PP2",
         num_processes=2,
         cores="0,1",
-        flags="--num-layers 8 --hidden-size 384 --vocab-size 32768 --pipeline-model-parallel-size 2 "
+        flags="--num-layers 8 --hidden-size 192 --vocab-size 16384 --pipeline-model-parallel-size 2 "
         "--micro-batch-size 1 --global-batch-size 8",
         search={**_ONE_PIPELINE, "pipeline_parallel": 2, "micro_batch_size": 1},
     ),
@@ -64,7 +64,7 @@ SCENARIOS: dict[str, Scenario] = {
         about="unequal devices, PP3: the first alone on a core, two share the other",
         num_processes=3,
         cores="0,1,1",
-        flags="--num-layers 12 --hidden-size 256 --vocab-size 16384 --pipeline-model-parallel-size 3 "
+        flags="--num-layers 12 --hidden-size 128 --vocab-size 8192 --pipeline-model-parallel-size 3 "
         "--micro-batch-size 2 --global-batch-size 12",
         search={**_ONE_PIPELINE, "pipeline_parallel": 3, "micro_batch_size": 2},
     ),
@@ -72,7 +72,7 @@ SCENARIOS: dict[str, Scenario] = {
         about="unequal devices, PP4: the first alone on a core, three share the other",
         num_processes=4,
         cores="0,1,1,1",
-        flags="--num-layers 12 --hidden-size 256 --vocab-size 16384 --pipeline-model-parallel-size 4 "
+        flags="--num-layers 12 --hidden-size 128 --vocab-size 8192 --pipeline-model-parallel-size 4 "
         "--micro-batch-size 2 --global-batch-size 16",
         search={**_ONE_PIPELINE, "pipeline_parallel": 4, "micro_batch_size": 2},
     ),
@@ -82,14 +82,14 @@ SCENARIOS: dict[str, Scenario] = {
         cores="0,0,1,1",
         namespaces="quartet-a,quartet-a,quartet-b,quartet-b",
         rate="200mbit",
-        flags="--num-layers 8 --hidden-size 256 --vocab-size 4096 "
+        flags="--num-layers 8 --hidden-size 128 --vocab-size 4096 "
         "--micro-batch-size 2 --global-batch-size 16",
     ),
     "d-shape": Scenario(
         about="shape free at equal parameters, by model FLOP/s; PP2",
         num_processes=2,
         cores="0,1",
-        flags="--num-layers 12 --hidden-size 256 --vocab-size 1024 --pipeline-model-parallel-size 2 "
+        flags="--num-layers 12 --hidden-size 192 --vocab-size 1024 --pipeline-model-parallel-size 2 "
         "--micro-batch-size 2 --global-batch-size 16",
         search={**_ONE_PIPELINE, "pipeline_parallel": 2, "micro_batch_size": 2,
                 "scaling": {"budget": "parameters", "tolerance": 0.03}},
@@ -106,7 +106,7 @@ SCENARIOS: dict[str, Scenario] = {
         about="everything free, PP2 even as the start",
         num_processes=2,
         cores="0,1",
-        flags="--num-layers 8 --hidden-size 256 --vocab-size 16384 --pipeline-model-parallel-size 2 "
+        flags="--num-layers 8 --hidden-size 192 --vocab-size 8192 --pipeline-model-parallel-size 2 "
         "--micro-batch-size 2 --global-batch-size 16",
     ),
 }  # fmt: skip

@@ -2,12 +2,20 @@
 
 The environment says where the process with LOCAL_RANK i goes, so a permuted mapping moves RANKs over devices
 that stay: SCENARIO_CORES="0,1,1" pins it, after the imports, which pinned processes do slowly;
-SCENARIO_NAMESPACES="quartet-a,quartet-b" and SCENARIO_ADDRESS (of the first) move it.
+SCENARIO_NAMESPACES="quartet-a,quartet-b" and SCENARIO_ADDRESS (of the first) move it. With SCENARIO_TURNS,
+the address of a socket, it trains only when it is let through, STEPS steps at a time (`turns.py`).
 """
 
+import json
 import os
 import runpy
+import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+STEPS = 3
 
 
 def _mine(name: str) -> str | None:
@@ -23,14 +31,47 @@ def _enter(namespace: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = f"{namespace}-0"
 
 
+def in_turns(train_step: Callable[..., Any], *, address: str, job: str) -> Callable[..., Any]:
+    """`train_step`, which waits before every STEPS steps and tells how long each of the last ones took."""
+    connection = socket.socket(socket.AF_UNIX)
+    steps_s: list[float] = []
+    is_known = False
+
+    def tell(value: object) -> None:
+        connection.sendall(json.dumps(value).encode() + b"\n")
+
+    def waiting_train_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_known
+        if not is_known:
+            connection.connect(address)
+            tell(job)
+            is_known = True
+            connection.recv(16)
+        elif len(steps_s) == STEPS:
+            tell(steps_s)
+            steps_s.clear()
+            connection.recv(16)
+        start = time.perf_counter()
+        results = train_step(*args, **kwargs)
+        steps_s.append(time.perf_counter() - start)
+        return results
+
+    return waiting_train_step
+
+
 if __name__ == "__main__":
-    import megatron.training  # noqa: F401
+    import megatron.training
 
     core, namespace = _mine("SCENARIO_CORES"), _mine("SCENARIO_NAMESPACES")
     if namespace is not None:
         _enter(namespace)
     if core is not None:
         os.sched_setaffinity(0, {int(core)})
+    if "SCENARIO_TURNS" in os.environ:
+        training = megatron.training.training
+        training.train_step = in_turns(
+            training.train_step, address=os.environ["SCENARIO_TURNS"], job=os.environ["SCENARIO_JOB"]
+        )
     runpy.run_path(
         str(Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"), run_name="__main__"
     )

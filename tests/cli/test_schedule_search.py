@@ -37,6 +37,7 @@ def found(path: Path) -> dict[str, Any]:
     return value
 
 
+@pytest.mark.slow
 def test_never_worse_than_the_named_ones_at_the_same_split(
     quartet: Quartet, costs: Path, tmp_path: Path
 ) -> None:

@@ -257,6 +257,7 @@ def test_the_layout_of_a_plan(tmp_path: Path, one_process: dict[str, Found]) -> 
     assert found[0]["buckets"] == found[2]["buckets"] != [2000, 1000]
 
 
+@pytest.mark.slow
 def test_four_devices(tmp_path: Path, one_process: dict[str, Found]) -> None:
     sizes = {"stages": 4, **DEEP}
     own = layout(4, world=4)

@@ -123,8 +123,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any, points: r
         assert left(folder) == files, dies_before
 
 
-def test_killed_before_every_ninth_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any) -> None:
-    check(tmp_path, monkeypatch, whole, range(0, whole[1], 9))
+def test_killed_before_some_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any) -> None:
+    check(tmp_path, monkeypatch, whole, range(0, whole[1], 23))
 
 
 @pytest.mark.slow
