@@ -20,8 +20,12 @@ demo: $(STAMP)
 demo-deepspeed: $(STAMP)
 	@bash examples/demo_deepspeed/run.sh $(PY)
 
+# What only computes runs two tests at a time; what starts training processes has the machine to itself.
+COMPUTING := $(addprefix tests/,cost mapping model report scaling schedule search split)
+
 test: $(STAMP) $(RELEASES)
-	$(PY) -m pytest -m "not slow" --durations=40
+	$(PY) -m pytest -m "not slow" --durations=20 --numprocesses 2 --dist loadfile $(COMPUTING)
+	$(PY) -m pytest -m "not slow" --durations=30 $(addprefix --ignore=,$(COMPUTING))
 
 test-slow: $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m slow
