@@ -89,8 +89,8 @@ SCENARIOS: dict[str, Scenario] = {
         about="shape free at equal parameters, by model FLOP/s; PP2",
         num_processes=2,
         cores="0,1",
-        flags="--num-layers 12 --hidden-size 192 --vocab-size 1024 --pipeline-model-parallel-size 2 "
-        "--micro-batch-size 2 --global-batch-size 16",
+        flags="--num-layers 16 --hidden-size 192 --num-attention-heads 6 --vocab-size 1024 "
+        "--pipeline-model-parallel-size 2 --micro-batch-size 2 --global-batch-size 16",
         search={**_ONE_PIPELINE, "pipeline_parallel": 2, "micro_batch_size": 2,
                 "scaling": {"budget": "parameters", "tolerance": 0.03}},
     ),
