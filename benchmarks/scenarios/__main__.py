@@ -192,8 +192,9 @@ def _interval(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def _words(plan: Plan) -> str:
-    shape = f"{plan.shape.num_layers}x{plan.shape.hidden_size}"
-    return f"{shape}, {plan.layout.label}, {plan.split.label}, {plan.schedule.label}, {plan.mapping.label}"
+    return ", ".join(
+        (plan.shape.label, plan.layout.label, plan.split.label, plan.schedule.label, plan.mapping.label)
+    )
 
 
 def _row(name: str, row: Mapping[str, Any]) -> str:

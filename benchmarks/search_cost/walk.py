@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.search.space import SPLIT_HEAD, Space
+from quartet_plugin.search.choosers import SPLIT_HEAD
+from quartet_plugin.search.space import Space
 
 
 @dataclass(slots=True)
@@ -61,5 +62,4 @@ def key_of(plan: Plan) -> str:
     """What a plan executes, in words: two plans with one key do the same, whatever they expect of it."""
     custom = plan.schedule.custom
     order = plan.schedule.label if custom is None or custom.named is not None else plan.key
-    shape = f"{plan.shape.num_layers}x{plan.shape.hidden_size}"
-    return " | ".join((shape, plan.layout.label, plan.split.label, order, plan.mapping.label))
+    return " | ".join((plan.shape.label, plan.layout.label, plan.split.label, order, plan.mapping.label))

@@ -66,8 +66,9 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     from quartet_plugin.launchers.local import check_start
     from quartet_plugin.launchers.shares import divide
     from quartet_plugin.search.run_folder import resume_run
-    from quartet_plugin.search.workers.board import Board, worker_name
+    from quartet_plugin.search.workers.board import Board
     from quartet_plugin.search.workers.crew import Crew
+    from quartet_plugin.search.workers.sheets import worker_name
     from quartet_plugin.search.workers.worker import end_left_behind
 
     run = resume_run(path.absolute(), config=None, command=None)
@@ -153,7 +154,8 @@ def work(path: Path, *, name: str, task: bytes) -> None:
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.search.launches import LocalLaunches
     from quartet_plugin.search.run_folder import resume_run
-    from quartet_plugin.search.workers.board import Board, Member, read_task
+    from quartet_plugin.search.workers.board import Board
+    from quartet_plugin.search.workers.sheets import Member, read_task
     from quartet_plugin.search.workers.worker import Worker
     from quartet_plugin.trial.processes import own_identity
 

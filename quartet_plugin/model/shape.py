@@ -52,6 +52,11 @@ class ModelShape:
             )
 
     @property
+    def label(self) -> str:
+        """A short name for tables: depth x width."""
+        return f"{self.num_layers}x{self.hidden_size}"
+
+    @property
     def attention_size(self) -> int:
         """Width of all query heads together."""
         return self.num_attention_heads * self.kv_channels

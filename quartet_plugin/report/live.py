@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Self
 
 from quartet_plugin.model.launched import Launched, Stage
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.report.tables import shape_label
 from quartet_plugin.report.words import duration
 
 if TYPE_CHECKING:
@@ -225,7 +224,7 @@ def plan_cells(plan: Plan | None, *, split_width: int = 24) -> tuple[str, str, s
         return ("your own", "command", "", "", "")
     split = plan.split.label
     return (
-        shape_label(plan.shape),
+        plan.shape.label,
         plan.layout.label,
         split if len(split) <= split_width else f"{split[: split_width - 3]}...",
         plan.schedule.label,

@@ -43,8 +43,8 @@ def changes(plan: Plan) -> tuple[Change, ...]:
     candidates = (
         Change(
             part="shape",
-            before=shape_label(plan.made_for.shape),
-            after=shape_label(plan.shape),
+            before=plan.made_for.shape.label,
+            after=plan.shape.label,
             change_class="D",
         ),
         Change(part="layout", before=other.label, after=own.label, change_class="B" if reduces else "A"),
@@ -53,11 +53,6 @@ def changes(plan: Plan) -> tuple[Change, ...]:
         Change(part="mapping", before=STOCK, after=plan.mapping.label, change_class="A"),
     )
     return tuple(change for change in candidates if change.before != change.after)
-
-
-def shape_label(shape: ModelShape) -> str:
-    """Depth x width."""
-    return f"{shape.num_layers}x{shape.hidden_size}"
 
 
 def plan_lines(plan: Plan) -> list[str]:

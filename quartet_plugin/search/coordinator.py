@@ -42,9 +42,10 @@ from quartet_plugin.search.scoring import objective_of, score
 from quartet_plugin.search.searching import Search
 from quartet_plugin.search.space import Space, build_space
 from quartet_plugin.search.study import Record, TuneStudy
-from quartet_plugin.search.workers.board import Board, Offer, worker_name
+from quartet_plugin.search.workers.board import Board
 from quartet_plugin.search.workers.crew import Crew, end_earlier
 from quartet_plugin.search.workers.desk import Desk
+from quartet_plugin.search.workers.sheets import Offer, worker_name
 from quartet_plugin.search.workers.spending import SharedSearch
 from quartet_plugin.trial.request import Outcome, TrialResult
 

@@ -50,7 +50,7 @@ def objective_by_events(rows: tuple[TrialRow, ...], *, asked: Any) -> Objective:
 def labels_of(plan: Plan) -> dict[str, str]:
     """The plan's parts in words, as the study keeps them beside a trial."""
     return {
-        "shape": f"{plan.shape.num_layers}x{plan.shape.hidden_size}",
+        "shape": plan.shape.label,
         "layout": plan.layout.label,
         "split": plan.split.label,
         "schedule": plan.schedule.label,

@@ -14,8 +14,9 @@ from quartet_plugin.errors import QuartetError, StorageError
 from quartet_plugin.model.history import RunHistory, TrialRow
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Mapping, Plan
+from quartet_plugin.search.choosers import Params
 from quartet_plugin.search.scoring import Score, score_of_median
-from quartet_plugin.search.space import Params, Space
+from quartet_plugin.search.space import Space
 from quartet_plugin.search.study import REFUSED_EXCESS, Told
 
 MAX_TOLD = 200

@@ -19,10 +19,11 @@ from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.measurement import Interval, Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.regret import NOTABLE, Regret
+from quartet_plugin.search.choosers import Params, RandomChooser
 from quartet_plugin.search.final import BASELINE, Ranking
 from quartet_plugin.search.outlook import FAR, Evidence, Features, draw, features_of, joint
 from quartet_plugin.search.schedules import SEARCHED
-from quartet_plugin.search.space import Params, RandomChooser, Space
+from quartet_plugin.search.space import Space
 from quartet_plugin.search.study import Record, derived_seed
 
 if TYPE_CHECKING:
@@ -152,9 +153,8 @@ def _summary(
 
 def words_of(plan: Plan, *, own: Plan) -> str:
     """A plan in a few words; what it shares with the user's own configuration is left out."""
-    shape = f"{plan.shape.num_layers}x{plan.shape.hidden_size}"
     parts = [
-        shape if plan.shape != own.shape else "",
+        plan.shape.label if plan.shape != own.shape else "",
         plan.layout.label,
         plan.split.label if plan.layout.num_stages > 1 else "",
         plan.schedule.label if plan.layout.pipeline_parallel > 1 else "",

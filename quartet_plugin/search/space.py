@@ -5,12 +5,10 @@ never change, so a parameter whose choices depend on earlier ones carries them, 
 on, in its name. A parameter with one choice is not a parameter.
 """
 
-import random
-from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingABC
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from quartet_plugin import __version__
 from quartet_plugin.cost.estimate import relative_cost
@@ -21,6 +19,16 @@ from quartet_plugin.model.measurement import Prediction
 from quartet_plugin.model.plan import Mapping, NodeInfo, Plan, Provenance, ScheduleChoice, Split
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
+from quartet_plugin.search.choosers import (
+    SPLIT_EMBEDDING,
+    SPLIT_HEAD,
+    Chooser,
+    Params,
+    bucket_label,
+    degree_label,
+    optimizer_label,
+    recorders,
+)
 from quartet_plugin.search.config import SearchConfig
 from quartet_plugin.search.features import Axis, locked_axes, no_own_schedules
 from quartet_plugin.search.job import Job, baseline_plan
@@ -32,67 +40,8 @@ from quartet_plugin.search.layouts import (
     schedules_of,
     stock_schedule,
 )
-from quartet_plugin.search.schedules import (
-    SEARCHED,
-    STOCK_NAMES,
-    Ends,
-    OwnOrder,
-    ends_from,
-    own_order,
-    own_relative_cost,
-)
-from quartet_plugin.search.splits import even_counts, is_legal_split, weighted_split, weights_of
-
-type Params = MappingABC[str, str | int | float]
-
-SPLIT_EMBEDDING = "split.embedding"
-SPLIT_HEAD = "split.head"
-
-
-class Chooser(Protocol):
-    """Makes the choices of one plan: a sampler, a recorded point, or chance."""
-
-    def category(self, name: str, choices: Sequence[str]) -> str:
-        """One of `choices`, at least two."""
-
-    def weight(self, name: str) -> float:
-        """A number from -1 to 1."""
-
-
-class FixedChooser:
-    """Repeats recorded parameters. A KeyError is a parameter that was not recorded."""
-
-    def __init__(self, params: Params) -> None:
-        self._params = params
-
-    def category(self, name: str, choices: Sequence[str]) -> str:
-        """The recorded choice."""
-        choice = str(self._params[name])
-        if choice not in choices:
-            raise KeyError(name)
-        return choice
-
-    def weight(self, name: str) -> float:
-        """The recorded number."""
-        return float(self._params[name])
-
-
-class RandomChooser:
-    """Chooses by chance, and records."""
-
-    def __init__(self, generator: random.Random) -> None:
-        self._generator = generator
-        self.params: dict[str, str | int | float] = {}
-
-    def category(self, name: str, choices: Sequence[str]) -> str:
-        """Any choice, each as likely."""
-        self.params[name] = choice = self._generator.choice(list(choices))
-        return choice
-
-    def weight(self, name: str) -> float:
-        """Any number from -1 to 1."""
-        self.params[name] = weight = self._generator.uniform(-1.0, 1.0)
-        return weight
+from quartet_plugin.search.schedules import STOCK_NAMES, Ends, OwnOrder, own_order, own_relative_cost
+from quartet_plugin.search.splits import even_counts, is_legal_split, weighted_split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +97,7 @@ class Space:
 
         Of a schedule of ours the weights of the ends are guessed; a rare plan cannot be read off.
         """
-        for recorder in _recorders(plan, space=self):
+        for recorder in recorders(plan, orders_of=self.orders_of):
             try:
                 made = self.decode(recorder, trial=plan.provenance.trial)
             except KeyError:
@@ -202,7 +151,7 @@ class Space:
         return tuple(dict.fromkeys(found)) or (stock,)
 
     def _shape(self, choose: Chooser) -> ModelShape:
-        labels = [shape_label(shape) for shape in self.shapes]
+        labels = [shape.label for shape in self.shapes]
         return self.shapes[labels.index(_choose(choose, "shape", labels))]
 
     def _layout(self, choose: Chooser, shape: ModelShape) -> Layout:
@@ -295,76 +244,6 @@ class Space:
         return found[names.index(name)].mapping
 
 
-class _Recorder:
-    """Chooses what leads to a given plan, and records it.
-
-    `schedule` is the schedule's name in the space, `ends` what the ends weigh where that is known.
-    """
-
-    def __init__(self, plan: Plan, *, space: Space, schedule: str, ends: Ends | None = None) -> None:
-        self._plan = plan
-        self._space = space
-        self._schedule = schedule
-        self._weights = None if ends is None else (ends.embedding, ends.head)
-        self.params: dict[str, str | int | float] = {}
-
-    def category(self, name: str, choices: Sequence[str]) -> str:
-        wanted = self._wanted(name)
-        if wanted not in choices:
-            raise KeyError(name)
-        self.params[name] = wanted
-        return wanted
-
-    def weight(self, name: str) -> float:
-        plan = self._plan
-        if self._weights is None and plan.schedule.custom is None:
-            self._weights = weights_of(
-                plan.split.transformer_layers_per_stage,
-                num_devices=plan.layout.pipeline_parallel,
-                chunks=plan.layout.virtual_stages,
-            )
-        if self._weights is None:
-            raise KeyError(name)
-        value = self._weights[name == SPLIT_HEAD] / plan.shape.num_layers
-        if not -1.0 <= value <= 1.0:
-            raise KeyError(name)
-        self.params[name] = value
-        return value
-
-    def _wanted(self, name: str) -> str:
-        plan = self._plan
-        kind = name.partition("[")[0].partition(".")[0]
-        if kind == "shape":
-            return shape_label(plan.shape)
-        if kind == "layout":
-            return degree_label(plan.layout)
-        if kind == "micro_batch_size":
-            return str(plan.layout.micro_batch_size)
-        if kind == "optimizer":
-            return optimizer_label(plan.layout)
-        if kind in ("reduce_bucket_size", "allgather_bucket_size"):
-            return bucket_label(getattr(plan.layout, kind))
-        if kind == "split":
-            return plan.split.label
-        if kind == "schedule":
-            return self._schedule
-        if kind == "group":
-            return str(plan.schedule.group)
-        found = self._space.orders_of(plan.layout)
-        return next((order.name for order in found if order.mapping == plan.mapping), "")
-
-
-def _recorders(plan: Plan, *, space: Space) -> Iterator[_Recorder]:
-    """A schedule of ours may have been found by searching, whatever its name; the ends are guessed."""
-    custom = plan.schedule.custom
-    if custom is None:
-        yield _Recorder(plan, space=space, schedule=plan.schedule.name)
-        return
-    for name in dict.fromkeys((custom.named or SEARCHED, SEARCHED)):
-        for ends in (*ends_from(plan), None):
-            yield _Recorder(plan, space=space, schedule=name, ends=ends)
-
-
 def build_space(job: Job, *, nodes: Sequence[NodeInfo], search: SearchConfig, run: str, seed: int) -> Space:
     """The space around the user's job. Raises ConfigError where what was asked leaves no plan."""
     baseline = baseline_plan(job, nodes=nodes, run=run, seed=seed)
@@ -401,28 +280,6 @@ def build_space(job: Job, *, nodes: Sequence[NodeInfo], search: SearchConfig, ru
             "fits what is asked; set more axes to auto"
         )
     return replace(draft, shapes=tuple(layouts), layouts=layouts)
-
-
-def shape_label(shape: ModelShape) -> str:
-    """Depth x width, for tables and as a choice."""
-    return f"{shape.num_layers}x{shape.hidden_size}"
-
-
-@lru_cache(maxsize=65_536)
-def degree_label(layout: Layout) -> str:
-    """The layout without its micro-batch."""
-    label = layout.label.rpartition("mb")[0].strip()
-    return label or "one"
-
-
-def optimizer_label(layout: Layout) -> str:
-    """Whether the optimizer's state is sharded over the data-parallel processes."""
-    return "sharded" if layout.distributed_optimizer else "whole"
-
-
-def bucket_label(size: int | None) -> str:
-    """A bucket's size; the ds_config's own where the plan has none."""
-    return "own" if size is None else str(size)
 
 
 def _degree_labels(layouts: Sequence[Layout]) -> tuple[str, ...]:

@@ -16,9 +16,10 @@ from quartet_plugin.errors import StorageError
 from quartet_plugin.model.launched import CROPPED
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.search.choosers import FixedChooser, Params, RandomChooser
 from quartet_plugin.search.samplers import DEFAULT, SamplerName, make
 from quartet_plugin.search.scoring import Score
-from quartet_plugin.search.space import FixedChooser, Params, RandomChooser, Space
+from quartet_plugin.search.space import Space
 from quartet_plugin.search.storage import StudyStorage, as_storage, close
 
 MAX_FRESH_TRIES = 400
@@ -365,7 +366,7 @@ def _readable(plan: Plan) -> dict[str, str]:
     """What Optuna's tools show beside a trial."""
     return {
         "plan_key": plan.key,
-        "shape": f"{plan.shape.num_layers}x{plan.shape.hidden_size}",
+        "shape": plan.shape.label,
         "layout": plan.layout.label,
         "split": plan.split.label,
         "schedule": plan.schedule.label,

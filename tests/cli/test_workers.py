@@ -21,7 +21,8 @@ from quartet_plugin.search.config import parse_config
 from quartet_plugin.search.run_folder import create_run
 from quartet_plugin.search.storage import StudyStorage
 from quartet_plugin.search.study_view import read_study
-from quartet_plugin.search.workers.board import Board, Claim, Member, Offer, ShareSheet
+from quartet_plugin.search.workers.board import Board
+from quartet_plugin.search.workers.sheets import Claim, Member, Offer, ShareSheet
 from quartet_plugin.trial.processes import marked, own_identity
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.faults.conftest import assert_nothing_left

@@ -10,8 +10,9 @@ import pytest
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.search.choosers import FixedChooser, RandomChooser
 from quartet_plugin.search.config import parse_config
-from quartet_plugin.search.space import FixedChooser, RandomChooser, Space, build_space
+from quartet_plugin.search.space import Space, build_space
 from tests.search.jobs import make_job, make_layout
 
 OWN = make_layout(pipeline_parallel=1, data_parallel=2, distributed_optimizer=True)

@@ -17,12 +17,13 @@ from quartet_plugin.model.measurement import Comparison, Interval, Measurement
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.regret import Regret, read_regret
 from quartet_plugin.search.best import write_best
+from quartet_plugin.search.choosers import RandomChooser
 from quartet_plugin.search.config import parse_config
 from quartet_plugin.search.final import Ranking
 from quartet_plugin.search.intervals import bootstrap_median
 from quartet_plugin.search.outlook import Evidence, draw, features_of, joint
 from quartet_plugin.search.regret import Ended, estimate_regret, launch_noise, untried_plans
-from quartet_plugin.search.space import RandomChooser, Space, build_space
+from quartet_plugin.search.space import Space, build_space
 from quartet_plugin.search.study import Record, Told
 from tests.search.fakes import FakeMachine, begin, resume, tune
 from tests.search.jobs import make_job, make_layout, make_nodes

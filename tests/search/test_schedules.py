@@ -15,6 +15,7 @@ from quartet_plugin.runtime.recipe import recipe_of
 from quartet_plugin.schedule.choice import costs_of
 from quartet_plugin.schedule.placement import PlacementKind, kind_of
 from quartet_plugin.schedule.simulate import simulate
+from quartet_plugin.search.choosers import FixedChooser, RandomChooser
 from quartet_plugin.search.config import parse_config
 from quartet_plugin.search.forecast.anatomy import Ends as CandidateEnds
 from quartet_plugin.search.forecast.candidates import Candidates
@@ -28,7 +29,7 @@ from quartet_plugin.search.schedules import (
     own_order,
     own_schedules,
 )
-from quartet_plugin.search.space import FixedChooser, RandomChooser, Space, build_space
+from quartet_plugin.search.space import Space, build_space
 from quartet_plugin.search.splits import even_counts, is_legal_split
 from tests.search.jobs import make_job, make_layout, make_nodes, make_shape
 

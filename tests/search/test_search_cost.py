@@ -13,8 +13,9 @@ from benchmarks.search_cost.record import EMBEDDING, HEAD, NEAR, _due, plans_of
 from benchmarks.search_cost.recording import Entry, Recording, read_recording
 from benchmarks.search_cost.walk import every_plan, key_of
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.search.choosers import RandomChooser
 from quartet_plugin.search.config import parse_config
-from quartet_plugin.search.space import RandomChooser, Space, build_space
+from quartet_plugin.search.space import Space, build_space
 from tests.search.jobs import make_job, make_nodes
 
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.search.choosers import FixedChooser, RandomChooser, degree_label
 from quartet_plugin.search.config import ScalingConfig, SearchConfig, parse_config
 from quartet_plugin.search.features import Axis
 from quartet_plugin.search.layouts import LayoutRules, is_legal_group, legal_groups, legal_layouts
-from quartet_plugin.search.space import FixedChooser, RandomChooser, Space, build_space, degree_label
+from quartet_plugin.search.space import Space, build_space
 from quartet_plugin.search.splits import is_legal_split, weighted_split, weights_of
 from tests.search.jobs import make_job, make_layout, make_nodes, make_shape
 

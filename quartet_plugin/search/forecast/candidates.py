@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from quartet_plugin.cost.estimate import layer_weights
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.search.choosers import SPLIT_EMBEDDING, SPLIT_HEAD, FixedChooser, Params
 from quartet_plugin.search.forecast.anatomy import Ends, wanted_split
 from quartet_plugin.search.forecast.ranker import identity
 from quartet_plugin.search.schedules import SEARCHED, STOCK_NAMES
-from quartet_plugin.search.space import SPLIT_EMBEDDING, SPLIT_HEAD, FixedChooser, Params, Space
+from quartet_plugin.search.space import Space
 from quartet_plugin.search.study import derived_seed
 
 # Layouts that are predicted at all, and where none has a schedule of the framework's own; layouts whose other

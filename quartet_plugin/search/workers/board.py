@@ -18,187 +18,27 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field, TypeAdapter, ValidationError
 
 from quartet_plugin.errors import ConfigError, StorageError
-from quartet_plugin.launchers.shares import Share
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.schema import dump
-from quartet_plugin.trial.files import Count, Name, PlanKey, Seconds, Text, Version, read_sheet
-from quartet_plugin.trial.processes import Identity
+from quartet_plugin.search.workers.sheets import (
+    WORKER_NAME,
+    Claim,
+    Done,
+    Member,
+    Offer,
+    Order,
+    read_claim,
+    read_done,
+    read_member,
+    read_offer,
+    read_order,
+)
 
 BOARD_NAME = "workers"
-MAX_SHEET_BYTES = 1 << 20
-
-_STRICT: dict[str, object] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 _NUMBER = re.compile(r"([0-9]{6,})\.json")
-_WORKER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
-
-Fence = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-Generation = Annotated[int, Field(ge=1, le=2**31)]
-WorkerName = Annotated[str, Field(pattern=rf"^{_WORKER.pattern}$")]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """board.json: what a worker of this run must have, so that its times compare with the baseline's."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    device: Literal["cpu", "cuda"]
-    num_devices: Annotated[int, Field(ge=0, le=65_536)]
-    schema_version: Version = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """A plan to be measured once. `fence` begins the ids of its attempts, the first of them `attempt`.
-
-    `host` is the only one that may take it, where the plan's mapping names slots there.
-    """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    trial: Count
-    generation: Generation
-    fence: Fence
-    attempt: Annotated[int, Field(ge=1, le=100_000)]
-    plan_key: PlanKey
-    host: Name | None
-    warmup: Count
-    measure: Annotated[int, Field(ge=1, le=100_000)]
-    deadline_s: Seconds
-    predicted_iteration_s: Seconds | None
-    slow_above_s: Seconds | None
-    timeouts: Annotated[dict[Name, Seconds], Field(max_length=64)]
-    is_closed: bool = False
-    schema_version: Version = 1
-
-    @property
-    def stem(self) -> str:
-        """How the files of its hand-out are called."""
-        return f"{self.trial:06d}-{self.generation}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """Who took an order."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    trial: Count
-    generation: Generation
-    fence: Fence
-    worker: WorkerName
-    host: Name
-    identity: Identity
-    schema_version: Version = 1
-
-    @property
-    def stem(self) -> str:
-        """See `Order.stem`."""
-        return f"{self.trial:06d}-{self.generation}"
-
-    def __str__(self) -> str:
-        """Who it is, for the user."""
-        return f"worker {self.worker} (process {self.identity.pid} on {self.host})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """What came of a claim: the attempt that counts, or why the worker gave up."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    fence: Fence
-    attempt: Annotated[int, Field(ge=1, le=2**31)] | None
-    error: Text | None = None
-    exit_code: Annotated[int, Field(ge=0, le=255)] = 0
-    schema_version: Version = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShareSheet:
-    """The devices of a worker, as its file names them."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    device: Literal["cpu", "cuda"]
-    index: Annotated[int, Field(ge=0, le=65_536)] = 0
-    count: Annotated[int, Field(ge=1, le=65_536)] = 1
-    cores: Annotated[tuple[Count, ...], Field(max_length=65_536)] = ()
-    devices: Annotated[tuple[Name, ...], Field(max_length=65_536)] = ()
-    is_alone: bool = True
-
-    @property
-    def share(self) -> Share:
-        """The devices themselves."""
-        return Share(
-            device=self.device,
-            index=self.index,
-            count=self.count,
-            cores=self.cores,
-            devices=self.devices,
-            is_alone=self.is_alone,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """crew/NAME.json: a worker. `parent` started it and is a coordinator, or the process that joined."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    name: WorkerName
-    host: Name
-    identity: Identity
-    parent: Identity
-    share: ShareSheet
-    is_joined: bool
-    schema_version: Version = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """What a worker's process is told when it starts; never written down, for the command's secrets."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    command: Annotated[tuple[str, ...], Field(max_length=100_000)]
-    share: ShareSheet
-    parent: Identity
-    is_joined: bool
-    schema_version: Version = 1
-
-
-_OFFER: TypeAdapter[Offer] = TypeAdapter(Offer)
-_ORDER: TypeAdapter[Order] = TypeAdapter(Order)
-_CLAIM: TypeAdapter[Claim] = TypeAdapter(Claim)
-_DONE: TypeAdapter[Done] = TypeAdapter(Done)
-_MEMBER: TypeAdapter[Member] = TypeAdapter(Member)
-_TASK: TypeAdapter[Task] = TypeAdapter(Task)
-
-
-def task_text(task: Task) -> bytes:
-    """A task as it is sent."""
-    return _TASK.dump_json(task)
-
-
-def read_task(text: bytes) -> Task:
-    """A task as it was sent. Raises ConfigError."""
-    try:
-        return _TASK.validate_json(text)
-    except ValidationError as error:
-        raise ConfigError("work: no task on the standard input; it is started by quartet tune") from error
-
-
-def worker_name(host: str, *rest: str | int) -> str:
-    """A worker's name, fit for a file."""
-    plain = re.sub(r"[^A-Za-z0-9_.-]", "-", host).strip("-._") or "host"
-    return "-".join([plain[:100], *(str(one) for one in rest)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +79,7 @@ class Board:
     def offer(self) -> Offer | None:
         """What workers must have; None where the run takes none now."""
         with contextlib.suppress(FileNotFoundError):
-            return read_sheet(_OFFER, self.path / "board.json", max_bytes=MAX_SHEET_BYTES)
+            return read_offer(self.path / "board.json")
         return None
 
     def publish(self, order: Order, plan: Plan) -> None:
@@ -293,7 +133,7 @@ class Board:
     def order(self, trial: int) -> Order | None:
         """The order of a trial as it is now."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
-            return read_sheet(_ORDER, self._order_file(trial), max_bytes=MAX_SHEET_BYTES)
+            return read_order(self._order_file(trial))
         return None
 
     def plan(self, order: Order) -> Plan:
@@ -312,20 +152,20 @@ class Board:
             if f".{ending}" in endings and (trial is None or stem.startswith(f"{trial:06d}-")):
                 with contextlib.suppress(FileNotFoundError, ConfigError):
                     path = self.path / "claims" / name
-                    found.append(read_sheet(_CLAIM, path, max_bytes=MAX_SHEET_BYTES))
+                    found.append(read_claim(path))
         return found
 
     def claim_of(self, order: Order) -> Claim | None:
         """Who has the order now."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
-            claim = read_sheet(_CLAIM, self._claim_file(order), max_bytes=MAX_SHEET_BYTES)
+            claim = read_claim(self._claim_file(order))
             return claim if claim.fence == order.fence else None
         return None
 
     def done_of(self, order: Order) -> Done | None:
         """What came of the order's present generation."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
-            done = read_sheet(_DONE, self._claim_file(order, "done."), max_bytes=MAX_SHEET_BYTES)
+            done = read_done(self._claim_file(order, "done."))
             return done if done.fence == order.fence else None
         return None
 
@@ -335,7 +175,7 @@ class Board:
         for name in self._names("crew"):
             if name.endswith(".json"):
                 with contextlib.suppress(FileNotFoundError, ConfigError):
-                    found.append(read_sheet(_MEMBER, self.path / "crew" / name, max_bytes=MAX_SHEET_BYTES))
+                    found.append(read_member(self.path / "crew" / name))
         return found
 
     def beat_of(self, one: Claim | Member) -> int | None:
@@ -349,7 +189,7 @@ class Board:
 
     def enlist(self, member: Member) -> None:
         """Say that a worker is there."""
-        if not _WORKER.fullmatch(member.name):
+        if not WORKER_NAME.fullmatch(member.name):
             raise ConfigError(f"worker {member.name[:60]!r}: letters, digits, '.', '_' and '-' alone")
         with self._errors():
             (self.path / "crew" / f"{member.name}.dismissed").unlink(missing_ok=True)

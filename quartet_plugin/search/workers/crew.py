@@ -14,7 +14,8 @@ import psutil
 
 from quartet_plugin.errors import InfrastructureError, StorageError
 from quartet_plugin.launchers.shares import Share
-from quartet_plugin.search.workers.board import Board, ShareSheet, Task, task_text
+from quartet_plugin.search.workers.board import Board
+from quartet_plugin.search.workers.sheets import ShareSheet, Task, task_text
 from quartet_plugin.trial.processes import Identity, descendants, own_identity, reap
 
 # A worker that is killed is started again, all in all this many times for each.

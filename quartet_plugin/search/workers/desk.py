@@ -15,7 +15,8 @@ from pathlib import Path
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.events import EventLog
 from quartet_plugin.search.launches import Launches
-from quartet_plugin.search.workers.board import Board, Claim, Done, Member, Order
+from quartet_plugin.search.workers.board import Board
+from quartet_plugin.search.workers.sheets import Claim, Done, Member, Order
 from quartet_plugin.trial.attempt import PREFIX, attempt_number
 from quartet_plugin.trial.processes import Identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult

@@ -16,8 +16,9 @@ from quartet_plugin.launchers.command import Command
 from quartet_plugin.search.attempts import holder_of
 from quartet_plugin.search.launches import Launches, ShouldStop
 from quartet_plugin.search.run_folder import Run
-from quartet_plugin.search.workers.board import Board, Claim, Done, Member, Order
+from quartet_plugin.search.workers.board import Board
 from quartet_plugin.search.workers.desk import EXPIRY_S, RENEW_S
+from quartet_plugin.search.workers.sheets import Claim, Done, Member, Order
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt
 from quartet_plugin.trial.processes import Identity, ProcessBook, reap
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest

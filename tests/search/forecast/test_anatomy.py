@@ -12,11 +12,12 @@ from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.software import ON_CPU
 from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
+from quartet_plugin.search.choosers import RandomChooser
 from quartet_plugin.search.config import parse_config
 from quartet_plugin.search.forecast.anatomy import Anatomies, Ends, wanted_split
 from quartet_plugin.search.forecast.ground import AT, FACTORS, Factor, ground_of
 from quartet_plugin.search.job import baseline_plan
-from quartet_plugin.search.space import RandomChooser, Space, build_space
+from quartet_plugin.search.space import Space, build_space
 from tests.search.jobs import make_job, make_layout, make_nodes
 
 NOTHING = -60.0

@@ -4,11 +4,12 @@ import random
 from collections.abc import Sequence
 
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.search.choosers import FixedChooser, RandomChooser
 from quartet_plugin.search.config import parse_config
 from quartet_plugin.search.forecast.anatomy import Ends
 from quartet_plugin.search.forecast.candidates import Candidate, Candidates
 from quartet_plugin.search.forecast.ranker import identity
-from quartet_plugin.search.space import FixedChooser, RandomChooser, Space, build_space
+from quartet_plugin.search.space import Space, build_space
 from tests.search.fakes import by_formula
 from tests.search.jobs import make_job, make_layout, make_nodes
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from quartet_plugin.model.plan import NodeInfo, Plan
+from quartet_plugin.search.choosers import RandomChooser
 from quartet_plugin.search.config import parse_config
 from quartet_plugin.search.forecast.ground import ground_of
 from quartet_plugin.search.forecast.odds import OVER_CHANCE, SAME_LAYOUT, SAME_SCHEDULE, Odds
-from quartet_plugin.search.space import RandomChooser, Space, build_space
+from quartet_plugin.search.space import Space, build_space
 from quartet_plugin.search.study import Record, Told
 from tests.search.jobs import make_job, make_layout, make_nodes, make_shape
 

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.search.choosers import RandomChooser
 from quartet_plugin.search.config import parse_config
 from quartet_plugin.search.coordinator import TuneResult
 from quartet_plugin.search.forecast.proposing import expected_gain
-from quartet_plugin.search.space import RandomChooser, Space, build_space
+from quartet_plugin.search.space import Space, build_space
 from tests.search.fakes import FakeMachine, Killed, begin, by_formula, resume, tune
 from tests.search.forecast.truth import Truth
 from tests.search.jobs import make_job, make_layout, make_nodes

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.search.choosers import RandomChooser
 from quartet_plugin.search.config import parse_config
 from quartet_plugin.search.forecast.evidence import action_times, spread_of
 from quartet_plugin.search.forecast.ranker import Ranker
-from quartet_plugin.search.space import RandomChooser, Space, build_space
+from quartet_plugin.search.space import Space, build_space
 from quartet_plugin.search.study import Record, Told
 from tests.search.forecast.truth import Truth
 from tests.search.jobs import make_job, make_layout, make_nodes

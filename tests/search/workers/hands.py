@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.search.launches import SETTLED
-from quartet_plugin.search.workers.board import Board, Claim, Done, Member, Order, ShareSheet
+from quartet_plugin.search.workers.board import Board
+from quartet_plugin.search.workers.sheets import Claim, Done, Member, Order, ShareSheet
 from quartet_plugin.trial.processes import Identity
 from quartet_plugin.trial.request import Outcome, TrialResult
 

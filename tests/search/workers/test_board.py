@@ -10,8 +10,9 @@ import pytest
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.report.status import status_lines, status_record
 from quartet_plugin.search.history import read_history
-from quartet_plugin.search.workers.board import Board, Done, Offer, Order, worker_name
+from quartet_plugin.search.workers.board import Board
 from quartet_plugin.search.workers.crew import end_earlier
+from quartet_plugin.search.workers.sheets import Done, Offer, Order, worker_name
 from quartet_plugin.trial.lease import Lease
 from quartet_plugin.trial.processes import own_identity
 from tests.model.plans import PLAN

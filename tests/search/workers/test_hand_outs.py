@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.search.events import EventLog
-from quartet_plugin.search.workers.board import Board, Offer
+from quartet_plugin.search.workers.board import Board
 from quartet_plugin.search.workers.desk import EXPIRY_S, Desk
+from quartet_plugin.search.workers.sheets import Offer
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from tests.model.plans import PLAN
 from tests.search.workers.hands import ELSEWHERE, HERE, Disk, Hand, member

@@ -12,7 +12,8 @@ from quartet_plugin.launchers.shares import Share
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search import coordinator
 from quartet_plugin.search.coordinator import TuneResult
-from quartet_plugin.search.workers.board import Board, Claim, Done, Member, Order, ShareSheet
+from quartet_plugin.search.workers.board import Board
+from quartet_plugin.search.workers.sheets import Claim, Done, Member, Order, ShareSheet
 from quartet_plugin.search.workers.spending import SharedSearch
 from quartet_plugin.trial.processes import own_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult

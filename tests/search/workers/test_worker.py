@@ -17,7 +17,8 @@ from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
-from quartet_plugin.search.workers.board import Board, Done, Member, Offer, Order, read_task
+from quartet_plugin.search.workers.board import Board
+from quartet_plugin.search.workers.sheets import Done, Member, Offer, Order, read_task
 from quartet_plugin.search.workers.worker import ABSENCE_S, Worker, end_left_behind
 from quartet_plugin.trial.files import CommandSheet, TrialSheet
 from quartet_plugin.trial.lease import Lease
