@@ -149,6 +149,7 @@ def test_a_plan_that_does_not_fit_is_our_fault(request_for: Request, tmp_path: P
     assert not living(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_hang_and_a_stop(request_for: Request, tmp_path: Path) -> None:
     short = Timeouts(init_s=150.0, first_step_s=60.0, step_s=6.0, shutdown_s=3.0)
     hung = run_trial(request_for(FAULTY, "--fault", "hang", name="hang", timeouts=short, max_attempts=1))

@@ -49,7 +49,7 @@ OCCURRENCES = st.one_of(
     occurrence("-s", st.just(1)),
     st.sampled_from([["--on"], ["--no-off"], ["--both"], ["--no-both"]]),
     # The script's own, unknown here, some with values.
-    st.sampled_from([["--mine"], ["--mine", "7"], ["--mine=a b"], ["--mine", "x", "y"], ["--onex"]]),
+    st.sampled_from([["--mine"], ["--mine", "7"], ["--mine=a_b"], ["--mine", "x", "y"], ["--onex"]]),
 )
 COMMANDS = st.lists(OCCURRENCES, max_size=8).map(lambda items: [word for item in items for word in item])
 
@@ -66,6 +66,13 @@ def test_removed_flags_are_gone_and_nothing_else(words: list[str], remove: set[s
     left = [word for word in words if word.startswith(("--mine", "--onex"))]
     assert [word for word in edited if word.startswith(("--mine", "--onex"))] == left
     assert edited[len(edited) - len(tail) :] == tail
+
+
+def test_an_unknown_word_with_a_space_is_a_value_as_argparse_has_it() -> None:
+    words = ["--any", "--mine=a b", "--on"]
+    assert FLAGS.given(words) == {"any": ["--mine=a b"], "on": True}
+    assert FLAGS.edit(words, remove={"any"}, append=[])[0] == ["--on"]
+    assert FLAGS.edit(words, remove={"on"}, append=[])[0] == ["--any", "--mine=a b"]
 
 
 @settings(deadline=None, max_examples=200)

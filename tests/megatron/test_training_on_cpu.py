@@ -87,6 +87,7 @@ def test_weights_matter_to_the_comparison(reference: Reference, tmp_path: Path) 
     assert min(support.largest_deviation(run, reference.run)) > 100 * _TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
 def test_training_goes_on_from_a_checkpoint_as_if_never_stopped(tmp_path: Path, optimizer: str) -> None:
     data = support.dataset(tmp_path)
