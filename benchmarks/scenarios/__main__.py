@@ -86,12 +86,11 @@ def _place(scenario: Scenario) -> Iterator[None]:
 def measure(name: str, scenario: Scenario, options: argparse.Namespace) -> dict[str, Any]:
     """Search with both, then measure what they found and the default in turns."""
     sides: dict[str, Plan | None] = {DEFAULT: None}
-    sides[OURS] = search(f"{name}-ours", scenario.search, scenario, options, seed=0, starts="auto")
+    sides[OURS] = winner(search(f"{name}-ours", scenario.search, scenario, options, seed=0, starts="auto"))
     for seed in range(options.seeds):
         run = f"{name}-stock-{seed}"
-        sides[f"stock-{seed}"] = search(
-            run, scenario.stock_search, scenario, options, seed=seed, starts="none"
-        )
+        folder = search(run, scenario.stock_search, scenario, options, seed=seed, starts="none")
+        sides[f"stock-{seed}"] = fastest_finalist(folder)
     rounds = measure_in_turns(name, sides, scenario, options)
     return {"about": scenario.about, **compare(sides, rounds), "rounds": rounds}
 
@@ -104,8 +103,8 @@ def search(
     *,
     seed: int,
     starts: str,
-) -> Plan | None:
-    """The best plan of one `quartet tune`; None where the user's own command stays."""
+) -> Path:
+    """One `quartet tune`, to its end; the folder of its run."""
     folder = options.folder / run
     config = options.folder / f"{run}.yaml"
     content = {
@@ -121,7 +120,7 @@ def search(
     with (options.folder / f"{run}.log").open("a") as log:
         print(f"{run}: searching", file=sys.stderr, flush=True)
         subprocess.run([*words, "--", *scenario.command], check=True, stdout=log, stderr=log)
-    return winner(folder) if starts == "auto" else fastest_finalist(folder)
+    return folder
 
 
 def winner(folder: Path) -> Plan | None:

@@ -34,20 +34,14 @@ def _enter(namespace: str) -> None:
 def in_turns(train_step: Callable[..., Any], *, address: str, job: str) -> Callable[..., Any]:
     """`train_step`, which waits before every STEPS steps and tells how long each of the last ones took."""
     connection = socket.socket(socket.AF_UNIX)
+    connection.connect(address)
     steps_s: list[float] = []
-    is_known = False
 
     def tell(value: object) -> None:
         connection.sendall(json.dumps(value).encode() + b"\n")
 
     def waiting_train_step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_known
-        if not is_known:
-            connection.connect(address)
-            tell(job)
-            is_known = True
-            connection.recv(16)
-        elif len(steps_s) == STEPS:
+        if len(steps_s) % STEPS == 0:
             tell(steps_s)
             steps_s.clear()
             connection.recv(16)
@@ -56,6 +50,7 @@ def in_turns(train_step: Callable[..., Any], *, address: str, job: str) -> Calla
         steps_s.append(time.perf_counter() - start)
         return results
 
+    tell(job)
     return waiting_train_step
 
 

@@ -8,15 +8,15 @@ using a core: its processes block on a socket before a step (`script.py`), and a
 import contextlib
 import json
 import random
-import selectors
 import socket
 import statistics
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 from benchmarks.scenarios.script import STEPS
 from quartet_plugin.launchers.command import parse_command
@@ -41,12 +41,8 @@ class Launch:
     cwd: Path
 
 
-@dataclass(slots=True)
-class _Job:
-    """The connections of a job's processes, and the seconds that each step of the last turn took them."""
-
-    connections: list[socket.socket] = field(default_factory=list)
-    steps_s: list[list[float]] = field(default_factory=list)
+# A line to and from each process of a job.
+type _Job = list[TextIO]
 
 
 def measured_in_turns(launch: Launch, *, rounds: int, seed: int) -> list[dict[str, float]]:
@@ -59,14 +55,13 @@ def measured_in_turns(launch: Launch, *, rounds: int, seed: int) -> list[dict[st
         with _listening(address) as server, _started(launch, address, rounds=rounds) as trials:
             jobs = _connected(server, launch, trials)
             generator = random.Random(seed)
+            for job in jobs.values():
+                _steps_s(job)
             # A turn before the rounds: allocators and optimizers have their memory after it.
-            for name in sorted(jobs):
-                _turn(jobs[name])
-            found = []
-            for _ in range(rounds):
-                order = generator.sample(sorted(jobs), len(jobs))
-                values = {name: _turn(jobs[name]) for name in order}
-                found.append(values)
+            for job in jobs.values():
+                _turn_s(job)
+            orders = (generator.sample(sorted(jobs), len(jobs)) for _ in range(rounds))
+            found = [{name: _turn_s(jobs[name]) for name in order} for order in orders]
             for job in jobs.values():
                 _let_through(job)
     return found
@@ -118,9 +113,9 @@ def _request(launch: Launch, name: str, address: str, rounds: int) -> TrialReque
 def _connected(
     server: socket.socket, launch: Launch, trials: Mapping[str, Future[TrialResult]]
 ) -> dict[str, _Job]:
-    """Every job with all its processes waiting for a first turn."""
-    jobs = {name: _Job() for name in launch.plans}
-    while any(len(job.connections) < launch.num_processes for job in jobs.values()):
+    """Every job with a line to all its processes."""
+    jobs: dict[str, _Job] = {name: [] for name in launch.plans}
+    while any(len(job) < launch.num_processes for job in jobs.values()):
         for name, trial in trials.items():
             if trial.done():
                 result = trial.result()
@@ -128,36 +123,29 @@ def _connected(
         with contextlib.suppress(TimeoutError):
             connection = server.accept()[0]
             connection.settimeout(None)
-            jobs[str(_received(connection))].connections.append(connection)
+            line = connection.makefile("rw")
+            jobs[_heard(line)].append(line)
     return jobs
 
 
-def _turn(job: _Job) -> float:
+def _turn_s(job: _Job) -> float:
     """Let a job do STEPS steps; the seconds of one, of its slowest process."""
     _let_through(job)
-    job.steps_s = []
-    with selectors.DefaultSelector() as selector:
-        for connection in job.connections:
-            selector.register(connection, selectors.EVENT_READ)
-        while len(job.steps_s) < len(job.connections):
-            for key, _ in selector.select():
-                selector.unregister(key.fileobj)
-                job.steps_s.append(_received(key.fileobj))  # type: ignore[arg-type]
-    return max(statistics.fmean(steps[COLD_STEPS:]) for steps in job.steps_s)
+    return max(statistics.fmean(steps_s[COLD_STEPS:]) for steps_s in _steps_s(job))
 
 
 def _let_through(job: _Job) -> None:
-    for connection in job.connections:
-        connection.sendall(b"go\n")
+    for line in job:
+        print("go", file=line, flush=True)
 
 
-def _received(connection: socket.socket) -> list[float]:
-    """One line of JSON; no process sends a second one before it is let through."""
-    data = b""
-    while not data.endswith(b"\n"):
-        more = connection.recv(65536)
-        if not more:
-            raise SystemExit("a process ended before its time; its log is in the folder of the turns")
-        data += more
-    values: list[float] = json.loads(data)
-    return values
+def _steps_s(job: _Job) -> list[list[float]]:
+    """Once all processes wait for a turn: the seconds of the steps of their last one, none at first."""
+    return [_heard(line) for line in job]
+
+
+def _heard(line: TextIO) -> Any:
+    text = line.readline()
+    if not text:
+        raise SystemExit("a process ended before its time; its log is in the folder of the turns")
+    return json.loads(text)

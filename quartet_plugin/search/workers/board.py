@@ -24,17 +24,18 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.schema import dump
 from quartet_plugin.search.workers.sheets import (
+    CLAIM,
+    DONE,
+    MEMBER,
+    OFFER,
+    ORDER,
     WORKER_NAME,
     Claim,
     Done,
     Member,
     Offer,
     Order,
-    read_claim,
-    read_done,
-    read_member,
-    read_offer,
-    read_order,
+    read,
 )
 
 BOARD_NAME = "workers"
@@ -79,7 +80,7 @@ class Board:
     def offer(self) -> Offer | None:
         """What workers must have; None where the run takes none now."""
         with contextlib.suppress(FileNotFoundError):
-            return read_offer(self.path / "board.json")
+            return read(OFFER, self.path / "board.json")
         return None
 
     def publish(self, order: Order, plan: Plan) -> None:
@@ -133,7 +134,7 @@ class Board:
     def order(self, trial: int) -> Order | None:
         """The order of a trial as it is now."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
-            return read_order(self._order_file(trial))
+            return read(ORDER, self._order_file(trial))
         return None
 
     def plan(self, order: Order) -> Plan:
@@ -152,20 +153,20 @@ class Board:
             if f".{ending}" in endings and (trial is None or stem.startswith(f"{trial:06d}-")):
                 with contextlib.suppress(FileNotFoundError, ConfigError):
                     path = self.path / "claims" / name
-                    found.append(read_claim(path))
+                    found.append(read(CLAIM, path))
         return found
 
     def claim_of(self, order: Order) -> Claim | None:
         """Who has the order now."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
-            claim = read_claim(self._claim_file(order))
+            claim = read(CLAIM, self._claim_file(order))
             return claim if claim.fence == order.fence else None
         return None
 
     def done_of(self, order: Order) -> Done | None:
         """What came of the order's present generation."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
-            done = read_done(self._claim_file(order, "done."))
+            done = read(DONE, self._claim_file(order, "done."))
             return done if done.fence == order.fence else None
         return None
 
@@ -175,7 +176,7 @@ class Board:
         for name in self._names("crew"):
             if name.endswith(".json"):
                 with contextlib.suppress(FileNotFoundError, ConfigError):
-                    found.append(read_member(self.path / "crew" / name))
+                    found.append(read(MEMBER, self.path / "crew" / name))
         return found
 
     def beat_of(self, one: Claim | Member) -> int | None:

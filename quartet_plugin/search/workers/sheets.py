@@ -34,7 +34,23 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class _HandOut:
+    """What an order and the claims to it have in common: which plan is handed out, for which time."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    trial: Count
+    generation: Generation
+    fence: Fence
+
+    @property
+    def stem(self) -> str:
+        """How the files of its hand-out are called."""
+        return f"{self.trial:06d}-{self.generation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order(_HandOut):
     """A plan to be measured once. `fence` begins the ids of its attempts, the first of them `attempt`.
 
     `host` is the only one that may take it, where the plan's mapping names slots there.
@@ -42,9 +58,6 @@ class Order:
 
     __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
-    trial: Count
-    generation: Generation
-    fence: Fence
     attempt: Annotated[int, Field(ge=1, le=100_000)]
     plan_key: PlanKey
     host: Name | None
@@ -57,30 +70,17 @@ class Order:
     is_closed: bool = False
     schema_version: Version = 1
 
-    @property
-    def stem(self) -> str:
-        """How the files of its hand-out are called."""
-        return f"{self.trial:06d}-{self.generation}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Claim(_HandOut):
     """Who took an order."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
-    trial: Count
-    generation: Generation
-    fence: Fence
     worker: WorkerName
     host: Name
     identity: Identity
     schema_version: Version = 1
-
-    @property
-    def stem(self) -> str:
-        """See `Order.stem`."""
-        return f"{self.trial:06d}-{self.generation}"
 
     def __str__(self) -> str:
         """Who it is, for the user."""
@@ -154,37 +154,17 @@ class Task:
     schema_version: Version = 1
 
 
-_OFFER: TypeAdapter[Offer] = TypeAdapter(Offer)
-_ORDER: TypeAdapter[Order] = TypeAdapter(Order)
-_CLAIM: TypeAdapter[Claim] = TypeAdapter(Claim)
-_DONE: TypeAdapter[Done] = TypeAdapter(Done)
-_MEMBER: TypeAdapter[Member] = TypeAdapter(Member)
+OFFER: TypeAdapter[Offer] = TypeAdapter(Offer)
+ORDER: TypeAdapter[Order] = TypeAdapter(Order)
+CLAIM: TypeAdapter[Claim] = TypeAdapter(Claim)
+DONE: TypeAdapter[Done] = TypeAdapter(Done)
+MEMBER: TypeAdapter[Member] = TypeAdapter(Member)
 _TASK: TypeAdapter[Task] = TypeAdapter(Task)
 
 
-def read_offer(path: Path) -> Offer:
-    """An offer. Like the others it raises FileNotFoundError, and what `read_sheet` does."""
-    return read_sheet(_OFFER, path, max_bytes=_MAX_BYTES)
-
-
-def read_order(path: Path) -> Order:
-    """An order."""
-    return read_sheet(_ORDER, path, max_bytes=_MAX_BYTES)
-
-
-def read_claim(path: Path) -> Claim:
-    """A claim."""
-    return read_sheet(_CLAIM, path, max_bytes=_MAX_BYTES)
-
-
-def read_done(path: Path) -> Done:
-    """What came of a claim."""
-    return read_sheet(_DONE, path, max_bytes=_MAX_BYTES)
-
-
-def read_member(path: Path) -> Member:
-    """A worker."""
-    return read_sheet(_MEMBER, path, max_bytes=_MAX_BYTES)
+def read[Sheet](form: TypeAdapter[Sheet], path: Path) -> Sheet:
+    """A sheet of the board. Raises FileNotFoundError, and what `read_sheet` does."""
+    return read_sheet(form, path, max_bytes=_MAX_BYTES)
 
 
 def task_text(task: Task) -> bytes:
