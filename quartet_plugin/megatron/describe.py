@@ -210,6 +210,11 @@ def features_of(args: Namespace) -> list[str]:
         found.append("distributed_optimizer_instances")
     if (getattr(args, "gtp_weight_remat_size", 1) or 1) > 1:
         found.append("weight_shards")
+    if _is_on(args, "eod_mask_loss") and not _is_on(args, "calculate_per_token_loss"):
+        found.append("masked_tokens")
+    loader = getattr(args, "dataloader_type", None)
+    if loader not in (None, "single"):
+        found.append("cyclic_data" if loader == "cyclic" else "external_data")
     return sorted(found)
 
 

@@ -7,6 +7,8 @@ from quartet_plugin.model.plan import Plan
 
 # The outcome of a plan that was measured with fewer layers only, and is told as predicted from that.
 CROPPED = "CROPPED"
+# The outcome of a plan that a rule of `search.forbid` is about: it is not launched.
+FORBIDDEN = "FORBIDDEN"
 
 Stage = Literal["baseline", "cropped", "search", "final"]
 

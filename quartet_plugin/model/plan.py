@@ -28,14 +28,28 @@ _STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """Slots of a node, by local index, whose processes share fewer processor cores than they are."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+
+    locals: tuple[int, ...]
+    num_cores: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeInfo:
-    """One node of the cluster a plan was made on: its host name, what it is, and its slots."""
+    """One node of the cluster a plan was made on: its host name, what it is, and its slots.
+
+    `crowds` are those of its slots that train on processor cores and share them.
+    """
 
     __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     host: str
     node_class: str
     num_slots: int
+    crowds: tuple[Crowd, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +110,10 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeFor:
-    """What a plan fits: the user's own model, batch and configuration, the framework and the cluster."""
+    """What a plan fits: the user's own model, batch and configuration, the framework and the cluster.
+
+    `batching_features` of the job are those by which another micro-batch or DP can change the objective.
+    """
 
     __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
@@ -107,6 +124,7 @@ class MadeFor:
     baseline: Baseline
     world_size: int
     nodes: tuple[NodeInfo, ...]
+    batching_features: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

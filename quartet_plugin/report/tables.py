@@ -40,6 +40,9 @@ def changes(plan: Plan) -> tuple[Change, ...]:
     numbers = ("tensor_parallel", "data_parallel", "context_parallel", "expert_parallel", "micro_batch_size")
     reduces = any(getattr(own, name) != getattr(other, name) for name in numbers)
     reduces |= own.distributed_optimizer != other.distributed_optimizer
+    batches = ("micro_batch_size", "data_parallel")
+    rebatches = any(getattr(own, name) != getattr(other, name) for name in batches)
+    rebatches &= plan.made_for.batching_features is not None
     candidates = (
         Change(
             part="shape",
@@ -47,7 +50,12 @@ def changes(plan: Plan) -> tuple[Change, ...]:
             after=plan.shape.label,
             change_class="D",
         ),
-        Change(part="layout", before=other.label, after=own.label, change_class="B" if reduces else "A"),
+        Change(
+            part="layout",
+            before=other.label,
+            after=own.label,
+            change_class="C" if rebatches else "B" if reduces else "A",
+        ),
         Change(part="split", before=baseline.split.label, after=plan.split.label, change_class="A"),
         Change(part="schedule", before=baseline.schedule.label, after=plan.schedule.label, change_class="A"),
         Change(part="mapping", before=STOCK, after=plan.mapping.label, change_class="A"),

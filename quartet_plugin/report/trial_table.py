@@ -3,6 +3,7 @@
 from typing import Any
 
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
+from quartet_plugin.model.launched import FORBIDDEN
 from quartet_plugin.report.summary import aligned
 from quartet_plugin.report.tables import changes
 from quartet_plugin.report.words import clean, rate, size
@@ -24,6 +25,8 @@ def outcome_of(row: TrialRow) -> str:
     """What came of a trial, in a word."""
     if row.is_running:
         return "running"
+    if row.outcome == FORBIDDEN:
+        return "forbidden"
     if row.repeats is not None:
         return f"as trial {row.repeats}"
     if row.source is not None:

@@ -12,6 +12,7 @@ user's own ratio, stays well inside what the first measured as flat.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
@@ -34,6 +35,7 @@ class BudgetRule:
     `tolerance` is the largest relative difference of the budget; `depth_width_band` the largest factor by
     which hidden_size / num_layers may differ from the user's; `max_shapes` includes the user's own.
     `head_sizes` are tried beside the user's own head size: more, smaller heads or fewer, larger ones.
+    `shapes` are the labels (`24x2048`) of those that are asked for, None: spread over the band.
     """
 
     budget: Budget = "parameters"
@@ -41,6 +43,7 @@ class BudgetRule:
     depth_width_band: float = 4.0
     max_shapes: int = 8
     head_sizes: tuple[int, ...] = ()
+    shapes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.budget not in ("parameters", "flops"):
@@ -69,6 +72,8 @@ def depth_width_ratio(shape: ModelShape) -> float:
 def equal_shapes(base: ModelShape, *, rule: BudgetRule) -> tuple[ModelShape, ...]:
     """`base` first, then the other shapes `rule` allows, by how little their proportions differ.
 
+    Where shapes are asked for, those alone, in their order; raises ConfigError for one that is not equal.
+
     Deterministic. Of shapes with one width and head size only the layer count nearest to the budget is kept,
     and of two shapes equally far the shallower one comes first. Where the granularity of layers and heads
     leaves nothing inside the tolerance, `base` is alone.
@@ -84,7 +89,21 @@ def equal_shapes(base: ModelShape, *, rule: BudgetRule) -> tuple[ModelShape, ...
             if distance <= limit:
                 found.append((distance, shape.num_layers, at, shape))
     found.sort(key=lambda entry: entry[:3])
-    return (base, *_spread([entry[3] for entry in found], num=rule.max_shapes - 1))
+    others = [entry[3] for entry in found]
+    if rule.shapes is not None:
+        return _asked((base, *others), rule=rule, labels=rule.shapes)
+    return (base, *_spread(others, num=rule.max_shapes - 1))
+
+
+def _asked(known: Sequence[ModelShape], *, rule: BudgetRule, labels: Sequence[str]) -> tuple[ModelShape, ...]:
+    for label in labels:
+        if not any(shape.label == label for shape in known):
+            listed = ", ".join(dict.fromkeys(shape.label for shape in known))
+            raise ConfigError(
+                f"scaling.shapes: {label}; no shape of as many {rule.budget} within {rule.tolerance:g} and "
+                f"the band of {rule.depth_width_band:g}; there are {listed}"
+            )
+    return tuple(shape for label in labels for shape in known if shape.label == label)
 
 
 def _other_heads(base: ModelShape, *, rule: BudgetRule) -> list[ModelShape]:

@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from quartet_plugin.errors import ConfigError
@@ -23,6 +31,7 @@ MAX_CHOICES = 64
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _SPLIT = re.compile(r"auto|stock|even|\d{1,4}(\+\d{1,4}){0,1023}")
 _ORDER = re.compile(r"auto|stock|[a-z][a-z0-9-]{0,39}|\d{1,5}(,\d{1,5}){0,65535}")
+_SHAPE = re.compile(r"\d{1,6}x\d{1,7}")
 
 
 def _as_list(value: Any) -> Any:
@@ -95,6 +104,7 @@ _Names = Annotated[
 ]
 Splits = Annotated[_Names, _matching(_SPLIT, "auto, stock, even, or counts like 6+2")]
 Orders = Annotated[_Names, _matching(_ORDER, "auto, stock, the name of an order, or slots like 1,0")]
+Shapes = Annotated[_Names, _matching(_SHAPE, "layers x hidden size, like 24x2048")]
 ScheduleWish = Literal[
     "stock",
     "no-pipelining",
@@ -125,16 +135,61 @@ class _Section(BaseModel):
 
 
 class ScalingConfig(_Section):
-    """Other models of an equal budget; without this section the user's shape is never changed."""
+    """Other models of an equal budget; without this section the user's shape is never changed.
+
+    `shapes` names those to choose from, like `24x2048` (layers x hidden size).
+    """
 
     budget: Literal["parameters", "flops"] = "parameters"
     tolerance: float = Field(default=0.02, gt=0.0, le=0.5)
     depth_width_band: float = Field(default=4.0, ge=1.0, le=64.0)
     max_shapes: int = Field(default=8, ge=2, le=MAX_CHOICES)
+    shapes: Shapes = None
+
+
+class Forbidden(_Section):
+    """What no plan may be, all of it at once: a value or a list for each axis that matters."""
+
+    shape: Shapes = None
+    tensor_parallel: Degrees = None
+    pipeline_parallel: Degrees = None
+    data_parallel: Degrees = None
+    virtual_stages: Degrees = None
+    micro_batch_size: Degrees = None
+    group: Degrees = None
+    split: Splits = None
+    schedule: Schedules = None
+    mapping: Orders = None
+
+    @model_validator(mode="after")
+    def _names_an_axis(self) -> "Forbidden":
+        if not self.axes:
+            raise ValueError("names at least one axis with the values that no plan may have")
+        return self
+
+    @property
+    def axes(self) -> dict[str, tuple[Any, ...]]:
+        """The values of each axis that is named."""
+        return {name: values for name, values in self if values is not None}
+
+    @property
+    def label(self) -> str:
+        """As it is written in q.yaml."""
+        words = (f"{name}: {_written(values)}" for name, values in self.axes.items())
+        return f"{{{', '.join(words)}}}"
+
+
+def _written(values: tuple[Any, ...]) -> str:
+    words = ", ".join(str(value) for value in values)
+    return words if len(values) == 1 else f"[{words}]"
 
 
 class SearchConfig(_Section):
-    """The axes. None is `auto`."""
+    """The axes. None is `auto`. No plan matches one of the `forbid` rules.
+
+    `change_class` is how far a plan may change the training, docs/support.md: `A` the order of work alone,
+    `B` the rounding of reductions, `C` possibly the objective. Another model (D) takes a `scaling` section.
+    """
 
     tensor_parallel: Degrees = None
     pipeline_parallel: Degrees = None
@@ -149,6 +204,12 @@ class SearchConfig(_Section):
     reduce_bucket_size: BucketSizes = None
     allgather_bucket_size: BucketSizes = None
     scaling: ScalingConfig | None = None
+    change_class: Literal["A", "B", "C"] = "B"
+    forbid: Annotated[
+        tuple[Forbidden, ...],
+        BeforeValidator(lambda v: _tuple(v if isinstance(v, list) else [v])),
+        Field(max_length=MAX_CHOICES),
+    ] = ()
 
 
 class TrialConfig(_Section):

@@ -26,7 +26,7 @@ from quartet_plugin.search.budget import TimeBudget
 from quartet_plugin.search.control import Control, Controls
 from quartet_plugin.search.cropping import cropping_of
 from quartet_plugin.search.events import EventLog
-from quartet_plugin.search.features import Axis
+from quartet_plugin.search.features import Axis, batching_features
 from quartet_plugin.search.final import BASELINE, Ranking, candidates
 from quartet_plugin.search.forecast.proposing import proposer_of
 from quartet_plugin.search.job import Job, parse_job
@@ -174,7 +174,9 @@ class Coordinator:
         yardstick = Yardstick(
             plan=space.baseline,
             score=score(space.baseline, iteration_s=result.iteration_s),
-            objective=objective_of(self._config.objective, num_shapes=len(space.shapes)),
+            objective=objective_of(
+                self._config.objective, num_shapes=len({space.baseline.shape, *space.shapes})
+            ),
         )
         self._launching.yardstick = yardstick
         self._launching.show(str(BASELINE), None, result, stage="baseline")
@@ -201,7 +203,9 @@ class Coordinator:
             observer=self._observer,
             events=self._events,
         )
-        self._search = replace(self._search, proposer=proposer, cropping=cropping)
+        self._search = replace(
+            self._search, proposer=proposer, cropping=cropping, why_forbidden=space.refusal_of
+        )
         try:
             self._parity.restore(study.records())
             self._observer.message(self._spender().spend(study))
@@ -288,13 +292,15 @@ class Coordinator:
         by_feature: dict[str, list[str]] = {}
         for axis, feature in space.locked.items():
             by_feature.setdefault(feature, []).append(axis.value)
+        batching = () if space.search.change_class == "C" else batching_features(job.features)
         for feature, axes in by_feature.items():
-            self._observer.message(f"{feature} keeps as they are: {', '.join(axes)}")
+            more = " (search.change_class: C tunes degrees and micro_batch)" if feature in batching else ""
+            self._observer.message(f"{feature} keeps as they are: {', '.join(axes)}{more}")
         if space.no_own_schedules is not None and Axis.SCHEDULE not in space.locked:
             self._observer.message(f"{space.no_own_schedules} keeps the framework's own schedules")
         if job.neutralised:
             self._observer.message(f"left out in trials: {', '.join(job.neutralised)}")
-        if self._run.config.search.scaling is not None and len(space.shapes) == 1:
+        if self._run.config.search.scaling is not None and space.shapes == (job.shape,):
             self._observer.message("scaling: no other shape is inside the tolerance and the band")
 
     def _open_study(self, space: Space, result: TrialResult, yardstick: Yardstick) -> TuneStudy:

@@ -22,6 +22,10 @@ _SCALING = frozenset({Axis.SCALING})
 _MAPPING = frozenset({Axis.MAPPING})
 _NONE: frozenset[Axis] = frozenset()
 
+# Features with which micro-batch and DP can change the objective (class C), since a loss is a mean over
+# microbatches, which then hold other tokens or samples. What they keep is tuned where that is asked for.
+_BATCHING = frozenset({"moe", "packing", "masked_tokens", "cyclic_data", "external_data"})
+
 _LOCKS: dict[str, frozenset[Axis]] = {
     # Auxiliary losses and capacity are per microbatch and group (class C); experts bind ranks to nodes.
     "moe": _DATA | _SCALING | _MAPPING,
@@ -32,8 +36,12 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "heterogeneous": _STAGES | _SCALING,
     "multi_latent_attention": _SCALING,
     "attention_variant": _SCALING | {Axis.SPLIT},
-    # Token counts differ between microbatches: micro-batch and DP change the objective (class C).
+    # Token counts differ between microbatches.
     "packing": _DATA,
+    "masked_tokens": _DATA,
+    # Which samples a microbatch holds depends on DP and micro-batch, or is the script's own doing.
+    "cyclic_data": _DATA,
+    "external_data": _DATA,
     # The number of microbatches changes while training; no plan can be applied.
     "rampup_batch_size": _ALL,
     # Parameters are sharded over devices instead of staged, or live elsewhere.
@@ -75,11 +83,27 @@ def no_own_schedules(features: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def locked_axes(features: Iterable[str]) -> dict[Axis, str]:
-    """The axes that stay at stock, each with the feature that keeps it; an unknown feature keeps all."""
+def batching_features(features: Iterable[str]) -> tuple[str, ...]:
+    """The features by which another micro-batch or DP can change the objective."""
+    return tuple(sorted(_BATCHING & set(features)))
+
+
+def locked_axes(features: Iterable[str], *, change_class: str) -> dict[Axis, str]:
+    """The axes that stay at stock, each with what keeps it; an unknown feature keeps all.
+
+    `change_class` (A, B or C) is how far a plan may change the training.
+    """
     locked: dict[Axis, str] = {}
     for feature in features:
         for axis in Axis:
-            if axis in _LOCKS.get(feature, _ALL):
+            if axis in _kept_by(feature, change_class=change_class):
                 locked.setdefault(axis, feature)
+    if change_class == "A":
+        for axis in (Axis.DEGREES, Axis.MICRO_BATCH):
+            locked.setdefault(axis, "search.change_class A")
     return locked
+
+
+def _kept_by(feature: str, *, change_class: str) -> frozenset[Axis]:
+    kept = _LOCKS.get(feature, _ALL)
+    return kept - _DATA if change_class == "C" and feature in _BATCHING else kept

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from quartet_plugin import __version__
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.orders import slots_of
-from quartet_plugin.model.plan import Baseline, MadeFor, Mapping, NodeInfo, Plan, Provenance
+from quartet_plugin.model.plan import Baseline, Crowd, MadeFor, Mapping, NodeInfo, Plan, Provenance
+from quartet_plugin.search.features import batching_features
 from quartet_plugin.trial.files import Job, RankReport, parse_job
 
 __all__ = ["Job", "baseline_plan", "made_for", "nodes_of", "parse_job", "world_size_of"]
@@ -29,6 +30,7 @@ def made_for(job: Job, *, nodes: Sequence[NodeInfo]) -> MadeFor:
         shape=job.shape,
         global_batch_size=job.global_batch_size,
         baseline=Baseline(layout=job.layout, split=job.split, schedule=job.schedule),
+        batching_features=batching_features(job.features) or None,
         world_size=world_size_of(job),
         nodes=tuple(nodes),
     )
@@ -58,7 +60,8 @@ def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
     """
     locals_of: dict[str, list[int]] = {}
     device_of: dict[str, str] = {}
-    for report in sorted(reports, key=lambda report: report.launch_rank):
+    known = sorted(reports, key=lambda report: report.launch_rank)
+    for report in known:
         locals_of.setdefault(report.host, []).append(report.local_rank)
         device_of.setdefault(report.host, report.device)
     for host, local_ranks in locals_of.items():
@@ -68,6 +71,25 @@ def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
                 f"must be 0 to {len(local_ranks) - 1}, each once"
             )
     return tuple(
-        NodeInfo(host=host, node_class=f"{device_of[host]} x{len(ranks)}", num_slots=len(ranks))
+        NodeInfo(
+            host=host,
+            node_class=f"{device_of[host]} x{len(ranks)}",
+            num_slots=len(ranks),
+            crowds=_crowds([one for one in known if one.host == host]),
+        )
         for host, ranks in locals_of.items()
     )
+
+
+def _crowds(reports: Sequence[RankReport]) -> tuple[Crowd, ...] | None:
+    """Ranks of one host that may use the same cores, fewer than they are."""
+    locals_on: dict[tuple[int, ...], list[int]] = {}
+    for report in reports:
+        if report.cores:
+            locals_on.setdefault(report.cores, []).append(report.local_rank)
+    found = [
+        Crowd(locals=tuple(sorted(there)), num_cores=len(cores))
+        for cores, there in sorted(locals_on.items())
+        if len(there) > len(cores)
+    ]
+    return tuple(found) or None

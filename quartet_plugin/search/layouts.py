@@ -8,7 +8,8 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo, ScheduleName
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.search.config import SearchConfig
-from quartet_plugin.search.features import Axis
+from quartet_plugin.search.features import Axis, batching_features
+from quartet_plugin.search.forbidden import Prohibitions
 from quartet_plugin.search.job import Job
 from quartet_plugin.search.schedules import OWN_NAMES, own_schedules
 
@@ -36,6 +37,17 @@ class LayoutRules:
     def slots_per_node(self) -> int:
         """What a TP group must divide: the greatest common divisor over the nodes."""
         return math.gcd(*(node.num_slots for node in self.nodes))
+
+    @property
+    def prohibitions(self) -> Prohibitions:
+        """What the user forbids."""
+        return Prohibitions(rules=self.search.forbid, job=self.job, nodes=self.nodes)
+
+    def can_change_objective(self, layout: Layout) -> bool:
+        """Whether the layout deals the samples out otherwise, in a job that notices: class C."""
+        own = self.job.layout
+        is_same = (layout.micro_batch_size, layout.data_parallel) == (own.micro_batch_size, own.data_parallel)
+        return not is_same and bool(batching_features(self.job.features))
 
 
 def legal_layouts(shape: ModelShape, *, rules: LayoutRules) -> tuple[Layout, ...]:
@@ -96,7 +108,7 @@ def _degrees(rules: LayoutRules) -> list[Layout]:
                 and _is_asked(search.pipeline_parallel, pipeline)
                 and _is_asked(search.data_parallel, data)
             )
-            if wanted:
+            if wanted and _holds_experts(own, tensor=tensor, data=data, rules=rules):
                 found.append(
                     replace(
                         own,
@@ -109,6 +121,13 @@ def _degrees(rules: LayoutRules) -> list[Layout]:
                     )
                 )
     return found
+
+
+def _holds_experts(own: Layout, *, tensor: int, data: int, rules: LayoutRules) -> bool:
+    """Whether the user's expert-parallel groups fit: into the ranks of equal dense weights, TP as it is."""
+    if "moe" not in rules.job.features:
+        return True
+    return tensor == own.tensor_parallel and own.context_parallel * data % own.expert_parallel == 0
 
 
 def _virtual_stages(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> list[Layout]:
@@ -147,6 +166,7 @@ def bucket_sizes(
     Unasked, only sizes that do not hold a device's whole share of the model: all larger ones do the same.
     """
     is_free = rules.job.framework == "deepspeed" and set(rules.locked) != set(Axis)
+    is_free = is_free and rules.search.change_class != "A"
     if not is_free or not layout.distributed_optimizer or layout.data_parallel == 1:
         return {}
     share = shape.num_parameters // layout.pipeline_parallel
@@ -185,13 +205,16 @@ def _fits(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> bool:
         shape.vocab_size,
         *((shape.seq_length,) if layout.sequence_parallel else ()),
     )
-    if any(size % tensor for size in divided):
+    if any(size % tensor for size in divided) or rules.prohibitions.of_layout(layout) is not None:
         return False
     return layout.num_stages <= shape.num_layers + 2 and bool(schedules_of(layout, rules=rules))
 
 
 def schedules_of(layout: Layout, *, rules: LayoutRules) -> tuple[str, ...]:
-    """The names of the schedules to choose from for a layout, stock's first; none where it cannot be run."""
+    """The names of the schedules to choose from for a layout, stock's first; none where it cannot be run.
+
+    The parity gate compares with the command as it is, so what may change the objective has none of ours.
+    """
     stock = stock_schedule(layout)
     is_kept = Axis.SCHEDULE in rules.locked
     names: list[str] = []
@@ -201,7 +224,8 @@ def schedules_of(layout: Layout, *, rules: LayoutRules) -> tuple[str, ...]:
         names.append(stock)
     # Whoever asks for a group asks for the interleaved schedule.
     is_grouped = layout.virtual_stages > 1 and rules.search.group and not rules.search.schedule
-    if not is_kept and not is_grouped and rules.no_own_schedules is None:
+    is_ours = not is_kept and not is_grouped and rules.no_own_schedules is None
+    if is_ours and not rules.can_change_objective(layout):
         features = rules.job.features
         names += own_schedules(
             layout,
@@ -209,7 +233,8 @@ def schedules_of(layout: Layout, *, rules: LayoutRules) -> tuple[str, ...]:
             asked=rules.search.schedule,
             splits_backward=layout.recompute != "full" and "moe" not in features,
         )
-    return tuple(names)
+    prohibitions = rules.prohibitions
+    return tuple(name for name in names if prohibitions.of_schedule(layout, name) is None)
 
 
 def stock_schedule(layout: Layout) -> ScheduleName:

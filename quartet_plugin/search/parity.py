@@ -54,7 +54,10 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Why a plan is not timed. `culprit` is the key of the plan that was tried, where it was another one."""
+    """Why a plan is not timed.
+
+    `culprit` is the key of the plan that was tried, where it was another one; empty where none had to be.
+    """
 
     verdict: Verdict
     outcome: str

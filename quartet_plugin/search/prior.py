@@ -87,7 +87,7 @@ def _trials(other: RunHistory, space: Space, *, ratio: float, objective: Objecti
         ):
             continue
         told = _told(row, plan, source=f"{other.name}:{row.number}", ratio=ratio, objective=objective)
-        params = None if told is None else space.params_of(plan)
+        params = None if told is None or space.refusal_of(plan) else space.params_of(plan)
         if told is not None and params is not None:
             seen.add(plan.key)
             yield PriorTrial(params=params, told=told)
@@ -138,4 +138,4 @@ def _params_here(plan: Plan, space: Space) -> Params | None:
         )
     except QuartetError:
         return None  # it has no such plan: other sizes
-    return space.params_of(moved)
+    return None if space.refusal_of(moved) else space.params_of(moved)

@@ -309,7 +309,7 @@ def untried_plans(space: Space, search: Ended) -> list[Plan]:
         plan = space.decode(chooser, trial=0)
         num_searched += SEARCHED in chooser.params.values()
         what = plan.execution
-        if what not in known:
+        if what not in known and space.refusal_of(plan) is None:
             found.setdefault(what, plan)
         if len(found) == MAX_UNTRIED:
             break

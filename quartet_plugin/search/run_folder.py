@@ -252,7 +252,7 @@ def _unfilled(data: Any) -> Any:
     """config.json holds `auto` as null, which q.yaml has no word for."""
     if isinstance(data, dict):
         return {key: _unfilled(value) for key, value in data.items() if value is not None}
-    return data
+    return [_unfilled(value) for value in data] if isinstance(data, list) else data
 
 
 def _refuse_changes(begun: TuneConfig, config: TuneConfig, *, path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from quartet_plugin.errors import InfeasibleError, InfrastructureError, SeamError
+from quartet_plugin.model.launched import FORBIDDEN
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import needs_receipt
 from quartet_plugin.search.budget import TimeBudget
@@ -18,7 +19,7 @@ from quartet_plugin.search.events import EventLog
 from quartet_plugin.search.final import BASELINE, candidates
 from quartet_plugin.search.forecast.proposing import Proposer
 from quartet_plugin.search.launching import Launching, told_of
-from quartet_plugin.search.parity import ParityKeeper
+from quartet_plugin.search.parity import ParityKeeper, Refusal
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.study import Proposal, Record, TuneStudy
 from quartet_plugin.trial.request import Outcome, TrialResult
@@ -41,6 +42,7 @@ class Search:
     fence: Callable[[], None]
     proposer: Proposer | None = None
     cropping: Cropping | None = None
+    why_forbidden: Callable[[Plan], str | None] = lambda _: None
 
     def spend(self, study: TuneStudy) -> str:
         """Spend the trials; returns why the search ended."""
@@ -80,7 +82,7 @@ class Search:
         known = frozenset(plan.execution for plan in (*(record.plan for record in records), *pending))
 
         def is_known(plan: Plan) -> bool:
-            return plan.execution in known or self.parity.refusal_of(plan) is not None
+            return plan.execution in known or self._refusal_of(plan) is not None
 
         promise = None
         if repeats >= MAX_REPEATS_IN_A_ROW:
@@ -184,10 +186,17 @@ class Search:
         self.launching.show_told(Record(number=proposal.number, plan=proposal.plan, told=told))
         return True
 
+    def _refusal_of(self, plan: Plan) -> Refusal | None:
+        """Why a plan is out already, without checking anything."""
+        why = self.why_forbidden(plan)
+        if why is not None:
+            return Refusal(verdict="infeasible", outcome=FORBIDDEN, reason=why, culprit="")
+        return self.parity.refusal_of(plan)
+
     def _is_refused(self, study: TuneStudy, proposal: Proposal, records: list[Record]) -> bool:
-        """Whether the parity gate keeps the proposal from being timed; then the study is told."""
+        """Whether the user or the parity gate keeps the proposal from being timed; then the study is told."""
         plan, number = proposal.plan, proposal.number
-        refusal = self.parity.admit(plan, trial=number)
+        refusal = self._refusal_of(plan) or self.parity.admit(plan, trial=number)
         if refusal is None:
             return False
         self.fence()

@@ -110,6 +110,11 @@ class Space:
         """The schedules to choose from for `layout`, the framework's own first where it is asked for."""
         return schedules_of(layout, rules=self._rules())
 
+    def refusal_of(self, plan: Plan) -> str | None:
+        """Why the user does not want the plan, although the space holds it."""
+        rule = self._rules().prohibitions.of_plan(plan)
+        return None if rule is None else f"search.forbid has {rule.label}"
+
     def _rules(self) -> LayoutRules:
         return LayoutRules(
             job=self.job,
@@ -247,7 +252,7 @@ class Space:
 def build_space(job: Job, *, nodes: Sequence[NodeInfo], search: SearchConfig, run: str, seed: int) -> Space:
     """The space around the user's job. Raises ConfigError where what was asked leaves no plan."""
     baseline = baseline_plan(job, nodes=nodes, run=run, seed=seed)
-    locked = locked_axes(job.features)
+    locked = locked_axes(job.features, change_class=search.change_class)
     shapes: tuple[ModelShape, ...] = (job.shape,)
     if search.scaling is not None and Axis.SCALING not in locked:
         shapes = equal_shapes(job.shape, rule=BudgetRule(**search.scaling.model_dump()))
@@ -277,7 +282,7 @@ def build_space(job: Job, *, nodes: Sequence[NodeInfo], search: SearchConfig, ru
         raise ConfigError(
             f"search: no layout of {job.layout.world_size} processes, "
             f"global batch size {job.global_batch_size} and {job.shape.num_layers} layers "
-            "fits what is asked; set more axes to auto"
+            "fits what is asked; set more axes to auto, or forbid less"
         )
     return replace(draft, shapes=tuple(layouts), layouts=layouts)
 

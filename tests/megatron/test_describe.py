@@ -139,12 +139,19 @@ def test_literal_layout_is_read_by_megatron() -> None:
         (["--rampup-batch-size", "2", "2", "100"], "rampup_batch_size"),
         (["--hybrid-layer-pattern", "M*M*"], "hybrid"),
         (["--sft"], "packing"),
+        (["--eod-mask-loss"], "masked_tokens"),
+        (["--dataloader-type", "cyclic"], "cyclic_data"),
+        (["--dataloader-type", "external"], "external_data"),
         (["--num-distributed-optimizer-instances", "2"], "distributed_optimizer_instances"),
     ],
 )
 def test_features_that_limit_plans(words: list[str], feature: str) -> None:
     assert features_of(values()) == []
     assert features_of(values(*words)) == [feature]
+
+
+def test_masked_tokens_do_not_matter_where_the_loss_is_per_token() -> None:
+    assert features_of(values("--eod-mask-loss", "--calculate-per-token-loss")) == ["per_token_loss"]
 
 
 def test_precision() -> None:

@@ -148,3 +148,20 @@ def test_widths_are_multiples_that_matrix_units_like(head: int) -> None:
 def test_a_head_size_no_kernel_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"scaling.head_sizes: 20"):
         BudgetRule(head_sizes=(20,))
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), st.data())
+def test_shapes_that_are_asked_for_are_the_only_ones(base: ModelShape, data: st.DataObject) -> None:
+    every = equal_shapes(base, rule=BudgetRule(tolerance=0.1, max_shapes=1000))
+    labels = data.draw(st.lists(st.sampled_from([shape.label for shape in every]), min_size=1, unique=True))
+    found = equal_shapes(base, rule=BudgetRule(tolerance=0.1, shapes=tuple(labels)))
+    assert [shape.label for shape in found] == labels
+    assert set(found) <= set(every)
+
+
+def test_a_shape_of_another_budget_is_refused_with_those_that_are_equal() -> None:
+    base = make_shape()
+    known = equal_shapes(base, rule=BudgetRule(tolerance=0.1, max_shapes=1000))[1].label
+    with pytest.raises(ConfigError, match=f"scaling.shapes: 3x9999; .*8x256.*{known}"):
+        equal_shapes(base, rule=BudgetRule(tolerance=0.1, shapes=("3x9999",)))

@@ -14,6 +14,7 @@ from quartet_plugin.errors import (
     StorageError,
 )
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.search.coordinator import TuneResult
 from quartet_plugin.search.final import order_of_round
 from quartet_plugin.trial.request import Outcome, TrialRequest
@@ -49,6 +50,14 @@ def test_a_study_tries_every_axis_early_and_finds_a_faster_plan(tmp_path: Path) 
     assert result.objective == "model_flops_per_s_per_device"
     tried = [record for record in result.records[1:] if record.told.repeats is None]
     assert len(tried) == 14
+
+
+def test_one_other_shape_is_compared_with_the_own_one_by_model_flops(tmp_path: Path) -> None:
+    other = equal_shapes(make_job().shape, rule=BudgetRule(tolerance=0.05))[1]
+    search = {"scaling": {"tolerance": 0.05, "shapes": other.label}}
+    result = tune(begin(tmp_path / "r", search=search, study={"trials": 5}), FakeMachine())
+    assert result.objective == "model_flops_per_s_per_device"
+    assert {record.plan.shape for record in result.records[1:]} == {other}
 
 
 def test_the_sampler_can_be_left_alone(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.model.layout import Layout
 from quartet_plugin.search.planner.bounds import bounds_of
 from quartet_plugin.search.planner.candidates import degrees, fault_of_degrees, legal_candidates
 from quartet_plugin.search.planner.job import PlanJob, parse_job
@@ -170,3 +171,43 @@ def test_memory_refusals_are_grouped_and_counted() -> None:
 def test_no_legal_layout_names_the_commonest_reason() -> None:
     with pytest.raises(InfeasibleError, match=r"none is legal .* most often: PP"):
         rank(parsed(model={"num_layers": 1}, search={"pipeline_parallel": 2}))
+
+
+def layouts_of(job: PlanJob) -> set[Layout]:
+    found = legal_candidates(job, job.shape)
+    return {found.layout(row) for row in range(len(found))}
+
+
+def test_forbidden_layouts_are_no_candidates() -> None:
+    rules = [
+        {"tensor_parallel": [4, 8]},
+        {"pipeline_parallel": 2, "micro_batch_size": 1},
+        {"schedule": "interleaved", "data_parallel": 1},
+    ]
+    free, job = parsed(), parsed(search={"forbid": rules})
+    every, kept = layouts_of(free), layouts_of(job)
+
+    def is_forbidden(layout: Layout) -> bool:
+        return (
+            layout.tensor_parallel >= 4
+            or (layout.pipeline_parallel == 2 and layout.micro_batch_size == 1)
+            or (layout.virtual_stages > 1 and layout.data_parallel == 1)
+        )
+
+    assert kept == {layout for layout in every if not is_forbidden(layout)}
+    assert any(is_forbidden(layout) for layout in every)
+    assert all(not is_forbidden(one.layout) for one in rank(job, top=3).best)
+
+
+@pytest.mark.parametrize(
+    ("search", "words"),
+    [
+        ({"forbid": {"mapping": "1,0"}}, "mapping; a plan without a run"),
+        ({"forbid": {"schedule": "zb-v"}}, "zb-v; a plan without a run has no-pipelining"),
+        ({"change_class": "C"}, "change_class: C"),
+        ({"scaling": {"shapes": "1x64"}}, "scaling.shapes: 1x64"),
+    ],
+)
+def test_what_takes_a_run_is_refused(search: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        rank(parsed(search=search), top=1)

@@ -174,6 +174,13 @@ def test_a_literal_fixes_an_axis() -> None:
     assert sample(space, num=1)[0].split == Split(transformer_layers_per_stage=(6, 2))
 
 
+def test_a_literal_shape_is_the_only_one() -> None:
+    others = [shape.label for shape in space_of({"scaling": {"tolerance": 0.05}}).shapes[1:]]
+    space = space_of({"scaling": {"tolerance": 0.05, "shapes": others[0]}})
+    assert {plan.shape.label for plan in sample(space, num=20)} == {others[0]}
+    assert space.params_of(space.baseline) is None  # measured as trial 0, and not a choice
+
+
 def test_a_list_is_searched() -> None:
     space = space_of({"split": ["6+2", "7+1", "even"], "virtual_stages": 1, "schedule": "1f1b"})
     assert {plan.split.label for plan in sample(space, num=60)} == {"6+2", "7+1", "4+4"}

@@ -71,7 +71,7 @@ class Candidates:
             for layout in self._with_own(layouts)[:MAX_OWN_LAYOUTS]
             for one in self._open_own(layout)
         ]
-        found = self._distinct([*layouts, *opened, *own])
+        found = self._allowed(self._distinct([*layouts, *opened, *own]))
         ranked = _in_order(found, rate)
         stock = [one for one in ranked if one.plan.schedule.custom is None][:MAX_VARIED]
         ours = [one for one in ranked if one.plan.schedule.custom is not None and not _is_searched(one)]
@@ -81,7 +81,7 @@ class Candidates:
             for one in chosen
             for other in self._varied(one, ends_of, around=around)
         ]
-        return self._distinct([*found, *varied])
+        return self._allowed(self._distinct([*found, *varied]))
 
     @property
     def layouts(self) -> tuple[Candidate, ...]:
@@ -111,6 +111,9 @@ class Candidates:
         for one in found:
             kept.setdefault(identity(one.plan), one)
         return [one for one in kept.values() if self._knows(one.plan)]
+
+    def _allowed(self, found: Sequence[Candidate]) -> list[Candidate]:
+        return [one for one in found if self._space.refusal_of(one.plan) is None]
 
     def _with_own(self, layouts: Sequence[Candidate]) -> list[Candidate]:
         return [one for one in layouts if self._own_names(one)]

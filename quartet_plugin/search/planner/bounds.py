@@ -27,24 +27,15 @@ from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.search.planner.candidates import (
-    CP,
-    DP,
-    EP,
     EVEN,
     GIVEN,
-    MODE,
-    PP,
-    SHARDED,
-    SIZE,
-    SPLIT,
-    TP,
-    VIRTUAL,
     Candidates,
     balanced_split,
     even_split,
     given_splits,
     layout_of,
 )
+from quartet_plugin.search.planner.columns import CP, DP, EP, MODE, PP, SHARDED, SIZE, SPLIT, TP, VIRTUAL
 from quartet_plugin.search.planner.job import PlanJob
 
 # Rounding, and for pipelines that the cost model extrapolates the error of doing so.

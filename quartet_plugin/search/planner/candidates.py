@@ -9,12 +9,12 @@ import numpy as np
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.search.planner.columns import CP, DP, SHARDED, is_forbidden
 from quartet_plugin.search.planner.job import PlanJob
 
 MAX_MICRO_BATCH = 64
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-# Columns of a candidate, and what the last one says; larger numbers are the job's own splits in order.
-TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED = range(10)
+# What the column `SPLIT` says; larger numbers are the job's own splits in order.
 BALANCED, EVEN, GIVEN = 0, 1, 2
 # Sizes of FP8 products are multiples of it.
 FP8_MULTIPLE = 16
@@ -67,7 +67,8 @@ def legal_candidates(job: PlanJob, shape: ModelShape) -> Candidates:
     columns = np.hstack([np.repeat(rows, len(options), axis=0), np.tile(options, (len(rows), 1))])
     # One replica has nothing to share its optimizer with, unless nothing else was asked for.
     alone = (columns[:, CP] * columns[:, DP] == 1) & (columns[:, SHARDED] == 1)
-    return Candidates(columns=columns[~alone] if 0 in shards else columns)
+    columns = columns[~alone] if 0 in shards else columns
+    return Candidates(columns=columns[~is_forbidden(columns, search.forbid)])
 
 
 def asked[T](choices: Sequence[T] | None, value: T) -> bool:

@@ -22,6 +22,7 @@ from quartet_plugin.model.layout import Recompute
 from quartet_plugin.model.plan import MAX_RANKS
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.search.config import Degrees, ScalingConfig, SearchConfig, distinct, load_yaml
+from quartet_plugin.search.planner import columns
 from quartet_plugin.search.planner.cluster import PlannedCluster, look_up
 from quartet_plugin.search.planner.cluster import machines_of as machines_of_cluster
 
@@ -31,7 +32,7 @@ Bandwidth = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
 VOCABULARY_MULTIPLE = 128
 # Generations of devices that are no accelerators, or of which nobody knows.
 PROCESSORS = ("cpu", "plain")
-SCHEDULES = ("stock", "no-pipelining", "1f1b", "interleaved")
+SCHEDULES = ("stock", *columns.SCHEDULES)
 
 
 def _choices(value: Any) -> Any:
@@ -305,6 +306,12 @@ def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
         raise ConfigError(
             f"search.group: {search.group}; a plan without a run has groups of pipeline_parallel microbatches"
         )
+    if search.change_class != "B":
+        raise ConfigError(
+            f"search.change_class: {search.change_class}; a plan without a run knows no command to stay near "
+            "to; it is for `quartet tune`"
+        )
+    columns.check_rules(search.forbid)
     unknown = [name for name in search.schedule or () if name not in SCHEDULES]
     if unknown:
         raise ConfigError(

@@ -20,8 +20,9 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.search.planner.bounds import Bounds, bounds_of
-from quartet_plugin.search.planner.candidates import BALANCED, SPLIT, Candidates, legal_candidates
+from quartet_plugin.search.planner.candidates import BALANCED, Candidates, legal_candidates
 from quartet_plugin.search.planner.cluster import ideal
+from quartet_plugin.search.planner.columns import SPLIT
 from quartet_plugin.search.planner.job import PlanJob
 from quartet_plugin.search.planner.placing import (
     EQUAL,
@@ -181,6 +182,7 @@ def _shapes(job: PlanJob) -> tuple[ModelShape, ...]:
         depth_width_band=asked.depth_width_band,
         max_shapes=asked.max_shapes,
         head_sizes=asked.head_sizes,
+        shapes=asked.shapes,
     )
     return equal_shapes(job.shape, rule=rule)
 

@@ -9,7 +9,8 @@ import numpy as np
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.search.planner.bounds import unique_rows
-from quartet_plugin.search.planner.candidates import CP, PP, TP, degrees, fault_of_degrees
+from quartet_plugin.search.planner.candidates import degrees, fault_of_degrees
+from quartet_plugin.search.planner.columns import CP, PP, TP
 from quartet_plugin.search.planner.job import PlanJob
 
 GB = 1e9
