@@ -77,7 +77,10 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """rank-K.json: what a rank measured, warm-up included. `job` is on RANK 0 alone."""
+    """rank-K.json: what a rank measured, warm-up included. `job` is on RANK 0 alone.
+
+    `cores` are the processor cores that a rank that trains on them may use.
+    """
 
     __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
@@ -94,6 +97,7 @@ class RankReport:
     iterations: Annotated[tuple[Iteration, ...], Field(max_length=200_000)]
     peak_memory_bytes: Count
     job: dict[str, Any] | None
+    cores: Annotated[tuple[Count, ...], Field(max_length=65_536)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,9 +64,11 @@ class StepMeter:
             }
             for index, (seconds, loss, grad_norm, skipped) in enumerate(self._steps, start=1)
         ]
+        device = device_name()
         self._files.write_result(
             {
-                "device": device_name(),
+                "device": device,
+                "cores": sorted(os.sched_getaffinity(0)) if device == "cpu" else None,
                 "phases_s": {
                     "import": max(0.0, self._started_at - self._files.process_start),
                     "init": max(0.0, self._first_step_at - self._started_at),

@@ -25,6 +25,7 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.search.forecast.critical import OrderedActions, orders_of
+from quartet_plugin.search.forecast.crowding import crowding_of
 from quartet_plugin.search.forecast.ground import AT, CAUSES, Factor, Ground
 from quartet_plugin.search.forecast.timing import pipeline_time
 
@@ -100,6 +101,9 @@ class Anatomies:
         ends = tensor * costs.ends.sum(axis=1)
         members = _members(plan, self.ground)
         paces = np.ones(plan.layout.pipeline_parallel) if members is None else scale[_slowest(members, scale)]
+        crowding = crowding_of(plan, self.ground.nodes)
+        if crowding is not None:
+            paces = paces * crowding.most
         return Ends(
             embedding=(first + float(ends[0])) / layer,
             head=(last + float(ends[1])) / layer,
@@ -227,6 +231,9 @@ class Anatomy:
         tensor[:, -1] += layers.ends[1]
         action = np.array([[ACTION_S], [ACTION_S], [0.0]]) * np.ones(num_stages)
         self._beside = np.stack([tensor, layers.context[:, None] * counts, action])
+        self._crowding = crowding_of(plan, ground.nodes)
+        self._alone = np.ones(ranks)
+        self._stretched: tuple[bytes, FloatArray] | None = None
         members = _members(plan, ground)
         self._members = np.zeros((0, 0), dtype=np.int64) if members is None else members
         self._sends = _sends(plan, placement, links)
@@ -240,33 +247,63 @@ class Anatomy:
 
         Raises PlanError for orders that do not run.
         """
-        scale = np.exp(theta)
+        return self._evaluate(np.exp(theta), stretch=self._stretch(theta))
+
+    def _evaluate(self, scale: FloatArray, *, stretch: FloatArray) -> tuple[float, FloatArray]:
         slopes = scale * self._step
         seconds = float(slopes.sum())
         if not self._orders:
-            seconds += self._time(scale, slopes, counts=self._always)
+            seconds += self._time(scale, slopes, stretch=stretch, counts=self._always)
             return seconds, slopes
         for order, weight in self._orders:
             each = np.zeros(len(scale))
-            span = self._time(scale, each, order=order)
+            span = self._time(scale, each, stretch=stretch, order=order)
             if span < 0.0:
                 raise PlanError("orders: they wait for each other; take another schedule")
             seconds += weight * span
             slopes += weight * each
         return seconds, slopes
 
+    def _stretch(self, theta: FloatArray) -> FloatArray:
+        """How many times as long each rank's compute takes beside others on the same cores [pp]."""
+        if self._crowding is None:
+            return self._alone
+        key = theta.tobytes()
+        if self._stretched is None or self._stretched[0] != key:
+            scale = np.exp(theta)
+            found = self._crowding.settle(
+                self._work(scale), span_s=lambda one: self._evaluate(scale, stretch=one)[0]
+            )
+            self._stretched = (key, found)
+        return self._stretched[1]
+
+    def _work(self, scale: FloatArray) -> FloatArray:
+        """Seconds of compute of each pipeline rank in an iteration, alone on its cores [pp]."""
+        found = np.zeros(len(self._alone))
+        for stage, rank in enumerate(self._placement):
+            counts = np.zeros_like(self._always)
+            counts[:, stage] = self._always[:, stage]
+            found[rank] += self._time(scale, np.zeros(len(scale)), stretch=self._alone, counts=counts)
+        return found
+
+    def is_crowded(self, stage: int) -> bool:
+        """Whether a stage's processes share cores: an action then has a time slice to itself, or not."""
+        return self._crowding is not None and bool(self._crowding.most[self._placement[stage]] > 1.0)
+
     def stage(self, theta: FloatArray, *, stage: int, directions: Sequence[int]) -> tuple[float, FloatArray]:
         """Seconds of one action of a stage, of those directions (0 forward, 1, 2), and the slopes."""
         counts = np.zeros_like(self._always)
         counts[list(directions), stage] = 1.0
         slopes = np.zeros(len(theta))
-        return self._time(np.exp(theta), slopes, counts=counts), slopes
+        seconds = self._time(np.exp(theta), slopes, stretch=self._stretch(theta), counts=counts)
+        return seconds, slopes
 
     def _time(
         self,
         scale: FloatArray,
         slopes: FloatArray,
         *,
+        stretch: FloatArray,
         counts: FloatArray | None = None,
         order: OrderedActions | None = None,
     ) -> float:
@@ -275,6 +312,7 @@ class Anatomy:
             self._compute,
             self._beside,
             self._members,
+            stretch,
             self._placement,
             self._sends,
             self._is_blocking,

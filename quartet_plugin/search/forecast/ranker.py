@@ -220,7 +220,7 @@ class Ranker:
         if self._folder_of is None or told.source is not None or plan.schedule.custom is None:
             return found
         for action in action_times(self._folder_of(record.number), attempt_id=told.attempt_id):
-            if action.stage < plan.layout.num_stages:
+            if action.stage < plan.layout.num_stages and not anatomy.is_crowded(action.stage):
                 found.append(
                     _Time(log_s=math.log(action.seconds), noise=ACTION_NOISE, anatomy=anatomy, action=action)
                 )

@@ -19,6 +19,7 @@ def pipeline_time(
     compute: FloatArray,
     beside: FloatArray,
     members: IntArray,
+    stretch: FloatArray,
     placement: IntArray,
     sends: FloatArray,
     is_blocking: bool,
@@ -34,7 +35,8 @@ def pipeline_time(
     `scale` [num_factors] are the factors; `compute` [num_causes, 3, S] and `beside` [3, 3, S] (tensor
     parallel, context parallel, action) the work of the stages by direction, `sends` [3, S] (near, far,
     latency) what each stage's transfer to the next takes; `members` [pp, slots a rank] the pace factors,
-    empty where there are none. Without orders the work counts as often as `given` [3, S] says.
+    empty where there are none, `stretch` [pp] how many times as long compute takes beside others
+    on the same cores, taken as given. Without orders the work counts as often as `given` [3, S] says.
     """
     num_causes, num_stages = compute.shape[0], compute.shape[2]
     whole = scale[SPEED] * (scale[RUNTIME] if is_own else 1.0)
@@ -50,6 +52,8 @@ def pipeline_time(
                     at = other
             pace_at[stage] = at
             pace[stage] = scale[at]
+    for stage in range(num_stages):
+        pace[stage] *= stretch[placement[stage]]
     work = np.zeros((4, num_stages))
     for way in range(3):
         for stage in range(num_stages):
