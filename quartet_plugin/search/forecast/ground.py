@@ -82,6 +82,8 @@ _SPREADS: dict[Factor, tuple[float, float]] = {
 }
 # Of a slot's pace: accelerators of one kind are alike, processes on shared cores are not.
 _PACE_SPREADS = (0.04, 0.35)
+# Of our runtime where processes share cores: what it does while it would wait, others could have done.
+_CROWDED_RUNTIME = 0.3
 # Of the links and the speed that a probe measured, and what a calibration leaves of every spread.
 LINKS = (Factor.TRANSFER, Factor.NETWORK, Factor.LATENCY)
 _PROBED_LINK, _PROBED_SPEED = 0.4, 0.5
@@ -160,7 +162,7 @@ def ground_of(
         on_cpu=on_cpu,
         is_known=is_known,
         spreads=np.array(
-            _factor_spreads(told, planned, is_known=is_known)
+            _factor_spreads(told, planned, is_known=is_known, is_crowded=any(node.crowds for node in nodes))
             + [_pace_spread(planned, on_cpu=on_cpu)] * (int(paces.max(initial=-1)) + 1)
         ),
         pace_of_slot=np.where(paces >= 0, paces + len(FACTORS), -1),
@@ -176,13 +178,17 @@ def _planned(cluster: Cluster, nodes: Sequence[NodeInfo], *, precision: HalfPrec
     return look_up(cluster, precision=precision)
 
 
-def _factor_spreads(told: Machine, planned: PlannedCluster | None, *, is_known: bool) -> list[float]:
+def _factor_spreads(
+    told: Machine, planned: PlannedCluster | None, *, is_known: bool, is_crowded: bool
+) -> list[float]:
     """How far off every factor may be: less where it was measured before."""
     spreads = {one: known if is_known else unknown for one, (known, unknown) in _SPREADS.items()}
     if planned is not None:
         spreads[Factor.SPEED] = min(spreads[Factor.SPEED], _PROBED_SPEED)
         if planned.cluster.links.measured:
             spreads |= {one: min(spreads[one], _PROBED_LINK) for one in LINKS}
+    if is_crowded:
+        spreads[Factor.RUNTIME] = _CROWDED_RUNTIME
     if told.calibration is not None:
         least = max(_LEAST_CALIBRATED, told.calibration.iteration_error)
         spreads = {one: max(least, _CALIBRATED * spread) for one, spread in spreads.items()}

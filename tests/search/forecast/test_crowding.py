@@ -11,7 +11,7 @@ from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.plan import Crowd, NodeInfo, Plan, Split
 from quartet_plugin.search.forecast.anatomy import Anatomies
 from quartet_plugin.search.forecast.crowding import Crowding, crowding_of
-from quartet_plugin.search.forecast.ground import FACTORS, ground_of
+from quartet_plugin.search.forecast.ground import AT, FACTORS, Factor, ground_of
 from quartet_plugin.search.job import baseline_plan, nodes_of
 from tests.search.jobs import make_job, make_layout, make_nodes
 from tests.trial.factory import report
@@ -113,6 +113,15 @@ def test_the_slopes_are_those_of_a_given_stretch() -> None:
     value, slopes = Anatomies(ground).of(plan).evaluate(np.zeros(ground.num_factors))
     assert slopes[len(FACTORS) :].sum() < value
     assert (slopes >= 0).all()
+
+
+def test_what_our_runtime_gains_is_less_sure_where_cores_are_shared() -> None:
+    runtime = AT[Factor.RUNTIME]
+    crowded, alone = (
+        ground_of(plan.made_for.nodes, precision="fp32").spreads for plan in (plan_on(THREE), plan_on())
+    )
+    assert crowded[runtime] > 3.0 * alone[runtime]
+    assert (np.delete(crowded, runtime) == np.delete(alone, runtime)).all()
 
 
 def test_an_action_on_a_crowded_core_says_little() -> None:
