@@ -42,9 +42,8 @@ def test_what_can_change_the_objective_is_kept_unless_it_is_asked_for(feature: s
     asked = plans_of(space_of(feature, change_class="C"))
     assert len({batching(plan) for plan in asked}) > 3
     for plan in asked:
-        (change,) = [one for one in changes(plan) if one.part == "layout"] or [None]
         is_other = batching(plan) != (2, 2)
-        assert (change is not None and change.change_class == "C") == is_other
+        assert any(change.change_class == "C" for change in changes(plan)) == is_other
         # The parity gate compares with the command as it is, which such a plan need not agree with.
         assert not is_other or plan.schedule.custom is None
     assert any(plan.schedule.custom is not None for plan in asked) == (feature != "moe")

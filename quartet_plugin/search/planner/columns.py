@@ -1,6 +1,7 @@
 """The columns of a job's candidate layouts, and the rules of `search.forbid` over them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,13 +45,14 @@ def is_forbidden(columns: IntArray, rules: Sequence[Forbidden]) -> NDArray[np.bo
     for rule in rules:
         one = np.ones(len(columns), dtype=np.bool_)
         for axis, values in rule.axes.items():
-            one &= np.isin(*_comparable(columns, axis, values))
+            column, numbers = _comparable(columns, axis, values)
+            one &= np.isin(column, numbers)
         met |= one
     return met
 
 
-def _comparable(columns: IntArray, axis: str, values: Sequence[object]) -> tuple[IntArray, list[object]]:
+def _comparable(columns: IntArray, axis: str, values: Sequence[Any]) -> tuple[IntArray, list[int]]:
     if axis != "schedule":
-        return columns[:, _COLUMN_OF[axis]], list(values)
+        return columns[:, _COLUMN_OF[axis]], [int(value) for value in values]
     number = np.where(columns[:, PP] == 1, 0, np.where(columns[:, VIRTUAL] == 1, 1, 2))
     return number, [SCHEDULES.index(str(value)) for value in values]
