@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 # Fields that were added to files which have digests: left out where they say nothing, so that the digest of
 # older content stays what it was.
-_ADDED = frozenset({"custom", "reduce_bucket_size", "allgather_bucket_size", "batching_features", "crowds"})
+_ADDED = frozenset(
+    {"custom", "reduce_bucket_size", "allgather_bucket_size", "batching_features", "crowds", "cores"}
+)
 
 
 def dump(value: "DataclassInstance") -> dict[str, Any]:
