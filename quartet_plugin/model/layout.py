@@ -69,6 +69,11 @@ class Layout:
         """Pipeline stages, all devices together."""
         return self.pipeline_parallel * self.virtual_stages
 
+    @property
+    def batching(self) -> tuple[int, int]:
+        """What says which samples a microbatch holds: its size, and the replicas that take turns."""
+        return self.micro_batch_size, self.data_parallel
+
     def num_microbatches(self, global_batch_size: int) -> int:
         """Microbatches an iteration. Raises ConfigError where the batch does not divide."""
         sequences = self.micro_batch_size * self.data_parallel

@@ -40,9 +40,7 @@ def changes(plan: Plan) -> tuple[Change, ...]:
     numbers = ("tensor_parallel", "data_parallel", "context_parallel", "expert_parallel", "micro_batch_size")
     reduces = any(getattr(own, name) != getattr(other, name) for name in numbers)
     reduces |= own.distributed_optimizer != other.distributed_optimizer
-    batches = ("micro_batch_size", "data_parallel")
-    rebatches = any(getattr(own, name) != getattr(other, name) for name in batches)
-    rebatches &= plan.made_for.batching_features is not None
+    rebatches = own.batching != other.batching and plan.made_for.batching_features is not None
     candidates = (
         Change(
             part="shape",

@@ -147,10 +147,9 @@ class ScalingConfig(_Section):
     shapes: Shapes = None
 
 
-class Forbidden(_Section):
-    """What no plan may be, all of it at once: a value or a list for each axis that matters."""
+class _Axes(_Section):
+    """The axes that a search chooses along and rules are about."""
 
-    shape: Shapes = None
     tensor_parallel: Degrees = None
     pipeline_parallel: Degrees = None
     data_parallel: Degrees = None
@@ -160,6 +159,12 @@ class Forbidden(_Section):
     split: Splits = None
     schedule: Schedules = None
     mapping: Orders = None
+
+
+class Forbidden(_Axes):
+    """What no plan may be, all of it at once: a value or a list for each axis that matters."""
+
+    shape: Shapes = None
 
     @model_validator(mode="after")
     def _names_an_axis(self) -> "Forbidden":
@@ -184,22 +189,13 @@ def _written(values: tuple[Any, ...]) -> str:
     return words if len(values) == 1 else f"[{words}]"
 
 
-class SearchConfig(_Section):
+class SearchConfig(_Axes):
     """The axes. None is `auto`. No plan matches one of the `forbid` rules.
 
     `change_class` is how far a plan may change the training, docs/support.md: `A` the order of work alone,
     `B` the rounding of reductions, `C` possibly the objective. Another model (D) takes a `scaling` section.
     """
 
-    tensor_parallel: Degrees = None
-    pipeline_parallel: Degrees = None
-    data_parallel: Degrees = None
-    virtual_stages: Degrees = None
-    micro_batch_size: Degrees = None
-    group: Degrees = None
-    split: Splits = None
-    schedule: Schedules = None
-    mapping: Orders = None
     # DeepSpeed's, in elements, with ZeRO 1.
     reduce_bucket_size: BucketSizes = None
     allgather_bucket_size: BucketSizes = None

@@ -11,13 +11,12 @@ from typing import Any
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import NodeInfo, Plan
+from quartet_plugin.model.plan import STOCK, NodeInfo, Plan
 from quartet_plugin.search.config import Forbidden
 from quartet_plugin.search.job import Job
 from quartet_plugin.search.schedules import SEARCHED
 from quartet_plugin.search.splits import even_counts
 
-STOCK = "stock"
 _LAYOUT = ("tensor_parallel", "pipeline_parallel", "data_parallel", "virtual_stages", "micro_batch_size")
 
 # Whether an axis has a value, for each axis that is known.
@@ -34,31 +33,34 @@ class Prohibitions:
 
     def of_layout(self, layout: Layout) -> Forbidden | None:
         """Of the rules that name nothing but layouts."""
-        return self._first(_layout_facts(layout))
+        return self._first(lambda: _layout_facts(layout))
 
     def of_schedule(self, layout: Layout, name: str) -> Forbidden | None:
         """Of the rules about layouts and schedules alone; `name` is the schedule's in the space."""
-        return self._first({**_layout_facts(layout), "schedule": self._is_schedule(name)})
+        return self._first(lambda: {**_layout_facts(layout), "schedule": self._is_schedule(name)})
 
     def of_plan(self, plan: Plan) -> Forbidden | None:
         """Of all rules. The user's own configuration is measured whatever they say; ask for others."""
+        return self._first(lambda: self._facts(plan))
+
+    def _first(self, facts_of: Callable[[], _Facts]) -> Forbidden | None:
+        """Asked of every choice of a study, most of which has no rules: then nothing is made."""
         if not self.rules:
             return None
+        facts = facts_of()
+        return next((rule for rule in self.rules if _is_met(rule, facts)), None)
+
+    def _facts(self, plan: Plan) -> _Facts:
         custom = plan.schedule.custom
         name = plan.schedule.name if custom is None else custom.named or SEARCHED
-        return self._first(
-            {
-                **_layout_facts(plan.layout),
-                "shape": plan.shape.label.__eq__,
-                "schedule": self._is_schedule(name),
-                "group": lambda group: plan.schedule.group == group,
-                "split": lambda split: self._is_split(plan, split),
-                "mapping": lambda order: self._is_mapped(plan, order),
-            }
-        )
-
-    def _first(self, facts: _Facts) -> Forbidden | None:
-        return next((rule for rule in self.rules if _is_met(rule, facts)), None)
+        return {
+            **_layout_facts(plan.layout),
+            "shape": plan.shape.label.__eq__,
+            "schedule": self._is_schedule(name),
+            "group": lambda group: plan.schedule.group == group,
+            "split": lambda split: self._is_split(plan, split),
+            "mapping": lambda order: self._is_mapped(plan, order),
+        }
 
     def _is_schedule(self, name: str) -> Callable[[str], bool]:
         own = self.job.schedule.name

@@ -6,7 +6,6 @@ named in `faults`; only a folder that is no run, or a study that is damaged, is 
 
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,7 +23,7 @@ from quartet_plugin.model.history import (
 from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
 from quartet_plugin.model.regret import Regret, read_regret
 from quartet_plugin.search.attempts import Launch, holder_of, read_launch, workers_of
-from quartet_plugin.search.features import Axis, locked_axes
+from quartet_plugin.search.features import locked_axes
 from quartet_plugin.search.final import BASELINE, rank
 from quartet_plugin.search.history_rows import (
     controls_of,
@@ -138,6 +137,7 @@ class _Reader:
         latest = float(events[-1]["time"]) if events else self._now
         until = self._now if state in ("running", "elsewhere") else latest
         features = self._job.features if self._job else ()
+        locked = locked_axes(features, change_class=config.search.change_class)
         objective = self._objective or objective_by_events(rows, asked=config.study.objective)
         return RunHistory(
             name=run.name,
@@ -160,7 +160,7 @@ class _Reader:
             nodes=self._nodes,
             features=features,
             neutralised=self._job.neutralised if self._job else (),
-            locked={axis.value: what for axis, what in self._locked(features).items()},
+            locked={axis.value: what for axis, what in locked.items()},
             trials=tuple(self._valued(row, objective=objective) for row in rows),
             finalists=self._finalists(finals, objective=objective),
             winner=self._winner(),
@@ -169,9 +169,6 @@ class _Reader:
             workers=self._workers if state in ("running", "elsewhere") else (),
             regret=self._regret(),
         )
-
-    def _locked(self, features: Sequence[str]) -> dict[Axis, str]:
-        return locked_axes(features, change_class=self._run.config.search.change_class)
 
     # Trial 0
 

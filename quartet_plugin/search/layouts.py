@@ -45,9 +45,7 @@ class LayoutRules:
 
     def can_change_objective(self, layout: Layout) -> bool:
         """Whether the layout deals the samples out otherwise, in a job that notices: class C."""
-        own = self.job.layout
-        is_same = (layout.micro_batch_size, layout.data_parallel) == (own.micro_batch_size, own.data_parallel)
-        return not is_same and bool(batching_features(self.job.features))
+        return layout.batching != self.job.layout.batching and bool(batching_features(self.job.features))
 
 
 def legal_layouts(shape: ModelShape, *, rules: LayoutRules) -> tuple[Layout, ...]:
@@ -165,9 +163,9 @@ def bucket_sizes(
 
     Unasked, only sizes that do not hold a device's whole share of the model: all larger ones do the same.
     """
-    is_free = rules.job.framework == "deepspeed" and set(rules.locked) != set(Axis)
-    is_free = is_free and rules.search.change_class != "A"
-    if not is_free or not layout.distributed_optimizer or layout.data_parallel == 1:
+    is_kept = rules.search.change_class == "A" or set(rules.locked) == set(Axis)
+    has_buckets = layout.distributed_optimizer and layout.data_parallel > 1
+    if rules.job.framework != "deepspeed" or is_kept or not has_buckets:
         return {}
     share = shape.num_parameters // layout.pipeline_parallel
     unasked: tuple[int | None, ...] = (None, *(size for size in BUCKET_SIZES if size < share))

@@ -82,7 +82,9 @@ class Search:
         known = frozenset(plan.execution for plan in (*(record.plan for record in records), *pending))
 
         def is_known(plan: Plan) -> bool:
-            return plan.execution in known or self._refusal_of(plan) is not None
+            if plan.execution in known or self._forbidden(plan) is not None:
+                return True
+            return self.parity.refusal_of(plan) is not None
 
         promise = None
         if repeats >= MAX_REPEATS_IN_A_ROW:
@@ -186,17 +188,17 @@ class Search:
         self.launching.show_told(Record(number=proposal.number, plan=proposal.plan, told=told))
         return True
 
-    def _refusal_of(self, plan: Plan) -> Refusal | None:
-        """Why a plan is out already, without checking anything."""
+    def _forbidden(self, plan: Plan) -> Refusal | None:
+        """The user's own refusal of a plan."""
         why = self.why_forbidden(plan)
-        if why is not None:
-            return Refusal(verdict="infeasible", outcome=FORBIDDEN, reason=why, culprit="")
-        return self.parity.refusal_of(plan)
+        if why is None:
+            return None
+        return Refusal(verdict="infeasible", outcome=FORBIDDEN, reason=why, culprit="")
 
     def _is_refused(self, study: TuneStudy, proposal: Proposal, records: list[Record]) -> bool:
         """Whether the user or the parity gate keeps the proposal from being timed; then the study is told."""
         plan, number = proposal.plan, proposal.number
-        refusal = self._refusal_of(plan) or self.parity.admit(plan, trial=number)
+        refusal = self._forbidden(plan) or self.parity.admit(plan, trial=number)
         if refusal is None:
             return False
         self.fence()

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.search.config import Forbidden
+from quartet_plugin.search.schedules import STOCK_NAMES
 
 # The columns of a candidate.
 TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED = range(10)
-SCHEDULES = ("no-pipelining", "1f1b", "interleaved")
 _COLUMN_OF = {
     "tensor_parallel": TP,
     "pipeline_parallel": PP,
@@ -31,11 +31,11 @@ def check_rules(rules: Sequence[Forbidden]) -> None:
                     f"search.forbid: {rule.label}: {axis}; a plan without a run is forbidden by "
                     f"{', '.join(_COLUMN_OF)} and schedule; others are for `quartet tune`"
                 )
-            unknown = [value for value in values if axis == "schedule" and value not in SCHEDULES]
+            unknown = [value for value in values if axis == "schedule" and value not in STOCK_NAMES]
             if unknown:
                 raise ConfigError(
                     f"search.forbid: {rule.label}: {unknown[0]}; a plan without a run has "
-                    f"{', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}"
+                    f"{', '.join(STOCK_NAMES[:-1])} or {STOCK_NAMES[-1]}"
                 )
 
 
@@ -55,4 +55,4 @@ def _comparable(columns: IntArray, axis: str, values: Sequence[Any]) -> tuple[In
     if axis != "schedule":
         return columns[:, _COLUMN_OF[axis]], [int(value) for value in values]
     number = np.where(columns[:, PP] == 1, 0, np.where(columns[:, VIRTUAL] == 1, 1, 2))
-    return number, [SCHEDULES.index(str(value)) for value in values]
+    return number, [STOCK_NAMES.index(str(value)) for value in values]

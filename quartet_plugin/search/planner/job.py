@@ -22,9 +22,10 @@ from quartet_plugin.model.layout import Recompute
 from quartet_plugin.model.plan import MAX_RANKS
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.search.config import Degrees, ScalingConfig, SearchConfig, distinct, load_yaml
-from quartet_plugin.search.planner import columns
 from quartet_plugin.search.planner.cluster import PlannedCluster, look_up
 from quartet_plugin.search.planner.cluster import machines_of as machines_of_cluster
+from quartet_plugin.search.planner.columns import check_rules
+from quartet_plugin.search.schedules import STOCK_NAMES
 
 Precision = Literal["bf16", "fp16", "fp8", "fp32"]
 Size = Annotated[int, Field(ge=1, le=2**31)]
@@ -32,7 +33,7 @@ Bandwidth = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
 VOCABULARY_MULTIPLE = 128
 # Generations of devices that are no accelerators, or of which nobody knows.
 PROCESSORS = ("cpu", "plain")
-SCHEDULES = ("stock", *columns.SCHEDULES)
+SCHEDULES = ("stock", *STOCK_NAMES)
 
 
 def _choices(value: Any) -> Any:
@@ -311,7 +312,7 @@ def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
             f"search.change_class: {search.change_class}; a plan without a run knows no command to stay near "
             "to; it is for `quartet tune`"
         )
-    columns.check_rules(search.forbid)
+    check_rules(search.forbid)
     unknown = [name for name in search.schedule or () if name not in SCHEDULES]
     if unknown:
         raise ConfigError(

@@ -176,15 +176,7 @@ def _shapes(job: PlanJob) -> tuple[ModelShape, ...]:
     asked = job.search.scaling
     if asked is None:
         return (job.shape,)
-    rule = BudgetRule(
-        budget=asked.budget,
-        tolerance=asked.tolerance,
-        depth_width_band=asked.depth_width_band,
-        max_shapes=asked.max_shapes,
-        head_sizes=asked.head_sizes,
-        shapes=asked.shapes,
-    )
-    return equal_shapes(job.shape, rule=rule)
+    return equal_shapes(job.shape, rule=BudgetRule(**asked.model_dump()))
 
 
 def _field(job: PlanJob, shape: ModelShape, constants: Constants) -> _Field:
