@@ -372,7 +372,10 @@ class Coordinator:
     def _proven(self, records: list[Record], yardstick: Yardstick) -> list[Record]:
         """The best plans, each of ours checked by itself: what cannot win is not measured again."""
         chosen: list[Record] = []
-        for record in candidates(records, baseline_value=yardstick.value, top_k=len(records)):
+        proposer = self._search.proposer
+        believed = {} if proposer is None else proposer.believed(records)
+        ranked = candidates(records, baseline_value=yardstick.value, top_k=len(records), believed=believed)
+        for record in ranked:
             if len(chosen) == self._config.top_k:
                 break
             self._launching.check_stop()

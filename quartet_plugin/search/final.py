@@ -23,6 +23,12 @@ MIN_ROUNDS = 3
 
 # A speedup below this is inside what two runs of one plan may differ by, so it is measured as often again.
 CONFIRM_BELOW = 1.10
+# A plan that leads by less, or that after so many times the rounds is still not certain, is given up.
+LEAST_LEAD = 1.02
+MAX_EXTENDED = 4
+# Who is looked at again and again wins by luck more easily, so the later looks ask for more
+# (`python -m benchmarks.final_rounds`).
+LATER_LEVEL = 0.99
 # With fewer rounds chance alone wins too often: of 3 rounds all go one way in every fourth case.
 CONFIRM_ROUNDS = 5
 
@@ -31,16 +37,26 @@ BASELINE = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """A candidate after the final rounds. `ratios` are its objective over the baseline's, a round each."""
+    """A candidate after the final rounds. `ratios` are its objective over the baseline's, a round each.
+
+    `surely` is what its speedup is above: the lower end of the interval, a wider one after more rounds than
+    were asked for.
+    """
 
     record: Record
     comparison: Comparison
     ratios: tuple[float, ...]
+    surely: float
 
     @property
     def is_win(self) -> bool:
-        """Whether the lower end of the speedup's interval is above 1."""
-        return self.comparison.speedup.low > 1.0
+        """Whether it is faster for certain."""
+        return self.surely > 1.0
+
+    @property
+    def is_contender(self) -> bool:
+        """Whether more rounds may show a win that these do not."""
+        return not self.is_win and self.comparison.speedup.median >= LEAST_LEAD
 
     @property
     def is_certain(self) -> bool:
@@ -48,20 +64,33 @@ class Ranking:
         return len(self.ratios) >= CONFIRM_ROUNDS and self.comparison.speedup.median >= CONFIRM_BELOW
 
 
-def candidates(records: Sequence[Record], *, baseline_value: float, top_k: int) -> list[Record]:
-    """The best measured plans, each once and without the baseline; none that was clearly slower than it."""
+def candidates(
+    records: Sequence[Record],
+    *,
+    baseline_value: float,
+    top_k: int,
+    believed: Mapping[int, float] | None = None,
+) -> list[Record]:
+    """The best measured plans, each once and without the baseline; none that was clearly slower than it.
+
+    `believed` are values by trial number that know more than the trial's own launch, which may have been
+    lucky: they order the plans.
+    """
+    values = believed or {}
+
+    def worth(record: Record) -> float:
+        return values.get(record.number, record.told.value or 0.0)
+
     baseline = next((r.plan.execution for r in records if r.number == BASELINE), None)
     best: dict[str, Record] = {}
     for record in records:
-        value = record.told.value
-        if record.told.verdict != "measured" or value is None or record.told.repeats is not None:
+        told = record.told
+        if told.verdict != "measured" or told.value is None or told.repeats is not None or told.is_cropped:
             continue
-        if record.told.is_cropped:
-            continue
-        if record.plan.execution == baseline or value < CANDIDATE_MARGIN * baseline_value:
+        if record.plan.execution == baseline or told.value < CANDIDATE_MARGIN * baseline_value:
             continue
         best.setdefault(record.plan.execution, record)
-    ranked = sorted(best.values(), key=lambda r: (-(r.told.value or 0.0), r.number))
+    ranked = sorted(best.values(), key=lambda one: (-worth(one), one.number))
     return ranked[:top_k]
 
 
@@ -79,10 +108,12 @@ def rank(
     launches: Mapping[int, Mapping[int, TrialResult]],
     objective: Objective,
     seed: int,
+    num_asked: int,
 ) -> list[Ranking]:
     """Every candidate that was measured in a round with the baseline, the best lower end first.
 
-    `launches[number][round]` are the final launches' measured results, the baseline's under number 0.
+    `launches[number][round]` are the final launches' measured results, the baseline's under number 0;
+    `num_asked` is how many rounds there are for all.
     """
     ranked = []
     own = launches.get(BASELINE, {})
@@ -100,7 +131,10 @@ def rank(
             baseline=_measurement(baseline, [own[at] for at in rounds], seed=seed),
             speedup=bootstrap_median(ratios, seed=seed),
         )
-        ranked.append(Ranking(record=record, comparison=comparison, ratios=ratios))
+        surely = comparison.speedup.low
+        if len(rounds) > num_asked:
+            surely = bootstrap_median(ratios, seed=seed, level=LATER_LEVEL).low
+        ranked.append(Ranking(record=record, comparison=comparison, ratios=ratios, surely=surely))
     return sorted(ranked, key=lambda r: (-r.comparison.speedup.low, r.record.number))
 
 

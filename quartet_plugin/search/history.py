@@ -273,6 +273,7 @@ class _Reader:
             launches=results,
             objective=objective,
             seed=self._run.config.study.seed,
+            num_asked=self._run.config.study.rounds,
         )
         return tuple(
             Finalist(number=one.record.number, comparison=one.comparison, ratios=one.ratios)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from quartet_plugin.errors import InfrastructureError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.search.budget import TimeBudget
-from quartet_plugin.search.final import BASELINE, MIN_ROUNDS, Ranking, order_of_round, rank
+from quartet_plugin.search.final import BASELINE, MAX_EXTENDED, MIN_ROUNDS, Ranking, order_of_round, rank
 from quartet_plugin.search.launching import Launching, Yardstick
 from quartet_plugin.search.observer import Observer
 from quartet_plugin.search.run_folder import Run
@@ -27,7 +27,7 @@ class FinalRounds:
     observer: Observer
 
     def measure(self, chosen: Sequence[Record], *, yardstick: Yardstick) -> list[Ranking]:
-        """The candidates, ranked. A leader by little, or over few rounds, is measured as often again."""
+        """The candidates, ranked. A leader by little, over few rounds or not for certain is measured again."""
         config = self.run.config.study
         every = {BASELINE: yardstick.plan, **{record.number: record.plan for record in chosen}}
         plans = every
@@ -43,20 +43,37 @@ class FinalRounds:
                 launches=found,
                 objective=yardstick.objective,
                 seed=config.seed,
+                num_asked=config.rounds,
             )
-            winner = winner_of(rankings)
-            if winner is None or winner.is_certain:
+            leader = self._to_measure_again(rankings, confirmed, num_rounds=rounds.stop)
+            if leader is None:
                 break
-            if winner.record.number in confirmed or not self.budget.fits(num_launches=2):
-                break
-            confirmed.add(winner.record.number)
-            plans = {number: every[number] for number in (BASELINE, winner.record.number)}
+            plans = {number: every[number] for number in (BASELINE, leader.record.number)}
             rounds = range(rounds.stop, rounds.stop + config.rounds)
-            self.observer.message(
-                f"trial {winner.record.number} leads by little, or over few rounds: "
-                "it and the baseline are measured again"
-            )
         return rankings
+
+    def _to_measure_again(
+        self, rankings: Sequence[Ranking], confirmed: set[int], *, num_rounds: int
+    ) -> Ranking | None:
+        """Whom more rounds may decide, if there is time; a win by little is confirmed once."""
+        if not self.budget.fits(num_launches=2):
+            return None
+        winner = winner_of(rankings)
+        if winner is not None:
+            number = winner.record.number
+            if winner.is_certain or number in confirmed:
+                return None
+            confirmed.add(number)
+            why = "leads by little, or over few rounds"
+        else:
+            contenders = [one for one in rankings if one.is_contender]
+            if not contenders or num_rounds >= MAX_EXTENDED * self.run.config.study.rounds:
+                return None
+            winner = max(contenders, key=lambda one: one.comparison.speedup.median)
+            number = winner.record.number
+            why = "leads, but launches scatter too much to be certain"
+        self.observer.message(f"trial {number} {why}: it and the baseline are measured again")
+        return winner
 
     def _launch_rounds(self, plans: dict[int, Plan], found: Found, *, rounds: range) -> None:
         """Add measured results to `found[number][round]`; a plan that fails once is left out from then on.

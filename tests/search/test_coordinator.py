@@ -1,6 +1,7 @@
 """A whole run on a machine made of arithmetic."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.search.coordinator import TuneResult
 from quartet_plugin.search.final import order_of_round
-from quartet_plugin.trial.request import Outcome, TrialRequest
+from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from tests.search.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 from tests.search.jobs import make_job
 
@@ -114,6 +115,55 @@ def test_a_small_lead_is_measured_as_often_again(tmp_path: Path) -> None:
     assert result.winner is not None
     assert result.winner.comparison.plan.num_launches == 6
     assert any("leads by little" in text for text in watching.messages)
+
+
+class Rounds(FakeMachine):
+    """Final rounds in which plans are faster than the baseline by the ratios given, one after the other."""
+
+    ratios: tuple[float, ...] = ()
+
+    def run(self, request: TrialRequest, **others: Any) -> TrialResult:
+        result = super().run(request, **others)
+        if "round" not in request.folder.name:
+            return result
+        at = int(request.folder.name.rpartition("-")[2]) - 1
+        seconds = 1.0 if request.plan is None else 1.0 / self.ratios[at % len(self.ratios)]
+        return replace(result, iteration_s=(seconds,) * 3)
+
+
+def test_a_lead_that_one_launch_hides_is_measured_until_it_is_certain(tmp_path: Path) -> None:
+    machine, watching = Rounds(), Watching()
+    machine.ratios = (1.4, 1.5, 0.9, 1.3, 1.4, 1.4, 1.2, 1.5, 1.3, 1.4)
+    result = tune(begin(tmp_path / "r", study={"trials": 6, "top_k": 1}), machine, observer=watching)
+    assert result.winner is not None
+    assert result.winner.ratios == pytest.approx(machine.ratios)
+    assert result.winner.surely > 1.0
+    assert sum("too much to be certain" in text for text in watching.messages) == 1
+
+
+def test_what_is_never_certain_is_given_up(tmp_path: Path) -> None:
+    """Every second round goes the other way, so no number of rounds decides."""
+    machine, watching = Rounds(), Watching()
+    machine.ratios = (1.5, 0.7)
+    result = tune(begin(tmp_path / "r", study={"trials": 6, "top_k": 1}), machine, observer=watching)
+    assert result.winner is None
+    assert len(result.rankings[0].ratios) == 20
+    assert sum("too much to be certain" in text for text in watching.messages) == 3
+
+
+def test_more_rounds_are_only_measured_while_there_is_time(tmp_path: Path) -> None:
+    now = [0.0]
+
+    def advance(request: TrialRequest) -> None:
+        now[0] += 10.0
+
+    machine = Rounds(wall_s=10.0, on_launch=advance)
+    machine.ratios = (1.5, 0.7)
+    run = begin(tmp_path / "r", study={"trials": 2, "top_k": 1, "rounds": 3})
+    result = tune(run, machine, max_minutes=3.0, clock=lambda: now[0])
+    assert now[0] <= 180.0
+    assert result.winner is None
+    assert 3 < len(result.rankings[0].ratios) < 12
 
 
 def test_clearly_slower_plans_are_not_measured_again(tmp_path: Path) -> None:

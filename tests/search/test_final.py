@@ -46,14 +46,19 @@ def launch(seconds: float) -> TrialResult:
     )
 
 
-def ranked(own: list[float], theirs: list[float]) -> list[Ranking]:
+def ranked(own: list[float], theirs: list[float], *, num_asked: int = 5) -> list[Ranking]:
     launches = {
         0: {at: launch(seconds) for at, seconds in enumerate(own)},
         3: {at: launch(seconds) for at, seconds in enumerate(theirs)},
     }
     baseline: Plan = record(0, value=1.0, layers=4).plan
     return rank(
-        [record(3, value=1.0)], baseline=baseline, launches=launches, objective="tokens_per_s", seed=0
+        [record(3, value=1.0)],
+        baseline=baseline,
+        launches=launches,
+        objective="tokens_per_s",
+        seed=0,
+        num_asked=num_asked,
     )
 
 
@@ -73,6 +78,17 @@ def test_candidates_are_the_best_plans_once_and_never_the_baseline() -> None:
     assert [one.number for one in candidates(records, baseline_value=100.0, top_k=1)] == [3]
 
 
+def test_what_more_is_known_of_counts_before_a_lucky_launch() -> None:
+    records = [
+        record(0, value=100.0, layers=4),
+        record(1, value=150.0, layers=5),
+        record(2, value=120.0, layers=6),
+        record(3, value=110.0, layers=7),
+    ]
+    chosen = candidates(records, baseline_value=100.0, top_k=5, believed={1: 118.0, 3: 80.0})
+    assert [one.number for one in chosen] == [2, 1, 3]
+
+
 def test_ratios_are_inside_rounds_so_drift_does_not_count() -> None:
     drift = [1.0, 1.5, 2.0, 3.0, 1.2]
     one = ranked(drift, [seconds / 1.2 for seconds in drift])[0]
@@ -86,6 +102,20 @@ def test_ratios_are_inside_rounds_so_drift_does_not_count() -> None:
 def test_one_round_that_went_the_other_way_can_decide() -> None:
     assert not ranked([1.0] * 3, [0.9, 0.9, 1.1])[0].is_win
     assert not ranked([1.0] * 5, [1.0] * 5)[0].is_win
+
+
+def test_a_lead_that_is_not_certain_is_worth_more_rounds_and_those_ask_for_more() -> None:
+    early = ranked([1.0] * 5, [0.8, 0.8, 0.8, 0.8, 1.1])[0]
+    assert not early.is_win
+    assert early.is_contender
+    assert not ranked([1.0] * 5, [1.0, 1.0, 0.99, 1.1, 0.99])[0].is_contender
+    times = [0.8 - 0.01 * at for at in range(6)] + [1.1, 1.11]
+    asked, later = (ranked([1.0] * 8, times, num_asked=num)[0] for num in (8, 5))
+    assert asked.comparison == later.comparison
+    assert later.surely < 1.0 < later.comparison.speedup.low == asked.surely
+    assert asked.is_win
+    assert not later.is_win
+    assert ranked([1.0] * 8, [0.8] * 7 + [1.1], num_asked=5)[0].is_win
 
 
 def test_too_few_rounds_are_no_ranking() -> None:

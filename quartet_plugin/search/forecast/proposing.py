@@ -116,6 +116,18 @@ class Proposer:
             proposal, plan=plan, predicted_s=forecast.iteration_s, predicted_spread=forecast.spread
         )
 
+    def believed(self, records: Sequence[Record]) -> dict[int, float]:
+        """The objective of every measured plan by its trial's number, as the posterior has it."""
+        self._ranker.learn(records)
+        if not self._ranker.is_ready:
+            return {}
+        measured = [one for one in records if one.told.value is not None and self._ranker.knows(one.plan)]
+        forecasts = self._ranker.forecast([one.plan for one in measured])
+        return {
+            one.number: math.exp(self._log_value(one.plan, forecast.iteration_s))
+            for one, forecast in zip(measured, forecasts, strict=True)
+        }
+
     def _is_samplers_turn(self, records: Sequence[Record]) -> bool:
         """Every `explore`-th trial of the study's own; one that repeated a plan used its turn up."""
         if not self._explore:

@@ -19,12 +19,13 @@ from quartet_plugin.search.forecast.anatomy import Anatomies, Anatomy, Ends
 from quartet_plugin.search.forecast.evidence import ActionTime, action_times
 from quartet_plugin.search.forecast.ground import AT, FACTORS, LINKS, Factor, Ground, names_of
 from quartet_plugin.search.forecast.kriging import Measured, View, fit
+from quartet_plugin.search.forecast.noise import LEAST, launch_noise
 from quartet_plugin.search.forecast.odds import Odds
 from quartet_plugin.search.forecast.residuals import Groups, Residuals
-from quartet_plugin.search.study import Record
+from quartet_plugin.search.study import Record, Told
 
-# Deviations, relative: of two launches of one plan; more where one was cut short, or ran in another study.
-LAUNCH_NOISE = 0.02
+# Deviations, relative, beside those of two launches of one plan: more where one was cut short, or ran in
+# another study.
 CUT_NOISE = 0.06
 OTHER_RUN_NOISE = 0.04
 # Of a model with fewer layers, beside what the cost model makes of the difference.
@@ -88,7 +89,7 @@ class Cropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Time:
-    """One measured time: an iteration, or a stage's action."""
+    """One measured time: an iteration, or a stage's action. `noise` is what is known of this one alone."""
 
     log_s: float
     noise: float
@@ -110,6 +111,7 @@ class Ranker:
         self._residuals = Residuals()
         self._learned: dict[int, tuple[_Time, ...]] = {}
         self._plans: dict[int, Plan] = {}
+        self._told: dict[int, Told] = {}
         self._seen: set[int] = set()
         self._cropped: dict[int, tuple[Plan, _Time]] = {}
         self.odds = Odds(ground)
@@ -129,12 +131,13 @@ class Ranker:
             is_whole = told.verdict == "measured" and not told.is_cropped
             if is_whole and told.iteration_s is not None and self.knows(record.plan):
                 self._plans[record.number] = record.plan
+                self._told[record.number] = told
                 self._learned[record.number] = tuple(self._times_of(record))
                 self._views = []
 
     def learn_cropped(self, found: Cropped) -> None:
         """Take in what a cropped model says of its plan, once a trial; `knows` must take both apart."""
-        noise = math.hypot(LAUNCH_NOISE, CROP_NOISE, found.spread)
+        noise = math.hypot(LEAST, CROP_NOISE, found.spread)
         time = _Time(log_s=math.log(found.iteration_s), noise=noise, anatomy=self._anatomy(found.small))
         self._cropped[found.number] = (found.plan, time)
         self._views = []
@@ -211,7 +214,7 @@ class Ranker:
         told, plan = record.told, record.plan
         assert told.iteration_s is not None
         anatomy = self._anatomy(plan)
-        noise = math.hypot(LAUNCH_NOISE, told.spread or 0.0)
+        noise = math.hypot(LEAST, told.spread or 0.0)
         if told.num_iterations is not None and told.num_iterations < self._num_iterations:
             noise = math.hypot(noise, CUT_NOISE)
         if told.source is not None:
@@ -250,13 +253,15 @@ class Ranker:
         self._groups = self._residuals.groups(
             [*(self._plans[number] for number in numbers), *(plan for plan, _ in smaller)]
         )
+        noise = np.array([one.noise for one in times])
+        noise[: len(wholes)] = np.maximum(noise[: len(wholes)], launch_noise(list(self._told.values())))
         covariance = np.zeros((len(times), len(times)))
         covariance[: len(wholes), : len(wholes)] = self._residuals.covariance(self._groups, self._groups)
         return fit(
             lambda point: _modelled(times, point),
             Measured(
                 log_s=np.array([one.log_s for one in times]),
-                noise=np.array([one.noise for one in times]),
+                noise=noise,
                 covariance=covariance,
             ),
             starts=[self._anchored(wholes[0], one) for one in self._starts()],

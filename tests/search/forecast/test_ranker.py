@@ -127,6 +127,21 @@ def test_a_trial_that_was_cut_short_or_ran_elsewhere_says_less() -> None:
     assert spread() < spread(source="other:7")
 
 
+def test_a_lucky_launch_counts_less_where_iterations_scatter() -> None:
+    space = space_of(2)
+    truth = Truth(space.nodes)
+    records = told(space, truth, num=5)
+    lucky = sampled(space, num=1, seed=3)[0]
+
+    def believed(spread: float) -> float:
+        ranker = ranker_of(truth)
+        known = [record(one.number, one.plan, truth(one.plan), spread=spread) for one in records]
+        ranker.learn([*known, record(9, lucky, 0.8 * truth(lucky), spread=spread)])
+        return ranker.forecast([lucky])[0].iteration_s / truth(lucky)
+
+    assert believed(0.001) + 0.03 < believed(0.05) < 1.0
+
+
 def test_what_a_kind_of_plan_is_off_by_is_learned_with_shrinkage() -> None:
     space = space_of(2, schedule=["1f1b", "zb-h1"], pipeline_parallel=2, virtual_stages=1, mapping="stock")
     truth = Truth(space.nodes)

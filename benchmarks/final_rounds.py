@@ -1,0 +1,100 @@
+"""How often the final rounds hand over a plan, by its true gain: `python -m benchmarks.final_rounds`.
+
+The final rounds run as in `quartet tune`; a launch takes the plan's true time, with noise between launches on
+it. Of equal plans none should win, of faster ones all.
+"""
+
+import argparse
+import functools
+import math
+import random
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from benchmarks.search_cost.grounds import small
+from benchmarks.search_cost.replay import Silent
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.search.budget import TimeBudget
+from quartet_plugin.search.config import StudyConfig
+from quartet_plugin.search.final import BASELINE
+from quartet_plugin.search.launching import Launching, Yardstick
+from quartet_plugin.search.rounds import FinalRounds, winner_of
+from quartet_plugin.search.run_folder import Run
+from quartet_plugin.search.scoring import score
+from quartet_plugin.search.study import Record, Told
+from quartet_plugin.trial.request import Outcome, TrialResult
+
+NOISES = (0.02, 0.05, 0.1, 0.14)
+GAINS = (1.0, 1.05, 1.2, 1.4)
+
+
+class NoisyLaunching:
+    """A machine on which the baseline takes a second, other plans less by `gain`."""
+
+    def __init__(self, *, gain: float, noise: float, seed: int) -> None:
+        self._gain, self._noise = gain, noise
+        self._generator = random.Random(seed)
+        self.num_rounds = 0
+
+    def launch(self, plan: object, *, number: int, folder: Path, **others: object) -> TrialResult:
+        """One launch of three equal iterations."""
+        del plan, others
+        self.num_rounds += number == BASELINE
+        seconds = math.exp(self._generator.gauss(0.0, self._noise))
+        seconds /= 1.0 if number == BASELINE else self._gain
+        return TrialResult(
+            attempt_id="",
+            plan_key=None,
+            outcome=Outcome.OK,
+            reason="",
+            phase="done",
+            iteration_s=(seconds,) * 3,
+            peak_memory_bytes=1,
+            folder=folder,
+        )
+
+
+def main() -> None:
+    """Print, for every noise and gain, how often the plan won and after how many rounds it was decided."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    for noise in NOISES:
+        cells = []
+        for gain in GAINS:
+            found = [decided(gain, noise=noise, seed=at, rounds=options.rounds) for at in range(options.runs)]
+            wins = statistics.fmean(is_win for is_win, _ in found)
+            cells.append(f"{gain:.2f}x: {wins:.1%} in {statistics.fmean(num for _, num in found):.1f} rounds")
+        print(f"launches {noise:.0%} apart: {'; '.join(cells)}", flush=True)
+
+
+def decided(gain: float, *, noise: float, seed: int, rounds: int) -> tuple[bool, int]:
+    """Whether a plan that is faster by `gain` won, and the rounds that took."""
+    baseline = _baseline()
+    yardstick = Yardstick(plan=baseline, score=score(baseline, iteration_s=(1.0,)), objective="tokens_per_s")
+    told = Told(verdict="measured", outcome="ok", reason="", attempt_id="", value=1.0)
+    launching = NoisyLaunching(gain=gain, noise=noise, seed=seed)
+    study = StudyConfig(rounds=rounds, top_k=1, seed=seed)
+    folder = SimpleNamespace(final_launch=lambda *_, **__: Path())
+    finals = FinalRounds(
+        run=cast(Run, SimpleNamespace(config=SimpleNamespace(study=study), folder=folder)),
+        launching=cast(Launching, launching),
+        budget=TimeBudget(limit_s=None, clock=lambda: 0.0),
+        observer=cast(Any, Silent()),
+    )
+    rankings = finals.measure([Record(number=1, plan=baseline, told=told)], yardstick=yardstick)
+    return winner_of(rankings) is not None, launching.num_rounds
+
+
+@functools.cache
+def _baseline() -> Plan:
+    return small().space.baseline
+
+
+if __name__ == "__main__":
+    main()

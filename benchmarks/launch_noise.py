@@ -1,0 +1,74 @@
+"""How far launches of one plan lie apart, and iterations inside a launch.
+
+    python -m benchmarks.launch_noise RUN ...
+
+Reads the final rounds of finished runs, which launch the same plans again and again. The search takes the
+scatter of iterations for that of launches (`search/forecast/noise.py`); the last line says how right that is.
+"""
+
+import argparse
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from quartet_plugin.errors import QuartetError
+from quartet_plugin.model.files import read_json
+
+LEAST_ITERATIONS = 4
+
+
+def main() -> None:
+    """Print both deviations of every run, and their ratio over all."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    found = []
+    for run in parser.parse_args().runs:
+        launches = launches_of(run)
+        if not any(len(rows) > 1 for rows in launches.values()):
+            continue
+        inside, between = inside_launches(launches), between_launches(launches)
+        found.append((inside, between))
+        print(f"{run.name}: inside a launch {inside:.1%}, between launches {between:.1%}")
+    if found:
+        inside, between = (
+            math.sqrt(statistics.fmean(one**2 for one in column)) for column in zip(*found, strict=True)
+        )
+        ratio = statistics.median(between / inside for inside, between in found)
+        print(f"{len(found)} runs: inside {inside:.1%}, between {between:.1%}; median ratio {ratio:.2f}")
+
+
+def launches_of(run: Path) -> dict[str, list[list[float]]]:
+    """Iterations of every launch of the final rounds, by trial."""
+    found: dict[str, list[list[float]]] = {}
+    for path in sorted(run.glob("final/*/attempt-*/result.json")):
+        try:
+            iterations = read_json(path).get("iteration_s") or []
+        except QuartetError:
+            continue
+        if len(iterations) >= LEAST_ITERATIONS:
+            found.setdefault(path.parents[1].name.partition("-")[0], []).append(iterations)
+    return found
+
+
+def inside_launches(launches: dict[str, list[list[float]]]) -> float:
+    """The pooled deviation of the logarithms of iterations in their launch."""
+    rows = [_logs(row) for rows in launches.values() for row in rows]
+    return math.sqrt(statistics.fmean(statistics.variance(row) for row in rows))
+
+
+def between_launches(launches: dict[str, list[list[float]]]) -> float:
+    """The pooled deviation of the logarithms of launches' medians around their plan's."""
+    medians = [_logs([statistics.median(row) for row in rows]) for rows in launches.values() if len(rows) > 1]
+    freedom = sum(len(row) - 1 for row in medians)
+    return math.sqrt(sum(statistics.variance(row) * (len(row) - 1) for row in medians) / freedom)
+
+
+def _logs(row: Sequence[float]) -> list[float]:
+    return [math.log(value) for value in row]
+
+
+if __name__ == "__main__":
+    main()
