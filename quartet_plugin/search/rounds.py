@@ -27,7 +27,7 @@ class FinalRounds:
     observer: Observer
 
     def measure(self, chosen: Sequence[Record], *, yardstick: Yardstick) -> list[Ranking]:
-        """The candidates, ranked. A leader by little, over few rounds or not for certain is measured again."""
+        """The candidates, ranked. A leader by little, over few rounds or unsurely is measured again."""
         config = self.run.config.study
         every = {BASELINE: yardstick.plan, **{record.number: record.plan for record in chosen}}
         plans = every
