@@ -31,7 +31,8 @@ class TrialRow:
 
     `plan` is None where its file is gone; `labels` (by PARTS) are there all the same where the study has
     them.
-    `iterations_s` are the measured iterations, `iteration_s` their median. `value` is the objective.
+    `iterations_s` are the measured iterations, `iteration_s` their median. `value` is the objective, as it
+    would have been when the baseline was measured: `drift` is how fast the machine was since.
     `predicted_iteration_s` and `predicted_memory_bytes` are what the cost model said before the launch.
     `repeats` is the number of the trial that measured the same plan before, `source` the run and trial that
     did where another run was begun with. `folder` is the latest attempt's,
@@ -60,6 +61,7 @@ class TrialRow:
     num_attempts: int = 0
     repeats: int | None = None
     source: str | None = None
+    drift: float = 1.0
     folder: str = ""
 
     @property

@@ -91,6 +91,7 @@ def _record(row: TrialRow, history: RunHistory) -> dict[str, Any]:
         "tokens_per_s": row.tokens_per_s,
         "model_flops_per_s_per_device": row.model_flops_per_s_per_device,
         "versus_baseline": history.versus_baseline(row),
+        "drift": row.drift,
         "peak_memory_bytes": row.peak_memory_bytes or None,
         "predicted_peak_memory_bytes": row.predicted_memory_bytes,
         "memory_excess_bytes": row.memory_excess_bytes,

@@ -1,22 +1,28 @@
 """The control of a search: the user's own configuration measured again now and then, and how it drifts.
 
 Trials are compared with a baseline that was measured at the start. Where the machine has become slower or
-faster since, that is said; the final rounds, which measure in turns, are not touched by it.
+faster since, by more than its launches scatter, that is said, and what is measured from then on is compared
+with the latest control; the final rounds, which measure in turns, are not touched by it.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quartet_plugin.search.budget import TimeBudget
 from quartet_plugin.search.events import EventLog
 from quartet_plugin.search.final import BASELINE
+from quartet_plugin.search.forecast.evidence import scatter_of
+from quartet_plugin.search.forecast.noise import LEAST
 from quartet_plugin.search.launches import Launches
 from quartet_plugin.search.launching import Launching
 from quartet_plugin.search.observer import Observer
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.scoring import score
 
-# Between two runs of one plan lie a few percent; more than this is the machine.
-DRIFT = 0.1
+# Between two runs of one plan lie a few percent; more than this, and than so many deviations of what lies
+# between two launches, is the machine.
+DRIFT, DEVIATIONS = 0.1, 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +58,10 @@ class Controls:
                 self._asked.add(due)
                 self._measure(due, num_left=num_left)
 
+    def restore(self, num_tried: int) -> None:
+        """Take in what an earlier process measured, and measure nothing."""
+        self.after(num_tried, num_left=0, is_over=True)
+
     def _is_recorded(self, due: int) -> bool:
         return self.launches.recorded(self.run.folder.control(due), plan_key=None) is not None
 
@@ -71,8 +81,16 @@ class Controls:
         ratio = score(own.plan, iteration_s=result.iteration_s).value(own.objective) / own.value
         self.found.append(Control(num_tried=due, ratio=ratio))
         self.events.add("control", trial=BASELINE, after=due, ratio=ratio)
-        if abs(ratio - 1.0) > DRIFT:
+        has_drifted = is_drift(ratio, iteration_s=result.iteration_s)
+        self.launching.drift = ratio if has_drifted else 1.0
+        if has_drifted:
             self.observer.message(
                 f"after {due} trials your own command runs at {ratio:.2f}x of its first measurement: "
-                "the machine has changed; the final rounds measure in turns"
+                "the machine has changed; what comes now is compared with that"
             )
+
+
+def is_drift(ratio: float, *, iteration_s: Sequence[float]) -> bool:
+    """Whether the baseline's speed over its first is more than chance, as the iterations scatter."""
+    between_two = math.sqrt(2.0) * max(LEAST, scatter_of(iteration_s))
+    return abs(math.log(ratio)) > max(math.log1p(DRIFT), DEVIATIONS * between_two)

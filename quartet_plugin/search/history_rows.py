@@ -66,7 +66,7 @@ def with_told(row: TrialRow, in_study: StudyRow) -> TrialRow:
         return row
     numbers = {
         name: float(told[name])
-        for name in ("value", "iteration_s", "tokens_per_s", "model_flops_per_s_per_device")
+        for name in ("value", "iteration_s", "tokens_per_s", "model_flops_per_s_per_device", "drift")
         if isinstance(told.get(name), int | float)
     }
     if told.get("outcome") == CROPPED:
@@ -101,7 +101,13 @@ def with_events(rows: list[TrialRow], events: list[dict[str, Any]]) -> list[Tria
             row = TrialRow(number=number, outcome=CROPPED)
         if event["kind"] == "told" and row is not None and isinstance(verdict, str):
             told = float(value) if isinstance(value, int | float) else None
-            known[row.number] = replace(row, verdict=verdict, value=told)
+            drift = event.get("drift")
+            known[row.number] = replace(
+                row,
+                verdict=verdict,
+                value=told,
+                drift=float(drift) if isinstance(drift, int | float) else 1.0,
+            )
     for number, of in repeats.items():
         before = known.get(of) if isinstance(of, int) else None
         if isinstance(number, int) and before is not None and number not in known:

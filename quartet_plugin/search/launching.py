@@ -43,7 +43,11 @@ class Yardstick:
 
 
 class Launching:
-    """Has plans launched for a run. `yardstick` is None until trial 0 is measured."""
+    """Has plans launched for a run. `yardstick` is None until trial 0 is measured.
+
+    `drift` is the baseline's speed at the latest control over that of trial 0, 1 where they are as good as
+    equal: what the search measures now is compared with the yardstick times that.
+    """
 
     def __init__(
         self,
@@ -67,6 +71,7 @@ class Launching:
         self._budget = budget
         self.yardstick: Yardstick | None = None
         self.best_value: float | None = None
+        self.drift = 1.0
         self._timeouts = Timeouts.within(run.config.trial.deadline_s)
 
     def launch(
@@ -177,7 +182,7 @@ class Launching:
         if plan is None or self.yardstick is None or not self.best_value:
             return None
         in_a_second = score_of_median(plan, iteration_s=1.0).value(self.yardstick.objective)
-        return self._run.config.trial.cut_above * in_a_second / self.best_value
+        return self._run.config.trial.cut_above * in_a_second / (self.best_value * self.drift)
 
     def _progressed(self, progress: Progress) -> None:
         self._fence()
@@ -195,6 +200,7 @@ class Launching:
         """
         own = self.yardstick
         scored, is_compared = None, stage in ("baseline", "search")
+        drift = self.drift if stage == "search" and plan is not None else 1.0
         shown = plan or (own.plan if own else None)
         if result.is_measured and shown is not None:
             scored = score(shown, iteration_s=result.iteration_s)
@@ -207,7 +213,9 @@ class Launching:
                 iteration_s=scored.iteration_s if scored else None,
                 tokens_per_s=scored.tokens_per_s if scored and stage != "cropped" else None,
                 versus_baseline=(
-                    scored.value(own.objective) / own.value if scored and own and is_compared else None
+                    scored.value(own.objective) / own.value / drift
+                    if scored and own and is_compared
+                    else None
                 ),
             )
         )
@@ -228,8 +236,11 @@ class Launching:
         )
 
 
-def told_of(plan: Plan, result: TrialResult, *, objective: Objective) -> Told:
-    """What the study keeps of a result; not for cancelled trials or faults of the harness."""
+def told_of(plan: Plan, result: TrialResult, *, objective: Objective, drift: float = 1.0) -> Told:
+    """What the study keeps of a result; not for cancelled trials or faults of the harness.
+
+    `drift` is the machine's, see `Launching`.
+    """
     common = Told(
         verdict=_VERDICTS[result.outcome],
         outcome=result.outcome.value,
@@ -240,7 +251,10 @@ def told_of(plan: Plan, result: TrialResult, *, objective: Objective) -> Told:
     )
     if result.is_measured:
         measured = replace(
-            common, num_iterations=len(result.iteration_s), spread=spread_of(result.iteration_s)
+            common,
+            num_iterations=len(result.iteration_s),
+            spread=spread_of(result.iteration_s),
+            drift=drift,
         )
         return measured.scored(score(plan, iteration_s=result.iteration_s), objective=objective)
     if result.outcome is Outcome.INFEASIBLE:

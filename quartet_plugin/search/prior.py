@@ -108,7 +108,7 @@ def _told(row: TrialRow, plan: Plan, *, source: str, ratio: float, objective: Ob
         return common
     if row.outcome != "OK" or row.iteration_s is None:
         return None
-    scored = score_of_median(plan, iteration_s=row.iteration_s / ratio)
+    scored = score_of_median(plan, iteration_s=row.iteration_s * row.drift / ratio)
     return replace(common, verdict="measured", excess=0.0).scored(scored, objective=objective)
 
 

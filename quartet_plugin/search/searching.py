@@ -130,9 +130,11 @@ class Search:
         if result.outcome is Outcome.HARNESS:
             raise SeamError(f"trial {proposal.number}: {result.reason}; see {result.folder}")
         self.fence()
-        told = told_of(proposal.plan, result, objective=yardstick.objective)
+        told = told_of(proposal.plan, result, objective=yardstick.objective, drift=self.launching.drift)
         study.tell(proposal, told)
-        self.events.add("told", trial=proposal.number, verdict=told.verdict, value=told.value)
+        self.events.add(
+            "told", trial=proposal.number, verdict=told.verdict, value=told.value, drift=told.drift
+        )
         if told.verdict == "wrong" and needs_receipt(proposal.plan):
             self.parity.quarantine(proposal.plan, told.reason, trial=proposal.number)
 

@@ -45,7 +45,8 @@ class Told:
     its kind quarantined. `num_iterations` were measured, `spread` is the relative standard error of their
     median; `predicted_s` an iteration was predicted to take, with `predicted_spread`, one standard deviation
     of its logarithm. Of a `CROPPED` plan the model with fewer layers alone was measured: its times are
-    predictions, as uncertain as `spread` says, and it cannot win.
+    predictions, as uncertain as `spread` says, and it cannot win. `drift` is how fast the machine was then,
+    over the baseline's own measurement: `value` is divided by it, times and rates are as they were measured.
     """
 
     verdict: Verdict
@@ -63,6 +64,7 @@ class Told:
     source: str | None = None
     num_iterations: int | None = None
     spread: float | None = None
+    drift: float = 1.0
     predicted_s: float | None = None
     predicted_spread: float | None = None
 
@@ -75,7 +77,7 @@ class Told:
         """The same with what the plan is worth."""
         return replace(
             self,
-            value=found.value(objective),
+            value=found.value(objective) / self.drift,
             iteration_s=found.iteration_s,
             tokens_per_s=found.tokens_per_s,
             model_flops_per_s_per_device=found.model_flops_per_s_per_device,

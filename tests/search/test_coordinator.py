@@ -1,6 +1,7 @@
 """A whole run on a machine made of arithmetic."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from quartet_plugin.errors import (
 )
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
+from quartet_plugin.search.control import is_drift
 from quartet_plugin.search.coordinator import TuneResult
 from quartet_plugin.search.final import order_of_round
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
@@ -350,7 +352,7 @@ def test_a_tuner_whose_run_was_taken_writes_nothing_more(tmp_path: Path) -> None
     assert len(machine.launched) == 3
 
 
-def test_the_baseline_is_measured_again_during_the_search_and_drift_is_said(tmp_path: Path) -> None:
+def test_the_baseline_is_measured_again_during_the_search_and_drift_counts(tmp_path: Path) -> None:
     machine, watching = FakeMachine(), Watching()
     own = machine.seconds
     machine.seconds = lambda plan: own(plan) * (1.5 if len(machine.launched) > 5 else 1.0)
@@ -360,11 +362,52 @@ def test_the_baseline_is_measured_again_during_the_search_and_drift_is_said(tmp_
     assert result.controls[0].ratio == pytest.approx(1.0, abs=0.05)
     assert result.controls[1].ratio == pytest.approx(1 / 1.5, abs=0.05)
     assert sum("the machine has changed" in line for line in watching.messages) == 1
+    drifts = [record.told.drift for record in result.records if record.told.repeats is None]
+    assert drifts == [1.0] * 7 + [result.controls[1].ratio] * 3
     folders = [folder for folder, key in machine.launched if key is None and "round" not in folder]
     assert folders == ["000000", "000003", "000006"]
     again = tune(resume(tmp_path / "r"), machine)
     assert again.controls == result.controls
     assert tune(begin(tmp_path / "s", study={"trials": 4, "control": 0}), FakeMachine()).controls == ()
+
+
+def test_what_is_measured_on_a_machine_that_has_slowed_down_is_compared_with_that(tmp_path: Path) -> None:
+    """The same trials, values and limits as on the machine as it was, but for the noise of the control."""
+    requests: list[TrialRequest] = []
+    steady = FakeMachine(on_launch=requests.append, noise=0.0)
+    slower = FakeMachine(on_launch=requests.append, noise=0.0)
+    own = slower.seconds
+    slower.seconds = lambda plan: own(plan) * (1.5 if len(slower.launched) > 4 else 1.0)
+    study = {"trials": 8, "control": 3}
+    expected = tune(begin(tmp_path / "a" / "r", study=study), steady)
+    limits = [one.slow_above_s for one in requests if one.folder.parent.name == "trials"]
+    requests.clear()
+    watching = Watching()
+    found = tune(begin(tmp_path / "b" / "r", study=study), slower, observer=watching)
+    for one, other in zip(expected.records, found.records, strict=True):
+        assert one.plan.key == other.plan.key
+        assert other.told.value == pytest.approx(one.told.value)
+        assert one.told.iteration_s is not None
+        assert other.told.iteration_s == pytest.approx(one.told.iteration_s / other.told.drift)
+    drifted = [one.slow_above_s for one in requests if one.folder.parent.name == "trials"]
+    for limit, before, record in zip(drifted[1:], limits[1:], found.records[1:], strict=True):
+        assert before is not None
+        assert limit == pytest.approx(before / record.told.drift)
+    shown = [re.fullmatch(r"trial (\d+): .* ([\d.]+)x the baseline", line) for line in watching.messages]
+    own_value = found.records[0].told.value
+    assert own_value is not None
+    assert {int(one[1]): float(one[2]) for one in shown if one} == {
+        one.number: pytest.approx(one.told.value / own_value, abs=0.006)
+        for one in found.records
+        if one.told.value is not None and one.told.repeats is None
+    }
+
+
+def test_drift_within_what_launches_scatter_by_is_none() -> None:
+    assert is_drift(0.85, iteration_s=(1.0, 1.01, 0.99, 1.0, 1.0))
+    assert is_drift(1.2, iteration_s=(1.0, 1.01, 0.99, 1.0, 1.0))
+    assert not is_drift(0.93, iteration_s=(1.0,) * 5)
+    assert not is_drift(0.8, iteration_s=(1.0, 1.15, 0.85, 1.1, 0.9))
 
 
 def test_what_is_far_behind_the_best_is_cut_short(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.search.history import read_history
+from quartet_plugin.search.study_view import read_study
 from quartet_plugin.trial.request import Outcome
 from tests.cli.runs import kept_run
 from tests.search.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
@@ -51,6 +53,24 @@ def test_a_machine_that_became_slower_does_not_count(tmp_path: Path, earlier: Pa
             assert record.told.iteration_s == pytest.approx(slower(record.plan), rel=0.15)
 
 
+def test_what_the_other_run_measured_on_a_slower_machine_counts_as_it_would_have_before(
+    tmp_path: Path,
+) -> None:
+    drifting = WritingMachine(noise=0.0)
+    drifting.seconds = lambda plan: by_formula(plan) * (1.5 if len(drifting.launched) > 4 else 1.0)
+    run, result = write_run(tmp_path / "drifted", drifting, study={"trials": 8, "rounds": 3, "control": 3})
+    drifts = {r.number: r.told.drift for r in result.records if r.told.repeats is None}
+    assert min(drifts.values()) == pytest.approx(1.0 / 1.5)
+    for study in (None, read_study(run.storage)):
+        rows = read_history(tmp_path / "drifted", study=study).trials
+        assert {row.number: row.drift for row in rows if row.repeats is None} == drifts
+    found = tune(begin(tmp_path / "r", study=STUDY), FakeMachine(noise=0.0), prior=tmp_path / "drifted")
+    told = [r for r in found.records if r.told.source and r.told.iteration_s is not None]
+    assert len(told) >= 6
+    for record in told:
+        assert record.told.iteration_s == pytest.approx(by_formula(record.plan))
+
+
 def test_another_cluster_only_says_what_to_try_first(tmp_path: Path, earlier: Path) -> None:
     machine, watching = FakeMachine(cluster=make_nodes(1, 1)), Watching()
     result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier, observer=watching)
@@ -58,8 +78,6 @@ def test_another_cluster_only_says_what_to_try_first(tmp_path: Path, earlier: Pa
     assert any("another job or cluster; 5 of its best plans come first" in text for text in watching.messages)
     first = result.records[1].plan
     assert first.made_for.nodes == machine.cluster
-    from quartet_plugin.search.history import read_history
-
     found = read_history(earlier)
     best = found.best
     assert best is not None

@@ -219,14 +219,14 @@ class Ranker:
             noise = math.hypot(noise, CUT_NOISE)
         if told.source is not None:
             noise = math.hypot(noise, OTHER_RUN_NOISE)
-        found = [_Time(log_s=math.log(told.iteration_s), noise=noise, anatomy=anatomy)]
+        drift = math.log(told.drift)
+        found = [_Time(log_s=math.log(told.iteration_s) + drift, noise=noise, anatomy=anatomy)]
         if self._folder_of is None or told.source is not None or plan.schedule.custom is None:
             return found
         for action in action_times(self._folder_of(record.number), attempt_id=told.attempt_id):
             if action.stage < plan.layout.num_stages and not anatomy.is_crowded(action.stage):
-                found.append(
-                    _Time(log_s=math.log(action.seconds), noise=ACTION_NOISE, anatomy=anatomy, action=action)
-                )
+                log_s = math.log(action.seconds) + drift
+                found.append(_Time(log_s=log_s, noise=ACTION_NOISE, anatomy=anatomy, action=action))
         return found
 
     def _anatomy(self, plan: Plan) -> Anatomy:

@@ -48,6 +48,7 @@ class SharedSearch:
         try:
             self._adopt(study)
             num_before = len(study.records())
+            self.search.controls.restore(num_spent(study.records()))
             why = self._fill(study)
             while why is None or self._flying:
                 self.sleep(_POLL_S)
