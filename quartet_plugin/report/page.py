@@ -168,7 +168,8 @@ def _intervals(history: RunHistory) -> str:
         )
     caption = (
         "Dots are medians over the final rounds, bars their intervals; the short marks are single rounds. A "
-        "plan wins only where the whole bar of its speedup is above 1."
+        "plan wins only where the whole bar of its speedup is above 1; after more rounds than were asked "
+        "for, where a longer bar is (99 %)."
     )
     return markup.section("Best against baseline", markup.figure(svg, caption))
 
@@ -189,7 +190,10 @@ def _progress(history: RunHistory) -> str:
         "crosses were refused or failed."
     )
     if history.controls:
-        caption += " Diamonds are your own command measured again: how the machine drifted."
+        caption += (
+            " Diamonds are your own command measured again: how the machine drifted. Trials after a drift "
+            "beyond chance are compared with that."
+        )
     return markup.section("History", markup.figure(svg, caption))
 
 

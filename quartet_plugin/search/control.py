@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from quartet_plugin.search.budget import TimeBudget
 from quartet_plugin.search.events import EventLog
 from quartet_plugin.search.final import BASELINE
-from quartet_plugin.search.forecast.evidence import scatter_of
-from quartet_plugin.search.forecast.noise import LEAST
+from quartet_plugin.search.forecast.noise import launch_noise
 from quartet_plugin.search.launches import Launches
 from quartet_plugin.search.launching import Launching
 from quartet_plugin.search.observer import Observer
 from quartet_plugin.search.run_folder import Run
 from quartet_plugin.search.scoring import score
+from quartet_plugin.search.study import Record
 
 # Between two runs of one plan lie a few percent; more than this, and than so many deviations of what lies
 # between two launches, is the machine.
-DRIFT, DEVIATIONS = 0.1, 2.0
+DRIFT, DEVIATIONS = 0.1, 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Controls:
     found: list[Control] = field(default_factory=list)
     _asked: set[int] = field(default_factory=set)
 
-    def after(self, num_tried: int, *, num_left: int, is_over: bool) -> None:
+    def after(self, num_tried: int, *, records: Sequence[Record], num_left: int, is_over: bool) -> None:
         """Measure again where it is time to and there is time; `num_left` launches are still to come.
 
         A search that is over only gets what was measured before: the final rounds measure the baseline next.
@@ -56,16 +56,16 @@ class Controls:
             is_now = due == num_tried and not is_over and self.budget.fits(num_launches=1, then=num_left)
             if due not in self._asked and (is_now or self._is_recorded(due)):
                 self._asked.add(due)
-                self._measure(due, num_left=num_left)
+                self._measure(due, noise=_noise_at(due, records), num_left=num_left)
 
-    def restore(self, num_tried: int) -> None:
+    def restore(self, num_tried: int, *, records: Sequence[Record]) -> None:
         """Take in what an earlier process measured, and measure nothing."""
-        self.after(num_tried, num_left=0, is_over=True)
+        self.after(num_tried, records=records, num_left=0, is_over=True)
 
     def _is_recorded(self, due: int) -> bool:
         return self.launches.recorded(self.run.folder.control(due), plan_key=None) is not None
 
-    def _measure(self, due: int, *, num_left: int) -> None:
+    def _measure(self, due: int, *, noise: float, num_left: int) -> None:
         own = self.launching.yardstick
         assert own is not None
         result = self.launching.launch(
@@ -81,7 +81,7 @@ class Controls:
         ratio = score(own.plan, iteration_s=result.iteration_s).value(own.objective) / own.value
         self.found.append(Control(num_tried=due, ratio=ratio))
         self.events.add("control", trial=BASELINE, after=due, ratio=ratio)
-        has_drifted = is_drift(ratio, iteration_s=result.iteration_s)
+        has_drifted = is_drift(ratio, noise=noise)
         self.launching.drift = ratio if has_drifted else 1.0
         if has_drifted:
             self.observer.message(
@@ -90,7 +90,18 @@ class Controls:
             )
 
 
-def is_drift(ratio: float, *, iteration_s: Sequence[float]) -> bool:
-    """Whether the baseline's speed over its first is more than chance, as the iterations scatter."""
-    between_two = math.sqrt(2.0) * max(LEAST, scatter_of(iteration_s))
-    return abs(math.log(ratio)) > max(math.log1p(DRIFT), DEVIATIONS * between_two)
+def is_drift(ratio: float, *, noise: float) -> bool:
+    """Whether the baseline's speed over its first is more than chance where launches lie `noise` apart."""
+    return abs(math.log(ratio)) > max(math.log1p(DRIFT), DEVIATIONS * math.sqrt(2.0) * noise)
+
+
+def _noise_at(due: int, records: Sequence[Record]) -> float:
+    """How far launches lay apart in the first `due` trials: the same when it is asked again later."""
+    told, num_spent = [], 0
+    for record in records:
+        num_spent += record.is_spent
+        if num_spent > due:
+            break
+        if record.told.repeats is None:
+            told.append(record.told)
+    return launch_noise(told)

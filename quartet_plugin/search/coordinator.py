@@ -372,8 +372,7 @@ class Coordinator:
     def _proven(self, records: list[Record], yardstick: Yardstick) -> list[Record]:
         """The best plans, each of ours checked by itself: what cannot win is not measured again."""
         chosen: list[Record] = []
-        proposer = self._search.proposer
-        believed = {} if proposer is None else proposer.believed(records)
+        believed = self._search.believed(records)
         ranked = candidates(records, baseline_value=yardstick.value, top_k=len(records), believed=believed)
         for record in ranked:
             if len(chosen) == self._config.top_k:

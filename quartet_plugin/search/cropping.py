@@ -129,6 +129,13 @@ class Cropping:
     is_on: bool = True
     is_open: bool = False
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether an earlier process has cropped models measured."""
+        small = self._small(self.baseline)
+        folder = self.run.folder.cropped(BASELINE)
+        return small is not None and self.launches.recorded(folder, plan_key=small.key) is not None
+
     def open(self, records: list[Record], *, num_left: int) -> None:
         """Measure the baseline cropped, and take in what an earlier process measured."""
         self.is_open = True
@@ -136,18 +143,20 @@ class Cropping:
         self.observer.message(
             f"plans are tried with {self.layers} of {_largest_stage(self.baseline)} layers a stage first"
         )
-        if not self._measure(self.baseline, number=BASELINE, num_left=num_left):
+        drift = 1.0 if self.is_begun else self.launching.drift
+        if not self._measure(self.baseline, number=BASELINE, num_left=num_left, drift=drift):
             self._end("the cropped baseline could not be measured")
         for record in records:
             if self.is_on and record.number != BASELINE and self._is_recorded(record):
-                self._measure(record.plan, number=record.number, num_left=num_left)
+                drift = record.told.drift
+                self._measure(record.plan, number=record.number, num_left=num_left, drift=drift)
 
     def judge(self, proposal: Proposal, *, num_left: int) -> Told | None:
         """What to tell of a proposal that its cropped model shows to be behind; None for one worth more."""
         if not self.is_on or proposal.predicted_spread is None or proposal.predicted_spread < SURE:
             return None
-        plan = proposal.plan
-        result = self._measure(plan, number=proposal.number, num_left=num_left)
+        plan, drift = proposal.plan, self.launching.drift
+        result = self._measure(plan, number=proposal.number, num_left=num_left, drift=drift)
         if result is None:
             return None
         forecast = self.proposer.ranker.forecast([plan])[0]
@@ -167,12 +176,16 @@ class Cropping:
             wall_s=result.wall_s,
             num_iterations=0,
             spread=forecast.spread,
+            drift=drift,
         )
-        scored = score_of_median(plan, iteration_s=forecast.iteration_s)
+        scored = score_of_median(plan, iteration_s=forecast.iteration_s / drift)
         return told.scored(scored, objective=own.objective)
 
-    def _measure(self, plan: Plan, *, number: int, num_left: int) -> TrialResult | None:
-        """Launch the plan's cropped model, or find it measured, and learn from it; None without a time."""
+    def _measure(self, plan: Plan, *, number: int, num_left: int, drift: float) -> TrialResult | None:
+        """Launch the plan's cropped model, or find it measured, and learn from it; None without a time.
+
+        `drift` is the machine's when it was launched, see `Launching`.
+        """
         small = self._small(plan)
         if small is None or not self.proposer.ranker.knows(small):
             return None
@@ -191,7 +204,7 @@ class Cropping:
                 number=number,
                 plan=plan,
                 small=small,
-                iteration_s=statistics.median(result.iteration_s),
+                iteration_s=statistics.median(result.iteration_s) * drift,
                 spread=spread_of(result.iteration_s),
             )
         )

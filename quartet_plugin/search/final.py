@@ -132,7 +132,7 @@ def rank(
             speedup=bootstrap_median(ratios, seed=seed),
         )
         surely = comparison.speedup.low
-        if len(rounds) > num_asked:
+        if rounds[-1] >= num_asked:
             surely = bootstrap_median(ratios, seed=seed, level=LATER_LEVEL).low
         ranked.append(Ranking(record=record, comparison=comparison, ratios=ratios, surely=surely))
     return sorted(ranked, key=lambda r: (-r.comparison.speedup.low, r.record.number))

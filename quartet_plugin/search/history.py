@@ -233,6 +233,8 @@ class _Reader:
             if predicted_s is None and prediction.relative_cost and own and own.iteration_s and own.plan:
                 work = row.plan.shape.model_flops_per_sequence / own.plan.shape.model_flops_per_sequence
                 predicted_s = prediction.relative_cost * own.iteration_s * work
+            if predicted_s is not None:
+                predicted_s /= row.drift  # it was for the machine as it was at the start
             found.append(
                 replace(
                     row,

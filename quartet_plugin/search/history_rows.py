@@ -42,7 +42,7 @@ def objective_by_events(rows: tuple[TrialRow, ...], *, asked: Any) -> Objective:
     for row in rows:
         if row.value and row.plan is not None and row.iterations_s:
             tokens_per_s = score(row.plan, iteration_s=row.iterations_s).tokens_per_s
-            is_tokens = math.isclose(row.value, tokens_per_s, rel_tol=1e-6)
+            is_tokens = math.isclose(row.value * row.drift, tokens_per_s, rel_tol=1e-6)
             return "tokens_per_s" if is_tokens else "model_flops_per_s_per_device"
     return objective_of(asked, num_shapes=len({row.plan.shape for row in rows if row.plan}) or 1)
 

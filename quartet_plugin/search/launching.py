@@ -248,13 +248,13 @@ def told_of(plan: Plan, result: TrialResult, *, objective: Objective, drift: flo
         attempt_id=result.attempt_id,
         peak_memory_bytes=result.peak_memory_bytes,
         wall_s=result.wall_s,
+        drift=drift,
     )
     if result.is_measured:
         measured = replace(
             common,
             num_iterations=len(result.iteration_s),
             spread=spread_of(result.iteration_s),
-            drift=drift,
         )
         return measured.scored(score(plan, iteration_s=result.iteration_s), objective=objective)
     if result.outcome is Outcome.INFEASIBLE:

@@ -34,11 +34,12 @@ class FinalRounds:
         found: Found = {number: {} for number in plans}
         rankings: list[Ranking] = []
         confirmed: set[int] = set()
+        failed: set[int] = set()
         rounds = range(config.rounds)
         while chosen:
-            self._launch_rounds(plans, found, rounds=rounds)
+            self._launch_rounds(plans, found, failed, rounds=rounds)
             rankings = rank(
-                chosen,
+                [record for record in chosen if record.number not in failed],
                 baseline=yardstick.plan,
                 launches=found,
                 objective=yardstick.objective,
@@ -75,8 +76,10 @@ class FinalRounds:
         self.observer.message(f"trial {number} {why}: it and the baseline are measured again")
         return winner
 
-    def _launch_rounds(self, plans: dict[int, Plan], found: Found, *, rounds: range) -> None:
-        """Add measured results to `found[number][round]`; a plan that fails once is left out from then on.
+    def _launch_rounds(
+        self, plans: dict[int, Plan], found: Found, failed: set[int], *, rounds: range
+    ) -> None:
+        """Add measured results to `found[number][round]`; a plan that fails once is `failed` and cannot win.
 
         What was lost for reasons outside of the plan only lacks that round. Raises InfrastructureError where
         several launches in a row are lost: nothing measured is not "nothing better".
@@ -84,6 +87,8 @@ class FinalRounds:
         left = list(plans)
         num_lost = 0
         for round_number in rounds:
+            if left == [BASELINE]:
+                break
             if round_number >= MIN_ROUNDS and not self.budget.fits(num_launches=len(left)):
                 self.observer.message(f"time is up after {round_number} final rounds")
                 break
@@ -102,6 +107,7 @@ class FinalRounds:
                     found[number][round_number] = result
                 elif number != BASELINE and result.outcome is not Outcome.INFRA:
                     left.remove(number)
+                    failed.add(number)
 
     def _launch(
         self, plans: dict[int, Plan], number: int, *, round_number: int, num_left: int

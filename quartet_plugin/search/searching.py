@@ -48,12 +48,14 @@ class Search:
         """Spend the trials; returns why the search ended."""
         begun = all_unfinished(study)
         num_before = len(study.records())
+        if self.cropping is not None and self.cropping.is_begun:
+            self.cropping.open(study.records(), num_left=self.num_left(tried=num_spent(study.records())))
         while True:
             records = study.records()
             check_rows(records, num_before=num_before)
             tried = num_spent(records)
             over = self.is_over(tried)
-            self.controls.after(tried, num_left=self.num_left(tried=tried), is_over=over)
+            self.controls.after(tried, records=records, num_left=self.num_left(tried=tried), is_over=over)
             if over:
                 return f"{tried} plans were tried"
             if not self.has_time(records):
@@ -148,9 +150,18 @@ class Search:
         ahead += self.cropping is not None and self.cropping.is_on
         own = self.launching.yardstick
         assert own is not None
-        best = candidates(records, baseline_value=own.value, top_k=self.run.config.study.top_k)
+        best = candidates(
+            records,
+            baseline_value=own.value,
+            top_k=self.run.config.study.top_k,
+            believed=self.believed(records),
+        )
         proofs = self.parity.num_runs_to_prove(record.plan for record in best)
         return self.budget.fits(num_launches=1 + ahead, then=self.num_in_final() + proofs)
+
+    def believed(self, records: list[Record]) -> dict[int, float]:
+        """What measured plans are worth by all that is known, by trial; nothing without a cost model."""
+        return {} if self.proposer is None else self.proposer.believed(records)
 
     def num_in_final(self) -> int:
         """Launches of the final rounds."""
@@ -245,13 +256,7 @@ def check_rows(records: list[Record], *, num_before: int = 0) -> None:
 
 def num_spent(records: list[Record]) -> int:
     """How many trials used up one of the study's."""
-    return sum(_is_spent(record) for record in records)
-
-
-def _is_spent(record: Record) -> bool:
-    told = record.told
-    is_own = told.repeats is None and told.source is None
-    return record.number != BASELINE and is_own and told.verdict != "lost"
+    return sum(record.is_spent for record in records)
 
 
 def in_a_row(records: list[Record], is_one: Callable[[Record], bool]) -> int:

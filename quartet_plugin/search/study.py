@@ -103,6 +103,12 @@ class Record:
     plan: Plan
     told: Told
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether it used up one of the study's trials; the baseline, number 0, did not."""
+        is_own = self.told.repeats is None and self.told.source is None
+        return self.number != 0 and is_own and self.told.verdict != "lost"
+
 
 class TuneStudy:
     """One run's study; every Optuna tool can open it. Close it when done."""

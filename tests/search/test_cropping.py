@@ -17,10 +17,12 @@ from quartet_plugin.search.cropping import cropped
 from quartet_plugin.search.history import read_history
 from quartet_plugin.search.job import baseline_plan
 from quartet_plugin.search.study_view import read_study
+from quartet_plugin.trial.request import TrialRequest, TrialResult
 from tests.search.fakes import FakeMachine, Killed, Watching, begin, by_formula, outcome, resume, tune
 from tests.search.jobs import make_job, make_nodes
 
 WHOLE = make_job().shape
+DRIFTS_AFTER = 3
 
 
 def own_plan() -> Plan:
@@ -122,6 +124,47 @@ def test_a_cropped_model_is_compared_with_nothing(tmp_path: Path) -> None:
     lines = [text for text in watching.messages if " cropped: " in text and "s/iteration" in text]
     assert len(lines) == 5
     assert not any("baseline" in text or "tokens/s" in text for text in lines)
+
+
+class Slowing(FakeMachine):
+    """Slower by a half from the first control on."""
+
+    def _result(self, request: TrialRequest) -> TrialResult:
+        result = super()._result(request)
+        is_trial = request.folder.parent.name in ("trials", "cropped")
+        if is_trial and int(request.folder.name) <= DRIFTS_AFTER:
+            return result
+        return replace(result, iteration_s=tuple(1.5 * seconds for seconds in result.iteration_s))
+
+
+def test_cropped_models_of_a_machine_that_has_slowed_down_say_the_same(tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "study": {"trials": 10, "explore": 2, "control": DRIFTS_AFTER},
+        "trial": {"crop": 2},
+    }
+    steady = tune(begin(tmp_path / "a", **config), FakeMachine(seconds=steep, noise=0.0))
+    slowing = tune(begin(tmp_path / "b", **config), Slowing(seconds=steep, noise=0.0))
+    assert [number for number in ended_cropped(slowing) if number > DRIFTS_AFTER]
+    assert slowing.records[-1].told.drift == pytest.approx(1.0 / 1.5)
+    for one, other in zip(steady.records, slowing.records, strict=True):
+        assert (one.plan.key, one.told.outcome) == (other.plan.key, other.told.outcome)
+        assert other.told.value == pytest.approx(one.told.value)
+
+
+@pytest.mark.slow
+def test_a_tuner_killed_after_a_drift_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "study": {"trials": 5, "explore": 2, "control": DRIFTS_AFTER, "rounds": 3, "top_k": 2},
+        "trial": {"crop": 2},
+    }
+    whole = Slowing(seconds=steep)
+    expected = outcome(tune(begin(tmp_path / "whole", **config), whole))
+    num_searched = sum("round" not in folder for folder, _ in whole.launched)
+    for at in range(num_searched // 2, len(whole.launched)):
+        machine = Slowing(seconds=steep, dies_at=at, dies_before_result=False)
+        with pytest.raises(Killed):
+            tune(begin(tmp_path / f"{at}", **config), machine)
+        assert outcome(tune(resume(tmp_path / f"{at}"), machine)) == expected
 
 
 @pytest.mark.slow

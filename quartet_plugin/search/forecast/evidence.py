@@ -1,6 +1,5 @@
 """What a told trial says about times: its iterations, and its actions where the ranks recorded them."""
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,10 +47,6 @@ def action_times(folder: Path, *, attempt_id: str) -> tuple[ActionTime, ...]:
 
 def spread_of(iteration_s: Sequence[float]) -> float:
     """How uncertain the median of a launch's iterations is, relative: a robust standard error."""
-    return scatter_of(iteration_s) / math.sqrt(len(iteration_s))
-
-
-def scatter_of(iteration_s: Sequence[float]) -> float:
-    """How far a launch's iterations lie apart, relative: a robust standard deviation."""
     middle = statistics.median(iteration_s)
-    return statistics.median(abs(one - middle) for one in iteration_s) * _NORMAL_MAD / middle
+    off = statistics.median(abs(one - middle) for one in iteration_s) * _NORMAL_MAD
+    return float(off / middle / len(iteration_s) ** 0.5)

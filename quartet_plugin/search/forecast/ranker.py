@@ -89,10 +89,14 @@ class Cropped:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Time:
-    """One measured time: an iteration, or a stage's action. `noise` is what is known of this one alone."""
+    """One measured time: an iteration, or a stage's action.
+
+    `noise` is what is known of this one alone; `extra` comes on top of what launches lie apart.
+    """
 
     log_s: float
     noise: float
+    extra: float = 0.0
     anatomy: Anatomy
     action: ActionTime | None = None
 
@@ -137,8 +141,12 @@ class Ranker:
 
     def learn_cropped(self, found: Cropped) -> None:
         """Take in what a cropped model says of its plan, once a trial; `knows` must take both apart."""
-        noise = math.hypot(LEAST, CROP_NOISE, found.spread)
-        time = _Time(log_s=math.log(found.iteration_s), noise=noise, anatomy=self._anatomy(found.small))
+        time = _Time(
+            log_s=math.log(found.iteration_s),
+            noise=math.hypot(LEAST, found.spread),
+            extra=CROP_NOISE,
+            anatomy=self._anatomy(found.small),
+        )
         self._cropped[found.number] = (found.plan, time)
         self._views = []
 
@@ -214,13 +222,11 @@ class Ranker:
         told, plan = record.told, record.plan
         assert told.iteration_s is not None
         anatomy = self._anatomy(plan)
-        noise = math.hypot(LEAST, told.spread or 0.0)
-        if told.num_iterations is not None and told.num_iterations < self._num_iterations:
-            noise = math.hypot(noise, CUT_NOISE)
-        if told.source is not None:
-            noise = math.hypot(noise, OTHER_RUN_NOISE)
+        is_cut = told.num_iterations is not None and told.num_iterations < self._num_iterations
+        extra = math.hypot(CUT_NOISE * is_cut, OTHER_RUN_NOISE * (told.source is not None))
         drift = math.log(told.drift)
-        found = [_Time(log_s=math.log(told.iteration_s) + drift, noise=noise, anatomy=anatomy)]
+        log_s, noise = math.log(told.iteration_s) + drift, math.hypot(LEAST, told.spread or 0.0)
+        found = [_Time(log_s=log_s, noise=noise, extra=extra, anatomy=anatomy)]
         if self._folder_of is None or told.source is not None or plan.schedule.custom is None:
             return found
         for action in action_times(self._folder_of(record.number), attempt_id=told.attempt_id):
@@ -255,6 +261,7 @@ class Ranker:
         )
         noise = np.array([one.noise for one in times])
         noise[: len(wholes)] = np.maximum(noise[: len(wholes)], launch_noise(list(self._told.values())))
+        noise = np.hypot(noise, [one.extra for one in times])
         covariance = np.zeros((len(times), len(times)))
         covariance[: len(wholes), : len(wholes)] = self._residuals.covariance(self._groups, self._groups)
         return fit(

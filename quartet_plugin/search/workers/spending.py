@@ -18,6 +18,7 @@ from quartet_plugin.search.searching import Search, all_unfinished, check_rows, 
 from quartet_plugin.search.study import Proposal, Record, TuneStudy
 from quartet_plugin.search.workers.crew import Crew
 from quartet_plugin.search.workers.desk import Desk, Ended
+from quartet_plugin.trial.request import TrialResult
 
 _POLL_S = 0.1
 # How often processes and the lease are looked at; results are looked for at every turn.
@@ -46,9 +47,10 @@ class SharedSearch:
     def spend(self, study: TuneStudy) -> str:
         """Spend the trials; returns why the search ended."""
         try:
+            records = study.records()
+            self.search.controls.restore(num_spent(records), records=records)
             self._adopt(study)
             num_before = len(study.records())
-            self.search.controls.restore(num_spent(study.records()))
             why = self._fill(study)
             while why is None or self._flying:
                 self.sleep(_POLL_S)
@@ -56,7 +58,7 @@ class SharedSearch:
                 if self._turn(study):
                     check_rows(study.records(), num_before=num_before)
                     why = self._fill(study)
-            self._control(num_spent(study.records()), is_over=True)
+            self._control(study, tried=num_spent(study.records()), is_over=True)
             return why
         finally:
             self._close()
@@ -73,6 +75,9 @@ class SharedSearch:
         for proposal in all_unfinished(study):
             if self.desk.adopt(proposal.number, proposal.plan):
                 self._flying[proposal.number] = self.search.foresee(proposal, records)
+            elif found := self.desk.recorded(proposal.number, proposal.plan):
+                # Before a control that is due by now.
+                self._take(study, self.search.foresee(proposal, records), found)
             else:
                 self._waiting.append(proposal)
 
@@ -150,7 +155,7 @@ class SharedSearch:
             if self._is_control_due(tried):
                 if self._flying:
                     return None
-                self._control(tried)
+                self._control(study, tried=tried)
             no_time = f"{tried} plans were tried; the time that is left is kept for the final rounds"
             if not self.search.has_time(records):
                 return no_time
@@ -201,10 +206,14 @@ class SharedSearch:
         if found is None:
             self._hand_out(proposal, tried=tried)
             return True
+        self._take(study, proposal, found)
+        return True
+
+    def _take(self, study: TuneStudy, proposal: Proposal, found: TrialResult) -> None:
+        """Tell what an earlier coordinator's worker has measured."""
         self.search.launching.found(str(proposal.number), proposal.plan, found, stage="search")
         self.search.tell(study, proposal, found)
         self.desk.told(proposal.number)
-        return True
 
     def _answer_twins(self, study: TuneStudy) -> None:
         """What was proposed twice at once is told with what came of the first."""
@@ -223,13 +232,17 @@ class SharedSearch:
         every = self.search.run.config.study.control
         return bool(every) and tried // every > self._num_controlled
 
-    def _control(self, tried: int, *, is_over: bool = False) -> None:
+    def _control(self, study: TuneStudy, *, tried: int, is_over: bool = False) -> None:
         """The baseline again, after as many trials as it was due, though more have ended meanwhile."""
         every = self.search.run.config.study.control
         if every:
             self._num_controlled = tried // every
-            num_left = self.search.num_left(tried=tried)
-            self.search.controls.after(every * self._num_controlled, num_left=num_left, is_over=is_over)
+            self.search.controls.after(
+                every * self._num_controlled,
+                records=study.records(),
+                num_left=self.search.num_left(tried=tried),
+                is_over=is_over,
+            )
 
     def _close(self) -> None:
         """End every worker. What one that had to be killed left behind is ended by its attempt's files."""
