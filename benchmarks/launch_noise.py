@@ -12,8 +12,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from quartet_plugin.errors import QuartetError
-from quartet_plugin.model.files import read_json
+from quartet_plugin.search.attempts import read_launch
 
 LEAST_ITERATIONS = 4
 
@@ -43,13 +42,10 @@ def main() -> None:
 def launches_of(run: Path) -> dict[str, list[list[float]]]:
     """Iterations of every launch of the final rounds, by trial."""
     found: dict[str, list[list[float]]] = {}
-    for path in sorted(run.glob("final/*/attempt-*/result.json")):
-        try:
-            iterations = read_json(path).get("iteration_s") or []
-        except QuartetError:
-            continue
-        if len(iterations) >= LEAST_ITERATIONS:
-            found.setdefault(path.parents[1].name.partition("-")[0], []).append(iterations)
+    for path in sorted(run.glob("final/*-round-*")):
+        result = read_launch(path, faults=[]).result
+        if result is not None and len(result.iteration_s) >= LEAST_ITERATIONS:
+            found.setdefault(path.name.partition("-")[0], []).append(list(result.iteration_s))
     return found
 
 

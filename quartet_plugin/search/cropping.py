@@ -132,9 +132,7 @@ class Cropping:
     @property
     def is_begun(self) -> bool:
         """Whether an earlier process has cropped models measured."""
-        small = self._small(self.baseline)
-        folder = self.run.folder.cropped(BASELINE)
-        return small is not None and self.launches.recorded(folder, plan_key=small.key) is not None
+        return self._is_recorded(self.baseline, number=BASELINE)
 
     def open(self, records: list[Record], *, num_left: int) -> None:
         """Measure the baseline cropped, and take in what an earlier process measured."""
@@ -147,9 +145,9 @@ class Cropping:
         if not self._measure(self.baseline, number=BASELINE, num_left=num_left, drift=drift):
             self._end("the cropped baseline could not be measured")
         for record in records:
-            if self.is_on and record.number != BASELINE and self._is_recorded(record):
-                drift = record.told.drift
-                self._measure(record.plan, number=record.number, num_left=num_left, drift=drift)
+            plan, number = record.plan, record.number
+            if self.is_on and number != BASELINE and self._is_recorded(plan, number=number):
+                self._measure(plan, number=number, num_left=num_left, drift=record.told.drift)
 
     def judge(self, proposal: Proposal, *, num_left: int) -> Told | None:
         """What to tell of a proposal that its cropped model shows to be behind; None for one worth more."""
@@ -214,9 +212,9 @@ class Cropping:
         share = self.layers / _largest_stage(self.baseline)
         return cropped(plan, layers=max(1, round(share * _largest_stage(plan))))
 
-    def _is_recorded(self, record: Record) -> bool:
-        small = self._small(record.plan)
-        folder = self.run.folder.cropped(record.number)
+    def _is_recorded(self, plan: Plan, *, number: int) -> bool:
+        small = self._small(plan)
+        folder = self.run.folder.cropped(number)
         return small is not None and self.launches.recorded(folder, plan_key=small.key) is not None
 
     def _end(self, why: str) -> None:

@@ -252,9 +252,7 @@ def told_of(plan: Plan, result: TrialResult, *, objective: Objective, drift: flo
     )
     if result.is_measured:
         measured = replace(
-            common,
-            num_iterations=len(result.iteration_s),
-            spread=spread_of(result.iteration_s),
+            common, num_iterations=len(result.iteration_s), spread=spread_of(result.iteration_s)
         )
         return measured.scored(score(plan, iteration_s=result.iteration_s), objective=objective)
     if result.outcome is Outcome.INFEASIBLE:

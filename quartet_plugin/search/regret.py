@@ -222,7 +222,7 @@ def _evidence(search: Ended, at: dict[str, int]) -> Evidence:
         value=np.array([row[1] for row in rows]),
         variance=np.array(wide),
         in_search=np.array([row[3] for row in rows]),
-        noise=launch_noise(search.rankings),
+        noise=noise_of_rounds(search.rankings),
     )
 
 
@@ -232,7 +232,7 @@ def ranking_error(ranking: Ranking) -> float:
     return max(LEAST, MEDIAN_ERROR * statistics.stdev(logs) / math.sqrt(len(logs)))
 
 
-def launch_noise(rankings: Sequence[Ranking]) -> float | None:
+def noise_of_rounds(rankings: Sequence[Ranking]) -> float | None:
     """The deviation of the logarithm of one launch, from the final rounds; None without them."""
     pooled = [statistics.variance([math.log(ratio) for ratio in one.ratios]) for one in rankings]
     # A ratio is of two launches.

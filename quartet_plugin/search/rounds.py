@@ -59,22 +59,20 @@ class FinalRounds:
         """Whom more rounds may decide, if there is time; a win by little is confirmed once."""
         if not self.budget.fits(num_launches=2):
             return None
-        winner = winner_of(rankings)
-        if winner is not None:
-            number = winner.record.number
-            if winner.is_certain or number in confirmed:
+        leader = winner_of(rankings)
+        if leader is not None:
+            if leader.is_certain or leader.record.number in confirmed:
                 return None
-            confirmed.add(number)
+            confirmed.add(leader.record.number)
             why = "leads by little, or over few rounds"
         else:
             contenders = [one for one in rankings if one.is_contender]
             if not contenders or num_rounds >= MAX_EXTENDED * self.run.config.study.rounds:
                 return None
-            winner = max(contenders, key=lambda one: one.comparison.speedup.median)
-            number = winner.record.number
+            leader = max(contenders, key=lambda one: one.comparison.speedup.median)
             why = "leads, but launches scatter too much to be certain"
-        self.observer.message(f"trial {number} {why}: it and the baseline are measured again")
-        return winner
+        self.observer.message(f"trial {leader.record.number} {why}: it and the baseline are measured again")
+        return leader
 
     def _launch_rounds(
         self, plans: dict[int, Plan], found: Found, failed: set[int], *, rounds: range

@@ -47,9 +47,10 @@ class Search:
     def spend(self, study: TuneStudy) -> str:
         """Spend the trials; returns why the search ended."""
         begun = all_unfinished(study)
-        num_before = len(study.records())
+        records = study.records()
+        num_before = len(records)
         if self.cropping is not None and self.cropping.is_begun:
-            self.cropping.open(study.records(), num_left=self.num_left(tried=num_spent(study.records())))
+            self.cropping.open(records, num_left=self.num_left(tried=num_spent(records)))
         while True:
             records = study.records()
             check_rows(records, num_before=num_before)
@@ -146,6 +147,8 @@ class Search:
 
     def has_time(self, records: list[Record], *, then_try: Plan | None = None) -> bool:
         """Whether another trial and the final rounds are likely to end in time, parity checks included."""
+        if self.budget.limit_s is None:
+            return True
         ahead = 0 if then_try is None else self.parity.num_runs_to_admit(then_try)
         ahead += self.cropping is not None and self.cropping.is_on
         own = self.launching.yardstick

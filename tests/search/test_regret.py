@@ -22,7 +22,7 @@ from quartet_plugin.search.config import parse_config
 from quartet_plugin.search.final import Ranking
 from quartet_plugin.search.intervals import bootstrap_median
 from quartet_plugin.search.outlook import Evidence, draw, features_of, joint
-from quartet_plugin.search.regret import Ended, estimate_regret, launch_noise, untried_plans
+from quartet_plugin.search.regret import Ended, estimate_regret, noise_of_rounds, untried_plans
 from quartet_plugin.search.space import Space, build_space
 from quartet_plugin.search.study import Record, Told
 from tests.search.fakes import FakeMachine, begin, resume, tune
@@ -245,9 +245,9 @@ def test_the_noise_of_a_launch_is_read_off_the_final_rounds() -> None:
     generator = random.Random(1)
     one = record(1, some_plans()[0], 1.0)
     ratios = [math.exp(generator.gauss(0.1, 0.05 * math.sqrt(2))) for _ in range(400)]
-    found = launch_noise([ranking(one, ratios)])
+    found = noise_of_rounds([ranking(one, ratios)])
     assert found == pytest.approx(0.05, rel=0.15)
-    assert launch_noise([]) is None
+    assert noise_of_rounds([]) is None
 
 
 def test_untried_plans_are_new_and_near_the_best_as_well() -> None:

@@ -1,12 +1,12 @@
 """How far two launches of one plan lie apart: about as far as the iterations inside of each.
 
-So it was in 25 searches on two shared cores, 8.7 against 7.8 % (`python -m benchmarks.launch_noise`): what
+So it was in 25 searches on two shared cores, 8.9 against 7.8 % (`python -m benchmarks.launch_noise`): what
 moves iterations there lasts for longer than a launch. A launch of many iterations is not as sure as their
 number would have it, and a study that takes it for that follows luck.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from quartet_plugin.search.study import Told
 
@@ -15,7 +15,7 @@ LEAST = 0.02
 _ASSUMED = 4
 
 
-def launch_noise(trials: Sequence[Told]) -> float:
+def launch_noise(trials: Iterable[Told]) -> float:
     """The relative deviation of a launch's median, from all measured trials; never below LEAST.
 
     A trial's `spread` is the robust standard error of its iterations.

@@ -119,14 +119,7 @@ class Proposer:
     def believed(self, records: Sequence[Record]) -> dict[int, float]:
         """The objective of every measured plan by its trial's number, as the posterior has it."""
         self._ranker.learn(records)
-        if not self._ranker.is_ready:
-            return {}
-        measured = [one for one in records if one.told.value is not None and self._ranker.knows(one.plan)]
-        forecasts = self._ranker.forecast([one.plan for one in measured])
-        return {
-            one.number: math.exp(self._log_value(one.plan, forecast.iteration_s))
-            for one, forecast in zip(measured, forecasts, strict=True)
-        }
+        return {number: math.exp(value) for number, value in self._believed().items()}
 
     def _is_samplers_turn(self, records: Sequence[Record]) -> bool:
         """Every `explore`-th trial of the study's own; one that repeated a plan used its turn up."""
@@ -143,11 +136,16 @@ class Proposer:
 
     def _best(self) -> float:
         """The logarithm of the best measured plan's objective, as the posterior has it: without its luck."""
+        return max(self._believed().values())
+
+    def _believed(self) -> dict[int, float]:
+        """The logarithm of every measured plan's objective by its trial."""
         plans = self._ranker.measured
-        return max(
-            self._log_value(plan, forecast.iteration_s)
-            for plan, forecast in zip(plans, self._ranker.forecast(plans), strict=True)
-        )
+        forecasts = self._ranker.forecast(list(plans.values()))
+        return {
+            number: self._log_value(plan, forecast.iteration_s)
+            for (number, plan), forecast in zip(plans.items(), forecasts, strict=True)
+        }
 
     def _gain(self, plan: Plan, forecast: Forecast, *, best: float) -> float:
         """The mean over what the measurements may mean."""

@@ -22,7 +22,7 @@ from quartet_plugin.search.forecast.kriging import Measured, View, fit
 from quartet_plugin.search.forecast.noise import LEAST, launch_noise
 from quartet_plugin.search.forecast.odds import Odds
 from quartet_plugin.search.forecast.residuals import Groups, Residuals
-from quartet_plugin.search.study import Record, Told
+from quartet_plugin.search.study import Record
 
 # Deviations, relative, beside those of two launches of one plan: more where one was cut short, or ran in
 # another study.
@@ -114,8 +114,7 @@ class Ranker:
         self._folder_of = folder_of
         self._residuals = Residuals()
         self._learned: dict[int, tuple[_Time, ...]] = {}
-        self._plans: dict[int, Plan] = {}
-        self._told: dict[int, Told] = {}
+        self._records: dict[int, Record] = {}
         self._seen: set[int] = set()
         self._cropped: dict[int, tuple[Plan, _Time]] = {}
         self.odds = Odds(ground)
@@ -134,8 +133,7 @@ class Ranker:
             self.odds.learn(record)
             is_whole = told.verdict == "measured" and not told.is_cropped
             if is_whole and told.iteration_s is not None and self.knows(record.plan):
-                self._plans[record.number] = record.plan
-                self._told[record.number] = told
+                self._records[record.number] = record
                 self._learned[record.number] = tuple(self._times_of(record))
                 self._views = []
 
@@ -163,12 +161,12 @@ class Ranker:
     @property
     def is_ready(self) -> bool:
         """Whether anything was measured."""
-        return bool(self._plans)
+        return bool(self._records)
 
     @property
-    def measured(self) -> list[Plan]:
-        """The plans that were measured, in the order of their trials."""
-        return [self._plans[number] for number in sorted(self._plans)]
+    def measured(self) -> dict[int, Plan]:
+        """The plans that were measured, by their trials in order."""
+        return {number: self._records[number].plan for number in sorted(self._records)}
 
     def forecast(self, plans: Sequence[Plan]) -> list[Forecast]:
         """What each iteration will take, of plans that are known. Something must have been measured."""
@@ -250,17 +248,19 @@ class Ranker:
         return self._views
 
     def _fit(self) -> list[View]:
-        numbers = sorted(self._plans)
+        numbers = sorted(self._records)
         if len(numbers) > MAX_MEASURED:
             numbers = [numbers[0], *numbers[-MAX_MEASURED + 1 :]]
         smaller = [self._cropped[number] for number in sorted(self._cropped)[-MAX_MEASURED:]]
         wholes = [*(self._learned[number][0] for number in numbers), *(time for _, time in smaller)]
         times = [*wholes, *(one for number in numbers for one in self._learned[number][1:])]
         self._groups = self._residuals.groups(
-            [*(self._plans[number] for number in numbers), *(plan for plan, _ in smaller)]
+            [*(self._records[number].plan for number in numbers), *(plan for plan, _ in smaller)]
         )
         noise = np.array([one.noise for one in times])
-        noise[: len(wholes)] = np.maximum(noise[: len(wholes)], launch_noise(list(self._told.values())))
+        noise[: len(wholes)] = np.maximum(
+            noise[: len(wholes)], launch_noise(one.told for one in self._records.values())
+        )
         noise = np.hypot(noise, [one.extra for one in times])
         covariance = np.zeros((len(times), len(times)))
         covariance[: len(wholes), : len(wholes)] = self._residuals.covariance(self._groups, self._groups)

@@ -58,7 +58,6 @@ class SharedSearch:
                 if self._turn(study):
                     check_rows(study.records(), num_before=num_before)
                     why = self._fill(study)
-            self._control(study, tried=num_spent(study.records()), is_over=True)
             return why
         finally:
             self._close()
@@ -155,7 +154,7 @@ class SharedSearch:
             if self._is_control_due(tried):
                 if self._flying:
                     return None
-                self._control(study, tried=tried)
+                self._control(records, tried=tried)
             no_time = f"{tried} plans were tried; the time that is left is kept for the final rounds"
             if not self.search.has_time(records):
                 return no_time
@@ -232,17 +231,16 @@ class SharedSearch:
         every = self.search.run.config.study.control
         return bool(every) and tried // every > self._num_controlled
 
-    def _control(self, study: TuneStudy, *, tried: int, is_over: bool = False) -> None:
+    def _control(self, records: list[Record], *, tried: int) -> None:
         """The baseline again, after as many trials as it was due, though more have ended meanwhile."""
         every = self.search.run.config.study.control
-        if every:
-            self._num_controlled = tried // every
-            self.search.controls.after(
-                every * self._num_controlled,
-                records=study.records(),
-                num_left=self.search.num_left(tried=tried),
-                is_over=is_over,
-            )
+        self._num_controlled = tried // every
+        self.search.controls.after(
+            every * self._num_controlled,
+            records=records,
+            num_left=self.search.num_left(tried=tried),
+            is_over=False,
+        )
 
     def _close(self) -> None:
         """End every worker. What one that had to be killed left behind is ended by its attempt's files."""
