@@ -103,8 +103,8 @@ def run_rank(options: argparse.Namespace) -> None:
     from megatron.training import training
 
     from quartet_plugin.megatron.measure import MegatronMeter
-    from quartet_plugin.worker.files import Order, RankFiles
-    from quartet_plugin.worker.ranks import Place
+    from quartet_plugin.rank.files import Order, RankFiles
+    from quartet_plugin.rank.rendezvous import Place
 
     order = Order(
         schema_version=1,
@@ -158,7 +158,7 @@ class Blocks:
     def _finish(self) -> None:
         import torch.distributed as dist
 
-        from quartet_plugin.worker.measure import leave
+        from quartet_plugin.rank.step_meter import leave
 
         path = self._folder / f"blocks-{os.environ['RANK']}.json"
         path.write_text(json.dumps({"seconds": self._seconds, "is_on": self._is_on}))

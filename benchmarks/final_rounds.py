@@ -16,15 +16,15 @@ from typing import Any, cast
 from benchmarks.search_cost.grounds import small
 from benchmarks.search_cost.replay import Silent
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.search.budget import TimeBudget
-from quartet_plugin.search.config import StudyConfig
-from quartet_plugin.search.final import BASELINE
-from quartet_plugin.search.launching import Launching, Yardstick
-from quartet_plugin.search.rounds import FinalRounds, winner_of
-from quartet_plugin.search.run_folder import Run
-from quartet_plugin.search.scoring import score
-from quartet_plugin.search.study import Record, Told
+from quartet_plugin.model.score import score
+from quartet_plugin.model.trial_record import Record, Told
 from quartet_plugin.trial.request import Outcome, TrialResult
+from quartet_plugin.tuner.config import StudyConfig
+from quartet_plugin.tuner.final_rounds import FinalRounds, winner_of
+from quartet_plugin.tuner.finalists import BASELINE
+from quartet_plugin.tuner.run_folder import Run
+from quartet_plugin.tuner.time_budget import TimeBudget
+from quartet_plugin.tuner.trial_launcher import Launching, Yardstick
 
 NOISES = (0.02, 0.05, 0.1, 0.14)
 GAINS = (1.0, 1.05, 1.2, 1.4)

@@ -355,7 +355,7 @@ def report(results: dict[str, Any]) -> int:
     import numpy as np
     from live_cases import CALIBRATING, PREDICTED, two_cores
 
-    from quartet_plugin.cost.calibration import calibrate
+    from quartet_plugin.calibration.constants_fit import calibrate
 
     machines = two_cores()
     observations = []
@@ -435,8 +435,8 @@ def median_of(launches: Sequence[Any]) -> tuple[float, float]:
 
 def observed(case: Any, result: Any, machines: Any) -> list[Any]:
     """What a calibrating run says: its iteration, and its parts."""
-    from quartet_plugin.cost.calibration import Observation
-    from quartet_plugin.cost.profile import observations_of, parse_rank
+    from quartet_plugin.calibration.constants_fit import Observation
+    from quartet_plugin.calibration.profile import observations_of, parse_rank
 
     if not result:
         return []

@@ -16,10 +16,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from quartet_plugin.cost.constants import fitted
-from quartet_plugin.search.planner.candidates import even_split, legal_candidates
-from quartet_plugin.search.planner.job import PlanJob, parse_job
-from quartet_plugin.search.planner.placed import PlacedRun
-from quartet_plugin.search.planner.placing import place, places_of_job, planned_run
+from quartet_plugin.planner.assigned_prediction import PlacedRun
+from quartet_plugin.planner.assignment_search import place, places_of_job, planned_run
+from quartet_plugin.planner.candidates import even_split, legal_candidates
+from quartet_plugin.planner.job import PlanJob, parse_job
 
 SMALL = ((2, 3), (3, 2), (6, 1), (1, 6))
 LARGE = ((4, 4), (8, 2), (2, 8), (4, 8))

@@ -20,9 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
+from quartet_plugin.calibration.published_fit import Observation, fit
 from quartet_plugin.cost import constants as known
 from quartet_plugin.cost.constants import Constants
-from quartet_plugin.cost.fit import Observation, fit
 from quartet_plugin.cost.predict import predict_row
 from quartet_plugin.cost.rows import read_row, resolve
 from quartet_plugin.cost.run import Run

@@ -214,7 +214,7 @@ def searched(scenario: Scenario) -> Any:
     from quartet_plugin.model.shape import ModelShape
     from quartet_plugin.runtime.programs import Recipe
     from quartet_plugin.schedule.search import search
-    from quartet_plugin.search.schedules import cost_table, ends_of, memory_limit
+    from quartet_plugin.space.schedules import cost_table, ends_of, memory_limit
 
     shape = ModelShape(
         num_layers=sum(scenario.split),
@@ -288,7 +288,7 @@ class Blocks:
     def _finish(self) -> None:
         import torch.distributed as dist
 
-        from quartet_plugin.worker.measure import leave
+        from quartet_plugin.rank.step_meter import leave
 
         content = {"seconds": self._seconds, "is_ours": self._order, "peak_bytes": self._peak_bytes}
         (self._folder / f"blocks-{os.environ['RANK']}.json").write_text(json.dumps(content))

@@ -13,7 +13,7 @@ from benchmarks.search_cost.walk import every_plan
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo, ScheduleChoice, Split
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.trial.files import Job
+from quartet_plugin.model.training_job import Job
 
 # Layers of the ends that the exhaustive evaluation of the large space takes, in parts of all layers.
 LARGE_EMBEDDING = (-0.125, 0.0, 0.125)

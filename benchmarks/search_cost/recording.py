@@ -9,8 +9,7 @@ from typing import Any
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.plan import NodeInfo
 from quartet_plugin.model.schema import dump
-from quartet_plugin.search.job import parse_job
-from quartet_plugin.trial.files import Job
+from quartet_plugin.model.training_job import Job, parse_job
 
 DEFAULT_FILE = Path(__file__).with_name("recorded.json")
 

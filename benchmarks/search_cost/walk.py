@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.search.choosers import SPLIT_HEAD
-from quartet_plugin.search.space import Space
+from quartet_plugin.space.param_sources import SPLIT_HEAD
+from quartet_plugin.space.plan_space import Space
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from quartet_plugin.trial.redact import shell_words
 
 if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
-    from quartet_plugin.search.run_folder import Run
+    from quartet_plugin.tuner.run_folder import Run
 
 FILE_NAME = "native.sh"
 

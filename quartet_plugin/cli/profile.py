@@ -14,8 +14,8 @@ from quartet_plugin.cli.invocation import user_command
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 
 if TYPE_CHECKING:
-    from quartet_plugin.cost.profile import RankProfile
-    from quartet_plugin.cost.profile_file import Played, Profile
+    from quartet_plugin.calibration.profile import RankProfile
+    from quartet_plugin.calibration.profile_file import Played, Profile
     from quartet_plugin.launchers.command import Command
     from quartet_plugin.model.costs import Costs
     from quartet_plugin.trial.request import Device, TrialResult
@@ -86,8 +86,8 @@ def profile(
 
     Raises ConfigError for a command that cannot run here, InfrastructureError where it fails.
     """
+    from quartet_plugin.calibration.profile_file import make_profile
     from quartet_plugin.cli.signals import ended_as_by_ctrl_c
-    from quartet_plugin.cost.profile_file import make_profile
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
     from quartet_plugin.trial.request import Timeouts, TrialRequest
@@ -123,7 +123,7 @@ def played_rank(words: Sequence[str], *, stage: int | None, world_size: int | No
 
     Raises UsageError for options that do not go together or do not fit the command's own flags.
     """
-    from quartet_plugin.cost.profile_file import Played
+    from quartet_plugin.calibration.profile_file import Played
 
     if stage is None and world_size is None:
         return None
@@ -182,7 +182,7 @@ def rank_profiles(result: "TrialResult", *, is_played: bool) -> "list[RankProfil
 
     A rank that is played alone computes with whatever lay in memory, so that its loss may be none.
     """
-    from quartet_plugin.cost.profile import parse_rank
+    from quartet_plugin.calibration.profile import parse_rank
     from quartet_plugin.model.files import read_json
 
     paths = sorted(result.folder.glob("rank-*.profile.json"))
@@ -194,8 +194,8 @@ def rank_profiles(result: "TrialResult", *, is_played: bool) -> "list[RankProfil
 
 def table(ranks: "Sequence[RankProfile]") -> "Costs":
     """The cost table of the job that the ranks ran."""
-    from quartet_plugin.cost.profile import costs_of
-    from quartet_plugin.trial.files import parse_job
+    from quartet_plugin.calibration.profile import costs_of
+    from quartet_plugin.model.training_job import parse_job
 
     job = parse_job(ranks[0].job)
     return costs_of(
@@ -208,7 +208,7 @@ def table(ranks: "Sequence[RankProfile]") -> "Costs":
 
 def write(found: "Profile", *, output: Path, costs: Path | None) -> None:
     """Write the profile, and the table where it is asked for."""
-    from quartet_plugin.cost.profile_file import write_profile
+    from quartet_plugin.calibration.profile_file import write_profile
     from quartet_plugin.model.files import write_json_atomic
 
     write_profile(found, path=output)
@@ -220,7 +220,7 @@ def write(found: "Profile", *, output: Path, costs: Path | None) -> None:
 
 def lines(found: "Profile") -> list[str]:
     """What was measured, for the terminal: layers together, the ends, the steps."""
-    from quartet_plugin.cost.profile import typical_parts
+    from quartet_plugin.calibration.profile import typical_parts
 
     rows = []
     for name, part in typical_parts(found.ranks).items():

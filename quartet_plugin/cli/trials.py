@@ -46,8 +46,8 @@ def register(app: typer.Typer) -> None:
 
 def read_whole(path: Path) -> "tuple[RunHistory, StorageError | None]":
     """The run with its study; where that cannot be read, what the folder alone says, and the fault."""
-    from quartet_plugin.search.history import open_run, read_history
-    from quartet_plugin.search.study_view import read_study
+    from quartet_plugin.study.view import read_study
+    from quartet_plugin.tuner.history import open_run, read_history
 
     fault, study = None, None
     try:

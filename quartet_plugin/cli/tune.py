@@ -3,22 +3,21 @@
 import contextlib
 import os
 import shlex
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quartet_plugin.cli.invocation import invocation, user_command
+from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.errors import UsageError
 
 if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
     from quartet_plugin.report.tensorboard import Watcher
-    from quartet_plugin.search.coordinator import TuneResult
-    from quartet_plugin.search.run_folder import Run
+    from quartet_plugin.tuner.coordinator import TuneResult
+    from quartet_plugin.tuner.run_folder import Run
 
 
 def register(app: typer.Typer) -> None:
@@ -102,16 +101,16 @@ def tune(
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
     from quartet_plugin.report.live import reporter
-    from quartet_plugin.search.ballast import Ballast
-    from quartet_plugin.search.best import write_best
-    from quartet_plugin.search.config import default_run_name, read_config
-    from quartet_plugin.search.coordinator import Coordinator
-    from quartet_plugin.search.launches import LocalLaunches
-    from quartet_plugin.search.machine import keep_machine, machine_of
-    from quartet_plugin.search.run_folder import RunFolder, create_run, prepare_folder, resume_run
-    from quartet_plugin.search.samplers import check_installed
+    from quartet_plugin.study.samplers import check_installed
     from quartet_plugin.trial.lease import Lease
     from quartet_plugin.trial.redact import redacted_argv
+    from quartet_plugin.tuner.best_plan import write_best
+    from quartet_plugin.tuner.config import default_run_name, read_config
+    from quartet_plugin.tuner.coordinator import Coordinator
+    from quartet_plugin.tuner.disk_reserve import Ballast
+    from quartet_plugin.tuner.known_machine import keep_machine, machine_of
+    from quartet_plugin.tuner.launches import LocalLaunches
+    from quartet_plugin.tuner.run_folder import RunFolder, create_run, prepare_folder, resume_run
 
     check_versions()
     command = parse_command(words)
@@ -157,7 +156,7 @@ def tune(
 
 def is_requeued(path: Path) -> bool:
     """Whether Slurm has started this very job again, its first tuner being gone, and the run is there."""
-    from quartet_plugin.search.run_folder import RunFolder
+    from quartet_plugin.tuner.run_folder import RunFolder
 
     is_again = os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
     return is_again and RunFolder(path=path).config_file.is_file()
@@ -168,7 +167,7 @@ def failure_reported(folder: Path) -> Iterator[None]:
     """A search that ends without a plan leaves its report too: it has every reason."""
     from quartet_plugin.cli.report import report_line
     from quartet_plugin.errors import InfeasibleError, InfrastructureError
-    from quartet_plugin.search.run_folder import RunFolder
+    from quartet_plugin.tuner.run_folder import RunFolder
 
     try:
         yield
@@ -240,35 +239,3 @@ def study_lines(result: "TuneResult") -> list[str]:
 def _shown(path: Path) -> str:
     """The path as one would type it here."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-@contextlib.contextmanager
-def stop_on_signals(tell: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Whether to stop: from the first Ctrl-C on. The second raises KeyboardInterrupt.
-
-    So are SIGTERM, SIGHUP and what Slurm sends ahead of a time limit or a preemption (SIGUSR1, SIGUSR2).
-    `tell` gets one line when that is first asked, since nothing may be printed where a signal comes.
-    """
-    stop = threading.Event()
-    is_told = False
-
-    def handle(number: int, frame: object) -> None:
-        del number, frame
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    def should_stop() -> bool:
-        nonlocal is_told
-        if stop.is_set() and not is_told:
-            is_told = True
-            tell("stopping after cleaning up; once more to kill at once")
-        return is_told
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield should_stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quartet_plugin.cli.invocation import refuse_user_command
+from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.errors import ConfigError, InterruptedByUserError, StorageError
 
 if TYPE_CHECKING:
     from quartet_plugin.launchers.command import Command
     from quartet_plugin.launchers.shares import Share
-    from quartet_plugin.search.config import TuneConfig
-    from quartet_plugin.search.run_folder import Run
-    from quartet_plugin.search.workers.board import Board
+    from quartet_plugin.tuner.config import TuneConfig
+    from quartet_plugin.tuner.run_folder import Run
+    from quartet_plugin.tuner.workers.work_queue import Board
 
 _POLL_S = 0.2
 
@@ -61,15 +62,14 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     Raises ConfigError where this host cannot, StorageError where no tuner takes workers, and
     InterruptedByUserError after Ctrl-C.
     """
-    from quartet_plugin.cli.tune import stop_on_signals
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
     from quartet_plugin.launchers.shares import divide
-    from quartet_plugin.search.run_folder import resume_run
-    from quartet_plugin.search.workers.board import Board
-    from quartet_plugin.search.workers.crew import Crew
-    from quartet_plugin.search.workers.sheets import worker_name
-    from quartet_plugin.search.workers.worker import end_left_behind
+    from quartet_plugin.tuner.run_folder import resume_run
+    from quartet_plugin.tuner.workers.messages import worker_name
+    from quartet_plugin.tuner.workers.work_queue import Board
+    from quartet_plugin.tuner.workers.worker import end_left_behind
+    from quartet_plugin.tuner.workers.worker_pool import Crew
 
     run = resume_run(path.absolute(), config=None, command=None)
     command = parse_command(_command_of(run, words, path=path))
@@ -150,14 +150,13 @@ def _refuse_taken(shares: "tuple[Share, ...]", board: "Board") -> None:
 
 def work(path: Path, *, name: str, task: bytes) -> None:
     """One worker, until nobody needs it. Raises QuartetError where trials cannot be run here."""
-    from quartet_plugin.cli.tune import stop_on_signals
     from quartet_plugin.launchers.command import parse_command
-    from quartet_plugin.search.launches import LocalLaunches
-    from quartet_plugin.search.run_folder import resume_run
-    from quartet_plugin.search.workers.board import Board
-    from quartet_plugin.search.workers.sheets import Member, read_task
-    from quartet_plugin.search.workers.worker import Worker
     from quartet_plugin.trial.processes import own_identity
+    from quartet_plugin.tuner.launches import LocalLaunches
+    from quartet_plugin.tuner.run_folder import resume_run
+    from quartet_plugin.tuner.workers.messages import Member, read_task
+    from quartet_plugin.tuner.workers.work_queue import Board
+    from quartet_plugin.tuner.workers.worker import Worker
 
     told = read_task(task)
     run = resume_run(path, config=None, command=None)

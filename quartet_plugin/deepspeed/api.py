@@ -18,7 +18,7 @@ from quartet_plugin.deepspeed.place import place_of
 from quartet_plugin.deepspeed.planning import Planned, decide
 from quartet_plugin.deepspeed.settings import AUTO, SECTION, Settings, as_config, parse_settings
 from quartet_plugin.errors import ConfigError, PlanError, QuartetError
-from quartet_plugin.worker.session import leave_error
+from quartet_plugin.rank.session import leave_error
 
 # DeepSpeed's own, whatever an entry has put in its place since.
 _initialize = deepspeed.initialize

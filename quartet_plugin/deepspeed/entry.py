@@ -28,9 +28,9 @@ from quartet_plugin.deepspeed.settings import (
 )
 from quartet_plugin.errors import ConfigError, QuartetError, SeamError
 from quartet_plugin.model.accelerator import shows_accelerator
-from quartet_plugin.worker.options import Options, read_command
-from quartet_plugin.worker.program import run_program
-from quartet_plugin.worker.session import Session
+from quartet_plugin.rank.options import Options, read_command
+from quartet_plugin.rank.program import run_program
+from quartet_plugin.rank.session import Session
 
 USAGE = "python -m quartet_plugin.deepspeed [-m MODULE | SCRIPT] ARGS... [--quartet-plan FILE]"
 SUPPORTED = ((0, 19),)

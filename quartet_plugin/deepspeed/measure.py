@@ -6,9 +6,9 @@ from typing import Any
 from quartet_plugin.deepspeed.describe import describe_job
 from quartet_plugin.deepspeed.engine import PlannedEngine
 from quartet_plugin.deepspeed.parity import ParityMeter
-from quartet_plugin.worker.actions import write_actions
-from quartet_plugin.worker.files import RankFiles
-from quartet_plugin.worker.measure import StepMeter, rank_now
+from quartet_plugin.rank.actions import write_actions
+from quartet_plugin.rank.files import RankFiles
+from quartet_plugin.rank.step_meter import StepMeter, rank_now
 
 # DeepSpeed is not told how long a run is.
 _TRAIN_ITERS = 0

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from quartet_plugin.worker.ranks import Place
+from quartet_plugin.rank.rendezvous import Place
 
 # What the deepspeed launcher calls the same.
 _OTHER_NAMES = {"LOCAL_WORLD_SIZE": "LOCAL_SIZE", "GROUP_RANK": "CROSS_RANK"}

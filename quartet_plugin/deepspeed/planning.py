@@ -23,9 +23,9 @@ from quartet_plugin.deepspeed.settings import Settings
 from quartet_plugin.errors import InfrastructureError, PlanError, QuartetError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.schema import dump
+from quartet_plugin.rank.mapping import Process, assign, exchange_places, table_of
+from quartet_plugin.rank.rendezvous import Meeting, Place, agree_on_plan
 from quartet_plugin.schedule.files import read_schedule
-from quartet_plugin.worker.mapping import Process, assign, exchange_places, table_of
-from quartet_plugin.worker.ranks import Meeting, Place, agree_on_plan
 
 FRAMEWORK = "deepspeed"
 # The sequence's length is the data's, which is not there when the module is made.

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.mapping.places import Blocks, Places, blocks_of
 from quartet_plugin.mapping.step import NEVER_S, StepCosts, StepTime
+from quartet_plugin.mapping.topology import Blocks, Places, blocks_of
 from quartet_plugin.model import plan
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout

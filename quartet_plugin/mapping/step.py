@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quartet_plugin.mapping.places import Blocks, GroupLink, Places, blocks_in_order, group_link
+from quartet_plugin.mapping.topology import Blocks, GroupLink, Places, blocks_in_order, group_link
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
 

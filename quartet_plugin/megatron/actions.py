@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from quartet_plugin.worker.actions import write_actions as write
-from quartet_plugin.worker.files import RankFiles
+from quartet_plugin.rank.actions import write_actions as write
+from quartet_plugin.rank.files import RankFiles
 
 
 def write_actions(files: RankFiles, runtime: Any) -> None:

@@ -14,8 +14,8 @@ from quartet_plugin.megatron.arguments import Flags
 from quartet_plugin.megatron.describe import FRAMEWORK, layout_of, schedule_of, shape_of, split_of
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.schema import dump
-from quartet_plugin.worker.mapping import assign, exchange_places, table_of
-from quartet_plugin.worker.ranks import Meeting, Place
+from quartet_plugin.rank.mapping import assign, exchange_places, table_of
+from quartet_plugin.rank.rendezvous import Meeting, Place
 
 SPLIT_FLAGS = (
     "pipeline_model_parallel_layout",

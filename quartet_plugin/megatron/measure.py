@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from quartet_plugin.worker.files import RankFiles
-from quartet_plugin.worker.measure import StepMeter, rank_now
+from quartet_plugin.rank.files import RankFiles
+from quartet_plugin.rank.step_meter import StepMeter, rank_now
 
 
 class MegatronMeter(StepMeter):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.worker.files import RankFiles, number
+from quartet_plugin.rank.files import RankFiles, number
 
 # Megatron takes 0 for "no checkpoint"; a run that starts from weights alone counts from 0 whatever they say.
 _ITERATION = 1

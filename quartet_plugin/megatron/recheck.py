@@ -57,7 +57,7 @@ def main(words: list[str]) -> int:
     from quartet_plugin.megatron import cpu_device
     from quartet_plugin.megatron.entry import use_cpu
     from quartet_plugin.model.files import write_json_atomic
-    from quartet_plugin.worker.options import Options
+    from quartet_plugin.rank.options import Options
 
     target, runtime = words
     if use_cpu(Options()):

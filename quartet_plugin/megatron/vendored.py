@@ -17,8 +17,8 @@ def start() -> None:
         return
     from quartet_plugin.errors import QuartetError
     from quartet_plugin.megatron.entry import MegatronSession, prepare
-    from quartet_plugin.worker.options import Command, take_options
-    from quartet_plugin.worker.ranks import Place
+    from quartet_plugin.rank.options import Command, take_options
+    from quartet_plugin.rank.rendezvous import Place
 
     session = None
     try:

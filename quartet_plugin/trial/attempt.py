@@ -13,7 +13,7 @@ from quartet_plugin.launchers.local import child_environment, resolve_device
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import write_plan
 from quartet_plugin.model.schema import dump
-from quartet_plugin.trial.files import (
+from quartet_plugin.protocol.attempt_files import (
     COMMAND,
     RESULT,
     TRIAL,

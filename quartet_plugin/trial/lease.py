@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter
 from quartet_plugin.errors import StorageError
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
-from quartet_plugin.trial.files import Name, Pid, Seconds, Version, read_sheet
+from quartet_plugin.protocol.attempt_files import Name, Pid, Seconds, Version, read_sheet
 from quartet_plugin.trial.processes import Identity, own_identity
 
 LOCK_NAME = "lock.json"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from quartet_plugin.trial.files import ErrReport, RankReport, Snapshot, TrialSheet, as_float
+from quartet_plugin.protocol.attempt_files import ErrReport, RankReport, Snapshot, TrialSheet, as_float
 from quartet_plugin.trial.log import has_address_in_use, root_cause
 from quartet_plugin.trial.request import PHASES, Outcome, Phase
 from quartet_plugin.trial.watchdog import Expiry

@@ -30,18 +30,10 @@ from quartet_plugin.model.receipt import (
     find_failure,
     tolerance_for,
 )
+from quartet_plugin.model.training_job import Job, parse_job
+from quartet_plugin.protocol.attempt_files import PARITY, Number, ParitySheet, RankFiles, as_float, read_sheet
 from quartet_plugin.trial.attempt import PREFIX
 from quartet_plugin.trial.devices import DeviceGuard
-from quartet_plugin.trial.files import (
-    PARITY,
-    Job,
-    Number,
-    ParitySheet,
-    RankFiles,
-    as_float,
-    parse_job,
-    read_sheet,
-)
 from quartet_plugin.trial.request import Device, Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import Stop, run_trial
 

@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter
 
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
-from quartet_plugin.trial.files import AttemptId, Name, Pid, Seconds, Version, read_sheet
+from quartet_plugin.protocol.attempt_files import AttemptId, Name, Pid, Seconds, Version, read_sheet
 
 MARK = "QUARTET_ATTEMPT_ID"
 

@@ -18,10 +18,10 @@ import yaml
 from quartet_plugin.cli.main import main
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
-from quartet_plugin.search.history import open_run, read_history
-from quartet_plugin.search.study_view import read_study
-from quartet_plugin.trial.files import Beat
+from quartet_plugin.protocol.attempt_files import Beat
+from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.lease import Lease
+from quartet_plugin.tuner.history import open_run, read_history
 from tests.cli.runs import copy_of, kept_run
 from tests.cli.tuning import environment
 

@@ -17,8 +17,8 @@ from quartet_plugin.cli.tune import summary_lines
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.trial.request import Outcome
 from tests.cli.tuning import CONFIG, environment, living, prepare, wait_until
-from tests.search.fakes import FakeMachine, begin
-from tests.search.fakes import tune as search
+from tests.tuner.fakes import FakeMachine, begin
+from tests.tuner.fakes import tune as search
 
 ENTRY = "from quartet_plugin.cli.main import entry; entry()"
 SLOW = ["--step-s", "0.3"]

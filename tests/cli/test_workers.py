@@ -17,16 +17,16 @@ import pytest
 from quartet_plugin.cli.main import main
 from quartet_plugin.cli.workers import join
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.search.config import parse_config
-from quartet_plugin.search.run_folder import create_run
-from quartet_plugin.search.storage import StudyStorage
-from quartet_plugin.search.study_view import read_study
-from quartet_plugin.search.workers.board import Board
-from quartet_plugin.search.workers.sheets import Claim, Member, Offer, ShareSheet
+from quartet_plugin.study.storage import StudyStorage
+from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.processes import marked, own_identity
+from quartet_plugin.tuner.config import parse_config
+from quartet_plugin.tuner.run_folder import create_run
+from quartet_plugin.tuner.workers.messages import Claim, Member, Offer, ShareSheet
+from quartet_plugin.tuner.workers.work_queue import Board
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.faults.conftest import assert_nothing_left
-from tests.search.servers import Postgres, postgres
+from tests.study.servers import Postgres, postgres
 
 NUM_TRIALS = 6
 CONFIG = f"""\

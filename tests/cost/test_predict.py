@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from quartet_plugin.calibration.published_fit import Observation, fit
 from quartet_plugin.cli.main import main
 from quartet_plugin.cost.constants import Constants, fitted, names, of_mapping
 from quartet_plugin.cost.devices import device_named
-from quartet_plugin.cost.fit import Observation, fit
 from quartet_plugin.cost.jobs import machines_of, run_of
 from quartet_plugin.cost.predict import predict, predict_row
 from quartet_plugin.errors import ConfigError

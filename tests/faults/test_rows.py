@@ -19,10 +19,11 @@ import pytest
 from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, StorageError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import Baseline, MadeFor, Mapping, NodeInfo, Plan, Provenance, Slot
+from quartet_plugin.model.training_job import parse_job
+from quartet_plugin.protocol.attempt_files import RankFiles, Snapshot
 from quartet_plugin.trial import watch
 from quartet_plugin.trial.attempt import read_result
 from quartet_plugin.trial.devices import DeviceGuard, DeviceState
-from quartet_plugin.trial.files import RankFiles, Snapshot, parse_job
 from quartet_plugin.trial.log import CappedLog
 from quartet_plugin.trial.processes import ProcessBook
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult

@@ -4,8 +4,8 @@ import random
 
 import numpy as np
 
-from quartet_plugin.mapping.places import Places
 from quartet_plugin.mapping.step import Collective, StepCosts
+from quartet_plugin.mapping.topology import Places
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Slot
 

@@ -9,7 +9,8 @@ from pydantic import TypeAdapter
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.schema import dump
-from quartet_plugin.trial.files import COMMAND, RESULT, TRIAL, RankFiles, parse_job, read_sheet
+from quartet_plugin.model.training_job import parse_job
+from quartet_plugin.protocol.attempt_files import COMMAND, RESULT, TRIAL, RankFiles, read_sheet
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "attempt"
 ATTEMPT = "0123456789abcdef" * 2

@@ -50,7 +50,7 @@ def _redirect_and_import() -> None:
     import torch
 
     from quartet_plugin.megatron.cpu_device import checkpoints, collectives, cuda, spawn, tensors
-    from quartet_plugin.worker import device
+    from quartet_plugin.rank import device
 
     device.declare_cpu()
     torch.set_num_threads(1)

@@ -1,0 +1,273 @@
+"""The search as it is spent: the study is asked, what needs no launch is answered, the rest launched, told.
+
+`ask` and `tell` are the two places where the study's next point is chosen and where a measurement reaches it,
+however many trials are under way.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+
+from quartet_plugin.errors import InfeasibleError, InfrastructureError, SeamError
+from quartet_plugin.model.launched import FORBIDDEN
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.receipt import needs_receipt
+from quartet_plugin.model.trial_record import Record
+from quartet_plugin.study.tune_study import Proposal, TuneStudy
+from quartet_plugin.trial.request import Outcome, TrialResult
+from quartet_plugin.tuner.depth_proxy import Cropping
+from quartet_plugin.tuner.drift import Controls
+from quartet_plugin.tuner.events import EventLog
+from quartet_plugin.tuner.finalists import BASELINE, candidates
+from quartet_plugin.tuner.parity import ParityKeeper, Refusal
+from quartet_plugin.tuner.proposer import Proposer
+from quartet_plugin.tuner.run_folder import Run
+from quartet_plugin.tuner.time_budget import TimeBudget
+from quartet_plugin.tuner.trial_launcher import Launching, told_of
+
+MAX_INFEASIBLE_IN_A_ROW = 30
+MAX_LOST_IN_A_ROW = 3
+MAX_REPEATS_IN_A_ROW = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """Spends a study's trials, one after the other."""
+
+    run: Run
+    launching: Launching
+    parity: ParityKeeper
+    controls: Controls
+    events: EventLog
+    budget: TimeBudget
+    fence: Callable[[], None]
+    proposer: Proposer | None = None
+    cropping: Cropping | None = None
+    why_forbidden: Callable[[Plan], str | None] = lambda _: None
+
+    def spend(self, study: TuneStudy) -> str:
+        """Spend the trials; returns why the search ended."""
+        begun = all_unfinished(study)
+        records = study.records()
+        num_before = len(records)
+        if self.cropping is not None and self.cropping.is_begun:
+            self.cropping.open(records, num_left=self.num_left(tried=num_spent(records)))
+        while True:
+            records = study.records()
+            check_rows(records, num_before=num_before)
+            tried = num_spent(records)
+            over = self.is_over(tried)
+            self.controls.after(tried, records=records, num_left=self.num_left(tried=tried), is_over=over)
+            if over:
+                return f"{tried} plans were tried"
+            if not self.has_time(records):
+                return f"{tried} plans were tried; the time that is left is kept for the final rounds"
+            if self.cropping is not None and not self.cropping.is_open:
+                self.cropping.open(records, num_left=self.num_left(tried=tried))
+                continue
+            proposal = self.foresee(begun.popleft(), records) if begun else self.ask(study, records)
+            if proposal is None:
+                return f"{tried} plans were tried; there are no others to try"
+            if not self.has_time(records, then_try=proposal.plan):
+                return f"{tried} plans were tried; the time that is left is kept for the final rounds"
+            self._try(study, proposal, records, tried=tried)
+
+    def ask(
+        self, study: TuneStudy, records: list[Record], *, pending: Collection[Plan] = ()
+    ) -> Proposal | None:
+        """A new proposal; None where no new plan is left. After some repeats chance finds one.
+
+        The calibrated cost model puts its point before the study where it is its turn.
+
+        `pending` plans are under way and not told yet.
+        """
+        self.launching.check_stop()
+        repeats = in_a_row(records, lambda record: record.told.repeats is not None)
+        known = frozenset(plan.execution for plan in (*(record.plan for record in records), *pending))
+
+        def is_known(plan: Plan) -> bool:
+            if plan.execution in known or self._forbidden(plan) is not None:
+                return True
+            return self.parity.refusal_of(plan) is not None
+
+        promise = None
+        if repeats >= MAX_REPEATS_IN_A_ROW:
+            if not study.enqueue_fresh(is_known=is_known):
+                return None
+        elif self.proposer is not None:
+            self.fence()
+            promise = self.proposer.prepare(study, records, is_known=is_known, pending=list(pending))
+        proposal = self.foresee(study.ask(), records)
+        if promise is not None:
+            forecast = promise.forecast
+            self.events.add(
+                "proposed",
+                trial=proposal.number,
+                predicted_s=forecast.iteration_s,
+                spread=forecast.spread,
+                gain=promise.gain,
+            )
+        return proposal
+
+    def foresee(self, proposal: Proposal, records: list[Record]) -> Proposal:
+        """The proposal with what the calibrated cost model says of it, where there is one."""
+        return proposal if self.proposer is None else self.proposer.foresee(proposal, records)
+
+    def answer(self, study: TuneStudy, proposal: Proposal, records: list[Record]) -> bool:
+        """Whether the study was told without a launch: the plan was measured before, or it is refused."""
+        self.fence()
+        self.launching.best_value = max(r.told.value for r in records if r.told.value is not None)
+        same = proposal.plan.execution
+        known = next(
+            (one for one in records if one.plan.execution == same and one.told.verdict != "lost"), None
+        )
+        if known is not None:
+            study.tell(proposal, replace(known.told, repeats=known.number, wall_s=0.0))
+            self.events.add("repeat", trial=proposal.number, of=known.number)
+            return True
+        return self._is_refused(study, proposal, records)
+
+    def tell(self, study: TuneStudy, proposal: Proposal, result: TrialResult) -> None:
+        """Tell the study what came of a launch. Raises SeamError for a fault of our own."""
+        yardstick = self.launching.yardstick
+        assert yardstick is not None
+        if result.outcome is Outcome.HARNESS:
+            raise SeamError(f"trial {proposal.number}: {result.reason}; see {result.folder}")
+        self.fence()
+        told = told_of(proposal.plan, result, objective=yardstick.objective, drift=self.launching.drift)
+        study.tell(proposal, told)
+        self.events.add(
+            "told", trial=proposal.number, verdict=told.verdict, value=told.value, drift=told.drift
+        )
+        if told.verdict == "wrong" and needs_receipt(proposal.plan):
+            self.parity.quarantine(proposal.plan, told.reason, trial=proposal.number)
+
+    def is_over(self, tried: int) -> bool:
+        """Whether every trial is used up."""
+        return tried >= self.run.config.study.trials
+
+    def has_time(self, records: list[Record], *, then_try: Plan | None = None) -> bool:
+        """Whether another trial and the final rounds are likely to end in time, parity checks included."""
+        if self.budget.limit_s is None:
+            return True
+        ahead = 0 if then_try is None else self.parity.num_runs_to_admit(then_try)
+        ahead += self.cropping is not None and self.cropping.is_on
+        own = self.launching.yardstick
+        assert own is not None
+        best = candidates(
+            records,
+            baseline_value=own.value,
+            top_k=self.run.config.study.top_k,
+            believed=self.believed(records),
+        )
+        proofs = self.parity.num_runs_to_prove(record.plan for record in best)
+        return self.budget.fits(num_launches=1 + ahead, then=self.num_in_final() + proofs)
+
+    def believed(self, records: list[Record]) -> dict[int, float]:
+        """What measured plans are worth by all that is known, by trial; nothing without a cost model."""
+        return {} if self.proposer is None else self.proposer.believed(records)
+
+    def num_in_final(self) -> int:
+        """Launches of the final rounds."""
+        study = self.run.config.study
+        return study.rounds * (study.top_k + 1)
+
+    def num_left(self, *, tried: int) -> int:
+        """Launches that are still to come after so many trials."""
+        return self.run.config.study.trials - tried + self.num_in_final()
+
+    def _try(self, study: TuneStudy, proposal: Proposal, records: list[Record], *, tried: int) -> None:
+        """Launch the proposal, or answer it from what was measured, and tell the study."""
+        if self.answer(study, proposal, records) or self._is_behind(study, proposal, tried=tried):
+            return
+        result = self.launching.launch(
+            proposal.plan,
+            number=proposal.number,
+            folder=self.run.folder.trial(proposal.number),
+            label=str(proposal.number),
+            stage="search",
+            num_left=self.num_left(tried=tried),
+        )
+        self.tell(study, proposal, result)
+
+    def _is_behind(self, study: TuneStudy, proposal: Proposal, *, tried: int) -> bool:
+        """Whether a model with fewer layers shows enough of the proposal; then the study is told."""
+        if self.cropping is None:
+            return False
+        told = self.cropping.judge(proposal, num_left=self.num_left(tried=tried))
+        if told is None:
+            return False
+        self.fence()
+        study.tell(proposal, told)
+        self.events.add(
+            "told", trial=proposal.number, verdict=told.verdict, value=told.value, outcome=told.outcome
+        )
+        self.launching.show_told(Record(number=proposal.number, plan=proposal.plan, told=told))
+        return True
+
+    def _forbidden(self, plan: Plan) -> Refusal | None:
+        """The user's own refusal of a plan."""
+        why = self.why_forbidden(plan)
+        if why is None:
+            return None
+        return Refusal(verdict="infeasible", outcome=FORBIDDEN, reason=why, culprit="")
+
+    def _is_refused(self, study: TuneStudy, proposal: Proposal, records: list[Record]) -> bool:
+        """Whether the user or the parity gate keeps the proposal from being timed; then the study is told."""
+        plan, number = proposal.plan, proposal.number
+        refusal = self._forbidden(plan) or self.parity.admit(plan, trial=number)
+        if refusal is None:
+            return False
+        self.fence()
+        repeats = None
+        if refusal.culprit is not None:
+            repeats = next((r.number for r in records if r.plan.key == refusal.culprit), BASELINE)
+        told = refusal.told(repeats=repeats)
+        study.tell(proposal, told)
+        self.events.add("told", trial=number, verdict=told.verdict, reason=told.reason, of=repeats)
+        if repeats is None:
+            self.launching.show_told(Record(number=number, plan=plan, told=told))
+        return True
+
+
+def all_unfinished(study: TuneStudy) -> deque[Proposal]:
+    """The trials that an earlier process asked for and did not live to tell; several where it had workers."""
+    found: deque[Proposal] = deque()
+    while (proposal := study.unfinished()) is not None:
+        found.append(proposal)
+    return found
+
+
+def check_rows(records: list[Record], *, num_before: int = 0) -> None:
+    """End a search that goes nowhere: raises InfeasibleError or InfrastructureError.
+
+    What an earlier tuner lost, the first `num_before` records, has been mended since: a resumed run goes on.
+    """
+    launched = [one for one in records if one.told.repeats is None and one.told.source is None]
+    infeasible = in_a_row(launched, lambda record: record.told.verdict == "infeasible")
+    if infeasible >= MAX_INFEASIBLE_IN_A_ROW:
+        nearest = min(launched[-infeasible:], key=lambda record: record.told.excess)
+        raise InfeasibleError(
+            f"{infeasible} plans in a row did not fit; the nearest was trial {nearest.number} "
+            f"({nearest.plan.layout.label}): {nearest.told.reason}; narrow the search in q.yaml"
+        )
+    lost = in_a_row(records[num_before:], lambda record: record.told.verdict == "lost")
+    if lost >= MAX_LOST_IN_A_ROW:
+        raise InfrastructureError(
+            f"{lost} trials in a row could not be run: {records[-1].told.reason}; mend that, then --resume"
+        )
+
+
+def num_spent(records: list[Record]) -> int:
+    """How many trials used up one of the study's."""
+    return sum(record.is_spent for record in records)
+
+
+def in_a_row(records: list[Record], is_one: Callable[[Record], bool]) -> int:
+    """How many of the latest records are such."""
+    count = 0
+    for record in reversed(records):
+        if not is_one(record):
+            break
+        count += 1
+    return count
