@@ -82,7 +82,7 @@ def main() -> int:
 def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Run what is missing, round by round; the file is written after every run."""
     begin = time.monotonic()
-    crew: Crew | None = None
+    crew: WorkerPool | None = None
     failures = 0
     try:
         for number in range(options.repeats):
@@ -93,7 +93,7 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
                     print(f"{elapsed:.0f} s: the limit; start again to measure more")
                     return
                 where = f"{elapsed:5.0f} s round {number + 1}/{options.repeats} {at + 1}/{len(missing)}"
-                crew = crew or Crew()
+                crew = crew or WorkerPool()
                 try:
                     got = crew.run(name, options=options, is_profiled=is_profiled)
                 except RuntimeError as error:
@@ -136,7 +136,7 @@ def _write(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
-class Crew:
+class WorkerPool:
     """Two processes with Megatron imported, which fork one rank each for every run."""
 
     def __init__(self) -> None:
@@ -283,11 +283,11 @@ def _recipe(case: Any) -> Any:
     import numpy as np
 
     from quartet_plugin.model.costs import StageCosts
-    from quartet_plugin.runtime.programs import Recipe
+    from quartet_plugin.runtime.programs import ScheduleSpec
 
     device = np.array(case.placement)
     cost = np.array(case.layers_per_stage, dtype=np.float64)
-    return Recipe(
+    return ScheduleSpec(
         costs=StageCosts(
             device_of_stage=device,
             forward_s=cost,

@@ -20,7 +20,7 @@ from benchmarks.search_cost.walk import every_plan, key_of
 from quartet_plugin.cost.estimate import relative_cost
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import NodeInfo, Plan
-from quartet_plugin.model.training_job import Job, parse_job
+from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
@@ -139,7 +139,7 @@ def _begun(limits: Limits) -> Recording:
     result = _launch(None, name="own-0", limits=limits)
     if not result.is_measured or result.job is None:
         raise SystemExit(f"the command itself failed: {result.reason}; see {result.folder}")
-    job = parse_job(result.job, where=str(result.folder))
+    job = parse_training_job(result.job, where=str(result.folder))
     found = LocalLaunches().nodes(result)
     nodes = tuple(
         NodeInfo(host=f"node-{at}", node_class=node.node_class, num_slots=node.num_slots)
@@ -164,7 +164,7 @@ def _begun(limits: Limits) -> Recording:
     )
 
 
-def _space(job: Job, nodes: tuple[NodeInfo, ...], search: SearchConfig) -> Space:
+def _space(job: TrainingJob, nodes: tuple[NodeInfo, ...], search: SearchConfig) -> Space:
     return build_space(
         job, nodes=nodes, search=search, run="search-cost", seed=0, relative_cost=relative_cost
     )

@@ -28,7 +28,7 @@ from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt, StepComparison, Versions, tolerance_for
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.score import score
-from quartet_plugin.model.training_job import Job
+from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.baseline import baseline_plan
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
@@ -47,7 +47,7 @@ class Ground:
     """A space whose best plan is known: `best_s` seconds an iteration among `num_plans` plans."""
 
     name: str
-    job: Job
+    job: TrainingJob
     nodes: tuple[NodeInfo, ...]
     search: dict[str, Any]
     oracle: Oracle
@@ -288,7 +288,7 @@ class _Choosing:
     def category(self, name: str, choices: Sequence[str]) -> str:
         return str(self._trial.suggest_categorical(name, list(choices)))
 
-    def weight(self, name: str) -> float:
+    def unit_float(self, name: str) -> float:
         return self._trial.suggest_float(name, -1.0, 1.0)
 
 

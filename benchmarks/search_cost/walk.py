@@ -27,7 +27,7 @@ class _Walker:
         del name
         return choices[self._next(len(choices))]
 
-    def weight(self, name: str) -> float:
+    def unit_float(self, name: str) -> float:
         weights = self._head if name == SPLIT_HEAD else self._embedding
         return weights[self._next(len(weights))]
 

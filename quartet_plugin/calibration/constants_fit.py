@@ -27,7 +27,7 @@ from quartet_plugin.cost.predict import (
     stage_parts,
     total_of,
 )
-from quartet_plugin.cost.run import Run
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.cost.software import ON_CPU
 from quartet_plugin.errors import ConfigError
 
@@ -93,7 +93,7 @@ class Observation:
     measured.
     """
 
-    run: Run
+    run: TrainingRun
     seconds: float
     spread: float
     quantity: Quantity = Quantity.ITERATION
@@ -130,7 +130,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
+class SecondsInterval:
     """A prediction in seconds and its 95 % interval."""
 
     seconds: float
@@ -153,13 +153,15 @@ class Calibration:
     num_iterations: int
     num_parts: int
 
-    def interval(self, run: Run) -> Interval:
+    def interval(self, run: TrainingRun) -> SecondsInterval:
         """The run's predicted iteration with the interval that covers 95 % of runs like those measured."""
         seconds = predict(run, self.constants).iter_time_s
         slopes = np.array([_slope(run, self.constants, term.name) for term in self.terms])
         variance = float(slopes @ self.covariance @ slopes) + self.iteration_error**2
         width = NORMAL_95 * math.sqrt(variance)
-        return Interval(seconds=seconds, low=seconds * math.exp(-width), high=seconds * math.exp(width))
+        return SecondsInterval(
+            seconds=seconds, low=seconds * math.exp(-width), high=seconds * math.exp(width)
+        )
 
 
 def calibrate(
@@ -238,7 +240,7 @@ def seconds_of(observation: Observation, constants: Constants) -> float:
     return _directed(times, observation.direction)
 
 
-def _part(run: Run, constants: Constants, quantity: Quantity, *, is_alone: bool) -> Times:
+def _part(run: TrainingRun, constants: Constants, quantity: Quantity, *, is_alone: bool) -> Times:
     rates = Rates(run, constants)
     if quantity is Quantity.LAYER:
         parts = layer_parts(run, constants, rates)
@@ -312,7 +314,7 @@ def _prior_spreads(observations: Sequence[Observation], names: Sequence[str]) ->
     return np.array([own.get(name, wide[name]) for name in names])
 
 
-def _slope(run: Run, constants: ClusterConstants, name: str) -> float:
+def _slope(run: TrainingRun, constants: ClusterConstants, name: str) -> float:
     step = 0.02
     ends = [predict(run, _moved(constants, (name,), np.array([by]))).iter_time_s for by in (step, -step)]
     return math.log(ends[0] / ends[1]) / (2 * step)

@@ -2,7 +2,7 @@
 
 import statistics
 
-from quartet_plugin.cost.coefficients import Ground
+from quartet_plugin.cost.coefficients import MachineModel
 from quartet_plugin.cost.iteration import run_of_plan
 from quartet_plugin.cost.jobs import schedule_kind
 from quartet_plugin.cost.memory import Memory, peak_memory
@@ -20,10 +20,10 @@ TIGHT_CHANCE, OVER_CHANCE = 0.5, 0.1
 MOST_OFF = 2.0
 
 
-class Odds:
+class FeasibilityModel:
     """Learns from told records which plans run; says it of any plan."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: MachineModel) -> None:
         self._ground = ground
         self._ran: list[Plan] = []
         self._failed: list[Plan] = []
@@ -32,7 +32,7 @@ class Odds:
 
     def learn(self, record: Record) -> None:
         """Take in a record, once."""
-        if record.told.is_cropped:
+        if record.told.is_depth_proxy:
             return
         if record.told.verdict == "measured":
             self._ran.append(record.plan)

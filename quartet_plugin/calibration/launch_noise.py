@@ -8,14 +8,14 @@ number would have it, and a study that takes it for that follows luck.
 import math
 from collections.abc import Iterable
 
-from quartet_plugin.model.trial_record import Told
+from quartet_plugin.model.trial_record import TrialRecord
 
 # Relative deviation of launches where iterations say nothing of it, and as many of them as that weighs.
 LEAST = 0.02
 _ASSUMED = 4
 
 
-def launch_noise(trials: Iterable[Told]) -> float:
+def launch_noise(trials: Iterable[TrialRecord]) -> float:
     """The relative deviation of a launch's median, from all measured trials; never below LEAST.
 
     A trial's `spread` is the robust standard error of its iterations.

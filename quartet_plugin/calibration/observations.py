@@ -13,7 +13,7 @@ _NORMAL_MAD = 1.4826
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActionTime:
+class MeasuredAction:
     """The median seconds of a stage's actions of one kind; `directions`: 0 forward, 1 input, 2 weight."""
 
     stage: int
@@ -21,7 +21,7 @@ class ActionTime:
     seconds: float
 
 
-def action_times(folder: Path, *, attempt_id: str) -> tuple[ActionTime, ...]:
+def action_times(folder: Path, *, attempt_id: str) -> tuple[MeasuredAction, ...]:
     """What the attempt of a trial's folder recorded of its actions; nothing where it recorded none.
 
     Only a schedule of ours leaves records, and a file that breaks its format is worth nothing.
@@ -38,7 +38,7 @@ def action_times(folder: Path, *, attempt_id: str) -> tuple[ActionTime, ...]:
         if sheets[0].attempt_id != attempt_id:
             continue
         return tuple(
-            ActionTime(stage=stage, directions=_DIRECTIONS[kind], seconds=middle)
+            MeasuredAction(stage=stage, directions=_DIRECTIONS[kind], seconds=middle)
             for (stage, kind), times in sorted(seconds_by_stage(sheets).items())
             if (middle := statistics.median(times)) > 0
         )

@@ -39,13 +39,13 @@ _LEAST_WEIGHT = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Features:
+class PlanFeatures:
     """What plans have in common: `codes` [n, kinds] are equal or not, `ends` [n, 2] differ by so much."""
 
     codes: FloatArray
     ends: FloatArray
 
-    def alike(self, other: "Features", *, reach: float) -> FloatArray:
+    def alike(self, other: "PlanFeatures", *, reach: float) -> FloatArray:
         """1 for equal plans, towards 0 [n, m]: a product of Laplacian kernels, so positive definite."""
         differs = self.codes[:, None, :] != other.codes[None, :, :]
         apart = differs @ WEIGHTS
@@ -53,7 +53,7 @@ class Features:
         found: FloatArray = np.exp(-apart / reach)
         return found
 
-    def fits_alike(self, other: "Features") -> FloatArray:
+    def fits_alike(self, other: "PlanFeatures") -> FloatArray:
         """How much it says that one can run of whether the other can [n, m]: memory is the layout's."""
         differs = self.codes[:, None, :] != other.codes[None, :, :]
         found: FloatArray = np.exp(-(differs @ FIT_WEIGHTS))
@@ -61,7 +61,7 @@ class Features:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Evidence:
+class GpObservations:
     """What was measured [n]: the plan's index, the logarithm over the baseline, its own noise's variance.
 
     `in_search` [n] values were divided by one measurement of the baseline and share its noise; all of them
@@ -75,7 +75,7 @@ class Evidence:
     noise: float | None
 
 
-def features_of(plans: Sequence[Plan]) -> Features:
+def features_of(plans: Sequence[Plan]) -> PlanFeatures:
     """The features of `plans`."""
     known: dict[object, int] = {}
     rows, ends = [], []
@@ -91,16 +91,16 @@ def features_of(plans: Sequence[Plan]) -> Features:
         rows.append([known.setdefault((at, key), len(known)) for at, key in enumerate(keys)])
         even = max(1.0, sum(counts) / len(counts))
         ends.append([(counts[0] - even) / even, (counts[-1] - even) / even] if len(counts) > 1 else [0, 0])
-    return Features(
+    return PlanFeatures(
         codes=np.array(rows, dtype=np.float64).reshape(len(rows), len(WEIGHTS)),
         ends=np.array(ends, dtype=np.float64).reshape(len(ends), 2),
     )
 
 
 def draw(
-    features: Features,
+    features: PlanFeatures,
     predicted: FloatArray,
-    evidence: Evidence,
+    evidence: GpObservations,
     *,
     count: int,
     generator: np.random.Generator,
@@ -129,7 +129,12 @@ def draw(
 
 
 def joint(
-    mean: FloatArray, spread: FloatArray, features: Features, *, count: int, generator: np.random.Generator
+    mean: FloatArray,
+    spread: FloatArray,
+    features: PlanFeatures,
+    *,
+    count: int,
+    generator: np.random.Generator,
 ) -> FloatArray:
     """Draws of plans whose means and deviations [plans] are known, as much together as they are alike."""
     alike = features.alike(features, reach=JOINT_REACH)
@@ -144,14 +149,14 @@ def _prior(alike: FloatArray, predicted: FloatArray, *, shared: float, own: floa
     return found
 
 
-def _observed(prior: FloatArray, evidence: Evidence, *, noise: float) -> FloatArray:
+def _observed(prior: FloatArray, evidence: GpObservations, *, noise: float) -> FloatArray:
     """The covariance of what was measured."""
     at = np.asarray(evidence.plan)
     found: FloatArray = prior[np.ix_(at, at)] + np.diag(evidence.variance + noise**2 * evidence.in_search)
     return found + noise**2 * np.outer(evidence.in_search, evidence.in_search)
 
 
-def _likelihood(prior: FloatArray, predicted: FloatArray, evidence: Evidence, *, noise: float) -> float:
+def _likelihood(prior: FloatArray, predicted: FloatArray, evidence: GpObservations, *, noise: float) -> float:
     root = _root(_observed(prior, evidence, noise=noise))
     left = np.linalg.solve(root, evidence.value - predicted[np.asarray(evidence.plan)])
     return float(-0.5 * left @ left - np.log(np.diag(root)).sum())
@@ -160,7 +165,7 @@ def _likelihood(prior: FloatArray, predicted: FloatArray, evidence: Evidence, *,
 def _posterior(
     prior: FloatArray,
     predicted: FloatArray,
-    evidence: Evidence,
+    evidence: GpObservations,
     *,
     noise: float,
     count: int,

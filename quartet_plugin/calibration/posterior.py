@@ -46,7 +46,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class PosteriorSample:
     """One explanation of the measurements: factors [k], and how plausible it is beside the others.
 
     `scale` multiplies residuals' deviations, `inverse` [n, n] is that of the measurements' covariance, and
@@ -72,7 +72,9 @@ class View:
         return log_s + shared @ self.weighted, np.sqrt(np.maximum(variance, 1e-8))
 
 
-def fit(model: Model, measured: Measured, *, starts: Sequence[FloatArray], spreads: FloatArray) -> list[View]:
+def fit(
+    model: Model, measured: Measured, *, starts: Sequence[FloatArray], spreads: FloatArray
+) -> list[PosteriorSample]:
     """The views, the likeliest point of all first; their weights sum to 1.
 
     The search for that begins at each of `starts` [k], of which the first is also where the priors' draws
@@ -159,10 +161,12 @@ class _Problem:
         point, loss = self.best(start, centre=np.where(self.spreads > 1.0, 0.0, centre), log_s=log_s)
         return point, 0.5 * max(0.0, loss - least - num - 2.0 * np.sqrt(2.0 * num))
 
-    def view(self, point: FloatArray, *, weight: float) -> View:
+    def view(self, point: FloatArray, *, weight: float) -> PosteriorSample:
         inverse = np.linalg.inv(self.covariance)
         left = self.measured.log_s - self.model(point)[0]
-        return View(weight=weight, point=point, scale=self.scale, inverse=inverse, weighted=inverse @ left)
+        return PosteriorSample(
+            weight=weight, point=point, scale=self.scale, inverse=inverse, weighted=inverse @ left
+        )
 
 
 def _maximum(

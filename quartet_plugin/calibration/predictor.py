@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from quartet_plugin.calibration.feasibility import Odds
+from quartet_plugin.calibration.feasibility import FeasibilityModel
 from quartet_plugin.calibration.launch_noise import LEAST, launch_noise
 from quartet_plugin.calibration.machine_prior import LINKS
-from quartet_plugin.calibration.observations import ActionTime, action_times
-from quartet_plugin.calibration.posterior import Measured, View, fit
+from quartet_plugin.calibration.observations import MeasuredAction, action_times
+from quartet_plugin.calibration.posterior import Measured, PosteriorSample, fit
 from quartet_plugin.calibration.residuals import Groups, Residuals
-from quartet_plugin.cost.coefficients import AT, FACTORS, Factor, Ground, names_of
-from quartet_plugin.cost.iteration import Anatomies, Anatomy, Ends
+from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient, MachineModel, coefficient_names
+from quartet_plugin.cost.iteration import IterationModel, IterationModelCache, StageLoads
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import Plan
@@ -33,19 +33,19 @@ OTHER_RUN_NOISE = 0.04
 CROP_NOISE = 0.03
 # Of an action's time beside its recorded median: actions of a stage are no exact multiples of its layers.
 ACTION_NOISE = 0.06
-# Told trials whose times are used: the latest, besides the baseline.
+# Finished trials whose times are used: the latest, besides the baseline.
 MAX_MEASURED = 200
 # Plans whose anatomy is kept.
 MAX_KEPT = 20_000
 
 # Where the search for the factors begins: at what is assumed, and where the ends or the links are far off it.
-STARTS: tuple[Mapping[Factor, float], ...] = (
+STARTS: tuple[Mapping[Coefficient, float], ...] = (
     {},
-    {Factor.HEAD: 3.0},
-    {Factor.HEAD: 1.0 / 3.0},
+    {Coefficient.HEAD: 3.0},
+    {Coefficient.HEAD: 1.0 / 3.0},
     dict.fromkeys(LINKS, 10.0),
-    {Factor.HEAD: 3.0, **dict.fromkeys(LINKS, 10.0)},
-    {Factor.ACTION: 10.0, Factor.LAUNCH: 3.0},
+    {Coefficient.HEAD: 3.0, **dict.fromkeys(LINKS, 10.0)},
+    {Coefficient.ACTION: 10.0, Coefficient.LAUNCH: 3.0},
 )
 # And where one slot is so much faster than the others.
 FAST_PACE, MAX_PACE_STARTS = 0.5, 4
@@ -54,7 +54,7 @@ FolderOf = Callable[[int], Path]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class PlanPrediction:
     """A predicted iteration; `spread` is a standard deviation of its logarithm, without a launch's noise.
 
     `views` is what each explanation of the measurements says: weight, logarithm of seconds, spread.
@@ -75,7 +75,7 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cropped:
+class DepthProxyTime:
     """What was measured of trial `number`'s `plan` with fewer layers, as the plan `small`.
 
     `spread` is the relative standard error of `iteration_s`.
@@ -98,19 +98,21 @@ class _Time:
     log_s: float
     noise: float
     extra: float = 0.0
-    anatomy: Anatomy
-    action: ActionTime | None = None
+    anatomy: IterationModel
+    action: MeasuredAction | None = None
 
 
-class Ranker:
+class PlanPredictor:
     """The posterior of a study. `folder_of` gives a trial's folder, where its ranks left their records.
 
     `odds` says how likely a plan runs at all.
     """
 
-    def __init__(self, ground: Ground, *, num_iterations: int, folder_of: FolderOf | None = None) -> None:
+    def __init__(
+        self, ground: MachineModel, *, num_iterations: int, folder_of: FolderOf | None = None
+    ) -> None:
         self._ground = ground
-        self._anatomies = Anatomies(ground)
+        self._anatomies = IterationModelCache(ground)
         self._num_iterations = num_iterations
         self._folder_of = folder_of
         self._residuals = Residuals()
@@ -118,10 +120,10 @@ class Ranker:
         self._records: dict[int, Record] = {}
         self._seen: set[int] = set()
         self._cropped: dict[int, tuple[Plan, _Time]] = {}
-        self.odds = Odds(ground)
-        self._known: dict[object, Anatomy] = {}
+        self.odds = FeasibilityModel(ground)
+        self._known: dict[object, IterationModel] = {}
         self._runs: dict[object, bool] = {}
-        self._views: list[View] = []
+        self._views: list[PosteriorSample] = []
         self._groups: Groups | None = None
 
     def learn(self, records: Sequence[Record]) -> None:
@@ -132,13 +134,13 @@ class Ranker:
                 continue
             self._seen.add(record.number)
             self.odds.learn(record)
-            is_whole = told.verdict == "measured" and not told.is_cropped
+            is_whole = told.verdict == "measured" and not told.is_depth_proxy
             if is_whole and told.iteration_s is not None and self.knows(record.plan):
                 self._records[record.number] = record
                 self._learned[record.number] = tuple(self._times_of(record))
                 self._views = []
 
-    def learn_cropped(self, found: Cropped) -> None:
+    def learn_cropped(self, found: DepthProxyTime) -> None:
         """Take in what a cropped model says of its plan, once a trial; `knows` must take both apart."""
         time = _Time(
             log_s=math.log(found.iteration_s),
@@ -169,7 +171,7 @@ class Ranker:
         """The plans that were measured, by their trials in order."""
         return {number: self._records[number].plan for number in sorted(self._records)}
 
-    def forecast(self, plans: Sequence[Plan]) -> list[Forecast]:
+    def forecast(self, plans: Sequence[Plan]) -> list[PlanPrediction]:
         """What each iteration will take, of plans that are known. Something must have been measured."""
         if not plans:
             return []
@@ -191,7 +193,7 @@ class Ranker:
         point = self._fitted()[0].point
         return [self._anatomy(plan).evaluate(point)[0] for plan in plans]
 
-    def ends(self, plan: Plan) -> Ends:
+    def ends(self, plan: Plan) -> StageLoads:
         """What the ends of the plan's model weigh, and the paces of its ranks, as far as is known."""
         return self._anatomies.ends(plan, self._fitted()[0].point)
 
@@ -211,7 +213,7 @@ class Ranker:
         points = np.stack([view.point for view in views])
         mean = weights @ points
         spreads = np.sqrt(weights @ (points - mean) ** 2)
-        names = names_of(self._ground.num_factors - len(FACTORS))
+        names = coefficient_names(self._ground.num_factors - len(COEFFICIENTS))
         order = np.argsort(-np.abs(mean) / (spreads + 0.01), kind="stable").tolist()
         return [
             Correction(name=names[at], ratio=math.exp(mean[at]), spread=float(spreads[at])) for at in order
@@ -234,7 +236,7 @@ class Ranker:
                 found.append(_Time(log_s=log_s, noise=ACTION_NOISE, anatomy=anatomy, action=action))
         return found
 
-    def _anatomy(self, plan: Plan) -> Anatomy:
+    def _anatomy(self, plan: Plan) -> IterationModel:
         key = identity(plan)
         if key not in self._known:
             if len(self._known) >= MAX_KEPT:
@@ -242,13 +244,13 @@ class Ranker:
             self._known[key] = self._anatomies.of(plan)
         return self._known[key]
 
-    def _fitted(self) -> list[View]:
+    def _fitted(self) -> list[PosteriorSample]:
         """What the measurements may mean, the likeliest first."""
         if not self._views:
             self._views = self._fit()
         return self._views
 
-    def _fit(self) -> list[View]:
+    def _fit(self) -> list[PosteriorSample]:
         numbers = sorted(self._records)
         if len(numbers) > MAX_MEASURED:
             numbers = [numbers[0], *numbers[-MAX_MEASURED + 1 :]]
@@ -281,9 +283,11 @@ class Ranker:
         for factors in STARTS:
             point = np.zeros(self._ground.num_factors)
             for factor, ratio in factors.items():
-                point[AT[factor]] = math.log(ratio)
+                point[INDEX[factor]] = math.log(ratio)
             found.append(point)
-        for at in range(len(FACTORS), min(self._ground.num_factors, len(FACTORS) + MAX_PACE_STARTS)):
+        for at in range(
+            len(COEFFICIENTS), min(self._ground.num_factors, len(COEFFICIENTS) + MAX_PACE_STARTS)
+        ):
             point = np.zeros(self._ground.num_factors)
             point[at] = math.log(FAST_PACE)
             found.append(point)
@@ -292,16 +296,16 @@ class Ranker:
     def _anchored(self, baseline: _Time, point: FloatArray) -> FloatArray:
         """Factors to begin with; how fast the machine is was only assumed: the first trial says it."""
         found = point.copy()
-        found[AT[Factor.SPEED]] = baseline.log_s - math.log(baseline.anatomy.evaluate(point)[0])
+        found[INDEX[Coefficient.SPEED]] = baseline.log_s - math.log(baseline.anatomy.evaluate(point)[0])
         return found
 
 
-def _mixed(weights: FloatArray, log_s: FloatArray, spread: FloatArray) -> list[Forecast]:
+def _mixed(weights: FloatArray, log_s: FloatArray, spread: FloatArray) -> list[PlanPrediction]:
     """Forecasts of a mixture: `log_s` and `spread` are [views, plans]."""
     mean = weights @ log_s
     wide = np.sqrt(weights @ (spread**2 + (log_s - mean) ** 2))
     return [
-        Forecast(
+        PlanPrediction(
             iteration_s=math.exp(mean[at]),
             spread=float(wide[at]),
             views=tuple(zip(weights.tolist(), log_s[:, at].tolist(), spread[:, at].tolist(), strict=True)),

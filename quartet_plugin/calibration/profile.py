@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter
 
 from quartet_plugin.calibration.constants_fit import Direction, Observation, Quantity
-from quartet_plugin.cost.run import Run
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import EMBEDDING, HEAD, Costs, LayerCost
 from quartet_plugin.model.schema import parse
@@ -110,7 +110,9 @@ def _merged(parts: Sequence[PartTimes]) -> PartTimes:
     )
 
 
-def observations_of(run: Run, ranks: Sequence[RankProfile], *, is_alone: bool = False) -> list[Observation]:
+def observations_of(
+    run: TrainingRun, ranks: Sequence[RankProfile], *, is_alone: bool = False
+) -> list[Observation]:
     """What the profile of a run says for its calibration: a layer, the ends, and what ends a step.
 
     `is_alone`: the one rank that was profiled was run without the others, communication left out.
@@ -149,7 +151,7 @@ def _directed(part: PartTimes, *, is_embedding: bool) -> list[tuple[Direction, f
     return found + halves
 
 
-def _step_observations(run: Run, ranks: Sequence[RankProfile]) -> list[Observation]:
+def _step_observations(run: TrainingRun, ranks: Sequence[RankProfile]) -> list[Observation]:
     """The optimizer's step of each pipeline rank, and what a step takes beside all that has a name."""
     found = []
     for device in range(run.layout.pipeline_parallel):
@@ -179,7 +181,7 @@ def _overhead_of(steps: Mapping[StepName, float | None]) -> float | None:
     return whole - sum(part for part in parts if part is not None)
 
 
-def _gradient_observations(run: Run, ranks: Sequence[RankProfile]) -> list[Observation]:
+def _gradient_observations(run: TrainingRun, ranks: Sequence[RankProfile]) -> list[Observation]:
     """Reducing gradients where nothing hides it: what the rank that came last took, which waits for none."""
     reduces = run.copies > 1 or (run.layout.pipeline_parallel > 1 and run.shape.tied_embeddings)
     if run.software.data_overlap or run.layout.distributed_optimizer or not reduces:

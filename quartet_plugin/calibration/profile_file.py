@@ -18,7 +18,7 @@ _STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class SimulatedRankRecord:
     """The one rank of a larger world that was run alone, communication left out."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
@@ -40,7 +40,7 @@ class Profile:
 
     schema_version: Literal[1]
     job: Mapping[str, Any]
-    played: Played | None
+    played: SimulatedRankRecord | None
     iteration_s: tuple[Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)], ...]
     parts: tuple[PartTimes, ...]
     ranks: Annotated[tuple[RankProfile, ...], Field(min_length=1, max_length=65_536)]
@@ -54,7 +54,7 @@ def make_profile(
     ranks: Sequence[RankProfile],
     *,
     costs: Costs,
-    played: Played | None,
+    played: SimulatedRankRecord | None,
     iteration_s: Sequence[float],
 ) -> Profile:
     """The profile of these ranks' files."""

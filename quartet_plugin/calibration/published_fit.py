@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.predict import predict
-from quartet_plugin.cost.run import Run
+from quartet_plugin.cost.run import TrainingRun
 
 Array = NDArray[np.float64]
 
@@ -22,10 +22,10 @@ TRUST = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
+class PublishedRun:
     """A measured iteration; `spread` is the error to expect, relative."""
 
-    run: Run
+    run: TrainingRun
     seconds: float
     spread: float
 
@@ -48,7 +48,9 @@ class _Prior:
         )
 
 
-def fit(observations: Sequence[Observation], *, start: Constants | None = None, rounds: int = 4) -> Constants:
+def fit(
+    observations: Sequence[PublishedRun], *, start: Constants | None = None, rounds: int = 4
+) -> Constants:
     """The constants that explain `observations` best, starting from `start` (the defaults)."""
     prior = _Prior.of_constants()
     point = prior.centre if start is None else _to_log(start)
@@ -61,12 +63,12 @@ def fit(observations: Sequence[Observation], *, start: Constants | None = None, 
     return _of_log(point, prior)
 
 
-def log_times(runs: Sequence[Run], constants: Constants) -> Array:
+def log_times(runs: Sequence[TrainingRun], constants: Constants) -> Array:
     """Logarithms of the predicted iteration times."""
     return np.log([predict(run, constants).iter_time_s for run in runs])
 
 
-def _linearize(observations: Sequence[Observation], point: Array, prior: _Prior) -> tuple[Array, Array]:
+def _linearize(observations: Sequence[PublishedRun], point: Array, prior: _Prior) -> tuple[Array, Array]:
     runs = [o.run for o in observations]
     base = log_times(runs, _of_log(point, prior))
     slopes = np.zeros((len(runs), len(point)))

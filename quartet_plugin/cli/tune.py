@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
     from quartet_plugin.report.tensorboard import Watcher
     from quartet_plugin.tuner.coordinator import TuneResult
-    from quartet_plugin.tuner.run_folder import Run
+    from quartet_plugin.tuner.run_folder import TuningRun
 
 
 def register(app: typer.Typer) -> None:
@@ -107,7 +107,7 @@ def tune(
     from quartet_plugin.tuner.best_plan import write_best
     from quartet_plugin.tuner.config import default_run_name, read_config
     from quartet_plugin.tuner.coordinator import Coordinator
-    from quartet_plugin.tuner.disk_reserve import Ballast
+    from quartet_plugin.tuner.disk_reserve import DiskReserve
     from quartet_plugin.tuner.known_machine import keep_machine, machine_of
     from quartet_plugin.tuner.launches import LocalLaunches
     from quartet_plugin.tuner.run_folder import RunFolder, create_run, prepare_folder, resume_run
@@ -124,7 +124,11 @@ def tune(
         machine_of(config.machine, cwd=Path.cwd())
         shares_of(config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
     folder = prepare_folder(path, is_resumed=is_resumed)
-    with failure_reported(folder), Lease.acquire(folder, takeover=takeover) as lease, Ballast(folder) as kept:
+    with (
+        failure_reported(folder),
+        Lease.acquire(folder, takeover=takeover) as lease,
+        DiskReserve(folder) as kept,
+    ):
         if is_resumed:
             run = resume_run(folder, config=None if config_file is None else config, command=words)
         else:
@@ -177,7 +181,7 @@ def failure_reported(folder: Path) -> Iterator[None]:
         raise
 
 
-def watched(shown: "Watcher", *, run: "Run") -> "Watcher":
+def watched(shown: "Watcher", *, run: "TuningRun") -> "Watcher":
     """Whoever shows the run, and TensorBoard's files where they are asked for."""
     from quartet_plugin.report.tensorboard import Scalars
 
@@ -186,7 +190,7 @@ def watched(shown: "Watcher", *, run: "Run") -> "Watcher":
     return Scalars(shown, run.folder.path / "tensorboard")
 
 
-def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "Run") -> list[str]:
+def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun") -> list[str]:
     """What the search found, and how to train with it."""
     from quartet_plugin.model.receipt import receipt_path
     from quartet_plugin.report.tables import change_lines, comparison_lines

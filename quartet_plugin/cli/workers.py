@@ -16,10 +16,10 @@ from quartet_plugin.errors import ConfigError, InterruptedByUserError, StorageEr
 
 if TYPE_CHECKING:
     from quartet_plugin.launchers.command import Command
-    from quartet_plugin.launchers.shares import Share
+    from quartet_plugin.launchers.shares import DeviceSlice
     from quartet_plugin.tuner.config import TuneConfig
-    from quartet_plugin.tuner.run_folder import Run
-    from quartet_plugin.tuner.workers.work_queue import Board
+    from quartet_plugin.tuner.run_folder import TuningRun
+    from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
 _POLL_S = 0.2
 
@@ -40,7 +40,7 @@ def register(app: typer.Typer) -> None:
 
 def shares_of(
     config: "TuneConfig", *, num_workers: int | None, command: "Command", oversubscribe: bool
-) -> "tuple[Share, ...]":
+) -> "tuple[DeviceSlice, ...]":
     """This host divided between `num_workers`; nothing without a number. Raises ConfigError."""
     from quartet_plugin.launchers.local import resolve_device
     from quartet_plugin.launchers.shares import divide
@@ -67,13 +67,13 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     from quartet_plugin.launchers.shares import divide
     from quartet_plugin.tuner.run_folder import resume_run
     from quartet_plugin.tuner.workers.messages import worker_name
-    from quartet_plugin.tuner.workers.work_queue import Board
+    from quartet_plugin.tuner.workers.work_queue import WorkQueue
     from quartet_plugin.tuner.workers.worker import end_left_behind
-    from quartet_plugin.tuner.workers.worker_pool import Crew
+    from quartet_plugin.tuner.workers.worker_pool import WorkerPool
 
     run = resume_run(path.absolute(), config=None, command=None)
     command = parse_command(_command_of(run, words, path=path))
-    board = Board(folder=run.folder.path)
+    board = WorkQueue(folder=run.folder.path)
     offer = board.offer()
     if offer is None:
         raise StorageError(
@@ -94,7 +94,7 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     if found:
         typer.echo(f"ended {len(found)} processes that a lost worker had left on this host")
     names = tuple(worker_name(socket.gethostname(), os.getpid(), share.index) for share in shares)
-    crew = Crew(
+    crew = WorkerPool(
         board=board, command=command.words, shares=shares, names=names, say=typer.echo, is_joined=True
     )
     typer.echo(
@@ -113,7 +113,7 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     typer.echo(f"the workers have ended: {crew.last_words}")
 
 
-def _command_of(run: "Run", words: Sequence[str] | None, *, path: Path) -> tuple[str, ...]:
+def _command_of(run: "TuningRun", words: Sequence[str] | None, *, path: Path) -> tuple[str, ...]:
     """The run's command; what is written of it has its secrets blanked."""
     from quartet_plugin.trial.redact import BLANKED, redacted_argv
 
@@ -126,7 +126,7 @@ def _command_of(run: "Run", words: Sequence[str] | None, *, path: Path) -> tuple
     return run.command
 
 
-def _check_place(run: "Run", command: "Command") -> None:
+def _check_place(run: "TuningRun", command: "Command") -> None:
     """Whether the command can start here as it does where the run was begun."""
     if not run.cwd.is_dir():
         raise ConfigError(f"{run.cwd}: not on this host; the run's command starts there: mount it here")
@@ -134,14 +134,14 @@ def _check_place(run: "Run", command: "Command") -> None:
         raise ConfigError(f"{run.cwd / command.target}: not on this host; mount the folder it is in here")
 
 
-def _refuse_taken(shares: "tuple[Share, ...]", board: "Board") -> None:
+def _refuse_taken(shares: "tuple[DeviceSlice, ...]", board: "WorkQueue") -> None:
     """Two workers on one device would measure each other."""
     host = socket.gethostname()
     for member in board.members():
         if member.host != host or not member.identity.is_alive:
             continue
         other = member.share.share
-        if any(share.meets(other) for share in shares):
+        if any(share.overlaps(other) for share in shares):
             raise ConfigError(
                 f"--join: {other.label} of this host are worker {member.name}'s; name others with taskset or "
                 "CUDA_VISIBLE_DEVICES, or join from another host"
@@ -155,7 +155,7 @@ def work(path: Path, *, name: str, task: bytes) -> None:
     from quartet_plugin.tuner.launches import LocalLaunches
     from quartet_plugin.tuner.run_folder import resume_run
     from quartet_plugin.tuner.workers.messages import Member, read_task
-    from quartet_plugin.tuner.workers.work_queue import Board
+    from quartet_plugin.tuner.workers.work_queue import WorkQueue
     from quartet_plugin.tuner.workers.worker import Worker
 
     told = read_task(task)
@@ -173,7 +173,7 @@ def work(path: Path, *, name: str, task: bytes) -> None:
             run=run,
             command=parse_command(told.command),
             member=member,
-            board=Board(folder=run.folder.path),
+            board=WorkQueue(folder=run.folder.path),
             launches=LocalLaunches(share=told.share.share),
             should_stop=should_stop,
             say=_say,

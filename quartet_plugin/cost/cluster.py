@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quartet_plugin.cost.constants import ClusterConstants, Constants
-from quartet_plugin.cost.devices import Device, device_named
-from quartet_plugin.cost.run import Machines
+from quartet_plugin.cost.devices import DeviceSpec, device_named
+from quartet_plugin.cost.run import UniformCluster
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.mapping.topology import GroupLink, Places
+from quartet_plugin.mapping.topology import GroupLink, Topology
 from quartet_plugin.model.cluster import Cluster, DeviceValues, Precision
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.plan import NodeInfo, Slot
@@ -26,14 +26,14 @@ PLAIN = "plain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlannedCluster:
+class ResolvedCluster:
     """A cluster with its devices looked up.
 
     `slowdown` [num_slots] against `reference`, the fastest device; `domain` [num_slots].
     """
 
     cluster: Cluster
-    reference: Device
+    reference: DeviceSpec
     slowdown: FloatArray
     domain: IntArray
     memory_bytes: int
@@ -76,8 +76,8 @@ class PlannedCluster:
 
 
 def look_up(
-    cluster: Cluster, *, precision: Precision, devices: Mapping[str, Device] | None = None
-) -> PlannedCluster:
+    cluster: Cluster, *, precision: Precision, devices: Mapping[str, DeviceSpec] | None = None
+) -> ResolvedCluster:
     """The cluster with its devices; `devices` go before the library's.
 
     Raises ConfigError for a device that is neither there nor described in full.
@@ -91,7 +91,7 @@ def look_up(
         for node in cluster.nodes
         for name, slow in zip(node.devices, node.slowdowns, strict=True)
     ]
-    return PlannedCluster(
+    return ResolvedCluster(
         cluster=cluster,
         reference=found[fastest],
         slowdown=np.array(slowdown),
@@ -100,14 +100,14 @@ def look_up(
     )
 
 
-def machines_of(planned: PlannedCluster, constants: Constants) -> Machines:
+def uniform_cluster_of(planned: ResolvedCluster, constants: Constants) -> UniformCluster:
     """What the cost model takes for equal devices and links: the fastest device, the slowest link."""
-    places = places_of(planned, constants)
+    places = topology_of(planned, constants)
     sizes = [len(node.devices) for node in planned.cluster.nodes]
     links = planned.cluster.links
     between = _off_diagonal(places.between_bytes_per_s)
     slowest = float(between.min()) if len(between) else places.inside_bytes_per_s
-    return Machines(
+    return UniformCluster(
         device=planned.reference,
         num_devices=planned.cluster.num_slots,
         devices_per_node=max(sizes),
@@ -118,15 +118,15 @@ def machines_of(planned: PlannedCluster, constants: Constants) -> Machines:
     )
 
 
-def ideal(planned: PlannedCluster, constants: Constants) -> tuple[Machines, Constants]:
+def ideal(planned: ResolvedCluster, constants: Constants) -> tuple[UniformCluster, Constants]:
     """Machines that no mapping can beat: one domain, every link the best one there is."""
-    places = places_of(planned, constants)
+    places = topology_of(planned, constants)
     between = _off_diagonal(places.between_bytes_per_s)
     # A transfer reaches only the peer's share of a domain's link, but all of one between domains.
     as_peer = between * max(1.0, constants.scale_up / constants.peer)
     best = max([places.inside_bytes_per_s, *as_peer.tolist()])
     machines = replace(
-        machines_of(planned, constants),
+        uniform_cluster_of(planned, constants),
         device=replace(planned.reference, scale_up_topology="switch"),
         scale_up_devices=planned.cluster.num_slots,
         scale_up_bytes_per_s=best / constants.scale_up,
@@ -134,12 +134,12 @@ def ideal(planned: PlannedCluster, constants: Constants) -> tuple[Machines, Cons
     return machines, with_hop(constants, LEAST_LATENCY_S)
 
 
-def places_of(planned: PlannedCluster, constants: Constants) -> Places:
+def topology_of(planned: ResolvedCluster, constants: Constants) -> Topology:
     """The slots and their links, as collectives reach them."""
     links = planned.cluster.links
     reach_up, reach_out = (1.0, 1.0) if links.measured else (constants.scale_up, constants.scale_out)
     bandwidth, latency = _between(planned)
-    return Places(
+    return Topology(
         slots=planned.slots,
         domain_of_slot=planned.domain,
         slowdown=planned.slowdown,
@@ -150,12 +150,12 @@ def places_of(planned: PlannedCluster, constants: Constants) -> Places:
     )
 
 
-def places_of_machines(machines: Machines, constants: Constants) -> Places:
+def uniform_topology_of(machines: UniformCluster, constants: Constants) -> Topology:
     """The places of equal devices and links, as the cost model takes them."""
     per_node, domain = machines.devices_per_node, machines.scale_up_devices
     slots = tuple(Slot(node=at // per_node, local=at % per_node) for at in range(machines.num_devices))
     count = -(-machines.num_devices // domain)
-    return Places(
+    return Topology(
         slots=slots,
         domain_of_slot=np.arange(machines.num_devices, dtype=np.int64) // domain,
         slowdown=np.ones(machines.num_devices),
@@ -166,9 +166,9 @@ def places_of_machines(machines: Machines, constants: Constants) -> Places:
     )
 
 
-def seen_by(
-    machines: Machines, constants: Constants, link: GroupLink, *, stride: int
-) -> tuple[Machines, Constants]:
+def view_from(
+    machines: UniformCluster, constants: Constants, link: GroupLink, *, stride: int
+) -> tuple[UniformCluster, Constants]:
     """Machines on which ranks `stride` apart get `link`: what one group sees of a mapped cluster."""
     if link.num_domains == 1:
         seen = replace(
@@ -206,10 +206,10 @@ def with_measured_hop(constants: Constants, cluster: Cluster) -> Constants:
     return with_hop(constants, max(hop_s, LEAST_LATENCY_S))
 
 
-def _device(name: str, cluster: Cluster, devices: Mapping[str, Device] | None) -> Device:
+def _device(name: str, cluster: Cluster, devices: Mapping[str, DeviceSpec] | None) -> DeviceSpec:
     values = cluster.devices.get(name, DeviceValues())
     try:
-        known: Device | None = device_named(name, extra=devices)
+        known: DeviceSpec | None = device_named(name, extra=devices)
     except ConfigError:
         known = None
     if known is None:
@@ -224,7 +224,7 @@ def _device(name: str, cluster: Cluster, devices: Mapping[str, Device] | None) -
     )
 
 
-def _described(name: str, cluster: Cluster, values: DeviceValues) -> Device:
+def _described(name: str, cluster: Cluster, values: DeviceValues) -> DeviceSpec:
     if not (values.peak_flops and values.memory_bytes and values.memory_bandwidth_bytes_per_s):
         raise ConfigError(
             f"nodes: device {name!r}: unknown; give its peak_flops, memory_bytes and "
@@ -232,7 +232,7 @@ def _described(name: str, cluster: Cluster, values: DeviceValues) -> Device:
         )
     links = cluster.links
     per_node = max(len(node.devices) for node in cluster.nodes)
-    return Device(
+    return DeviceSpec(
         schema_version=1,
         name=name,
         generation=PLAIN,
@@ -266,7 +266,7 @@ def _domains(cluster: Cluster) -> IntArray:
     return np.array(found, dtype=np.int64)
 
 
-def _between(planned: PlannedCluster) -> tuple[FloatArray, FloatArray]:
+def _between(planned: ResolvedCluster) -> tuple[FloatArray, FloatArray]:
     """Nominal bandwidth and latency between domains [num_domains, num_domains]."""
     links, domain = planned.cluster.links, planned.domain
     node_of_slot = np.array([slot.node for slot in planned.slots])

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from quartet_plugin.cost.constants import Constants
-from quartet_plugin.cost.run import HalfPrecision, Machines
+from quartet_plugin.cost.run import HalfPrecision, UniformCluster
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.plan import NodeInfo
 
 
-class Factor(StrEnum):
+class Coefficient(StrEnum):
     """What a correction multiplies; the first ones are causes of a stage's own compute."""
 
     PRODUCTS = "products"
@@ -34,17 +34,17 @@ class Factor(StrEnum):
     RUNTIME = "runtime"
 
 
-FACTORS = tuple(Factor)
+COEFFICIENTS = tuple(Coefficient)
 
 
-CAUSES = FACTORS[: FACTORS.index(Factor.SPEED)]
+CAUSES = COEFFICIENTS[: COEFFICIENTS.index(Coefficient.SPEED)]
 
 
-AT = {factor: at for at, factor in enumerate(FACTORS)}
+INDEX = {factor: at for at, factor in enumerate(COEFFICIENTS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ground:
+class MachineModel:
     """What all plans of a run stand on: nodes, machines and constants.
 
     `near` are machines whose every link is inside a node, `far` those without such a link. `pace_of_slot`
@@ -53,8 +53,8 @@ class Ground:
     """
 
     nodes: tuple[NodeInfo, ...]
-    near: Machines
-    far: Machines
+    near: UniformCluster
+    far: UniformCluster
     constants: Constants
     precision: HalfPrecision
     on_cpu: bool
@@ -68,6 +68,6 @@ class Ground:
         return len(self.spreads)
 
 
-def names_of(num_paces: int) -> tuple[str, ...]:
+def coefficient_names(num_paces: int) -> tuple[str, ...]:
     """The factors' names in their order."""
-    return (*(factor.value for factor in FACTORS), *(f"pace {at}" for at in range(num_paces)))
+    return (*(factor.value for factor in COEFFICIENTS), *(f"pace {at}" for at in range(num_paces)))

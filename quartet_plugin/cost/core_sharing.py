@@ -20,7 +20,7 @@ SETTLED = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Crowding:
+class CoreSharing:
     """Who is on whose cores: `beside` [pp, pp] counts a rank's slots on those of another (of its most crowded
     slot), without that slot itself; `cores` [pp] is how many these are."""
 
@@ -60,7 +60,7 @@ class Crowding:
         return found
 
 
-def crowding_of(plan: Plan, nodes: Sequence[NodeInfo]) -> Crowding | None:
+def core_sharing_of(plan: Plan, nodes: Sequence[NodeInfo]) -> CoreSharing | None:
     """Who shares cores under the plan's mapping; None where nobody does."""
     crowd_of = {
         Slot(node=at, local=local): (at, number)
@@ -82,4 +82,4 @@ def crowding_of(plan: Plan, nodes: Sequence[NodeInfo]) -> Crowding | None:
             num_cores = float(nodes[crowd[0]].crowds[crowd[1]].num_cores)  # type: ignore[index]
             if (1.0 + there.sum()) / num_cores > (1.0 + beside[rank].sum()) / cores[rank]:
                 beside[rank], cores[rank] = there, num_cores
-    return Crowding(beside=beside, cores=cores)
+    return CoreSharing(beside=beside, cores=cores)

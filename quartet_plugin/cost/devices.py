@@ -33,7 +33,7 @@ SINGLE_PRECISION = 1 / 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class DeviceSpec:
     """One kind of accelerator, with the links it usually comes with.
 
     `scale_up_bandwidth_bytes_per_s` is the sum over all peers; a "mesh" reaches one peer with only its
@@ -88,25 +88,25 @@ class Device:
         return self.peak(precision) * fraction * narrow
 
 
-_ADAPTER: TypeAdapter[Device] = TypeAdapter(Device)
+_ADAPTER: TypeAdapter[DeviceSpec] = TypeAdapter(DeviceSpec)
 
 
-def read_device(path: str | os.PathLike[str]) -> Device:
+def read_device(path: str | os.PathLike[str]) -> DeviceSpec:
     """The device in the JSON file `path`; raises ConfigError naming field, value and rule."""
     return parse(_ADAPTER, read_json(path), where=str(path))
 
 
 @functools.cache
-def library() -> Mapping[str, Device]:
+def library() -> Mapping[str, DeviceSpec]:
     """The devices that come with the package, by name and alias in lower case."""
     folder = resources.files("quartet_plugin.cost") / "hardware"
     with resources.as_file(folder) as path:
         return index(read_device(file) for file in sorted(path.glob("*.json")))
 
 
-def index(devices: Iterable[Device]) -> Mapping[str, Device]:
+def index(devices: Iterable[DeviceSpec]) -> Mapping[str, DeviceSpec]:
     """Devices by every name they go by; raises ConfigError where two claim the same one."""
-    found: dict[str, Device] = {}
+    found: dict[str, DeviceSpec] = {}
     for device in devices:
         for name in (device.name, *device.aliases):
             if found.setdefault(name.lower(), device) is not device:
@@ -114,7 +114,7 @@ def index(devices: Iterable[Device]) -> Mapping[str, Device]:
     return found
 
 
-def device_named(name: str, *, extra: Mapping[str, Device] | None = None) -> Device:
+def device_named(name: str, *, extra: Mapping[str, DeviceSpec] | None = None) -> DeviceSpec:
     """The device called `name`; a remark in parentheses after the name is ignored.
 
     `extra` (see `index`) goes before the library. Raises ConfigError for an unknown name.
@@ -127,6 +127,6 @@ def device_named(name: str, *, extra: Mapping[str, Device] | None = None) -> Dev
     raise ConfigError(f"device {name!r}: unknown; add a hardware file for it, or use one of {known}")
 
 
-def read_folder(folder: str | os.PathLike[str]) -> Mapping[str, Device]:
+def read_folder(folder: str | os.PathLike[str]) -> Mapping[str, DeviceSpec]:
     """All devices of the JSON files in `folder`, for `device_named(extra=...)`."""
     return index(read_device(file) for file in sorted(Path(folder).glob("*.json")))

@@ -1,8 +1,8 @@
 """What an iteration of a plan is made of, as the cost model has it, and how long it takes under corrections.
 
-Every cause of a stage's time is the cost model's own; a `Factor` multiplies it. The actions are run in the
-plan's own order, on the paces of the slots that its mapping gives it, so that any plan of a space has a time
-and its slopes by every factor's logarithm: all that a posterior of the factors needs. See docs/search.md.
+Every cause of a stage's time is the cost model's own; a `Coefficient` multiplies it. The actions are run in
+the plan's own order, on the paces of the slots that its mapping gives it, so that any plan of a space has a
+time and its slopes by every coefficient's logarithm: all that their posterior needs. See docs/search.md.
 """
 
 import math
@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quartet_plugin.cost import communication, compute
-from quartet_plugin.cost.coefficients import AT, CAUSES, Factor, Ground
+from quartet_plugin.cost.coefficients import CAUSES, INDEX, Coefficient, MachineModel
 from quartet_plugin.cost.constants import Constants
-from quartet_plugin.cost.core_sharing import crowding_of
+from quartet_plugin.cost.core_sharing import core_sharing_of
 from quartet_plugin.cost.critical_path import OrderedActions, orders_of
 from quartet_plugin.cost.iteration_kernel import pipeline_time
 from quartet_plugin.cost.jobs import run_of
 from quartet_plugin.cost.memory import Weights, weights_of_stages
 from quartet_plugin.cost.predict import layer_parts, optimizer_s
-from quartet_plugin.cost.run import Run, ScheduleKind
+from quartet_plugin.cost.run import ScheduleKind, TrainingRun
 from quartet_plugin.cost.software import ON_CPU
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.orders import slots_of
@@ -34,11 +34,11 @@ ACTION_S = 2e-4
 _NO_ORDER = np.zeros(0, dtype=np.int64)
 
 _LAYER_CAUSES = {
-    Factor.PRODUCTS: "gemm",
-    Factor.ATTENTION: "attention",
-    Factor.ELEMENTWISE: "elementwise",
-    Factor.LAUNCH: "launch",
-    Factor.RECOMPUTE: "recompute",
+    Coefficient.PRODUCTS: "gemm",
+    Coefficient.ATTENTION: "attention",
+    Coefficient.ELEMENTWISE: "elementwise",
+    Coefficient.LAUNCH: "launch",
+    Coefficient.RECOMPUTE: "recompute",
 }
 
 
@@ -59,7 +59,7 @@ class LayerCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class StageLoads:
     """What the ends weigh under given factors, in layers, and the pace of every pipeline rank."""
 
     embedding: float
@@ -67,18 +67,18 @@ class Ends:
     paces: tuple[float, ...]
 
 
-class Anatomies:
+class IterationModelCache:
     """The anatomy of any plan of a run; what plans share is computed once."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: MachineModel) -> None:
         self.ground = ground
         self._layers: dict[tuple[ModelShape, Layout], LayerCosts] = {}
         self._links: dict[tuple[ModelShape, Layout], tuple[float, float, float]] = {}
         self._orders: dict[object, tuple[tuple[OrderedActions, float], ...]] = {}
 
-    def of(self, plan: Plan) -> "Anatomy":
+    def of(self, plan: Plan) -> "IterationModel":
         """The plan's anatomy."""
-        return Anatomy(
+        return IterationModel(
             plan,
             ground=self.ground,
             run=run_of_plan(plan, self.ground),
@@ -87,24 +87,26 @@ class Anatomies:
             orders=self._orders_of(plan),
         )
 
-    def ends(self, plan: Plan, theta: FloatArray) -> Ends:
+    def ends(self, plan: Plan, theta: FloatArray) -> StageLoads:
         """What the plan's ends weigh under the factors whose logarithms are `theta`."""
         costs = self._layers_of(plan)
         scale = np.exp(theta)
-        directions = np.array([1.0, scale[AT[Factor.INPUT_GRAD]], scale[AT[Factor.WEIGHT_GRAD]]])
-        speed = scale[AT[Factor.SPEED]]
-        tensor = scale[AT[Factor.TENSOR]]
+        directions = np.array(
+            [1.0, scale[INDEX[Coefficient.INPUT_GRAD]], scale[INDEX[Coefficient.WEIGHT_GRAD]]]
+        )
+        speed = scale[INDEX[Coefficient.SPEED]]
+        tensor = scale[INDEX[Coefficient.TENSOR]]
         layer = speed * float(scale[: len(CAUSES)] @ costs.layer @ directions)
-        layer += float(tensor * costs.tensor.sum() + scale[AT[Factor.CONTEXT]] * costs.context.sum())
-        first = speed * scale[AT[Factor.EMBEDDING]] * float(costs.embedding @ directions)
-        last = speed * scale[AT[Factor.HEAD]] * float(costs.head @ directions)
+        layer += float(tensor * costs.tensor.sum() + scale[INDEX[Coefficient.CONTEXT]] * costs.context.sum())
+        first = speed * scale[INDEX[Coefficient.EMBEDDING]] * float(costs.embedding @ directions)
+        last = speed * scale[INDEX[Coefficient.HEAD]] * float(costs.head @ directions)
         ends = tensor * costs.ends.sum(axis=1)
         members = _members(plan, self.ground)
         paces = np.ones(plan.layout.pipeline_parallel) if members is None else scale[_slowest(members, scale)]
-        crowding = crowding_of(plan, self.ground.nodes)
+        crowding = core_sharing_of(plan, self.ground.nodes)
         if crowding is not None:
             paces = paces * crowding.most
-        return Ends(
+        return StageLoads(
             embedding=(first + float(ends[0])) / layer,
             head=(last + float(ends[1])) / layer,
             paces=tuple(paces.tolist()),
@@ -149,7 +151,7 @@ class Anatomies:
         return self._orders[key]
 
 
-def run_of_plan(plan: Plan, ground: Ground, *, schedule: ScheduleKind | None = None) -> Run:
+def run_of_plan(plan: Plan, ground: MachineModel, *, schedule: ScheduleKind | None = None) -> TrainingRun:
     """The plan in the cost model's terms, every link inside a node."""
     return run_of(
         plan.shape,
@@ -163,14 +165,14 @@ def run_of_plan(plan: Plan, ground: Ground, *, schedule: ScheduleKind | None = N
     )
 
 
-def layer_costs(run: Run, constants: Constants) -> LayerCosts:
+def layer_costs(run: TrainingRun, constants: Constants) -> LayerCosts:
     """The layers of a run as the cost model has them."""
     rates = compute.Rates(run, constants)
     parts = layer_parts(run, constants, rates)
     ends = communication.tensor_parallel_ends(run, constants)
     layer = np.zeros((len(CAUSES), 3))
     for factor, name in _LAYER_CAUSES.items():
-        layer[AT[factor]] = parts[name]
+        layer[INDEX[factor]] = parts[name]
     return LayerCosts(
         layer=layer,
         tensor=np.array(parts["tp_comm"]),
@@ -192,7 +194,7 @@ def _slowest(members: IntArray, scale: FloatArray) -> IntArray:
     return found
 
 
-def _members(plan: Plan, ground: Ground) -> IntArray | None:
+def _members(plan: Plan, ground: MachineModel) -> IntArray | None:
     """The pace factors of each pipeline rank's slots [pp, slots a rank]; None where none are told apart."""
     if (ground.pace_of_slot < 0).any():
         return None
@@ -202,15 +204,15 @@ def _members(plan: Plan, ground: Ground) -> IntArray | None:
     return each.reshape(plan.layout.pipeline_parallel, -1)
 
 
-class Anatomy:
+class IterationModel:
     """One plan's iteration, taken apart."""
 
     def __init__(
         self,
         plan: Plan,
         *,
-        ground: Ground,
-        run: Run,
+        ground: MachineModel,
+        run: TrainingRun,
         layers: LayerCosts,
         links: tuple[float, float, float],
         orders: tuple[tuple[OrderedActions, float], ...],
@@ -223,15 +225,15 @@ class Anatomy:
         self._placement = placement
         counts = np.array(plan.split.transformer_layers_per_stage, dtype=np.float64)
         compute_s = layers.layer[:, :, None] * counts
-        compute_s[AT[Factor.EMBEDDING], :, 0] += layers.embedding
-        compute_s[AT[Factor.HEAD], :, -1] += layers.head
+        compute_s[INDEX[Coefficient.EMBEDDING], :, 0] += layers.embedding
+        compute_s[INDEX[Coefficient.HEAD], :, -1] += layers.head
         self._compute = compute_s
         tensor = layers.tensor[:, None] * counts
         tensor[:, 0] += layers.ends[0]
         tensor[:, -1] += layers.ends[1]
         action = np.array([[ACTION_S], [ACTION_S], [0.0]]) * np.ones(num_stages)
         self._beside = np.stack([tensor, layers.context[:, None] * counts, action])
-        self._crowding = crowding_of(plan, ground.nodes)
+        self._crowding = core_sharing_of(plan, ground.nodes)
         self._alone = np.ones(ranks)
         self._stretched: tuple[bytes, FloatArray] | None = None
         members = _members(plan, ground)
@@ -239,7 +241,7 @@ class Anatomy:
         self._sends = _sends(plan, placement, links)
         self._step = np.zeros(ground.num_factors)
         for factor, seconds in _step_terms(plan, run, placement, ground, compute_s).items():
-            self._step[AT[factor]] = seconds
+            self._step[INDEX[factor]] = seconds
         self._always = np.full((3, num_stages), float(plan.num_microbatches))
 
     def evaluate(self, theta: FloatArray) -> tuple[float, FloatArray]:
@@ -343,8 +345,8 @@ def _sends(plan: Plan, placement: IntArray, links: tuple[float, float, float]) -
 
 
 def _step_terms(
-    plan: Plan, run: Run, placement: IntArray, ground: Ground, compute_s: FloatArray
-) -> Mapping[Factor, float]:
+    plan: Plan, run: TrainingRun, placement: IntArray, ground: MachineModel, compute_s: FloatArray
+) -> Mapping[Coefficient, float]:
     """Seconds once an iteration, by the factor that corrects them."""
     layout, constants = plan.layout, ground.constants
     ranks = layout.pipeline_parallel
@@ -375,15 +377,15 @@ def _step_terms(
         apart = bool((nodes[placement[0]] != nodes[placement[-1]]).any())
         gradients += communication.tied_ends_s(replace(run, machines=ground.far) if apart else run, constants)
     found = {
-        Factor.GRADIENTS: 0.0,
-        Factor.OPTIMIZER: optimizer_s(run, constants, fullest),
-        Factor.STEP: constants.step_s,
+        Coefficient.GRADIENTS: 0.0,
+        Coefficient.OPTIMIZER: optimizer_s(run, constants, fullest),
+        Coefficient.STEP: constants.step_s,
     }
-    found[Factor.NETWORK if is_far else Factor.GRADIENTS] = gradients
+    found[Coefficient.NETWORK if is_far else Coefficient.GRADIENTS] = gradients
     return found
 
 
-def wanted_split(ends: Ends, *, num_layers: int, num_ranks: int) -> tuple[float, float]:
+def split_for_loads(ends: StageLoads, *, num_layers: int, num_ranks: int) -> tuple[float, float]:
     """End weights, in layers, that balance these ends and paces: what a slower end's device cannot take.
 
     See `schedules.cost_table`: an end of pace q beside the others' r weighs (1 - r / q) of a device's share.

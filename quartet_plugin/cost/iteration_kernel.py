@@ -2,15 +2,19 @@
 
 import numpy as np
 
-from quartet_plugin.cost.coefficients import AT, Factor
+from quartet_plugin.cost.coefficients import INDEX, Coefficient
 from quartet_plugin.cost.critical_path import SAME, critical_path
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule import kernel
 
-SPEED, RUNTIME = AT[Factor.SPEED], AT[Factor.RUNTIME]
-INPUT_GRAD, WEIGHT_GRAD = AT[Factor.INPUT_GRAD], AT[Factor.WEIGHT_GRAD]
-TENSOR, CONTEXT, ACTION = AT[Factor.TENSOR], AT[Factor.CONTEXT], AT[Factor.ACTION]
-TRANSFER, NETWORK, LATENCY = AT[Factor.TRANSFER], AT[Factor.NETWORK], AT[Factor.LATENCY]
+SPEED, RUNTIME = INDEX[Coefficient.SPEED], INDEX[Coefficient.RUNTIME]
+INPUT_GRAD, WEIGHT_GRAD = INDEX[Coefficient.INPUT_GRAD], INDEX[Coefficient.WEIGHT_GRAD]
+TENSOR, CONTEXT, ACTION = INDEX[Coefficient.TENSOR], INDEX[Coefficient.CONTEXT], INDEX[Coefficient.ACTION]
+TRANSFER, NETWORK, LATENCY = (
+    INDEX[Coefficient.TRANSFER],
+    INDEX[Coefficient.NETWORK],
+    INDEX[Coefficient.LATENCY],
+)
 
 
 @kernel.compiled

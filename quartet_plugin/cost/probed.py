@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
 
-from quartet_plugin.cost.devices import Device, library
+from quartet_plugin.cost.devices import DeviceSpec, library
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import (
     Cluster,
@@ -125,7 +125,7 @@ def library_name(rank: ProbedRank) -> str | None:
     return fits[0] if len(fits) == 1 else None
 
 
-def _is_meant(device: Device, words: Sequence[str], memory_bytes: int) -> bool:
+def _is_meant(device: DeviceSpec, words: Sequence[str], memory_bytes: int) -> bool:
     model, *rest = device.name.upper().split("-")
     is_card = "PCIE" in words or "NVL" in words
     if model not in words or (is_card and "PCIE" not in rest):

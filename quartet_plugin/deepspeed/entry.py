@@ -28,7 +28,7 @@ from quartet_plugin.deepspeed.settings import (
 )
 from quartet_plugin.errors import ConfigError, QuartetError, SeamError
 from quartet_plugin.model.accelerator import shows_accelerator
-from quartet_plugin.rank.options import Options, read_command
+from quartet_plugin.rank.options import EntryOptions, read_command
 from quartet_plugin.rank.program import run_program
 from quartet_plugin.rank.session import Session
 
@@ -102,7 +102,7 @@ def prepare(session: DeepSpeedSession) -> None:
         session.files.move("init", 0)
 
 
-def _settled(settings: Settings, options: Options, *, in_trial: bool) -> Settings:
+def _settled(settings: Settings, options: EntryOptions, *, in_trial: bool) -> Settings:
     """The section, with the flag's plan where it says auto or nothing."""
     if options.plan is not None:
         return replace(settings, plan=options.plan, is_auto=False)
@@ -116,7 +116,7 @@ def _settled(settings: Settings, options: Options, *, in_trial: bool) -> Setting
     return settings
 
 
-def _use_device(options: Options) -> None:
+def _use_device(options: EntryOptions) -> None:
     """Choose the CPU where there is nothing else, before torch or DeepSpeed is imported."""
     if options.device == "cuda" or (options.device == "auto" and shows_accelerator(os.environ)):
         return

@@ -7,7 +7,7 @@ from quartet_plugin.deepspeed.describe import describe_job
 from quartet_plugin.deepspeed.engine import PlannedEngine
 from quartet_plugin.deepspeed.parity import ParityMeter
 from quartet_plugin.rank.actions import write_actions
-from quartet_plugin.rank.files import RankFiles
+from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.step_meter import StepMeter, rank_now
 
 # DeepSpeed is not told how long a run is.
@@ -17,7 +17,7 @@ _TRAIN_ITERS = 0
 class BatchMeter(StepMeter):
     """The meter of one rank: an engine's `train_batch` in place of Megatron's `train_step`."""
 
-    def __init__(self, files: RankFiles, *, started_at: float) -> None:
+    def __init__(self, files: RankFileWriter, *, started_at: float) -> None:
         super().__init__(files, neutralised=[], started_at=started_at)
         self._engine: Any = None
         self._seq_length = 1

@@ -20,7 +20,7 @@ from torch.nn import functional
 from quartet_plugin.deepspeed.layers import LayerList, layer_list
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.rank.files import RankFiles, number
+from quartet_plugin.rank.files import RankFileWriter, number
 
 # The gate looks for it before it runs anything from the folder: written last.
 _COMPLETE = "latest_checkpointed_iteration.txt"
@@ -37,7 +37,7 @@ _DROPOUTS = (
 class ParityMeter:
     """Looks at the gradients of one rank just before every optimizer step."""
 
-    def __init__(self, files: RankFiles) -> None:
+    def __init__(self, files: RankFileWriter) -> None:
         self._files = files
         self._steps: list[dict[str, Any]] = []
         self._norm: float | None = None

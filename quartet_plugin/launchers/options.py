@@ -103,7 +103,7 @@ PYTHON_VALUES: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class ParsedOptions:
     """The options that were read: `found[name]` is the last value ("" for a flag), `end` the next word."""
 
     found: Mapping[str, str]
@@ -118,7 +118,7 @@ def read_options(
     values: Mapping[str, str],
     prefixes: bool,
     program: str,
-) -> Options:
+) -> ParsedOptions:
     """Read options from `words[at]` up to the first word that is none.
 
     `prefixes` allows unambiguous abbreviations of long options, as argparse does. Raises ConfigError for
@@ -145,7 +145,7 @@ def read_options(
                 raise ConfigError(f"command {program} {word}: its value is missing")
             found[values[last]] = words[at]
         at += 1
-    return Options(found=found, end=at)
+    return ParsedOptions(found=found, end=at)
 
 
 def _spelling(

@@ -28,7 +28,7 @@ _DEVICE_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,100}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class DeviceSlice:
     """What one worker may use: `cores` of the CPU, or `devices` as CUDA_VISIBLE_DEVICES names them.
 
     It is share `index` of `count` on its host. `is_alone` is False where cores were given out twice.
@@ -58,7 +58,7 @@ class Share:
         """What its processes are told."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.device == "cuda" else {}
 
-    def meets(self, other: "Share") -> bool:
+    def overlaps(self, other: "DeviceSlice") -> bool:
         """Whether both, of one host, use the same device, and not on purpose."""
         if self.device != other.device or not (self.is_alone and other.is_alone):
             return False
@@ -80,10 +80,10 @@ class Share:
         )
 
 
-class ShareLauncher(LocalLauncher):
+class SliceLauncher(LocalLauncher):
     """Starts commands on this machine, inside a share of it."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: DeviceSlice) -> None:
         self._share = share
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> LocalHandle:
@@ -114,7 +114,7 @@ def divide(
     environment: Mapping[str, str],
     size: int | None = None,
     oversubscribe: bool = False,
-) -> tuple[Share, ...]:
+) -> tuple[DeviceSlice, ...]:
     """This machine in `num_shares` alike, of `size` devices each (None: as large as they can be).
 
     What is divided are the cores that this process may run on, or the accelerators that CUDA_VISIBLE_DEVICES
@@ -125,7 +125,7 @@ def divide(
         raise ConfigError(f"--workers {num_shares}: must be from 1 to {MAX_SHARES} on one host")
     _refuse_fixed_places(command, num_shares=num_shares, device=device, environment=environment)
     if device == "cpu" and oversubscribe:
-        shared = Share(device="cpu", count=num_shares, cores=_cores(), is_alone=False)
+        shared = DeviceSlice(device="cpu", count=num_shares, cores=_cores(), is_alone=False)
         return tuple(_numbered(shared, index) for index in range(num_shares))
     found: tuple[int, ...] | tuple[str, ...] = _cores() if device == "cpu" else _devices(environment)
     kind = "cores" if device == "cpu" else "accelerators"
@@ -142,17 +142,17 @@ def divide(
     parts = [found[index * each : (index + 1) * each] for index in range(num_shares)]
     if device == "cpu":
         return tuple(
-            Share(device="cpu", index=index, count=num_shares, cores=tuple(int(core) for core in part))
+            DeviceSlice(device="cpu", index=index, count=num_shares, cores=tuple(int(core) for core in part))
             for index, part in enumerate(parts)
         )
     return tuple(
-        Share(device="cuda", index=index, count=num_shares, devices=tuple(str(name) for name in part))
+        DeviceSlice(device="cuda", index=index, count=num_shares, devices=tuple(str(name) for name in part))
         for index, part in enumerate(parts)
     )
 
 
-def _numbered(share: Share, index: int) -> Share:
-    return Share(
+def _numbered(share: DeviceSlice, index: int) -> DeviceSlice:
+    return DeviceSlice(
         device=share.device, index=index, count=share.count, cores=share.cores, is_alone=share.is_alone
     )
 

@@ -15,7 +15,7 @@ from quartet_plugin.model.plan import Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Places:
+class Topology:
     """The slots of a cluster in the launcher's order, and their links.
 
     `node_of_slot`, `domain_of_slot` and `slowdown` are [num_slots], `between_bytes_per_s` and
@@ -59,7 +59,7 @@ class GroupLink:
         return far + self.inside_latency_s * (self.size - self.num_domains)
 
 
-def group_link(places: Places, domains: Sequence[int]) -> GroupLink:
+def group_link(places: Topology, domains: Sequence[int]) -> GroupLink:
     """The link of a group whose members are in `domains`, one entry a member.
 
     The ring visits domains in ascending order, as a communication library that orders ranks by node does.
@@ -95,7 +95,7 @@ def group_link(places: Places, domains: Sequence[int]) -> GroupLink:
 class Blocks:
     """The slots of each block, ascending by node and domain; `kind` is equal for interchangeable ones.
 
-    `slots` holds indices into `Places.slots`; `node`, `domain`, `slowdown` (the slowest slot's) and `kind`
+    `slots` holds indices into `Topology.slots`; `node`, `domain`, `slowdown` (the slowest slot's) and `kind`
     are [num_blocks].
     """
 
@@ -109,7 +109,7 @@ class Blocks:
         return len(self.slots)
 
 
-def blocks_of(places: Places, *, size: int, sort: bool = True) -> Blocks:
+def blocks_of(places: Topology, *, size: int, sort: bool = True) -> Blocks:
     """Slots cut into blocks of `size`, each on one node and in one domain.
 
     Sorted, slots of like speed share a block: of all ways to cut a domain this gives the least slowdowns,
@@ -132,7 +132,7 @@ def blocks_of(places: Places, *, size: int, sort: bool = True) -> Blocks:
     return _blocks(places, cut)
 
 
-def blocks_in_order(places: Places, slots: Sequence[int], *, size: int) -> Blocks:
+def blocks_in_order(places: Topology, slots: Sequence[int], *, size: int) -> Blocks:
     """The blocks of a given order of slots, RANK 0 first.
 
     Raises PlanError where one leaves its node or domain.
@@ -148,7 +148,7 @@ def blocks_in_order(places: Places, slots: Sequence[int], *, size: int) -> Block
     return _blocks(places, cut)
 
 
-def _blocks(places: Places, cut: Sequence[tuple[int, ...]]) -> Blocks:
+def _blocks(places: Topology, cut: Sequence[tuple[int, ...]]) -> Blocks:
     nodes = places.node_of_slot
     firsts = [block[0] for block in cut]
     slowdown = np.array([max(places.slowdown[slot] for slot in block) for block in cut], dtype=np.float64)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.rank.files import RankFiles, number
+from quartet_plugin.rank.files import RankFileWriter, number
 
 # Megatron takes 0 for "no checkpoint"; a run that starts from weights alone counts from 0 whatever they say.
 _ITERATION = 1
@@ -20,7 +20,7 @@ _ITERATION = 1
 class ParityMeter:
     """Wraps `train_step` for one rank of a trial of the parity gate."""
 
-    def __init__(self, files: RankFiles) -> None:
+    def __init__(self, files: RankFileWriter) -> None:
         self._files = files
         self._steps: list[dict[str, Any]] = []
 

@@ -28,7 +28,7 @@ _STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crowd:
+class CoreGroup:
     """Slots of a node, by local index, whose processes share fewer processor cores than they are."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
@@ -49,7 +49,7 @@ class NodeInfo:
     host: str
     node_class: str
     num_slots: int
-    crowds: tuple[Crowd, ...] | None = None
+    crowds: tuple[CoreGroup, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

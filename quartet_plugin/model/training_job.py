@@ -17,7 +17,7 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TrainingJob:
     """What the framework resolved from the user's command, as RANK 0 reported it.
 
     `split` is None for a model that is no list of like layers.
@@ -39,10 +39,10 @@ class Job:
     neutralised: Annotated[tuple[Name, ...], Field(max_length=1_000)]
 
 
-_JOB: TypeAdapter[Job] = TypeAdapter(Job)
+_JOB: TypeAdapter[TrainingJob] = TypeAdapter(TrainingJob)
 
 
-def parse_job(job: Mapping[str, Any], *, where: str = "job") -> Job:
+def parse_training_job(job: Mapping[str, Any], *, where: str = "job") -> TrainingJob:
     """RANK 0's `job` as a checked object. Raises ConfigError."""
 
     return parse(_JOB, job, where=where)

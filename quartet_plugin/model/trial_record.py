@@ -12,7 +12,7 @@ Verdict = Literal["measured", "infeasible", "wrong", "lost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class TrialRecord:
     """What came of a plan, as the study keeps it.
 
     `value` is the objective and there is one for `measured` alone. `wrong` plans computed something else and
@@ -46,11 +46,11 @@ class Told:
     predicted_spread: float | None = None
 
     @property
-    def is_cropped(self) -> bool:
+    def is_depth_proxy(self) -> bool:
         """Whether its whole model was never launched."""
         return self.outcome == CROPPED
 
-    def scored(self, found: Score, *, objective: Objective) -> "Told":
+    def scored(self, found: Score, *, objective: Objective) -> "TrialRecord":
         """The same with what the plan is worth."""
         return replace(
             self,
@@ -67,7 +67,7 @@ class Record:
 
     number: int
     plan: Plan
-    told: Told
+    told: TrialRecord
 
     @property
     def is_spent(self) -> bool:

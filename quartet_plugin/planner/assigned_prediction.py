@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from quartet_plugin.cost import communication
-from quartet_plugin.cost.cluster import seen_by
+from quartet_plugin.cost.cluster import view_from
 from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.pipeline import StageTimes, device_of_stages, makespan_s, stages_of_devices
@@ -21,16 +21,16 @@ from quartet_plugin.cost.predict import (
     BLOCKING,
     COMPUTE,
     OVERLAPPABLE,
-    Prediction,
+    RowPrediction,
     StageParts,
     held_weights,
     predict,
     stage_parts,
     total_of,
 )
-from quartet_plugin.cost.run import Run
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.mapping.step import Collective, StepCosts, StepTime, nothing
-from quartet_plugin.mapping.topology import Blocks, GroupLink, Places, blocks_in_order, group_link
+from quartet_plugin.mapping.topology import Blocks, GroupLink, Topology, blocks_in_order, group_link
 from quartet_plugin.model.costs import FloatArray, IntArray
 
 COLLECTIVES = ("tp_comm", "cp_comm", "ep_comm")
@@ -59,17 +59,17 @@ class _Timed:
     backward_s: float
 
 
-class PlacedRun:
+class AssignedRun:
     """A run on places: its step's costs for the solver, and its prediction under an order of slots."""
 
-    def __init__(self, run: Run, constants: Constants, places: Places) -> None:
+    def __init__(self, run: TrainingRun, constants: Constants, places: Topology) -> None:
         self.run, self.constants, self.places = run, constants, places
         self._parts = stage_parts(run, constants)
         self._seen: dict[tuple[GroupLink, int], list[StageParts]] = {}
         self._transfers: dict[tuple[int, int], float] = {}
         self._held = [held_weights(run, rank) for rank in range(run.layout.pipeline_parallel)]
         self._gradient_times: dict[tuple[float, float, GroupLink, float, float], float] = {}
-        self._stock: Prediction | None = None
+        self._stock: RowPrediction | None = None
         self._costs: StepCosts | None = None
 
     def step_costs(self) -> StepCosts:
@@ -106,7 +106,7 @@ class PlacedRun:
             blocking=self._blocks_on_sends,
         )
 
-    def predict(self, slots: tuple[int, ...]) -> Prediction:
+    def predict(self, slots: tuple[int, ...]) -> RowPrediction:
         """The prediction when slot `slots[r]` plays RANK r."""
         layout = self.run.layout
         blocks = blocks_in_order(self.places, slots, size=layout.tensor_parallel)
@@ -137,7 +137,7 @@ class PlacedRun:
         run = self.run
         return run.schedule in BLOCKING or (run.software.blocking_transfers and run.schedule in OVERLAPPABLE)
 
-    def _completed(self, terms: dict[str, float], slowdown: float) -> Prediction:
+    def _completed(self, terms: dict[str, float], slowdown: float) -> RowPrediction:
         """The other terms as the cost model has them; those that are shares of the rest, of this rest."""
         if self._stock is None:
             self._stock = predict(self.run, self.constants)
@@ -158,7 +158,7 @@ class PlacedRun:
                     * sum(value for other, value in found.items() if other not in (name, "residual_s"))
                 )
                 rest += stock.terms[name]
-        return Prediction(iter_time_s=sum(found.values()), terms=found, compute_terms=compute_terms)
+        return RowPrediction(iter_time_s=sum(found.values()), terms=found, compute_terms=compute_terms)
 
     def _columns(self, step: StepTime, blocks: Blocks, arrangement: IntArray) -> list[_Column]:
         """The replicas that may be slowest, those that are alike once."""
@@ -255,7 +255,7 @@ class PlacedRun:
                     bytes_per_s=float(self.places.between_bytes_per_s[sender, receiver]),
                     latency_s=float(self.places.between_latency_s[sender, receiver]),
                 )
-            machines, constants = seen_by(self.run.machines, self.constants, link, stride=1)
+            machines, constants = view_from(self.run.machines, self.constants, link, stride=1)
             found = self._transfers[key] = communication.transfer_s(
                 replace(self.run, machines=machines), constants, sender=0, receiver=link.num_domains - 1
             )
@@ -264,7 +264,7 @@ class PlacedRun:
     def _parts_seen(self, link: GroupLink, stride: int) -> list[StageParts]:
         found = self._seen.get((link, stride))
         if found is None:
-            machines, constants = seen_by(self.run.machines, self.constants, link, stride=stride)
+            machines, constants = view_from(self.run.machines, self.constants, link, stride=stride)
             found = stage_parts(replace(self.run, machines=machines), constants)
             self._seen[link, stride] = found
         return found
@@ -313,7 +313,7 @@ class PlacedRun:
         found = self._gradient_times.get(key)
         if found is None:
             stride = self.run.layout.tensor_parallel
-            machines, constants = seen_by(self.run.machines, self.constants, link, stride=stride)
+            machines, constants = view_from(self.run.machines, self.constants, link, stride=stride)
             found = self._gradient_times[key] = communication.data_parallel(
                 replace(self.run, machines=machines),
                 constants,

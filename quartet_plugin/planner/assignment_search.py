@@ -9,22 +9,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quartet_plugin.cost.cluster import places_of, places_of_machines
+from quartet_plugin.cost.cluster import topology_of, uniform_topology_of
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.jobs import run_of
 from quartet_plugin.cost.memory import Memory, peak_memory
-from quartet_plugin.cost.predict import Prediction, stage_parts
-from quartet_plugin.cost.run import Run
+from quartet_plugin.cost.predict import RowPrediction, stage_parts
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.solve import STOCK_ORDERS, Solution, solve, stock_arrangement
 from quartet_plugin.mapping.step import NEVER_S, step_s
-from quartet_plugin.mapping.topology import Places, blocks_of
+from quartet_plugin.mapping.topology import Topology, blocks_of
 from quartet_plugin.model.costs import Costs, FloatArray, LayerCost
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.planner.assigned_prediction import COLLECTIVES, PlacedRun
+from quartet_plugin.planner.assigned_prediction import COLLECTIVES, AssignedRun
 from quartet_plugin.planner.bounds import probe
-from quartet_plugin.planner.job import PlanJob
+from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.split.layers import balanced_split
 
 # Rounds of solving the mapping for a split and the split for a mapping.
@@ -33,7 +33,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class SolverEffort:
     """How much is spent on one layout's mapping: fewer `evaluations` where more than `blocks` are placed.
 
     `predicted` of the solver's orders are judged by the whole prediction.
@@ -49,24 +49,24 @@ class Effort:
         return self.evaluations * min(self.blocks, num_blocks) // num_blocks
 
 
-QUICK = Effort(evaluations=40, exact_limit=60)
-THOROUGH = Effort(evaluations=1500, exact_limit=5000, blocks=256, predicted=12)
+QUICK = SolverEffort(evaluations=40, exact_limit=60)
+THOROUGH = SolverEffort(evaluations=1500, exact_limit=5000, blocks=256, predicted=12)
 # Equal devices and links: beyond a few arrangements the regular tilings are all that need be tried.
-EQUAL = Effort(evaluations=0, exact_limit=120)
+EQUAL = SolverEffort(evaluations=0, exact_limit=120)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Assignment:
     """Where a layout's ranks are: slot `slots[r]` plays RANK r; `stock_s` has the stock orders' times."""
 
     split: tuple[int, ...]
     slots: tuple[int, ...]
-    found: Prediction
+    found: RowPrediction
     memory: Memory
     stock_s: dict[str, float]
 
 
-def planned_run(job: PlanJob, shape: ModelShape, layout: Layout, split: tuple[int, ...]) -> Run:
+def planned_run(job: PlanRequest, shape: ModelShape, layout: Layout, split: tuple[int, ...]) -> TrainingRun:
     """The run that a planned layout stands for."""
     run = run_of(
         shape,
@@ -80,16 +80,16 @@ def planned_run(job: PlanJob, shape: ModelShape, layout: Layout, split: tuple[in
     return replace(run, matmul=job.precision, experts=job.experts)
 
 
-def places_of_job(job: PlanJob, constants: Constants) -> Places:
+def places_of_job(job: PlanRequest, constants: Constants) -> Topology:
     """The slots of the job's cluster."""
     if job.cluster is None:
-        return places_of_machines(job.machines, constants)
-    return places_of(job.cluster, constants)
+        return uniform_topology_of(job.machines, constants)
+    return topology_of(job.cluster, constants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sketch:
-    """A split and an order of slots, by the solver's closed form; `paces` as `PlacedRun.paces`."""
+class ClosedFormAssignment:
+    """A split and an order of slots, by the solver's closed form; `paces` as `AssignedRun.paces`."""
 
     split: tuple[int, ...]
     slots: tuple[int, ...]
@@ -97,24 +97,24 @@ class Sketch:
     step_s: float
 
 
-def place(
-    job: PlanJob,
+def assign(
+    job: PlanRequest,
     shape: ModelShape,
     layout: Layout,
     split: tuple[int, ...],
     *,
     constants: Constants,
-    places: Places,
-    effort: Effort = THOROUGH,
+    places: Topology,
+    effort: SolverEffort = THOROUGH,
     may_split: bool = True,
-) -> Placement | None:
+) -> Assignment | None:
     """The best placement found of a layout with `split`, or, where devices differ, with a split of its own.
 
     None where no order is legal or nothing fits in memory.
     """
-    best: list[Placement] = []
+    best: list[Assignment] = []
 
-    def consider(placed: PlacedRun) -> tuple[int, ...] | None:
+    def consider(placed: AssignedRun) -> tuple[int, ...] | None:
         memory = peak_memory(placed.run)
         if not memory.fits:
             return None
@@ -128,26 +128,26 @@ def place(
     return min(best, key=lambda one: one.found.iter_time_s, default=None)
 
 
-def sketch(
-    job: PlanJob,
+def closed_form_assignment(
+    job: PlanRequest,
     shape: ModelShape,
     layout: Layout,
     split: tuple[int, ...],
     *,
     constants: Constants,
-    places: Places,
-    effort: Effort = QUICK,
+    places: Topology,
+    effort: SolverEffort = QUICK,
     may_split: bool = True,
-) -> Sketch | None:
+) -> ClosedFormAssignment | None:
     """The same by the closed form alone, whatever memory it needs: many times faster."""
-    best: list[Sketch] = []
+    best: list[ClosedFormAssignment] = []
 
-    def consider(placed: PlacedRun) -> tuple[int, ...] | None:
+    def consider(placed: AssignedRun) -> tuple[int, ...] | None:
         solved = _solved(job, placed, effort)
         if solved is None:
             return None
         best.append(
-            Sketch(
+            ClosedFormAssignment(
                 split=placed.run.layers_per_stage,
                 slots=solved.slots,
                 paces=tuple(placed.paces(solved.slots).tolist()),
@@ -161,13 +161,13 @@ def sketch(
 
 
 def _alternate(
-    job: PlanJob,
+    job: PlanRequest,
     shape: ModelShape,
     layout: Layout,
     split: tuple[int, ...],
     constants: Constants,
-    places: Places,
-    consider: Callable[[PlacedRun], tuple[int, ...] | None],
+    places: Topology,
+    consider: Callable[[AssignedRun], tuple[int, ...] | None],
     *,
     may_split: bool,
 ) -> None:
@@ -182,7 +182,7 @@ def _alternate(
             if current in tried:
                 break
             tried.add(current)
-            placed = PlacedRun(planned_run(job, shape, layout, current), constants, places)
+            placed = AssignedRun(planned_run(job, shape, layout, current), constants, places)
             slots = consider(placed)
             if slots is None:
                 break
@@ -190,7 +190,7 @@ def _alternate(
                 current = _split_for(job, shape, layout, constants, placed.paces(slots))
 
 
-class Placer:
+class AssignmentSolver:
     """Placements of many layouts: those of equal degrees share a mapping.
 
     It is solved once for such a family, at micro-batch 1 without recompute and virtual stages, together with
@@ -199,15 +199,19 @@ class Placer:
     members are asked for.
     """
 
-    def __init__(self, job: PlanJob, constants: Constants, places: Places, *, effort: Effort = QUICK) -> None:
+    def __init__(
+        self, job: PlanRequest, constants: Constants, places: Topology, *, effort: SolverEffort = QUICK
+    ) -> None:
         self._job, self._constants, self._places, self._effort = job, constants, places, effort
-        self._families: dict[tuple[ModelShape, Layout, tuple[int, ...] | None], Sketch | None] = {}
+        self._families: dict[
+            tuple[ModelShape, Layout, tuple[int, ...] | None], ClosedFormAssignment | None
+        ] = {}
         self._splits: dict[tuple[ModelShape, Layout], tuple[int, ...]] = {}
 
-    def place(
+    def assign(
         self, shape: ModelShape, layout: Layout, split: tuple[int, ...], *, may_split: bool
-    ) -> Placement | None:
-        """As `place`, with the family's split and mapping."""
+    ) -> Assignment | None:
+        """As `assign`, with the family's split and mapping."""
         job = self._job
         plain = replace(layout, micro_batch_size=1, recompute="none", distributed_optimizer=False)
         family = self._family(shape, plain, None if may_split else split)
@@ -215,24 +219,26 @@ class Placer:
             return None
         splits = dict.fromkeys([split, self._split(shape, plain, family)] if may_split else [split])
         orders = {"solved": family.slots} if may_move(job) else {}
-        best: Placement | None = None
+        best: Assignment | None = None
         for one in splits:
             run = planned_run(job, shape, layout, one)
             memory = peak_memory(run)
             if not memory.fits:
                 continue
-            found = _best_of(job, PlacedRun(run, self._constants, self._places), memory, orders)
+            found = _best_of(job, AssignedRun(run, self._constants, self._places), memory, orders)
             if found is not None and (best is None or found.found.iter_time_s < best.found.iter_time_s):
                 best = found
         return best
 
-    def _family(self, shape: ModelShape, layout: Layout, split: tuple[int, ...] | None) -> Sketch | None:
+    def _family(
+        self, shape: ModelShape, layout: Layout, split: tuple[int, ...] | None
+    ) -> ClosedFormAssignment | None:
         """The mapping of a written split, or that of all layouts of these degrees."""
         shared = layout if split is not None else replace(layout, virtual_stages=1)
         key = (shape, shared, split)
         if key not in self._families:
             equal = np.ones(layout.pipeline_parallel)
-            self._families[key] = sketch(
+            self._families[key] = closed_form_assignment(
                 self._job,
                 shape,
                 shared,
@@ -244,7 +250,7 @@ class Placer:
             )
         return self._families[key]
 
-    def _split(self, shape: ModelShape, layout: Layout, family: Sketch) -> tuple[int, ...]:
+    def _split(self, shape: ModelShape, layout: Layout, family: ClosedFormAssignment) -> tuple[int, ...]:
         """The split for the family's mapping, in this layout's number of stages."""
         if layout.virtual_stages == 1:
             return family.split
@@ -255,7 +261,7 @@ class Placer:
         return self._splits[key]
 
 
-def _placed(job: PlanJob, placed: PlacedRun, memory: Memory, effort: Effort) -> Placement | None:
+def _placed(job: PlanRequest, placed: AssignedRun, memory: Memory, effort: SolverEffort) -> Assignment | None:
     """The best order of one run's ranks by prediction."""
     if not may_move(job):
         return _best_of(job, placed, memory, {})
@@ -266,7 +272,7 @@ def _placed(job: PlanJob, placed: PlacedRun, memory: Memory, effort: Effort) -> 
     return _best_of(job, placed, memory, orders)
 
 
-def _solved(job: PlanJob, placed: PlacedRun, effort: Effort) -> Solution | None:
+def _solved(job: PlanRequest, placed: AssignedRun, effort: SolverEffort) -> Solution | None:
     """The solver's order, where ranks may not move the launcher's; None where none is legal."""
     layout, places = placed.run.layout, placed.places
     if not may_move(job):
@@ -289,8 +295,8 @@ def _solved(job: PlanJob, placed: PlacedRun, effort: Effort) -> Solution | None:
 
 
 def _best_of(
-    job: PlanJob, placed: PlacedRun, memory: Memory, orders: dict[str, tuple[int, ...]]
-) -> Placement | None:
+    job: PlanRequest, placed: AssignedRun, memory: Memory, orders: dict[str, tuple[int, ...]]
+) -> Assignment | None:
     """The best by prediction of `orders` and the stock orders that the job allows; None without any."""
     stock = stock_orders(placed.run.layout, placed.places)
     allowed = STOCK_ORDERS if may_move(job) else STOCK_ORDERS[:1]
@@ -301,7 +307,7 @@ def _best_of(
     # Of equals, rounding aside, the launcher's own order: it comes first.
     least = min(value.iter_time_s for value in found.values()) * (1 + ROUNDING)
     best = next(name for name in found if found[name].iter_time_s <= least)
-    return Placement(
+    return Assignment(
         split=placed.run.layers_per_stage,
         slots={**legal, **orders}[best],
         found=found[best],
@@ -310,13 +316,13 @@ def _best_of(
     )
 
 
-def _keeps(job: PlanJob, placed: PlacedRun, slots: tuple[int, ...]) -> bool:
+def _keeps(job: PlanRequest, placed: AssignedRun, slots: tuple[int, ...]) -> bool:
     """Whether an order keeps the groups that may not leave a domain inside one."""
     inside = frozenset(job.search.inside)
     return not inside or step_s(placed.step_costs(), placed.places, slots, inside=inside) < NEVER_S
 
 
-def stock_orders(layout: Layout, places: Places) -> dict[str, tuple[int, ...]]:
+def stock_orders(layout: Layout, places: Topology) -> dict[str, tuple[int, ...]]:
     """The slots of Megatron's stock orders; none where they break up a tensor-parallel group."""
     try:
         blocks = blocks_of(places, size=layout.tensor_parallel, sort=False)
@@ -329,13 +335,13 @@ def stock_orders(layout: Layout, places: Places) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def may_move(job: PlanJob) -> bool:
+def may_move(job: PlanRequest) -> bool:
     """Whether ranks may leave the launcher's order: the job allows it and nodes are of equal size."""
     return job.search.mapping is None and (job.cluster is None or job.cluster.has_equal_nodes)
 
 
 def _first_splits(
-    job: PlanJob, shape: ModelShape, layout: Layout, split: tuple[int, ...], constants: Constants
+    job: PlanRequest, shape: ModelShape, layout: Layout, split: tuple[int, ...], constants: Constants
 ) -> list[tuple[int, ...]]:
     """Splits for the slowest devices together on one pipeline rank: the last one, the first one."""
     assert job.cluster is not None
@@ -345,7 +351,7 @@ def _first_splits(
 
 
 def _split_for(
-    job: PlanJob, shape: ModelShape, layout: Layout, constants: Constants, paces: FloatArray
+    job: PlanRequest, shape: ModelShape, layout: Layout, constants: Constants, paces: FloatArray
 ) -> tuple[int, ...]:
     """The balanced split when pipeline rank k is `paces[k]` times slower."""
     if layout.num_stages == 1:
@@ -372,7 +378,7 @@ def _split_for(
 
 
 def _layer_seconds(
-    job: PlanJob, shape: ModelShape, layout: Layout, constants: Constants
+    job: PlanRequest, shape: ModelShape, layout: Layout, constants: Constants
 ) -> tuple[float, float, float]:
     """Compute of one microbatch in seconds: of the embedding, of a transformer layer, of the head."""
     alike = None if job.experts is None else replace(job.experts, num_dense_layers=0)

@@ -22,21 +22,21 @@ from quartet_plugin.cost.jobs import run_of
 from quartet_plugin.cost.memory import HALF, bytes_per_weight, layer_activation_bytes, weights_of_stages
 from quartet_plugin.cost.pipeline import FULL_ROUNDS
 from quartet_plugin.cost.predict import COMPUTE, OPTIMIZER_BYTES, contention_gain, stage_parts, total_of
-from quartet_plugin.cost.run import Run
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.candidates import (
     EVEN,
     GIVEN,
-    Candidates,
+    LayoutCandidates,
     balanced_split,
     even_split,
     given_splits,
     layout_of,
 )
 from quartet_plugin.planner.columns import CP, DP, EP, MODE, PP, SHARDED, SIZE, SPLIT, TP, VIRTUAL
-from quartet_plugin.planner.job import PlanJob
+from quartet_plugin.planner.job import PlanRequest
 
 # Rounding, and for pipelines that the cost model extrapolates the error of doing so.
 ROUNDING, EXTRAPOLATION = 1e-9, 2e-3
@@ -51,7 +51,9 @@ class Bounds:
     first: IntArray
     last: IntArray
 
-    def split(self, job: PlanJob, shape: ModelShape, candidates: Candidates, row: int) -> tuple[int, ...]:
+    def split(
+        self, job: PlanRequest, shape: ModelShape, candidates: LayoutCandidates, row: int
+    ) -> tuple[int, ...]:
         """The split that candidate `row` is planned with."""
         pp, virtual, kind = (int(candidates.columns[row, at]) for at in (PP, VIRTUAL, SPLIT))
         ends = (int(self.first[row]), int(self.last[row]))
@@ -59,7 +61,7 @@ class Bounds:
 
 
 def split_of(
-    job: PlanJob, shape: ModelShape, *, pp: int, virtual: int, kind: int, ends: tuple[int, int]
+    job: PlanRequest, shape: ModelShape, *, pp: int, virtual: int, kind: int, ends: tuple[int, int]
 ) -> tuple[int, ...]:
     """The split that the column `SPLIT` names: balanced, even, or one that the job writes out."""
     if kind >= GIVEN:
@@ -70,9 +72,9 @@ def split_of(
 
 
 def bounds_of(
-    job: PlanJob,
+    job: PlanRequest,
     shape: ModelShape,
-    candidates: Candidates,
+    candidates: LayoutCandidates,
     *,
     constants: Constants,
     slowdown: FloatArray | None = None,
@@ -190,7 +192,7 @@ def unique_rows(columns: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     return columns[index], index, inverse.ravel()
 
 
-def _units(job: PlanJob, shape: ModelShape, columns: IntArray, constants: Constants) -> FloatArray:
+def _units(job: PlanRequest, shape: ModelShape, columns: IntArray, constants: Constants) -> FloatArray:
     """One row a candidate, of a layer unless said otherwise.
 
     Seconds forward and backward; more of the embedding and of the head; bytes kept by it and by a stage; its
@@ -208,7 +210,7 @@ def _units(job: PlanJob, shape: ModelShape, columns: IntArray, constants: Consta
     return units
 
 
-def _unit(job: PlanJob, shape: ModelShape, key: list[int], constants: Constants) -> list[float]:
+def _unit(job: PlanRequest, shape: ModelShape, key: list[int], constants: Constants) -> list[float]:
     """A row of `_units` without recompute.
 
     With dense layers before those of experts, the less of both: which layers a stage holds is not known here.
@@ -223,7 +225,7 @@ def _unit(job: PlanJob, shape: ModelShape, key: list[int], constants: Constants)
     return [min(pair) for pair in zip(found, dense, strict=True)]
 
 
-def _unit_of_alike(job: PlanJob, shape: ModelShape, key: list[int], constants: Constants) -> list[float]:
+def _unit_of_alike(job: PlanRequest, shape: ModelShape, key: list[int], constants: Constants) -> list[float]:
     """The row where all layers are alike."""
     tp, cp, size, ep = key
     layout = layout_of(tp, cp, 3, ep, size, 1, 0, 0, ep=ep)
@@ -257,7 +259,7 @@ def _unit_of_alike(job: PlanJob, shape: ModelShape, key: list[int], constants: C
     ]
 
 
-def probe(job: PlanJob, shape: ModelShape, layout: Layout) -> Run:
+def probe(job: PlanRequest, shape: ModelShape, layout: Layout) -> TrainingRun:
     """A small run on as many devices as `layout` needs, its layers split evenly."""
     run = run_of(
         shape,
@@ -271,12 +273,12 @@ def probe(job: PlanJob, shape: ModelShape, layout: Layout) -> Run:
     return replace(run, matmul=job.precision, experts=job.experts)
 
 
-def _num_microbatches(job: PlanJob, columns: IntArray) -> IntArray:
+def _num_microbatches(job: PlanRequest, columns: IntArray) -> IntArray:
     found: IntArray = job.global_batch_size // (columns[:, DP] * columns[:, SIZE])
     return found
 
 
-def _transfers(job: PlanJob, shape: ModelShape, columns: IntArray, constants: Constants) -> FloatArray:
+def _transfers(job: PlanRequest, shape: ModelShape, columns: IntArray, constants: Constants) -> FloatArray:
     """A boundary tensor's seconds on the faster of the links that it may take."""
     tp, cp, pp, dp, size, virtual = columns[:, [TP, CP, PP, DP, SIZE, VIRTUAL]].T
     domain = job.machines.scale_up_devices
@@ -288,7 +290,7 @@ def _transfers(job: PlanJob, shape: ModelShape, columns: IntArray, constants: Co
     return np.where(pp > 1, found, 0.0)
 
 
-def _transfer(job: PlanJob, shape: ModelShape, key: list[int], constants: Constants) -> float:
+def _transfer(job: PlanRequest, shape: ModelShape, key: list[int], constants: Constants) -> float:
     """Seconds a sequence, without latency; neighbours that may share a domain count as sharing it."""
     tp, cp, apart, looped = key
     layout = layout_of(tp, cp, 2, 1, 1, 1 + looped, 0, 0)
@@ -298,7 +300,7 @@ def _transfer(job: PlanJob, shape: ModelShape, key: list[int], constants: Consta
     return (far if apart else min(near, far)) - communication.transfer_latency_s(constants)
 
 
-def _states(job: PlanJob, columns: IntArray) -> FloatArray:
+def _states(job: PlanRequest, columns: IntArray) -> FloatArray:
     """Bytes a weight of parameters, gradients and optimizer state."""
     copies = columns[:, CP] * columns[:, DP]
     weight, gradient, optimizer = bytes_per_weight(job.half, job.software)
@@ -307,7 +309,7 @@ def _states(job: PlanJob, columns: IntArray) -> FloatArray:
 
 
 def _once(
-    job: PlanJob,
+    job: PlanRequest,
     shape: ModelShape,
     columns: IntArray,
     dense: FloatArray,

@@ -10,34 +10,34 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quartet_plugin.calibration.predictor import identity
-from quartet_plugin.cost.iteration import Ends, wanted_split
+from quartet_plugin.cost.iteration import StageLoads, split_for_loads
 from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.space.param_sources import SPLIT_EMBEDDING, SPLIT_HEAD, FixedChooser, Params
+from quartet_plugin.space.param_sources import SPLIT_EMBEDDING, SPLIT_HEAD, FixedParams, Params
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.space.schedules import SEARCHED, STOCK_NAMES
 from quartet_plugin.split.end_loads import layer_weights
 
 # Layouts that are predicted at all, and where none has a schedule of the framework's own; layouts whose other
 # choices are enumerated, and how many choices in all.
-MAX_LAYOUTS, MAX_LAYOUTS_OWN = 400, 24
+MAX_LAYOUTS, MAX_LAYOUTS_CUSTOM = 400, 24
 MAX_OPENED = 24
 MAX_CHOICES = 2400
 # Layouts for which schedules of ours are made (each takes some tenths of a second), and choices whose splits
 # are varied.
-MAX_OWN_LAYOUTS = 3
-MAX_VARIED, MAX_VARIED_OWN = 12, 3
+MAX_CUSTOM_LAYOUTS = 3
+MAX_VARIED, MAX_VARIED_CUSTOM = 12, 3
 # End weights are rounded to this part of a layer, to whole ones where an order is searched for them: what was
 # made once is not made again.
 QUANTUM = 0.25
 _STEPS = (-2.0, -1.0, 0.0, 1.0, 2.0)
 _AROUND = tuple((more, most) for more in _STEPS for most in _STEPS)
-_AROUND_OWN = ((0.0, -1.0), (0.0, 1.0), (-1.0, 0.0), (1.0, 0.0))
+_AROUND_CUSTOM = ((0.0, -1.0), (0.0, 1.0), (-1.0, 0.0), (1.0, 0.0))
 _LAYOUT_KINDS = ("shape", "layout", "micro_batch_size", "optimizer")
 
 # Predicted seconds for equal work, for ordering; what a plan's ends weigh; whether it can be predicted.
 Rate = Callable[[Sequence[Plan]], list[float]]
-EndsOf = Callable[[Plan], Ends]
+EndsOf = Callable[[Plan], StageLoads]
 Knows = Callable[[Plan], bool]
 
 
@@ -51,7 +51,7 @@ class Candidate:
     names: tuple[str, ...]
 
 
-class Candidates:
+class PlanCandidates:
     """The candidates of a space; what does not depend on predictions is made once."""
 
     def __init__(self, space: Space, *, knows: Knows) -> None:
@@ -68,8 +68,8 @@ class Candidates:
         ]
         own = [
             self._balanced(one, ends_of)
-            for layout in self._with_own(layouts)[:MAX_OWN_LAYOUTS]
-            for one in self._open_own(layout)
+            for layout in self._with_custom(layouts)[:MAX_CUSTOM_LAYOUTS]
+            for one in self._open_custom(layout)
         ]
         found = self._allowed(self._distinct([*layouts, *opened, *own]))
         ranked = _in_order(found, rate)
@@ -77,7 +77,7 @@ class Candidates:
         ours = [one for one in ranked if one.plan.schedule.custom is not None and not _is_searched(one)]
         varied = [
             other
-            for chosen, around in ((stock, _AROUND), (ours[:MAX_VARIED_OWN], _AROUND_OWN))
+            for chosen, around in ((stock, _AROUND), (ours[:MAX_VARIED_CUSTOM], _AROUND_CUSTOM))
             for one in chosen
             for other in self._varied(one, ends_of, around=around)
         ]
@@ -89,7 +89,7 @@ class Candidates:
         if self._layouts is None:
             asked = self._space.search.schedule
             is_stock = asked is None or bool({"stock", *STOCK_NAMES} & set(asked))
-            most = MAX_LAYOUTS if is_stock else MAX_LAYOUTS_OWN
+            most = MAX_LAYOUTS if is_stock else MAX_LAYOUTS_CUSTOM
             found = tuple(self._branches((), kinds=_LAYOUT_KINDS, limit=4 * most))
             if len(found) > most:
                 generator = random.Random(derived_seed(self._space.seed, 0, "layouts"))  # noqa: S311
@@ -115,14 +115,14 @@ class Candidates:
     def _allowed(self, found: Sequence[Candidate]) -> list[Candidate]:
         return [one for one in found if self._space.refusal_of(one.plan) is None]
 
-    def _with_own(self, layouts: Sequence[Candidate]) -> list[Candidate]:
-        return [one for one in layouts if self._own_names(one)]
+    def _with_custom(self, layouts: Sequence[Candidate]) -> list[Candidate]:
+        return [one for one in layouts if self._custom_names(one)]
 
-    def _own_names(self, layout: Candidate) -> list[str]:
+    def _custom_names(self, layout: Candidate) -> list[str]:
         names = self._space.schedules_of(layout.plan.layout)
         return [name for name in names if name not in STOCK_NAMES]
 
-    def _open_own(self, layout: Candidate) -> Iterator[Candidate]:
+    def _open_custom(self, layout: Candidate) -> Iterator[Candidate]:
         """Every other choice for a layout with each schedule of ours."""
         num = _num_of_layout(layout)
         names = self._space.schedules_of(layout.plan.layout)
@@ -139,7 +139,7 @@ class Candidates:
         waiting, num = [path], 0
         while waiting and num < limit:
             begun = waiting.pop()
-            chooser = _PathChooser(begun, space=self._space)
+            chooser = _PathParams(begun, space=self._space)
             try:
                 plan = self._space.decode(chooser, trial=0)
             except KeyError:
@@ -177,11 +177,11 @@ class Candidates:
             SPLIT_EMBEDDING: _share(first, layers, quantum=quantum),
             SPLIT_HEAD: _share(last, layers, quantum=quantum),
         }
-        plan = self._space.decode(FixedChooser(params), trial=0)
+        plan = self._space.decode(FixedParams(params), trial=0)
         return Candidate(params=params, plan=plan, path=one.path, names=one.names)
 
 
-class _PathChooser:
+class _PathParams:
     """Takes the choices of a path, then the first ones; ends weigh what their FLOPs say."""
 
     def __init__(self, path: Sequence[int], *, space: Space) -> None:
@@ -207,7 +207,7 @@ class _PathChooser:
         self.params[name] = choices[at]
         return choices[at]
 
-    def weight(self, name: str) -> float:
+    def unit_float(self, name: str) -> float:
         weights = layer_weights(self._shape)
         layers = weights.head if name == SPLIT_HEAD else weights.embedding
         self.params[name] = weight = _share(layers, self._shape.num_layers)
@@ -228,7 +228,7 @@ def _num_of_layout(one: Candidate) -> int:
 
 
 def _wanted(plan: Plan, ends_of: EndsOf) -> tuple[float, float]:
-    return wanted_split(
+    return split_for_loads(
         ends_of(plan), num_layers=plan.shape.num_layers, num_ranks=plan.layout.pipeline_parallel
     )
 

@@ -10,7 +10,7 @@ from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.columns import CP, DP, SHARDED, is_forbidden
-from quartet_plugin.planner.job import PlanJob
+from quartet_plugin.planner.job import PlanRequest
 
 MAX_MICRO_BATCH = 64
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -21,7 +21,7 @@ FP8_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
+class LayoutCandidates:
     """One row a layout; the columns are `TP` to `SHARDED`."""
 
     columns: IntArray
@@ -38,7 +38,7 @@ class Candidates:
 def layout_of(
     tp: int, cp: int, pp: int, dp: int, size: int, virtual: int, recompute: int, sharded: int, *, ep: int = 1
 ) -> Layout:
-    """A layout from the columns of `Candidates`."""
+    """A layout from the columns of `LayoutCandidates`."""
     return Layout(
         tensor_parallel=tp,
         pipeline_parallel=pp,
@@ -53,7 +53,7 @@ def layout_of(
     )
 
 
-def legal_candidates(job: PlanJob, shape: ModelShape) -> Candidates:
+def legal_candidates(job: PlanRequest, shape: ModelShape) -> LayoutCandidates:
     """All layouts of `shape` that Megatron accepts and the job allows, in a fixed order."""
     search = job.search
     modes = [at for at, mode in enumerate(RECOMPUTE) if asked(search.recompute, mode)]
@@ -68,7 +68,7 @@ def legal_candidates(job: PlanJob, shape: ModelShape) -> Candidates:
     # One replica has nothing to share its optimizer with, unless nothing else was asked for.
     alone = (columns[:, CP] * columns[:, DP] == 1) & (columns[:, SHARDED] == 1)
     columns = columns[~alone] if 0 in shards else columns
-    return Candidates(columns=columns[~is_forbidden(columns, search.forbid)])
+    return LayoutCandidates(columns=columns[~is_forbidden(columns, search.forbid)])
 
 
 def asked[T](choices: Sequence[T] | None, value: T) -> bool:
@@ -115,14 +115,14 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def given_splits(job: PlanJob) -> tuple[tuple[int, ...], ...]:
+def given_splits(job: PlanRequest) -> tuple[tuple[int, ...], ...]:
     """The splits that the job writes out, in its order."""
     return tuple(
         tuple(int(count) for count in text.split("+")) for text in job.search.split or () if text[0].isdigit()
     )
 
 
-def fault_of_degrees(job: PlanJob, shape: ModelShape, tp: int, cp: int, pp: int) -> str | None:
+def fault_of_degrees(job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: int) -> str | None:
     """The constraint that refuses these degrees whatever else is chosen; None where they are legal."""
     dp = job.machines.num_devices // (tp * cp * pp)
     joined = job.largest_tensor_parallel
@@ -146,7 +146,9 @@ def fault_of_degrees(job: PlanJob, shape: ModelShape, tp: int, cp: int, pp: int)
     return None
 
 
-def _layouts(job: PlanJob, shape: ModelShape) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int, int]]]]:
+def _layouts(
+    job: PlanRequest, shape: ModelShape
+) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int, int]]]]:
     """(tp, cp, pp, dp, micro-batch), and the (virtual stages, expert parallel, split) that go with them."""
     search = job.search
     for tp, cp, pp in degrees(job):
@@ -161,7 +163,7 @@ def _layouts(job: PlanJob, shape: ModelShape) -> Iterator[tuple[tuple[int, ...],
             yield from _rounds(job, shape, tp, cp, pp, dp)
 
 
-def degrees(job: PlanJob) -> Iterator[tuple[int, int, int]]:
+def degrees(job: PlanRequest) -> Iterator[tuple[int, int, int]]:
     """(tp, cp, pp) whose product divides the devices."""
     world = job.machines.num_devices
     for tp in divisors(world):
@@ -170,7 +172,7 @@ def degrees(job: PlanJob) -> Iterator[tuple[int, int, int]]:
                 yield tp, cp, pp
 
 
-def _tensor_sizes(job: PlanJob, shape: ModelShape) -> list[tuple[str, int]]:
+def _tensor_sizes(job: PlanRequest, shape: ModelShape) -> list[tuple[str, int]]:
     """What tensor parallelism cuts, by its name."""
     found = [
         ("heads", shape.num_attention_heads),
@@ -184,14 +186,14 @@ def _tensor_sizes(job: PlanJob, shape: ModelShape) -> list[tuple[str, int]]:
     return found
 
 
-def _widths(job: PlanJob, shape: ModelShape, tp: int) -> list[int]:
+def _widths(job: PlanRequest, shape: ModelShape, tp: int) -> list[int]:
     """Sizes of a rank's products."""
     sizes = [shape.hidden_size, shape.attention_size // tp, shape.ffn_hidden_size // tp]
     return sizes if job.experts is None else [*sizes, job.experts.ffn_hidden_size // tp]
 
 
 def _rounds(
-    job: PlanJob, shape: ModelShape, tp: int, cp: int, pp: int, dp: int
+    job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: int, dp: int
 ) -> Iterator[tuple[tuple[int, ...], list[tuple[int, int, int]]]]:
     share = job.global_batch_size // dp
     sizes = job.search.micro_batch_size or [n for n in divisors(share) if n <= MAX_MICRO_BATCH]
@@ -205,7 +207,7 @@ def _rounds(
             yield (tp, cp, pp, dp, size), every if (share // size) % pp == 0 else plain
 
 
-def _expert_degrees(job: PlanJob, copies: int) -> list[int]:
+def _expert_degrees(job: PlanRequest, copies: int) -> list[int]:
     """Expert-parallel sizes: of the experts, and of the ranks that hold equal dense weights."""
     if job.experts is None:
         return [1]
@@ -216,7 +218,7 @@ def _expert_degrees(job: PlanJob, copies: int) -> list[int]:
     ]
 
 
-def _splits(job: PlanJob, num_stages: int) -> list[int]:
+def _splits(job: PlanRequest, num_stages: int) -> list[int]:
     """The splits of so many stages that the job allows, as the column `SPLIT` has them."""
     asked_for = job.search.split
     if asked_for is None:
@@ -228,7 +230,7 @@ def _splits(job: PlanJob, num_stages: int) -> list[int]:
     return found
 
 
-def _virtual_stages(job: PlanJob, shape: ModelShape, pp: int) -> list[int]:
+def _virtual_stages(job: PlanRequest, shape: ModelShape, pp: int) -> list[int]:
     """Chunks a device that the job allows and the layers fill."""
     asked_for = None if "stock" in (job.search.schedule or ()) else job.search.schedule
     most = max(1, shape.num_layers // pp) if pp > 1 else 1

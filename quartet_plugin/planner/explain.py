@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from quartet_plugin.cost.cluster import look_up
-from quartet_plugin.cost.cluster import machines_of as machines_of_cluster
+from quartet_plugin.cost.cluster import uniform_cluster_of as machines_of_cluster
 from quartet_plugin.cost.constants import Constants, fitted
-from quartet_plugin.cost.devices import Device
+from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.cost.jobs import schedule_kind
 from quartet_plugin.cost.memory import Memory, memory_by_device
-from quartet_plugin.cost.predict import Prediction, predict
-from quartet_plugin.cost.run import Run, ScheduleKind
+from quartet_plugin.cost.predict import RowPrediction, predict
+from quartet_plugin.cost.run import ScheduleKind, TrainingRun
 from quartet_plugin.errors import InfeasibleError, PlanError
 from quartet_plugin.model.cluster import Cluster
 from quartet_plugin.model.plan import Plan, ScheduleChoice
-from quartet_plugin.planner.assigned_prediction import PlacedRun
+from quartet_plugin.planner.assigned_prediction import AssignedRun
 from quartet_plugin.planner.assignment_search import places_of_job, planned_run
-from quartet_plugin.planner.job import PlanJob, PlanSearch, Precision, parse_job
+from quartet_plugin.planner.job import PlanRequest, PlanSearch, Precision, parse_job
 from quartet_plugin.planner.ranking import Ranked, best_plans
 
 
@@ -31,7 +31,7 @@ class Explained:
     `assumed` is what the plan does not say and where it was taken from.
     """
 
-    prediction: Prediction
+    prediction: RowPrediction
     memory: tuple[Memory, ...]
     num_microbatches: int
     other: Ranked | None
@@ -39,7 +39,7 @@ class Explained:
 
 
 def explained(
-    plan: Plan, job: PlanJob, *, assumed: Mapping[str, str], constants: Constants | None = None
+    plan: Plan, job: PlanRequest, *, assumed: Mapping[str, str], constants: Constants | None = None
 ) -> Explained:
     """The plan's prediction on the job's cluster, and the best layout beside it.
 
@@ -60,13 +60,13 @@ def explained(
 
 
 def job_of_cluster(
-    plan: Plan, cluster: Cluster, *, devices: Mapping[str, Device] | None = None
-) -> tuple[PlanJob, dict[str, str]]:
+    plan: Plan, cluster: Cluster, *, devices: Mapping[str, DeviceSpec] | None = None
+) -> tuple[PlanRequest, dict[str, str]]:
     """The plan's job on a cluster that is described in full, everything else `auto`, and what was assumed."""
     formats = {name for values in cluster.devices.values() for name in values.peak_flops}
     precision: Precision = "fp32" if formats and not formats & {"bf16", "fp16"} else "bf16"
     planned = look_up(cluster, precision=precision, devices=devices)
-    job = PlanJob(
+    job = PlanRequest(
         shape=plan.made_for.shape,
         machines=machines_of_cluster(planned, fitted()),
         global_batch_size=plan.made_for.global_batch_size,
@@ -77,7 +77,9 @@ def job_of_cluster(
     return job, {"precision": precision, "search": "auto"}
 
 
-def job_of_plan(plan: Plan, *, devices: Mapping[str, Device] | None = None) -> tuple[PlanJob, dict[str, str]]:
+def job_of_plan(
+    plan: Plan, *, devices: Mapping[str, DeviceSpec] | None = None
+) -> tuple[PlanRequest, dict[str, str]]:
     """The job that the plan's own nodes tell, and what was assumed. Raises PlanError where they do not."""
     nodes = plan.made_for.nodes
     classes = {(node.node_class, node.num_slots) for node in nodes}
@@ -108,7 +110,7 @@ def job_of_plan(plan: Plan, *, devices: Mapping[str, Device] | None = None) -> t
     return replace(job, shape=shape), {"precision": "bf16", "links": links, "search": "auto"}
 
 
-def _check_made_for(plan: Plan, job: PlanJob) -> None:
+def _check_made_for(plan: Plan, job: PlanRequest) -> None:
     made = plan.made_for
     pairs = (
         ("devices", made.world_size, job.machines.num_devices),
@@ -131,7 +133,7 @@ def _kind(choice: ScheduleChoice) -> ScheduleKind:
     return found
 
 
-def _predicted(plan: Plan, job: PlanJob, run: Run, constants: Constants) -> Prediction:
+def _predicted(plan: Plan, job: PlanRequest, run: TrainingRun, constants: Constants) -> RowPrediction:
     if plan.mapping.is_stock and job.cluster is None:
         return predict(run, constants)
     places = places_of_job(job, constants)
@@ -142,10 +144,10 @@ def _predicted(plan: Plan, job: PlanJob, run: Run, constants: Constants) -> Pred
             f"mapping.slots: node {unknown.node}, local {unknown.local}; the job's cluster has no such device"
         )
     slots = tuple(index[slot] for slot in plan.mapping.slots)
-    return PlacedRun(run, constants, places).predict(slots)
+    return AssignedRun(run, constants, places).predict(slots)
 
 
-def _other(plan: Plan, job: PlanJob, constants: Constants) -> Ranked | None:
+def _other(plan: Plan, job: PlanRequest, constants: Constants) -> Ranked | None:
     """The best ranked layout that is not the plan's."""
     try:
         found = best_plans(job, top=3, constants=constants)

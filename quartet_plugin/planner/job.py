@@ -10,12 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from quartet_plugin.cost.cluster import PlannedCluster, look_up
-from quartet_plugin.cost.cluster import machines_of as machines_of_cluster
+from quartet_plugin.cost.cluster import ResolvedCluster, look_up, uniform_cluster_of
 from quartet_plugin.cost.constants import fitted
-from quartet_plugin.cost.devices import Device, device_named
-from quartet_plugin.cost.jobs import machines_of
-from quartet_plugin.cost.run import Experts, HalfPrecision, Machines, Software
+from quartet_plugin.cost.devices import DeviceSpec, device_named
+from quartet_plugin.cost.jobs import uniform_cluster_of_device
+from quartet_plugin.cost.run import Experts, HalfPrecision, Software, UniformCluster
 from quartet_plugin.cost.software import ON_CPU
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import parse_cluster, read_cluster
@@ -134,19 +133,19 @@ class _JobFile(_Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanJob:
+class PlanRequest:
     """What is planned for; `shape` has its vocabulary padded for every tensor-parallel degree.
 
     `machines` are equal devices; where `cluster` is given they are its fastest device and slowest link.
     """
 
     shape: ModelShape
-    machines: Machines
+    machines: UniformCluster
     global_batch_size: int
     precision: Precision
     search: PlanSearch
     experts: Experts | None = None
-    cluster: PlannedCluster | None = None
+    cluster: ResolvedCluster | None = None
 
     @property
     def half(self) -> HalfPrecision:
@@ -170,14 +169,14 @@ class PlanJob:
         return self.machines.devices_per_node if self.cluster is None else self.cluster.largest_block
 
 
-def read_job(path: Path, *, devices: Mapping[str, Device] | None = None) -> PlanJob:
+def read_job(path: Path, *, devices: Mapping[str, DeviceSpec] | None = None) -> PlanRequest:
     """The job in `path`; `devices` go before the library's. Raises ConfigError in one line."""
     return parse_job(load_yaml(path), where=str(path), devices=devices, folder=path.parent)
 
 
 def parse_job(
-    data: Any, *, where: str, devices: Mapping[str, Device] | None = None, folder: Path | None = None
-) -> PlanJob:
+    data: Any, *, where: str, devices: Mapping[str, DeviceSpec] | None = None, folder: Path | None = None
+) -> PlanRequest:
     """Plain data as a job; cluster files are looked for in `folder`.
 
     Raises ConfigError: the field, the value and the rule.
@@ -196,7 +195,7 @@ def parse_job(
     try:
         _check_search(file.search, model=file.model)
         largest = machines.devices_per_node if cluster is None else cluster.largest_block
-        return PlanJob(
+        return PlanRequest(
             shape=_shape(file.model, largest=largest),
             machines=machines,
             global_batch_size=file.batch.global_batch_size,
@@ -214,9 +213,9 @@ def _cluster(
     *,
     precision: Precision,
     where: str,
-    devices: Mapping[str, Device] | None,
+    devices: Mapping[str, DeviceSpec] | None,
     folder: Path | None,
-) -> tuple[Machines, PlannedCluster | None]:
+) -> tuple[UniformCluster, ResolvedCluster | None]:
     """The machines of any of the three forms, and the cluster where it is described in full."""
     here = f"{where}: cluster"
     if isinstance(data, dict) and ("nodes" in data or "file" in data):
@@ -230,7 +229,7 @@ def _cluster(
             cluster = look_up(read, precision=precision, devices=devices)
         except ConfigError as error:
             raise ConfigError(f"{here}: {error}") from error
-        return machines_of_cluster(cluster, fitted()), cluster
+        return uniform_cluster_of(cluster, fitted()), cluster
     section = validate(ClusterSection, data, where=here)
     try:
         return _machines(section, devices), None
@@ -238,14 +237,16 @@ def _cluster(
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _machines(cluster: ClusterSection, devices: Mapping[str, Device] | None) -> Machines:
+def _machines(cluster: ClusterSection, devices: Mapping[str, DeviceSpec] | None) -> UniformCluster:
     device = device_named(cluster.device, extra=devices)
     per_node = cluster.devices_per_node or device.devices_per_node
     if cluster.num_nodes * per_node > MAX_RANKS:
         raise ConfigError(
             f"cluster: {cluster.num_nodes} nodes x {per_node} devices; must be at most {MAX_RANKS} devices"
         )
-    found = machines_of(device, num_devices=cluster.num_nodes * per_node, devices_per_node=per_node)
+    found = uniform_cluster_of_device(
+        device, num_devices=cluster.num_nodes * per_node, devices_per_node=per_node
+    )
     return replace(
         found,
         scale_up_bytes_per_s=cluster.scale_up_bandwidth_bytes_per_s or found.scale_up_bytes_per_s,

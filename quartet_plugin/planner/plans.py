@@ -6,7 +6,7 @@ from quartet_plugin import __version__
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
-from quartet_plugin.cost.run import Run
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Prediction
 from quartet_plugin.model.plan import (
@@ -20,10 +20,10 @@ from quartet_plugin.model.plan import (
     Slot,
     Split,
 )
-from quartet_plugin.planner.assigned_prediction import PlacedRun
+from quartet_plugin.planner.assigned_prediction import AssignedRun
 from quartet_plugin.planner.assignment_search import places_of_job, planned_run
 from quartet_plugin.planner.candidates import RECOMPUTE, even_split, legal_candidates
-from quartet_plugin.planner.job import PlanJob
+from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.ranking import Ranked
 
 FRAMEWORK, FRAMEWORK_VERSION = "megatron-core", "0.19.2"
@@ -38,7 +38,7 @@ class Plain:
     iteration_s: float
 
 
-def plain_layout(job: PlanJob, *, best: Ranked, constants: Constants | None = None) -> Plain:
+def plain_layout(job: PlanRequest, *, best: Ranked, constants: Constants | None = None) -> Plain:
     """The fewest model-parallel ranks that fit, micro-batch 1, an even split, no virtual stages.
 
     Recompute only where nothing fits without. Where the job allows none of these, the best plan itself.
@@ -67,15 +67,15 @@ def plain_layout(job: PlanJob, *, best: Ranked, constants: Constants | None = No
     return Plain(layout=best.layout, split=split, iteration_s=stock_time_s(job, run, used))
 
 
-def stock_time_s(job: PlanJob, run: Run, constants: Constants) -> float:
+def stock_time_s(job: PlanRequest, run: TrainingRun, constants: Constants) -> float:
     """Seconds an iteration in the launcher's order of ranks."""
     if job.cluster is None:
         return predict(run, constants).iter_time_s
-    placed = PlacedRun(run, constants, places_of_job(job, constants))
+    placed = AssignedRun(run, constants, places_of_job(job, constants))
     return placed.predict(tuple(range(run.layout.world_size))).iter_time_s
 
 
-def plan_of(job: PlanJob, ranked: Ranked, *, plain: Plain, name: str, place: int) -> Plan:
+def plan_of(job: PlanRequest, ranked: Ranked, *, plain: Plain, name: str, place: int) -> Plan:
     """The plan of one ranked layout: predicted, not measured; hosts are numbered where nobody names them."""
     machines = job.machines
     nodes = nodes_of(job)
@@ -110,7 +110,7 @@ def plan_of(job: PlanJob, ranked: Ranked, *, plain: Plain, name: str, place: int
     )
 
 
-def nodes_of(job: PlanJob) -> tuple[NodeInfo, ...]:
+def nodes_of(job: PlanRequest) -> tuple[NodeInfo, ...]:
     """The nodes of the job's cluster."""
     if job.cluster is not None:
         return job.cluster.nodes

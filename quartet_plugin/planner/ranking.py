@@ -22,17 +22,17 @@ from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.assignment_search import (
     EQUAL,
     THOROUGH,
-    Effort,
-    Placement,
-    Placer,
-    place,
+    Assignment,
+    AssignmentSolver,
+    SolverEffort,
+    assign,
     places_of_job,
     planned_run,
 )
 from quartet_plugin.planner.bounds import Bounds, bounds_of
-from quartet_plugin.planner.candidates import BALANCED, Candidates, legal_candidates
+from quartet_plugin.planner.candidates import BALANCED, LayoutCandidates, legal_candidates
 from quartet_plugin.planner.columns import SPLIT
-from quartet_plugin.planner.job import PlanJob
+from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.refusals import Refusal, TooLarge, refused_degrees, too_large_of
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 
@@ -76,13 +76,13 @@ class _Field:
     """The candidates of one shape."""
 
     shape: ModelShape
-    candidates: Candidates
+    candidates: LayoutCandidates
     bounds: Bounds
     scale: float
 
 
 def rank(
-    job: PlanJob, *, top: int = 1, exhaustive: bool = False, constants: Constants | None = None
+    job: PlanRequest, *, top: int = 1, exhaustive: bool = False, constants: Constants | None = None
 ) -> Ranking:
     """The `top` layouts that fit in memory, by predicted time for equal work.
 
@@ -95,7 +95,7 @@ def rank(
     total = sum(len(field.candidates) for field in fields)
     if not total:
         raise InfeasibleError(_no_layout(job))
-    placer = None if job.cluster is None else Placer(job, used, places_of_job(job, used))
+    placer = None if job.cluster is None else AssignmentSolver(job, used, places_of_job(job, used))
     best: list[tuple[float, int, int, Ranked]] = []
     limit = _available(job)
     order = _ordered(fields, limit=math.inf if exhaustive else limit)
@@ -125,7 +125,7 @@ def rank(
 
 
 def best_plans(
-    job: PlanJob, *, top: int = 1, exhaustive: bool = False, constants: Constants | None = None
+    job: PlanRequest, *, top: int = 1, exhaustive: bool = False, constants: Constants | None = None
 ) -> Ranking:
     """The `top` layouts, mappings solved; more are ranked first where that can change their order."""
     more = top if job.cluster is None else max(top, REFINED)
@@ -134,7 +134,11 @@ def best_plans(
 
 
 def refine(
-    job: PlanJob, found: Ranking, *, constants: Constants | None = None, effort: Effort | None = None
+    job: PlanRequest,
+    found: Ranking,
+    *,
+    constants: Constants | None = None,
+    effort: SolverEffort | None = None,
 ) -> Ranking:
     """The same layouts with mappings (and splits where devices differ) of their own, ranked again.
 
@@ -147,7 +151,7 @@ def refine(
     places = places_of_job(job, used)
     placed = []
     for ranked in found.best:
-        better = place(
+        better = assign(
             job,
             ranked.shape,
             ranked.layout,
@@ -164,7 +168,7 @@ def refine(
     return replace(found, best=tuple(placed))
 
 
-def refusals(job: PlanJob, found: Ranking | None) -> list[Refusal]:
+def refusals(job: PlanRequest, found: Ranking | None) -> list[Refusal]:
     """Why layouts were refused, the reason that refused most first: degrees, then memory."""
     return [
         *refused_degrees(job, job.shape),
@@ -172,14 +176,14 @@ def refusals(job: PlanJob, found: Ranking | None) -> list[Refusal]:
     ]
 
 
-def _shapes(job: PlanJob) -> tuple[ModelShape, ...]:
+def _shapes(job: PlanRequest) -> tuple[ModelShape, ...]:
     asked = job.search.scaling
     if asked is None:
         return (job.shape,)
     return equal_shapes(job.shape, rule=BudgetRule(**asked.model_dump()))
 
 
-def _field(job: PlanJob, shape: ModelShape, constants: Constants) -> _Field:
+def _field(job: PlanRequest, shape: ModelShape, constants: Constants) -> _Field:
     candidates = legal_candidates(job, shape)
     bounded, used = job, constants
     if job.cluster is not None:
@@ -193,7 +197,7 @@ def _field(job: PlanJob, shape: ModelShape, constants: Constants) -> _Field:
     )
 
 
-def slowdown_of(job: PlanJob) -> FloatArray | None:
+def slowdown_of(job: PlanRequest) -> FloatArray | None:
     """Of each slot where devices differ, so that layouts get splits of their own; None where none does."""
     return job.cluster.slowdown if job.cluster is not None and job.has_unequal_devices else None
 
@@ -210,7 +214,7 @@ def _ordered(fields: list[_Field], *, limit: float) -> list[tuple[float, int, in
 
 
 def _planned(
-    job: PlanJob, field: _Field, row: int, constants: Constants, placer: Placer | None
+    job: PlanRequest, field: _Field, row: int, constants: Constants, placer: AssignmentSolver | None
 ) -> Ranked | None:
     """The candidate with its prediction; None where it does not fit in memory or no order is legal."""
     layout = field.candidates.layout(row)
@@ -231,7 +235,7 @@ def _planned(
             memory=memory,
         )
     is_free = int(field.candidates.columns[row, SPLIT]) == BALANCED
-    placed = placer.place(field.shape, layout, split, may_split=is_free)
+    placed = placer.assign(field.shape, layout, split, may_split=is_free)
     if placed is None:
         return None
     bare = Ranked(
@@ -246,7 +250,7 @@ def _planned(
     return _with(bare, placed)
 
 
-def _with(ranked: Ranked, placement: Placement) -> Ranked:
+def _with(ranked: Ranked, placement: Assignment) -> Ranked:
     """The layout with a placement; its other shape's scale stays."""
     time = placement.found.iter_time_s
     return replace(
@@ -271,7 +275,7 @@ def _too_large(fields: list[_Field], unfit: list[tuple[int, int]], limit: float)
     return tuple(found)
 
 
-def _available(job: PlanJob) -> float:
+def _available(job: PlanRequest) -> float:
     empty = Memory(
         parameters=0.0, gradients=0.0, optimizer=0.0, activations=0.0, temporary=0.0, device=0,
         capacity=float(job.machines.memory_bytes),
@@ -279,7 +283,7 @@ def _available(job: PlanJob) -> float:
     return empty.available
 
 
-def _nearest(job: PlanJob, fields: list[_Field]) -> str:
+def _nearest(job: PlanRequest, fields: list[_Field]) -> str:
     """Which layout needs the least memory, and how much too much that is."""
     order = sorted(
         (float(field.bounds.memory_bytes[row]), at, row)
@@ -313,7 +317,7 @@ def _nearest(job: PlanJob, fields: list[_Field]) -> str:
     )
 
 
-def _no_layout(job: PlanJob) -> str:
+def _no_layout(job: PlanRequest) -> str:
     shape = job.shape
     refused = refused_degrees(job, shape)
     most = f"; most often: {refused[0].reason}" if refused else ""

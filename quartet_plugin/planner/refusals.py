@@ -11,7 +11,7 @@ from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.bounds import unique_rows
 from quartet_plugin.planner.candidates import degrees, fault_of_degrees
 from quartet_plugin.planner.columns import CP, PP, TP
-from quartet_plugin.planner.job import PlanJob
+from quartet_plugin.planner.job import PlanRequest
 
 GB = 1e9
 
@@ -55,7 +55,7 @@ class TooLarge:
         ]
 
 
-def refused_degrees(job: PlanJob, shape: ModelShape) -> list[Refusal]:
+def refused_degrees(job: PlanRequest, shape: ModelShape) -> list[Refusal]:
     """Combinations of degrees that no layout can have, by the first constraint each breaks."""
     faults = (fault_of_degrees(job, shape, tp, cp, pp) for tp, cp, pp in degrees(job))
     counted = Counter(fault for fault in faults if fault is not None)

@@ -270,7 +270,7 @@ class Snapshot:
     faults: tuple[str, ...] = ()
 
 
-class RankFiles:
+class RankFileReader:
     """Reads the rank files of an attempt's folder again and again; unchanged ones are not read twice."""
 
     def __init__(self, folder: Path, *, attempt_id: str) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.rank.files import RankFiles
+from quartet_plugin.rank.files import RankFileWriter
 
 
 def write_actions(
-    files: RankFiles,
+    files: RankFileWriter,
     *,
     actions: Sequence[Any],
     recorder: Any,

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.schema import parse
-from quartet_plugin.rank.rendezvous import Place
+from quartet_plugin.rank.rendezvous import RankEnv
 
 Phase = Literal["import", "init", "warmup", "measure", "done"]
 
@@ -25,7 +25,7 @@ _MAX_ITERATIONS = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class TrialSpec:
     """A trial.json: what the ranks were told.
 
     `weights` names a weights-only checkpoint that every rank starts from, `save_weights` a folder where one
@@ -68,10 +68,10 @@ class Order:
         return self.weights is not None or self.save_weights is not None
 
 
-_ADAPTER: TypeAdapter[Order] = TypeAdapter(Order)
+_ADAPTER: TypeAdapter[TrialSpec] = TypeAdapter(TrialSpec)
 
 
-def read_order(path: Path) -> Order:
+def read_trial_spec(path: Path) -> TrialSpec:
     """Read a trial.json. Raises ConfigError in one line: the field, the value and the rule."""
     data = read_json(path)
     if not isinstance(data, dict):
@@ -86,14 +86,14 @@ def read_order(path: Path) -> Order:
     return order
 
 
-class RankFiles:
+class RankFileWriter:
     """One rank's files: a heartbeat while it runs, and at the end what it measured or how it failed.
 
     A thread of its own writes the heartbeat, so that no iteration waits for a disk. It writes only when the
     phase or the iteration has moved: `time` is when that happened, and a rank that hangs stands still.
     """
 
-    def __init__(self, order: Order, place: Place) -> None:
+    def __init__(self, order: TrialSpec, place: RankEnv) -> None:
         self.order = order
         self.place = place
         self.process_start = psutil.Process().create_time()

@@ -13,7 +13,7 @@ from typing import Any
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.plan import Plan, Slot
-from quartet_plugin.rank.rendezvous import Meeting, Place
+from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
 
 _MAX_SHOWN = 16
 
@@ -38,7 +38,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
+class RankAssignment:
     """`rank_of[i]` is the RANK of the process that the launcher numbered i; `note` is for the user."""
 
     rank_of: tuple[int, ...]
@@ -50,7 +50,7 @@ class Assignment:
         return list(self.rank_of) == list(range(len(self.rank_of)))
 
 
-def exchange_places(meeting: Meeting, place: Place) -> list[Process]:
+def gather_processes(meeting: Rendezvous, place: RankEnv) -> list[Process]:
     """Where every process is, in launch order."""
     mine = {
         "host": place.host,
@@ -58,10 +58,10 @@ def exchange_places(meeting: Meeting, place: Place) -> list[Process]:
         "local_rank": place.local_rank,
         "local_world_size": place.local_world_size,
     }
-    return [Process(**json.loads(word)) for word in meeting.exchange("place", json.dumps(mine))]
+    return [Process(**json.loads(word)) for word in meeting.all_gather("place", json.dumps(mine))]
 
 
-def assign(plan: Plan, processes: Sequence[Process], *, args: Namespace) -> Assignment:
+def assign(plan: Plan, processes: Sequence[Process], *, args: Namespace) -> RankAssignment:
     """The RANK of every process. `args` are the arguments as they will be with the plan.
 
     On other hosts than the plan was made for the launcher's order stays, and the note says so. Raises
@@ -69,15 +69,15 @@ def assign(plan: Plan, processes: Sequence[Process], *, args: Namespace) -> Assi
     """
     stock = tuple(range(len(processes)))
     if plan.mapping.is_stock:
-        return Assignment(rank_of=stock, note=None)
+        return RankAssignment(rank_of=stock, note=None)
     _check_start(processes)
     at_slot, note = _match(plan, processes)
     if note is not None:
-        return Assignment(rank_of=stock, note=note)
+        return RankAssignment(rank_of=stock, note=note)
     rank_of = [0] * len(processes)
     for rank, slot in enumerate(plan.mapping.slots):
         rank_of[at_slot[slot]] = rank
-    assignment = Assignment(rank_of=tuple(rank_of), note=None)
+    assignment = RankAssignment(rank_of=tuple(rank_of), note=None)
     _check_features(plan, processes, assignment, args)
     return assignment
 
@@ -125,7 +125,7 @@ def _match(plan: Plan, processes: Sequence[Process]) -> tuple[dict[Slot, int], s
 
 
 def _check_features(
-    plan: Plan, processes: Sequence[Process], assignment: Assignment, args: Namespace
+    plan: Plan, processes: Sequence[Process], assignment: RankAssignment, args: Namespace
 ) -> None:
     node_of_rank = [0] * len(processes)
     for number, rank in enumerate(assignment.rank_of):
@@ -167,7 +167,7 @@ def _is_used(value: Any, wanted: str | None) -> bool:
     return bool(value) if wanted is None else value == wanted
 
 
-def table_of(processes: Sequence[Process], assignment: Assignment) -> str:
+def table_of(processes: Sequence[Process], assignment: RankAssignment) -> str:
     """`rank 0 on node-a:2, ...`: one short line, only the ranks that moved where there are many."""
     launch = {rank: number for number, rank in enumerate(assignment.rank_of)}
     ranks = sorted(launch)

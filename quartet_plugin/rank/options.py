@@ -20,7 +20,7 @@ _HELP = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class EntryOptions:
     """What the `--quartet-*` flags say."""
 
     plan: Path | None = None
@@ -29,16 +29,16 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class EntryCommand:
     """The program to run as __main__, its arguments without ours, and our options."""
 
     target: str
     is_module: bool
     arguments: tuple[str, ...]
-    options: Options
+    options: EntryOptions
 
 
-def read_command(words: Sequence[str], *, usage: str = USAGE) -> Command | None:
+def read_command(words: Sequence[str], *, usage: str = USAGE) -> EntryCommand | None:
     """The command line behind `-m quartet_plugin.ADAPTER`; None when it asks for our own help.
 
     Raises UsageError for a missing program, an unknown `--quartet-*` flag or a wrong value.
@@ -51,10 +51,10 @@ def read_command(words: Sequence[str], *, usage: str = USAGE) -> Command | None:
     if not rest or rest[0].startswith("-"):
         what = "module follows -m" if is_module else "script to run"
         raise UsageError(f"no {what}; usage: {usage}")
-    return Command(target=rest[0], is_module=is_module, arguments=tuple(rest[1:]), options=options)
+    return EntryCommand(target=rest[0], is_module=is_module, arguments=tuple(rest[1:]), options=options)
 
 
-def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
+def take_options(words: Sequence[str]) -> tuple[EntryOptions, list[str]]:
     """Our flags anywhere before a `--`, and all other words in their order."""
     found: dict[str, str] = {}
     rest: list[str] = []
@@ -79,7 +79,9 @@ def take_options(words: Sequence[str]) -> tuple[Options, list[str]]:
     device = found.get("device", "auto")
     if device not in _DEVICES:
         raise UsageError(f"--quartet-device: {device!r}; must be one of {', '.join(_DEVICES)}")
-    options = Options(plan=_path(found, "plan"), device=cast(Device, device), trial=_path(found, "trial"))
+    options = EntryOptions(
+        plan=_path(found, "plan"), device=cast(Device, device), trial=_path(found, "trial")
+    )
     return options, rest
 
 
@@ -91,7 +93,7 @@ def _path(found: dict[str, str], name: str) -> Path | None:
     return Path(found[name])
 
 
-def add_group(parser: argparse.ArgumentParser, options: Options) -> None:
+def add_group(parser: argparse.ArgumentParser, options: EntryOptions) -> None:
     """Show the flags in `--help`, and their values among the parsed arguments.
 
     The entry has already taken the words out of sys.argv, so the values come in as defaults.

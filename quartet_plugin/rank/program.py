@@ -4,10 +4,10 @@ import runpy
 import sys
 from pathlib import Path
 
-from quartet_plugin.rank.options import Command
+from quartet_plugin.rank.options import EntryCommand
 
 
-def run_program(command: Command, arguments: list[str]) -> None:
+def run_program(command: EntryCommand, arguments: list[str]) -> None:
     """Run a script or module as __main__, with sys.argv and sys.path[0] as python sets them."""
     sys.argv = [command.target, *arguments]
     if command.is_module:

@@ -15,7 +15,7 @@ EXCHANGE_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankEnv:
     """A process as its launcher started it; `group_rank` tells apart two launchers on one host."""
 
     launch_rank: int
@@ -26,7 +26,7 @@ class Place:
     host: str
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "Place":
+    def of(cls, environment: Mapping[str, str]) -> "RankEnv":
         """What torchrun's variables say; one process alone where there are none."""
 
         def number(name: str) -> int | None:
@@ -47,15 +47,15 @@ class AgreedRefusalError(PlanError):
     """A refusal that every rank has come to; launch rank 0 alone tells it."""
 
 
-class Meeting:
+class Rendezvous:
     """All ranks of a start, before and beside Megatron's own process group."""
 
-    def __init__(self, place: Place, store: Any) -> None:
+    def __init__(self, place: RankEnv, store: Any) -> None:
         self._place = place
         self._store = store
 
     @classmethod
-    def open(cls, place: Place) -> "Meeting":
+    def open(cls, place: RankEnv) -> "Rendezvous":
         """Meet over the store that torchrun's agent keeps.
 
         Raises PlanError for several processes that were started without one, InfrastructureError when it
@@ -83,7 +83,7 @@ class Meeting:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(place, dist.PrefixStore(f"quartet/{attempt}", store))
 
-    def exchange(self, name: str, value: str) -> list[str]:
+    def all_gather(self, name: str, value: str) -> list[str]:
         """Every rank's value, in launch order; returns when all have given theirs.
 
         Raises InfrastructureError, naming the ranks that did not come in time.
@@ -101,12 +101,12 @@ class Meeting:
                 f"no word about {name} from {named(absent)} within {EXCHANGE_TIMEOUT_S:g} s: {_line(error)}"
             ) from error
 
-    def settle(self, name: str, refusal: QuartetError | None) -> None:
+    def agree_or_raise(self, name: str, refusal: QuartetError | None) -> None:
         """Go on only if no rank refuses; all stop alike when one does.
 
         Raises AgreedRefusalError on every rank, in the words of those that refuse.
         """
-        verdicts = self.exchange(name, "" if refusal is None else str(refusal))
+        verdicts = self.all_gather(name, "" if refusal is None else str(refusal))
         if not any(verdicts):
             return
         if len(set(verdicts)) == 1:
@@ -129,7 +129,7 @@ def _ranks_by_word(words: Sequence[str]) -> dict[str, list[int]]:
     return found
 
 
-def agree_on_plan(path: Path, *, meeting: Meeting) -> Plan:
+def agree_on_plan(path: Path, *, meeting: Rendezvous) -> Plan:
     """Read the plan on every rank and go on only with one and the same.
 
     Raises AgreedRefusalError: for a bad plan its fault, for different plans the ranks in the minority.
@@ -139,7 +139,7 @@ def agree_on_plan(path: Path, *, meeting: Meeting) -> Plan:
         plan = read_plan(path)
     except QuartetError as error:
         fault = str(error)
-    words = meeting.exchange("plan", fault or f"digest {plan.digest if plan else ''}")
+    words = meeting.all_gather("plan", fault or f"digest {plan.digest if plan else ''}")
     by_word = _ranks_by_word(words)
     if len(by_word) == 1:
         if plan is None:

@@ -12,8 +12,8 @@ from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.rank.device import peak_memory_bytes
 from quartet_plugin.rank.failure import describe_failure
-from quartet_plugin.rank.options import Command, Options
-from quartet_plugin.rank.rendezvous import AgreedRefusalError, Place
+from quartet_plugin.rank.options import EntryCommand, EntryOptions
+from quartet_plugin.rank.rendezvous import AgreedRefusalError, RankEnv
 
 # As `quartet train` sets it: no launcher passes a rank's exit code on.
 ERRORS_VARIABLE = "QUARTET_ERRORS"
@@ -24,13 +24,13 @@ _GRACE_S = 1.0
 class Session:
     """A process from its command line to its end; `files` and `meter` are there in a trial only."""
 
-    command: Command
-    place: Place
+    command: EntryCommand
+    place: RankEnv
     files: Any = None
     meter: Any = None
 
     @property
-    def options(self) -> Options:
+    def options(self) -> EntryOptions:
         """Our own flags."""
         return self.command.options
 
@@ -43,9 +43,9 @@ class Session:
         """Where a trial is asked for, read its order and begin its heartbeat. Raises ConfigError."""
         if self.options.trial is None:
             return
-        from quartet_plugin.rank.files import RankFiles, read_order
+        from quartet_plugin.rank.files import RankFileWriter, read_trial_spec
 
-        self.files = RankFiles(read_order(self.options.trial), self.place)
+        self.files = RankFileWriter(read_trial_spec(self.options.trial), self.place)
         self.files.start()
 
     def run(
@@ -109,7 +109,7 @@ class Session:
             print(f"quartet: the failure could not be recorded: {unwritten}", file=sys.stderr, flush=True)
 
 
-def leave_error(error: BaseException, *, place: Place, num_steps: int = 0) -> None:
+def leave_error(error: BaseException, *, place: RankEnv, num_steps: int = 0) -> None:
     """Outside of a trial: write rank-K.err.json into the folder that the environment names, if any."""
     folder = os.environ.get(ERRORS_VARIABLE)
     if not folder:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from quartet_plugin.rank.device import device_name, peak_memory_bytes
-from quartet_plugin.rank.files import RankFiles, number
+from quartet_plugin.rank.files import RankFileWriter, number
 
 _STOP_KEY = "quartet/stop-after"
 
@@ -23,7 +23,7 @@ class StepMeter:
     An adapter's own meter says by `_job` what the framework made of the command.
     """
 
-    def __init__(self, files: RankFiles, *, neutralised: list[str], started_at: float) -> None:
+    def __init__(self, files: RankFileWriter, *, neutralised: list[str], started_at: float) -> None:
         """`started_at` is the wall clock when the script itself began to run."""
         self._files = files
         self._neutralised = neutralised

@@ -6,18 +6,18 @@ from quartet_plugin import __version__
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.plan import Baseline, MadeFor, Mapping, NodeInfo, Plan, Provenance
-from quartet_plugin.model.training_job import Job, parse_job
+from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.space.features import batching_features
 
-__all__ = ["Job", "baseline_plan", "made_for", "parse_job", "world_size_of"]
+__all__ = ["TrainingJob", "baseline_plan", "made_for", "parse_training_job", "world_size_of"]
 
 
-def world_size_of(job: Job) -> int:
+def world_size_of(job: TrainingJob) -> int:
     """Processes of the user's command."""
     return job.layout.world_size
 
 
-def made_for(job: Job, *, nodes: Sequence[NodeInfo]) -> MadeFor:
+def made_for(job: TrainingJob, *, nodes: Sequence[NodeInfo]) -> MadeFor:
     """What every plan of the run is for. Raises ConfigError for a model that has no split."""
     if job.split is None:
         raise ConfigError(
@@ -36,7 +36,7 @@ def made_for(job: Job, *, nodes: Sequence[NodeInfo]) -> MadeFor:
     )
 
 
-def baseline_plan(job: Job, *, nodes: Sequence[NodeInfo], run: str, seed: int) -> Plan:
+def baseline_plan(job: TrainingJob, *, nodes: Sequence[NodeInfo], run: str, seed: int) -> Plan:
     """The user's own configuration as a plan.
 
     Raises ConfigError for a model that has no split, PlanError where the report contradicts itself.

@@ -77,7 +77,7 @@ _WITHOUT_OWN_RUNTIME = frozenset(
 )
 
 
-def no_own_schedules(features: Iterable[str]) -> str | None:
+def no_custom_schedules(features: Iterable[str]) -> str | None:
     """The feature that keeps schedules of ours out of this job; None where they can be tried."""
     found = sorted(_WITHOUT_OWN_RUNTIME & set(features))
     return found[0] if found else None

@@ -12,7 +12,7 @@ from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import STOCK, NodeInfo, Plan
-from quartet_plugin.model.training_job import Job
+from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.config import Forbidden
 from quartet_plugin.space.schedules import SEARCHED
 from quartet_plugin.split.weighted import even_counts
@@ -28,7 +28,7 @@ class Prohibitions:
     """The rules over the plans of one job. Each method gives the first rule that is met, None for none."""
 
     rules: Sequence[Forbidden]
-    job: Job
+    job: TrainingJob
     nodes: tuple[NodeInfo, ...]
 
     def of_layout(self, layout: Layout) -> Forbidden | None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo, ScheduleName
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.model.training_job import Job
+from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.space.features import Axis, batching_features
 from quartet_plugin.space.forbidden import Prohibitions
-from quartet_plugin.space.schedules import OWN_NAMES, own_schedules
+from quartet_plugin.space.schedules import CUSTOM_NAMES, custom_schedules_of
 
 MAX_VIRTUAL_STAGES = 4
 MAX_MICRO_BATCH_FACTOR = 8
@@ -24,14 +24,14 @@ BUCKET_SIZES = (5_000_000, 50_000_000, 500_000_000)
 class LayoutRules:
     """What the job, the machine and the user's wishes allow.
 
-    `no_own_schedules` is why schedules of ours are left out, None where they are not.
+    `no_custom_schedules` is why schedules of ours are left out, None where they are not.
     """
 
-    job: Job
+    job: TrainingJob
     nodes: tuple[NodeInfo, ...]
     search: SearchConfig
     locked: frozenset[Axis]
-    no_own_schedules: str | None = None
+    no_custom_schedules: str | None = None
 
     @property
     def slots_per_node(self) -> int:
@@ -222,10 +222,10 @@ def schedules_of(layout: Layout, *, rules: LayoutRules) -> tuple[str, ...]:
         names.append(stock)
     # Whoever asks for a group asks for the interleaved schedule.
     is_grouped = layout.virtual_stages > 1 and rules.search.group and not rules.search.schedule
-    is_ours = not is_kept and not is_grouped and rules.no_own_schedules is None
+    is_ours = not is_kept and not is_grouped and rules.no_custom_schedules is None
     if is_ours and not rules.can_change_objective(layout):
         features = rules.job.features
-        names += own_schedules(
+        names += custom_schedules_of(
             layout,
             num_microbatches=layout.num_microbatches(rules.job.global_batch_size),
             asked=rules.search.schedule,
@@ -260,7 +260,7 @@ def _is_stock_asked(name: str, rules: LayoutRules) -> bool:
     asked = rules.search.schedule
     if not asked or name in asked or ("stock" in asked and name == rules.job.schedule.name):
         return True
-    return rules.no_own_schedules is not None and set(asked) <= set(OWN_NAMES)
+    return rules.no_custom_schedules is not None and set(asked) <= set(CUSTOM_NAMES)
 
 
 def _is_asked(asked: Sequence[int] | None, value: int) -> bool:

@@ -6,31 +6,31 @@ from collections.abc import Mapping as MappingABC
 from functools import lru_cache
 from typing import Protocol
 
-from quartet_plugin.mapping.orders import Order
+from quartet_plugin.mapping.orders import RankOrder
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.space.schedules import SEARCHED, ends_from
-from quartet_plugin.split.end_loads import Ends
+from quartet_plugin.space.schedules import SEARCHED, end_load_candidates
+from quartet_plugin.split.end_loads import EndLoads
 from quartet_plugin.split.weighted import weights_of
 
 type Params = MappingABC[str, str | int | float]
-type OrdersOf = Callable[[Layout], Sequence[Order]]
+type OrdersOf = Callable[[Layout], Sequence[RankOrder]]
 
 SPLIT_EMBEDDING = "split.embedding"
 SPLIT_HEAD = "split.head"
 
 
-class Chooser(Protocol):
+class ParamSource(Protocol):
     """Makes the choices of one plan: a sampler, a recorded point, or chance."""
 
     def category(self, name: str, choices: Sequence[str]) -> str:
         """One of `choices`, at least two."""
 
-    def weight(self, name: str) -> float:
+    def unit_float(self, name: str) -> float:
         """A number from -1 to 1."""
 
 
-class FixedChooser:
+class FixedParams:
     """Repeats recorded parameters. A KeyError is a parameter that was not recorded."""
 
     def __init__(self, params: Params) -> None:
@@ -43,12 +43,12 @@ class FixedChooser:
             raise KeyError(name)
         return choice
 
-    def weight(self, name: str) -> float:
+    def unit_float(self, name: str) -> float:
         """The recorded number."""
         return float(self._params[name])
 
 
-class RandomChooser:
+class RandomParams:
     """Chooses by chance, and records."""
 
     def __init__(self, generator: random.Random) -> None:
@@ -60,20 +60,22 @@ class RandomChooser:
         self.params[name] = choice = self._generator.choice(list(choices))
         return choice
 
-    def weight(self, name: str) -> float:
+    def unit_float(self, name: str) -> float:
         """Any number from -1 to 1."""
         self.params[name] = weight = self._generator.uniform(-1.0, 1.0)
         return weight
 
 
-class Recorder:
+class ParamEncoder:
     """Chooses what leads to a given plan, and records it.
 
     `orders_of` names the rank orders to choose from, `schedule` is the schedule's name in the space, `ends`
     what the ends weigh where that is known.
     """
 
-    def __init__(self, plan: Plan, *, orders_of: OrdersOf, schedule: str, ends: Ends | None = None) -> None:
+    def __init__(
+        self, plan: Plan, *, orders_of: OrdersOf, schedule: str, ends: EndLoads | None = None
+    ) -> None:
         self._plan = plan
         self._orders_of = orders_of
         self._schedule = schedule
@@ -88,7 +90,7 @@ class Recorder:
         self.params[name] = wanted
         return wanted
 
-    def weight(self, name: str) -> float:
+    def unit_float(self, name: str) -> float:
         """What the plan's split says of its ends. A KeyError is a split that says nothing."""
         plan = self._plan
         if self._weights is None and plan.schedule.custom is None:
@@ -128,18 +130,18 @@ class Recorder:
         return next((order.name for order in found if order.mapping == plan.mapping), "")
 
 
-def recorders(plan: Plan, *, orders_of: OrdersOf) -> Iterator[Recorder]:
+def param_encoders(plan: Plan, *, orders_of: OrdersOf) -> Iterator[ParamEncoder]:
     """Recorders of `plan`, likely ones first.
 
     A schedule of ours may have been found by searching, whatever its name; the ends are guessed.
     """
     custom = plan.schedule.custom
     if custom is None:
-        yield Recorder(plan, orders_of=orders_of, schedule=plan.schedule.name)
+        yield ParamEncoder(plan, orders_of=orders_of, schedule=plan.schedule.name)
         return
     for name in dict.fromkeys((custom.named or SEARCHED, SEARCHED)):
-        for ends in (*ends_from(plan), None):
-            yield Recorder(plan, orders_of=orders_of, schedule=name, ends=ends)
+        for ends in (*end_load_candidates(plan), None):
+            yield ParamEncoder(plan, orders_of=orders_of, schedule=name, ends=ends)
 
 
 @lru_cache(maxsize=65_536)

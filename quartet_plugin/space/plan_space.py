@@ -12,16 +12,16 @@ from typing import Any, Protocol
 
 from quartet_plugin import __version__
 from quartet_plugin.errors import ConfigError, PlanError
-from quartet_plugin.mapping.orders import STOCK, Order, order_named, orders
+from quartet_plugin.mapping.orders import STOCK, RankOrder, order_named, orders
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Prediction
 from quartet_plugin.model.plan import Mapping, NodeInfo, Plan, Provenance, ScheduleChoice, Split
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.model.training_job import Job
+from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.space.baseline import baseline_plan
 from quartet_plugin.space.config import SearchConfig
-from quartet_plugin.space.features import Axis, locked_axes, no_own_schedules
+from quartet_plugin.space.features import Axis, locked_axes, no_custom_schedules
 from quartet_plugin.space.layouts import (
     LayoutRules,
     asked_groups,
@@ -33,15 +33,15 @@ from quartet_plugin.space.layouts import (
 from quartet_plugin.space.param_sources import (
     SPLIT_EMBEDDING,
     SPLIT_HEAD,
-    Chooser,
     Params,
+    ParamSource,
     bucket_label,
     degree_label,
     optimizer_label,
-    recorders,
+    param_encoders,
 )
-from quartet_plugin.space.schedules import STOCK_NAMES, OwnOrder, own_order
-from quartet_plugin.split.end_loads import Ends
+from quartet_plugin.space.schedules import STOCK_NAMES, CustomOrder, custom_order
+from quartet_plugin.split.end_loads import EndLoads
 from quartet_plugin.split.weighted import even_counts, is_legal_split, weighted_split
 
 
@@ -59,7 +59,7 @@ class Space:
     With `relative_cost` every plan carries its prediction.
     """
 
-    job: Job
+    job: TrainingJob
     nodes: tuple[NodeInfo, ...]
     search: SearchConfig
     run: str
@@ -68,11 +68,11 @@ class Space:
     locked: MappingABC[Axis, str]
     shapes: tuple[ModelShape, ...]
     layouts: MappingABC[ModelShape, tuple[Layout, ...]]
-    no_own_schedules: str | None = None
+    no_custom_schedules: str | None = None
     relative_cost: RelativeCost | None = None
-    _orders: dict[Layout, tuple[Order, ...]] = field(default_factory=dict)
+    _orders: dict[Layout, tuple[RankOrder, ...]] = field(default_factory=dict)
 
-    def decode(self, choose: Chooser, *, trial: int) -> Plan:
+    def decode(self, choose: ParamSource, *, trial: int) -> Plan:
         """The plan of the choices. Always legal."""
         shape = self._shape(choose)
         layout = self._layout(choose, shape)
@@ -83,7 +83,7 @@ class Space:
             split = self._split(choose, shape, layout)
             schedule = self._stock_schedule(choose, layout)
         else:
-            own = self._own_order(choose, shape, layout, name=name)
+            own = self._custom_order(choose, shape, layout, name=name)
             split, schedule = own.split, ScheduleChoice(name="custom", custom=own.custom)
         mapping = self._mapping(choose, layout)
         layout = self._with_buckets(choose, shape, layout)
@@ -109,7 +109,7 @@ class Space:
 
         Of a schedule of ours the weights of the ends are guessed; a rare plan cannot be read off.
         """
-        for recorder in recorders(plan, orders_of=self.orders_of):
+        for recorder in param_encoders(plan, orders_of=self.orders_of):
             try:
                 made = self.decode(recorder, trial=plan.provenance.trial)
             except KeyError:
@@ -133,7 +133,7 @@ class Space:
             nodes=self.nodes,
             search=self.search,
             locked=frozenset(self.locked),
-            no_own_schedules=self.no_own_schedules,
+            no_custom_schedules=self.no_custom_schedules,
         )
 
     def layout_groups(self, shape: ModelShape) -> tuple[str, tuple[str, ...]]:
@@ -147,13 +147,13 @@ class Space:
         at = known.index(choices)
         return ("layout" if at == 0 else f"layout.{at + 1}"), choices
 
-    def orders_of(self, layout: Layout) -> tuple[Order, ...]:
+    def orders_of(self, layout: Layout) -> tuple[RankOrder, ...]:
         """The rank orders to choose from for `layout`, the stock one first where it is asked for."""
         if layout not in self._orders:
             self._orders[layout] = self._find_orders(layout)
         return self._orders[layout]
 
-    def _find_orders(self, layout: Layout) -> tuple[Order, ...]:
+    def _find_orders(self, layout: Layout) -> tuple[RankOrder, ...]:
         stock = order_named(STOCK, layout=layout, nodes=self.nodes)
         if Axis.MAPPING in self.locked:
             return (stock,)
@@ -167,11 +167,11 @@ class Space:
                 continue  # asked for, but not for this layout
         return tuple(dict.fromkeys(found)) or (stock,)
 
-    def _shape(self, choose: Chooser) -> ModelShape:
+    def _shape(self, choose: ParamSource) -> ModelShape:
         labels = [shape.label for shape in self.shapes]
         return self.shapes[labels.index(_choose(choose, "shape", labels))]
 
-    def _layout(self, choose: Chooser, shape: ModelShape) -> Layout:
+    def _layout(self, choose: ParamSource, shape: ModelShape) -> Layout:
         name, choices = self.layout_groups(shape)
         degrees = _choose(choose, name, choices)
         candidates = [layout for layout in self.layouts[shape] if degree_label(layout) == degrees]
@@ -181,14 +181,14 @@ class Space:
         forms = [optimizer_label(layout) for layout in candidates]
         return candidates[forms.index(_choose(choose, "optimizer", forms))]
 
-    def _with_buckets(self, choose: Chooser, shape: ModelShape, layout: Layout) -> Layout:
+    def _with_buckets(self, choose: ParamSource, shape: ModelShape, layout: Layout) -> Layout:
         found: dict[str, Any] = {}
         for name, sizes in bucket_sizes(layout, shape=shape, rules=self._rules()).items():
             labels = [bucket_label(size) for size in sizes]
             found[name] = sizes[labels.index(_choose(choose, f"{name}[{','.join(labels)}]", labels))]
         return replace(layout, **found)
 
-    def _split(self, choose: Chooser, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
+    def _split(self, choose: ParamSource, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
         if layout.num_stages == 1:
             return (shape.num_layers,)
         fixed = self._fixed_split(choose, shape, layout)
@@ -198,11 +198,11 @@ class Space:
             shape.num_layers,
             num_devices=layout.pipeline_parallel,
             chunks=layout.virtual_stages,
-            embedding=choose.weight(SPLIT_EMBEDDING) * shape.num_layers,
-            head=choose.weight(SPLIT_HEAD) * shape.num_layers,
+            embedding=choose.unit_float(SPLIT_EMBEDDING) * shape.num_layers,
+            head=choose.unit_float(SPLIT_HEAD) * shape.num_layers,
         )
 
-    def _fixed_split(self, choose: Chooser, shape: ModelShape, layout: Layout) -> tuple[int, ...] | None:
+    def _fixed_split(self, choose: ParamSource, shape: ModelShape, layout: Layout) -> tuple[int, ...] | None:
         """The split chosen out of those asked for; None where the split is tuned."""
         fixed = self.fixed_splits(shape, layout)
         if fixed is None:
@@ -210,14 +210,16 @@ class Space:
         labels = ["+".join(str(count) for count in counts) for counts in fixed]
         return fixed[labels.index(_choose(choose, f"split[{','.join(labels)}]", labels))]
 
-    def _own_order(self, choose: Chooser, shape: ModelShape, layout: Layout, *, name: str) -> OwnOrder:
+    def _custom_order(
+        self, choose: ParamSource, shape: ModelShape, layout: Layout, *, name: str
+    ) -> CustomOrder:
         """A schedule of ours; where the split is tuned, both for ends as heavy as the sampler says."""
         fixed = self._fixed_split(choose, shape, layout)
         ends = None
         if fixed is None:
-            embedding, head = choose.weight(SPLIT_EMBEDDING), choose.weight(SPLIT_HEAD)
-            ends = Ends.rounded(embedding * shape.num_layers, head * shape.num_layers)
-        return own_order(
+            embedding, head = choose.unit_float(SPLIT_EMBEDDING), choose.unit_float(SPLIT_HEAD)
+            ends = EndLoads.rounded(embedding * shape.num_layers, head * shape.num_layers)
+        return custom_order(
             name,
             shape=shape,
             num_devices=layout.pipeline_parallel,
@@ -246,7 +248,7 @@ class Space:
                 found.append(counts)
         return tuple(dict.fromkeys(found))
 
-    def _stock_schedule(self, choose: Chooser, layout: Layout) -> ScheduleChoice:
+    def _stock_schedule(self, choose: ParamSource, layout: Layout) -> ScheduleChoice:
         name = stock_schedule(layout)
         if name != "interleaved":
             return ScheduleChoice(name=name)
@@ -254,7 +256,7 @@ class Space:
         group = _choose(choose, f"group[{','.join(groups)}]", groups)
         return ScheduleChoice(name=name, group=int(group))
 
-    def _mapping(self, choose: Chooser, layout: Layout) -> Mapping:
+    def _mapping(self, choose: ParamSource, layout: Layout) -> Mapping:
         found = self.orders_of(layout)
         names = [order.name for order in found]
         name = _choose(choose, f"mapping[{degree_label(layout)}]", names)
@@ -262,7 +264,7 @@ class Space:
 
 
 def build_space(
-    job: Job,
+    job: TrainingJob,
     *,
     nodes: Sequence[NodeInfo],
     search: SearchConfig,
@@ -286,7 +288,7 @@ def build_space(
         locked=locked,
         shapes=shapes,
         layouts={},
-        no_own_schedules=no_own_schedules(job.features),
+        no_custom_schedules=no_custom_schedules(job.features),
         relative_cost=relative_cost,
     )
     rules = draft._rules()
@@ -312,5 +314,5 @@ def _degree_labels(layouts: Sequence[Layout]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(degree_label(layout) for layout in layouts))
 
 
-def _choose(choose: Chooser, name: str, choices: Sequence[str]) -> str:
+def _choose(choose: ParamSource, name: str, choices: Sequence[str]) -> str:
     return choices[0] if len(choices) == 1 else choose.category(name, choices)

@@ -20,12 +20,12 @@ from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import lookup, named, refusal_of
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.search.baseline import Baseline, unscored
+from quartet_plugin.schedule.search.baseline import NamedStart, unscored
 from quartet_plugin.schedule.search.engine import search
-from quartet_plugin.schedule.search.problem import Problem
+from quartet_plugin.schedule.search.problem import ScheduleProblem
 from quartet_plugin.schedule.search.space import AUTO, splits_for
 from quartet_plugin.split import Split, balanced_split
-from quartet_plugin.split.end_loads import QUANTUM, Ends, layer_weights
+from quartet_plugin.split.end_loads import QUANTUM, EndLoads, layer_weights
 
 SEARCHED = "searched"
 STOCK_NAMES = ("no-pipelining", "1f1b", "interleaved")
@@ -33,7 +33,7 @@ STOCK_NAMES = ("no-pipelining", "1f1b", "interleaved")
 # no better than the ones above.
 BY_DEFAULT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", SEARCHED)
 ASKED_ONLY = ("gpipe", "breadth-first", "dualpipev")
-OWN_NAMES = (*BY_DEFAULT, *ASKED_ONLY)
+CUSTOM_NAMES = (*BY_DEFAULT, *ASKED_ONLY)
 
 # Actions of a step up to which an order is searched: a plan is made in some tenths of a second.
 MAX_SEARCHED_ACTIONS = 2_500
@@ -44,7 +44,7 @@ _MAX_CLIMB = 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnOrder:
+class CustomOrder:
     """A schedule of ours with its split (transformer layers a stage).
 
     `makespan` is in forwards of one layer, when the ends weigh what their FLOPs say.
@@ -55,7 +55,7 @@ class OwnOrder:
     makespan: float
 
 
-def own_schedules(
+def custom_schedules_of(
     layout: Layout, *, num_microbatches: int, asked: tuple[str, ...] | None, splits_backward: bool
 ) -> tuple[str, ...]:
     """The schedules of ours for a layout, in a fixed order; none without a pipeline.
@@ -67,7 +67,7 @@ def own_schedules(
         return ()
     if asked is None and not splits_backward:
         return ()
-    names = BY_DEFAULT if asked is None else [name for name in OWN_NAMES if name in asked]
+    names = BY_DEFAULT if asked is None else [name for name in CUSTOM_NAMES if name in asked]
     found = [name for name in names if _is_legal(name, layout, num_microbatches=num_microbatches)]
     if asked is None and layout.recompute != "none":
         found = [name for name in found if name != "zb-h2"]
@@ -87,21 +87,21 @@ def _is_legal(name: str, layout: Layout, *, num_microbatches: int) -> bool:
 
 
 @lru_cache(maxsize=8192)
-def own_order(
+def custom_order(
     name: str,
     *,
     shape: ModelShape,
     num_devices: int,
     chunks: int,
     num_microbatches: int,
-    ends: Ends | None,
+    ends: EndLoads | None,
     split: tuple[int, ...] | None,
-) -> OwnOrder:
+) -> CustomOrder:
     """The best split and order of a schedule of ours; `split` (transformer layers a stage) where it is fixed.
 
     `ends` are what the sampler says, None for what FLOPs say.
     """
-    by_flops = ends_of(shape)
+    by_flops = flops_end_loads(shape)
     placement = placement_of(name, num_devices=num_devices, chunks=chunks)
     table = partial(
         cost_table, shape, placement=placement, num_devices=num_devices, num_microbatches=num_microbatches
@@ -120,17 +120,17 @@ def own_order(
     limited = limit if schedule.origin.get("name") is None else None
     custom = choice_of(schedule, problem.stage_costs(placement, counts), memory_limit_bytes=limited)
     true = _problem(table(ends=by_flops), is_free=False)
-    return OwnOrder(
+    return CustomOrder(
         split=(counts[0] - 1, *counts[1:-1], counts[-1] - 1),
         custom=custom,
         makespan=unscored(schedule, counts).climbed(true, steps=0, seed=0).score,
     )
 
 
-def ends_of(shape: ModelShape) -> Ends:
+def flops_end_loads(shape: ModelShape) -> EndLoads:
     """What the ends weigh by their FLOPs."""
     weights = layer_weights(shape)
-    return Ends.rounded(weights.embedding, weights.head)
+    return EndLoads.rounded(weights.embedding, weights.head)
 
 
 def placement_of(name: str, *, num_devices: int, chunks: int) -> Placement:
@@ -141,7 +141,7 @@ def placement_of(name: str, *, num_devices: int, chunks: int) -> Placement:
 
 
 def cost_table(
-    shape: ModelShape, *, ends: Ends, placement: Placement, num_devices: int, num_microbatches: int
+    shape: ModelShape, *, ends: EndLoads, placement: Placement, num_devices: int, num_microbatches: int
 ) -> Costs:
     """Relative costs of a microbatch: attention's core has no weights, the embedding's gradients are in I.
 
@@ -205,8 +205,8 @@ def _entries(split: tuple[int, ...]) -> Split:
     return tuple(count + extra for count, extra in zip(split, _extras(len(split)), strict=True))
 
 
-def _problem(costs: Costs, *, is_free: bool) -> Problem:
-    return Problem.of(costs, want_period=False, allow_empty=False, free_split=is_free)
+def _problem(costs: Costs, *, is_free: bool) -> ScheduleProblem:
+    return ScheduleProblem.of(costs, want_period=False, allow_empty=False, free_split=is_free)
 
 
 def _named(name: str, costs: Costs, placement: Placement, *, split: Split | None) -> Schedule:
@@ -219,7 +219,7 @@ def _named(name: str, costs: Costs, placement: Placement, *, split: Split | None
         return replace(schedule, layers_per_stage=split)
     problem = _problem(costs, is_free=True)
     steps = min(_MAX_CLIMB, _CLIMB_WORK // _num_actions(placement, costs.num_microbatches))
-    found: list[Baseline] = [
+    found: list[NamedStart] = [
         unscored(schedule, start).climbed(problem, steps=steps, seed=0)
         for start in splits_for(costs, placement, AUTO, allow_empty=False)
     ]
@@ -243,8 +243,8 @@ def _num_actions(placement: Placement, num_microbatches: int) -> int:
     return 3 * len(placement) * num_microbatches
 
 
-def ends_from(plan: Plan) -> list[Ends]:
-    """What a sampler may have said of the ends of a plan that `own_order` made: guesses, likely first."""
+def end_load_candidates(plan: Plan) -> list[EndLoads]:
+    """What a sampler may have said of the ends of a plan that `custom_order` made: guesses, likely first."""
     custom = plan.schedule.custom
     assert custom is not None
     share = plan.shape.num_layers / plan.layout.pipeline_parallel
@@ -256,16 +256,16 @@ def ends_from(plan: Plan) -> list[Ends]:
             [_weight(time, count, speed, share) for speed in _speeds(plan, stage)]
             for stage, time, count in zip((0, -1), forward, layers, strict=True)
         ]
-        return [Ends.rounded(first, last) for first in either[0] for last in either[1]]
+        return [EndLoads.rounded(first, last) for first in either[0] for last in either[1]]
     found = []
     for speed in dict.fromkeys((*_speeds(plan, 0), *_speeds(plan, -1))):
         first, last = (_weight(time, count, speed, 0.0) for time, count in zip(forward, layers, strict=True))
-        spare = Ends.rounded(share * (1.0 - 1.0 / speed), 0.0).embedding
+        spare = EndLoads.rounded(share * (1.0 - 1.0 / speed), 0.0).embedding
         # The device's spare time may be of both ends, and of each no more than all the layers.
         if first <= QUANTUM / 2:
             first = spare if last > QUANTUM / 2 else max(spare, -float(plan.shape.num_layers))
             spare -= first
-        found.append(Ends.rounded(first, last if last > QUANTUM / 2 else spare))
+        found.append(EndLoads.rounded(first, last if last > QUANTUM / 2 else spare))
     return found
 
 

@@ -9,14 +9,14 @@ QUANTUM = 1.0 / 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class EndLoads:
     """What embedding and head weigh, in layers; below 0 the end's device can take more than its share."""
 
     embedding: float
     head: float
 
     @classmethod
-    def rounded(cls, embedding: float, head: float) -> "Ends":
+    def rounded(cls, embedding: float, head: float) -> "EndLoads":
         """The nearest multiples of the quantum."""
         return cls(embedding=round(embedding / QUANTUM) * QUANTUM, head=round(head / QUANTUM) * QUANTUM)
 

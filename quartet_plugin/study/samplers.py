@@ -14,8 +14,8 @@ SamplerName = Literal["tpe", "gp", "qmc", "nsga2", "random"]
 NAMES: tuple[SamplerName, ...] = get_args(SamplerName)
 DEFAULT: SamplerName = "tpe"
 
-# Told trials from which on a model is made of them; also a generation of the evolutionary one. Studies are
-# short, so these are smaller than Optuna's own.
+# Finished trials from which on a model is made of them; also a generation of the evolutionary one. Studies
+# are short, so these are smaller than Optuna's own.
 NUM_STARTUP_TRIALS = 8
 
 _PACKAGES: dict[SamplerName, tuple[str, ...]] = {"gp": ("scipy", "torch"), "qmc": ("scipy",)}

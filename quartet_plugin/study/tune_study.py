@@ -15,8 +15,8 @@ from quartet_plugin.errors import StorageError
 from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.trial_record import Record, Told
-from quartet_plugin.space.param_sources import FixedChooser, Params, RandomChooser
+from quartet_plugin.model.trial_record import Record, TrialRecord
+from quartet_plugin.space.param_sources import FixedParams, Params, RandomParams
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.samplers import DEFAULT, SamplerName, make
 from quartet_plugin.study.storage import StudyStorage, as_storage, close
@@ -33,7 +33,7 @@ COMPLETE = "complete"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A trial that was asked for and not yet told; see `Told` for what was predicted of it."""
+    """A trial that was asked for and not yet told; see `TrialRecord` for what was predicted of it."""
 
     number: int
     plan: Plan
@@ -73,9 +73,9 @@ class TuneStudy:
         seed: int,
         name: str,
         objective: Objective,
-        baseline: Told,
+        baseline: TrialRecord,
         starts: Sequence[Params],
-        prior: Sequence[tuple[Params, Told]] = (),
+        prior: Sequence[tuple[Params, TrialRecord]] = (),
         sampler: SamplerName = DEFAULT,
     ) -> "TuneStudy":
         """Make the study with the measured baseline as trial 0, `prior` trials told and `starts` waiting.
@@ -92,7 +92,7 @@ class TuneStudy:
                 made._study.enqueue_trial(dict(params))
             trial = made._study.ask()
             if params is not None:
-                space.decode(_TrialChooser(trial, reseed=lambda _: None), trial=0)
+                space.decode(_TrialParams(trial, reseed=lambda _: None), trial=0)
             made.tell(Proposal(number=trial.number, plan=space.baseline, trial=trial), baseline)
             for point, told in prior:
                 made._study.enqueue_trial(dict(point))
@@ -197,14 +197,14 @@ class TuneStudy:
         """Let the next trial be a random plan that is not known; False where none is found."""
         generator = random.Random(derived_seed(self._seed, len(self._trials()), "fresh"))  # noqa: S311
         for _ in range(MAX_FRESH_TRIES):
-            chooser = RandomChooser(generator)
+            chooser = RandomParams(generator)
             if not is_known(self._space.decode(chooser, trial=0)):
                 with self._where.errors():
                     self._study.enqueue_trial(chooser.params)
                 return True
         return False
 
-    def tell(self, proposal: Proposal, told: Told) -> None:
+    def tell(self, proposal: Proposal, told: TrialRecord) -> None:
         """Record what came of a proposal. Telling a finished trial again changes nothing.
 
         A lost server is waited for; what was measured is in the trial's folder meanwhile.
@@ -213,7 +213,7 @@ class TuneStudy:
             told = replace(told, predicted_s=proposal.predicted_s, predicted_spread=proposal.predicted_spread)
         self._where.patiently(lambda is_again: self._tell(proposal, told, is_again=is_again))
 
-    def _tell(self, proposal: Proposal, told: Told, *, is_again: bool) -> None:
+    def _tell(self, proposal: Proposal, told: TrialRecord, *, is_again: bool) -> None:
         from optuna.trial import TrialState
 
         with self._where.errors():
@@ -254,7 +254,7 @@ class TuneStudy:
         with self._where.errors():
             self._reseed(number, "relative")
             _ = trial.relative_params  # drawn here, with its own seed, whichever parameter comes first
-            chooser = _TrialChooser(trial, reseed=lambda name: self._reseed(number, name))
+            chooser = _TrialParams(trial, reseed=lambda name: self._reseed(number, name))
             plan = self._space.decode(chooser, trial=number)
         self._open.add(number)
         return Proposal(number=number, plan=plan, trial=trial)
@@ -266,10 +266,10 @@ class TuneStudy:
 
     def _record(self, frozen: Any) -> Record:
         try:
-            told = Told(**frozen.user_attrs[TOLD])
+            told = TrialRecord(**frozen.user_attrs[TOLD])
             plan = self._space.baseline
             if frozen.number > 0:
-                plan = self._space.decode(FixedChooser(frozen.params), trial=frozen.number)
+                plan = self._space.decode(FixedParams(frozen.params), trial=frozen.number)
         except (KeyError, TypeError) as error:
             raise StorageError(
                 f"study: trial {frozen.number} lacks {error}; it was written by something else: "
@@ -278,7 +278,7 @@ class TuneStudy:
         return Record(number=frozen.number, plan=plan, told=told)
 
 
-class _TrialChooser:
+class _TrialParams:
     """Lets an Optuna trial choose."""
 
     def __init__(self, trial: Any, *, reseed: Any) -> None:
@@ -290,7 +290,7 @@ class _TrialChooser:
         choice: str = self._trial.suggest_categorical(name, list(choices))
         return choice
 
-    def weight(self, name: str) -> float:
+    def unit_float(self, name: str) -> float:
         self._reseed(name)
         weight: float = self._trial.suggest_float(name, -1.0, 1.0)
         return weight
@@ -308,7 +308,7 @@ def _readable(plan: Plan) -> dict[str, str]:
     }
 
 
-def _constraint_name(told: Told) -> str:
+def _constraint_name(told: TrialRecord) -> str:
     if told.verdict == "wrong":
         return "wrong"
     return "refused" if told.excess == REFUSED_EXCESS else "memory_excess"

@@ -18,7 +18,7 @@ from quartet_plugin.protocol.attempt_files import (
     RESULT,
     TRIAL,
     CommandSheet,
-    RankFiles,
+    RankFileReader,
     ResultSheet,
     TrialSheet,
     as_float,
@@ -186,7 +186,7 @@ def read_result(folder: Path) -> TrialResult | None:
 
 
 def _result(sheet: ResultSheet, *, folder: Path) -> TrialResult:
-    snapshot = RankFiles(folder, attempt_id=sheet.attempt_id).scan()
+    snapshot = RankFileReader(folder, attempt_id=sheet.attempt_id).scan()
     jobs = [report.job for report in snapshot.reports.values() if report.rank == 0]
     phases = [report.phases_s for report in snapshot.reports.values()]
     return TrialResult(

@@ -30,8 +30,15 @@ from quartet_plugin.model.receipt import (
     find_failure,
     tolerance_for,
 )
-from quartet_plugin.model.training_job import Job, parse_job
-from quartet_plugin.protocol.attempt_files import PARITY, Number, ParitySheet, RankFiles, as_float, read_sheet
+from quartet_plugin.model.training_job import TrainingJob, parse_training_job
+from quartet_plugin.protocol.attempt_files import (
+    PARITY,
+    Number,
+    ParitySheet,
+    RankFileReader,
+    as_float,
+    read_sheet,
+)
 from quartet_plugin.trial.attempt import PREFIX
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.request import Device, Outcome, Progress, Timeouts, TrialRequest, TrialResult
@@ -49,11 +56,11 @@ OnStage = Callable[[str, Progress], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
+class LossSeries:
     """The steps of one run, and what the framework made of the command (None where no rank told)."""
 
     steps: tuple[StepValues, ...]
-    job: Job | None
+    job: TrainingJob | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +82,7 @@ class ParityGate:
     on_progress: OnStage | None = None
     cwd: Path | None = None
     min_free_bytes: int | None = None
-    _references: dict[str, Series] = field(default_factory=dict)
+    _references: dict[str, LossSeries] = field(default_factory=dict)
 
     def attempt_of(self, plan: Plan) -> Path:
         """The folder of the plan's latest run; a KeyError where it was never run."""
@@ -121,7 +128,7 @@ class ParityGate:
     def _weights(self, reference_plan: Plan | None) -> Path:
         return self.weights / _name(reference_plan)
 
-    def _reference(self, reference_plan: Plan | None) -> Series:
+    def _reference(self, reference_plan: Plan | None) -> LossSeries:
         """Stock's series, run once: first the weights are written, then it starts from them like the plan."""
         name = _name(reference_plan)
         if name not in self._references:
@@ -138,7 +145,7 @@ class ParityGate:
         name: str,
         weights: Path | None = None,
         save_weights: Path | None = None,
-    ) -> Series:
+    ) -> LossSeries:
         request = TrialRequest(
             folder=self.folder / name,
             command=self.command,
@@ -168,8 +175,8 @@ class ParityGate:
         is_compared = plan is not None and name.startswith("plan-")
         if not result.is_measured and not (is_compared and result.outcome is Outcome.WRONG):
             raise _refusal(result, is_plan=is_compared)
-        job = None if result.job is None else parse_job(result.job)
-        return Series(steps=_steps(result, num_steps=self.num_steps, is_plan=is_compared), job=job)
+        job = None if result.job is None else parse_training_job(result.job)
+        return LossSeries(steps=_steps(result, num_steps=self.num_steps, is_plan=is_compared), job=job)
 
 
 def stock_of(plan: Plan) -> Plan:
@@ -217,7 +224,7 @@ def _refusal(result: TrialResult, *, is_plan: bool) -> QuartetError:
 
 def _is_broken(result: TrialResult) -> bool:
     """Whether a peer or an address was lost, again and again: that says nothing about the command."""
-    errs = RankFiles(result.folder, attempt_id=result.attempt_id).scan().errs.values()
+    errs = RankFileReader(result.folder, attempt_id=result.attempt_id).scan().errs.values()
     return result.outcome is Outcome.INFRA and {err.kind for err in errs} == {"network"}
 
 

@@ -11,18 +11,18 @@ from pydantic import TypeAdapter
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow, WorkerRow
 from quartet_plugin.model.plan import Plan, read_plan
-from quartet_plugin.protocol.attempt_files import RankFiles, RankReport, read_sheet
+from quartet_plugin.protocol.attempt_files import RankFileReader, RankReport, read_sheet
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt, read_result
 from quartet_plugin.trial.lease import LOCK_NAME, Holder
 from quartet_plugin.trial.request import PHASES, TrialResult
 from quartet_plugin.tuner.launches import SETTLED
-from quartet_plugin.tuner.workers.work_queue import Board
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
 _HOLDER: TypeAdapter[Holder] = TypeAdapter(Holder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class AttemptState:
     """The attempt of a trial's folder that counts: the settled one, else the latest.
 
     `began_at` is seconds since 1970; `phase` and `iteration` are the slowest process's of one that runs.
@@ -71,11 +71,11 @@ class Launch:
         )
 
 
-def read_launch(folder: Path, *, faults: list[str]) -> Launch:
+def read_launch(folder: Path, *, faults: list[str]) -> AttemptState:
     """The trial's folder; what cannot be read is left out and added to `faults`."""
     attempts = sorted((path for path in folder.glob(f"{PREFIX}*") if path.is_dir()), key=attempt_number)
     if not attempts:
-        return Launch(folder=folder, attempt=0, num_attempts=0)
+        return AttemptState(folder=folder, attempt=0, num_attempts=0)
     found: list[tuple[Path, TrialResult | None]] = []
     for path in attempts:
         try:
@@ -86,7 +86,7 @@ def read_launch(folder: Path, *, faults: list[str]) -> Launch:
     settled = [pair for pair in found if pair[1] is not None and pair[1].outcome in SETTLED]
     path, result = (settled or found)[-1]
     plan, reports = _plan_and_reports(path, result, faults=faults)
-    launch = Launch(
+    launch = AttemptState(
         folder=path,
         attempt=attempt_number(path),
         num_attempts=len(attempts),
@@ -106,19 +106,19 @@ def _plan_and_reports(
         if (path / "plan.json").exists():
             plan = read_plan(path / "plan.json")
         if result is not None:
-            snapshot = RankFiles(path, attempt_id=result.attempt_id).scan()
+            snapshot = RankFileReader(path, attempt_id=result.attempt_id).scan()
             reports = tuple(snapshot.reports.values())
     except QuartetError as error:
         faults.append(str(error))
     return plan, reports
 
 
-def _where_it_is(launch: Launch, *, faults: list[str]) -> Launch:
+def _where_it_is(launch: AttemptState, *, faults: list[str]) -> AttemptState:
     try:
         attempt = open_attempt(launch.folder)
         if attempt is None:
             return launch
-        beats = RankFiles(launch.folder, attempt_id=attempt.sheet.attempt_id).scan().beats.values()
+        beats = RankFileReader(launch.folder, attempt_id=attempt.sheet.attempt_id).scan().beats.values()
     except QuartetError as error:
         faults.append(str(error))
         return launch
@@ -151,7 +151,7 @@ def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
 
 def workers_of(folder: Path, *, now: float) -> tuple[WorkerRow, ...]:
     """The workers of a run, and what each of them measures; empty where the run takes none."""
-    board = Board(folder=folder)
+    board = WorkQueue(folder=folder)
     if not board.is_there:
         return ()
     with contextlib.suppress(QuartetError):

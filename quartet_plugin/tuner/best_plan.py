@@ -10,10 +10,10 @@ from quartet_plugin.model.receipt import receipt_path, write_receipt
 from quartet_plugin.model.regret import write_regret
 from quartet_plugin.trial.redact import shell_words
 from quartet_plugin.tuner.coordinator import TuneResult
-from quartet_plugin.tuner.run_folder import Run
+from quartet_plugin.tuner.run_folder import TuningRun
 
 
-def write_best(result: TuneResult, *, run: Run) -> Plan | None:
+def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
     """Write the winner with its measurement and return it.
 
     A schedule of ours has its receipt beside it, so that `quartet train` takes it at once. What the search
@@ -43,7 +43,7 @@ def write_best(result: TuneResult, *, run: Run) -> Plan | None:
     return plan
 
 
-def command_text(plan: Plan, *, run: Run, path: Path) -> str:
+def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
     """A shell script, every word quoted where it must be; it takes secrets from its environment."""
     train = ["quartet", "train", "--plan", str(path)]
     if run.config.device != "auto":

@@ -16,7 +16,7 @@ from pathlib import Path
 from quartet_plugin.cost.estimate import relative_cost
 from quartet_plugin.errors import InfrastructureError, QuartetError, SeamError, StorageError
 from quartet_plugin.launchers.command import Command
-from quartet_plugin.launchers.shares import Share
+from quartet_plugin.launchers.shares import DeviceSlice
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import NodeInfo, Plan
@@ -24,32 +24,32 @@ from quartet_plugin.model.receipt import Receipt
 from quartet_plugin.model.regret import Regret
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.score import objective_of, score
-from quartet_plugin.model.training_job import Job, parse_job
+from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.model.trial_record import Record
 from quartet_plugin.space.features import Axis, batching_features
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.study.tune_study import TuneStudy
 from quartet_plugin.trial.request import Outcome, TrialResult
-from quartet_plugin.tuner.depth_proxy import cropping_of
-from quartet_plugin.tuner.drift import Control, Controls
+from quartet_plugin.tuner.depth_proxy import depth_proxy_for
+from quartet_plugin.tuner.drift import DriftMeasurement, DriftMonitor
 from quartet_plugin.tuner.earlier_run import Prior, read_prior
 from quartet_plugin.tuner.events import EventLog
 from quartet_plugin.tuner.final_rounds import FinalRounds, winner_of
-from quartet_plugin.tuner.finalists import BASELINE, Ranking, candidates
+from quartet_plugin.tuner.finalists import BASELINE, FinalistResult, candidates
 from quartet_plugin.tuner.launches import Launches, ShouldStop, read_judged
 from quartet_plugin.tuner.observer import Observer
 from quartet_plugin.tuner.parity import ParityKeeper
 from quartet_plugin.tuner.proposer import proposer_of
-from quartet_plugin.tuner.regret import Ended, regret_of
-from quartet_plugin.tuner.run_folder import Run
-from quartet_plugin.tuner.sequential_search import Search
+from quartet_plugin.tuner.regret import FinishedSearch, regret_of
+from quartet_plugin.tuner.run_folder import TuningRun
+from quartet_plugin.tuner.sequential_search import SequentialSearch
 from quartet_plugin.tuner.time_budget import TimeBudget
-from quartet_plugin.tuner.trial_launcher import Launching, Yardstick, told_of
-from quartet_plugin.tuner.workers.dispatcher import Desk
+from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLauncher, record_of
+from quartet_plugin.tuner.workers.dispatcher import Dispatcher
 from quartet_plugin.tuner.workers.messages import Offer, worker_name
-from quartet_plugin.tuner.workers.parallel_search import SharedSearch
-from quartet_plugin.tuner.workers.work_queue import Board
-from quartet_plugin.tuner.workers.worker_pool import Crew, end_earlier
+from quartet_plugin.tuner.workers.parallel_search import ParallelSearch
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
+from quartet_plugin.tuner.workers.worker_pool import WorkerPool, end_earlier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +63,10 @@ class TuneResult:
     objective: Objective
     baseline: Plan
     records: tuple[Record, ...]
-    rankings: tuple[Ranking, ...]
-    winner: Ranking | None
+    rankings: tuple[FinalistResult, ...]
+    winner: FinalistResult | None
     receipt: Receipt | None = None
-    controls: tuple[Control, ...] = ()
+    controls: tuple[DriftMeasurement, ...] = ()
     regret: Regret | None = None
 
 
@@ -81,7 +81,7 @@ class Coordinator:
 
     def __init__(
         self,
-        run: Run,
+        run: TuningRun,
         *,
         command: Command,
         launches: Launches,
@@ -90,7 +90,7 @@ class Coordinator:
         fence: Callable[[], None] = lambda: None,
         max_minutes: float | None = None,
         prior: Path | None = None,
-        shares: tuple[Share, ...] = (),
+        shares: tuple[DeviceSlice, ...] = (),
         make_room: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -107,7 +107,7 @@ class Coordinator:
         self._events = EventLog(run.folder.events_file)
         limit_s = None if max_minutes is None else 60.0 * max_minutes
         self._budget = TimeBudget(limit_s=limit_s, clock=clock)
-        self._launching = Launching(
+        self._launching = TrialLauncher(
             run,
             command=command,
             launches=launches,
@@ -126,7 +126,7 @@ class Coordinator:
             should_stop=should_stop,
             fence=fence,
         )
-        self._controls = Controls(
+        self._controls = DriftMonitor(
             run=run,
             launches=launches,
             launching=self._launching,
@@ -134,7 +134,7 @@ class Coordinator:
             events=self._events,
             budget=self._budget,
         )
-        self._search = Search(
+        self._search = SequentialSearch(
             run=run,
             launching=self._launching,
             parity=self._parity,
@@ -167,13 +167,13 @@ class Coordinator:
     def _tune(self) -> TuneResult:
         self._events.add("begin", run=self._run.name)
         places = self._run.folder
-        in_work = end_earlier(Board(folder=places.path), keeps_joined=bool(self._shares))
+        in_work = end_earlier(WorkQueue(folder=places.path), keeps_joined=bool(self._shares))
         for folder in (places.trials, places.croppings, places.controls, places.final, places.parity):
             self._launches.recover(folder, should_stop=self._should_stop, skip=in_work)
         self._open_board()
         result = self._measure_baseline()
         space = self._open_space(result)
-        yardstick = Yardstick(
+        yardstick = BaselineScore(
             plan=space.baseline,
             score=score(space.baseline, iteration_s=result.iteration_s),
             objective=objective_of(
@@ -190,11 +190,11 @@ class Coordinator:
         self._events.add("end", winner=None if found.winner is None else found.winner.record.number)
         return found
 
-    def _spend(self, space: Space, result: TrialResult, yardstick: Yardstick) -> TuneResult:
+    def _spend(self, space: Space, result: TrialResult, yardstick: BaselineScore) -> TuneResult:
         """The study and the final rounds."""
         study = self._open_study(space, result, yardstick)
         proposer = proposer_of(space, run=self._run, objective=yardstick.objective)
-        cropping = cropping_of(
+        cropping = depth_proxy_for(
             space,
             result,
             run=self._run,
@@ -223,7 +223,9 @@ class Coordinator:
         if not self._shares:
             return
         first = self._shares[0]
-        Board(folder=self._run.folder.path).open(Offer(device=first.device, num_devices=first.num_devices))
+        WorkQueue(folder=self._run.folder.path).open(
+            Offer(device=first.device, num_devices=first.num_devices)
+        )
         labels = "; ".join(dict.fromkeys(share.label for share in self._shares))
         self._observer.message(f"workers on this host: {len(self._shares)}, on {labels}")
         if len(self._shares) > 1 and first.device == "cpu":
@@ -232,13 +234,13 @@ class Coordinator:
                 "alone; the baseline and the final rounds are measured alone"
             )
 
-    def _spender(self) -> Search | SharedSearch:
+    def _spender(self) -> SequentialSearch | ParallelSearch:
         """What spends the trials: this process alone, or its workers."""
         if not self._shares:
             return self._search
-        board, host = Board(folder=self._run.folder.path), socket.gethostname()
+        board, host = WorkQueue(folder=self._run.folder.path), socket.gethostname()
         say = self._observer.message
-        desk = Desk(
+        desk = Dispatcher(
             board=board,
             launches=self._launches,
             read=read_judged,
@@ -247,8 +249,8 @@ class Coordinator:
             events=self._events,
         )
         names = tuple(worker_name(host, os.getpid(), share.index) for share in self._shares)
-        crew = Crew(board=board, command=self._command, shares=self._shares, names=names, say=say)
-        return SharedSearch(search=self._search, desk=desk, crew=crew, observer=self._observer)
+        crew = WorkerPool(board=board, command=self._command, shares=self._shares, names=names, say=say)
+        return ParallelSearch(search=self._search, desk=desk, crew=crew, observer=self._observer)
 
     # Trial 0 and what it opens
 
@@ -277,7 +279,7 @@ class Coordinator:
         raise InfrastructureError(f"your own command failed: {result.reason}; {advice}")
 
     def _open_space(self, result: TrialResult) -> Space:
-        job = parse_job(result.job or {}, where=str(result.folder))
+        job = parse_training_job(result.job or {}, where=str(result.folder))
         nodes = self._launches.nodes(result)
         self._write_cluster(nodes)
         search = self._run.config.search
@@ -296,7 +298,7 @@ class Coordinator:
         content = {"schema_version": 1, "nodes": [dump(node) for node in nodes]}
         write_json_atomic(self._run.folder.cluster_file, content)
 
-    def _tell_limits(self, space: Space, job: Job) -> None:
+    def _tell_limits(self, space: Space, job: TrainingJob) -> None:
         """What is not tuned and why, and what trials leave out: never silently."""
         by_feature: dict[str, list[str]] = {}
         for axis, feature in space.locked.items():
@@ -305,14 +307,14 @@ class Coordinator:
         for feature, axes in by_feature.items():
             more = " (search.change_class: C tunes degrees and micro_batch)" if feature in batching else ""
             self._observer.message(f"{feature} keeps as they are: {', '.join(axes)}{more}")
-        if space.no_own_schedules is not None and Axis.SCHEDULE not in space.locked:
-            self._observer.message(f"{space.no_own_schedules} keeps the framework's own schedules")
+        if space.no_custom_schedules is not None and Axis.SCHEDULE not in space.locked:
+            self._observer.message(f"{space.no_custom_schedules} keeps the framework's own schedules")
         if job.neutralised:
             self._observer.message(f"left out in trials: {', '.join(job.neutralised)}")
         if self._run.config.search.scaling is not None and space.shapes == (job.shape,):
             self._observer.message("scaling: no other shape is inside the tolerance and the band")
 
-    def _open_study(self, space: Space, result: TrialResult, yardstick: Yardstick) -> TuneStudy:
+    def _open_study(self, space: Space, result: TrialResult, yardstick: BaselineScore) -> TuneStudy:
         config = self._config
         place = replace(self._run.storage, say=self._observer.message, should_stop=self._should_stop_waiting)
         study = TuneStudy.open(
@@ -338,7 +340,7 @@ class Coordinator:
             seed=config.seed,
             name=self._run.name,
             objective=yardstick.objective,
-            baseline=told_of(space.baseline, result, objective=yardstick.objective),
+            baseline=record_of(space.baseline, result, objective=yardstick.objective),
             starts=prior.starts,
             prior=[(one.params, one.told) for one in prior.trials],
             sampler=config.sampler,
@@ -353,13 +355,13 @@ class Coordinator:
 
     # The final rounds
 
-    def _finish(self, space: Space, records: list[Record], yardstick: Yardstick) -> TuneResult:
+    def _finish(self, space: Space, records: list[Record], yardstick: BaselineScore) -> TuneResult:
         rounds = FinalRounds(
             run=self._run, launching=self._launching, budget=self._budget, observer=self._observer
         )
         rankings = rounds.measure(self._proven(records, yardstick), yardstick=yardstick)
         winner = winner_of(rankings)
-        ended = Ended(
+        ended = FinishedSearch(
             baseline=yardstick.plan,
             records=records,
             rankings=rankings,
@@ -378,10 +380,10 @@ class Coordinator:
             regret=regret_of(space, ended, proposer=self._search.proposer),
         )
 
-    def _proven(self, records: list[Record], yardstick: Yardstick) -> list[Record]:
+    def _proven(self, records: list[Record], yardstick: BaselineScore) -> list[Record]:
         """The best plans, each of ours checked by itself: what cannot win is not measured again."""
         chosen: list[Record] = []
-        believed = self._search.believed(records)
+        believed = self._search.posterior_means(records)
         ranked = candidates(records, baseline_value=yardstick.value, top_k=len(records), believed=believed)
         for record in ranked:
             if len(chosen) == self._config.top_k:

@@ -10,11 +10,11 @@ import statistics
 from dataclasses import dataclass, replace
 
 from quartet_plugin.calibration.observations import spread_of
-from quartet_plugin.calibration.predictor import Cropped
+from quartet_plugin.calibration.predictor import DepthProxyTime
 from quartet_plugin.model.launched import CROPPED
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.score import score_of_median
-from quartet_plugin.model.trial_record import Record, Told
+from quartet_plugin.model.trial_record import Record, TrialRecord
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import Proposal
@@ -24,8 +24,8 @@ from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.launches import Launches
 from quartet_plugin.tuner.observer import Observer
 from quartet_plugin.tuner.proposer import Proposer
-from quartet_plugin.tuner.run_folder import Run
-from quartet_plugin.tuner.trial_launcher import Launching
+from quartet_plugin.tuner.run_folder import TuningRun
+from quartet_plugin.tuner.trial_launcher import TrialLauncher
 
 # `auto` keeps a quarter of the layers, where that saves this much of a launch, and more than a minute.
 AUTO_SHARE = 0.25
@@ -54,18 +54,18 @@ def cropped(plan: Plan, *, layers: int) -> Plan | None:
     )
 
 
-def cropping_of(
+def depth_proxy_for(
     space: Space,
     result: TrialResult,
     *,
-    run: Run,
+    run: TuningRun,
     proposer: Proposer | None,
     is_alone: bool,
     launches: Launches,
-    launching: Launching,
+    launching: TrialLauncher,
     observer: Observer,
     events: EventLog,
-) -> "Cropping | None":
+) -> "DepthProxy | None":
     """What measures a run's plans cropped; None where that is not asked for or saves nothing.
 
     `result` is the baseline's; `is_alone` says whether one trial runs at a time.
@@ -80,7 +80,7 @@ def cropping_of(
         observer.message(why)
     if layers is None or proposer is None:
         return None
-    return Cropping(
+    return DepthProxy(
         run=run,
         launches=launches,
         launching=launching,
@@ -113,15 +113,15 @@ def layers_to_keep(space: Space, result: TrialResult, *, asked: str | int) -> tu
 
 
 @dataclass(slots=True, kw_only=True)
-class Cropping:
+class DepthProxy:
     """Measures plans cropped, and tells which are not worth their whole model.
 
     `layers` stay on the baseline's largest stage, and the same share of every other plan's.
     """
 
-    run: Run
+    run: TuningRun
     launches: Launches
-    launching: Launching
+    launching: TrialLauncher
     proposer: Proposer
     observer: Observer
     events: EventLog
@@ -150,7 +150,7 @@ class Cropping:
             if self.is_on and number != BASELINE and self._is_recorded(plan, number=number):
                 self._measure(plan, number=number, num_left=num_left, drift=record.told.drift)
 
-    def judge(self, proposal: Proposal, *, num_left: int) -> Told | None:
+    def judge(self, proposal: Proposal, *, num_left: int) -> TrialRecord | None:
         """What to tell of a proposal that its cropped model shows to be behind; None for one worth more."""
         if not self.is_on or proposal.predicted_spread is None or proposal.predicted_spread < SURE:
             return None
@@ -165,7 +165,7 @@ class Cropping:
             return None
         own = self.launching.yardstick
         assert own is not None
-        told = Told(
+        told = TrialRecord(
             verdict="measured",
             outcome=CROPPED,
             reason=(
@@ -183,7 +183,7 @@ class Cropping:
     def _measure(self, plan: Plan, *, number: int, num_left: int, drift: float) -> TrialResult | None:
         """Launch the plan's cropped model, or find it measured, and learn from it; None without a time.
 
-        `drift` is the machine's when it was launched, see `Launching`.
+        `drift` is the machine's when it was launched, see `TrialLauncher`.
         """
         small = self._small(plan)
         if small is None or not self.proposer.ranker.knows(small):
@@ -199,7 +199,7 @@ class Cropping:
         if not result.is_measured:
             return None
         self.proposer.ranker.learn_cropped(
-            Cropped(
+            DepthProxyTime(
                 number=number,
                 plan=plan,
                 small=small,

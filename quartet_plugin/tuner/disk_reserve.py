@@ -13,8 +13,8 @@ SIZE_BYTES = 64 * 2**20
 _NAME = ".ballast-"
 
 
-class Ballast:
-    """`with Ballast(folder) as ballast:` holds the room; `drop` gives it up, as the end of the block does.
+class DiskReserve:
+    """`with DiskReserve(folder) as reserve:` holds the room; `drop` gives it up, as the block's end does.
 
     A disk that has no room for it is left alone: then no trial would be started either.
     """
@@ -24,7 +24,7 @@ class Ballast:
         self._path = folder / f"{_NAME}{os.getpid()}"
         self._size_bytes = size_bytes
 
-    def __enter__(self) -> "Ballast":
+    def __enter__(self) -> "DiskReserve":
         """Take the room. Only whoever holds the run's lease may: what killed tuners left is removed."""
         with contextlib.suppress(OSError):
             for left in self._folder.glob(f"{_NAME}*"):

@@ -16,9 +16,9 @@ from quartet_plugin.tuner.events import EventLog
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.launches import Launches
 from quartet_plugin.tuner.observer import Observer
-from quartet_plugin.tuner.run_folder import Run
+from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.time_budget import TimeBudget
-from quartet_plugin.tuner.trial_launcher import Launching
+from quartet_plugin.tuner.trial_launcher import TrialLauncher
 
 # Between two runs of one plan lie a few percent; more than this, and than so many deviations of what lies
 # between two launches, is the machine.
@@ -26,7 +26,7 @@ DRIFT, DEVIATIONS = 0.1, 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
+class DriftMeasurement:
     """The baseline's objective after `num_tried` trials, over what it was at the start."""
 
     num_tried: int
@@ -34,16 +34,16 @@ class Control:
 
 
 @dataclass(slots=True, kw_only=True)
-class Controls:
+class DriftMonitor:
     """Measures the baseline again after every `study.control` trials, and tells what came of it."""
 
-    run: Run
+    run: TuningRun
     launches: Launches
-    launching: Launching
+    launching: TrialLauncher
     observer: Observer
     events: EventLog
     budget: TimeBudget
-    found: list[Control] = field(default_factory=list)
+    found: list[DriftMeasurement] = field(default_factory=list)
     _asked: set[int] = field(default_factory=set)
 
     def after(self, num_tried: int, *, records: Sequence[Record], num_left: int, is_over: bool) -> None:
@@ -79,7 +79,7 @@ class Controls:
         if not result.is_measured:
             return
         ratio = score(own.plan, iteration_s=result.iteration_s).value(own.objective) / own.value
-        self.found.append(Control(num_tried=due, ratio=ratio))
+        self.found.append(DriftMeasurement(num_tried=due, ratio=ratio))
         self.events.add("control", trial=BASELINE, after=due, ratio=ratio)
         has_drifted = is_drift(ratio, noise=noise)
         self.launching.drift = ratio if has_drifted else 1.0

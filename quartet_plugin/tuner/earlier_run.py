@@ -15,7 +15,7 @@ from quartet_plugin.model.history import RunHistory, TrialRow
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Mapping, Plan
 from quartet_plugin.model.score import Score, score_of_median
-from quartet_plugin.model.trial_record import Told
+from quartet_plugin.model.trial_record import TrialRecord
 from quartet_plugin.space.param_sources import Params
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
@@ -29,7 +29,7 @@ class PriorTrial:
     """A trial of another run that holds here: the choices that lead to its plan, and what to tell."""
 
     params: Params
-    told: Told
+    told: TrialRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +94,11 @@ def _trials(other: RunHistory, space: Space, *, ratio: float, objective: Objecti
             yield PriorTrial(params=params, told=told)
 
 
-def _told(row: TrialRow, plan: Plan, *, source: str, ratio: float, objective: Objective) -> Told | None:
+def _told(
+    row: TrialRow, plan: Plan, *, source: str, ratio: float, objective: Objective
+) -> TrialRecord | None:
     """What to tell of another run's trial; None for what was unstable, wrong or lost."""
-    common = Told(
+    common = TrialRecord(
         verdict="infeasible",
         outcome=row.outcome,
         reason=f"{row.reason} (in {source})",

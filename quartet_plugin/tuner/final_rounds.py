@@ -7,12 +7,19 @@ from quartet_plugin.errors import InfrastructureError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import Record
 from quartet_plugin.trial.request import Outcome, TrialResult
-from quartet_plugin.tuner.finalists import BASELINE, MAX_EXTENDED, MIN_ROUNDS, Ranking, order_of_round, rank
+from quartet_plugin.tuner.finalists import (
+    BASELINE,
+    MAX_EXTENDED,
+    MIN_ROUNDS,
+    FinalistResult,
+    order_of_round,
+    rank,
+)
 from quartet_plugin.tuner.observer import Observer
-from quartet_plugin.tuner.run_folder import Run
+from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.sequential_search import MAX_LOST_IN_A_ROW
 from quartet_plugin.tuner.time_budget import TimeBudget
-from quartet_plugin.tuner.trial_launcher import Launching, Yardstick
+from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLauncher
 
 type Found = dict[int, dict[int, TrialResult]]
 
@@ -21,18 +28,18 @@ type Found = dict[int, dict[int, TrialResult]]
 class FinalRounds:
     """Measures candidates against the baseline, round by round, as far as there is time."""
 
-    run: Run
-    launching: Launching
+    run: TuningRun
+    launching: TrialLauncher
     budget: TimeBudget
     observer: Observer
 
-    def measure(self, chosen: Sequence[Record], *, yardstick: Yardstick) -> list[Ranking]:
+    def measure(self, chosen: Sequence[Record], *, yardstick: BaselineScore) -> list[FinalistResult]:
         """The candidates, ranked. A leader by little, over few rounds or unsurely is measured again."""
         config = self.run.config.study
         every = {BASELINE: yardstick.plan, **{record.number: record.plan for record in chosen}}
         plans = every
         found: Found = {number: {} for number in plans}
-        rankings: list[Ranking] = []
+        rankings: list[FinalistResult] = []
         confirmed: set[int] = set()
         failed: set[int] = set()
         rounds = range(config.rounds)
@@ -54,8 +61,8 @@ class FinalRounds:
         return rankings
 
     def _to_measure_again(
-        self, rankings: Sequence[Ranking], confirmed: set[int], *, num_rounds: int
-    ) -> Ranking | None:
+        self, rankings: Sequence[FinalistResult], confirmed: set[int], *, num_rounds: int
+    ) -> FinalistResult | None:
         """Whom more rounds may decide, if there is time; a win by little is confirmed once."""
         if not self.budget.fits(num_launches=2):
             return None
@@ -120,6 +127,6 @@ class FinalRounds:
         )
 
 
-def winner_of(rankings: Sequence[Ranking]) -> Ranking | None:
+def winner_of(rankings: Sequence[FinalistResult]) -> FinalistResult | None:
     """The first ranking that wins."""
     return next((ranking for ranking in rankings if ranking.is_win), None)

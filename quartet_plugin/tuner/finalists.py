@@ -37,7 +37,7 @@ BASELINE = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranking:
+class FinalistResult:
     """A candidate after the final rounds. `ratios` are its objective over the baseline's, a round each.
 
     `surely` is what its speedup is above: the lower end of the interval, a wider one after more rounds than
@@ -86,7 +86,12 @@ def candidates(
     best: dict[str, Record] = {}
     for record in records:
         told = record.told
-        if told.verdict != "measured" or told.value is None or told.repeats is not None or told.is_cropped:
+        if (
+            told.verdict != "measured"
+            or told.value is None
+            or told.repeats is not None
+            or told.is_depth_proxy
+        ):
             continue
         if record.plan.execution == baseline or told.value < CANDIDATE_MARGIN * baseline_value:
             continue
@@ -110,7 +115,7 @@ def rank(
     objective: Objective,
     seed: int,
     num_asked: int,
-) -> list[Ranking]:
+) -> list[FinalistResult]:
     """Every candidate that was measured in a round with the baseline, the best lower end first.
 
     `launches[number][round]` are the final launches' measured results, the baseline's under number 0;
@@ -135,7 +140,7 @@ def rank(
         surely = comparison.speedup.low
         if rounds[-1] >= num_asked:
             surely = bootstrap_median(ratios, seed=seed, level=LATER_LEVEL).low
-        ranked.append(Ranking(record=record, comparison=comparison, ratios=ratios, surely=surely))
+        ranked.append(FinalistResult(record=record, comparison=comparison, ratios=ratios, surely=surely))
     return sorted(ranked, key=lambda r: (-r.comparison.speedup.low, r.record.number))
 
 

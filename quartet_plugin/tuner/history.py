@@ -23,14 +23,14 @@ from quartet_plugin.model.history import (
 from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
 from quartet_plugin.model.regret import Regret, read_regret
 from quartet_plugin.model.score import score
-from quartet_plugin.model.training_job import Job, parse_job
-from quartet_plugin.model.trial_record import Record, Told
+from quartet_plugin.model.training_job import TrainingJob, parse_training_job
+from quartet_plugin.model.trial_record import Record, TrialRecord
 from quartet_plugin.space.baseline import baseline_plan
 from quartet_plugin.space.features import locked_axes
 from quartet_plugin.study.view import StudyView
 from quartet_plugin.trial.redact import redacted_argv
 from quartet_plugin.trial.request import TrialResult
-from quartet_plugin.tuner.attempts import Launch, holder_of, read_launch, workers_of
+from quartet_plugin.tuner.attempts import AttemptState, holder_of, read_launch, workers_of
 from quartet_plugin.tuner.finalists import BASELINE, rank
 from quartet_plugin.tuner.history_rows import (
     controls_of,
@@ -42,7 +42,7 @@ from quartet_plugin.tuner.history_rows import (
     with_told,
 )
 from quartet_plugin.tuner.launches import nodes_of
-from quartet_plugin.tuner.run_folder import Run, resume_run
+from quartet_plugin.tuner.run_folder import TuningRun, resume_run
 
 _LATEST = 10
 _Beside = Literal["cropped", "control", "parity"]
@@ -58,7 +58,7 @@ def read_history(path: Path, *, study: StudyView | None = None, now: float | Non
     return _Reader(run, study=study, now=time.time() if now is None else now).read()
 
 
-def open_run(path: Path) -> Run:
+def open_run(path: Path) -> TuningRun:
     """The run in `path` as it was begun. Raises ConfigError where there is none."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such run; name a folder that `quartet tune` wrote")
@@ -70,13 +70,13 @@ def open_run(path: Path) -> Run:
 class _Reader:
     """Puts a history together."""
 
-    def __init__(self, run: Run, *, study: StudyView | None, now: float) -> None:
+    def __init__(self, run: TuningRun, *, study: StudyView | None, now: float) -> None:
         self._run = run
         self._told = {row.number: row for row in study.rows} if study else {}
         self._objective = study.objective if study else None
         self._now = now
         self._faults: list[str] = []
-        self._job: Job | None = None
+        self._job: TrainingJob | None = None
         self._nodes: tuple[NodeInfo, ...] = ()
         self._baseline: Plan | None = None
         self._workers: tuple[WorkerRow, ...] = ()
@@ -122,7 +122,7 @@ class _Reader:
         state: RunState,
         holder: Any,
         running: tuple[RunningLaunch, ...],
-        finals: dict[int, dict[int, Launch]],
+        finals: dict[int, dict[int, AttemptState]],
     ) -> RunHistory:
         run = self._run
         config = run.config
@@ -174,12 +174,12 @@ class _Reader:
 
     # Trial 0
 
-    def _open_baseline(self, launch: Launch | None) -> None:
+    def _open_baseline(self, launch: AttemptState | None) -> None:
         result = launch.result if launch else None
         if launch is None or result is None or result.job is None:
             return
         try:
-            self._job = parse_job(result.job, where=str(result.folder))
+            self._job = parse_training_job(result.job, where=str(result.folder))
             self._nodes = nodes_of(launch.reports)
             self._baseline = baseline_plan(
                 self._job, nodes=self._nodes, run=self._run.name, seed=self._run.config.study.seed
@@ -195,7 +195,7 @@ class _Reader:
 
     # Rows
 
-    def _row(self, number: int, launch: Launch | None, *, state: RunState) -> TrialRow:
+    def _row(self, number: int, launch: AttemptState | None, *, state: RunState) -> TrialRow:
         found = TrialRow(number=number) if launch is None else launch.row(number)
         if number == BASELINE and found.plan is None:
             found = replace(found, plan=self._baseline)
@@ -248,9 +248,9 @@ class _Reader:
 
     # The final rounds
 
-    def _finals(self) -> dict[int, dict[int, Launch]]:
+    def _finals(self) -> dict[int, dict[int, AttemptState]]:
         """`[number][round]`, rounds counted from 0."""
-        found: dict[int, dict[int, Launch]] = {}
+        found: dict[int, dict[int, AttemptState]] = {}
         for path in sorted(self._run.folder.final.glob("*-round-*")):
             number, _, at = path.name.partition("-round-")
             if number.isdecimal() and at.isdecimal() and int(at) > 0:
@@ -258,7 +258,9 @@ class _Reader:
                 found.setdefault(int(number), {})[int(at) - 1] = launch
         return found
 
-    def _finalists(self, finals: dict[int, dict[int, Launch]], *, objective: Any) -> tuple[Finalist, ...]:
+    def _finalists(
+        self, finals: dict[int, dict[int, AttemptState]], *, objective: Any
+    ) -> tuple[Finalist, ...]:
         if self._baseline is None:
             return ()
         results: dict[int, dict[int, TrialResult]] = {
@@ -269,7 +271,7 @@ class _Reader:
         for number, per in finals.items():
             plan = next((launch.plan for launch in per.values() if launch.plan), None)
             if number != BASELINE and plan is not None:
-                told = Told(verdict="measured", outcome="OK", reason="", attempt_id="")
+                told = TrialRecord(verdict="measured", outcome="OK", reason="", attempt_id="")
                 records.append(Record(number=number, plan=plan, told=told))
         rankings = rank(
             records,
@@ -306,7 +308,7 @@ class _Reader:
 
     # What runs
 
-    def _running(self, number: int, launch: Launch, *, at: int | None = None) -> RunningLaunch | None:
+    def _running(self, number: int, launch: AttemptState, *, at: int | None = None) -> RunningLaunch | None:
         if launch.result is not None or launch.began_at is None:
             return None
         stage: Purpose = "final" if at is not None else "baseline" if number == BASELINE else "search"
@@ -322,7 +324,7 @@ class _Reader:
         return self._launched(launch, launch.began_at, number=BASELINE, stage=purpose, at=None)
 
     def _launched(
-        self, launch: Launch, began_at: float, *, number: int, stage: Purpose, at: int | None
+        self, launch: AttemptState, began_at: float, *, number: int, stage: Purpose, at: int | None
     ) -> RunningLaunch:
         return RunningLaunch(
             number=number,
@@ -337,7 +339,7 @@ class _Reader:
         )
 
     def _time_left_s(
-        self, rows: tuple[TrialRow, ...], spent: list[TrialRow], finals: dict[int, dict[int, Launch]]
+        self, rows: tuple[TrialRow, ...], spent: list[TrialRow], finals: dict[int, dict[int, AttemptState]]
     ) -> float | None:
         """As the coordinator forecasts it: a typical launch's time for each that is still to come."""
         study = self._run.config.study

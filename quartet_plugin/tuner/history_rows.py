@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.errors import StorageError
-from quartet_plugin.model.history import Control, RunState, TrialRow
+from quartet_plugin.model.history import BaselineCheck, RunState, TrialRow
 from quartet_plugin.model.launched import CROPPED
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
@@ -115,13 +115,13 @@ def with_events(rows: list[TrialRow], events: list[dict[str, Any]]) -> list[Tria
     return [known[number] for number in sorted(known)]
 
 
-def controls_of(events: list[dict[str, Any]]) -> tuple[Control, ...]:
+def controls_of(events: list[dict[str, Any]]) -> tuple[BaselineCheck, ...]:
     """The baseline's re-measurements: one a place in the search; a resumed run tells them again."""
     found = {}
     for event in events:
         after, ratio = event.get("after"), event.get("ratio")
         if event["kind"] == "control" and isinstance(after, int) and isinstance(ratio, int | float):
-            found[after] = Control(num_tried=after, ratio=float(ratio))
+            found[after] = BaselineCheck(num_tried=after, ratio=float(ratio))
     return tuple(found[after] for after in sorted(found))
 
 

@@ -6,14 +6,14 @@ Both are copied into the run's folder when it begins, so that a resumed run stan
 from pathlib import Path
 
 from quartet_plugin.calibration.calibration_file import read_calibration
-from quartet_plugin.calibration.machine_prior import Machine
+from quartet_plugin.calibration.machine_prior import KnownMachine
 from quartet_plugin.model.cluster import read_cluster
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.tuner.config import MachineConfig
 from quartet_plugin.tuner.run_folder import RunFolder
 
 
-def machine_of(config: MachineConfig, *, cwd: Path) -> Machine:
+def machine_of(config: MachineConfig, *, cwd: Path) -> KnownMachine:
     """What the files that `config` names hold. Raises ConfigError in one line."""
     return _read(
         cluster=None if config.cluster is None else cwd / config.cluster,
@@ -31,7 +31,7 @@ def keep_machine(config: MachineConfig, *, cwd: Path, folder: RunFolder) -> None
             write_json_atomic(copy, read_json(cwd / source))
 
 
-def kept_machine(folder: RunFolder) -> Machine:
+def kept_machine(folder: RunFolder) -> KnownMachine:
     """What the run was begun with."""
     cluster, calibration = folder.machine_file, folder.calibration_file
     return _read(
@@ -40,8 +40,8 @@ def kept_machine(folder: RunFolder) -> Machine:
     )
 
 
-def _read(*, cluster: Path | None, calibration: Path | None) -> Machine:
-    return Machine(
+def _read(*, cluster: Path | None, calibration: Path | None) -> KnownMachine:
+    return KnownMachine(
         cluster=None if cluster is None else read_cluster(cluster),
         calibration=None if calibration is None else read_calibration(calibration),
     )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 from quartet_plugin.errors import ConfigError, InterruptedByUserError, QuartetError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.local import LocalLauncher, free_port
-from quartet_plugin.launchers.shares import Share, ShareLauncher
-from quartet_plugin.model.plan import Crowd, NodeInfo, Plan
+from quartet_plugin.launchers.shares import DeviceSlice, SliceLauncher
+from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
 from quartet_plugin.protocol.attempt_files import RankReport
 from quartet_plugin.trial.devices import DeviceGuard
@@ -78,9 +78,9 @@ class LocalLaunches:
     One parity gate, of one command, serves a study.
     """
 
-    def __init__(self, *, share: Share | None = None) -> None:
+    def __init__(self, *, share: DeviceSlice | None = None) -> None:
         self._share = share
-        self._launcher = LocalLauncher() if share is None else ShareLauncher(share)
+        self._launcher = LocalLauncher() if share is None else SliceLauncher(share)
         self._devices = DeviceGuard(shown=None if share is None else share.environment)
         self._gate: ParityGate | None = None
 
@@ -159,9 +159,9 @@ class LocalLaunches:
 
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """See `Launches`."""
-        from quartet_plugin.protocol.attempt_files import RankFiles
+        from quartet_plugin.protocol.attempt_files import RankFileReader
 
-        snapshot = RankFiles(result.folder, attempt_id=result.attempt_id).scan()
+        snapshot = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
         return nodes_of(snapshot.reports.values())
 
 
@@ -192,9 +192,9 @@ def _judged(result: TrialResult) -> TrialResult:
     """A plan that the adapter refuses beside this command does not fit; the harness is not broken."""
     if result.outcome is not Outcome.HARNESS or result.plan_key is None:
         return result
-    from quartet_plugin.protocol.attempt_files import RankFiles
+    from quartet_plugin.protocol.attempt_files import RankFileReader
 
-    errs = RankFiles(result.folder, attempt_id=result.attempt_id).scan().errs
+    errs = RankFileReader(result.folder, attempt_id=result.attempt_id).scan().errs
     kinds = {err.kind for err in errs.values() if err.kind != "network"}
     return replace(result, outcome=Outcome.INFEASIBLE) if kinds == {"plan"} else result
 
@@ -227,14 +227,14 @@ def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
     )
 
 
-def _crowds(reports: Sequence[RankReport]) -> tuple[Crowd, ...] | None:
+def _crowds(reports: Sequence[RankReport]) -> tuple[CoreGroup, ...] | None:
     """Ranks of one host that may use the same cores, fewer than they are."""
     locals_on: dict[tuple[int, ...], list[int]] = {}
     for report in reports:
         if report.cores:
             locals_on.setdefault(report.cores, []).append(report.local_rank)
     found = [
-        Crowd(locals=tuple(sorted(there)), num_cores=len(cores))
+        CoreGroup(locals=tuple(sorted(there)), num_cores=len(cores))
         for cores, there in sorted(locals_on.items())
         if len(there) > len(cores)
     ]

@@ -22,8 +22,8 @@ from quartet_plugin.errors import (
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.receipt import Receipt, needs_receipt, read_receipt, receipt_path, write_receipt
-from quartet_plugin.model.training_job import Job
-from quartet_plugin.model.trial_record import Record, Told, Verdict
+from quartet_plugin.model.training_job import TrainingJob
+from quartet_plugin.model.trial_record import Record, TrialRecord, Verdict
 from quartet_plugin.schedule.placement import PlacementKind, kind_of, loop
 from quartet_plugin.space.schedules import SEARCHED
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
@@ -32,7 +32,7 @@ from quartet_plugin.trial.request import Progress
 from quartet_plugin.tuner.events import EventLog
 from quartet_plugin.tuner.launches import Check, Launches, ShouldStop
 from quartet_plugin.tuner.observer import Observer
-from quartet_plugin.tuner.run_folder import Run
+from quartet_plugin.tuner.run_folder import TuningRun
 
 # Runs of the user's command for the first plan (weights, reference, the plan) and for every later one.
 FIRST_RUNS = 3
@@ -40,7 +40,7 @@ LATER_RUNS = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class ParityKind:
     """What is checked once: the family of a schedule, where its stages lie, and what is on."""
 
     family: str
@@ -54,7 +54,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class ParityRefusal:
     """Why a plan is not timed.
 
     `culprit` is the key of the plan that was tried, where it was another one; empty where none had to be.
@@ -65,10 +65,10 @@ class Refusal:
     reason: str
     culprit: str | None = None
 
-    def told(self, *, repeats: int | None) -> Told:
+    def told(self, *, repeats: int | None) -> TrialRecord:
         """What the study keeps of it; `repeats` is the trial that was tried in its place."""
         excess = {"wrong": 1.0, "infeasible": REFUSED_EXCESS}.get(self.verdict, 0.0)
-        return Told(
+        return TrialRecord(
             verdict=self.verdict,
             outcome=self.outcome,
             reason=self.reason,
@@ -78,7 +78,7 @@ class Refusal:
         )
 
 
-def kind_of_plan(plan: Plan, *, features: Iterable[str]) -> Kind:
+def kind_of_plan(plan: Plan, *, features: Iterable[str]) -> ParityKind:
     """The kind of a plan that our runtime executes; what the layout turns on counts as a feature."""
     custom, layout = plan.schedule.custom, plan.layout
     devices = layout.pipeline_parallel
@@ -92,7 +92,7 @@ def kind_of_plan(plan: Plan, *, features: Iterable[str]) -> Kind:
         "distributed_optimizer": layout.distributed_optimizer,
         f"recompute_{layout.recompute}": layout.recompute != "none",
     }
-    return Kind(
+    return ParityKind(
         family=plan.schedule.name if custom is None else custom.named or SEARCHED,
         placement=kind_of(placement, num_devices=devices),
         features=frozenset(features) | {name for name, is_on in by_layout.items() if is_on},
@@ -103,7 +103,7 @@ def kind_of_plan(plan: Plan, *, features: Iterable[str]) -> Kind:
 class ParityKeeper:
     """Knows what passed and what is quarantined in a run, and has the rest checked."""
 
-    run: Run
+    run: TuningRun
     command: Command
     launches: Launches
     observer: Observer
@@ -111,10 +111,10 @@ class ParityKeeper:
     should_stop: ShouldStop
     fence: Callable[[], None]
     _features: tuple[str, ...] = ()
-    _passed: set[Kind] = field(default_factory=set)
+    _passed: set[ParityKind] = field(default_factory=set)
     _receipts: dict[str, Receipt] = field(default_factory=dict)
-    _quarantined: dict[Kind, Refusal] = field(default_factory=dict)
-    _unavailable: Refusal | None = None
+    _quarantined: dict[ParityKind, ParityRefusal] = field(default_factory=dict)
+    _unavailable: ParityRefusal | None = None
     _num_checks: int = 0
 
     @property
@@ -140,7 +140,7 @@ class ParityKeeper:
         )
         return unproven * LATER_RUNS + self.num_runs - LATER_RUNS if unproven else 0
 
-    def open(self, job: Job) -> None:
+    def open(self, job: TrainingJob) -> None:
         """Find what an earlier process checked, for this job under these versions."""
         self._features = job.features
         self.close()
@@ -172,7 +172,7 @@ class ParityKeeper:
         found = self._receipts.get(plan.key)
         return found if found is not None and found.failure is None else None
 
-    def refusal_of(self, plan: Plan) -> Refusal | None:
+    def refusal_of(self, plan: Plan) -> ParityRefusal | None:
         """Why a plan is out already, without checking anything."""
         if not needs_receipt(plan):
             return None
@@ -182,7 +182,7 @@ class ParityKeeper:
         found = self._quarantined.get(kind_of_plan(plan, features=self._features), self._unavailable)
         return None if found is None or found.culprit == plan.key else found
 
-    def admit(self, plan: Plan, *, trial: int) -> Refusal | None:
+    def admit(self, plan: Plan, *, trial: int) -> ParityRefusal | None:
         """Before a plan is timed: None where its kind has passed, or does so now."""
         refusal = self.refusal_of(plan)
         if refusal is not None or not needs_receipt(plan):
@@ -191,7 +191,7 @@ class ParityKeeper:
             return None
         return self._check(plan, trial=trial)
 
-    def prove(self, plan: Plan, *, trial: int) -> Refusal | None:
+    def prove(self, plan: Plan, *, trial: int) -> ParityRefusal | None:
         """Before a plan can win: None where it has passed by itself, or does so now."""
         refusal = self.refusal_of(plan)
         if refusal is not None or not needs_receipt(plan) or plan.key in self._receipts:
@@ -204,9 +204,9 @@ class ParityKeeper:
         self.events.add("quarantine", trial=trial, schedule=kind.label, reason=reason)
         self.observer.message(f"{kind.label} is left out from now on: {reason}")
 
-    def _put_away(self, plan: Plan, reason: str) -> Kind:
+    def _put_away(self, plan: Plan, reason: str) -> ParityKind:
         kind = kind_of_plan(plan, features=self._features)
-        refusal = Refusal(
+        refusal = ParityRefusal(
             verdict="wrong",
             outcome="WRONG",
             reason=f"quarantined: {kind.label}: {reason}",
@@ -222,7 +222,7 @@ class ParityKeeper:
         else:
             self._passed.add(kind_of_plan(plan, features=self._features))
 
-    def _check(self, plan: Plan, *, trial: int) -> Refusal | None:
+    def _check(self, plan: Plan, *, trial: int) -> ParityRefusal | None:
         kind = kind_of_plan(plan, features=self._features)
         self.fence()
         self.observer.plan_started(f"{trial} parity check", plan, stage="search", time_left_s=None)
@@ -272,27 +272,27 @@ class ParityKeeper:
             progress.phase, iteration=progress.iteration, num_iterations=progress.num_iterations
         )
 
-    def _give_up(self, kind: Kind, reason: str, *, trial: int) -> Refusal:
+    def _give_up(self, kind: ParityKind, reason: str, *, trial: int) -> ParityRefusal:
         """Nothing of ours can be checked here, so nothing of ours is tried."""
         text = " ".join(reason.split())
-        self._unavailable = Refusal(verdict="infeasible", outcome="INFEASIBLE", reason=text, culprit="")
+        self._unavailable = ParityRefusal(verdict="infeasible", outcome="INFEASIBLE", reason=text, culprit="")
         self.events.add("quarantine", trial=trial, schedule="every schedule of ours", reason=text)
         self.observer.message(
             f"schedules of ours are left out, they cannot be checked ({kind.label}): {text}"
         )
         return self._unavailable
 
-    def _not_checked(self, verdict: Verdict, outcome: str, reason: str, *, trial: int) -> Refusal:
+    def _not_checked(self, verdict: Verdict, outcome: str, reason: str, *, trial: int) -> ParityRefusal:
         text = " ".join(reason.split())
         self.events.add("parity-verdict", trial=trial, verdict=verdict, reason=text)
-        return Refusal(verdict=verdict, outcome=outcome, reason=text)
+        return ParityRefusal(verdict=verdict, outcome=outcome, reason=text)
 
 
-def _failed(receipt: Receipt, kind: Kind) -> Refusal:
+def _failed(receipt: Receipt, kind: ParityKind) -> ParityRefusal:
     assert receipt.failure is not None
     reason = f"{kind.label} does not train as stock does and is left out from now on: "
     reason += receipt.failure.reason
-    return Refusal(verdict="wrong", outcome="WRONG", reason=reason)
+    return ParityRefusal(verdict="wrong", outcome="WRONG", reason=reason)
 
 
 def _worst(receipt: Receipt) -> str:

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet_plugin.calibration.plan_gp import FAR, Evidence, Features, draw, features_of, joint
+from quartet_plugin.calibration.plan_gp import FAR, GpObservations, PlanFeatures, draw, features_of, joint
 from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.measurement import Interval, Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.regret import NOTABLE, Regret
 from quartet_plugin.model.trial_record import Record
-from quartet_plugin.space.param_sources import Params, RandomChooser
+from quartet_plugin.space.param_sources import Params, RandomParams
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.space.schedules import SEARCHED
-from quartet_plugin.tuner.finalists import BASELINE, Ranking
+from quartet_plugin.tuner.finalists import BASELINE, FinalistResult
 
 if TYPE_CHECKING:
     from quartet_plugin.tuner.proposer import Proposer
@@ -50,13 +50,13 @@ Forecasts = Callable[[Sequence[Plan]], Sequence[tuple[float, float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class FinishedSearch:
     """What a search ended with. `winner` is None where the baseline stays."""
 
     baseline: Plan
     records: Sequence[Record]
-    rankings: Sequence[Ranking]
-    winner: Ranking | None
+    rankings: Sequence[FinalistResult]
+    winner: FinalistResult | None
     objective: Objective
     seed: int
 
@@ -68,7 +68,7 @@ class Ended:
 
 def estimate_regret(
     space: Space,
-    search: Ended,
+    search: FinishedSearch,
     *,
     untried: Sequence[Plan] | None = None,
     forecasts: Forecasts | None = None,
@@ -111,7 +111,7 @@ def estimate_regret(
     )
 
 
-def regret_of(space: Space, search: Ended, *, proposer: "Proposer | None") -> Regret | None:
+def regret_of(space: Space, search: FinishedSearch, *, proposer: "Proposer | None") -> Regret | None:
     """The estimate by the calibrated cost model where the search had one, else by what was measured alone."""
     if proposer is None:
         return estimate_regret(space, search)
@@ -120,7 +120,7 @@ def regret_of(space: Space, search: Ended, *, proposer: "Proposer | None") -> Re
     if not ranker.is_ready or not all(ranker.knows(plan) for plan in (search.baseline, search.best)):
         return estimate_regret(space, search)
     # The most promising first, so that those that are left out are the least.
-    untried = [one.candidate.plan for one in proposer.promises() if ranker.knows(one.candidate.plan)]
+    untried = [one.candidate.plan for one in proposer.scored_plans() if ranker.knows(one.candidate.plan)]
 
     def forecasts(plans: Sequence[Plan]) -> list[tuple[float, float]]:
         return [(one.iteration_s, one.spread) for one in ranker.forecast(plans)]
@@ -168,7 +168,7 @@ def words_of(plan: Plan, *, own: Plan) -> str:
 
 
 def _by_process(
-    search: Ended, plans: Sequence[Plan], generator: np.random.Generator
+    search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
     """Draws of the untried plans [draws, plans] and of the best [draws], fitted to what was measured."""
     every = {search.baseline.key: search.baseline}
@@ -188,13 +188,13 @@ def _by_process(
     return found[:, len(measured) :], found[:, at[search.best.key]]
 
 
-def _predicted(plan: Plan, search: Ended) -> float:
+def _predicted(plan: Plan, search: FinishedSearch) -> float:
     """The logarithm of the objective over the baseline's, as the cost model has it; 0 without one."""
     cost = None if plan.prediction is None else plan.prediction.relative_cost
     return 0.0 if not cost else -math.log(cost) + _work(plan, search)
 
 
-def _work(plan: Plan, search: Ended) -> float:
+def _work(plan: Plan, search: FinishedSearch) -> float:
     """Costs are for equal model FLOPs; where tokens count, a smaller model has more of them."""
     if search.objective == "model_flops_per_s_per_device":
         return 0.0
@@ -202,7 +202,7 @@ def _work(plan: Plan, search: Ended) -> float:
     return math.log(own / plan.shape.model_flops_per_sequence)
 
 
-def _evidence(search: Ended, at: dict[str, int]) -> Evidence:
+def _evidence(search: FinishedSearch, at: dict[str, int]) -> GpObservations:
     """The search's measurements, those of the final rounds, and that the baseline is 1 of itself."""
     own = next(record.told.value for record in search.records if record.number == BASELINE)
     assert own is not None, "the baseline of a search was measured"
@@ -211,14 +211,14 @@ def _evidence(search: Ended, at: dict[str, int]) -> Evidence:
         told = record.told
         if record.number == BASELINE or told.value is None or told.repeats is not None:
             continue
-        variance = (told.spread or 0.0) ** 2 if told.is_cropped else 0.0
+        variance = (told.spread or 0.0) ** 2 if told.is_depth_proxy else 0.0
         rows.append((at[record.plan.key], math.log(told.value / own), variance, 1.0))
     for ranking in search.rankings:
         value = math.log(ranking.comparison.speedup.median)
         rows.append((at[ranking.record.plan.key], value, ranking_error(ranking) ** 2, 0.0))
     top = max(row[1] for row in rows)
     wide = [variance + (0.5 * max(0.0, top - value - FAR)) ** 2 for _, value, variance, _ in rows]
-    return Evidence(
+    return GpObservations(
         plan=[row[0] for row in rows],
         value=np.array([row[1] for row in rows]),
         variance=np.array(wide),
@@ -227,13 +227,13 @@ def _evidence(search: Ended, at: dict[str, int]) -> Evidence:
     )
 
 
-def ranking_error(ranking: Ranking) -> float:
+def ranking_error(ranking: FinalistResult) -> float:
     """The deviation of the logarithm of a final speedup: a median of a few ratios."""
     logs = [math.log(ratio) for ratio in ranking.ratios]
     return max(LEAST, MEDIAN_ERROR * statistics.stdev(logs) / math.sqrt(len(logs)))
 
 
-def noise_of_rounds(rankings: Sequence[Ranking]) -> float | None:
+def noise_of_rounds(rankings: Sequence[FinalistResult]) -> float | None:
     """The deviation of the logarithm of one launch, from the final rounds; None without them."""
     pooled = [statistics.variance([math.log(ratio) for ratio in one.ratios]) for one in rankings]
     # A ratio is of two launches.
@@ -241,7 +241,7 @@ def noise_of_rounds(rankings: Sequence[Ranking]) -> float | None:
 
 
 def _by_forecasts(
-    search: Ended, plans: Sequence[Plan], forecasts: Forecasts, generator: np.random.Generator
+    search: FinishedSearch, plans: Sequence[Plan], forecasts: Forecasts, generator: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
     """The same by calibrated predictions; the winner is where the final rounds have it."""
     every = [search.baseline, search.best, *plans]
@@ -261,7 +261,7 @@ def _by_forecasts(
     return draws[:, 2:], draws[:, 1]
 
 
-def _own_work(plan: Plan, search: Ended) -> float:
+def _own_work(plan: Plan, search: FinishedSearch) -> float:
     """Forecasts are of seconds an iteration: with equal tokens more FLOPs count as more."""
     if search.objective == "tokens_per_s":
         return 0.0
@@ -269,17 +269,17 @@ def _own_work(plan: Plan, search: Ended) -> float:
     return math.log(plan.shape.model_flops_per_sequence / own)
 
 
-def _fits(search: Ended, plans: Sequence[Plan], generator: np.random.Generator) -> NDArray[np.bool_]:
+def _fits(search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Generator) -> NDArray[np.bool_]:
     """Whether each plan can run, in each draw [draws, plans]: as often as plans like it could.
 
     What one layout lacks all of its plans do, so they fit together or not at all.
     """
-    tried = [r for r in search.records if r.told.repeats is None and not r.told.is_cropped]
+    tried = [r for r in search.records if r.told.repeats is None and not r.told.is_depth_proxy]
     could = np.array([record.told.verdict == "measured" for record in tried], dtype=np.float64)
     could_not = np.array([r.told.verdict in ("infeasible", "wrong") for r in tried], dtype=np.float64)
     together = features_of([*(record.plan for record in tried), *plans])
-    rows = Features(codes=together.codes[len(tried) :], ends=together.ends[len(tried) :])
-    columns = Features(codes=together.codes[: len(tried)], ends=together.ends[: len(tried)])
+    rows = PlanFeatures(codes=together.codes[len(tried) :], ends=together.ends[len(tried) :])
+    columns = PlanFeatures(codes=together.codes[: len(tried)], ends=together.ends[: len(tried)])
     alike = rows.fits_alike(columns)
     chance = (HOPE + alike @ could) / (HOPE + alike @ (could + could_not))
     layouts: dict[object, int] = {}
@@ -292,7 +292,7 @@ def _fits(search: Ended, plans: Sequence[Plan], generator: np.random.Generator) 
 # Untried plans
 
 
-def untried_plans(space: Space, search: Ended) -> list[Plan]:
+def untried_plans(space: Space, search: FinishedSearch) -> list[Plan]:
     """Plans of the space that were not tried: neighbours of the best ones and any, in turns."""
     generator = random.Random(derived_seed(search.seed, len(search.records), "untried"))  # noqa: S311
     known = {one.execution for one in (search.baseline, *(record.plan for record in search.records))}
@@ -317,7 +317,7 @@ def untried_plans(space: Space, search: Ended) -> list[Plan]:
     return list(found.values())
 
 
-class _Neighbour(RandomChooser):
+class _Neighbour(RandomParams):
     """Chooses as a point does, but for one choice now and then; of no point, by chance alone.
 
     Without `is_searching` no order is searched where there is another.
@@ -338,10 +338,10 @@ class _Neighbour(RandomChooser):
         self.params[name] = chosen = str(choice)
         return chosen
 
-    def weight(self, name: str) -> float:
+    def unit_float(self, name: str) -> float:
         """A number near the point's."""
         if name not in self._near:
-            return super().weight(name)
+            return super().unit_float(name)
         moved = float(self._near[name]) + self._generator.gauss(0.0, STEP)
         self.params[name] = weight = min(1.0, max(-1.0, moved))
         return weight

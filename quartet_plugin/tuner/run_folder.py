@@ -129,7 +129,7 @@ class RunFolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class TuningRun:
     """A run as it was begun: its folder, configuration, the user's command and where that starts.
 
     A run that is read back without its command has the secrets in it blanked, as they are on disk.
@@ -189,15 +189,15 @@ def _has_measured(folder: RunFolder) -> bool:
     return False
 
 
-def create_run(path: Path, *, config: TuneConfig, command: Sequence[str]) -> Run:
+def create_run(path: Path, *, config: TuneConfig, command: Sequence[str]) -> TuningRun:
     """Begin a run: write down what was asked. Raises ConfigError where the run exists already."""
     folder = RunFolder(path=prepare_folder(path, is_resumed=False))
-    run = Run(folder=folder, config=config, command=tuple(command), cwd=Path.cwd())
+    run = TuningRun(folder=folder, config=config, command=tuple(command), cwd=Path.cwd())
     _write_config(run)
     return run
 
 
-def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] | None) -> Run:
+def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] | None) -> TuningRun:
     """The run in `path` with its configuration and command.
 
     `config` and `command`, where given, must be those it was begun with, but for what changes no measurement
@@ -222,10 +222,10 @@ def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] 
         _remove_torn(folder)
     cwd = Path(data["cwd"])
     if config is None:
-        return Run(folder=folder, config=begun, command=words, cwd=cwd)
+        return TuningRun(folder=folder, config=begun, command=words, cwd=cwd)
     _refuse_changes(begun, config, path=path)
     merged = config.model_copy(update={"run": begun.run})
-    run = Run(folder=folder, config=merged, command=words, cwd=cwd)
+    run = TuningRun(folder=folder, config=merged, command=words, cwd=cwd)
     _write_config(run)
     return run
 
@@ -271,7 +271,7 @@ def _refuse_changes(begun: TuneConfig, config: TuneConfig, *, path: Path) -> Non
                 )
 
 
-def _write_config(run: Run) -> None:
+def _write_config(run: TuningRun) -> None:
     from quartet_plugin import __version__
 
     content = {

@@ -15,15 +15,15 @@ from quartet_plugin.model.receipt import needs_receipt
 from quartet_plugin.model.trial_record import Record
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
 from quartet_plugin.trial.request import Outcome, TrialResult
-from quartet_plugin.tuner.depth_proxy import Cropping
-from quartet_plugin.tuner.drift import Controls
+from quartet_plugin.tuner.depth_proxy import DepthProxy
+from quartet_plugin.tuner.drift import DriftMonitor
 from quartet_plugin.tuner.events import EventLog
 from quartet_plugin.tuner.finalists import BASELINE, candidates
-from quartet_plugin.tuner.parity import ParityKeeper, Refusal
+from quartet_plugin.tuner.parity import ParityKeeper, ParityRefusal
 from quartet_plugin.tuner.proposer import Proposer
-from quartet_plugin.tuner.run_folder import Run
+from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.time_budget import TimeBudget
-from quartet_plugin.tuner.trial_launcher import Launching, told_of
+from quartet_plugin.tuner.trial_launcher import TrialLauncher, record_of
 
 MAX_INFEASIBLE_IN_A_ROW = 30
 MAX_LOST_IN_A_ROW = 3
@@ -31,18 +31,18 @@ MAX_REPEATS_IN_A_ROW = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class SequentialSearch:
     """Spends a study's trials, one after the other."""
 
-    run: Run
-    launching: Launching
+    run: TuningRun
+    launching: TrialLauncher
     parity: ParityKeeper
-    controls: Controls
+    controls: DriftMonitor
     events: EventLog
     budget: TimeBudget
     fence: Callable[[], None]
     proposer: Proposer | None = None
-    cropping: Cropping | None = None
+    cropping: DepthProxy | None = None
     why_forbidden: Callable[[Plan], str | None] = lambda _: None
 
     def spend(self, study: TuneStudy) -> str:
@@ -65,7 +65,7 @@ class Search:
             if self.cropping is not None and not self.cropping.is_open:
                 self.cropping.open(records, num_left=self.num_left(tried=tried))
                 continue
-            proposal = self.foresee(begun.popleft(), records) if begun else self.ask(study, records)
+            proposal = self.predict(begun.popleft(), records) if begun else self.ask(study, records)
             if proposal is None:
                 return f"{tried} plans were tried; there are no others to try"
             if not self.has_time(records, then_try=proposal.plan):
@@ -97,7 +97,7 @@ class Search:
         elif self.proposer is not None:
             self.fence()
             promise = self.proposer.prepare(study, records, is_known=is_known, pending=list(pending))
-        proposal = self.foresee(study.ask(), records)
+        proposal = self.predict(study.ask(), records)
         if promise is not None:
             forecast = promise.forecast
             self.events.add(
@@ -109,9 +109,9 @@ class Search:
             )
         return proposal
 
-    def foresee(self, proposal: Proposal, records: list[Record]) -> Proposal:
+    def predict(self, proposal: Proposal, records: list[Record]) -> Proposal:
         """The proposal with what the calibrated cost model says of it, where there is one."""
-        return proposal if self.proposer is None else self.proposer.foresee(proposal, records)
+        return proposal if self.proposer is None else self.proposer.predict(proposal, records)
 
     def answer(self, study: TuneStudy, proposal: Proposal, records: list[Record]) -> bool:
         """Whether the study was told without a launch: the plan was measured before, or it is refused."""
@@ -134,7 +134,7 @@ class Search:
         if result.outcome is Outcome.HARNESS:
             raise SeamError(f"trial {proposal.number}: {result.reason}; see {result.folder}")
         self.fence()
-        told = told_of(proposal.plan, result, objective=yardstick.objective, drift=self.launching.drift)
+        told = record_of(proposal.plan, result, objective=yardstick.objective, drift=self.launching.drift)
         study.tell(proposal, told)
         self.events.add(
             "told", trial=proposal.number, verdict=told.verdict, value=told.value, drift=told.drift
@@ -158,14 +158,14 @@ class Search:
             records,
             baseline_value=own.value,
             top_k=self.run.config.study.top_k,
-            believed=self.believed(records),
+            believed=self.posterior_means(records),
         )
         proofs = self.parity.num_runs_to_prove(record.plan for record in best)
         return self.budget.fits(num_launches=1 + ahead, then=self.num_in_final() + proofs)
 
-    def believed(self, records: list[Record]) -> dict[int, float]:
+    def posterior_means(self, records: list[Record]) -> dict[int, float]:
         """What measured plans are worth by all that is known, by trial; nothing without a cost model."""
-        return {} if self.proposer is None else self.proposer.believed(records)
+        return {} if self.proposer is None else self.proposer.posterior_means(records)
 
     def num_in_final(self) -> int:
         """Launches of the final rounds."""
@@ -205,12 +205,12 @@ class Search:
         self.launching.show_told(Record(number=proposal.number, plan=proposal.plan, told=told))
         return True
 
-    def _forbidden(self, plan: Plan) -> Refusal | None:
+    def _forbidden(self, plan: Plan) -> ParityRefusal | None:
         """The user's own refusal of a plan."""
         why = self.why_forbidden(plan)
         if why is None:
             return None
-        return Refusal(verdict="infeasible", outcome=FORBIDDEN, reason=why, culprit="")
+        return ParityRefusal(verdict="infeasible", outcome=FORBIDDEN, reason=why, culprit="")
 
     def _is_refused(self, study: TuneStudy, proposal: Proposal, records: list[Record]) -> bool:
         """Whether the user or the parity gate keeps the proposal from being timed; then the study is told."""

@@ -11,13 +11,13 @@ from quartet_plugin.model.launched import Launched, Stage
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.score import Score, score, score_of_median
-from quartet_plugin.model.trial_record import Record, Told, Verdict
+from quartet_plugin.model.trial_record import Record, TrialRecord, Verdict
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.tuner.events import EventLog
 from quartet_plugin.tuner.launches import Launches, ShouldStop
 from quartet_plugin.tuner.observer import Observer
-from quartet_plugin.tuner.run_folder import Run
+from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.time_budget import TimeBudget
 
 _VERDICTS: dict[Outcome, Verdict] = {
@@ -30,7 +30,7 @@ _VERDICTS: dict[Outcome, Verdict] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Yardstick:
+class BaselineScore:
     """What the user's own configuration does: its plan, score and what it is compared by."""
 
     plan: Plan
@@ -43,7 +43,7 @@ class Yardstick:
         return self.score.value(self.objective)
 
 
-class Launching:
+class TrialLauncher:
     """Has plans launched for a run. `yardstick` is None until trial 0 is measured.
 
     `drift` is the baseline's speed at the latest control over that of trial 0, 1 where they are as good as
@@ -52,7 +52,7 @@ class Launching:
 
     def __init__(
         self,
-        run: Run,
+        run: TuningRun,
         *,
         command: Command,
         launches: Launches,
@@ -70,7 +70,7 @@ class Launching:
         self._should_stop = should_stop
         self._fence = fence
         self._budget = budget
-        self.yardstick: Yardstick | None = None
+        self.yardstick: BaselineScore | None = None
         self.best_value: float | None = None
         self.drift = 1.0
         self._timeouts = Timeouts.within(run.config.trial.deadline_s)
@@ -237,12 +237,12 @@ class Launching:
         )
 
 
-def told_of(plan: Plan, result: TrialResult, *, objective: Objective, drift: float = 1.0) -> Told:
+def record_of(plan: Plan, result: TrialResult, *, objective: Objective, drift: float = 1.0) -> TrialRecord:
     """What the study keeps of a result; not for cancelled trials or faults of the harness.
 
-    `drift` is the machine's, see `Launching`.
+    `drift` is the machine's, see `TrialLauncher`.
     """
-    common = Told(
+    common = TrialRecord(
         verdict=_VERDICTS[result.outcome],
         outcome=result.outcome.value,
         reason=result.reason,

@@ -20,7 +20,7 @@ from quartet_plugin.calibration.constants_fit import (
 )
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
 from quartet_plugin.cost.predict import predict
-from quartet_plugin.cost.run import Run
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.errors import ConfigError
 from tests.cost import runs
 from tests.cost.live import cpu_run, varied_runs
@@ -64,7 +64,7 @@ def calibration() -> Calibration:
     return calibrate([*iterations(planted()), *parts(planted())])
 
 
-def unseen() -> list[Run]:
+def unseen() -> list[TrainingRun]:
     return [
         cpu_run(layers=10, hidden=192, seq=96, vocab=6144, split=(6, 4), num_microbatches=6),
         cpu_run(layers=6, hidden=320, vocab=8192, pp=1, tp=2, num_microbatches=3),

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from quartet_plugin.calibration.feasibility import OVER_CHANCE, SAME_LAYOUT, SAME_SCHEDULE, Odds
-from quartet_plugin.calibration.machine_prior import ground_of
+from quartet_plugin.calibration.feasibility import OVER_CHANCE, SAME_LAYOUT, SAME_SCHEDULE, FeasibilityModel
+from quartet_plugin.calibration.machine_prior import machine_model_of
 from quartet_plugin.model.plan import NodeInfo, Plan
-from quartet_plugin.model.trial_record import Record, Told
-from quartet_plugin.space.param_sources import RandomChooser
+from quartet_plugin.model.trial_record import Record, TrialRecord
+from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
@@ -29,15 +29,15 @@ def gpus(*, num: int) -> tuple[NodeInfo, ...]:
 
 
 def record(plan: Plan, verdict: str, *, peak: int = 0) -> Record:
-    told = Told(verdict=verdict, outcome="", reason="", attempt_id="", peak_memory_bytes=peak)  # type: ignore[arg-type]
+    told = TrialRecord(verdict=verdict, outcome="", reason="", attempt_id="", peak_memory_bytes=peak)  # type: ignore[arg-type]
     return Record(number=1, plan=plan, told=told)
 
 
 def test_neighbours_of_what_did_not_fit_are_less_likely_to() -> None:
     space = space_of(make_nodes(2))
-    odds = Odds(ground_of(space.nodes, precision="fp32"))
+    odds = FeasibilityModel(machine_model_of(space.nodes, precision="fp32"))
     generator = random.Random(0)
-    plans = [space.decode(RandomChooser(generator), trial=0) for _ in range(60)]
+    plans = [space.decode(RandomParams(generator), trial=0) for _ in range(60)]
     bad = next(plan for plan in plans if plan.layout.virtual_stages > 1)
     assert odds.chance(bad) == 1.0
     odds.learn(record(bad, "infeasible"))
@@ -52,14 +52,14 @@ def test_plans_that_need_more_memory_than_there_is_are_unlikely() -> None:
         space_of(gpus(num=2)),
         space_of(gpus(num=2), num_layers=80, hidden_size=8192, ffn_hidden_size=32768),
     )
-    odds = Odds(ground_of(small.nodes, precision="bf16"))
+    odds = FeasibilityModel(machine_model_of(small.nodes, precision="bf16"))
     assert odds.chance(small.baseline) == 1.0
     assert odds.chance(large.baseline) == OVER_CHANCE
 
 
 def test_measured_memory_corrects_what_is_expected() -> None:
     space = space_of(gpus(num=2))
-    odds = Odds(ground_of(space.nodes, precision="bf16"))
+    odds = FeasibilityModel(machine_model_of(space.nodes, precision="bf16"))
     expected = odds.peak_bytes(space.baseline)
     assert expected is not None
     odds.learn(record(space.baseline, "measured", peak=round(1.5 * expected)))
@@ -68,6 +68,6 @@ def test_measured_memory_corrects_what_is_expected() -> None:
 
 def test_where_the_device_is_not_known_nothing_is_said_of_memory() -> None:
     space = space_of(make_nodes(2), num_layers=80, hidden_size=8192, ffn_hidden_size=32768)
-    odds = Odds(ground_of(space.nodes, precision="fp32"))
+    odds = FeasibilityModel(machine_model_of(space.nodes, precision="fp32"))
     assert odds.chance(space.baseline) == 1.0
     assert odds.peak_bytes(space.baseline) is None

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from quartet_plugin.calibration.launch_noise import LEAST, launch_noise
 from quartet_plugin.calibration.observations import spread_of
-from quartet_plugin.model.trial_record import Told
+from quartet_plugin.model.trial_record import TrialRecord
 
-PLAIN = Told(verdict="measured", outcome="OK", reason="", attempt_id="", value=1.0, iteration_s=1.0)
+PLAIN = TrialRecord(verdict="measured", outcome="OK", reason="", attempt_id="", value=1.0, iteration_s=1.0)
 
 
-def scattered(deviation: float, *, count: int, seed: int = 0) -> Told:
+def scattered(deviation: float, *, count: int, seed: int = 0) -> TrialRecord:
     generator = random.Random(seed)
     times = [generator.gauss(1.0, deviation) for _ in range(count)]
     return replace(PLAIN, num_iterations=count, spread=spread_of(times))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.calibration.posterior import Measured, Model, View, fit
+from quartet_plugin.calibration.posterior import Measured, Model, PosteriorSample, fit
 from quartet_plugin.model.costs import FloatArray
 
 NUM_FACTORS = 4
@@ -23,7 +23,7 @@ def sums(parts: FloatArray) -> Model:
     return model
 
 
-def views_of(num: int, *, truth: FloatArray, seed: int, noise: float = 0.01) -> list[View]:
+def views_of(num: int, *, truth: FloatArray, seed: int, noise: float = 0.01) -> list[PosteriorSample]:
     generator = np.random.default_rng(seed)
     parts = np.exp(generator.normal(size=(num, NUM_FACTORS)))
     model = sums(parts)
@@ -35,7 +35,7 @@ def views_of(num: int, *, truth: FloatArray, seed: int, noise: float = 0.01) -> 
     return fit(model, measured, starts=[np.zeros(NUM_FACTORS)], spreads=SPREADS)
 
 
-def moments(views: list[View]) -> tuple[FloatArray, FloatArray]:
+def moments(views: list[PosteriorSample]) -> tuple[FloatArray, FloatArray]:
     """Mean and deviation of the factors over the views."""
     weights, points = np.array([view.weight for view in views]), np.stack([view.point for view in views])
     mean = weights @ points

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from quartet_plugin.calibration.observations import action_times, spread_of
-from quartet_plugin.calibration.predictor import Ranker
+from quartet_plugin.calibration.predictor import PlanPredictor
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.trial_record import Record, Told
-from quartet_plugin.space.param_sources import RandomChooser
+from quartet_plugin.model.trial_record import Record, TrialRecord
+from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
 from tests.calibration.truth import Truth
@@ -32,11 +32,11 @@ def space_of(*nodes: int, **search: object) -> Space:
 
 def sampled(space: Space, *, num: int, seed: int = 0) -> list[Plan]:
     generator = random.Random(seed)
-    return [space.decode(RandomChooser(generator), trial=0) for _ in range(num)]
+    return [space.decode(RandomParams(generator), trial=0) for _ in range(num)]
 
 
 def record(number: int, plan: Plan, seconds: float, **told: object) -> Record:
-    common = Told(
+    common = TrialRecord(
         verdict="measured",
         outcome="OK",
         reason="",
@@ -54,12 +54,12 @@ def told(space: Space, truth: Truth, *, num: int, seed: int = 0) -> list[Record]
     return [record(at, plan, truth(plan)) for at, plan in enumerate(plans)]
 
 
-def ranker_of(truth: Truth, folder: Path | None = None) -> Ranker:
+def ranker_of(truth: Truth, folder: Path | None = None) -> PlanPredictor:
     folder_of = None if folder is None else lambda number: folder / f"{number:06d}"
-    return Ranker(truth.ground, num_iterations=10, folder_of=folder_of)
+    return PlanPredictor(truth.ground, num_iterations=10, folder_of=folder_of)
 
 
-def errors(ranker: Ranker, truth: Truth, plans: list[Plan]) -> np.ndarray:
+def errors(ranker: PlanPredictor, truth: Truth, plans: list[Plan]) -> np.ndarray:
     found = ranker.forecast(plans)
     return np.array([np.log(one.iteration_s / truth(plan)) for one, plan in zip(found, plans, strict=True)])
 
@@ -133,13 +133,13 @@ def test_a_lucky_launch_counts_less_where_iterations_scatter() -> None:
     records = told(space, truth, num=5)
     lucky = sampled(space, num=1, seed=3)[0]
 
-    def believed(spread: float) -> float:
+    def posterior_mean(spread: float) -> float:
         ranker = ranker_of(truth)
         known = [record(one.number, one.plan, truth(one.plan), spread=spread) for one in records]
         ranker.learn([*known, record(9, lucky, 0.8 * truth(lucky), spread=spread)])
         return ranker.forecast([lucky])[0].iteration_s / truth(lucky)
 
-    assert believed(0.001) + 0.03 < believed(0.05) < 1.0
+    assert posterior_mean(0.001) + 0.03 < posterior_mean(0.05) < 1.0
 
 
 def test_what_a_kind_of_plan_is_off_by_is_learned_with_shrinkage() -> None:
@@ -169,7 +169,7 @@ def test_records_of_repeats_lost_trials_and_other_kinds_add_nothing_to_the_times
         Record(
             number=8,
             plan=space.baseline,
-            told=Told(verdict="lost", outcome="INFRA", reason="", attempt_id=""),
+            told=TrialRecord(verdict="lost", outcome="INFRA", reason="", attempt_id=""),
         ),
     ]
     noisy.learn([*first, *extra])
@@ -179,9 +179,9 @@ def test_records_of_repeats_lost_trials_and_other_kinds_add_nothing_to_the_times
 
 def write_actions(folder: Path, plan: Plan, truth: Truth, *, attempt_id: str = ATTEMPT) -> None:
     """What the ranks of a schedule of ours would have recorded."""
-    from quartet_plugin.cost.iteration import Anatomies
+    from quartet_plugin.cost.iteration import IterationModelCache
 
-    anatomy = Anatomies(truth.ground).of(plan)
+    anatomy = IterationModelCache(truth.ground).of(plan)
     folder.mkdir(parents=True)
     for device in range(plan.layout.pipeline_parallel):
         actions, start, end, now = [], [], [], 0.0
@@ -218,7 +218,7 @@ def test_recorded_actions_say_what_whole_iterations_cannot(tmp_path: Path) -> No
     seeing = ranker_of(truth, tmp_path)
     seeing.learn(records)
 
-    def head(ranker: Ranker) -> tuple[float, float]:
+    def head(ranker: PlanPredictor) -> tuple[float, float]:
         found = next(one for one in ranker.corrections() if one.name == "head")
         return found.ratio, found.spread
 

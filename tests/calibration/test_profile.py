@@ -8,9 +8,14 @@ import pytest
 
 from quartet_plugin.calibration.constants_fit import Direction, Quantity, seconds_of
 from quartet_plugin.calibration.profile import costs_of, observations_of, parse_rank, typical_parts
-from quartet_plugin.calibration.profile_file import Played, make_profile, read_profile, write_profile
+from quartet_plugin.calibration.profile_file import (
+    SimulatedRankRecord,
+    make_profile,
+    read_profile,
+    write_profile,
+)
 from quartet_plugin.cost.constants import NEUTRAL
-from quartet_plugin.cost.run import Run
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.schedule.files import costs_from_json
 from tests.cost.live import cpu_run
@@ -109,7 +114,7 @@ def test_gradients_are_measured_where_nothing_hides_them() -> None:
     late["steps"] |= {"finalize": 0.004}
     ranks = [parse_rank(one, where="a test") for one in (late, early)]
 
-    def gradients(run: Run) -> list[float]:
+    def gradients(run: TrainingRun) -> list[float]:
         return [one.seconds for one in observations_of(run, ranks) if one.quantity is Quantity.GRADIENTS]
 
     assert gradients(cpu_run()) == [0.004]
@@ -138,7 +143,7 @@ def test_a_backward_that_was_not_split_is_one_measurement() -> None:
 def test_file_and_back(tmp_path: Path) -> None:
     ranks = [parse_rank(one, where="a test") for one in (FIRST, LAST)]
     costs = costs_of(ranks, num_layers=4, num_devices=2, num_microbatches=8)
-    played = Played(stage=1, rank=512, world_size=1024)
+    played = SimulatedRankRecord(stage=1, rank=512, world_size=1024)
     path = tmp_path / "profile.json"
     write_profile(make_profile(ranks, costs=costs, played=played, iteration_s=[0.5]), path=path)
     found = read_profile(path)

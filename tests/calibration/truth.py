@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quartet_plugin.calibration.machine_prior import ground_of
+from quartet_plugin.calibration.machine_prior import machine_model_of
 from quartet_plugin.calibration.predictor import identity
-from quartet_plugin.cost.coefficients import AT, Ground
-from quartet_plugin.cost.iteration import Anatomies
+from quartet_plugin.cost.coefficients import INDEX, MachineModel
+from quartet_plugin.cost.iteration import IterationModelCache
 from quartet_plugin.model.plan import NodeInfo, Plan
 
 
@@ -26,13 +26,13 @@ class Truth:
         residual: float = 0.0,
         **factors: float,
     ) -> None:
-        self.ground: Ground = ground_of(nodes, precision="fp32")
+        self.ground: MachineModel = machine_model_of(nodes, precision="fp32")
         self.theta = np.zeros(self.ground.num_factors)
         for name, ratio in factors.items():
-            self.theta[next(at for factor, at in AT.items() if factor.value == name)] = np.log(ratio)
+            self.theta[next(at for factor, at in INDEX.items() if factor.value == name)] = np.log(ratio)
         for slot, pace in enumerate(paces):
-            self.theta[len(AT) + slot] = np.log(pace)
-        self._anatomies = Anatomies(self.ground)
+            self.theta[len(INDEX) + slot] = np.log(pace)
+        self._anatomies = IterationModelCache(self.ground)
         self._residual = residual
         self._known: dict[object, float] = {}
 

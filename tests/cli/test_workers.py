@@ -22,8 +22,8 @@ from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.processes import marked, own_identity
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.run_folder import create_run
-from quartet_plugin.tuner.workers.messages import Claim, Member, Offer, ShareSheet
-from quartet_plugin.tuner.workers.work_queue import Board
+from quartet_plugin.tuner.workers.messages import Claim, Member, Offer, SliceRecord
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.faults.conftest import assert_nothing_left
 from tests.study.servers import Postgres, postgres
@@ -71,7 +71,7 @@ class Tuner:
         words, command = prepare(folder, config=CONFIG.replace("STORAGE", storage))
         self.run = folder / "runs" / "fake"
         self.storage = storage
-        self.board = Board(folder=self.run)
+        self.board = WorkQueue(folder=self.run)
         self.log = folder / f"tuner-{len(list(folder.glob('tuner-*')))}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -298,13 +298,13 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_written(
     assert not (tmp_path / "runs").exists()
 
 
-def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Board:
+def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> WorkQueue:
     """A run that takes workers, as its folder looks on another host."""
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     config = parse_config({"run": "r"}, where="test")
     run = create_run(tmp_path / "r", config=config, command=words)
-    board = Board(folder=run.folder.path)
+    board = WorkQueue(folder=run.folder.path)
     board.open(Offer(device="cpu", num_devices=1))
     return board
 
@@ -330,7 +330,7 @@ def test_a_host_that_cannot_join_is_told_why_in_one_line(
     says: str,
 ) -> None:
     board = open_run(tmp_path, monkeypatch, *words)
-    everything = ShareSheet(device="cpu", cores=tuple(os.sched_getaffinity(0)))
+    everything = SliceRecord(device="cpu", cores=tuple(os.sched_getaffinity(0)))
     me = own_identity()
     board.enlist(
         Member(

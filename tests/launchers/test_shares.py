@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers import shares
 from quartet_plugin.launchers.command import Command, parse_command
-from quartet_plugin.launchers.shares import Share, ShareLauncher, divide
+from quartet_plugin.launchers.shares import DeviceSlice, SliceLauncher, divide
 
 
 def command(*words: str, num_processes: int | str = 2) -> Command:
@@ -82,7 +82,7 @@ def test_shares_are_alike_and_have_nothing_in_common(
         found = cut(patch, num, **call)
     assert {share.num_devices for share in found} == {each}
     assert len({core for share in found for core in share.cores}) == num_shares * each
-    assert not any(one.meets(other) for one in found for other in found if one is not other)
+    assert not any(one.overlaps(other) for one in found for other in found if one is not other)
     assert [(share.index, share.count) for share in found] == [(i, num_shares) for i in range(num_shares)]
 
 
@@ -117,10 +117,10 @@ def test_accelerators_are_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cores_are_shared_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     found = cut(monkeypatch, 2, num_shares=4, oversubscribe=True)
     assert [share.cores for share in found] == [(0, 1)] * 4
-    assert not found[0].meets(found[1])
+    assert not found[0].overlaps(found[1])
     alone = cut(monkeypatch, 2, num_shares=1)[0]
-    assert not alone.meets(found[0])
-    assert alone.meets(cut(monkeypatch, 2, num_shares=1)[0])
+    assert not alone.overlaps(found[0])
+    assert alone.overlaps(cut(monkeypatch, 2, num_shares=1)[0])
 
 
 def test_standalone_and_single_processes_name_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_standalone_and_single_processes_name_no_port(monkeypatch: pytest.Monkey
 
 
 def test_ports_of_two_shares_are_never_the_same() -> None:
-    parts = [Share(device="cpu", index=index, count=7, cores=(0,)) for index in range(7)]
+    parts = [DeviceSlice(device="cpu", index=index, count=7, cores=(0,)) for index in range(7)]
     for _ in range(20):
         ports = [share.free_port() for share in parts]
         assert [port % 7 for port in ports] == list(range(7))
@@ -140,7 +140,7 @@ def test_ports_of_two_shares_are_never_the_same() -> None:
 def test_processes_run_inside_their_share_and_this_one_keeps_its_own(tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
     before = os.sched_getaffinity(0)
-    launcher = ShareLauncher(Share(device="cuda", cores=(core,), devices=("7", "GPU-x")))
+    launcher = SliceLauncher(DeviceSlice(device="cuda", cores=(core,), devices=("7", "GPU-x")))
     code = "import os; print(sorted(os.sched_getaffinity(0)), os.environ['CUDA_VISIBLE_DEVICES'])"
     handle = launcher.start(
         [sys.executable, "-c", code], env=dict(os.environ), cwd=tmp_path, stdout=tmp_path / "out"

@@ -247,12 +247,12 @@ def test_ranks_with_different_plans_are_named(tmp_path: Path) -> None:
 
 
 def test_start_without_torchruns_store_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quartet_plugin.rank.rendezvous import AgreedRefusalError, Meeting, Place
+    from quartet_plugin.rank.rendezvous import AgreedRefusalError, RankEnv, Rendezvous
 
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    place = Place.of({"RANK": "0", "WORLD_SIZE": "2"})
+    place = RankEnv.of({"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(AgreedRefusalError, match="torchrun"):
-        Meeting.open(place)
+        Rendezvous.open(place)
 
 
 def test_importing_the_adapter_changes_nothing() -> None:

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from quartet_plugin.planner.job import PlanJob, parse_job
+from quartet_plugin.planner.job import PlanRequest, parse_job
 from tests.model.clusters import make_cluster
 
 
@@ -25,12 +25,12 @@ def job_data(**changes: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def cluster_job(cluster: dict[str, Any], **changes: dict[str, Any]) -> PlanJob:
+def cluster_job(cluster: dict[str, Any], **changes: dict[str, Any]) -> PlanRequest:
     """The small model on a cluster that is described in full."""
     return parse_job({**job_data(**changes), "cluster": cluster}, where="job")
 
 
-def random_cluster_job(seed: int) -> PlanJob:
+def random_cluster_job(seed: int) -> PlanRequest:
     """Four or eight devices, some of them slower, links unequal in half of the draws."""
     draw = random.Random(seed)
     num_nodes, per_node = draw.choice([(2, 2), (1, 4), (4, 1), (2, 4)])

@@ -4,10 +4,10 @@ import random
 from collections.abc import Sequence
 
 from quartet_plugin.calibration.predictor import identity
-from quartet_plugin.cost.iteration import Ends
+from quartet_plugin.cost.iteration import StageLoads
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.planner.candidate_plans import Candidate, Candidates
-from quartet_plugin.space.param_sources import FixedChooser, RandomChooser
+from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
+from quartet_plugin.space.param_sources import FixedParams, RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes
@@ -25,12 +25,12 @@ def rates(plans: Sequence[Plan]) -> list[float]:
     return [by_formula(plan) for plan in plans]
 
 
-def flat_ends(plan: Plan) -> Ends:
-    return Ends(embedding=0.0, head=1.0, paces=(1.0,) * plan.layout.pipeline_parallel)
+def flat_ends(plan: Plan) -> StageLoads:
+    return StageLoads(embedding=0.0, head=1.0, paces=(1.0,) * plan.layout.pipeline_parallel)
 
 
 def found_in(space: Space) -> list[Candidate]:
-    return Candidates(space, knows=lambda plan: True).best(rate=rates, ends_of=flat_ends)
+    return PlanCandidates(space, knows=lambda plan: True).best(rate=rates, ends_of=flat_ends)
 
 
 def discrete(plan: Plan) -> object:
@@ -42,7 +42,7 @@ def test_every_choice_of_a_small_space_is_there() -> None:
     space = space_of({"schedule": ["no-pipelining", "1f1b", "interleaved", "zb-h1"]}, 2)
     found = {discrete(one.plan) for one in found_in(space)}
     generator = random.Random(0)
-    chosen = {discrete(space.decode(RandomChooser(generator), trial=0)) for _ in range(600)}
+    chosen = {discrete(space.decode(RandomParams(generator), trial=0)) for _ in range(600)}
     stock = {one for one in chosen if "zb" not in one[2]}  # type: ignore[index]
     assert stock <= found
     assert any("zb" in one[2] for one in found)  # type: ignore[index]
@@ -60,7 +60,7 @@ def test_each_plan_is_there_once_and_its_choices_lead_to_it() -> None:
     assert len({one.plan.key for one in found}) == len(found)
     assert len({identity(one.plan) for one in found}) == len(found)
     for one in found[::5]:
-        assert space.decode(FixedChooser(one.params), trial=0).key == one.plan.key
+        assert space.decode(FixedParams(one.params), trial=0).key == one.plan.key
         assert space.params_of(one.plan) is not None
 
 
@@ -72,14 +72,14 @@ def test_near_the_best_the_splits_are_varied() -> None:
 
 def test_a_large_space_is_cut_to_what_can_be_ranked() -> None:
     space = space_of({"schedule": "stock"}, 8, 8, 8, 8, pipeline_parallel=4, data_parallel=8)
-    candidates = Candidates(space, knows=lambda plan: True)
+    candidates = PlanCandidates(space, knows=lambda plan: True)
     assert len(candidates.layouts) <= 400
     assert len(candidates.best(rate=rates, ends_of=flat_ends)) <= 4000
 
 
 def test_plans_that_cannot_be_predicted_are_left_out() -> None:
     space = space_of({"schedule": "stock"}, 2)
-    candidates = Candidates(space, knows=lambda plan: plan.layout.data_parallel == 1)
+    candidates = PlanCandidates(space, knows=lambda plan: plan.layout.data_parallel == 1)
     found = candidates.best(rate=rates, ends_of=flat_ends)
     assert found
     assert all(one.plan.layout.data_parallel == 1 for one in found)

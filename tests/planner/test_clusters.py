@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.cost.cluster import ideal, places_of, places_of_machines
+from quartet_plugin.cost.cluster import ideal, topology_of, uniform_topology_of
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.probed import Findings, ProbedLinks, ProbedRank, cluster_of
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.cluster import Link, write_cluster
 from quartet_plugin.model.plan import read_plan, write_plan
-from quartet_plugin.planner.assigned_prediction import PlacedRun
-from quartet_plugin.planner.assignment_search import QUICK, THOROUGH, place, places_of_job, planned_run
+from quartet_plugin.planner.assigned_prediction import AssignedRun
+from quartet_plugin.planner.assignment_search import QUICK, THOROUGH, assign, places_of_job, planned_run
 from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.candidates import even_split, layout_of, legal_candidates
-from quartet_plugin.planner.job import PlanJob, parse_job, read_job
+from quartet_plugin.planner.job import PlanRequest, parse_job, read_job
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import best_plans, rank, refine, slowdown_of
 from tests.model.clusters import make_cluster
@@ -41,13 +41,13 @@ def test_equal_devices_in_the_stock_order_are_predicted_as_ever(device: str, exp
     job = parse_job(job_data(cluster=cluster, search=search, model=model), where="job")
     candidates = legal_candidates(job, job.shape)
     bounds = bounds_of(job, job.shape, candidates, constants=fitted())
-    places = places_of_machines(job.machines, fitted())
+    places = uniform_topology_of(job.machines, fitted())
     step = max(1, len(candidates) // 20)
     for row in range(0, len(candidates), step):
         run = planned_run(
             job, job.shape, candidates.layout(row), bounds.split(job, job.shape, candidates, row)
         )
-        placed = PlacedRun(run, fitted(), places).predict(tuple(range(16)))
+        placed = AssignedRun(run, fitted(), places).predict(tuple(range(16)))
         stock = predict(run, fitted())
         assert placed.iter_time_s == pytest.approx(stock.iter_time_s, rel=1e-9), candidates.layout(row)
         assert set(placed.terms) == set(stock.terms)
@@ -77,7 +77,7 @@ def test_no_placed_prediction_is_under_its_bounds(seed: int) -> None:
     assert job.cluster is not None
     candidates = legal_candidates(job, job.shape)
     machines, constants = ideal(job.cluster, fitted())
-    bounded = PlanJob(
+    bounded = PlanRequest(
         shape=job.shape,
         machines=machines,
         global_batch_size=job.global_batch_size,
@@ -89,7 +89,7 @@ def test_no_placed_prediction_is_under_its_bounds(seed: int) -> None:
     for row in range(0, len(candidates), max(1, len(candidates) // 12)):
         split = bounds.split(job, job.shape, candidates, row)
         layout = candidates.layout(row)
-        found = place(job, job.shape, layout, split, constants=fitted(), places=places, effort=QUICK)
+        found = assign(job, job.shape, layout, split, constants=fitted(), places=places, effort=QUICK)
         if found is not None:
             assert bounds.time_s[row] <= found.found.iter_time_s, layout
             assert bounds.memory_bytes[row] <= found.memory.total, layout
@@ -105,7 +105,7 @@ def test_a_placement_is_never_worse_than_the_stock_orders(seed: int) -> None:
         layout = candidates.layout(row)
         counts = [job.shape.num_layers // layout.num_stages] * layout.num_stages
         counts[0] += job.shape.num_layers - sum(counts)
-        found = place(
+        found = assign(
             job,
             job.shape,
             layout,
@@ -184,8 +184,8 @@ def test_measured_links_are_taken_as_they_are() -> None:
     assert nominal.cluster is not None
     assert measured.cluster is not None
     ratio = (
-        places_of(nominal.cluster, fitted()).inside_bytes_per_s
-        / places_of(measured.cluster, fitted()).inside_bytes_per_s
+        topology_of(nominal.cluster, fitted()).inside_bytes_per_s
+        / topology_of(measured.cluster, fitted()).inside_bytes_per_s
     )
     assert ratio == pytest.approx(fitted().scale_up)
     assert measured.machines.scale_up_bytes_per_s * fitted().scale_up == pytest.approx(3e11)
@@ -195,7 +195,7 @@ def test_levels_of_links_join_domains() -> None:
     links = {"scale_up_devices": 2, "node": {"bandwidth_bytes_per_s": 6e10, "latency_s": 3e-6}}
     job = cluster_job(make_cluster(links=links))
     assert job.cluster is not None
-    places = places_of(job.cluster, fitted())
+    places = topology_of(job.cluster, fitted())
     assert places.domain_of_slot.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     reached = places.between_bytes_per_s / fitted().scale_out
     assert reached[0, 1] == pytest.approx(6e10)
@@ -301,9 +301,9 @@ def test_a_small_placement_is_the_best_of_all_by_the_whole_prediction(seed: int)
     layout = layout_of(1, 1, *draw.choice([(2, 3), (3, 2), (6, 1)]), 1, 1, 0, 0)
     split = even_split(6, layout.num_stages)
     places = places_of_job(job, fitted())
-    found = place(job, job.shape, layout, split, constants=fitted(), places=places, may_split=False)
+    found = assign(job, job.shape, layout, split, constants=fitted(), places=places, may_split=False)
     assert found is not None
-    run = PlacedRun(planned_run(job, job.shape, layout, split), fitted(), places)
+    run = AssignedRun(planned_run(job, job.shape, layout, split), fitted(), places)
     least = min(
         run.predict(slots).iter_time_s
         for slots in itertools.permutations(range(6))

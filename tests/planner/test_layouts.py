@@ -12,7 +12,7 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.planner.assignment_search import planned_run
 from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.candidates import degrees, fault_of_degrees, legal_candidates
-from quartet_plugin.planner.job import PlanJob, parse_job
+from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.ranking import rank, refusals
 from quartet_plugin.planner.refusals import refused_degrees
 from tests.planner.planning import job_data
@@ -20,7 +20,7 @@ from tests.planner.planning import job_data
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 2048}
 
 
-def parsed(**changes: dict[str, Any]) -> PlanJob:
+def parsed(**changes: dict[str, Any]) -> PlanRequest:
     return parse_job(job_data(**changes), where="job")
 
 
@@ -173,7 +173,7 @@ def test_no_legal_layout_names_the_commonest_reason() -> None:
         rank(parsed(model={"num_layers": 1}, search={"pipeline_parallel": 2}))
 
 
-def layouts_of(job: PlanJob) -> set[Layout]:
+def layouts_of(job: PlanRequest) -> set[Layout]:
     found = legal_candidates(job, job.shape)
     return {found.layout(row) for row in range(len(found))}
 

@@ -12,7 +12,7 @@ from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.planner.assignment_search import planned_run
 from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.candidates import balanced_split, legal_candidates
-from quartet_plugin.planner.job import PlanJob, parse_job
+from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import rank, refine
 from tests.planner.planning import job_data
@@ -20,7 +20,7 @@ from tests.planner.planning import job_data
 NUM_JOBS = 200
 
 
-def random_job(seed: int) -> PlanJob:
+def random_job(seed: int) -> PlanRequest:
     """A small job; memory is drawn so that it often decides."""
     draw = random.Random(seed)
     heads = draw.choice([4, 8, 12])

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError, StorageError
-from quartet_plugin.model.training_job import parse_job
-from quartet_plugin.protocol.attempt_files import COMMAND, RESULT, TRIAL, RankFiles, read_sheet
+from quartet_plugin.model.training_job import parse_training_job
+from quartet_plugin.protocol.attempt_files import COMMAND, RESULT, TRIAL, RankFileReader, read_sheet
 from tests.faults.fake_trial import job
 from tests.trial.factory import ID, beat, err, iteration, report
 
@@ -28,7 +28,7 @@ def test_every_kind_is_read(tmp_path: Path) -> None:
     put(tmp_path / "rank-2.err.json", asdict(err(2)))
     put(tmp_path / "rank-x.json", "{")
     put(tmp_path / "plan.json", "{")
-    snapshot = RankFiles(tmp_path, attempt_id=ID).scan()
+    snapshot = RankFileReader(tmp_path, attempt_id=ID).scan()
     assert snapshot.beats == {0: beat(0)}
     assert snapshot.reports == {1: report(1, iterations=(iteration(1, loss="nan"),))}
     assert snapshot.errs == {2: err(2)}
@@ -37,7 +37,7 @@ def test_every_kind_is_read(tmp_path: Path) -> None:
 
 def test_files_of_another_attempt_are_left_out(tmp_path: Path) -> None:
     put(tmp_path / "rank-0.json", asdict(report(0)))
-    snapshot = RankFiles(tmp_path, attempt_id="b" * 32).scan()
+    snapshot = RankFileReader(tmp_path, attempt_id="b" * 32).scan()
     assert (snapshot.reports, snapshot.faults) == ({}, ())
 
 
@@ -62,7 +62,7 @@ def test_files_of_another_attempt_are_left_out(tmp_path: Path) -> None:
 )
 def test_a_beat_that_breaks_the_format_is_a_fault(tmp_path: Path, field: str, value: Any) -> None:
     put(tmp_path / "rank-0.beat.json", {**asdict(beat(0)), field: value})
-    snapshot = RankFiles(tmp_path, attempt_id=ID).scan()
+    snapshot = RankFileReader(tmp_path, attempt_id=ID).scan()
     assert not snapshot.beats
     assert len(snapshot.faults) == 1
     assert field in snapshot.faults[0]
@@ -74,7 +74,7 @@ def test_a_beat_that_breaks_the_format_is_a_fault(tmp_path: Path, field: str, va
 )
 def test_garbage_is_a_fault(tmp_path: Path, content: str) -> None:
     put(tmp_path / "rank-0.beat.json", content)
-    (fault,) = RankFiles(tmp_path, attempt_id=ID).scan().faults
+    (fault,) = RankFileReader(tmp_path, attempt_id=ID).scan().faults
     assert fault.isprintable()
 
 
@@ -82,7 +82,7 @@ def test_garbage_is_a_fault(tmp_path: Path, content: str) -> None:
 def test_numbers_are_finite(tmp_path: Path, number: str) -> None:
     text = json.dumps(asdict(beat(0, time=12321.5))).replace("12321.5", number)
     put(tmp_path / "rank-0.beat.json", text)
-    assert RankFiles(tmp_path, attempt_id=ID).scan().faults
+    assert RankFileReader(tmp_path, attempt_id=ID).scan().faults
 
 
 def test_row_39_links_pipes_and_folders_are_not_read(tmp_path: Path) -> None:
@@ -93,14 +93,14 @@ def test_row_39_links_pipes_and_folders_are_not_read(tmp_path: Path) -> None:
     (folder / "rank-0.beat.json").symlink_to(secret)
     os.mkfifo(folder / "rank-1.beat.json")
     (folder / "rank-2.beat.json").mkdir()
-    snapshot = RankFiles(folder, attempt_id=ID).scan()
+    snapshot = RankFileReader(folder, attempt_id=ID).scan()
     assert not snapshot.beats
     assert len(snapshot.faults) == 3
 
 
 def test_a_file_is_read_again_when_it_changes_and_only_then(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.beat.json"
-    files = RankFiles(tmp_path, attempt_id=ID)
+    files = RankFileReader(tmp_path, attempt_id=ID)
     put(path, asdict(beat(0)))
     first = files.scan().beats[0]
     assert files.scan().beats[0] is first
@@ -111,7 +111,7 @@ def test_a_file_is_read_again_when_it_changes_and_only_then(tmp_path: Path) -> N
 
 def test_a_folder_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError):
-        RankFiles(tmp_path / "gone", attempt_id=ID).scan()
+        RankFileReader(tmp_path / "gone", attempt_id=ID).scan()
 
 
 @settings(deadline=None, max_examples=60)
@@ -128,7 +128,7 @@ def test_any_json_is_a_report_or_one_line(
 ) -> None:
     folder = tmp_path_factory.mktemp("ranks")
     put(folder / "rank-0.json", {**asdict(report(0)), field: value})
-    snapshot = RankFiles(folder, attempt_id=ID).scan()
+    snapshot = RankFileReader(folder, attempt_id=ID).scan()
     assert len(snapshot.faults) <= 1
     assert all(fault.isprintable() for fault in snapshot.faults)
 
@@ -141,8 +141,8 @@ def test_sheets_refuse_what_they_do_not_know(tmp_path: Path, adapter: Any) -> No
 
 
 def test_the_job() -> None:
-    assert parse_job(job()).shape.num_layers == 4
+    assert parse_training_job(job()).shape.num_layers == 4
     with pytest.raises(ConfigError, match="num_layers"):
-        parse_job({**job(), "shape": {**job()["shape"], "num_layers": 0}})
+        parse_training_job({**job(), "shape": {**job()["shape"], "num_layers": 0}})
     with pytest.raises(ConfigError, match="precision"):
-        parse_job({**job(), "precision": "int3"})
+        parse_training_job({**job(), "precision": "int3"})

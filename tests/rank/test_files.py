@@ -10,11 +10,11 @@ import pytest
 
 from quartet_plugin.errors import ConfigError, InfrastructureError, PlanError, SeamError
 from quartet_plugin.rank.failure import describe_failure, exit_code_of, kind_of, wanted_bytes_of
-from quartet_plugin.rank.files import RankFiles, number, read_order
-from quartet_plugin.rank.rendezvous import Place
+from quartet_plugin.rank.files import RankFileWriter, number, read_trial_spec
+from quartet_plugin.rank.rendezvous import RankEnv
 from tests.megatron.entry_launch import write_trial
 
-PLACE = Place.of(
+PLACE = RankEnv.of(
     {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
 )
 
@@ -36,12 +36,12 @@ def test_bad_trial_names_the_field(change: dict[str, Any], part: str, tmp_path: 
     path = write_trial(tmp_path)
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ConfigError, match=part) as raised:
-        read_order(path)
+        read_trial_spec(path)
     assert "\n" not in str(raised.value)
 
 
 def test_heartbeat_tells_progress_and_nothing_else(tmp_path: Path) -> None:
-    files = RankFiles(read_order(write_trial(tmp_path)), PLACE)
+    files = RankFileWriter(read_trial_spec(write_trial(tmp_path)), PLACE)
     files.start()
     path = tmp_path / "rank-3.beat.json"
     first = json.loads(path.read_text())
@@ -66,7 +66,7 @@ def test_numbers_that_json_lacks() -> None:
 
 
 def test_place_without_a_launcher() -> None:
-    alone = Place.of({})
+    alone = RankEnv.of({})
     assert (alone.launch_rank, alone.world_size, alone.local_rank, alone.group_rank) == (0, 1, None, 0)
 
 

@@ -11,11 +11,11 @@ import pytest
 from quartet_plugin.errors import InfrastructureError, PlanError
 from quartet_plugin.model.plan import write_plan
 from quartet_plugin.rank import rendezvous as ranks
-from quartet_plugin.rank.rendezvous import AgreedRefusalError, Meeting, Place, agree_on_plan, named
+from quartet_plugin.rank.rendezvous import AgreedRefusalError, RankEnv, Rendezvous, agree_on_plan, named
 from tests.megatron.entry_launch import make_plan
 
 
-def on_ranks(count: int, act: Callable[[Meeting, int], Any]) -> list[Any]:
+def on_ranks(count: int, act: Callable[[Rendezvous, int], Any]) -> list[Any]:
     """What `act` returns or raises on each of `count` ranks that meet."""
     import torch.distributed as dist
 
@@ -23,9 +23,9 @@ def on_ranks(count: int, act: Callable[[Meeting, int], Any]) -> list[Any]:
     store.set_timeout(timedelta(seconds=30))
 
     def run(rank: int) -> Any:
-        place = Place.of({"RANK": str(rank), "WORLD_SIZE": str(count)})
+        place = RankEnv.of({"RANK": str(rank), "WORLD_SIZE": str(count)})
         try:
-            return act(Meeting(place, store), rank)
+            return act(Rendezvous(place, store), rank)
         except Exception as error:
             return error
 
@@ -34,24 +34,24 @@ def on_ranks(count: int, act: Callable[[Meeting, int], Any]) -> list[Any]:
 
 
 def test_exchange_is_in_launch_order() -> None:
-    found = on_ranks(4, lambda meeting, rank: meeting.exchange("word", f"from {rank}"))
+    found = on_ranks(4, lambda meeting, rank: meeting.all_gather("word", f"from {rank}"))
     assert found == [[f"from {rank}" for rank in range(4)]] * 4
 
 
 def test_one_refusal_stops_all_alike() -> None:
     refusal = PlanError("does not fit here")
-    found = on_ranks(3, lambda meeting, rank: meeting.settle("fit", refusal if rank == 2 else None))
+    found = on_ranks(3, lambda meeting, rank: meeting.agree_or_raise("fit", refusal if rank == 2 else None))
     assert [type(error) for error in found] == [AgreedRefusalError] * 3
     assert {str(error) for error in found} == {"only on rank 2: does not fit here"}
 
 
 def test_common_refusal_is_told_as_it_is() -> None:
-    found = on_ranks(2, lambda meeting, rank: meeting.settle("fit", PlanError("wrong everywhere")))
+    found = on_ranks(2, lambda meeting, rank: meeting.agree_or_raise("fit", PlanError("wrong everywhere")))
     assert {str(error) for error in found} == {"wrong everywhere"}
 
 
 def test_agreement_lets_all_go_on() -> None:
-    assert on_ranks(2, lambda meeting, rank: meeting.settle("fit", None)) == [None, None]
+    assert on_ranks(2, lambda meeting, rank: meeting.agree_or_raise("fit", None)) == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_same_plan_is_returned_on_all(tmp_path: Path) -> None:
 def test_absent_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "EXCHANGE_TIMEOUT_S", 0.2)
 
-    def all_but_one(meeting: Meeting, rank: int) -> Any:
-        return None if rank == 1 else meeting.exchange("word", "here")
+    def all_but_one(meeting: Rendezvous, rank: int) -> Any:
+        return None if rank == 1 else meeting.all_gather("word", "here")
 
     found = on_ranks(3, all_but_one)
     assert isinstance(found[0], InfrastructureError)

@@ -6,7 +6,7 @@ from typing import Any
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo, ScheduleChoice, Split
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.model.training_job import Job
+from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.split.weighted import even_counts
 from tests.model.plans import LAYOUT, SHAPE
 
@@ -27,7 +27,7 @@ def make_job(
     shape: ModelShape | None = None,
     global_batch_size: int = 32,
     features: tuple[str, ...] = (),
-) -> Job:
+) -> TrainingJob:
     """A job with an even split and the stock schedule."""
     layout = layout or LAYOUT
     shape = shape or SHAPE
@@ -36,7 +36,7 @@ def make_job(
         schedule = ScheduleChoice(name="1f1b")
     if layout.virtual_stages > 1:
         schedule = ScheduleChoice(name="interleaved", group=layout.pipeline_parallel)
-    return Job(
+    return TrainingJob(
         framework="megatron-core",
         framework_version="0.19.2",
         torch_version="2.11.0",

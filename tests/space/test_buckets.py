@@ -10,7 +10,7 @@ import pytest
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo
-from quartet_plugin.space.param_sources import FixedChooser, RandomChooser
+from quartet_plugin.space.param_sources import FixedParams, RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout
@@ -19,7 +19,7 @@ OWN = make_layout(pipeline_parallel=1, data_parallel=2, distributed_optimizer=Tr
 NODES = (NodeInfo(host="node-a", node_class="cpu x2", num_slots=2),)
 
 
-class Noting(RandomChooser):
+class Noting(RandomParams):
     """Notes what there was to choose from."""
 
     def __init__(self, seed: int, seen: dict[str, tuple[str, ...]]) -> None:
@@ -46,7 +46,7 @@ def layouts_of(space: Space, *, num: int = 120) -> set[Layout]:
         plan = space.decode(chooser, trial=1)
         params = space.params_of(plan)
         assert params is not None
-        assert space.decode(FixedChooser(params), trial=1).key == plan.key
+        assert space.decode(FixedParams(params), trial=1).key == plan.key
         found.add(plan.layout)
     return found
 

@@ -9,7 +9,7 @@ import pytest
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.tables import changes, plan_lines
 from quartet_plugin.space.features import Axis, locked_axes
-from quartet_plugin.space.param_sources import RandomChooser
+from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes
@@ -28,7 +28,7 @@ def space_of(feature: str | None, *, expert_parallel: int = 1, **search: object)
 
 def plans_of(space: Space, *, num: int = 150) -> list[Plan]:
     generator = random.Random(0)
-    return [space.decode(RandomChooser(generator), trial=at + 1) for at in range(num)]
+    return [space.decode(RandomParams(generator), trial=at + 1) for at in range(num)]
 
 
 def batching(plan: Plan) -> tuple[int, int]:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.cost.iteration import Ends
+from quartet_plugin.cost.iteration import StageLoads
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.planner.candidate_plans import Candidates
-from quartet_plugin.space.param_sources import RandomChooser
+from quartet_plugin.planner.candidate_plans import PlanCandidates
+from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.split.weighted import even_counts
 from quartet_plugin.tuner.config import parse_config
@@ -54,10 +54,10 @@ def or_none(rules: Any, **options: Any) -> Space | None:
 
 def sampled(space: Space, *, num: int = 200) -> list[Plan]:
     generator = random.Random(0)
-    return [space.decode(RandomChooser(generator), trial=at) for at in range(num)]
+    return [space.decode(RandomParams(generator), trial=at) for at in range(num)]
 
 
-def meets(plan: Plan, rule: dict[str, Any]) -> bool:
+def is_met(plan: Plan, rule: dict[str, Any]) -> bool:
     """The rule read afresh, for what is told apart by the plan's own words."""
     job = make_job(layout=plan.made_for.baseline.layout)
     custom = plan.schedule.custom
@@ -92,7 +92,7 @@ def test_forbidden_layouts_are_not_in_the_space(found: list[dict[str, Any]]) -> 
     if space is None:
         return
     for plan in sampled(space, num=30):
-        assert not any(meets(plan, rule) for rule in found)
+        assert not any(is_met(plan, rule) for rule in found)
         assert space.refusal_of(plan) is None
 
 
@@ -102,11 +102,11 @@ def test_a_plan_is_refused_where_a_rule_is_met_and_nowhere_else(
     found: list[dict[str, Any]], seed: int
 ) -> None:
     quick = ["1f1b", "interleaved", "no-pipelining", "zb-h1"]
-    plan = forbidding([], schedule=quick).decode(RandomChooser(random.Random(seed)), trial=1)
+    plan = forbidding([], schedule=quick).decode(RandomParams(random.Random(seed)), trial=1)
     space = or_none(found)
     if space is None:
         return
-    assert (space.refusal_of(plan) is not None) == any(meets(plan, rule) for rule in found)
+    assert (space.refusal_of(plan) is not None) == any(is_met(plan, rule) for rule in found)
 
 
 def test_a_forbidden_schedule_is_no_choice() -> None:
@@ -123,8 +123,8 @@ def test_a_forbidden_schedule_is_no_choice() -> None:
 
 def test_the_cost_models_candidates_leave_out_what_is_forbidden() -> None:
     space = forbidding([{"mapping": "1,0"}, {"split": "even", "schedule": "1f1b"}])
-    ends = Ends(embedding=0.0, head=0.0, paces=(1.0,))
-    candidates = Candidates(space, knows=lambda plan: plan.schedule.custom is None)
+    ends = StageLoads(embedding=0.0, head=0.0, paces=(1.0,))
+    candidates = PlanCandidates(space, knows=lambda plan: plan.schedule.custom is None)
     found = candidates.best(rate=lambda plans: [0.0] * len(plans), ends_of=lambda _: ends)
     plans = [one.plan for one in found]
     assert plans

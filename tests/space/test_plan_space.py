@@ -13,7 +13,7 @@ from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.space.config import ScalingConfig, SearchConfig
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.layouts import LayoutRules, is_legal_group, legal_groups, legal_layouts
-from quartet_plugin.space.param_sources import FixedChooser, RandomChooser, degree_label
+from quartet_plugin.space.param_sources import FixedParams, RandomParams, degree_label
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.split.weighted import is_legal_split, weighted_split, weights_of
 from quartet_plugin.tuner.config import parse_config
@@ -29,7 +29,7 @@ def space_of(search: object = None, **job: object) -> Space:
 
 def sample(space: Space, *, num: int) -> list[Plan]:
     generator = random.Random(0)
-    return [space.decode(RandomChooser(generator), trial=at) for at in range(num)]
+    return [space.decode(RandomParams(generator), trial=at) for at in range(num)]
 
 
 @st.composite
@@ -68,11 +68,11 @@ def spaces(draw: st.DrawFn) -> Space:
 @settings(max_examples=60, deadline=None)
 @given(spaces(), st.integers(0, 2**31))
 def test_every_choice_is_a_legal_plan_and_can_be_repeated(space: Space, seed: int) -> None:
-    chooser = RandomChooser(random.Random(seed))
+    chooser = RandomParams(random.Random(seed))
     plan = space.decode(chooser, trial=7)
     assert plan.layout.world_size == space.job.layout.world_size
     assert plan.made_for == space.baseline.made_for
-    again = space.decode(FixedChooser(chooser.params), trial=7)
+    again = space.decode(FixedParams(chooser.params), trial=7)
     assert again == plan
     if plan.schedule.group is not None:
         assert is_legal_group(plan.schedule.group, plan.layout, num_microbatches=plan.num_microbatches)
@@ -83,7 +83,7 @@ def test_every_choice_is_a_legal_plan_and_can_be_repeated(space: Space, seed: in
 def test_the_users_own_configuration_is_in_the_default_space(space: Space) -> None:
     params = space.params_of(space.baseline)
     assert params is not None
-    assert space.decode(FixedChooser(params), trial=0).key == space.baseline.key
+    assert space.decode(FixedParams(params), trial=0).key == space.baseline.key
 
 
 @settings(max_examples=40, deadline=None)
@@ -92,7 +92,7 @@ def test_choices_of_one_name_never_change(space: Space, seed: int) -> None:
     generator = random.Random(seed)
     seen: dict[str, tuple[str, ...]] = {}
 
-    class Checking(RandomChooser):
+    class Checking(RandomParams):
         def category(self, name: str, choices: Sequence[str]) -> str:
             assert len(choices) > 1
             assert seen.setdefault(name, tuple(choices)) == tuple(choices)

@@ -9,27 +9,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.cost.estimate import relative_cost
-from quartet_plugin.cost.iteration import Ends as CandidateEnds
+from quartet_plugin.cost.iteration import StageLoads as CandidateEnds
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.planner.candidate_plans import Candidates
+from quartet_plugin.planner.candidate_plans import PlanCandidates
 from quartet_plugin.runtime.programs import make_schedule
-from quartet_plugin.runtime.recipe import recipe_of
+from quartet_plugin.runtime.recipe import schedule_spec_of
 from quartet_plugin.schedule.choice import costs_of
 from quartet_plugin.schedule.placement import PlacementKind, kind_of
 from quartet_plugin.schedule.simulate import simulate
-from quartet_plugin.space.param_sources import FixedChooser, RandomChooser
+from quartet_plugin.space.param_sources import FixedParams, RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.space.schedules import (
     BY_DEFAULT,
-    OWN_NAMES,
+    CUSTOM_NAMES,
     SEARCHED,
     STOCK_NAMES,
-    ends_of,
-    own_order,
-    own_schedules,
+    custom_order,
+    custom_schedules_of,
+    flops_end_loads,
 )
-from quartet_plugin.split.end_loads import Ends
+from quartet_plugin.split.end_loads import EndLoads
 from quartet_plugin.split.weighted import even_counts, is_legal_split
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
@@ -49,7 +49,7 @@ def space_of(search: dict[str, Any] | None = None, **job: Any) -> Space:
 
 def sample(space: Space, *, num: int) -> list[Plan]:
     generator = random.Random(0)
-    return [space.decode(RandomChooser(generator), trial=at) for at in range(num)]
+    return [space.decode(RandomParams(generator), trial=at) for at in range(num)]
 
 
 @st.composite
@@ -66,7 +66,7 @@ def own_spaces(draw: st.DrawFn) -> Space:
     )
     batch = layout.micro_batch_size * layout.data_parallel * draw(st.integers(1, 9))
     names = draw(
-        st.lists(st.sampled_from([n for n in OWN_NAMES if n != "dualpipev"]), min_size=1, unique=True)
+        st.lists(st.sampled_from([n for n in CUSTOM_NAMES if n != "dualpipev"]), min_size=1, unique=True)
     )
     wish: dict[str, Any] = {"schedule": names, "pipeline_parallel": pipeline}
     if draw(st.booleans()):
@@ -77,7 +77,7 @@ def own_spaces(draw: st.DrawFn) -> Space:
 @settings(max_examples=60, deadline=None)
 @given(own_spaces(), st.integers(0, 2**31))
 def test_every_plan_of_ours_is_legal_and_runs(space: Space, seed: int) -> None:
-    plan = space.decode(RandomChooser(random.Random(seed)), trial=3)
+    plan = space.decode(RandomParams(random.Random(seed)), trial=3)
     custom = plan.schedule.custom
     assert custom is not None
     assert is_legal_split(
@@ -89,7 +89,9 @@ def test_every_plan_of_ours_is_legal_and_runs(space: Space, seed: int) -> None:
     kind = kind_of(custom.placement, num_devices=custom.num_devices)
     assert (kind is PlacementKind.LINEAR) == (chunks == 1)
     # Raises for an order that breaks a rule, and where devices would wait for one another.
-    schedule = make_schedule(recipe_of(custom, num_microbatches=plan.num_microbatches), plan.num_microbatches)
+    schedule = make_schedule(
+        schedule_spec_of(custom, num_microbatches=plan.num_microbatches), plan.num_microbatches
+    )
     assert simulate(schedule, costs_of(custom)).makespan_s > 0
     assert plan.prediction is not None
     assert plan.prediction.relative_cost is not None
@@ -99,13 +101,13 @@ def test_every_plan_of_ours_is_legal_and_runs(space: Space, seed: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(own_spaces(), st.integers(0, 2**31))
 def test_choices_make_the_same_plan_again_and_can_be_read_off_it(space: Space, seed: int) -> None:
-    chooser = RandomChooser(random.Random(seed))
+    chooser = RandomParams(random.Random(seed))
     plan = space.decode(chooser, trial=3)
-    own_order.cache_clear()
-    assert space.decode(FixedChooser(chooser.params), trial=3) == plan
+    custom_order.cache_clear()
+    assert space.decode(FixedParams(chooser.params), trial=3) == plan
     params = space.params_of(plan)
     # What the ends of an order of ours were said to weigh can be guessed nearly always.
-    assert params is None or space.decode(FixedChooser(params), trial=3).key == plan.key
+    assert params is None or space.decode(FixedParams(params), trial=3).key == plan.key
 
 
 def test_nearly_every_plan_can_be_read_off() -> None:
@@ -183,12 +185,12 @@ def test_a_wish_that_no_pipeline_can_have_is_refused() -> None:
 def test_recomputing_jobs_get_no_schedule_that_they_cannot_use() -> None:
     asked: dict[str, Any] = {"num_microbatches": 8, "asked": None}
     plain = make_layout(pipeline_parallel=2)
-    assert own_schedules(plain, splits_backward=True, **asked) == ("zb-h1", "zb-h2", SEARCHED)
-    assert own_schedules(plain, splits_backward=False, **asked) == ()
+    assert custom_schedules_of(plain, splits_backward=True, **asked) == ("zb-h1", "zb-h2", SEARCHED)
+    assert custom_schedules_of(plain, splits_backward=False, **asked) == ()
     saving = make_layout(pipeline_parallel=2, recompute="selective")
-    assert own_schedules(saving, splits_backward=True, **asked) == ("zb-h1", SEARCHED)
+    assert custom_schedules_of(saving, splits_backward=True, **asked) == ("zb-h1", SEARCHED)
     folded = make_layout(pipeline_parallel=2, virtual_stages=2)
-    assert own_schedules(folded, splits_backward=True, **asked) == ("zb-v", "v-half", "v-min", SEARCHED)
+    assert custom_schedules_of(folded, splits_backward=True, **asked) == ("zb-v", "v-half", "v-min", SEARCHED)
 
 
 @settings(max_examples=30, deadline=None)
@@ -201,13 +203,13 @@ def test_a_searched_order_is_no_slower_than_zb_h1_and_holds_no_more_than_1f1b(
         "shape": shape, "num_devices": devices, "num_microbatches": microbatches, "ends": None
     }  # fmt: skip
     even = even_counts(shape.num_layers, num_stages=devices * chunks)
-    found = own_order(SEARCHED, chunks=chunks, split=even, **sizes)
-    named = own_order("zb-h1" if chunks == 1 else "v-half", chunks=chunks, split=even, **sizes)
+    found = custom_order(SEARCHED, chunks=chunks, split=even, **sizes)
+    named = custom_order("zb-h1" if chunks == 1 else "v-half", chunks=chunks, split=even, **sizes)
     assert found.split == named.split == even
     if chunks == 1:
         assert found.makespan <= named.makespan * (1 + 1e-9)
-    free = own_order(SEARCHED, chunks=chunks, split=None, **sizes)
-    schedule = make_schedule(recipe_of(free.custom, num_microbatches=microbatches), microbatches)
+    free = custom_order(SEARCHED, chunks=chunks, split=None, **sizes)
+    schedule = make_schedule(schedule_spec_of(free.custom, num_microbatches=microbatches), microbatches)
     peak = simulate(schedule, costs_of(free.custom)).peak_activation_bytes
     assert peak.max() <= min(devices, microbatches) * shape.num_layers
 
@@ -218,17 +220,17 @@ def test_a_heavier_head_takes_layers_off_its_device() -> None:
         "shape": shape, "num_devices": 2, "chunks": 1, "num_microbatches": 8, "split": None
     }  # fmt: skip
     for name in ("zb-h1", SEARCHED):
-        light = own_order(name, ends=Ends(embedding=0.0, head=0.0), **sizes)
-        heavy = own_order(name, ends=Ends(embedding=0.0, head=6.0), **sizes)
-        spare = own_order(name, ends=Ends(embedding=0.0, head=-6.0), **sizes)
+        light = custom_order(name, ends=EndLoads(embedding=0.0, head=0.0), **sizes)
+        heavy = custom_order(name, ends=EndLoads(embedding=0.0, head=6.0), **sizes)
+        spare = custom_order(name, ends=EndLoads(embedding=0.0, head=-6.0), **sizes)
         assert heavy.split[-1] < light.split[-1] < spare.split[-1]
 
 
 def test_the_split_that_fits_the_flops_is_predicted_to_be_fastest() -> None:
     shape = make_shape(num_layers=12, vocab_size=32768)
     sizes: dict[str, Any] = {"num_devices": 2, "chunks": 1, "num_microbatches": 8, "split": None}
-    right = own_order("zb-h1", shape=shape, ends=ends_of(shape), **sizes)
-    wrong = own_order("zb-h1", shape=shape, ends=Ends(embedding=6.0, head=0.0), **sizes)
+    right = custom_order("zb-h1", shape=shape, ends=flops_end_loads(shape), **sizes)
+    wrong = custom_order("zb-h1", shape=shape, ends=EndLoads(embedding=6.0, head=0.0), **sizes)
     assert right.makespan < wrong.makespan
 
 
@@ -241,7 +243,7 @@ def test_schedules_of_ours_are_among_the_candidates_of_a_study() -> None:
 
     for batch in (8, 32):
         space = space_of({"pipeline_parallel": 2}, global_batch_size=batch)
-        found = Candidates(space, knows=lambda plan: True).best(rate=rate, ends_of=ends)
+        found = PlanCandidates(space, knows=lambda plan: True).best(rate=rate, ends_of=ends)
         own = {one.plan.schedule.label for one in found if one.plan.schedule.custom is not None}
         assert len(own) > 1
-    assert set(BY_DEFAULT) < set(OWN_NAMES)
+    assert set(BY_DEFAULT) < set(CUSTOM_NAMES)

@@ -10,7 +10,7 @@ import pytest
 from quartet_plugin.errors import StorageError
 from quartet_plugin.study.storage import StudyStorage
 from quartet_plugin.study.view import read_study
-from quartet_plugin.tuner.run_folder import Run
+from quartet_plugin.tuner.run_folder import TuningRun
 from tests.study.servers import PASSWORD, Postgres, Proxy, postgres
 from tests.study.test_storage import STUDY, told
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
@@ -38,19 +38,19 @@ def url(request: pytest.FixtureRequest, server: Postgres) -> str:
     return running.url
 
 
-def begin_at(folder: Path, url: str) -> Run:
+def begin_at(folder: Path, url: str) -> TuningRun:
     return begin(folder, study={**STUDY, "storage": url})
 
 
 def with_storage(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Change how every run of the test waits for its server."""
-    made = Run.storage.fget  # type: ignore[attr-defined]
+    made = TuningRun.storage.fget  # type: ignore[attr-defined]
 
-    def changed(run: Run) -> StudyStorage:
+    def changed(run: TuningRun) -> StudyStorage:
         storage: StudyStorage = replace(made(run), **changes)
         return storage
 
-    monkeypatch.setattr(Run, "storage", property(changed))
+    monkeypatch.setattr(TuningRun, "storage", property(changed))
 
 
 def test_a_server_holds_the_same_study_as_a_file(tmp_path: Path, url: str) -> None:

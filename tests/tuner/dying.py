@@ -22,7 +22,7 @@ from quartet_plugin.trial.recover import recover
 from quartet_plugin.trial.request import TrialRequest, TrialResult
 from quartet_plugin.tuner.best_plan import write_best
 from quartet_plugin.tuner.coordinator import TuneResult
-from quartet_plugin.tuner.disk_reserve import Ballast
+from quartet_plugin.tuner.disk_reserve import DiskReserve
 from quartet_plugin.tuner.launches import LocalLaunches
 from quartet_plugin.tuner.run_folder import prepare_folder
 from tests.tuner.fakes import FakeMachine, begin, by_formula, resume, tune
@@ -74,7 +74,7 @@ def whole_run(folder: Path) -> TuneResult:
     """A run that begins, or goes on where it has begun, under its lease."""
     is_resumed = (folder / "config.json").exists()
     prepare_folder(folder, is_resumed=is_resumed)
-    with Lease.acquire(folder) as lease, Ballast(folder, size_bytes=4096) as ballast:
+    with Lease.acquire(folder) as lease, DiskReserve(folder, size_bytes=4096) as ballast:
         run = resume(folder) if is_resumed else begin(folder, **CONFIG)
         result = tune(run, machine(), fence=lease.check, make_room=ballast.drop)
         write_best(result, run=run)

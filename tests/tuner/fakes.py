@@ -13,14 +13,14 @@ from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import Failure, Receipt, StepComparison, Versions, tolerance_for
 from quartet_plugin.model.schema import dump
-from quartet_plugin.model.training_job import Job
+from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.report.live import PlainLines
 from quartet_plugin.space.baseline import baseline_plan
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.coordinator import Coordinator, TuneResult
 from quartet_plugin.tuner.launches import SETTLED, Check, ShouldStop
-from quartet_plugin.tuner.run_folder import Run, create_run, resume_run
+from quartet_plugin.tuner.run_folder import TuningRun, create_run, resume_run
 from tests.space.jobs import make_job, make_nodes
 
 COMMAND = ("torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8")
@@ -43,7 +43,7 @@ class FakeMachine:
     its result was written.
     """
 
-    job: Job = field(default_factory=make_job)
+    job: TrainingJob = field(default_factory=make_job)
     cluster: tuple[NodeInfo, ...] = field(default_factory=lambda: make_nodes(2))
     seconds: Callable[[Plan], float] = by_formula
     outcome: Callable[[Plan], Outcome] = lambda plan: Outcome.OK
@@ -130,7 +130,7 @@ class FakeMachine:
         )
 
 
-def make_receipt(plan: Plan, *, job: Job, passes: bool) -> Receipt:
+def make_receipt(plan: Plan, *, job: TrainingJob, passes: bool) -> Receipt:
     """What the gate would write."""
     step = StepComparison(
         step=1,
@@ -174,22 +174,22 @@ class Watching(PlainLines):
         super().__init__(self.messages.append)
 
 
-def begin(folder: Path, **config: Any) -> Run:
+def begin(folder: Path, **config: Any) -> TuningRun:
     """A new run in `folder`."""
     return create_run(folder, config=parse_config({"run": "r", **config}, where="test"), command=COMMAND)
 
 
-def resume(folder: Path) -> Run:
+def resume(folder: Path) -> TuningRun:
     """The run in `folder`, as after a crash."""
     return resume_run(folder, config=None, command=COMMAND)
 
 
-def tune(run: Run, machine: Any, **options: Any) -> TuneResult:
+def tune(run: TuningRun, machine: Any, **options: Any) -> TuneResult:
     """Tune on a machine."""
     return coordinator(run, machine, **options).tune()
 
 
-def coordinator(run: Run, machine: Any, **options: Any) -> Coordinator:
+def coordinator(run: TuningRun, machine: Any, **options: Any) -> Coordinator:
     """A coordinator on a machine."""
     options.setdefault("observer", Watching())
     return Coordinator(run, command=parse_command(run.command, environment={}), launches=machine, **options)

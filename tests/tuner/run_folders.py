@@ -11,7 +11,7 @@ from quartet_plugin.protocol.attempt_files import CommandSheet, Iteration, RankR
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.best_plan import write_best
 from quartet_plugin.tuner.coordinator import TuneResult
-from quartet_plugin.tuner.run_folder import Run
+from quartet_plugin.tuner.run_folder import TuningRun
 from tests.tuner.fakes import FakeMachine, begin, tune
 
 
@@ -100,7 +100,9 @@ def write_reports(folder: Path, machine: FakeMachine, result: TrialResult) -> No
         write_json_atomic(folder / f"rank-{rank}.json", dump(report))
 
 
-def write_run(folder: Path, machine: FakeMachine | None = None, **config: Any) -> tuple[Run, TuneResult]:
+def write_run(
+    folder: Path, machine: FakeMachine | None = None, **config: Any
+) -> tuple[TuningRun, TuneResult]:
     """A whole run in `folder`, from its baseline to its winner."""
     run = begin(folder, **{"study": {"trials": 10, "rounds": 3}, **config})
     result = tune(run, machine or WritingMachine(outcome=no_data_parallel))

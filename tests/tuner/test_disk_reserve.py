@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from quartet_plugin.tuner.disk_reserve import Ballast
+from quartet_plugin.tuner.disk_reserve import DiskReserve
 
 
 def test_the_room_is_really_taken_and_given_back(tmp_path: Path) -> None:
-    with Ballast(tmp_path, size_bytes=1 << 20) as ballast:
+    with DiskReserve(tmp_path, size_bytes=1 << 20) as ballast:
         (held,) = tmp_path.iterdir()
         assert held.stat().st_blocks * 512 >= 1 << 20
         assert held.stat().st_mode & 0o777 == 0o600
@@ -23,7 +23,7 @@ def test_the_room_is_really_taken_and_given_back(tmp_path: Path) -> None:
 def test_what_a_killed_tuner_held_is_given_back(tmp_path: Path) -> None:
     left = tmp_path / ".ballast-999999999"
     left.write_bytes(b"x")
-    with Ballast(tmp_path, size_bytes=1):
+    with DiskReserve(tmp_path, size_bytes=1):
         assert not left.exists()
 
 
@@ -32,9 +32,9 @@ def test_a_disk_without_the_room_is_left_alone(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with Ballast(tmp_path):
+    with DiskReserve(tmp_path):
         assert list(tmp_path.iterdir()) == []
-    with Ballast(tmp_path / "nowhere"):
+    with DiskReserve(tmp_path / "nowhere"):
         pass
 
 
@@ -43,5 +43,5 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     folder.mkdir()
     target = tmp_path / "target"
     (folder / f".ballast-{os.getpid()}").symlink_to(target)
-    with Ballast(folder, size_bytes=1):
+    with DiskReserve(folder, size_bytes=1):
         assert not target.exists()

@@ -27,7 +27,7 @@ from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner import finalists as final
 from quartet_plugin.tuner.best_plan import write_best
 from quartet_plugin.tuner.config import StudyConfig, parse_config
-from quartet_plugin.tuner.disk_reserve import Ballast
+from quartet_plugin.tuner.disk_reserve import DiskReserve
 from quartet_plugin.tuner.final_rounds import FinalRounds, winner_of
 from quartet_plugin.tuner.intervals import bootstrap_median
 from quartet_plugin.tuner.run_folder import RunFolder, create_run, resume_run
@@ -216,7 +216,7 @@ def test_row_29_a_full_disk_ends_the_run_with_its_last_words(
         disk.is_full = len(machine.launched) == 4
 
     machine.on_launch = fill
-    with Ballast(folder, size_bytes=4096) as ballast:
+    with DiskReserve(folder, size_bytes=4096) as ballast:
         with pytest.raises(StorageError, match="No space left on device") as caught:
             tune(run, machine, make_room=ballast.drop)
         assert not list(folder.glob(".ballast-*"))
@@ -395,7 +395,7 @@ def test_row_6_the_deadline_sets_the_starts_limit_and_what_was_seen_lengthens_it
 
 @dataclass
 class NoisyMachine:
-    """Stands for `Launching` in the final rounds: runs differ by some percent, and the machine drifts."""
+    """Stands for `TrialLauncher` in the final rounds: runs differ by some percent, and the machine drifts."""
 
     generator: random.Random
     speedup: float

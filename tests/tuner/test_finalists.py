@@ -8,21 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.model.plan import Plan, Split
-from quartet_plugin.model.trial_record import Record, Told
+from quartet_plugin.model.trial_record import Record, TrialRecord
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.best_plan import command_text, write_best
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.coordinator import TuneResult
-from quartet_plugin.tuner.finalists import Ranking, candidates, rank
+from quartet_plugin.tuner.finalists import FinalistResult, candidates, rank
 from quartet_plugin.tuner.intervals import bootstrap_median
-from quartet_plugin.tuner.run_folder import Run, create_run
+from quartet_plugin.tuner.run_folder import TuningRun, create_run
 from tests.model.plans import PLAN
 
 
 def record(number: int, *, value: float | None, repeats: int | None = None, layers: int = 6) -> Record:
     plan = replace(PLAN, split=Split(transformer_layers_per_stage=(layers, 8 - layers)))
     verdict = "measured" if value is not None else "infeasible"
-    told = Told(
+    told = TrialRecord(
         verdict="measured" if value is not None else "infeasible",
         outcome=verdict,
         reason="",
@@ -46,7 +46,7 @@ def launch(seconds: float) -> TrialResult:
     )
 
 
-def ranked(own: list[float], theirs: list[float], *, num_asked: int = 5) -> list[Ranking]:
+def ranked(own: list[float], theirs: list[float], *, num_asked: int = 5) -> list[FinalistResult]:
     launches = {
         0: {at: launch(seconds) for at, seconds in enumerate(own)},
         3: {at: launch(seconds) for at, seconds in enumerate(theirs)},
@@ -143,7 +143,7 @@ def test_intervals_cover_the_true_median() -> None:
     assert hits >= 175
 
 
-def a_run(folder: Path, *words: str) -> Run:
+def a_run(folder: Path, *words: str) -> TuningRun:
     return create_run(
         folder / "r", config=parse_config({"run": "r", "device": "cpu"}, where="x"), command=words
     )

@@ -10,9 +10,9 @@ import pytest
 
 from quartet_plugin.calibration.calibration_file import write_calibration
 from quartet_plugin.calibration.constants_fit import Calibration
-from quartet_plugin.calibration.machine_prior import Machine, ground_of
+from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of
 from quartet_plugin.cost.cluster import with_hop
-from quartet_plugin.cost.coefficients import AT, Factor
+from quartet_plugin.cost.coefficients import INDEX, Coefficient
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import parse_cluster
@@ -54,49 +54,49 @@ def calibration() -> Calibration:
     )
 
 
-def machine(**changes: Any) -> Machine:
-    return Machine(cluster=parse_cluster(probed(**changes), where="test"))
+def machine(**changes: Any) -> KnownMachine:
+    return KnownMachine(cluster=parse_cluster(probed(**changes), where="test"))
 
 
 def test_a_probed_cluster_takes_the_place_of_what_is_assumed() -> None:
-    assumed = ground_of(NODES, precision="fp32")
-    told = ground_of(NODES, precision="fp32", machine=machine())
+    assumed = machine_model_of(NODES, precision="fp32")
+    told = machine_model_of(NODES, precision="fp32", machine=machine())
     assert told.near.device.peak_flops["fp32"] == 9e10
     assert told.near.scale_up_bytes_per_s * told.constants.scale_up == pytest.approx(3e9)
     assert told.constants.hop_s == pytest.approx(4 * 4e-5)
-    for factor in (Factor.TRANSFER, Factor.NETWORK, Factor.LATENCY, Factor.SPEED):
-        assert told.spreads[AT[factor]] < assumed.spreads[AT[factor]]
-    assert told.spreads[AT[Factor.HEAD]] == assumed.spreads[AT[Factor.HEAD]]
+    for factor in (Coefficient.TRANSFER, Coefficient.NETWORK, Coefficient.LATENCY, Coefficient.SPEED):
+        assert told.spreads[INDEX[factor]] < assumed.spreads[INDEX[factor]]
+    assert told.spreads[INDEX[Coefficient.HEAD]] == assumed.spreads[INDEX[Coefficient.HEAD]]
     assert told.num_factors == assumed.num_factors
 
 
 def test_links_that_were_only_stated_stay_uncertain() -> None:
     links = {**probed()["links"], "measured": False}
-    told = ground_of(NODES, precision="fp32", machine=machine(links=links))
-    assumed = ground_of(NODES, precision="fp32")
-    assert told.spreads[AT[Factor.TRANSFER]] == assumed.spreads[AT[Factor.TRANSFER]]
+    told = machine_model_of(NODES, precision="fp32", machine=machine(links=links))
+    assumed = machine_model_of(NODES, precision="fp32")
+    assert told.spreads[INDEX[Coefficient.TRANSFER]] == assumed.spreads[INDEX[Coefficient.TRANSFER]]
 
 
 def test_unequal_devices_may_have_unequal_paces() -> None:
     nodes = tuple(replace(one, node_class="H100-SXM x2") for one in NODES)
     equal = [{"name": "here", "devices": ["core", "core"]}]
     mixed = [{"name": "here", "devices": ["core", "core"], "slowdown": [1.0, 1.5]}]
-    found = [ground_of(nodes, precision="fp32", machine=machine(nodes=one)) for one in (equal, mixed)]
+    found = [machine_model_of(nodes, precision="fp32", machine=machine(nodes=one)) for one in (equal, mixed)]
     assert found[0].spreads[-1] < found[1].spreads[-1]
 
 
 def test_a_calibration_narrows_every_factor() -> None:
-    assumed = ground_of(NODES, precision="fp32")
-    told = ground_of(NODES, precision="fp32", machine=Machine(calibration=calibration()))
+    assumed = machine_model_of(NODES, precision="fp32")
+    told = machine_model_of(NODES, precision="fp32", machine=KnownMachine(calibration=calibration()))
     assert told.constants.hop_s == pytest.approx(7e-5)
-    assert (told.spreads[: len(AT)] < assumed.spreads[: len(AT)]).all()
+    assert (told.spreads[: len(INDEX)] < assumed.spreads[: len(INDEX)]).all()
 
 
 def test_another_clusters_file_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"machine\.cluster: nodes of \[2\] devices; the run has nodes of \[4\]"
     ):
-        ground_of(make_nodes(4), precision="fp32", machine=machine())
+        machine_model_of(make_nodes(4), precision="fp32", machine=machine())
 
 
 def test_the_run_keeps_what_it_was_told(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from quartet_plugin.errors import StorageError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.schema import dump
-from quartet_plugin.model.trial_record import Told
-from quartet_plugin.protocol.attempt_files import Iteration, RankFiles, RankReport
+from quartet_plugin.model.trial_record import TrialRecord
+from quartet_plugin.protocol.attempt_files import Iteration, RankFileReader, RankReport
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.space.plan_space import build_space
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
@@ -31,7 +31,7 @@ from quartet_plugin.trial.recover import recover
 from quartet_plugin.trial.request import TrialRequest
 from quartet_plugin.tuner.launches import LocalLaunches
 from quartet_plugin.tuner.sequential_search import num_spent
-from quartet_plugin.tuner.trial_launcher import told_of
+from quartet_plugin.tuner.trial_launcher import record_of
 from tests.space.jobs import make_job, make_nodes
 from tests.tuner.conftest import _MEMORY
 
@@ -39,7 +39,7 @@ WARMUP, MEASURE = 1, 3
 PLACE = _MEMORY if os.access(_MEMORY, os.W_OK) else None
 COMMAND = parse_command(["python", "train.py"], environment={})
 SPACE = build_space(make_job(), nodes=make_nodes(2), search=SearchConfig(), run="r", seed=0)
-BASELINE = Told(verdict="measured", outcome="OK", reason="", attempt_id="0" * 32, value=100.0)
+BASELINE = TrialRecord(verdict="measured", outcome="OK", reason="", attempt_id="0" * 32, value=100.0)
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Life(RuleBasedStateMachine):
         if result is None:
             return
         self.now.lease.check()
-        told = told_of(proposal.plan, result, objective="tokens_per_s")
+        told = record_of(proposal.plan, result, objective="tokens_per_s")
         self.now.study.tell(proposal, told)
         assert proposal.number not in self.told, "told twice"
         self.told[proposal.number] = (told.attempt_id, told.value, told.verdict)
@@ -263,7 +263,7 @@ def evidence_of(attempt: Attempt) -> Evidence:
     assert again is not None
     return Evidence(
         sheet=again.sheet,
-        snapshot=RankFiles(attempt.folder, attempt_id=again.sheet.attempt_id).scan(),
+        snapshot=RankFileReader(attempt.folder, attempt_id=again.sheet.attempt_id).scan(),
         num_processes=again.command.num_processes,
         stopped_by="exit",
         exit_code=1,

@@ -20,8 +20,8 @@ from quartet_plugin.trial.parity import ParityUnavailableError
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.best_plan import write_best
 from quartet_plugin.tuner.coordinator import TuneResult
-from quartet_plugin.tuner.parity import Kind, kind_of_plan
-from quartet_plugin.tuner.run_folder import Run
+from quartet_plugin.tuner.parity import ParityKind, kind_of_plan
+from quartet_plugin.tuner.run_folder import TuningRun
 from tests.space.jobs import make_job
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
 
@@ -33,11 +33,11 @@ OURS: dict[str, Any] = {
 OF_EVERY_KIND: dict[str, Any] = {**OURS, "study": {**OURS["study"], "starts": "none"}}
 
 
-def kind_of(plan: Plan) -> Kind:
+def kind_of(plan: Plan) -> ParityKind:
     return kind_of_plan(plan, features=make_job().features)
 
 
-def kind_of_any(plan: Plan) -> Kind | None:
+def kind_of_any(plan: Plan) -> ParityKind | None:
     return kind_of(plan) if is_ours(plan) else None
 
 
@@ -66,7 +66,7 @@ def told(result: TuneResult) -> list[tuple[Any, ...]]:
     ]
 
 
-def events(run: Run, kind: str) -> list[dict[str, Any]]:
+def events(run: TuningRun, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in run.folder.events_file.read_text().splitlines()]
     return [line for line in lines if line["kind"] == kind]
 
@@ -140,7 +140,7 @@ def test_what_fails_is_quarantined_and_the_study_goes_on(tmp_path: Path) -> None
 
 def test_a_leader_that_fails_by_itself_cannot_win(tmp_path: Path) -> None:
     """Its kind passed with another plan."""
-    seen: set[Kind] = set()
+    seen: set[ParityKind] = set()
 
     def gate(plan: Plan) -> bool:
         is_first = kind_of(plan) not in seen

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.space.param_sources import RandomChooser
+from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.coordinator import TuneResult
-from quartet_plugin.tuner.proposer import expected_gain
+from quartet_plugin.tuner.proposer import expected_improvement
 from tests.calibration.truth import Truth
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import FakeMachine, Killed, begin, by_formula, resume, tune
@@ -32,7 +32,7 @@ def test_the_expected_gain_is_the_mean_of_what_is_above_zero(lead: float, spread
     values = lead + spread * np.linspace(-8.0, 8.0, 20_001)
     weights = np.exp(-0.5 * ((values - lead) / spread) ** 2)
     mean = float((np.maximum(values, 0.0) * weights).sum() / weights.sum())
-    assert expected_gain(lead, spread) == pytest.approx(mean, abs=2e-4)
+    assert expected_improvement(lead, spread) == pytest.approx(mean, abs=2e-4)
 
 
 def machine_of(*nodes: int, noise: float = 0.005, **truth: Any) -> tuple[FakeMachine, Space]:
@@ -50,11 +50,11 @@ def best_of(*nodes: int, **truth: Any) -> float:
     """The fastest of so many plans drawn by chance that the space is exhausted."""
     machine, space = machine_of(*nodes, **truth)
     generator = random.Random(0)
-    return min(machine.seconds(space.decode(RandomChooser(generator), trial=0)) for _ in range(4000))
+    return min(machine.seconds(space.decode(RandomParams(generator), trial=0)) for _ in range(4000))
 
 
 def trials_until_near(result: TuneResult, machine: FakeMachine, *, best: float) -> int:
-    """Told trials, the baseline not counted, until a plan within 2 % of the best was measured."""
+    """Finished trials, the baseline not counted, until a plan within 2 % of the best was measured."""
     own = [record for record in result.records[1:] if record.told.repeats is None]
     for count, record in enumerate(own, start=1):
         if machine.seconds(record.plan) <= NEAR * best:

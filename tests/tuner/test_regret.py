@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.calibration.plan_gp import Evidence, draw, features_of, joint
+from quartet_plugin.calibration.plan_gp import GpObservations, draw, features_of, joint
 from quartet_plugin.cost.estimate import relative_cost
 from quartet_plugin.model.measurement import Comparison, Interval, Measurement
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.regret import Regret, read_regret
-from quartet_plugin.model.trial_record import Record, Told
-from quartet_plugin.space.param_sources import RandomChooser
+from quartet_plugin.model.trial_record import Record, TrialRecord
+from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.best_plan import write_best
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.finalists import Ranking
+from quartet_plugin.tuner.finalists import FinalistResult
 from quartet_plugin.tuner.intervals import bootstrap_median
-from quartet_plugin.tuner.regret import Ended, estimate_regret, noise_of_rounds, untried_plans
+from quartet_plugin.tuner.regret import FinishedSearch, estimate_regret, noise_of_rounds, untried_plans
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import FakeMachine, begin, resume, tune
 
@@ -46,7 +46,7 @@ def some_plans() -> tuple[Plan, ...]:
     space, generator = a_space(), random.Random(0)
     found: dict[str, Plan] = {}
     for _ in range(400):
-        plan = space.decode(RandomChooser(generator), trial=0)
+        plan = space.decode(RandomParams(generator), trial=0)
         found.setdefault(plan.key, plan)
     found.pop(space.baseline.key, None)
     return tuple(found.values())[:60]
@@ -54,7 +54,7 @@ def some_plans() -> tuple[Plan, ...]:
 
 def record(number: int, plan: Plan, value: float | None) -> Record:
     is_measured = value is not None
-    told = Told(
+    told = TrialRecord(
         verdict="measured" if is_measured else "infeasible",
         outcome="OK" if is_measured else "INFEASIBLE",
         reason="",
@@ -64,7 +64,7 @@ def record(number: int, plan: Plan, value: float | None) -> Record:
     return Record(number=number, plan=plan, told=told)
 
 
-def ranking(one: Record, ratios: Sequence[float]) -> Ranking:
+def ranking(one: Record, ratios: Sequence[float]) -> FinalistResult:
     flat = Interval(median=1.0, low=1.0, high=1.0)
     measured = Measurement(
         iteration_s=flat,
@@ -77,12 +77,12 @@ def ranking(one: Record, ratios: Sequence[float]) -> Ranking:
     compared = Comparison(
         objective="tokens_per_s", plan=measured, baseline=measured, speedup=bootstrap_median(ratios, seed=0)
     )
-    return Ranking(record=one, comparison=compared, ratios=tuple(ratios), surely=compared.speedup.low)
+    return FinalistResult(record=one, comparison=compared, ratios=tuple(ratios), surely=compared.speedup.low)
 
 
 def ended(
     values: Mapping[Plan, float | None], *, winner: Plan | None = None, ratios: Sequence[float] = ()
-) -> Ended:
+) -> FinishedSearch:
     """A search that measured `values` (over the baseline's) and a winner with its final ratios."""
     space = a_space()
     records = [record(0, space.baseline, 1.0)]
@@ -90,7 +90,7 @@ def ended(
     won = None
     if winner is not None:
         won = ranking(next(one for one in records if one.plan.key == winner.key), ratios)
-    return Ended(
+    return FinishedSearch(
         baseline=space.baseline,
         records=records,
         rankings=[] if won is None else [won],
@@ -100,13 +100,13 @@ def ended(
     )
 
 
-def estimated(search: Ended, **options: Any) -> Regret:
+def estimated(search: FinishedSearch, **options: Any) -> Regret:
     found = estimate_regret(a_space(), search, **options)
     assert found is not None
     return found
 
 
-def four_tried(**changes: Any) -> Ended:
+def four_tried(**changes: Any) -> FinishedSearch:
     plans = some_plans()
     return ended(dict.fromkeys(plans[:4], 0.9), **changes)
 
@@ -284,7 +284,7 @@ def test_what_was_measured_well_is_believed_and_carries_to_what_is_alike() -> No
     plans = some_plans()[:20]
     generator = np.random.default_rng(0)
     value = np.linspace(-0.2, 0.3, 10)
-    evidence = Evidence(
+    evidence = GpObservations(
         plan=range(10), value=value, variance=np.full(10, 1e-8), in_search=np.zeros(10), noise=0.01
     )
     draws = draw(features_of(plans), np.zeros(20), evidence, count=2000, generator=generator)
@@ -299,7 +299,7 @@ def test_a_noisy_baseline_is_no_news_of_every_plan() -> None:
     common = {"plan": range(6), "value": np.full(6, 0.1), "variance": np.full(6, 1e-8), "noise": 0.05}
     means = []
     for in_search in (np.zeros(6), np.ones(6)):
-        evidence = Evidence(in_search=in_search, **common)  # type: ignore[arg-type]
+        evidence = GpObservations(in_search=in_search, **common)  # type: ignore[arg-type]
         generator = np.random.default_rng(0)
         draws = draw(features_of(plans), np.zeros(6), evidence, count=4000, generator=generator)
         means.append(draws.mean())

@@ -13,7 +13,7 @@ from benchmarks.search_cost.record import EMBEDDING, HEAD, NEAR, _due, plans_of
 from benchmarks.search_cost.recording import Entry, Recording, read_recording
 from benchmarks.search_cost.walk import every_plan, key_of
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.space.param_sources import RandomChooser
+from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_nodes
@@ -59,7 +59,7 @@ def test_walking_finds_every_plan_that_chance_does() -> None:
     generator = random.Random(0)
     found: dict[str, Plan] = {}
     for _ in range(2000):
-        plan = space.decode(RandomChooser(generator), trial=0)
+        plan = space.decode(RandomParams(generator), trial=0)
         found.setdefault(key_of(plan), plan)
     assert set(found) == set(walked)
     assert key_of(space.baseline) in walked
@@ -70,7 +70,7 @@ def test_plans_with_one_key_do_the_same() -> None:
     keys: dict[str, set[object]] = {}
     generator = random.Random(0)
     for _ in range(60):
-        plan = space.decode(RandomChooser(generator), trial=0)
+        plan = space.decode(RandomParams(generator), trial=0)
         orders = tuple(tuple(order.tolist()) for order in schedule_of(plan).orders)
         keys.setdefault(key_of(plan), set()).add((plan.split, orders, plan.mapping))
     assert all(len(found) == 1 for found in keys.values())

@@ -18,8 +18,8 @@ from quartet_plugin.trial.processes import Identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.events import EventLog
 from quartet_plugin.tuner.launches import Launches
-from quartet_plugin.tuner.workers.messages import Claim, Done, Member, Order
-from quartet_plugin.tuner.workers.work_queue import Board
+from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
 # A worker renews its claim every RENEW_S; one that has not for EXPIRY_S has lost it.
 RENEW_S = 2.0
@@ -31,7 +31,7 @@ ReadResult = Callable[[Path], TrialResult | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class EndedTrial:
     """A hand-out that came to a result, and which worker had it."""
 
     number: int
@@ -54,8 +54,8 @@ class Pulse:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Flying:
-    order: Order
+class _InFlight:
+    order: QueuedTrial
     plan: Plan
     pulse: Pulse | None = None
     num_lost: int = 0
@@ -63,14 +63,14 @@ class _Flying:
 
 
 @dataclass(slots=True, kw_only=True)
-class Desk:
+class Dispatcher:
     """Hands plans out and collects what came of them.
 
     `read` is an attempt's folder's result as the search takes it; `fence` raises where another tuner has
     taken the run; `say` has a line for the user.
     """
 
-    board: Board
+    board: WorkQueue
     launches: Launches
     read: ReadResult
     fence: Callable[[], None]
@@ -80,7 +80,7 @@ class Desk:
     expiry_s: float = EXPIRY_S
     host: str = field(default_factory=socket.gethostname)
     is_alive: Callable[[Identity], bool] = lambda identity: identity.is_alive
-    _flying: dict[int, _Flying] = field(default_factory=dict)
+    _flying: dict[int, _InFlight] = field(default_factory=dict)
     _crew: dict[str, Pulse] = field(default_factory=dict)
 
     @property
@@ -92,7 +92,7 @@ class Desk:
         """Hand a plan out; `host` is the only one that may take it."""
         assert request.plan is not None
         before = self.board.order(number)
-        order = Order(
+        order = QueuedTrial(
             trial=number,
             generation=1 if before is None else before.generation + 1,
             fence=secrets.token_hex(8),
@@ -108,7 +108,7 @@ class Desk:
         )
         self.fence()
         self.board.publish(order, request.plan)
-        self._flying[number] = _Flying(order=order, plan=request.plan)
+        self._flying[number] = _InFlight(order=order, plan=request.plan)
 
     def adopt(self, number: int, plan: Plan) -> bool:
         """Whether an earlier coordinator's hand-out of the plan is still under way, or has just ended."""
@@ -119,7 +119,7 @@ class Desk:
         is_held = claim is not None and self._lives_here(claim) is not False
         if not is_held and self.board.done_of(order) is None:
             return False
-        self._flying[number] = _Flying(order=order, plan=plan)
+        self._flying[number] = _InFlight(order=order, plan=plan)
         return True
 
     def recorded(self, number: int, plan: Plan) -> TrialResult | None:
@@ -130,7 +130,7 @@ class Desk:
             return None
         return found
 
-    def look(self, *, at_workers: bool = True) -> list[Ended]:
+    def look(self, *, at_workers: bool = True) -> list[EndedTrial]:
         """What has ended since the last look; `at_workers`, what was lost is handed out again.
 
         To look for results alone takes microseconds: it disturbs no trial.
@@ -167,7 +167,7 @@ class Desk:
         )
         self.fence()
         self.board.publish(order, one.plan)
-        self._flying[number] = _Flying(order=order, plan=one.plan, num_lost=one.num_lost)
+        self._flying[number] = _InFlight(order=order, plan=one.plan, num_lost=one.num_lost)
         self.events.add("again", trial=number, generation=order.generation, reason=why)
 
     def crew(self) -> list[Member]:
@@ -184,7 +184,7 @@ class Desk:
                 found.append(member)
         return found
 
-    def _done(self, number: int, one: _Flying, claim: Claim | None, done: Done) -> Ended | None:
+    def _done(self, number: int, one: _InFlight, claim: Claim | None, done: Done) -> EndedTrial | None:
         self._announce(number, one, claim)
         worker = "a worker" if claim is None else claim.worker
         if done.error is not None or done.attempt is None:
@@ -200,16 +200,16 @@ class Desk:
             self.say(f"trial {number}: {worker} was stopped; it is handed out again")
             self.again(number, "its worker was stopped")
             return None
-        return Ended(number=number, result=result, worker=worker)
+        return EndedTrial(number=number, result=result, worker=worker)
 
-    def _lost(self, number: int, one: _Flying, claim: Claim) -> Ended | None:
+    def _lost(self, number: int, one: _InFlight, claim: Claim) -> EndedTrial | None:
         """End what the worker left on this host; a result that is whole counts."""
         self.fence()
         folder = self.board.trial_folder(number)
         self.launches.recover(folder, should_stop=lambda: True)
         result = self.recorded(number, one.plan)
         if result is not None:
-            return Ended(number=number, result=result, worker=claim.worker)
+            return EndedTrial(number=number, result=result, worker=claim.worker)
         one.num_lost += 1
         why = f"{claim} was lost"
         self.events.add("worker-lost", trial=number, worker=claim.worker, host=claim.host)
@@ -225,14 +225,14 @@ class Desk:
             phase="launch",
             folder=folder,
         )
-        return Ended(number=number, result=lost, worker=claim.worker)
+        return EndedTrial(number=number, result=lost, worker=claim.worker)
 
-    def _announce(self, number: int, one: _Flying, claim: Claim | None) -> None:
+    def _announce(self, number: int, one: _InFlight, claim: Claim | None) -> None:
         if claim is not None and not one.is_announced:
             one.is_announced = True
             self.events.add("taken", trial=number, worker=claim.worker, host=claim.host)
 
-    def _is_held(self, one: _Flying, claim: Claim) -> bool:
+    def _is_held(self, one: _InFlight, claim: Claim) -> bool:
         """Whether the claim's worker lives: seen as a process on this host, by its renewals elsewhere."""
         beat = self.board.beat_of(claim)
         if one.pulse is None:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.launchers.shares import Share
+from quartet_plugin.launchers.shares import DeviceSlice
 from quartet_plugin.protocol.attempt_files import Count, Name, PlanKey, Seconds, Text, Version, read_sheet
 from quartet_plugin.trial.processes import Identity
 
@@ -50,7 +50,7 @@ class _HandOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order(_HandOut):
+class QueuedTrial(_HandOut):
     """A plan to be measured once. `fence` begins the ids of its attempts, the first of them `attempt`.
 
     `host` is the only one that may take it, where the plan's mapping names slots there.
@@ -101,7 +101,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareSheet:
+class SliceRecord:
     """The devices of a worker, as its file names them."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
@@ -114,9 +114,9 @@ class ShareSheet:
     is_alone: bool = True
 
     @property
-    def share(self) -> Share:
+    def share(self) -> DeviceSlice:
         """The devices themselves."""
-        return Share(
+        return DeviceSlice(
             device=self.device,
             index=self.index,
             count=self.count,
@@ -136,7 +136,7 @@ class Member:
     host: Name
     identity: Identity
     parent: Identity
-    share: ShareSheet
+    share: SliceRecord
     is_joined: bool
     schema_version: Version = 1
 
@@ -148,14 +148,14 @@ class Task:
     __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     command: Annotated[tuple[str, ...], Field(max_length=100_000)]
-    share: ShareSheet
+    share: SliceRecord
     parent: Identity
     is_joined: bool
     schema_version: Version = 1
 
 
 OFFER: TypeAdapter[Offer] = TypeAdapter(Offer)
-ORDER: TypeAdapter[Order] = TypeAdapter(Order)
+ORDER: TypeAdapter[QueuedTrial] = TypeAdapter(QueuedTrial)
 CLAIM: TypeAdapter[Claim] = TypeAdapter(Claim)
 DONE: TypeAdapter[Done] = TypeAdapter(Done)
 MEMBER: TypeAdapter[Member] = TypeAdapter(Member)

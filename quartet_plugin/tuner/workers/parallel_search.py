@@ -17,9 +17,9 @@ from quartet_plugin.model.trial_record import Record
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
 from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.observer import Observer
-from quartet_plugin.tuner.sequential_search import Search, all_unfinished, check_rows, num_spent
-from quartet_plugin.tuner.workers.dispatcher import Desk, Ended
-from quartet_plugin.tuner.workers.worker_pool import Crew
+from quartet_plugin.tuner.sequential_search import SequentialSearch, all_unfinished, check_rows, num_spent
+from quartet_plugin.tuner.workers.dispatcher import Dispatcher, EndedTrial
+from quartet_plugin.tuner.workers.worker_pool import WorkerPool
 
 _POLL_S = 0.1
 # How often processes and the lease are looked at; results are looked for at every turn.
@@ -27,12 +27,12 @@ _LOOK_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
-class SharedSearch:
+class ParallelSearch:
     """Spends a study's trials with several workers. Leaves none of them behind."""
 
-    search: Search
-    desk: Desk
-    crew: Crew
+    search: SequentialSearch
+    desk: Dispatcher
+    crew: WorkerPool
     observer: Observer
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -74,10 +74,10 @@ class SharedSearch:
                 self.desk.board.withdraw(order.trial)
         for proposal in all_unfinished(study):
             if self.desk.adopt(proposal.number, proposal.plan):
-                self._flying[proposal.number] = self.search.foresee(proposal, records)
+                self._flying[proposal.number] = self.search.predict(proposal, records)
             elif found := self.desk.recorded(proposal.number, proposal.plan):
                 # Before a control that is due by now.
-                self._take(study, self.search.foresee(proposal, records), found)
+                self._take(study, self.search.predict(proposal, records), found)
             else:
                 self._waiting.append(proposal)
 
@@ -104,7 +104,7 @@ class SharedSearch:
             raise kind(f"no worker of this host is left: {self.crew.last_words}")
         self._num_workers = max(self.crew.num_running, len(self.desk.crew()))
 
-    def _end(self, study: TuneStudy, ended: Ended) -> None:
+    def _end(self, study: TuneStudy, ended: EndedTrial) -> None:
         """A trial has come to its result."""
         proposal = self._flying[ended.number]
         if self._is_elsewhere(ended):
@@ -115,7 +115,7 @@ class SharedSearch:
         self.search.tell(study, proposal, ended.result)
         self.desk.told(ended.number)
 
-    def _is_elsewhere(self, ended: Ended) -> bool:
+    def _is_elsewhere(self, ended: EndedTrial) -> bool:
         """Whether it was measured on other devices than the baseline: then it is measured again."""
         own = self.search.launching.yardstick
         if not ended.result.is_measured or own is None:
@@ -183,7 +183,7 @@ class SharedSearch:
             held, self._alone = self._alone, None
             return held
         if self._waiting:
-            return self.search.foresee(self._waiting.popleft(), records)
+            return self.search.predict(self._waiting.popleft(), records)
         if self._num_exhausted == len(records):
             return None  # nothing was told since
         pending = [*self._plans(), *(twin.plan for twin in self._twins)]

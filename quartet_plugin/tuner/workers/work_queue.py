@@ -34,7 +34,7 @@ from quartet_plugin.tuner.workers.messages import (
     Done,
     Member,
     Offer,
-    Order,
+    QueuedTrial,
     read,
 )
 
@@ -43,7 +43,7 @@ _NUMBER = re.compile(r"([0-9]{6,})\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Board:
+class WorkQueue:
     """The board of the run in `folder`. Each method raises StorageError when the disk fails."""
 
     folder: Path
@@ -83,7 +83,7 @@ class Board:
             return read(OFFER, self.path / "board.json")
         return None
 
-    def publish(self, order: Order, plan: Plan) -> None:
+    def publish(self, order: QueuedTrial, plan: Plan) -> None:
         """Hand a plan out; whoever had an earlier generation of it has it no more."""
         write_plan(plan, path=self._plan_file(order.trial))
         write_json_atomic(self._order_file(order.trial), dump(order))
@@ -121,7 +121,7 @@ class Board:
 
     # What both sides read
 
-    def orders(self) -> list[Order]:
+    def orders(self) -> list[QueuedTrial]:
         """Every order, closed ones too; one that breaks its format is left out."""
         found = []
         for name in self._names("orders"):
@@ -131,13 +131,13 @@ class Board:
                 found.append(order)
         return found
 
-    def order(self, trial: int) -> Order | None:
+    def order(self, trial: int) -> QueuedTrial | None:
         """The order of a trial as it is now."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
             return read(ORDER, self._order_file(trial))
         return None
 
-    def plan(self, order: Order) -> Plan:
+    def plan(self, order: QueuedTrial) -> Plan:
         """The plan of an order. Raises PlanError or ConfigError where it is not that one."""
         plan = read_plan(self._plan_file(order.trial))
         if plan.key != order.plan_key:
@@ -156,14 +156,14 @@ class Board:
                     found.append(read(CLAIM, path))
         return found
 
-    def claim_of(self, order: Order) -> Claim | None:
+    def claim_of(self, order: QueuedTrial) -> Claim | None:
         """Who has the order now."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
             claim = read(CLAIM, self._claim_file(order))
             return claim if claim.fence == order.fence else None
         return None
 
-    def done_of(self, order: Order) -> Done | None:
+    def done_of(self, order: QueuedTrial) -> Done | None:
         """What came of the order's present generation."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
             done = read(DONE, self._claim_file(order, "done."))
@@ -206,7 +206,7 @@ class Board:
         with contextlib.suppress(OSError):
             os.utime(self.path / "crew" / f"{member.name}.json")
 
-    def take(self, member: Member) -> tuple[Order, Claim] | None:
+    def take(self, member: Member) -> tuple[QueuedTrial, Claim] | None:
         """An order that nobody has, now the worker's; None where there is none."""
         for order in self.orders():
             if order.is_closed or order.host not in (None, member.host):
@@ -254,7 +254,7 @@ class Board:
     def _plan_file(self, trial: int) -> Path:
         return self.path / "orders" / f"{trial:06d}.plan.json"
 
-    def _claim_file(self, one: Order | Claim, kind: str = "") -> Path:
+    def _claim_file(self, one: QueuedTrial | Claim, kind: str = "") -> Path:
         return self.path / "claims" / f"{one.stem}.{kind}json"
 
     def _void(self, claim: Claim) -> None:

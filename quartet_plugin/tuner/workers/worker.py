@@ -18,10 +18,10 @@ from quartet_plugin.trial.processes import Identity, ProcessBook, reap
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest
 from quartet_plugin.tuner.attempts import holder_of
 from quartet_plugin.tuner.launches import Launches, ShouldStop
-from quartet_plugin.tuner.run_folder import Run
+from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.workers.dispatcher import EXPIRY_S, RENEW_S
-from quartet_plugin.tuner.workers.messages import Claim, Done, Member, Order
-from quartet_plugin.tuner.workers.work_queue import Board
+from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
 POLL_S = 0.1
 # How long a joined worker waits for a tuner that was lost to come back.
@@ -33,10 +33,10 @@ _REAP_GRACE_S = 2.0
 class Worker:
     """One worker of a run. `say` has a line for the user."""
 
-    run: Run
+    run: TuningRun
     command: Command
     member: Member
-    board: Board
+    board: WorkQueue
     launches: Launches
     should_stop: ShouldStop
     say: Callable[[str], None]
@@ -94,7 +94,7 @@ class Worker:
             self._absent_s = self.clock()
         return "the run's tuner is lost" if self.clock() - self._absent_s > ABSENCE_S else None
 
-    def _measure(self, order: Order, claim: Claim) -> None:
+    def _measure(self, order: QueuedTrial, claim: Claim) -> None:
         self.say(f"trial {order.trial}: {self.member.name} measures it")
         renewals = _Renewals(board=self.board, claim=claim, clock=self.clock)
 
@@ -114,7 +114,7 @@ class Worker:
         reason = "" if result.outcome is Outcome.OK else f": {result.reason}"
         self.say(f"trial {order.trial}: {result.outcome.value}{reason}{note}")
 
-    def _request(self, order: Order) -> TrialRequest:
+    def _request(self, order: QueuedTrial) -> TrialRequest:
         return TrialRequest(
             folder=self.board.trial_folder(order.trial),
             command=self.command,
@@ -142,7 +142,7 @@ class Worker:
 class _Renewals:
     """Renews a claim when it is time; once lost it stays lost."""
 
-    board: Board
+    board: WorkQueue
     claim: Claim
     clock: Callable[[], float]
     _renewed_s: float = field(default=float("-inf"))
@@ -160,7 +160,7 @@ def _ignore(progress: Progress) -> None:
     del progress
 
 
-def end_left_behind(board: Board, *, host: str | None = None) -> frozenset[Identity]:
+def end_left_behind(board: WorkQueue, *, host: str | None = None) -> frozenset[Identity]:
     """End what workers of this host that have ended left running; returns what was found.
 
     Their coordinator, on another host, could not. Known by the claims' fences, in the attempts' ids, and then

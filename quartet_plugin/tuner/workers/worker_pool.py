@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 
 from quartet_plugin.errors import InfrastructureError, StorageError
-from quartet_plugin.launchers.shares import Share
+from quartet_plugin.launchers.shares import DeviceSlice
 from quartet_plugin.trial.processes import Identity, descendants, own_identity, reap
-from quartet_plugin.tuner.workers.messages import ShareSheet, Task, task_text
-from quartet_plugin.tuner.workers.work_queue import Board
+from quartet_plugin.tuner.workers.messages import SliceRecord, Task, task_text
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
 # A worker that is killed is started again, all in all this many times for each.
 MAX_RESTARTS = 3
@@ -30,16 +30,16 @@ _ENTRY = "from quartet_plugin.cli.main import entry; entry()"
 
 
 @dataclass(slots=True, kw_only=True)
-class Crew:
+class WorkerPool:
     """Starts a worker for each of `shares`, under the names in `names`, and sees to them.
 
     `command` is the user's, with its secrets; workers are told it through a pipe. `say` has a line for the
     user. A worker that gives up by itself is not started again.
     """
 
-    board: Board
+    board: WorkQueue
     command: tuple[str, ...]
-    shares: tuple[Share, ...]
+    shares: tuple[DeviceSlice, ...]
     names: tuple[str, ...]
     say: Callable[[str], None]
     is_joined: bool = False
@@ -102,11 +102,11 @@ class Crew:
             self._given_up[name] = code
             self.say(f"worker {name} has given up: {_last_line(self._log(name))}")
 
-    def _start(self, name: str, share: Share) -> "subprocess.Popen[bytes]":
+    def _start(self, name: str, share: DeviceSlice) -> "subprocess.Popen[bytes]":
         words = [sys.executable, "-P", "-c", _ENTRY, "work", str(self.board.folder), "--name", name]
         task = Task(
             command=self.command,
-            share=ShareSheet(**asdict(share)),
+            share=SliceRecord(**asdict(share)),
             parent=own_identity(),
             is_joined=self.is_joined,
         )
@@ -162,7 +162,7 @@ def _last_line(path: Path) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def end_earlier(board: Board, *, keeps_joined: bool, host: str | None = None) -> frozenset[Path]:
+def end_earlier(board: WorkQueue, *, keeps_joined: bool, host: str | None = None) -> frozenset[Path]:
     """What an earlier tuner of the run left of its crew; only under the run's lease.
 
     Its workers on this host are killed, and their trials run on: those are seen to their end like a killed

@@ -10,8 +10,8 @@ from typing import Any
 from quartet_plugin.trial.processes import Identity
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.launches import SETTLED
-from quartet_plugin.tuner.workers.messages import Claim, Done, Member, Order, ShareSheet
-from quartet_plugin.tuner.workers.work_queue import Board
+from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial, SliceRecord
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
 HERE, ELSEWHERE = "here", "elsewhere"
 COORDINATOR = Identity(pid=2, process_start=1.0, boot_id="b")
@@ -30,7 +30,7 @@ def member(name: str, *, pid: int, host: str = HERE, is_joined: bool = False) ->
         host=host,
         identity=identity(pid),
         parent=COORDINATOR,
-        share=ShareSheet(device="cpu", cores=(0, 1)),
+        share=SliceRecord(device="cpu", cores=(0, 1)),
         is_joined=is_joined,
     )
 
@@ -63,10 +63,10 @@ class Disk:
 class Hand:
     """One worker's hands."""
 
-    board: Board
+    board: WorkQueue
     disk: Disk
     member: Member
-    order: Order | None = None
+    order: QueuedTrial | None = None
     claim: Claim | None = None
 
     def take(self) -> bool:

@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.events import EventLog
-from quartet_plugin.tuner.workers.dispatcher import EXPIRY_S, Desk
+from quartet_plugin.tuner.workers.dispatcher import EXPIRY_S, Dispatcher
 from quartet_plugin.tuner.workers.messages import Offer
-from quartet_plugin.tuner.workers.work_queue import Board
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.model.plans import PLAN
 from tests.tuner.workers.hands import ELSEWHERE, HERE, Disk, Hand, member
 
@@ -36,7 +36,7 @@ class HandOuts(RuleBasedStateMachine):
         super().__init__()
         memory = Path("/dev/shm")
         self.folder = Path(tempfile.mkdtemp(prefix="quartet-test-", dir=memory if memory.is_dir() else None))
-        self.board = Board(folder=self.folder)
+        self.board = WorkQueue(folder=self.folder)
         self.board.open(Offer(device="cpu", num_devices=2))
         self.disk = Disk()
         self.now_s = 0.0
@@ -47,8 +47,8 @@ class HandOuts(RuleBasedStateMachine):
         self.desk = self.new_desk()
         self.hands = [self.new_hand(index) for index in range(NUM_HANDS)]
 
-    def new_desk(self) -> Desk:
-        return Desk(
+    def new_desk(self) -> Dispatcher:
+        return Dispatcher(
             board=self.board,
             launches=self.disk,  # type: ignore[arg-type]
             read=self.disk.read,

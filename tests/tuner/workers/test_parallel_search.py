@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from quartet_plugin.errors import InfeasibleError, InterruptedByUserError, SeamError
-from quartet_plugin.launchers.shares import Share
+from quartet_plugin.launchers.shares import DeviceSlice
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.trial.processes import own_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner import coordinator
 from quartet_plugin.tuner.coordinator import TuneResult
-from quartet_plugin.tuner.workers.messages import Claim, Done, Member, Order, ShareSheet
-from quartet_plugin.tuner.workers.parallel_search import SharedSearch
-from quartet_plugin.tuner.workers.work_queue import Board
+from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial, SliceRecord
+from quartet_plugin.tuner.workers.parallel_search import ParallelSearch
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 
 HOST = "node-0"  # the fake cluster's
-SHARES = tuple(Share(device="cpu", index=index, count=4, cores=(index,)) for index in range(4))
+SHARES = tuple(DeviceSlice(device="cpu", index=index, count=4, cores=(index,)) for index in range(4))
 OWN = {"pipeline_parallel": 2, "mapping": "stock", "schedule": ["1f1b", "zb-h1", "zb-v"]}
 
 
@@ -32,7 +32,7 @@ class Shop(FakeMachine):
     seed: int = 0
     dies_after: int | None = None
     attempts: dict[Path, TrialResult] = field(default_factory=dict)
-    holding: dict[str, tuple[Order, Claim]] = field(default_factory=dict)
+    holding: dict[str, tuple[QueuedTrial, Claim]] = field(default_factory=dict)
     most_at_once: int = 0
     num_done: int = 0
     num_started: int = 0
@@ -59,7 +59,7 @@ class Shop(FakeMachine):
                 host=HOST,
                 identity=own_identity(),
                 parent=own_identity(),
-                share=ShareSheet(device="cpu", cores=(index,)),
+                share=SliceRecord(device="cpu", cores=(index,)),
                 is_joined=False,
             )
             for index in range(self.num_workers)
@@ -83,7 +83,7 @@ class Shop(FakeMachine):
         self.board.finish(claim, Done(fence=order.fence, attempt=order.attempt))
         self.num_done += 1
 
-    def measure(self, order: Order) -> None:
+    def measure(self, order: QueuedTrial) -> None:
         """Leave a result."""
         folder = self.board.trial_folder(order.trial)
         plan = self.board.plan(order)
@@ -108,7 +108,7 @@ class Hands:
     last_code = 0
     last_words = ""
 
-    def __init__(self, shop: Shop, *, board: Board, **options: Any) -> None:
+    def __init__(self, shop: Shop, *, board: WorkQueue, **options: Any) -> None:
         self.shop = shop
         self.shop.board = board
 
@@ -136,8 +136,8 @@ def run_shared(
     options = config.pop("options", {})
     config["study"] = {"starts": "none", **config.get("study", {})}
     with monkeypatch.context() as patch:
-        patch.setattr(coordinator, "Crew", lambda **given: Hands(shop, **given))
-        patch.setattr(coordinator, "SharedSearch", lambda **given: SharedSearch(**given, sleep=shop.step))
+        patch.setattr(coordinator, "WorkerPool", lambda **given: Hands(shop, **given))
+        patch.setattr(coordinator, "ParallelSearch", lambda **given: ParallelSearch(**given, sleep=shop.step))
         patch.setattr(coordinator, "read_judged", shop.attempts.get)
         run = resume(folder) if is_resumed else begin(folder, **config)
         return tune(run, shop, shares=SHARES, **options)
@@ -146,7 +146,7 @@ def run_shared(
 def killed(monkeypatch: pytest.MonkeyPatch, folder: Path, shop: Shop) -> None:
     """A run whose coordinator is killed with several trials under way: nothing is cleaned up."""
     with monkeypatch.context() as patch:
-        patch.setattr(SharedSearch, "_close", lambda self: None)
+        patch.setattr(ParallelSearch, "_close", lambda self: None)
         with pytest.raises(Killed):
             run_shared(patch, folder, shop, study={"trials": 8, "rounds": 3, "top_k": 1})
     assert len(shop.holding) > 1
@@ -319,7 +319,7 @@ def test_a_worker_on_other_devices_is_sent_away(tmp_path: Path, monkeypatch: pyt
 
     measure = shop.measure
 
-    def measured(order: Order) -> None:
+    def measured(order: QueuedTrial) -> None:
         measure(order)
         if not strange:
             strange.add(shop.disk[shop.board.trial_folder(order.trial)].attempt_id)

@@ -12,8 +12,8 @@ from quartet_plugin.report.status import status_lines, status_record
 from quartet_plugin.trial.lease import Lease
 from quartet_plugin.trial.processes import own_identity
 from quartet_plugin.tuner.history import read_history
-from quartet_plugin.tuner.workers.messages import Done, Offer, Order, worker_name
-from quartet_plugin.tuner.workers.work_queue import Board
+from quartet_plugin.tuner.workers.messages import Done, Offer, QueuedTrial, worker_name
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker_pool import end_earlier
 from tests.model.plans import PLAN
 from tests.tuner.fakes import begin
@@ -21,14 +21,16 @@ from tests.tuner.workers.hands import ELSEWHERE, HERE, Disk, Hand, member
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> Board:
-    made = Board(folder=tmp_path)
+def board(tmp_path: Path) -> WorkQueue:
+    made = WorkQueue(folder=tmp_path)
     made.open(Offer(device="cpu", num_devices=2))
     return made
 
 
-def order(trial: int = 1, *, generation: int = 1, fence: str = "0" * 16, host: str | None = None) -> Order:
-    return Order(
+def order(
+    trial: int = 1, *, generation: int = 1, fence: str = "0" * 16, host: str | None = None
+) -> QueuedTrial:
+    return QueuedTrial(
         trial=trial,
         generation=generation,
         fence=fence,
@@ -44,11 +46,11 @@ def order(trial: int = 1, *, generation: int = 1, fence: str = "0" * 16, host: s
     )
 
 
-def hand(board: Board, name: str, *, host: str = HERE) -> Hand:
+def hand(board: WorkQueue, name: str, *, host: str = HERE) -> Hand:
     return Hand(board=board, disk=Disk(), member=member(name, pid=100, host=host))
 
 
-def test_an_order_is_read_back_as_it_was_written(board: Board) -> None:
+def test_an_order_is_read_back_as_it_was_written(board: WorkQueue) -> None:
     assert board.offer() == Offer(device="cpu", num_devices=2)
     board.publish(order(), PLAN)
     assert board.orders() == [order()]
@@ -58,7 +60,7 @@ def test_an_order_is_read_back_as_it_was_written(board: Board) -> None:
     assert not list((board.path / "orders").iterdir())
 
 
-def test_of_many_takers_one_gets_it(board: Board) -> None:
+def test_of_many_takers_one_gets_it(board: WorkQueue) -> None:
     board.publish(order(), PLAN)
     hands = [hand(board, f"w{index}") for index in range(16)]
     ready, got = threading.Barrier(16), []
@@ -80,13 +82,13 @@ def test_of_many_takers_one_gets_it(board: Board) -> None:
     assert [path.name for path in (board.path / "claims").iterdir()] == ["000001-1.json"]
 
 
-def test_a_plan_whose_mapping_names_a_host_is_taken_there_alone(board: Board) -> None:
+def test_a_plan_whose_mapping_names_a_host_is_taken_there_alone(board: WorkQueue) -> None:
     board.publish(order(host=HERE), PLAN)
     assert not hand(board, "far", host=ELSEWHERE).take()
     assert hand(board, "near").take()
 
 
-def test_the_next_generation_voids_the_claim_before(board: Board) -> None:
+def test_the_next_generation_voids_the_claim_before(board: WorkQueue) -> None:
     board.publish(order(), PLAN)
     late, next_one = hand(board, "late"), hand(board, "next")
     assert late.take()
@@ -103,7 +105,7 @@ def test_the_next_generation_voids_the_claim_before(board: Board) -> None:
     assert {claim.worker for claim in board.claims(voided=True)} == {"late", "next"}
 
 
-def test_a_closed_board_gives_and_takes_nothing(board: Board) -> None:
+def test_a_closed_board_gives_and_takes_nothing(board: WorkQueue) -> None:
     board.publish(order(), PLAN)
     board.publish(order(2, fence="2" * 16), PLAN)
     holder = hand(board, "holder")
@@ -116,7 +118,7 @@ def test_a_closed_board_gives_and_takes_nothing(board: Board) -> None:
     assert [one.is_closed for one in board.orders()] == [True, True]
 
 
-def test_a_worker_that_is_sent_away_knows(board: Board) -> None:
+def test_a_worker_that_is_sent_away_knows(board: WorkQueue) -> None:
     one = member("w1", pid=7)
     board.enlist(one)
     assert board.members() == [one]
@@ -130,7 +132,7 @@ def test_a_worker_that_is_sent_away_knows(board: Board) -> None:
     assert board.is_dismissed(one)
 
 
-def test_broken_files_are_left_out(board: Board) -> None:
+def test_broken_files_are_left_out(board: WorkQueue) -> None:
     board.publish(order(), PLAN)
     orders = board.path / "orders"
     (orders / "000002.json").write_text("{")
@@ -145,14 +147,14 @@ def test_broken_files_are_left_out(board: Board) -> None:
     assert board.claim_of(order()) is None
 
 
-def test_a_plan_that_is_not_the_orders_is_refused(board: Board) -> None:
+def test_a_plan_that_is_not_the_orders_is_refused(board: WorkQueue) -> None:
     board.publish(order(), replace(PLAN, mapping=replace(PLAN.mapping, slots=PLAN.mapping.slots[::-1])))
     with pytest.raises(ConfigError, match="not the plan of the order"):
         board.plan(order())
 
 
 @pytest.mark.parametrize("name", ["../../evil", "", "a b", "-x", "a" * 300])
-def test_a_workers_name_is_fit_for_a_file(board: Board, name: str) -> None:
+def test_a_workers_name_is_fit_for_a_file(board: WorkQueue, name: str) -> None:
     with pytest.raises(ConfigError, match="letters, digits"):
         board.enlist(replace(member("w", pid=7), name=name))
 
@@ -163,14 +165,14 @@ def test_names_are_made_of_hosts() -> None:
 
 
 def test_a_board_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    board = Board(folder=tmp_path)
+    board = WorkQueue(folder=tmp_path)
     assert not board.is_there
     assert board.offer() is None
     assert (board.orders(), board.claims(), board.members()) == ([], [], [])
     assert end_earlier(board, keeps_joined=False) == frozenset()
 
 
-def test_a_disk_that_fails_is_one_line(board: Board) -> None:
+def test_a_disk_that_fails_is_one_line(board: WorkQueue) -> None:
     (board.path / "board.json").unlink()
     (board.path / "board.json").mkdir()
     with pytest.raises(StorageError, match="cannot be read or written") as caught:
@@ -178,7 +180,7 @@ def test_a_disk_that_fails_is_one_line(board: Board) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_an_earlier_tuner_handed_out_is_known(board: Board) -> None:
+def test_what_an_earlier_tuner_handed_out_is_known(board: WorkQueue) -> None:
     """Workers that joined keep their trials; those of the dead coordinator are struck."""
     for trial in (1, 2, 3):
         board.publish(order(trial, fence=f"{trial}" * 16), PLAN)
@@ -201,7 +203,7 @@ def test_what_an_earlier_tuner_handed_out_is_known(board: Board) -> None:
 
 def test_the_status_says_who_measures_what(tmp_path: Path) -> None:
     run = begin(tmp_path / "r")
-    made = Board(folder=run.folder.path)
+    made = WorkQueue(folder=run.folder.path)
     made.open(Offer(device="cpu", num_devices=2))
     busy = Hand(board=made, disk=Disk(), member=member("busy", pid=7))
     for one in (busy.member, member("idle", pid=8, host=ELSEWHERE)):

@@ -21,8 +21,8 @@ from quartet_plugin.protocol.attempt_files import CommandSheet, TrialSheet
 from quartet_plugin.trial.lease import Lease
 from quartet_plugin.trial.processes import MARK, own_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
-from quartet_plugin.tuner.workers.messages import Done, Member, Offer, Order, read_task
-from quartet_plugin.tuner.workers.work_queue import Board
+from quartet_plugin.tuner.workers.messages import Done, Member, Offer, QueuedTrial, read_task
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker import ABSENCE_S, Worker, end_left_behind
 from tests.model.plans import PLAN
 from tests.tuner.fakes import COMMAND, begin
@@ -65,7 +65,7 @@ class Shift:
 
     def __init__(self, tmp_path: Path, bench: Bench, **changes: Any) -> None:
         self.run = begin(tmp_path / "r")
-        self.board = Board(folder=self.run.folder.path)
+        self.board = WorkQueue(folder=self.run.folder.path)
         self.board.open(Offer(device="cpu", num_devices=2))
         self.said: list[str] = []
         self.now_s = 0.0
@@ -206,7 +206,7 @@ def left_behind(attempt_id: str) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def test_what_a_lost_worker_left_on_this_host_is_ended_and_nothing_else(tmp_path: Path) -> None:
-    board = Board(folder=tmp_path)
+    board = WorkQueue(folder=tmp_path)
     board.open(Offer(device="cpu", num_devices=2))
     lost, alive = "c" * 16, "d" * 16
     for trial, fence, itself in ((1, lost, identity(999)), (2, alive, own_identity())):
@@ -225,7 +225,7 @@ def test_what_a_lost_worker_left_on_this_host_is_ended_and_nothing_else(tmp_path
         assert end_left_behind(board, host="another") == frozenset()
 
 
-def write_attempt(board: Board, told: Order) -> None:
+def write_attempt(board: WorkQueue, told: QueuedTrial) -> None:
     """The files of an attempt that was begun."""
     folder = board.trial_folder(told.trial) / "attempt-1"
     folder.mkdir(parents=True)
