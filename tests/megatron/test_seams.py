@@ -14,9 +14,9 @@ import pytest
 
 from quartet_plugin.errors import SeamError
 from quartet_plugin.megatron import seams
-from quartet_plugin.megatron.leftovers import leftovers
 from quartet_plugin.megatron.seams import Seam, check_version, install, installed_version, resolve
-from quartet_plugin.megatron.sources import find_definition, node_hash, source_hash
+from quartet_plugin.worker.seams import stale_refs
+from quartet_plugin.worker.sources import find_definition, node_hash, source_hash
 
 NAME = "quartet_test_framework"
 SOURCE = '''
@@ -182,7 +182,7 @@ def test_what_keeps_an_original_is_found_and_nothing_stays_replaced(
     with pytest.raises(SeamError, match=r"one: quartet_test_user\.kept.* keeps Megatron's own \("):
         install({ONE: doubled})
     assert framework.one is one
-    assert {place.split(".")[0] for _, place in leftovers([one])} == {NAME, user.__name__}
+    assert {place.split(".")[0] for _, place in stale_refs([one])} == {NAME, user.__name__}
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,14 @@ def node_hash(node: ast.AST) -> str:
 
 def find_definition(tree: ast.Module, name: str) -> ast.AST | None:
     """The definition of `function`, `Class` or `Class.method` at the top of a file; None if absent."""
-    found: ast.AST = tree
+    definition: ast.AST = tree
     for part in name.split("."):
-        body = getattr(found, "body", [])
+        body = getattr(definition, "body", [])
         inner = next((node for node in body if isinstance(node, _DEFINITIONS) and node.name == part), None)
         if inner is None:
             return None
-        found = inner
-    return found
+        definition = inner
+    return definition
 
 
 def _parsed(source: str) -> ast.AST:
