@@ -14,12 +14,12 @@ from pydantic import Field, TypeAdapter
 
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.model.files import read_json, write_json_atomic
+from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.schema import parse
 
 MAX_STEPS = 10_000
 MAX_BYTES = 16 * 2**20
-STOCK_SCHEDULES = frozenset({"no-pipelining", "1f1b", "interleaved"})
 
 # The difference grows when the last half of the steps is worse than this many times the first half.
 GROWTH = 4.0
@@ -265,12 +265,8 @@ def _number(value: float) -> _Number:
 
 
 def needs_receipt(plan: Plan) -> bool:
-    """Whether the plan uses our own runtime; stock schedules by native flags are exempt.
-
-    DeepSpeed has no interleaved schedule: there it is ours.
-    """
-    is_deepspeed = plan.made_for.framework == "deepspeed"
-    return plan.schedule.name not in (STOCK_SCHEDULES - {"interleaved"} if is_deepspeed else STOCK_SCHEDULES)
+    """Whether the plugin's runtime executes the plan's schedule; stock schedules are exempt."""
+    return plan.schedule.name not in capabilities(plan.made_for.framework).stock_schedules
 
 
 def receipt_path(plan_path: Path) -> Path:

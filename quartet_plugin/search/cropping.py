@@ -9,6 +9,7 @@ import math
 import statistics
 from dataclasses import dataclass, replace
 
+from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.launched import CROPPED
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.search.events import EventLog
@@ -99,8 +100,9 @@ def layers_to_keep(space: Space, result: TrialResult, *, asked: str | int) -> tu
     largest = _largest_stage(space.baseline)
     if asked == "none":
         return None, ""
-    if Axis.SCALING in space.locked or space.baseline.made_for.framework == "deepspeed":
-        why = space.locked.get(Axis.SCALING, "DeepSpeed")
+    framework = capabilities(space.baseline.made_for.framework)
+    if Axis.SCALING in space.locked or not framework.changes_num_layers:
+        why = space.locked.get(Axis.SCALING, framework.title)
         return None, "" if asked == "auto" else f"trial.crop: {asked}; {why} keeps the number of layers"
     if isinstance(asked, int):
         is_less = asked < largest

@@ -7,6 +7,7 @@ from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import Run
+from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Prediction
 from quartet_plugin.model.plan import (
@@ -26,7 +27,7 @@ from quartet_plugin.search.planner.placed import PlacedRun
 from quartet_plugin.search.planner.placing import places_of_job, planned_run
 from quartet_plugin.search.planner.ranking import Ranked
 
-FRAMEWORK, FRAMEWORK_VERSION = "megatron-core", "0.19.2"
+FRAMEWORK, FRAMEWORK_VERSION = MEGATRON.framework, "0.19.2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
