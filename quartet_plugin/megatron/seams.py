@@ -53,37 +53,27 @@ class Seam(seams.Seam):
 
 
 ARGUMENTS = Seam(
-    module="megatron.training.arguments",
-    name="add_megatron_arguments",
-    parameters=("parser",),
-    sources={"0.19.2": "2bb2becaea466370"},
+    "megatron.training.arguments",
+    "add_megatron_arguments",
+    "parser",
+    {"0.19.2": "2bb2becaea466370"},
     use_sites=("megatron.training.arguments:parse_args",),
 )
 TOKENIZER = Seam(
-    module="megatron.training.global_vars",
-    name="_build_tokenizer",
-    parameters=("args",),
-    sources={"0.19.2": "4f6360dccb69c04f"},
+    "megatron.training.global_vars",
+    "_build_tokenizer",
+    "args",
+    {"0.19.2": "4f6360dccb69c04f"},
     use_sites=(
         "megatron.training.global_vars:rebuild_tokenizer",
         "megatron.training.global_vars:set_global_variables",
     ),
 )
 TRAIN_STEP = Seam(
-    module="megatron.training.training",
-    name="train_step",
-    parameters=(
-        "forward_step_func",
-        "data_iterator",
-        "model",
-        "optimizer",
-        "opt_param_scheduler",
-        "config",
-        "forward_backward_func",
-        "iteration",
-        "pg_collection",
-        "p2p_communicator",
-    ),
-    sources={"0.19.2": "02a0757a48486714"},
+    "megatron.training.training",
+    "train_step",
+    "forward_step_func data_iterator model optimizer opt_param_scheduler config "
+    "forward_backward_func iteration pg_collection p2p_communicator",
+    {"0.19.2": "02a0757a48486714"},
     use_sites=("megatron.training.training:train",),
 )

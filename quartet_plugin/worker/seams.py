@@ -6,7 +6,9 @@ loaded later find the replacement. All seams of an installation are resolved and
 applied, or none; then loaded modules are searched for references to an original. `uninstall` restores all.
 """
 
+import ast
 import functools
+import hashlib
 import importlib
 import inspect
 import re
@@ -18,7 +20,6 @@ from types import FunctionType, ModuleType
 from typing import Any, ClassVar
 
 from quartet_plugin.errors import SeamError
-from quartet_plugin.worker.sources import source_hash
 
 # Modules whose decorators a framework puts around some of its functions.
 _DECORATORS = ("functools", "torch")
@@ -27,6 +28,7 @@ _LEFT_OUT = frozenset(
     {*sys.stdlib_module_names, "torch", "numpy", "triton", "numba", "scipy", "quartet_plugin", "transformers"}
 ) - {"__main__"}
 _ABSENT = object()
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 Wrapper = Callable[[Any], Any]
 
@@ -67,21 +69,21 @@ class Framework:
         return version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Seam:
     """A function or class of the framework: `module.name`, where `name` may be `Class.method`.
 
-    `parameters` in their order; a class has none, its methods have seams of their own. `sources` has the
-    source's hash (see `sources`) by the release that it was tried with. `aliases` are the modules that import
-    the name for good, `use_sites` (`module:function`) those that call it: a test holds both against the
-    release, so that a new one is noticed. `num_decorators` stand around it. Each adapter has a subclass with
-    its `framework`.
+    `parameters` are names with spaces between; a class has none, its methods have seams of their own.
+    `sources` has the hash of the source by the release that it was tried with. `aliases` are the modules that
+    import the name for good, `use_sites` (`module:function`) those that call it: a test holds both against
+    the release, so that a new one is noticed. `num_decorators` stand around it. Each adapter has a subclass
+    with its `framework`.
     """
 
     framework: ClassVar[Framework]
     module: str
     name: str
-    parameters: tuple[str, ...]
+    parameters: str
     sources: Mapping[str, str] = field(hash=False)
     aliases: tuple[str, ...] = ()
     use_sites: tuple[str, ...] = ()
@@ -93,7 +95,7 @@ class Seam:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Redirect:
     """A name that is replaced without a pin on its source: `module.name`, where `name` may be `Class.method`.
 
@@ -205,7 +207,7 @@ def _loaded_globals(pairs: Sequence[tuple[Any, Any]]) -> Iterator[_Applied]:
 
 
 def chain(*wrappers: Wrapper | None) -> Wrapper:
-    """One wrapper out of several for one seam; the first is the outermost, None is left out."""
+    """Several wrappers of a seam as a single one; the first is the outermost, None is left out."""
 
     def wrap(original: Any) -> Any:
         for wrapper in reversed(wrappers):
@@ -234,11 +236,11 @@ def resolve(seam: Seam) -> tuple[Any, Any]:
         raise SeamError(f"{seam.path}: not in {here.release}; {here.supported} is needed")
     plain = _undecorated(seam, value)
     if isinstance(plain, FunctionType):
-        parameters = tuple(inspect.signature(plain, follow_wrapped=False).parameters)
+        parameters = " ".join(inspect.signature(plain, follow_wrapped=False).parameters)
         if parameters != seam.parameters:
             raise SeamError(
-                f"{seam.path}: takes ({', '.join(parameters)}) in {here.release}, "
-                f"({', '.join(seam.parameters)}) is known; {here.supported} is needed"
+                f"{seam.path}: takes ({parameters.replace(' ', ', ')}) in {here.release}, "
+                f"({seam.parameters.replace(' ', ', ')}) is known; {here.supported} is needed"
             )
     try:
         digest = source_hash(plain)
@@ -341,3 +343,28 @@ def _refs(value: Any) -> list[Any]:
     if isinstance(value, FunctionType):
         return [value, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     return [value]
+
+
+def source_hash(definition: Any) -> str:
+    """The source of a loaded function or class as sixteen hex digits, its decorators included.
+
+    Comments, layout and docstrings do not count. Raises OSError where there is no source to read.
+    """
+    return node_hash(_parsed(inspect.getsource(definition)))
+
+
+def node_hash(node: ast.AST) -> str:
+    """The same for a definition out of a parsed file; `node` loses its docstrings."""
+    for inner in ast.walk(node):
+        if isinstance(inner, _DEFINITIONS) and ast.get_docstring(inner, clean=False) is not None:
+            inner.body = inner.body[1:] or [ast.Pass()]
+    return hashlib.sha256(ast.dump(node).encode()).hexdigest()[:16]
+
+
+def _parsed(source: str) -> ast.AST:
+    # A method stands indented; taking the indentation away would change the strings in it.
+    if source[:1].isspace():
+        outer = ast.parse(f"if True:\n{source}").body[0]
+        assert isinstance(outer, ast.If)
+        return outer.body[0]
+    return ast.parse(source).body[0]
