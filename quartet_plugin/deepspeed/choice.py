@@ -1,4 +1,4 @@
-"""What a plan or a schedule file means for one PipelineModule: bounds, placement, schedule and rank order."""
+"""A plan or a schedule file applied to one PipelineModule: bounds, placement, schedule and rank order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

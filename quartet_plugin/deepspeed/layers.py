@@ -68,7 +68,7 @@ class LayerList:
         return tuple(counts)
 
     def _after(self) -> int:
-        """Where what comes behind the like layers begins."""
+        """The index of the first entry behind the like layers."""
         return self.blocks[-1] + 1
 
 
@@ -81,7 +81,7 @@ def layer_list(specs: Sequence[Any]) -> LayerList:
         raise PlanError("the PipelineModule has no layers")
     names = [type_of(spec) for spec in specs]
     name, count = Counter(names).most_common(1)[0]
-    blocks = tuple(at for at, one in enumerate(names) if one == name)
+    blocks = tuple(index for index, other in enumerate(names) if other == name)
     between = blocks[-1] + 1 - blocks[0] - count
     if count < 2 or between > count:
         return LayerList(num_entries=len(specs), blocks=tuple(range(len(specs))))
