@@ -172,8 +172,8 @@ def _measured(
     """The arguments of a trial, which is measured, and compared or profiled where that is asked for."""
     from quartet_plugin.megatron import seams
     from quartet_plugin.megatron.measure import MegatronMeter
-    from quartet_plugin.megatron.neutralise import compare_from, neutralise
     from quartet_plugin.megatron.parity import ParityMeter
+    from quartet_plugin.megatron.neutralise import compare_from, neutralise
 
     words, session.neutralised = neutralise(flags, words)
     order = session.files.order
@@ -290,4 +290,4 @@ def _end_well(session: MegatronSession) -> None:
     """The script ended without an error; on the CPU device the process ends here too."""
     session.end_of_script()
     if cpu_device.is_installed():
-        cpu_device.leave()
+        cpu_device.exit_now()
