@@ -173,9 +173,9 @@ def _measured(
     from quartet_plugin.megatron import seams
     from quartet_plugin.megatron.measure import MegatronMeter
     from quartet_plugin.megatron.parity import ParityMeter
-    from quartet_plugin.megatron.neutralise import compare_from, neutralise
+    from quartet_plugin.megatron.side_effects import compare_from, strip_side_effects
 
-    words, session.neutralised = neutralise(flags, words)
+    words, session.neutralised = strip_side_effects(flags, words)
     order = session.files.order
     if order.is_compared:
         words = compare_from(flags, words, weights=order.weights, save_weights=order.save_weights)
