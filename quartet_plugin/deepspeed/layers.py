@@ -21,11 +21,6 @@ class LayerList:
     num_entries: int
     blocks: tuple[int, ...]
 
-    @property
-    def has_first(self) -> bool:
-        """Whether something, an embedding as a rule, comes before the like layers."""
-        return self.blocks[0] > 0
-
     def bounds(self, layers_per_stage: Sequence[int]) -> tuple[int, ...]:
         """Entry boundaries, one more than stages, of a split that counts like layers.
 
@@ -61,7 +56,7 @@ class LayerList:
     def counts_of_entries(self, entries_per_stage: Sequence[int]) -> tuple[int, ...]:
         """Like layers a stage from a schedule file's counts, where embedding and head are entries too."""
         counts = list(entries_per_stage)
-        ends = self.has_first, self._after() < self.num_entries
+        ends = self.blocks[0] > 0, self._after() < self.num_entries
         if sum(counts) == len(self.blocks) + sum(ends):
             counts[0] -= ends[0]
             counts[-1] -= ends[1]

@@ -128,11 +128,7 @@ def _of_plan(
                 f"{plan.layout.pipeline_parallel}"
             )
         choice = choice_of_schedule(
-            schedule,
-            layers=layers,
-            num_microbatches=plan.num_microbatches,
-            rank_of=rank_of,
-            layout=plan.layout,
+            schedule, layers=layers, num_microbatches=plan.num_microbatches, rank_of=rank_of
         )
     _check_clipping(plan, choice, layers=layers, config=config)
     return Planned(choice=choice, plan=plan, notes=tuple(notes))
