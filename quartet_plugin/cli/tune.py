@@ -196,8 +196,8 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
     from quartet_plugin.report.tables import change_lines, comparison_lines
 
     if plan is None or result.winner is None:
-        tried = [record for record in result.records if record.told.repeats is None][1:]
-        failed = sum(record.told.verdict != "measured" for record in tried)
+        tried = [trial for trial in result.records if trial.record.repeats is None][1:]
+        failed = sum(trial.record.verdict != "measured" for trial in tried)
         note = f" ({failed} could not be measured, see {_shown(run.folder.events_file)})" if failed else ""
         lines = [
             f"no better plan was found: {len(tried)} plans were tried{note}, your own command stays as it is"
@@ -211,7 +211,7 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
             f"parity    {_shown(receipt_path(run.folder.best_plan))}: it trains as your own command does"
         ]
     return [
-        f"trial {result.winner.record.number} is faster than your own command",
+        f"trial {result.winner.trial.number} is faster than your own command",
         *comparison_lines(result.winner.comparison, names=("your own", "best")),
         *change_lines(plan),
         *study_lines(result),
@@ -228,7 +228,7 @@ def study_lines(result: "TuneResult") -> list[str]:
     from quartet_plugin.report.regret import regret_lines
     from quartet_plugin.report.tables import changes
 
-    tried = [record.plan for record in result.records[1:] if record.told.repeats is None]
+    tried = [trial.plan for trial in result.records[1:] if trial.record.repeats is None]
     classes = Counter(max((c.change_class for c in changes(plan)), default="A") for plan in tried)
     parts = [f"class {name} {100 * count / len(tried):.0f} %" for name, count in sorted(classes.items())]
     lines = [f"tried     {len(tried)} plans: {', '.join(parts)}"] if tried else []

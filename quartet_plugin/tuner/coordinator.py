@@ -25,7 +25,7 @@ from quartet_plugin.model.regret import Regret
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.score import objective_of, score
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.model.trial_record import Record
+from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.space.features import Axis, batching_features
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.study.tune_study import TuneStudy
@@ -62,7 +62,7 @@ class TuneResult:
 
     objective: Objective
     baseline: Plan
-    records: tuple[Record, ...]
+    records: tuple[FinishedTrial, ...]
     rankings: tuple[FinalistResult, ...]
     winner: FinalistResult | None
     receipt: Receipt | None = None
@@ -187,7 +187,7 @@ class Coordinator:
             found = self._spend(space, result, yardstick)
         finally:
             self._parity.close()
-        self._events.add("end", winner=None if found.winner is None else found.winner.record.number)
+        self._events.add("end", winner=None if found.winner is None else found.winner.trial.number)
         return found
 
     def _spend(self, space: Space, result: TrialResult, yardstick: BaselineScore) -> TuneResult:
@@ -322,11 +322,11 @@ class Coordinator:
         )
         if study is not None:
             self._observer.message(place.tool_line)
-            for record in study.records():
-                if record.told.repeats is None and record.told.source is None:
-                    self._budget.add(record.told.wall_s)
-                    if record.number != BASELINE:
-                        self._launching.show_told(record)
+            for trial in study.records():
+                if trial.record.repeats is None and trial.record.source is None:
+                    self._budget.add(trial.record.wall_s)
+                    if trial.number != BASELINE:
+                        self._launching.show_told(trial)
             return study
         prior = Prior()
         if self._prior is not None:
@@ -342,7 +342,7 @@ class Coordinator:
             objective=yardstick.objective,
             baseline=record_of(space.baseline, result, objective=yardstick.objective),
             starts=prior.starts,
-            prior=[(one.params, one.told) for one in prior.trials],
+            prior=[(one.params, one.record) for one in prior.trials],
             sampler=config.sampler,
         )
         self._observer.message(place.tool_line)
@@ -355,7 +355,7 @@ class Coordinator:
 
     # The final rounds
 
-    def _finish(self, space: Space, records: list[Record], yardstick: BaselineScore) -> TuneResult:
+    def _finish(self, space: Space, records: list[FinishedTrial], yardstick: BaselineScore) -> TuneResult:
         rounds = FinalRounds(
             run=self._run, launching=self._launching, budget=self._budget, observer=self._observer
         )
@@ -375,35 +375,35 @@ class Coordinator:
             records=tuple(records),
             rankings=tuple(rankings),
             winner=winner,
-            receipt=None if winner is None else self._parity.receipt_of(winner.record.plan),
+            receipt=None if winner is None else self._parity.receipt_of(winner.trial.plan),
             controls=tuple(self._controls.found),
             regret=regret_of(space, ended, proposer=self._search.proposer),
         )
 
-    def _proven(self, records: list[Record], yardstick: BaselineScore) -> list[Record]:
+    def _proven(self, records: list[FinishedTrial], yardstick: BaselineScore) -> list[FinishedTrial]:
         """The best plans, each of ours checked by itself: what cannot win is not measured again."""
-        chosen: list[Record] = []
+        chosen: list[FinishedTrial] = []
         believed = self._search.posterior_means(records)
         ranked = candidates(records, baseline_value=yardstick.value, top_k=len(records), believed=believed)
-        for record in ranked:
+        for trial in ranked:
             if len(chosen) == self._config.top_k:
                 break
             self._launching.check_stop()
-            refusal = self._parity.prove(record.plan, trial=record.number)
+            refusal = self._parity.prove(trial.plan, trial=trial.number)
             if refusal is None:
-                chosen.append(record)
+                chosen.append(trial)
             else:
-                self._observer.message(f"trial {record.number} is out: {refusal.reason}")
+                self._observer.message(f"trial {trial.number} is out: {refusal.reason}")
                 chosen = self._still_in(chosen)
         return chosen
 
-    def _still_in(self, chosen: list[Record]) -> list[Record]:
+    def _still_in(self, chosen: list[FinishedTrial]) -> list[FinishedTrial]:
         """Without those that had passed before another plan of their kind failed."""
-        kept: list[Record] = []
-        for record in chosen:
-            refusal = self._parity.refusal_of(record.plan)
+        kept: list[FinishedTrial] = []
+        for trial in chosen:
+            refusal = self._parity.refusal_of(trial.plan)
             if refusal is None:
-                kept.append(record)
+                kept.append(trial)
             else:
-                self._observer.message(f"trial {record.number} is out: {refusal.reason}")
+                self._observer.message(f"trial {trial.number} is out: {refusal.reason}")
         return kept

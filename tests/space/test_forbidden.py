@@ -141,14 +141,14 @@ def test_what_is_forbidden_is_never_launched_and_costs_no_trial(tmp_path: Path, 
         study={"trials": 10, "starts": starts},
     )
     result = tune(run, machine)
-    tried = [one for one in result.records[1:] if one.told.repeats is None]
+    tried = [one for one in result.records[1:] if one.record.repeats is None]
     assert len(tried) == 10
     for one in tried:
         assert one.plan.mapping.is_stock
         assert one.plan.layout.virtual_stages != 2
         assert one.plan.schedule.custom is None or one.plan.schedule.custom.named not in ("zb-h1", "zb-h2")
-    refused = [one for one in result.records if one.told.outcome == "FORBIDDEN"]
-    assert all("search.forbid" in one.told.reason for one in refused)
+    refused = [one for one in result.records if one.record.outcome == "FORBIDDEN"]
+    assert all("search.forbid" in one.record.reason for one in refused)
     assert starts == "auto" or refused  # the sampler does not know it before
     launched = {key for _, key in machine.launched if key is not None}
     assert not launched & {one.plan.key for one in refused}

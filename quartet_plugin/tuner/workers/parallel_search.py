@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, StorageError
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.trial_record import Record
+from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
 from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.observer import Observer
@@ -68,9 +68,9 @@ class ParallelSearch:
     def _adopt(self, study: TuneStudy) -> None:
         """Trials that an earlier coordinator handed out: some workers have them still."""
         records = study.records()
-        told = {record.number for record in records}
+        finished = {trial.number for trial in records}
         for order in self.desk.board.orders():
-            if order.trial in told:
+            if order.trial in finished:
                 self.desk.board.withdraw(order.trial)
         for proposal in all_unfinished(study):
             if self.desk.adopt(proposal.number, proposal.plan):
@@ -178,7 +178,7 @@ class ParallelSearch:
         num_asked = len(self._flying) + num_held
         return num_asked >= self._num_workers or tried + num_asked >= self.search.run.config.study.trials
 
-    def _next(self, study: TuneStudy, records: list[Record]) -> Proposal | None:
+    def _next(self, study: TuneStudy, records: list[FinishedTrial]) -> Proposal | None:
         if self._alone is not None:
             held, self._alone = self._alone, None
             return held
@@ -192,7 +192,9 @@ class ParallelSearch:
             self._num_exhausted = len(records)
         return proposal
 
-    def _place(self, study: TuneStudy, proposal: Proposal, records: list[Record], *, tried: int) -> bool:
+    def _place(
+        self, study: TuneStudy, proposal: Proposal, records: list[FinishedTrial], *, tried: int
+    ) -> bool:
         """Answer a proposal, hand it out, or hold it back; False where nothing else may be begun now."""
         if proposal.plan.execution in {plan.execution for plan in self._plans()}:
             self._twins.append(proposal)
@@ -232,7 +234,7 @@ class ParallelSearch:
         every = self.search.run.config.study.control
         return bool(every) and tried // every > self._num_controlled
 
-    def _control(self, records: list[Record], *, tried: int) -> None:
+    def _control(self, records: list[FinishedTrial], *, tried: int) -> None:
         """The baseline again, after as many trials as it was due, though more have ended meanwhile."""
         every = self.search.run.config.study.control
         self._num_controlled = tried // every
