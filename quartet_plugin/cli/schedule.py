@@ -302,7 +302,7 @@ def list_named(
     rows = [["name", "placement", "chunks", "backward", ">makespan", ">memory", "can be run"]]
     for name, spec in NAMED.items():
         makespan, memory = _at_unit_costs(name, devices, microbatches)
-        chunks = "2 or more" if not spec.chunks else " or ".join(map(str, spec.chunks))
+        chunks = str(spec.chunks or "2 or more")
         rows.append(
             [
                 name,
