@@ -97,7 +97,7 @@ def tune(
     from quartet_plugin.cli.native import write_native
     from quartet_plugin.cli.report import report_line
     from quartet_plugin.cli.versions import check_versions
-    from quartet_plugin.cli.workers import shares_of
+    from quartet_plugin.cli.workers import slices_of
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
     from quartet_plugin.report.live import reporter
@@ -122,7 +122,7 @@ def tune(
     if not is_resumed:
         check_start(command, cwd=Path.cwd(), environment=os.environ)
         machine_of(config.machine, cwd=Path.cwd())
-        shares_of(config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
+        slices_of(config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
     folder = prepare_folder(path, is_resumed=is_resumed)
     with (
         failure_reported(folder),
@@ -134,19 +134,19 @@ def tune(
         else:
             keep_machine(config.machine, cwd=Path.cwd(), folder=RunFolder(path=folder))
             run = create_run(folder, config=config.model_copy(update={"run": path.name}), command=words)
-        shares = shares_of(run.config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
+        slices = slices_of(run.config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
         with reporter(Console()) as shown, stop_on_signals(shown.message) as should_stop:
             shown.message(f"run {run.name} in {path}; the command: {shlex.join(redacted_argv(words))}")
             result = Coordinator(
                 run,
                 command=command,
-                launches=LocalLaunches(share=shares[0] if shares else None),
+                launches=LocalLaunches(device_slice=slices[0] if slices else None),
                 observer=watched(shown, run=run),
                 should_stop=should_stop,
                 fence=lease.check,
                 max_minutes=max_minutes,
                 prior=prior,
-                shares=shares,
+                slices=slices,
                 make_room=kept.drop,
             ).tune()
         plan = write_best(result, run=run)

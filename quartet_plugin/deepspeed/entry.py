@@ -28,7 +28,7 @@ from quartet_plugin.deepspeed.settings import (
 )
 from quartet_plugin.errors import ConfigError, QuartetError, SeamError
 from quartet_plugin.model.accelerator import shows_accelerator
-from quartet_plugin.rank.options import EntryOptions, read_command
+from quartet_plugin.rank.entry_options import EntryOptions, read_command
 from quartet_plugin.rank.program import run_program
 from quartet_plugin.rank.session import Session
 

@@ -22,8 +22,8 @@ from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
 from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.model.conversion import VARIABLE
+from quartet_plugin.rank.entry_options import USAGE, EntryOptions, add_group, read_command
 from quartet_plugin.rank.failure import show_script_error
-from quartet_plugin.rank.options import USAGE, EntryOptions, add_group, read_command
 from quartet_plugin.rank.program import run_program
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous, agree_on_plan
 from quartet_plugin.rank.session import Session

@@ -161,7 +161,7 @@ def workers_of(folder: Path, *, now: float) -> tuple[WorkerRow, ...]:
                 name=one.name,
                 host=one.host,
                 pid=one.identity.pid,
-                devices=one.share.share.label,
+                devices=one.share.device_slice.label,
                 trial=held.get(one.name),
                 renewed_s=max(0.0, now - (board.beat_of(one) or 0) / 1e9),
             )

@@ -16,7 +16,7 @@ from pathlib import Path
 from quartet_plugin.cost.estimate import relative_cost
 from quartet_plugin.errors import InfrastructureError, QuartetError, SeamError, StorageError
 from quartet_plugin.launchers.command import Command
-from quartet_plugin.launchers.shares import DeviceSlice
+from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import NodeInfo, Plan
@@ -74,7 +74,7 @@ class Coordinator:
     """Runs one tuning run, from its baseline to its winner.
 
     `fence` is called before every write and raises where another tuner has taken the run. `prior` is the
-    folder of another run, whose measurements a study that begins is given. With `shares` of this host trials
+    folder of another run, whose measurements a study that begins is given. With `slices` of this host trials
     run beside each other, a worker on each (docs/workers.md). `make_room` frees disk space that
     was kept for the last words.
     """
@@ -90,7 +90,7 @@ class Coordinator:
         fence: Callable[[], None] = lambda: None,
         max_minutes: float | None = None,
         prior: Path | None = None,
-        shares: tuple[DeviceSlice, ...] = (),
+        slices: tuple[DeviceSlice, ...] = (),
         make_room: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -102,7 +102,7 @@ class Coordinator:
         self._fence = fence
         self._prior = prior
         self._make_room = make_room
-        self._shares = shares
+        self._slices = slices
         self._command = command.words
         self._events = EventLog(run.folder.events_file)
         limit_s = None if max_minutes is None else 60.0 * max_minutes
@@ -167,7 +167,7 @@ class Coordinator:
     def _tune(self) -> TuneResult:
         self._events.add("begin", run=self._run.name)
         places = self._run.folder
-        in_work = end_earlier(WorkQueue(folder=places.path), keeps_joined=bool(self._shares))
+        in_work = end_earlier(WorkQueue(folder=places.path), keeps_joined=bool(self._slices))
         for folder in (places.trials, places.croppings, places.controls, places.final, places.parity):
             self._launches.recover(folder, should_stop=self._should_stop, skip=in_work)
         self._open_board()
@@ -199,7 +199,7 @@ class Coordinator:
             result,
             run=self._run,
             proposer=proposer,
-            is_alone=not self._shares,
+            is_alone=not self._slices,
             launches=self._launches,
             launching=self._launching,
             observer=self._observer,
@@ -220,15 +220,15 @@ class Coordinator:
 
     def _open_board(self) -> None:
         """Let workers come, where there are to be any."""
-        if not self._shares:
+        if not self._slices:
             return
-        first = self._shares[0]
+        first = self._slices[0]
         WorkQueue(folder=self._run.folder.path).open(
             Offer(device=first.device, num_devices=first.num_devices)
         )
-        labels = "; ".join(dict.fromkeys(share.label for share in self._shares))
-        self._observer.message(f"workers on this host: {len(self._shares)}, on {labels}")
-        if len(self._shares) > 1 and first.device == "cpu":
+        labels = "; ".join(dict.fromkeys(part.label for part in self._slices))
+        self._observer.message(f"workers on this host: {len(self._slices)}, on {labels}")
+        if len(self._slices) > 1 and first.device == "cpu":
             self._observer.message(
                 "workers of one machine share its memory bandwidth: times are noisier than those of one "
                 "alone; the baseline and the final rounds are measured alone"
@@ -236,7 +236,7 @@ class Coordinator:
 
     def _spender(self) -> SequentialSearch | ParallelSearch:
         """What spends the trials: this process alone, or its workers."""
-        if not self._shares:
+        if not self._slices:
             return self._search
         board, host = WorkQueue(folder=self._run.folder.path), socket.gethostname()
         say = self._observer.message
@@ -248,8 +248,8 @@ class Coordinator:
             say=say,
             events=self._events,
         )
-        names = tuple(worker_name(host, os.getpid(), share.index) for share in self._shares)
-        crew = WorkerPool(board=board, command=self._command, shares=self._shares, names=names, say=say)
+        names = tuple(worker_name(host, os.getpid(), part.index) for part in self._slices)
+        crew = WorkerPool(board=board, command=self._command, slices=self._slices, names=names, say=say)
         return ParallelSearch(search=self._search, desk=desk, crew=crew, observer=self._observer)
 
     # Trial 0 and what it opens

@@ -1,14 +1,14 @@
 """What the board of a run holds, a dataclass a file: offers, orders, claims, what came of them, workers."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.launchers.shares import DeviceSlice
+from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.protocol.attempt_files import Count, Name, PlanKey, Seconds, Text, Version, read_sheet
 from quartet_plugin.trial.processes import Identity
 
@@ -114,16 +114,16 @@ class SliceRecord:
     is_alone: bool = True
 
     @property
-    def share(self) -> DeviceSlice:
+    def device_slice(self) -> DeviceSlice:
         """The devices themselves."""
-        return DeviceSlice(
-            device=self.device,
-            index=self.index,
-            count=self.count,
-            cores=self.cores,
-            devices=self.devices,
-            is_alone=self.is_alone,
-        )
+        values = asdict(self)
+        return DeviceSlice(exclusive=values.pop("is_alone"), **values)
+
+    @classmethod
+    def of(cls, device_slice: DeviceSlice) -> "SliceRecord":
+        """The record of a slice."""
+        values = asdict(device_slice)
+        return cls(is_alone=values.pop("exclusive"), **values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.errors import InfeasibleError, InterruptedByUserError, SeamError
-from quartet_plugin.launchers.shares import DeviceSlice
+from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.trial.processes import own_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
@@ -20,7 +20,7 @@ from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 
 HOST = "node-0"  # the fake cluster's
-SHARES = tuple(DeviceSlice(device="cpu", index=index, count=4, cores=(index,)) for index in range(4))
+SLICES = tuple(DeviceSlice(device="cpu", index=index, count=4, cores=(index,)) for index in range(4))
 OWN = {"pipeline_parallel": 2, "mapping": "stock", "schedule": ["1f1b", "zb-h1", "zb-v"]}
 
 
@@ -140,7 +140,7 @@ def run_shared(
         patch.setattr(coordinator, "ParallelSearch", lambda **given: ParallelSearch(**given, sleep=shop.step))
         patch.setattr(coordinator, "read_judged", shop.attempts.get)
         run = resume(folder) if is_resumed else begin(folder, **config)
-        return tune(run, shop, shares=SHARES, **options)
+        return tune(run, shop, slices=SLICES, **options)
 
 
 def killed(monkeypatch: pytest.MonkeyPatch, folder: Path, shop: Shop) -> None:
