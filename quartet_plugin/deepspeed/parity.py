@@ -20,7 +20,8 @@ from torch.nn import functional
 from quartet_plugin.deepspeed.layers import LayerList, layer_list
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.rank.files import RankFileWriter, number
+from quartet_plugin.model.schema import as_number
+from quartet_plugin.rank.files import RankFileWriter
 
 # The gate looks for it before it runs anything from the folder: written last.
 _COMPLETE = "latest_checkpointed_iteration.txt"
@@ -50,7 +51,7 @@ class ParityMeter:
         def compared_step(running: Any, **kwargs: Any) -> None:
             squares = part_squares(running, part_of)
             own = squares if running.grid.get_data_parallel_id() == 0 else {}
-            self._steps.append({"squares": {part: number(value) for part, value in own.items()}})
+            self._steps.append({"squares": {part: as_number(value) for part, value in own.items()}})
             self._norm = _norm_over_stages(running, squares) if _is_plain(running) else None
             step(running, **kwargs)
 

@@ -30,13 +30,11 @@ from quartet_plugin.model.receipt import (
     find_failure,
     tolerance_for,
 )
+from quartet_plugin.model.schema import Number
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.protocol.attempt_files import (
-    PARITY,
-    Number,
     ParitySheet,
     RankFileReader,
-    as_float,
     read_sheet,
 )
 from quartet_plugin.trial.attempt import PREFIX
@@ -253,7 +251,7 @@ def read_parts(folder: Path, *, attempt_id: str) -> list[dict[str, float]]:
     sheets: list[ParitySheet] = []
     for path in sorted(folder.glob("rank-*.parity.json")):
         try:
-            sheet = read_sheet(PARITY, path)
+            sheet = read_sheet(ParitySheet, path)
         except (QuartetError, FileNotFoundError):
             return []
         if sheet.attempt_id == attempt_id:
@@ -264,4 +262,4 @@ def read_parts(folder: Path, *, attempt_id: str) -> list[dict[str, float]]:
 
 def _norms(squares: Sequence[dict[str, Number]]) -> dict[str, float]:
     names = sorted({name for one in squares for name in one})
-    return {name: math.sqrt(sum(as_float(one.get(name, 0.0)) for one in squares)) for name in names}
+    return {name: math.sqrt(sum(float(one.get(name, 0.0)) for one in squares)) for name in names}
