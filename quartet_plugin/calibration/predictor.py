@@ -126,9 +126,9 @@ class PlanPredictor:
         self._views: list[PosteriorSample] = []
         self._groups: Groups | None = None
 
-    def learn(self, records: Sequence[FinishedTrial]) -> None:
+    def learn(self, trials: Sequence[FinishedTrial]) -> None:
         """Take in the records that are new; those of plans that were answered from others add nothing."""
-        for trial in records:
+        for trial in trials:
             record = trial.record
             if trial.number in self._seen or record.repeats is not None:
                 continue

@@ -196,7 +196,7 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
     from quartet_plugin.report.tables import change_lines, comparison_lines
 
     if plan is None or result.winner is None:
-        tried = [trial for trial in result.records if trial.record.repeats is None][1:]
+        tried = [trial for trial in result.trials if trial.record.repeats is None][1:]
         failed = sum(trial.record.verdict != "measured" for trial in tried)
         note = f" ({failed} could not be measured, see {_shown(run.folder.events_file)})" if failed else ""
         lines = [
@@ -228,7 +228,7 @@ def study_lines(result: "TuneResult") -> list[str]:
     from quartet_plugin.report.regret import regret_lines
     from quartet_plugin.report.tables import changes
 
-    tried = [trial.plan for trial in result.records[1:] if trial.record.repeats is None]
+    tried = [trial.plan for trial in result.trials[1:] if trial.record.repeats is None]
     classes = Counter(max((c.change_class for c in changes(plan)), default="A") for plan in tried)
     parts = [f"class {name} {100 * count / len(tried):.0f} %" for name, count in sorted(classes.items())]
     lines = [f"tried     {len(tried)} plans: {', '.join(parts)}"] if tried else []

@@ -61,7 +61,7 @@ class TuneStudy:
         self._space = space
         self._seed = seed
         self._sampler = sampler
-        self._records: dict[int, FinishedTrial] = {}
+        self._finished: dict[int, FinishedTrial] = {}
         self._open: set[int] = set()  # given out and not yet told
 
     @classmethod
@@ -128,7 +128,7 @@ class TuneStudy:
             if not found._study.user_attrs.get(COMPLETE):
                 found.close()
                 return None
-            found._read_records()
+            found._read_finished()
             return found
 
     @classmethod
@@ -150,21 +150,21 @@ class TuneStudy:
         """Let go of the file."""
         close(self._storage)
 
-    def records(self) -> list[FinishedTrial]:
+    def trials(self) -> list[FinishedTrial]:
         """Every told trial, in order."""
-        return [self._records[number] for number in sorted(self._records)]
+        return [self._finished[number] for number in sorted(self._finished)]
 
-    def _read_records(self) -> None:
+    def _read_finished(self) -> None:
         """What was told before; from then on this object knows, since nobody else writes."""
-        for frozen in self._trials():
+        for frozen in self._optuna_trials():
             if frozen.state.is_finished():
-                self._records[frozen.number] = self._record(frozen)
+                self._finished[frozen.number] = self._finished_trial(frozen)
 
     def unfinished(self) -> Proposal | None:
         """A trial that an earlier process asked for and did not live to tell; each is given once."""
         import optuna
 
-        for frozen in self._trials():
+        for frozen in self._optuna_trials():
             if frozen.state == optuna.trial.TrialState.RUNNING and frozen.number not in self._open:
                 return self._proposal(optuna.trial.Trial(self._study, frozen._trial_id))
         return None
@@ -177,7 +177,7 @@ class TuneStudy:
         begun = self.unfinished() if is_again else None
         if begun is not None:
             return begun
-        trials = self._trials()
+        trials = self._optuna_trials()
         number = next((one.number for one in trials if one.state.name == "WAITING"), len(trials))
         self._reseed(number, "trial")
         with self._where.errors():
@@ -186,7 +186,7 @@ class TuneStudy:
     @property
     def has_waiting(self) -> bool:
         """Whether a point waits: the next trial will be that one."""
-        return any(one.state.name == "WAITING" for one in self._trials())
+        return any(one.state.name == "WAITING" for one in self._optuna_trials())
 
     def enqueue(self, point: Params) -> None:
         """Let the next trial be `point`. Asked for where none waits, a resumed study asks for it just so."""
@@ -195,7 +195,7 @@ class TuneStudy:
 
     def enqueue_fresh(self, *, is_known: Callable[[Plan], bool]) -> bool:
         """Let the next trial be a random plan that is not known; False where none is found."""
-        generator = random.Random(derived_seed(self._seed, len(self._trials()), "fresh"))  # noqa: S311
+        generator = random.Random(derived_seed(self._seed, len(self._optuna_trials()), "fresh"))  # noqa: S311
         for _ in range(MAX_FRESH_TRIES):
             chooser = RandomParams(generator)
             if not is_known(self._space.decode(chooser, trial=0)):
@@ -220,12 +220,12 @@ class TuneStudy:
 
         with self._where.errors():
             trial = proposal.trial
-            if proposal.number in self._records:
+            if proposal.number in self._finished:
                 return
             self._open.discard(proposal.number)
             finished = FinishedTrial(number=proposal.number, plan=proposal.plan, record=record)
-            if is_again and self._trials()[proposal.number].state.is_finished():
-                self._records[proposal.number] = finished  # the server did it before it was lost
+            if is_again and self._optuna_trials()[proposal.number].state.is_finished():
+                self._finished[proposal.number] = finished  # the server did it before it was lost
                 return
             # Few attributes: each is a transaction with its own flush to the disk.
             trial.set_user_attr(TOLD, asdict(record))
@@ -239,14 +239,14 @@ class TuneStudy:
             if record.verdict == "infeasible":
                 value = self._worst()
             self._study.tell(trial, value if state == TrialState.COMPLETE else None, state=state)
-            self._records[proposal.number] = finished
+            self._finished[proposal.number] = finished
 
     def _worst(self) -> float:
         """The worst objective measured so far: what is told for a plan that does not fit."""
-        values = [r.record.value for r in self.records() if r.record.value is not None]
+        values = [r.record.value for r in self.trials() if r.record.value is not None]
         return min(values, default=0.0)
 
-    def _trials(self) -> list[Any]:
+    def _optuna_trials(self) -> list[Any]:
         with self._where.errors():
             trials: list[Any] = self._study.get_trials(deepcopy=False)
             return trials
@@ -266,7 +266,7 @@ class TuneStudy:
         is_parallel = bool(self._open - {number})
         self._study.sampler = make(self._sampler, seed=seed, study_seed=self._seed, is_parallel=is_parallel)
 
-    def _record(self, frozen: Any) -> FinishedTrial:
+    def _finished_trial(self, frozen: Any) -> FinishedTrial:
         try:
             record = TrialRecord(**frozen.user_attrs[TOLD])
             plan = self._space.baseline

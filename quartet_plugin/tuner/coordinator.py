@@ -62,7 +62,7 @@ class TuneResult:
 
     objective: Objective
     baseline: Plan
-    records: tuple[FinishedTrial, ...]
+    trials: tuple[FinishedTrial, ...]
     rankings: tuple[FinalistResult, ...]
     winner: FinalistResult | None
     receipt: Receipt | None = None
@@ -209,12 +209,12 @@ class Coordinator:
             self._search, proposer=proposer, cropping=cropping, why_forbidden=space.refusal_of
         )
         try:
-            self._parity.restore(study.records())
+            self._parity.restore(study.trials())
             self._observer.message(self._spender().spend(study))
-            records = study.records()
+            trials = study.trials()
         finally:
             study.close()
-        return self._finish(space, records, yardstick)
+        return self._finish(space, trials, yardstick)
 
     # Workers
 
@@ -322,7 +322,7 @@ class Coordinator:
         )
         if study is not None:
             self._observer.message(place.tool_line)
-            for trial in study.records():
+            for trial in study.trials():
                 if trial.record.repeats is None and trial.record.source is None:
                     self._budget.add(trial.record.wall_s)
                     if trial.number != BASELINE:
@@ -355,15 +355,15 @@ class Coordinator:
 
     # The final rounds
 
-    def _finish(self, space: Space, records: list[FinishedTrial], yardstick: BaselineScore) -> TuneResult:
+    def _finish(self, space: Space, trials: list[FinishedTrial], yardstick: BaselineScore) -> TuneResult:
         rounds = FinalRounds(
             run=self._run, launching=self._launching, budget=self._budget, observer=self._observer
         )
-        rankings = rounds.measure(self._proven(records, yardstick), yardstick=yardstick)
+        rankings = rounds.measure(self._proven(trials, yardstick), yardstick=yardstick)
         winner = winner_of(rankings)
         ended = FinishedSearch(
             baseline=yardstick.plan,
-            records=records,
+            trials=trials,
             rankings=rankings,
             winner=winner,
             objective=yardstick.objective,
@@ -372,7 +372,7 @@ class Coordinator:
         return TuneResult(
             objective=yardstick.objective,
             baseline=yardstick.plan,
-            records=tuple(records),
+            trials=tuple(trials),
             rankings=tuple(rankings),
             winner=winner,
             receipt=None if winner is None else self._parity.receipt_of(winner.trial.plan),
@@ -380,11 +380,11 @@ class Coordinator:
             regret=regret_of(space, ended, proposer=self._search.proposer),
         )
 
-    def _proven(self, records: list[FinishedTrial], yardstick: BaselineScore) -> list[FinishedTrial]:
+    def _proven(self, trials: list[FinishedTrial], yardstick: BaselineScore) -> list[FinishedTrial]:
         """The best plans, each of ours checked by itself: what cannot win is not measured again."""
         chosen: list[FinishedTrial] = []
-        believed = self._search.posterior_means(records)
-        ranked = candidates(records, baseline_value=yardstick.value, top_k=len(records), believed=believed)
+        believed = self._search.posterior_means(trials)
+        ranked = candidates(trials, baseline_value=yardstick.value, top_k=len(trials), believed=believed)
         for trial in ranked:
             if len(chosen) == self._config.top_k:
                 break

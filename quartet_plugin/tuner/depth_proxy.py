@@ -135,17 +135,17 @@ class DepthProxy:
         """Whether an earlier process has cropped models measured."""
         return self._is_recorded(self.baseline, number=BASELINE)
 
-    def open(self, records: list[FinishedTrial], *, num_left: int) -> None:
+    def open(self, trials: list[FinishedTrial], *, num_left: int) -> None:
         """Measure the baseline cropped, and take in what an earlier process measured."""
         self.is_open = True
-        self.proposer.ranker.learn(records)
+        self.proposer.ranker.learn(trials)
         self.observer.message(
             f"plans are tried with {self.layers} of {_largest_stage(self.baseline)} layers a stage first"
         )
         drift = 1.0 if self.is_begun else self.launching.drift
         if not self._measure(self.baseline, number=BASELINE, num_left=num_left, drift=drift):
             self._end("the cropped baseline could not be measured")
-        for trial in records:
+        for trial in trials:
             plan, number = trial.plan, trial.number
             if self.is_on and number != BASELINE and self._is_recorded(plan, number=number):
                 self._measure(plan, number=number, num_left=num_left, drift=trial.record.drift)

@@ -66,7 +66,7 @@ class FinalistResult:
 
 
 def candidates(
-    records: Sequence[FinishedTrial],
+    trials: Sequence[FinishedTrial],
     *,
     baseline_value: float,
     top_k: int,
@@ -82,9 +82,9 @@ def candidates(
     def worth(trial: FinishedTrial) -> float:
         return values.get(trial.number, trial.record.value or 0.0)
 
-    baseline = next((r.plan.execution for r in records if r.number == BASELINE), None)
+    baseline = next((r.plan.execution for r in trials if r.number == BASELINE), None)
     best: dict[str, FinishedTrial] = {}
-    for trial in records:
+    for trial in trials:
         record = trial.record
         if (
             record.verdict != "measured"
@@ -108,7 +108,7 @@ def order_of_round(numbers: Sequence[int], *, seed: int, round_number: int) -> l
 
 
 def rank(
-    records: Sequence[FinishedTrial],
+    trials: Sequence[FinishedTrial],
     *,
     baseline: Plan,
     launches: Mapping[int, Mapping[int, TrialResult]],
@@ -123,7 +123,7 @@ def rank(
     """
     ranked = []
     own = launches.get(BASELINE, {})
-    for trial in records:
+    for trial in trials:
         theirs = launches.get(trial.number, {})
         rounds = sorted(own.keys() & theirs.keys())
         if len(rounds) < MIN_ROUNDS:

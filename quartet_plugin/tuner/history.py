@@ -267,14 +267,14 @@ class _Reader:
             number: {at: one.result for at, one in per.items() if one.result and one.result.is_measured}
             for number, per in finals.items()
         }
-        records = []
+        trials = []
         for number, per in finals.items():
             plan = next((launch.plan for launch in per.values() if launch.plan), None)
             if number != BASELINE and plan is not None:
                 record = TrialRecord(verdict="measured", outcome="OK", reason="", attempt_id="")
-                records.append(FinishedTrial(number=number, plan=plan, record=record))
+                trials.append(FinishedTrial(number=number, plan=plan, record=record))
         rankings = rank(
-            records,
+            trials,
             baseline=self._baseline,
             launches=results,
             objective=objective,

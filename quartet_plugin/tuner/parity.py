@@ -161,9 +161,9 @@ class ParityKeeper:
             self.fence()
             shutil.rmtree(self.run.folder.parity_weights, ignore_errors=True)
 
-    def restore(self, records: Iterable[FinishedTrial]) -> None:
+    def restore(self, trials: Iterable[FinishedTrial]) -> None:
         """Quarantine again what an earlier process found to be wrong in its trials."""
-        for trial in records:
+        for trial in trials:
             if trial.record.verdict == "wrong" and trial.record.repeats is None and needs_receipt(trial.plan):
                 self._put_away(trial.plan, trial.record.reason)
 

@@ -54,7 +54,7 @@ class FinishedSearch:
     """What a search ended with. `winner` is None where the baseline stays."""
 
     baseline: Plan
-    records: Sequence[FinishedTrial]
+    trials: Sequence[FinishedTrial]
     rankings: Sequence[FinalistResult]
     winner: FinalistResult | None
     objective: Objective
@@ -80,12 +80,12 @@ def estimate_regret(
     """
     measured = {
         trial.plan.key
-        for trial in search.records
+        for trial in search.trials
         if trial.record.verdict == "measured" and trial.record.repeats is None
     }
     if len(measured - {search.baseline.key}) < MIN_MEASURED:
         return None
-    known = {one.execution for one in (search.baseline, *(trial.plan for trial in search.records))}
+    known = {one.execution for one in (search.baseline, *(trial.plan for trial in search.trials))}
     wanted = untried_plans(space, search) if untried is None else untried
     distinct = {plan.execution: plan for plan in wanted}
     plans = [plan for what, plan in distinct.items() if what not in known][:MAX_UNTRIED]
@@ -100,7 +100,7 @@ def estimate_regret(
             num_measured=len(measured),
             source="every plan was tried",
         )
-    generator = np.random.default_rng(derived_seed(search.seed, len(search.records), "regret"))
+    generator = np.random.default_rng(derived_seed(search.seed, len(search.trials), "regret"))
     if forecasts is None:
         draws, best = _by_process(search, plans, generator)
     else:
@@ -116,7 +116,7 @@ def regret_of(space: Space, search: FinishedSearch, *, proposer: "Proposer | Non
     if proposer is None:
         return estimate_regret(space, search)
     ranker = proposer.ranker
-    ranker.learn(search.records)
+    ranker.learn(search.trials)
     if not ranker.is_ready or not all(ranker.knows(plan) for plan in (search.baseline, search.best)):
         return estimate_regret(space, search)
     # The most promising first, so that those that are left out are the least.
@@ -172,7 +172,7 @@ def _by_process(
 ) -> tuple[FloatArray, FloatArray]:
     """Draws of the untried plans [draws, plans] and of the best [draws], fitted to what was measured."""
     every = {search.baseline.key: search.baseline}
-    for trial in search.records:
+    for trial in search.trials:
         every.setdefault(trial.plan.key, trial.plan)
     measured = list(every.values())
     at = {key: index for index, key in enumerate(every)}
@@ -204,10 +204,10 @@ def _work(plan: Plan, search: FinishedSearch) -> float:
 
 def _evidence(search: FinishedSearch, at: dict[str, int]) -> GpObservations:
     """The search's measurements, those of the final rounds, and that the baseline is 1 of itself."""
-    own = next(trial.record.value for trial in search.records if trial.number == BASELINE)
+    own = next(trial.record.value for trial in search.trials if trial.number == BASELINE)
     assert own is not None, "the baseline of a search was measured"
     rows = [(at[search.baseline.key], 0.0, 1e-8, 0.0)]
-    for trial in search.records:
+    for trial in search.trials:
         record = trial.record
         if trial.number == BASELINE or record.value is None or record.repeats is not None:
             continue
@@ -274,7 +274,7 @@ def _fits(search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Ge
 
     What one layout lacks all of its plans do, so they fit together or not at all.
     """
-    tried = [r for r in search.records if r.record.repeats is None and not r.record.is_depth_proxy]
+    tried = [r for r in search.trials if r.record.repeats is None and not r.record.is_depth_proxy]
     could = np.array([trial.record.verdict == "measured" for trial in tried], dtype=np.float64)
     could_not = np.array([r.record.verdict in ("infeasible", "wrong") for r in tried], dtype=np.float64)
     together = features_of([*(trial.plan for trial in tried), *plans])
@@ -294,10 +294,10 @@ def _fits(search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Ge
 
 def untried_plans(space: Space, search: FinishedSearch) -> list[Plan]:
     """Plans of the space that were not tried: neighbours of the best ones and any, in turns."""
-    generator = random.Random(derived_seed(search.seed, len(search.records), "untried"))  # noqa: S311
-    known = {one.execution for one in (search.baseline, *(trial.plan for trial in search.records))}
+    generator = random.Random(derived_seed(search.seed, len(search.trials), "untried"))  # noqa: S311
+    known = {one.execution for one in (search.baseline, *(trial.plan for trial in search.trials))}
     ranked = sorted(
-        (r for r in search.records if r.record.value is not None and r.record.repeats is None),
+        (r for r in search.trials if r.record.value is not None and r.record.repeats is None),
         key=lambda trial: (-(trial.record.value or 0.0), trial.number),
     )
     points = [space.params_of(plan) for plan in (search.best, *(one.plan for one in ranked[:NUM_VARIED]))]

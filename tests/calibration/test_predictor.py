@@ -94,11 +94,11 @@ def test_it_says_how_sure_it_is() -> None:
 def test_it_depends_on_what_was_told_alone() -> None:
     space = space_of(2)
     truth = Truth(space.nodes, residual=0.05, **WRONG)
-    records, plans = outcomes(space, truth, num=8), sampled(space, num=10, seed=5)
+    trials, plans = outcomes(space, truth, num=8), sampled(space, num=10, seed=5)
     at_once, one_by_one = ranker_of(truth), ranker_of(truth)
-    at_once.learn(records)
-    for at in range(len(records)):
-        one_by_one.learn(records[: at + 1])
+    at_once.learn(trials)
+    for at in range(len(trials)):
+        one_by_one.learn(trials[: at + 1])
         one_by_one.forecast(plans)
     assert at_once.forecast(plans) == one_by_one.forecast(plans)
 
@@ -130,12 +130,12 @@ def test_a_trial_that_was_cut_short_or_ran_elsewhere_says_less() -> None:
 def test_a_lucky_launch_counts_less_where_iterations_scatter() -> None:
     space = space_of(2)
     truth = Truth(space.nodes)
-    records = outcomes(space, truth, num=5)
+    trials = outcomes(space, truth, num=5)
     lucky = sampled(space, num=1, seed=3)[0]
 
     def posterior_mean(spread: float) -> float:
         ranker = ranker_of(truth)
-        known = [trial(one.number, one.plan, truth(one.plan), spread=spread) for one in records]
+        known = [trial(one.number, one.plan, truth(one.plan), spread=spread) for one in trials]
         ranker.learn([*known, trial(9, lucky, 0.8 * truth(lucky), spread=spread)])
         return ranker.forecast([lucky])[0].iteration_s / truth(lucky)
 
@@ -149,10 +149,10 @@ def test_what_a_kind_of_plan_is_off_by_is_learned_with_shrinkage() -> None:
     own = [plan for plan in plans if plan.schedule.label == "zb-h1"]
     stock = [plan for plan in plans if plan.schedule.label == "1f1b"]
     ranker = ranker_of(truth)
-    records = [trial(at, plan, truth(plan)) for at, plan in enumerate([space.baseline, *stock[:6]])]
-    ranker.learn(records)
+    trials = [trial(at, plan, truth(plan)) for at, plan in enumerate([space.baseline, *stock[:6]])]
+    ranker.learn(trials)
     before = errors(ranker, truth, own[-1:])[0]
-    ranker.learn([*records, *(trial(20 + at, plan, 1.3 * truth(plan)) for at, plan in enumerate(own[:1]))])
+    ranker.learn([*trials, *(trial(20 + at, plan, 1.3 * truth(plan)) for at, plan in enumerate(own[:1]))])
     after = errors(ranker, truth, own[-1:])[0]
     assert before + 0.03 < after < np.log(1.3)
     assert abs(errors(ranker, truth, stock[-1:])[0]) < 0.05
@@ -211,12 +211,12 @@ def test_recorded_actions_say_what_whole_iterations_cannot(tmp_path: Path) -> No
     space = space_of(2, schedule="zb-h1", pipeline_parallel=2, virtual_stages=1, mapping="stock")
     truth = Truth(space.nodes, speed=2.0, head=3.0)
     plan = sampled(space, num=1)[0]
-    records = [trial(1, plan, truth(plan))]
+    trials = [trial(1, plan, truth(plan))]
     blind = ranker_of(truth)
-    blind.learn(records)
+    blind.learn(trials)
     write_actions(tmp_path / "000001" / "attempt-1", plan, truth)
     seeing = ranker_of(truth, tmp_path)
-    seeing.learn(records)
+    seeing.learn(trials)
 
     def head(ranker: PlanPredictor) -> tuple[float, float]:
         found = next(one for one in ranker.corrections() if one.name == "head")

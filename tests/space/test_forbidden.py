@@ -141,13 +141,13 @@ def test_what_is_forbidden_is_never_launched_and_costs_no_trial(tmp_path: Path, 
         study={"trials": 10, "starts": starts},
     )
     result = tune(run, machine)
-    tried = [one for one in result.records[1:] if one.record.repeats is None]
+    tried = [one for one in result.trials[1:] if one.record.repeats is None]
     assert len(tried) == 10
     for one in tried:
         assert one.plan.mapping.is_stock
         assert one.plan.layout.virtual_stages != 2
         assert one.plan.schedule.custom is None or one.plan.schedule.custom.named not in ("zb-h1", "zb-h2")
-    refused = [one for one in result.records if one.record.outcome == "FORBIDDEN"]
+    refused = [one for one in result.trials if one.record.outcome == "FORBIDDEN"]
     assert all("search.forbid" in one.record.reason for one in refused)
     assert starts == "auto" or refused  # the sampler does not know it before
     launched = {key for _, key in machine.launched if key is not None}
@@ -159,7 +159,7 @@ def test_the_own_command_is_measured_whatever_is_forbidden(tmp_path: Path) -> No
     run = begin(tmp_path / "r", search={"forbid": {"pipeline_parallel": 2}}, study={"trials": 3})
     result = tune(run, FakeMachine())
     assert result.baseline.layout.pipeline_parallel == 2
-    assert all(one.plan.layout.pipeline_parallel == 1 for one in result.records[1:])
+    assert all(one.plan.layout.pipeline_parallel == 1 for one in result.trials[1:])
 
 
 @pytest.mark.parametrize(

@@ -37,15 +37,13 @@ def a_machine(**options: Any) -> FakeMachine:
 
 
 def outcomes(result: TuneResult) -> list[tuple[Any, ...]]:
-    return [
-        (r.number, r.plan.key, r.record.verdict, r.record.value, r.record.repeats) for r in result.records
-    ]
+    return [(r.number, r.plan.key, r.record.verdict, r.record.value, r.record.repeats) for r in result.trials]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_sampler_proposes_the_same_after_a_resume(tmp_path: Path, name: SamplerName) -> None:
     whole = tune(begin(tmp_path / "whole" / "r", **config(name)), a_machine())
-    assert len({trial.plan.key for trial in whole.records}) == 11
+    assert len({trial.plan.key for trial in whole.trials}) == 11
     machine, folder = a_machine(dies_at=9), tmp_path / "killed" / "r"
     with pytest.raises(Killed):
         tune(begin(folder, **config(name)), machine)
@@ -79,7 +77,7 @@ def test_samplers_propose_differently(tmp_path: Path) -> None:
     found = {}
     for name in NAMES:
         result = tune(begin(tmp_path / name / "r", **config(name, trials=10)), a_machine())
-        found[name] = tuple(trial.plan.key for trial in result.records)
+        found[name] = tuple(trial.plan.key for trial in result.trials)
     assert len(set(found.values())) == len(NAMES)
 
 

@@ -34,7 +34,7 @@ PASSWORDS = st.text(
 def outcomes(result: TuneResult) -> set[tuple[Any, ...]]:
     return {
         (trial.number, trial.plan.key, trial.record.verdict, trial.record.value, trial.record.repeats)
-        for trial in result.records
+        for trial in result.trials
     }
 
 
@@ -121,7 +121,7 @@ def test_every_file_holds_the_same_study(tmp_path: Path, address: str) -> None:
         storage = optuna.storages.JournalStorage(
             optuna.storages.journal.JournalFileBackend(run.storage.shown)
         )
-    assert len(optuna.load_study(study_name="r", storage=storage).trials) >= len(result.records)
+    assert len(optuna.load_study(study_name="r", storage=storage).trials) >= len(result.trials)
 
 
 @pytest.mark.parametrize("address", ["sqlite", "journal"])
@@ -148,8 +148,8 @@ def test_a_torn_journal_loses_its_last_record_alone(
     folder = tmp_path_factory.mktemp("torn")
     said: list[str] = []
     place = StudyStorage(folder=folder, run="r", address="journal", say=said.append)
-    records = data.draw(st.lists(st.dictionaries(st.text(max_size=5), st.integers(), max_size=3), max_size=6))
-    lines = [json.dumps(record).encode() + b"\n" for record in [*records, {"op": 1, "name": "whole"}]]
+    trials = data.draw(st.lists(st.dictionaries(st.text(max_size=5), st.integers(), max_size=3), max_size=6))
+    lines = [json.dumps(record).encode() + b"\n" for record in [*trials, {"op": 1, "name": "whole"}]]
     whole = b"".join(lines[:-1])
     torn = lines[-1][: data.draw(st.integers(1, len(lines[-1]) - 1))]
     assert place.file is not None

@@ -62,7 +62,7 @@ def test_a_server_holds_the_same_study_as_a_file(tmp_path: Path, url: str) -> No
     found = read_study(run.storage)
     assert found is not None
     assert {row.number for row in found.rows if row.is_finished} == {
-        record.number for record in result.records
+        record.number for record in result.trials
     }
     assert any("optuna-dashboard" in text and run.storage.study_name in text for text in watching.messages)
 
@@ -108,7 +108,7 @@ def test_the_password_may_come_from_the_environment(
         tune(begin_at(tmp_path / "without", address), FakeMachine())
     assert "\n" not in str(caught.value)
     monkeypatch.setenv("PGPASSWORD", PASSWORD)
-    assert tune(begin_at(tmp_path / "with", address), FakeMachine()).records
+    assert tune(begin_at(tmp_path / "with", address), FakeMachine()).trials
 
 
 def test_a_wrong_password_is_not_repeated(tmp_path: Path, server: Postgres) -> None:

@@ -199,6 +199,6 @@ def outcome(result: TuneResult) -> Any:
     """What a run comes to."""
     trials = [
         (trial.number, trial.plan.key, trial.record.verdict, trial.record.value, trial.record.repeats)
-        for trial in result.records
+        for trial in result.trials
     ]
     return trials, [ranking.comparison for ranking in result.rankings], result.receipt

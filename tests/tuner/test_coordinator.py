@@ -34,14 +34,14 @@ def finished(study: Any) -> list[Any]:
 def outcomes(result: TuneResult) -> list[tuple[Any, ...]]:
     return [
         (trial.number, trial.plan.key, trial.record.verdict, trial.record.value, trial.record.repeats)
-        for trial in result.records
+        for trial in result.trials
     ]
 
 
 def test_a_study_tries_every_axis_early_and_finds_a_faster_plan(tmp_path: Path) -> None:
     machine = FakeMachine()
     result = tune(begin(tmp_path / "r", search=SCALING, study={"trials": 14}), machine)
-    plans = [trial.plan for trial in result.records]
+    plans = [trial.plan for trial in result.trials]
     assert plans[0].key == result.baseline.key
     early = plans[:9]
     assert len({plan.shape for plan in early}) > 1
@@ -51,7 +51,7 @@ def test_a_study_tries_every_axis_early_and_finds_a_faster_plan(tmp_path: Path) 
     assert result.winner is not None
     assert result.winner.comparison.speedup.low > 1
     assert result.objective == "model_flops_per_s_per_device"
-    tried = [trial for trial in result.records[1:] if trial.record.repeats is None]
+    tried = [trial for trial in result.trials[1:] if trial.record.repeats is None]
     assert len(tried) == 14
 
 
@@ -60,15 +60,15 @@ def test_one_other_shape_is_compared_with_the_own_one_by_model_flops(tmp_path: P
     search = {"scaling": {"tolerance": 0.05, "shapes": other.label}}
     result = tune(begin(tmp_path / "r", search=search, study={"trials": 5}), FakeMachine())
     assert result.objective == "model_flops_per_s_per_device"
-    assert {trial.plan.shape for trial in result.records[1:]} == {other}
+    assert {trial.plan.shape for trial in result.trials[1:]} == {other}
 
 
 def test_the_sampler_can_be_left_alone(tmp_path: Path) -> None:
     planned = tune(begin(tmp_path / "a", study={"trials": 4}), FakeMachine())
     alone = tune(begin(tmp_path / "b", study={"trials": 4, "starts": "none"}), FakeMachine())
-    first = planned.records[1].plan
-    assert first.key not in {trial.plan.key for trial in alone.records}
-    assert len(alone.records) >= len(planned.records)
+    first = planned.trials[1].plan
+    assert first.key not in {trial.plan.key for trial in alone.trials}
+    assert len(alone.trials) >= len(planned.trials)
 
 
 def test_no_plan_is_launched_twice_in_the_search(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_small_space_ends_when_nothing_new_is_left(tmp_path: Path) -> None:
         "schedule": "1f1b",
     }
     result = tune(begin(tmp_path / "r", search=fixed), machine, observer=watching)
-    assert len({trial.plan.key for trial in result.records}) == 5  # two splits, two mappings, the baseline
+    assert len({trial.plan.key for trial in result.trials}) == 5  # two splits, two mappings, the baseline
     assert any("no others" in text for text in watching.messages)
 
 
@@ -277,7 +277,7 @@ def test_trials_that_cannot_be_run_cost_no_budget_but_end_in_a_row(tmp_path: Pat
         return Outcome.INFRA if len(seen) in (3, 6) else Outcome.OK
 
     result = tune(begin(tmp_path / "r", study={"trials": 10}), FakeMachine(outcome=outcome))
-    verdicts = [trial.record.verdict for trial in result.records if trial.record.repeats is None]
+    verdicts = [trial.record.verdict for trial in result.trials if trial.record.repeats is None]
     assert verdicts.count("lost") == 2
     assert len(verdicts) == 1 + 10 + 2
 
@@ -384,7 +384,7 @@ def test_the_baseline_is_measured_again_during_the_search_and_drift_counts(tmp_p
     assert result.controls[0].ratio == pytest.approx(1.0, abs=0.05)
     assert result.controls[1].ratio == pytest.approx(1 / 1.5, abs=0.05)
     assert sum("the machine has changed" in line for line in watching.messages) == 1
-    drifts = [trial.record.drift for trial in result.records if trial.record.repeats is None]
+    drifts = [trial.record.drift for trial in result.trials if trial.record.repeats is None]
     assert drifts == [1.0] * 7 + [result.controls[1].ratio] * 3
     folders = [folder for folder, key in machine.launched if key is None and "round" not in folder]
     assert folders == ["000000", "000003", "000006"]
@@ -406,21 +406,21 @@ def test_what_is_measured_on_a_machine_that_has_slowed_down_is_compared_with_tha
     requests.clear()
     watching = Watching()
     found = tune(begin(tmp_path / "b" / "r", study=study), slower, observer=watching)
-    for one, other in zip(expected.records, found.records, strict=True):
+    for one, other in zip(expected.trials, found.trials, strict=True):
         assert one.plan.key == other.plan.key
         assert other.record.value == pytest.approx(one.record.value)
         assert one.record.iteration_s is not None
         assert other.record.iteration_s == pytest.approx(one.record.iteration_s / other.record.drift)
     drifted = [one.slow_above_s for one in requests if one.folder.parent.name == "trials"]
-    for limit, before, trial in zip(drifted[1:], limits[1:], found.records[1:], strict=True):
+    for limit, before, trial in zip(drifted[1:], limits[1:], found.trials[1:], strict=True):
         assert before is not None
         assert limit == pytest.approx(before / trial.record.drift)
     shown = [re.fullmatch(r"trial (\d+): .* ([\d.]+)x the baseline", line) for line in watching.messages]
-    own_value = found.records[0].record.value
+    own_value = found.trials[0].record.value
     assert own_value is not None
     assert {int(one[1]): float(one[2]) for one in shown if one} == {
         one.number: pytest.approx(one.record.value / own_value, abs=0.006)
-        for one in found.records
+        for one in found.trials
         if one.record.value is not None and one.record.repeats is None
     }
 
@@ -439,7 +439,7 @@ def test_what_is_far_behind_the_best_is_cut_short(tmp_path: Path) -> None:
     machine = FakeMachine(on_launch=requests.append, noise=0.0)
     result = tune(begin(tmp_path / "r", search=SCALING, study={"trials": 8}), machine)
     best = 0.0
-    for trial in [one for one in result.records if one.record.repeats is None]:
+    for trial in [one for one in result.trials if one.record.repeats is None]:
         request = next(one for one in requests if one.folder.name == f"{trial.number:06d}")
         if trial.number == 0:
             assert request.slow_above_s is None

@@ -93,7 +93,7 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int, se
     folder = tmp_path / "whole" / "r"
     with watched(monkeypatch) as writes:
         result = whole_run(folder, machine())
-    assert {trial.record.verdict for trial in result.records} == {"measured", "wrong"}
+    assert {trial.record.verdict for trial in result.trials} == {"measured", "wrong"}
     assert result.winner is not None
     return outcome(result), writes.count, left(folder)
 

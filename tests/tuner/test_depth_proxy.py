@@ -81,7 +81,7 @@ def crop_launches(machine: FakeMachine) -> int:
 
 
 def ended_cropped(result: TuneResult) -> list[int]:
-    return [trial.number for trial in result.records if trial.record.outcome == CROPPED]
+    return [trial.number for trial in result.trials if trial.record.outcome == CROPPED]
 
 
 def test_plans_that_are_behind_end_at_their_cropped_model(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_plans_that_are_behind_end_at_their_cropped_model(tmp_path: Path) -> Non
     assert any("2 of 4 layers a stage first" in text for text in watching.messages)
     assert whole_launches(machine) == 13 - len(behind), "their whole models were not launched"
     assert crop_launches(machine) > len(behind), "the baseline is cropped too"
-    by_number = {trial.number: trial for trial in result.records}
-    best_s = min(one.record.iteration_s or 9e9 for one in result.records if one.record.outcome == "OK")
+    by_number = {trial.number: trial for trial in result.trials}
+    best_s = min(one.record.iteration_s or 9e9 for one in result.trials if one.record.outcome == "OK")
     for number in behind:
         trial = by_number[number]
         truth_s = steep(trial.plan)
@@ -145,8 +145,8 @@ def test_cropped_models_of_a_machine_that_has_slowed_down_say_the_same(tmp_path:
     steady = tune(begin(tmp_path / "a", **config), FakeMachine(seconds=steep, noise=0.0))
     slowing = tune(begin(tmp_path / "b", **config), Slowing(seconds=steep, noise=0.0))
     assert [number for number in ended_cropped(slowing) if number > DRIFTS_AFTER]
-    assert slowing.records[-1].record.drift == pytest.approx(1.0 / 1.5)
-    for one, other in zip(steady.records, slowing.records, strict=True):
+    assert slowing.trials[-1].record.drift == pytest.approx(1.0 / 1.5)
+    for one, other in zip(steady.trials, slowing.trials, strict=True):
         assert (one.plan.key, one.record.outcome) == (other.plan.key, other.record.outcome)
         assert other.record.value == pytest.approx(one.record.value)
 

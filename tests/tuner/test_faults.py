@@ -74,11 +74,11 @@ def test_row_17_a_run_that_lost_its_trials_goes_on_when_that_is_mended(tmp_path:
     is_broken.clear()
     machine.on_launch = lambda request: None
     result = tune(resume(tmp_path / "r"), machine)
-    verdicts = [trial.record.verdict for trial in result.records if trial.record.repeats is None]
+    verdicts = [trial.record.verdict for trial in result.trials if trial.record.repeats is None]
     assert verdicts.count("lost") == 3
     assert verdicts.count("measured") == 1 + 8
-    kept = [(trial.number, trial.record.value) for trial in expected.records[:4]]
-    assert [(trial.number, trial.record.value) for trial in result.records[:4]] == kept
+    kept = [(trial.number, trial.record.value) for trial in expected.trials[:4]]
+    assert [(trial.number, trial.record.value) for trial in result.trials[:4]] == kept
 
 
 def test_row_17_final_rounds_that_cannot_be_run_are_not_nothing_better(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_row_15_a_plan_that_was_lost_may_be_tried_again(tmp_path: Path) -> None:
         return Outcome.OK
 
     result = tune(begin(tmp_path / "r", **config), FakeMachine(outcome=outcome))
-    record = [trial.record.verdict for trial in result.records if trial.plan.key == lost[0]]
+    record = [trial.record.verdict for trial in result.trials if trial.plan.key == lost[0]]
     assert record[0] == "lost"
     assert "measured" in record[1:]
 
@@ -226,7 +226,7 @@ def test_row_29_a_full_disk_ends_the_run_with_its_last_words(
     assert "No space left" in last["reason"]
     num_launched = len(machine.launched)
     result = tune(resume(folder), machine)
-    assert [trial.record.value for trial in result.records] == [r.record.value for r in expected.records]
+    assert [trial.record.value for trial in result.trials] == [r.record.value for r in expected.trials]
     assert machine.launched[num_launched][0] != machine.launched[num_launched - 1][0]  # it was on the disk
 
 
@@ -265,7 +265,7 @@ def test_row_36_times_of_other_devices_are_not_told(tmp_path: Path) -> None:
     assert caught.value.exit_code is ExitCode.INFRASTRUCTURE
     place[0] = home
     result = tune(resume(tmp_path / "r"), machine)
-    assert [trial.record.value for trial in result.records] == [r.record.value for r in expected.records]
+    assert [trial.record.value for trial in result.trials] == [r.record.value for r in expected.trials]
     assert [name for name, _ in machine.launched].count("000003") == 3
 
 
@@ -338,7 +338,7 @@ def test_row_41_a_plan_that_failed_never_wins(tmp_path: Path) -> None:
     machine.seconds, machine.outcome, machine.on_launch = seconds, outcome, look
     run = begin(tmp_path / "r", study={"trials": 8})
     result = tune(run, machine)
-    assert any(trial.plan.layout.data_parallel == 2 for trial in result.records)
+    assert any(trial.plan.layout.data_parallel == 2 for trial in result.trials)
     assert result.winner is None
     assert write_best(result, run=run) is None
     assert not run.folder.best_plan.exists()
@@ -363,7 +363,7 @@ def test_row_42_an_own_command_that_was_mended_is_launched_again(
         tune(begin(tmp_path / "r", study={"trials": 2}), machine)
     machine.outcome = lambda plan: Outcome.OK
     run = resume(tmp_path / "r") if is_resumed else begin(tmp_path / "r", study={"trials": 2})
-    assert len(tune(run, machine).records) >= 3
+    assert len(tune(run, machine).trials) >= 3
 
 
 def test_row_6_an_own_command_that_only_starts_slowly_is_told_what_to_raise(tmp_path: Path) -> None:

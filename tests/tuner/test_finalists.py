@@ -63,7 +63,7 @@ def ranked(own: list[float], theirs: list[float], *, num_asked: int = 5) -> list
 
 
 def test_candidates_are_the_best_plans_once_and_never_the_baseline() -> None:
-    records = [
+    trials = [
         trial(0, value=100.0, layers=4),
         trial(1, value=99.0, layers=5),
         trial(2, value=None, layers=6),
@@ -73,19 +73,19 @@ def test_candidates_are_the_best_plans_once_and_never_the_baseline() -> None:
         trial(6, value=60.0, layers=8),
         trial(7, value=110.0, layers=3),
     ]
-    chosen = candidates(records, baseline_value=100.0, top_k=5)
+    chosen = candidates(trials, baseline_value=100.0, top_k=5)
     assert [one.number for one in chosen] == [3, 7, 1]
-    assert [one.number for one in candidates(records, baseline_value=100.0, top_k=1)] == [3]
+    assert [one.number for one in candidates(trials, baseline_value=100.0, top_k=1)] == [3]
 
 
 def test_what_more_is_known_of_counts_before_a_lucky_launch() -> None:
-    records = [
+    trials = [
         trial(0, value=100.0, layers=4),
         trial(1, value=150.0, layers=5),
         trial(2, value=120.0, layers=6),
         trial(3, value=110.0, layers=7),
     ]
-    chosen = candidates(records, baseline_value=100.0, top_k=5, believed={1: 118.0, 3: 80.0})
+    chosen = candidates(trials, baseline_value=100.0, top_k=5, believed={1: 118.0, 3: 80.0})
     assert [one.number for one in chosen] == [2, 1, 3]
 
 
@@ -167,7 +167,7 @@ def test_the_shell_line_says_exactly_the_users_words(tmp_path: Path) -> None:
 def test_without_a_winner_no_plan_is_left(tmp_path: Path) -> None:
     run = a_run(tmp_path, "python", "x.py")
     win = ranked([1.0] * 5, [0.5] * 5)[0]
-    found = TuneResult(objective="tokens_per_s", baseline=PLAN, records=(), rankings=(win,), winner=win)
+    found = TuneResult(objective="tokens_per_s", baseline=PLAN, trials=(), rankings=(win,), winner=win)
     plan = write_best(found, run=run)
     assert plan is not None
     assert plan.measurement == win.comparison

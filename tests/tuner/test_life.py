@@ -213,12 +213,10 @@ class Life(RuleBasedStateMachine):
     def every_trial_is_told_once_and_stays_as_it_was_told(self) -> None:
         """By its number: the attempt, the value and the verdict."""
         if hasattr(self, "now"):
-            records = [trial for trial in self.now.study.records() if trial.number > 0]
-            found = {r.number: (r.record.attempt_id, r.record.value, r.record.verdict) for r in records}
+            trials = [trial for trial in self.now.study.trials() if trial.number > 0]
+            found = {r.number: (r.record.attempt_id, r.record.value, r.record.verdict) for r in trials}
             assert found == self.record
-            assert num_spent(self.now.study.records()) == sum(
-                one[2] != "lost" for one in self.record.values()
-            )
+            assert num_spent(self.now.study.trials()) == sum(one[2] != "lost" for one in self.record.values())
 
     @invariant()
     def one_generation_writes_and_each_is_newer(self) -> None:

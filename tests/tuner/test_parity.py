@@ -62,7 +62,7 @@ def zb_v_is_wrong(plan: Plan) -> bool:
 def outcomes(result: TuneResult) -> list[tuple[Any, ...]]:
     return [
         (trial.number, trial.plan.key, trial.record.verdict, trial.record.value, trial.record.repeats)
-        for trial in result.records
+        for trial in result.trials
     ]
 
 
@@ -86,7 +86,7 @@ def test_a_kind_is_checked_once_before_its_first_timing_and_a_plan_before_it_win
 
     machine.gate = gate
     result = tune(run, machine)
-    in_search = [r.plan for r in result.records if is_ours(r.plan) and r.record.repeats is None]
+    in_search = [r.plan for r in result.trials if is_ours(r.plan) and r.record.repeats is None]
     assert len({kind_of(plan) for plan in in_search}) >= 3
     for kind in {kind_of(plan) for plan in in_search}:
         first = next(plan for plan in in_search if kind_of(plan) == kind)
@@ -122,7 +122,7 @@ def test_what_fails_is_quarantined_and_the_study_goes_on(tmp_path: Path) -> None
     machine, watching = FakeMachine(seconds=ours_is_faster, gate=zb_v_is_wrong), Watching()
     run = begin(tmp_path / "r", **OURS)
     result = tune(run, machine, observer=watching)
-    wrong = [trial for trial in result.records if trial.plan.schedule.label == "zb-v"]
+    wrong = [trial for trial in result.trials if trial.plan.schedule.label == "zb-v"]
     assert wrong
     assert {trial.record.verdict for trial in wrong} == {"wrong"}
     assert all(trial.record.value is None for trial in wrong)
@@ -131,7 +131,7 @@ def test_what_fails_is_quarantined_and_the_study_goes_on(tmp_path: Path) -> None
     keys = {trial.plan.key for trial in wrong}
     assert not keys & {key for _, key in machine.launched}
     assert sum(plan.schedule.label == "zb-v" for plan in machine.checked) == 1
-    assert len([r for r in result.records[1:] if r.record.repeats is None]) == 12
+    assert len([r for r in result.trials[1:] if r.record.repeats is None]) == 12
     assert [event["trial"] for event in events(run, "quarantine")] == [wrong[0].number]
     assert sum("zb-v (v) does not train as stock does" in line for line in watching.messages) == 1
     assert result.winner is not None
@@ -163,7 +163,7 @@ def test_a_trial_that_diverges_quarantines_its_kind(tmp_path: Path) -> None:
     machine = FakeMachine(outcome=outcome)
     run = begin(tmp_path / "r", **OF_EVERY_KIND)
     result = tune(run, machine)
-    diverged = [trial for trial in result.records if trial.plan.schedule.label == "zb-h1"]
+    diverged = [trial for trial in result.trials if trial.plan.schedule.label == "zb-h1"]
     assert {trial.record.verdict for trial in diverged} == {"wrong"}
     launched = {key for _, key in machine.launched}
     assert sum(trial.plan.key in launched for trial in diverged) == 1
@@ -187,13 +187,13 @@ def test_a_check_that_says_nothing_does_not_stop_the_study(
 
     machine = FakeMachine(gate=gate)
     result = tune(begin(tmp_path / "r", **OURS), machine)
-    own = [trial for trial in result.records if is_ours(trial.plan)]
+    own = [trial for trial in result.trials if is_ours(trial.plan)]
     assert own
     assert {trial.record.verdict for trial in own} == {verdict}
     assert not {trial.plan.key for trial in own} & {key for _, key in machine.launched}
     assert any(trial.record.repeats is None for trial in own) == is_spent
     assert len(machine.checked) == 1 or is_spent
-    assert any(trial.record.verdict == "measured" for trial in result.records[1:])
+    assert any(trial.record.verdict == "measured" for trial in result.trials[1:])
 
 
 def test_a_check_that_was_broken_is_infrastructure(tmp_path: Path) -> None:

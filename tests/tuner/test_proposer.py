@@ -55,7 +55,7 @@ def best_of(*nodes: int, **truth: Any) -> float:
 
 def trials_until_near(result: TuneResult, machine: FakeMachine, *, best: float) -> int:
     """Finished trials, the baseline not counted, until a plan within 2 % of the best was measured."""
-    own = [trial for trial in result.records[1:] if trial.record.repeats is None]
+    own = [trial for trial in result.trials[1:] if trial.record.repeats is None]
     for count, trial in enumerate(own, start=1):
         if machine.seconds(trial.plan) <= NEAR * best:
             return count
@@ -107,7 +107,7 @@ def outcomes(result: TuneResult) -> list[tuple[Any, ...]]:
             trial.record.predicted_s,
             trial.record.predicted_spread,
         )
-        for trial in result.records
+        for trial in result.trials
     ]
 
 
@@ -138,7 +138,7 @@ def test_no_plan_is_proposed_twice_and_the_sampler_has_its_turns(tmp_path: Path)
     assert enqueued[:2] == [True, True]
     assert not enqueued[2]
     assert all(
-        trial.record.repeats is None for trial, was in zip(result.records[1:], enqueued, strict=True) if was
+        trial.record.repeats is None for trial, was in zip(result.trials[1:], enqueued, strict=True) if was
     )
 
 
@@ -146,8 +146,8 @@ def test_without_turns_for_the_sampler_every_trial_is_the_rankers(tmp_path: Path
     machine, _ = machine_of(2, **WRONG)
     run = begin(tmp_path / "r", search=SEARCH, study={"trials": 6, "explore": 0, "rounds": 3, "top_k": 1})
     result = tune(run, machine)
-    assert all(trial.record.predicted_s is not None for trial in result.records[1:])
-    assert all(trial.record.repeats is None for trial in result.records)
+    assert all(trial.record.predicted_s is not None for trial in result.trials[1:])
+    assert all(trial.record.repeats is None for trial in result.trials)
 
 
 def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
@@ -156,12 +156,12 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
     machine.on_launch = lambda request: seen.append(request.plan) if request.plan is not None else None
     run = begin(tmp_path / "r", search=SEARCH, study={"trials": 8, "explore": 0, "rounds": 3, "top_k": 1})
     result = tune(run, machine)
-    for trial, plan in zip(result.records[1:], seen, strict=False):
+    for trial, plan in zip(result.trials[1:], seen, strict=False):
         assert plan.prediction is not None
         assert plan.prediction.iteration_s == trial.record.predicted_s
     off = [
         abs(np.log(trial.record.predicted_s / trial.record.iteration_s))
-        for trial in result.records[1:]
+        for trial in result.trials[1:]
         if trial.record.predicted_s and trial.record.iteration_s
     ]
     assert statistics.mean(off[-3:]) < statistics.mean(off[:3])

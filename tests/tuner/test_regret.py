@@ -85,14 +85,14 @@ def ended(
 ) -> FinishedSearch:
     """A search that measured `values` (over the baseline's) and a winner with its final ratios."""
     space = a_space()
-    records = [trial(0, space.baseline, 1.0)]
-    records += [trial(at, plan, value) for at, (plan, value) in enumerate(values.items(), 1)]
+    trials = [trial(0, space.baseline, 1.0)]
+    trials += [trial(at, plan, value) for at, (plan, value) in enumerate(values.items(), 1)]
     won = None
     if winner is not None:
-        won = ranking(next(one for one in records if one.plan.key == winner.key), ratios)
+        won = ranking(next(one for one in trials if one.plan.key == winner.key), ratios)
     return FinishedSearch(
         baseline=space.baseline,
-        records=records,
+        trials=trials,
         rankings=[] if won is None else [won],
         winner=won,
         objective="tokens_per_s",
@@ -120,7 +120,7 @@ def test_too_few_trials_say_nothing() -> None:
 
 def test_where_every_plan_was_tried_nothing_is_left() -> None:
     search = four_tried()
-    found = estimated(search, untried=[one.plan for one in search.records])
+    found = estimated(search, untried=[one.plan for one in search.trials])
     assert (found.gain.high, found.num_untried, found.source) == (0.0, 0, "every plan was tried")
 
 
@@ -260,7 +260,7 @@ def test_untried_plans_are_new_and_near_the_best_as_well() -> None:
         found = untried_plans(space, search)
         keys = [plan.key for plan in found]
         assert len(keys) == len(set(keys)) > 50
-        assert not {one.plan.key for one in search.records} & set(keys)
+        assert not {one.plan.key for one in search.trials} & set(keys)
         assert found == untried_plans(space, search)
         by_chance = sum(plan.layout == best.layout for plan in plans) / len(plans)
         assert sum(plan.layout == best.layout for plan in found) > 2.0 * by_chance * len(found)

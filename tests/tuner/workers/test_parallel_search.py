@@ -155,7 +155,7 @@ def killed(monkeypatch: pytest.MonkeyPatch, folder: Path, shop: Shop) -> None:
 def spent(result: TuneResult) -> list[int]:
     return [
         trial.number
-        for trial in result.records[1:]
+        for trial in result.trials[1:]
         if trial.record.repeats is None and trial.record.verdict != "lost"
     ]
 
@@ -170,7 +170,7 @@ def test_every_trial_is_measured_once_and_the_budget_is_kept(
     searched = [key for folder, key in shop.launched if "round" not in folder and key is not None]
     assert len(searched) == len(set(searched)) == 14
     assert shop.most_at_once >= 3
-    assert [trial.number for trial in result.records] == list(range(len(result.records)))
+    assert [trial.number for trial in result.trials] == list(range(len(result.trials)))
     assert not list((tmp_path / "r/workers/orders").iterdir())
     assert not list((tmp_path / "r/workers/claims").iterdir())
     assert not (tmp_path / "r/workers/board.json").exists()
@@ -182,8 +182,8 @@ def test_one_worker_spends_a_study_as_a_tuner_without_does(
     config: Any = {"study": {"starts": "none", "trials": 9, "rounds": 3, "top_k": 2, "control": 4}}
     alone = tune(begin(tmp_path / "a" / "r", **config), FakeMachine())
     shared = run_shared(monkeypatch, tmp_path / "b" / "r", Shop(num_workers=1), **config)
-    assert [(r.plan.key, r.record.value, r.record.repeats) for r in shared.records] == [
-        (r.plan.key, r.record.value, r.record.repeats) for r in alone.records
+    assert [(r.plan.key, r.record.value, r.record.repeats) for r in shared.trials] == [
+        (r.plan.key, r.record.value, r.record.repeats) for r in alone.trials
     ]
     assert shared.controls == alone.controls
     assert [one.comparison for one in shared.rankings] == [one.comparison for one in alone.rankings]
@@ -207,7 +207,7 @@ def test_parity_checks_run_alone_and_what_they_refuse_is_not_handed_out(
     )
     assert len(spent(result)) == 8
     assert shop.checked
-    verdicts = {trial.plan.schedule.label: trial.record.verdict for trial in result.records}
+    verdicts = {trial.plan.schedule.label: trial.record.verdict for trial in result.trials}
     assert verdicts["zb-h1"] == "measured"
     assert verdicts["zb-v"] == "wrong"
 
@@ -235,7 +235,7 @@ def test_a_killed_coordinators_trials_are_adopted_or_run_again(
             (shop.board.path / "claims" / f"{one.stem}.json").unlink()
     result = run_shared(monkeypatch, folder, shop, is_resumed=True)
     assert len(spent(result)) == 8
-    assert [trial.number for trial in result.records] == list(range(len(result.records)))
+    assert [trial.number for trial in result.trials] == list(range(len(result.trials)))
     again = [name for name, _ in shop.launched[len(before) :] if "round" not in name]
     assert {f"{first.trial:06d}", f"{second.trial:06d}"}.isdisjoint(again)
     measured = [name for name, key in shop.launched if "round" not in name and key is not None]
@@ -335,5 +335,5 @@ def test_a_worker_on_other_devices_is_sent_away(tmp_path: Path, monkeypatch: pyt
     )
     assert len(spent(result)) == 6
     assert any("times do not compare" in text for text in watching.messages)
-    attempts = {trial.record.attempt_id for trial in result.records}
+    attempts = {trial.record.attempt_id for trial in result.trials}
     assert attempts.isdisjoint(strange)
