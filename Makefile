@@ -21,7 +21,7 @@ demo-deepspeed: $(STAMP)
 	@bash examples/demo_deepspeed/run.sh $(PY)
 
 # What only computes runs two tests at a time; what starts training processes has the machine to itself.
-COMPUTING := $(addprefix tests/,cost mapping model report scaling schedule search split)
+COMPUTING := $(addprefix tests/,calibration cost mapping model planner protocol report scaling schedule space split study tuner)
 
 test: $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m "not slow" --durations=20 --numprocesses 2 --dist loadfile $(COMPUTING)

@@ -103,10 +103,10 @@ def run_rank(options: argparse.Namespace) -> None:
     from megatron.training import training
 
     from quartet_plugin.megatron.measure import MegatronMeter
-    from quartet_plugin.worker.files import Order, RankFiles
-    from quartet_plugin.worker.ranks import Place
+    from quartet_plugin.rank.files import RankFileWriter, TrialSpec
+    from quartet_plugin.rank.rendezvous import RankEnv
 
-    order = Order(
+    order = TrialSpec(
         schema_version=1,
         attempt_id=secrets.token_hex(16),
         folder=str(options.folder),
@@ -114,7 +114,7 @@ def run_rank(options: argparse.Namespace) -> None:
         measure=100_000,
         plan_key=None,
     )
-    files = RankFiles(order, Place.of(os.environ))
+    files = RankFileWriter(order, RankEnv.of(os.environ))
     files.start()
     meter = MegatronMeter(files, neutralised=[], started_at=time.time())
     plain = training.train_step
@@ -158,7 +158,7 @@ class Blocks:
     def _finish(self) -> None:
         import torch.distributed as dist
 
-        from quartet_plugin.worker.measure import leave
+        from quartet_plugin.rank.step_meter import leave
 
         path = self._folder / f"blocks-{os.environ['RANK']}.json"
         path.write_text(json.dumps({"seconds": self._seconds, "is_on": self._is_on}))

@@ -16,15 +16,15 @@ from typing import Any, cast
 from benchmarks.search_cost.grounds import small
 from benchmarks.search_cost.replay import Silent
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.search.budget import TimeBudget
-from quartet_plugin.search.config import StudyConfig
-from quartet_plugin.search.final import BASELINE
-from quartet_plugin.search.launching import Launching, Yardstick
-from quartet_plugin.search.rounds import FinalRounds, winner_of
-from quartet_plugin.search.run_folder import Run
-from quartet_plugin.search.scoring import score
-from quartet_plugin.search.study import Record, Told
+from quartet_plugin.model.score import score
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.trial.request import Outcome, TrialResult
+from quartet_plugin.tuner.config import StudyConfig
+from quartet_plugin.tuner.final_rounds import FinalRounds, winner_of
+from quartet_plugin.tuner.finalists import BASELINE
+from quartet_plugin.tuner.run_folder import TuningRun
+from quartet_plugin.tuner.time_budget import TimeBudget
+from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLauncher
 
 NOISES = (0.02, 0.05, 0.1, 0.14)
 GAINS = (1.0, 1.05, 1.2, 1.4)
@@ -76,18 +76,20 @@ def main() -> None:
 def decided(gain: float, *, noise: float, seed: int, rounds: int) -> tuple[bool, int]:
     """Whether a plan that is faster by `gain` won, and the rounds that took."""
     baseline = _baseline()
-    yardstick = Yardstick(plan=baseline, score=score(baseline, iteration_s=(1.0,)), objective="tokens_per_s")
-    told = Told(verdict="measured", outcome="ok", reason="", attempt_id="", value=1.0)
+    yardstick = BaselineScore(
+        plan=baseline, score=score(baseline, iteration_s=(1.0,)), objective="tokens_per_s"
+    )
+    record = TrialRecord(verdict="measured", outcome="ok", reason="", attempt_id="", value=1.0)
     launching = NoisyLaunching(gain=gain, noise=noise, seed=seed)
     study = StudyConfig(rounds=rounds, top_k=1, seed=seed)
     folder = SimpleNamespace(final_launch=lambda *_, **__: Path())
     finals = FinalRounds(
-        run=cast(Run, SimpleNamespace(config=SimpleNamespace(study=study), folder=folder)),
-        launching=cast(Launching, launching),
+        run=cast(TuningRun, SimpleNamespace(config=SimpleNamespace(study=study), folder=folder)),
+        launching=cast(TrialLauncher, launching),
         budget=TimeBudget(limit_s=None, clock=lambda: 0.0),
         observer=cast(Any, Silent()),
     )
-    rankings = finals.measure([Record(number=1, plan=baseline, told=told)], yardstick=yardstick)
+    rankings = finals.measure([FinishedTrial(number=1, plan=baseline, record=record)], yardstick=yardstick)
     return winner_of(rankings) is not None, launching.num_rounds
 
 

@@ -3,7 +3,8 @@
     python -m benchmarks.launch_noise RUN ...
 
 Reads the final rounds of finished runs, which launch the same plans again and again. The search takes the
-scatter of iterations for that of launches (`search/forecast/noise.py`); the last line says how right that is.
+scatter of iterations for that of launches (`calibration/launch_noise.py`); the last line says how right that
+is.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from quartet_plugin.search.attempts import read_launch
+from quartet_plugin.tuner.attempts import read_launch
 
 LEAST_ITERATIONS = 4
 

@@ -82,7 +82,7 @@ def main() -> int:
 def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Run what is missing, round by round; the file is written after every run."""
     begin = time.monotonic()
-    crew: Crew | None = None
+    crew: WorkerPool | None = None
     failures = 0
     try:
         for number in range(options.repeats):
@@ -93,7 +93,7 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
                     print(f"{elapsed:.0f} s: the limit; start again to measure more")
                     return
                 where = f"{elapsed:5.0f} s round {number + 1}/{options.repeats} {at + 1}/{len(missing)}"
-                crew = crew or Crew()
+                crew = crew or WorkerPool()
                 try:
                     got = crew.run(name, options=options, is_profiled=is_profiled)
                 except RuntimeError as error:
@@ -136,7 +136,7 @@ def _write(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
-class Crew:
+class WorkerPool:
     """Two processes with Megatron imported, which fork one rank each for every run."""
 
     def __init__(self) -> None:
@@ -283,11 +283,11 @@ def _recipe(case: Any) -> Any:
     import numpy as np
 
     from quartet_plugin.model.costs import StageCosts
-    from quartet_plugin.runtime.programs import Recipe
+    from quartet_plugin.runtime.programs import ScheduleSpec
 
     device = np.array(case.placement)
     cost = np.array(case.layers_per_stage, dtype=np.float64)
-    return Recipe(
+    return ScheduleSpec(
         costs=StageCosts(
             device_of_stage=device,
             forward_s=cost,
@@ -355,7 +355,7 @@ def report(results: dict[str, Any]) -> int:
     import numpy as np
     from live_cases import CALIBRATING, PREDICTED, two_cores
 
-    from quartet_plugin.cost.calibration import calibrate
+    from quartet_plugin.calibration.constants_fit import calibrate
 
     machines = two_cores()
     observations = []
@@ -435,8 +435,8 @@ def median_of(launches: Sequence[Any]) -> tuple[float, float]:
 
 def observed(case: Any, result: Any, machines: Any) -> list[Any]:
     """What a calibrating run says: its iteration, and its parts."""
-    from quartet_plugin.cost.calibration import Observation
-    from quartet_plugin.cost.profile import observations_of, parse_rank
+    from quartet_plugin.calibration.constants_fit import Observation
+    from quartet_plugin.calibration.profile import observations_of, parse_rank
 
     if not result:
         return []

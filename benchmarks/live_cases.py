@@ -9,9 +9,9 @@ import shlex
 from dataclasses import dataclass
 from typing import Literal
 
-from quartet_plugin.cost.devices import Device
-from quartet_plugin.cost.jobs import machines_of, run_of
-from quartet_plugin.cost.run import Machines, Run, ScheduleKind
+from quartet_plugin.cost.devices import DeviceSpec
+from quartet_plugin.cost.jobs import run_of, uniform_cluster_of_device
+from quartet_plugin.cost.run import ScheduleKind, TrainingRun, UniformCluster
 from quartet_plugin.cost.software import ON_CPU
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
@@ -96,7 +96,7 @@ class Case:
             words += f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout E{stages}L"
         return shlex.split(words)
 
-    def run(self, machines: Machines) -> Run:
+    def run(self, machines: UniformCluster) -> TrainingRun:
         """The case as the cost model takes it."""
         one = self.size
         kinds = {"zb-h1": ScheduleKind.ZB_H1, "zb-v": ScheduleKind.ZB_V, "gpipe": ScheduleKind.GPIPE}
@@ -136,9 +136,9 @@ class Case:
         )
 
 
-def two_cores(*, flops: float = 5e10, memory: float = 1e10, link: float = 2e9) -> Machines:
+def two_cores(*, flops: float = 5e10, memory: float = 1e10, link: float = 2e9) -> UniformCluster:
     """Two processes on one machine; the defaults are only where the calibration starts."""
-    device = Device(
+    device = DeviceSpec(
         schema_version=1,
         name="a processor core",
         generation="cpu",
@@ -154,7 +154,7 @@ def two_cores(*, flops: float = 5e10, memory: float = 1e10, link: float = 2e9) -
         compute_units=1,
         source="the benchmark's own",
     )
-    return machines_of(device, num_devices=2)
+    return uniform_cluster_of_device(device, num_devices=2)
 
 
 _A = Size(layers=8, hidden=256, heads=4, seq=64, vocab=4096)

@@ -16,16 +16,16 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from quartet_plugin.cost.constants import fitted
-from quartet_plugin.search.planner.candidates import even_split, legal_candidates
-from quartet_plugin.search.planner.job import PlanJob, parse_job
-from quartet_plugin.search.planner.placed import PlacedRun
-from quartet_plugin.search.planner.placing import place, places_of_job, planned_run
+from quartet_plugin.planner.assigned_prediction import AssignedRun
+from quartet_plugin.planner.assignment_search import assign, places_of_job, planned_run
+from quartet_plugin.planner.candidates import even_split, legal_candidates
+from quartet_plugin.planner.job import PlanRequest, parse_job
 
 SMALL = ((2, 3), (3, 2), (6, 1), (1, 6))
 LARGE = ((4, 4), (8, 2), (2, 8), (4, 8))
 
 
-def random_job(draw: random.Random, num_nodes: int, per_node: int) -> PlanJob:
+def random_job(draw: random.Random, num_nodes: int, per_node: int) -> PlanRequest:
     """A model of 12 layers on a random cluster."""
     rates = [[draw.choice([2e9, 2.5e10]) for _ in range(num_nodes)] for _ in range(num_nodes)]
     nodes = [
@@ -66,11 +66,11 @@ def compared(seed: int, sizes: tuple[tuple[int, int], ...], *, every: bool) -> t
     layout = draw.choice([one for one in layouts if one.pipeline_parallel > 1])
     split = even_split(job.shape.num_layers, layout.num_stages)
     places = places_of_job(job, fitted())
-    found = place(job, job.shape, layout, split, constants=fitted(), places=places, may_split=False)
+    found = assign(job, job.shape, layout, split, constants=fitted(), places=places, may_split=False)
     assert found is not None
     time, best = found.found.iter_time_s, found.found.iter_time_s
     if every:
-        run = PlacedRun(planned_run(job, job.shape, layout, split), fitted(), places)
+        run = AssignedRun(planned_run(job, job.shape, layout, split), fitted(), places)
         size, domains = layout.tensor_parallel, places.domain_of_slot
         for slots in itertools.permutations(range(len(places.slots))):
             groups = [slots[at : at + size] for at in range(0, len(slots), size)]

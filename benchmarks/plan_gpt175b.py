@@ -21,9 +21,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from quartet_plugin.cost import pipeline
-from quartet_plugin.search.planner.candidates import balanced_split
-from quartet_plugin.search.planner.job import parse_job
-from quartet_plugin.search.planner.ranking import Ranking, best_plans
+from quartet_plugin.planner.candidates import balanced_split
+from quartet_plugin.planner.job import parse_job
+from quartet_plugin.planner.ranking import Ranking, best_plans
 
 JOB = {
     "model": {

@@ -20,12 +20,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
+from quartet_plugin.calibration.published_fit import PublishedRun, fit
 from quartet_plugin.cost import constants as known
 from quartet_plugin.cost.constants import Constants
-from quartet_plugin.cost.fit import Observation, fit
 from quartet_plugin.cost.predict import predict_row
 from quartet_plugin.cost.rows import read_row, resolve
-from quartet_plugin.cost.run import Run
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.model.files import read_json, write_json_atomic
 
 SPREAD = 0.06
@@ -53,7 +53,7 @@ class Measured:
     """A row, the run that its allowed fields describe, and its measured seconds."""
 
     row: dict[str, Any]
-    run: Run
+    run: TrainingRun
     seconds: float
 
     @property
@@ -65,7 +65,7 @@ class Measured:
         return bool(self.row["core"]) and self.row["tier"] == "A"
 
 
-def observations(rows: Sequence[Measured]) -> list[Observation]:
+def observations(rows: Sequence[Measured]) -> list[PublishedRun]:
     """What the fit sees: a large family counts like ten rows, unverified and expert rows less."""
     sizes = Counter(one.family for one in rows)
     found = []
@@ -73,7 +73,7 @@ def observations(rows: Sequence[Measured]) -> list[Observation]:
         spread = SPREAD * (1.0 if one.row["tier"] == "A" else 1.6) * (3.0 if one.run.experts else 1.0)
         spread *= max(1.0, sizes[one.family] / ROWS_THAT_COUNT_FULLY) ** 0.5
         found.append(
-            Observation(run=one.run, seconds=one.seconds, spread=spread / (1.6 if one.is_core else 1.0))
+            PublishedRun(run=one.run, seconds=one.seconds, spread=spread / (1.6 if one.is_core else 1.0))
         )
     return found
 

@@ -185,11 +185,11 @@ def run_rank(options: argparse.Namespace, scenario: Scenario) -> None:
 
 def recipe_of(scenario: Scenario) -> Any:
     """What makes the order: of a named one all stages count alike."""
-    from quartet_plugin.runtime.programs import Recipe
+    from quartet_plugin.runtime.programs import ScheduleSpec
 
     if scenario.order == "searched":
         return searched(scenario)
-    return Recipe(costs=stage_costs(scenario, np.ones(len(scenario.placement))), name=scenario.order)
+    return ScheduleSpec(costs=stage_costs(scenario, np.ones(len(scenario.placement))), name=scenario.order)
 
 
 def stage_costs(scenario: Scenario, cost: Any) -> Any:
@@ -212,9 +212,9 @@ def stage_costs(scenario: Scenario, cost: Any) -> Any:
 def searched(scenario: Scenario) -> Any:
     """The best order that the search finds where 1.5 times 1F1B's activations fit."""
     from quartet_plugin.model.shape import ModelShape
-    from quartet_plugin.runtime.programs import Recipe
+    from quartet_plugin.runtime.programs import ScheduleSpec
     from quartet_plugin.schedule.search import search
-    from quartet_plugin.search.schedules import cost_table, ends_of, memory_limit
+    from quartet_plugin.space.schedules import cost_table, flops_end_loads, memory_limit
 
     shape = ModelShape(
         num_layers=sum(scenario.split),
@@ -232,7 +232,7 @@ def searched(scenario: Scenario) -> Any:
     )
     costs = cost_table(
         shape,
-        ends=ends_of(shape),
+        ends=flops_end_loads(shape),
         placement=scenario.placement,
         num_devices=2,
         num_microbatches=scenario.num_microbatches,
@@ -248,7 +248,7 @@ def searched(scenario: Scenario) -> Any:
     )
     cost = np.array(scenario.split, dtype=np.float64)
     cost[-1] += HEAD_LAYERS
-    return Recipe(costs=stage_costs(scenario, cost), written=found.schedule)
+    return ScheduleSpec(costs=stage_costs(scenario, cost), written=found.schedule)
 
 
 class Blocks:
@@ -288,7 +288,7 @@ class Blocks:
     def _finish(self) -> None:
         import torch.distributed as dist
 
-        from quartet_plugin.worker.measure import leave
+        from quartet_plugin.rank.step_meter import leave
 
         content = {"seconds": self._seconds, "is_ours": self._order, "peak_bytes": self._peak_bytes}
         (self._folder / f"blocks-{os.environ['RANK']}.json").write_text(json.dumps(content))

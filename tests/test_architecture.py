@@ -11,27 +11,47 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "quartet_plugin"
 NAME = "quartet_plugin"
 
-AXES = {"scaling", "split", "schedule", "mapping"}
-MAY_IMPORT: dict[str, set[str]] = {
-    "model": set(),
-    "split": {"model"},
-    "scaling": {"model"},
-    "mapping": {"model"},
-    "schedule": {"model", "split"},
-    "cost": {"model", *AXES},
-    "launchers": {"model"},
-    "trial": {"model", "launchers"},
-    "search": {"model", "cost", "trial", "launchers", *AXES},
-    "report": {"model", "cost", *AXES},
-    "cli": {"model", "cost", "trial", "launchers", "search", "report", *AXES},
-    "worker": {"model"},
-    "runtime": {"model", "schedule"},
-    "megatron": {"model", "schedule", "mapping", "worker", "runtime"},
-    "deepspeed": {"model", "schedule", "mapping", "worker", "runtime"},
-    "probe": {"model"},
+# The floors of docs/architecture.md from the lowest up. A room imports rooms of lower floors; inside a floor
+# rooms before it on the same line.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("model", "protocol"),
+    ("split", "scaling", "schedule", "mapping"),
+    ("space", "launchers"),
+    ("cost",),
+    ("calibration", "rank", "probe"),
+    ("planner", "runtime"),
+    ("trial", "study"),
+    ("tuner", "megatron", "deepspeed"),
+    ("report",),
+    ("cli",),
+)
+# Rooms of training processes and rooms of the tuner never import each other; both import what is shared.
+SHARED = {"model", "protocol", "split", "scaling", "schedule", "mapping"}
+TRAINING = {"rank", "runtime", "megatron", "deepspeed", "probe"}
+# Reports are made from files, by a laptop too; the adapters do not know each other.
+NEVER = {
+    ("report", "tuner"),
+    ("report", "study"),
+    ("report", "trial"),
+    ("deepspeed", "megatron"),
 }
+
+
+def may_import(room: str) -> set[str]:
+    """The rooms that `room` may import."""
+    order = [name for floor in FLOORS for name in floor]
+    before = set(order[: order.index(room)])
+    kept = before & (SHARED | TRAINING) if room in TRAINING else before - TRAINING
+    return {name for name in kept if (room, name) not in NEVER}
+
+
+MAY_IMPORT: dict[str, set[str]] = {room: may_import(room) for floor in FLOORS for room in floor}
+# No room holds more than this part of the package's lines.
+MAX_SHARE = 0.16
+# Files that only a user's command or another process names.
+ENTRY_POINTS: tuple[str, ...] = ()
 FRAMEWORKS = {"torch", "megatron", "deepspeed", "transformer_engine", "triton"}
-MAY_IMPORT_FRAMEWORKS = {"megatron", "deepspeed", "probe", "worker", "runtime"}
+MAY_IMPORT_FRAMEWORKS = TRAINING
 
 
 def rooms() -> list[str]:
@@ -49,7 +69,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_every_room_is_known() -> None:
-    assert set(rooms()) <= set(MAY_IMPORT)
+    assert set(rooms()) == set(MAY_IMPORT)
 
 
 @pytest.mark.parametrize("room", rooms())
@@ -57,10 +77,65 @@ def test_imports_point_one_way(room: str) -> None:
     for path in (PACKAGE / room).rglob("*.py"):
         for name in imported(path):
             parts = name.split(".")
-            if parts[0] == NAME and len(parts) > 1 and parts[1] in MAY_IMPORT:
+            if parts[0] == NAME and len(parts) > 2:
                 assert parts[1] == room or parts[1] in MAY_IMPORT[room], (
                     f"{path}: {room} may not import {name}"
                 )
+
+
+def module_of(path: Path) -> str:
+    """The dotted name of a file of the package."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of_modules() -> dict[str, set[str]]:
+    """The modules of the package that each of its modules imports, inside of functions too."""
+    paths = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+    found: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                # A package is not meant where its files are imported from it.
+                names |= inner if inner <= set(paths) else inner | {node.module}
+        found[module] = (names & set(paths)) - {module}
+    return found
+
+
+def test_no_room_is_above_its_share() -> None:
+    lines = {
+        room: sum(len(path.read_text().splitlines()) for path in (PACKAGE / room).rglob("*.py"))
+        for room in rooms()
+    }
+    total = sum(lines.values())
+    too_large = {room: round(count / total, 3) for room, count in lines.items() if count > MAX_SHARE * total}
+    assert not too_large
+
+
+def test_every_file_is_connected() -> None:
+    imports = imports_of_modules()
+    imported_by_others = set().union(*imports.values())
+    alone = {
+        module
+        for module, path in ((module_of(path), path) for path in PACKAGE.rglob("*.py"))
+        if path.name != "__init__.py" and not imports[module] and module not in imported_by_others
+    }
+    assert alone == set(ENTRY_POINTS)
+
+
+def test_no_imports_in_a_circle() -> None:
+    """Taking away, again and again, modules that import nothing that is left leaves nothing."""
+    left = imports_of_modules()
+    while True:
+        free = {module for module, names in left.items() if not names & set(left)}
+        if not free:
+            break
+        left = {module: names for module, names in left.items() if module not in free}
+    assert not left, sorted(left)
 
 
 @pytest.mark.parametrize("room", [room for room in rooms() if room not in MAY_IMPORT_FRAMEWORKS])

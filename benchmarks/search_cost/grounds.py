@@ -13,7 +13,7 @@ from benchmarks.search_cost.walk import every_plan
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo, ScheduleChoice, Split
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.trial.files import Job
+from quartet_plugin.model.training_job import TrainingJob
 
 # Layers of the ends that the exhaustive evaluation of the large space takes, in parts of all layers.
 LARGE_EMBEDDING = (-0.125, 0.0, 0.125)
@@ -90,7 +90,7 @@ def large() -> Ground:
 
 def _synthetic(
     name: str,
-    job: Job,
+    job: TrainingJob,
     nodes: tuple[NodeInfo, ...],
     search: dict[str, Any],
     oracle: SyntheticOracle,
@@ -127,9 +127,9 @@ def _job(
     micro_batch_size: int,
     global_batch_size: int,
     data_parallel: int = 1,
-) -> Job:
+) -> TrainingJob:
     layers = shape.num_layers // pipeline_parallel
-    return Job(
+    return TrainingJob(
         framework="megatron-core",
         framework_version="0.19.2",
         torch_version="2.11.0",

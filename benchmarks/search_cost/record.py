@@ -17,14 +17,16 @@ from pathlib import Path
 from benchmarks.scenarios.catalogue import Scenario
 from benchmarks.search_cost.recording import Entry, Recording, read_recording
 from benchmarks.search_cost.walk import every_plan, key_of
+from quartet_plugin.cost.estimate import relative_cost
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import NodeInfo, Plan
-from quartet_plugin.search.config import SearchConfig, parse_config
-from quartet_plugin.search.launches import LocalLaunches
-from quartet_plugin.search.space import Space, build_space
-from quartet_plugin.trial.files import Job, parse_job
+from quartet_plugin.model.training_job import TrainingJob, parse_training_job
+from quartet_plugin.space.config import SearchConfig
+from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial
+from quartet_plugin.tuner.config import parse_config
+from quartet_plugin.tuner.launches import LocalLaunches
 
 ROOT = Path(__file__).resolve().parents[2]
 WARMUP, MEASURE = 2, 5
@@ -137,7 +139,7 @@ def _begun(limits: Limits) -> Recording:
     result = _launch(None, name="own-0", limits=limits)
     if not result.is_measured or result.job is None:
         raise SystemExit(f"the command itself failed: {result.reason}; see {result.folder}")
-    job = parse_job(result.job, where=str(result.folder))
+    job = parse_training_job(result.job, where=str(result.folder))
     found = LocalLaunches().nodes(result)
     nodes = tuple(
         NodeInfo(host=f"node-{at}", node_class=node.node_class, num_slots=node.num_slots)
@@ -162,8 +164,10 @@ def _begun(limits: Limits) -> Recording:
     )
 
 
-def _space(job: Job, nodes: tuple[NodeInfo, ...], search: SearchConfig) -> Space:
-    return build_space(job, nodes=nodes, search=search, run="search-cost", seed=0)
+def _space(job: TrainingJob, nodes: tuple[NodeInfo, ...], search: SearchConfig) -> Space:
+    return build_space(
+        job, nodes=nodes, search=search, run="search-cost", seed=0, relative_cost=relative_cost
+    )
 
 
 def _launch(plan: Plan | None, *, name: str, limits: Limits) -> TrialResult:

@@ -9,8 +9,7 @@ from typing import Any
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.plan import NodeInfo
 from quartet_plugin.model.schema import dump
-from quartet_plugin.search.job import parse_job
-from quartet_plugin.trial.files import Job
+from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 
 DEFAULT_FILE = Path(__file__).with_name("recorded.json")
 
@@ -36,7 +35,7 @@ class Recording:
     """
 
     about: str
-    job: Job
+    job: TrainingJob
     nodes: tuple[NodeInfo, ...]
     search: dict[str, Any]
     environment: dict[str, Any]
@@ -74,7 +73,7 @@ def read_recording(path: Path) -> Recording:
     content = read_json(path)
     return Recording(
         about=content["about"],
-        job=parse_job(content["job"], where=str(path)),
+        job=parse_training_job(content["job"], where=str(path)),
         nodes=tuple(NodeInfo(**node) for node in content["nodes"]),
         search=content["search"],
         environment=content["environment"],

@@ -20,21 +20,22 @@ import optuna
 
 from benchmarks.search_cost.oracles import Oracle
 from benchmarks.search_cost.walk import key_of
+from quartet_plugin.cost.estimate import relative_cost
 from quartet_plugin.errors import InterruptedByUserError, QuartetError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.launched import Launched, Stage
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt, StepComparison, Versions, tolerance_for
 from quartet_plugin.model.schema import dump
-from quartet_plugin.search.config import parse_config
-from quartet_plugin.search.coordinator import Coordinator, TuneResult
-from quartet_plugin.search.job import baseline_plan
-from quartet_plugin.search.launches import Check, ShouldStop
-from quartet_plugin.search.run_folder import create_run
-from quartet_plugin.search.scoring import score
-from quartet_plugin.search.space import Space, build_space
-from quartet_plugin.trial.files import Job
+from quartet_plugin.model.score import score
+from quartet_plugin.model.training_job import TrainingJob
+from quartet_plugin.space.baseline import baseline_plan
+from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
+from quartet_plugin.tuner.config import parse_config
+from quartet_plugin.tuner.coordinator import Coordinator, TuneResult
+from quartet_plugin.tuner.launches import Check, ShouldStop
+from quartet_plugin.tuner.run_folder import create_run
 
 # How near to the best plan a search is to come.
 NEAR = 1.02
@@ -46,7 +47,7 @@ class Ground:
     """A space whose best plan is known: `best_s` seconds an iteration among `num_plans` plans."""
 
     name: str
-    job: Job
+    job: TrainingJob
     nodes: tuple[NodeInfo, ...]
     search: dict[str, Any]
     oracle: Oracle
@@ -57,7 +58,9 @@ class Ground:
     def space(self) -> Space:
         """The space as a run opens it."""
         search = parse_config({"search": self.search}, where="search").search
-        return build_space(self.job, nodes=self.nodes, search=search, run="r", seed=0)
+        return build_space(
+            self.job, nodes=self.nodes, search=search, run="r", seed=0, relative_cost=relative_cost
+        )
 
     def is_near(self, plan: Plan) -> bool:
         """Whether the plan is within NEAR of the best."""
@@ -285,7 +288,7 @@ class _Choosing:
     def category(self, name: str, choices: Sequence[str]) -> str:
         return str(self._trial.suggest_categorical(name, list(choices)))
 
-    def weight(self, name: str) -> float:
+    def unit_float(self, name: str) -> float:
         return self._trial.suggest_float(name, -1.0, 1.0)
 
 
@@ -308,7 +311,7 @@ def regret_of(ground: Ground, *, seed: int, trials: int) -> RegretCheck:
     """Run a whole search and compare its estimate with what it really missed."""
     launches = ReplayingLaunches(ground=ground, seed=seed)
     result = tuned(launches, study={"trials": trials, "rounds": 5, "top_k": 3})
-    best = result.baseline if result.winner is None else result.winner.record.plan
+    best = result.baseline if result.winner is None else result.winner.trial.plan
     truth = ground.oracle.truth_s(best)
     if truth is None:
         raise QuartetError("a plan that was refused won")

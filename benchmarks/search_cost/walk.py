@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.search.choosers import SPLIT_HEAD
-from quartet_plugin.search.space import Space
+from quartet_plugin.space.param_sources import SPLIT_HEAD
+from quartet_plugin.space.plan_space import Space
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Walker:
         del name
         return choices[self._next(len(choices))]
 
-    def weight(self, name: str) -> float:
+    def unit_float(self, name: str) -> float:
         weights = self._head if name == SPLIT_HEAD else self._embedding
         return weights[self._next(len(weights))]
 

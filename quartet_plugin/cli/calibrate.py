@@ -10,9 +10,9 @@ import typer
 from quartet_plugin.errors import ConfigError, QuartetError, UsageError
 
 if TYPE_CHECKING:
-    from quartet_plugin.cost.calibration import Calibration, Observation
+    from quartet_plugin.calibration.constants_fit import Calibration, Observation
     from quartet_plugin.cost.constants import Constants
-    from quartet_plugin.cost.run import Machines, Run
+    from quartet_plugin.cost.run import TrainingRun, UniformCluster
     from quartet_plugin.model.cluster import Precision
     from quartet_plugin.trial.request import TrialResult
 
@@ -45,9 +45,9 @@ def register(app: typer.Typer) -> None:
         ] = Path("calibration.json"),
     ) -> None:
         """Correct the cost model by what was measured on a cluster, and say how sure each constant is."""
+        from quartet_plugin.calibration.calibration_file import write_calibration
+        from quartet_plugin.calibration.constants_fit import calibrate, fixed_by_probe
         from quartet_plugin.cli.invocation import refuse_user_command
-        from quartet_plugin.cost.calibration import calibrate, fixed_by_probe
-        from quartet_plugin.cost.calibration_file import write_calibration
 
         refuse_user_command(ctx)
         if not runs and not profile:
@@ -69,9 +69,9 @@ def register(app: typer.Typer) -> None:
 
 def start_from(cluster: Path) -> "tuple[Constants, bool]":
     """The shared constants, with the latency that the cluster file has; and whether that was measured."""
+    from quartet_plugin.cost.cluster import with_measured_hop
     from quartet_plugin.cost.constants import fitted
     from quartet_plugin.model.cluster import read_cluster
-    from quartet_plugin.search.planner.cluster import with_measured_hop
 
     read = read_cluster(cluster)
     return with_measured_hop(fitted(), read), read.links.measured
@@ -93,14 +93,14 @@ def lines(calibration: "Calibration") -> list[str]:
 
 def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
     """The measurements in a profile. Raises ConfigError."""
-    from quartet_plugin.cost.calibration import Observation
+    from quartet_plugin.calibration.constants_fit import Observation
+    from quartet_plugin.calibration.profile import observations_of
+    from quartet_plugin.calibration.profile_file import read_profile
     from quartet_plugin.cost.jobs import measured_run
-    from quartet_plugin.cost.profile import observations_of
-    from quartet_plugin.cost.profile_file import read_profile
-    from quartet_plugin.trial.files import parse_job
+    from quartet_plugin.model.training_job import parse_training_job
 
     profile = read_profile(path)
-    job = parse_job(profile.job, where=f"{path}: job")
+    job = parse_training_job(profile.job, where=f"{path}: job")
     if job.split is None:
         raise ConfigError(
             f"{path}: job.split: null; only models that are lists of like layers are calibrated"
@@ -140,7 +140,7 @@ def of_run_folder(folder: Path, *, cluster: Path) -> "list[Observation]":
 
 
 def _of_trial(result: "TrialResult", *, cluster: Path) -> "Iterator[Observation]":
-    from quartet_plugin.cost.calibration import Observation
+    from quartet_plugin.calibration.constants_fit import Observation
 
     run = _run_of_trial(result, cluster=cluster)
     if run is None:
@@ -151,15 +151,15 @@ def _of_trial(result: "TrialResult", *, cluster: Path) -> "Iterator[Observation]
     yield from _of_actions(result.folder, run=run)
 
 
-def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "Run | None":
+def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "TrainingRun | None":
     """The trial's run; None for a schedule or a model that the cost model does not know."""
     from quartet_plugin.cost.jobs import measured_run, schedule_kind
     from quartet_plugin.model.plan import read_plan
-    from quartet_plugin.trial.files import parse_job
+    from quartet_plugin.model.training_job import parse_training_job
 
     if result.job is None:
         return None
-    job = parse_job(result.job, where=f"{result.folder}: job")
+    job = parse_training_job(result.job, where=f"{result.folder}: job")
     path = result.folder / "plan.json"
     plan = read_plan(path) if path.exists() else None
     split = job.split if plan is None else plan.split
@@ -185,10 +185,10 @@ def _is_on_cpu(folder: Path) -> bool:
     return bool(read_json(path).get("device") == "cpu")
 
 
-def _of_actions(folder: Path, *, run: "Run") -> "Iterator[Observation]":
+def _of_actions(folder: Path, *, run: "TrainingRun") -> "Iterator[Observation]":
     """Each stage's forward, input and weight gradient, as the last step's records have them."""
-    from quartet_plugin.cost.calibration import Direction, Observation, Quantity
-    from quartet_plugin.trial.actions import read_actions, seconds_by_stage
+    from quartet_plugin.calibration.constants_fit import Direction, Observation, Quantity
+    from quartet_plugin.protocol.action_records import read_actions, seconds_by_stage
 
     try:
         sheets = read_actions(folder)
@@ -208,17 +208,17 @@ def _of_actions(folder: Path, *, run: "Run") -> "Iterator[Observation]":
 
 
 def _spread(times: Sequence[float]) -> float:
-    from quartet_plugin.search.forecast.evidence import spread_of
+    from quartet_plugin.calibration.observations import spread_of
 
     return max(_LEAST_SPREAD, spread_of(times))
 
 
-def machines_in(cluster: Path, *, precision: str) -> "Machines":
+def machines_in(cluster: Path, *, precision: str) -> "UniformCluster":
     """The devices and links of a cluster file, as the cost model takes them."""
+    from quartet_plugin.cost.cluster import look_up, uniform_cluster_of
     from quartet_plugin.cost.constants import fitted
     from quartet_plugin.model.cluster import read_cluster
-    from quartet_plugin.search.planner.cluster import look_up, machines_of
 
     formats: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
     used = next(one for one in formats if one == precision)
-    return machines_of(look_up(read_cluster(cluster), precision=used), fitted())
+    return uniform_cluster_of(look_up(read_cluster(cluster), precision=used), fitted())

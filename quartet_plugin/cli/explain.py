@@ -9,12 +9,12 @@ import typer
 from quartet_plugin.cli.hardware import CalibrationFile, HardwareFolder, constants_of
 
 if TYPE_CHECKING:
-    from quartet_plugin.cost.devices import Device
+    from quartet_plugin.cost.devices import DeviceSpec
     from quartet_plugin.model.plan import Plan
+    from quartet_plugin.planner.explain import Explained
+    from quartet_plugin.planner.job import PlanRequest
+    from quartet_plugin.planner.ranking import Ranked
     from quartet_plugin.report.explain import Explanation
-    from quartet_plugin.search.planner.explain import Explained
-    from quartet_plugin.search.planner.job import PlanJob
-    from quartet_plugin.search.planner.ranking import Ranked
 
 
 def register(app: typer.Typer) -> None:
@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
         from quartet_plugin.cli.invocation import refuse_user_command
         from quartet_plugin.cost.devices import read_folder
         from quartet_plugin.model.plan import read_plan
-        from quartet_plugin.search.planner.explain import explained
+        from quartet_plugin.planner.explain import explained
 
         refuse_user_command(ctx)
         read = read_plan(plan)
@@ -49,12 +49,12 @@ def register(app: typer.Typer) -> None:
 
 
 def _job(
-    plan: "Plan", cluster: Path | None, devices: "Mapping[str, Device] | None"
-) -> "tuple[PlanJob, dict[str, str]]":
+    plan: "Plan", cluster: Path | None, devices: "Mapping[str, DeviceSpec] | None"
+) -> "tuple[PlanRequest, dict[str, str]]":
     """The plan's job: a JOB.yaml has all of it, a cluster file and the plan's nodes leave things open."""
     from quartet_plugin.model.cluster import read_cluster
-    from quartet_plugin.search.planner.explain import job_of_cluster, job_of_plan
-    from quartet_plugin.search.planner.job import read_job
+    from quartet_plugin.planner.explain import job_of_cluster, job_of_plan
+    from quartet_plugin.planner.job import read_job
 
     if cluster is None:
         return job_of_plan(plan, devices=devices)
@@ -63,7 +63,7 @@ def _job(
     return read_job(cluster, devices=devices), {}
 
 
-def _explanation(plan: "Plan", job: "PlanJob", found: "Explained") -> "Explanation":
+def _explanation(plan: "Plan", job: "PlanRequest", found: "Explained") -> "Explanation":
     from quartet_plugin.report.explain import Explanation, RunnerUp, StageMemory
 
     prediction, other = found.prediction, found.other

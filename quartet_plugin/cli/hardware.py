@@ -22,6 +22,6 @@ def constants_of(calibration: Path | None) -> "Constants | None":
     """The constants that a calibration file corrected; None for the package's own."""
     if calibration is None:
         return None
-    from quartet_plugin.cost.calibration_file import read_calibration
+    from quartet_plugin.calibration.calibration_file import read_calibration
 
     return read_calibration(calibration).constants

@@ -14,12 +14,12 @@ from quartet_plugin.trial.redact import shell_words
 
 if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
-    from quartet_plugin.search.run_folder import Run
+    from quartet_plugin.tuner.run_folder import TuningRun
 
 FILE_NAME = "native.sh"
 
 
-def write_native(plan: "Plan | None", *, run: "Run") -> str:
+def write_native(plan: "Plan | None", *, run: "TuningRun") -> str:
     """Write the script beside the plan, or remove an earlier one; where it is, or why there is none.
 
     Raises ConfigError or StorageError where it cannot be written.

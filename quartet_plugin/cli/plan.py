@@ -8,8 +8,8 @@ import typer
 from quartet_plugin.cli.hardware import CalibrationFile, HardwareFolder, constants_of
 
 if TYPE_CHECKING:
-    from quartet_plugin.search.planner.ranking import Ranked, Ranking
-    from quartet_plugin.search.planner.refusals import Refusal
+    from quartet_plugin.planner.ranking import Ranked, Ranking
+    from quartet_plugin.planner.refusals import Refusal
 
 MAX_REFUSALS = 12
 
@@ -43,9 +43,9 @@ def register(app: typer.Typer) -> None:
         from quartet_plugin.cli.invocation import refuse_user_command
         from quartet_plugin.cost.devices import read_folder
         from quartet_plugin.model.plan import write_plan
-        from quartet_plugin.search.planner.job import read_job
-        from quartet_plugin.search.planner.plans import plain_layout, plan_of
-        from quartet_plugin.search.planner.ranking import best_plans, refusals
+        from quartet_plugin.planner.job import read_job
+        from quartet_plugin.planner.plans import plain_layout, plan_of
+        from quartet_plugin.planner.ranking import best_plans, refusals
 
         refuse_user_command(ctx)
         read = read_job(job, devices=None if hardware is None else read_folder(hardware))

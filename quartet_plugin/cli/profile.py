@@ -14,8 +14,8 @@ from quartet_plugin.cli.invocation import user_command
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 
 if TYPE_CHECKING:
-    from quartet_plugin.cost.profile import RankProfile
-    from quartet_plugin.cost.profile_file import Played, Profile
+    from quartet_plugin.calibration.profile import RankProfile
+    from quartet_plugin.calibration.profile_file import Profile, SimulatedRankRecord
     from quartet_plugin.launchers.command import Command
     from quartet_plugin.model.costs import Costs
     from quartet_plugin.trial.request import Device, TrialResult
@@ -77,7 +77,7 @@ def register(app: typer.Typer) -> None:
 def profile(
     words: Sequence[str],
     *,
-    played: "Played | None",
+    played: "SimulatedRankRecord | None",
     num_iterations: int,
     device: "Device",
     deadline_s: float,
@@ -86,8 +86,8 @@ def profile(
 
     Raises ConfigError for a command that cannot run here, InfrastructureError where it fails.
     """
+    from quartet_plugin.calibration.profile_file import make_profile
     from quartet_plugin.cli.signals import ended_as_by_ctrl_c
-    from quartet_plugin.cost.profile_file import make_profile
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
     from quartet_plugin.trial.request import Timeouts, TrialRequest
@@ -118,12 +118,14 @@ def profile(
     return make_profile(ranks, costs=table(ranks), played=played, iteration_s=result.iteration_s)
 
 
-def played_rank(words: Sequence[str], *, stage: int | None, world_size: int | None) -> "Played | None":
+def played_rank(
+    words: Sequence[str], *, stage: int | None, world_size: int | None
+) -> "SimulatedRankRecord | None":
     """The rank that stands for pipeline rank `stage`: its first one, by Megatron's order of ranks.
 
     Raises UsageError for options that do not go together or do not fit the command's own flags.
     """
-    from quartet_plugin.cost.profile_file import Played
+    from quartet_plugin.calibration.profile_file import SimulatedRankRecord
 
     if stage is None and world_size is None:
         return None
@@ -139,7 +141,7 @@ def played_rank(words: Sequence[str], *, stage: int | None, world_size: int | No
     if not 0 <= stage < pipeline:
         raise UsageError(f"--stage {stage}: must be from 0 to {pipeline - 1}, a pipeline rank of the command")
     step = inner if "--use-tp-pp-dp-mapping" in words else world_size // pipeline
-    return Played(stage=stage, rank=stage * step, world_size=world_size)
+    return SimulatedRankRecord(stage=stage, rank=stage * step, world_size=world_size)
 
 
 def _flag(words: Sequence[str], name: str) -> int:
@@ -155,7 +157,7 @@ def _flag(words: Sequence[str], name: str) -> int:
     return int(value)
 
 
-def _check_processes(command: "Command", *, played: "Played | None") -> None:
+def _check_processes(command: "Command", *, played: "SimulatedRankRecord | None") -> None:
     from quartet_plugin.launchers.command import ENTRY_MODULE
 
     if command.entry != ENTRY_MODULE:
@@ -168,7 +170,7 @@ def _check_processes(command: "Command", *, played: "Played | None") -> None:
 
 
 @contextmanager
-def _told(played: "Played | None") -> Iterator[None]:
+def _told(played: "SimulatedRankRecord | None") -> Iterator[None]:
     """The environment in which ranks measure their layers."""
     os.environ[PROFILE_VARIABLE] = "1" if played is None else f"{played.rank}/{played.world_size}"
     try:
@@ -182,7 +184,7 @@ def rank_profiles(result: "TrialResult", *, is_played: bool) -> "list[RankProfil
 
     A rank that is played alone computes with whatever lay in memory, so that its loss may be none.
     """
-    from quartet_plugin.cost.profile import parse_rank
+    from quartet_plugin.calibration.profile import parse_rank
     from quartet_plugin.model.files import read_json
 
     paths = sorted(result.folder.glob("rank-*.profile.json"))
@@ -194,10 +196,10 @@ def rank_profiles(result: "TrialResult", *, is_played: bool) -> "list[RankProfil
 
 def table(ranks: "Sequence[RankProfile]") -> "Costs":
     """The cost table of the job that the ranks ran."""
-    from quartet_plugin.cost.profile import costs_of
-    from quartet_plugin.trial.files import parse_job
+    from quartet_plugin.calibration.profile import costs_of
+    from quartet_plugin.model.training_job import parse_training_job
 
-    job = parse_job(ranks[0].job)
+    job = parse_training_job(ranks[0].job)
     return costs_of(
         ranks,
         num_layers=job.shape.num_layers,
@@ -208,7 +210,7 @@ def table(ranks: "Sequence[RankProfile]") -> "Costs":
 
 def write(found: "Profile", *, output: Path, costs: Path | None) -> None:
     """Write the profile, and the table where it is asked for."""
-    from quartet_plugin.cost.profile_file import write_profile
+    from quartet_plugin.calibration.profile_file import write_profile
     from quartet_plugin.model.files import write_json_atomic
 
     write_profile(found, path=output)
@@ -220,7 +222,7 @@ def write(found: "Profile", *, output: Path, costs: Path | None) -> None:
 
 def lines(found: "Profile") -> list[str]:
     """What was measured, for the terminal: layers together, the ends, the steps."""
-    from quartet_plugin.cost.profile import typical_parts
+    from quartet_plugin.calibration.profile import typical_parts
 
     rows = []
     for name, part in typical_parts(found.ranks).items():

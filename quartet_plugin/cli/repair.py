@@ -31,8 +31,8 @@ def repair(path: Path) -> list[str]:
     """What was done. Raises ConfigError for a study that is no journal, StorageError while a tuner runs."""
     from dataclasses import replace
 
-    from quartet_plugin.search.history import open_run
     from quartet_plugin.trial.lease import Lease
+    from quartet_plugin.tuner.history import open_run
 
     said: list[str] = []
     storage = replace(open_run(path).storage, say=said.append)

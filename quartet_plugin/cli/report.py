@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from quartet_plugin.model.history import RunHistory, TrialRow
     from quartet_plugin.model.plan import Plan
     from quartet_plugin.report.page import Picture
-    from quartet_plugin.search.storage import StudyStorage
+    from quartet_plugin.study.storage import StudyStorage
 
 FILE_NAME = "report.html"
 
@@ -51,8 +51,8 @@ def write_report(
     """
     from quartet_plugin.model.files import write_text_atomic
     from quartet_plugin.report.page import Extras, page
-    from quartet_plugin.search.history import open_run, read_history
-    from quartet_plugin.search.study_view import read_study
+    from quartet_plugin.study.view import read_study
+    from quartet_plugin.tuner.history import open_run, read_history
 
     fault, study = None, None
     try:
@@ -104,11 +104,11 @@ def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
 
 def _recorded(plan: "Plan", row: "TrialRow | None", *, path: Path) -> "list[Picture]":
     from quartet_plugin.cli.trace import measurement_of, schedule_of
+    from quartet_plugin.protocol.action_records import read_actions
     from quartet_plugin.report.gantt import timeline, words_of
     from quartet_plugin.report.page import Picture
     from quartet_plugin.schedule.choice import costs_of
     from quartet_plugin.schedule.simulate import simulate
-    from quartet_plugin.trial.actions import read_actions
 
     choice = plan.schedule.custom
     attempt = path / row.folder if row is not None and row.folder else None

@@ -45,7 +45,7 @@ class Objective(StrEnum):
     PERIOD = "period"
 
 
-class Format(StrEnum):
+class ScheduleFormat(StrEnum):
     """What a schedule is exported as."""
 
     CSV = "csv"
@@ -257,14 +257,14 @@ def bound(
 def export(
     schedule: SchedulePath,
     output: OutputPath,
-    form: Annotated[Format, typer.Option("--format", help="What to write.", show_default=False)],
+    form: Annotated[ScheduleFormat, typer.Option("--format", help="What to write.", show_default=False)],
     costs: Annotated[
         Path | None,
         typer.Option(metavar="COSTS.json", help="Real times; trace needs them, png has unit times without."),
     ] = None,
 ) -> None:
     """Write a schedule as CSV for PyTorch's pipelining, JSON, text, a picture or a trace."""
-    if form is Format.TRACE and costs is None:
+    if form is ScheduleFormat.TRACE and costs is None:
         raise UsageError("--format trace: needs times; add --costs COSTS.json")
     from quartet_plugin.model.files import write_bytes_atomic, write_text_atomic
     from quartet_plugin.schedule.files import order_texts, read_costs, read_schedule, write_schedule
@@ -275,16 +275,16 @@ def export(
     simulation = None if table is None else simulated(order, table)
     if simulation is None:
         validate(order)
-    if form is Format.CSV:
+    if form is ScheduleFormat.CSV:
         from quartet_plugin.schedule.torch_csv import to_csv
 
         write_text_atomic(output, to_csv(order))
-    elif form is Format.JSON:
+    elif form is ScheduleFormat.JSON:
         write_schedule(output, order, predicted=None if simulation is None else figures(simulation))
-    elif form is Format.TEXT:
+    elif form is ScheduleFormat.TEXT:
         rows = (order_texts(row, num_microbatches=order.num_microbatches) for row in order.orders)
         write_text_atomic(output, "".join(" ".join(row) + "\n" for row in rows))
-    elif form is Format.PNG:
+    elif form is ScheduleFormat.PNG:
         write_bytes_atomic(output, picture(order, simulation))
     elif table is not None and simulation is not None:
         write_trace(output, order, simulation, table)
@@ -302,7 +302,7 @@ def list_named(
     rows = [["name", "placement", "chunks", "backward", ">makespan", ">memory", "can be run"]]
     for name, spec in NAMED.items():
         makespan, memory = _at_unit_costs(name, devices, microbatches)
-        chunks = "2 or more" if not spec.chunks else " or ".join(map(str, spec.chunks))
+        chunks = str(spec.chunks or "2 or more")
         rows.append(
             [
                 name,

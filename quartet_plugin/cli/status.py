@@ -35,7 +35,7 @@ def status(name: str | None, *, run_dir: Path, as_json: bool) -> list[str]:
     from quartet_plugin.cli.runs import all_runs, find_run
     from quartet_plugin.report.status import status_line, status_lines, status_record
     from quartet_plugin.report.words import clean
-    from quartet_plugin.search.history import open_run, read_history
+    from quartet_plugin.tuner.history import open_run, read_history
 
     several = all_runs(run_dir) if name is None else []
     if len(several) > 1:

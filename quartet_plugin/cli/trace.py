@@ -11,9 +11,9 @@ from quartet_plugin.cli.invocation import refuse_user_command
 from quartet_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quartet_plugin.protocol.action_records import ActionsSheet
     from quartet_plugin.schedule.schedule import Schedule
     from quartet_plugin.schedule.simulate import Simulation
-    from quartet_plugin.trial.actions import ActionsSheet
 
 
 def register(app: typer.Typer) -> None:
@@ -47,7 +47,7 @@ def attempt_of(folder: Path, *, trial: int | None = None) -> Path:
     Raises ConfigError where nothing was measured, or nothing won and no trial is named.
     """
     from quartet_plugin.model.plan import read_plan
-    from quartet_plugin.search.run_folder import RunFolder
+    from quartet_plugin.tuner.run_folder import RunFolder
 
     run = RunFolder(path=folder)
     if not run.trials.is_dir():
@@ -77,10 +77,10 @@ def trace(folder: Path, output: Path) -> list[str]:
     """
     from quartet_plugin.model.files import write_text_atomic
     from quartet_plugin.model.plan import read_plan
+    from quartet_plugin.protocol.action_records import read_actions
     from quartet_plugin.report import perfetto
     from quartet_plugin.schedule.choice import costs_of
     from quartet_plugin.schedule.simulate import simulate
-    from quartet_plugin.trial.actions import read_actions
 
     plan = read_plan(folder / "plan.json")
     choice = plan.schedule.custom

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from quartet_plugin.model.history import RunHistory
 
 
-class Format(StrEnum):
+class TableFormat(StrEnum):
     """How trials are printed."""
 
     TABLE = "table"
@@ -31,8 +31,8 @@ def register(app: typer.Typer) -> None:
         run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name.")] = None,
         run_dir: Annotated[Path, typer.Option(help="Where runs are kept.")] = Path("runs"),
         form: Annotated[
-            Format, typer.Option("-f", "--format", help="A table, or data.", show_default=True)
-        ] = Format.TABLE,
+            TableFormat, typer.Option("-f", "--format", help="A table, or data.", show_default=True)
+        ] = TableFormat.TABLE,
     ) -> None:
         """List every trial: plan, class, outcome, times, memory, prediction, reason of a refusal."""
         from quartet_plugin.cli.runs import find_run
@@ -46,8 +46,8 @@ def register(app: typer.Typer) -> None:
 
 def read_whole(path: Path) -> "tuple[RunHistory, StorageError | None]":
     """The run with its study; where that cannot be read, what the folder alone says, and the fault."""
-    from quartet_plugin.search.history import open_run, read_history
-    from quartet_plugin.search.study_view import read_study
+    from quartet_plugin.study.view import read_study
+    from quartet_plugin.tuner.history import open_run, read_history
 
     fault, study = None, None
     try:
@@ -57,13 +57,13 @@ def read_whole(path: Path) -> "tuple[RunHistory, StorageError | None]":
     return read_history(path, study=study), fault
 
 
-def text_of(history: "RunHistory", *, form: Format) -> str:
+def text_of(history: "RunHistory", *, form: TableFormat) -> str:
     """The trials in the form that was asked for."""
     from quartet_plugin.report.trial_table import records, table_lines
 
-    if form is Format.TABLE:
+    if form is TableFormat.TABLE:
         return "\n".join(table_lines(history))
-    if form is Format.JSON:
+    if form is TableFormat.JSON:
         return json.dumps(records(history), indent=1)
     import yaml
 

@@ -3,22 +3,21 @@
 import contextlib
 import os
 import shlex
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quartet_plugin.cli.invocation import invocation, user_command
+from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.errors import UsageError
 
 if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
     from quartet_plugin.report.tensorboard import Watcher
-    from quartet_plugin.search.coordinator import TuneResult
-    from quartet_plugin.search.run_folder import Run
+    from quartet_plugin.tuner.coordinator import TuneResult
+    from quartet_plugin.tuner.run_folder import TuningRun
 
 
 def register(app: typer.Typer) -> None:
@@ -98,20 +97,20 @@ def tune(
     from quartet_plugin.cli.native import write_native
     from quartet_plugin.cli.report import report_line
     from quartet_plugin.cli.versions import check_versions
-    from quartet_plugin.cli.workers import shares_of
+    from quartet_plugin.cli.workers import slices_of
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
     from quartet_plugin.report.live import reporter
-    from quartet_plugin.search.ballast import Ballast
-    from quartet_plugin.search.best import write_best
-    from quartet_plugin.search.config import default_run_name, read_config
-    from quartet_plugin.search.coordinator import Coordinator
-    from quartet_plugin.search.launches import LocalLaunches
-    from quartet_plugin.search.machine import keep_machine, machine_of
-    from quartet_plugin.search.run_folder import RunFolder, create_run, prepare_folder, resume_run
-    from quartet_plugin.search.samplers import check_installed
+    from quartet_plugin.study.samplers import check_installed
     from quartet_plugin.trial.lease import Lease
     from quartet_plugin.trial.redact import redacted_argv
+    from quartet_plugin.tuner.best_plan import write_best
+    from quartet_plugin.tuner.config import default_run_name, read_config
+    from quartet_plugin.tuner.coordinator import Coordinator
+    from quartet_plugin.tuner.disk_reserve import DiskReserve
+    from quartet_plugin.tuner.known_machine import keep_machine, machine_of
+    from quartet_plugin.tuner.launches import LocalLaunches
+    from quartet_plugin.tuner.run_folder import RunFolder, create_run, prepare_folder, resume_run
 
     check_versions()
     command = parse_command(words)
@@ -123,27 +122,31 @@ def tune(
     if not is_resumed:
         check_start(command, cwd=Path.cwd(), environment=os.environ)
         machine_of(config.machine, cwd=Path.cwd())
-        shares_of(config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
+        slices_of(config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
     folder = prepare_folder(path, is_resumed=is_resumed)
-    with failure_reported(folder), Lease.acquire(folder, takeover=takeover) as lease, Ballast(folder) as kept:
+    with (
+        failure_reported(folder),
+        Lease.acquire(folder, takeover=takeover) as lease,
+        DiskReserve(folder) as kept,
+    ):
         if is_resumed:
             run = resume_run(folder, config=None if config_file is None else config, command=words)
         else:
             keep_machine(config.machine, cwd=Path.cwd(), folder=RunFolder(path=folder))
             run = create_run(folder, config=config.model_copy(update={"run": path.name}), command=words)
-        shares = shares_of(run.config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
+        slices = slices_of(run.config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
         with reporter(Console()) as shown, stop_on_signals(shown.message) as should_stop:
             shown.message(f"run {run.name} in {path}; the command: {shlex.join(redacted_argv(words))}")
             result = Coordinator(
                 run,
                 command=command,
-                launches=LocalLaunches(share=shares[0] if shares else None),
+                launches=LocalLaunches(device_slice=slices[0] if slices else None),
                 observer=watched(shown, run=run),
                 should_stop=should_stop,
                 fence=lease.check,
                 max_minutes=max_minutes,
                 prior=prior,
-                shares=shares,
+                slices=slices,
                 make_room=kept.drop,
             ).tune()
         plan = write_best(result, run=run)
@@ -157,7 +160,7 @@ def tune(
 
 def is_requeued(path: Path) -> bool:
     """Whether Slurm has started this very job again, its first tuner being gone, and the run is there."""
-    from quartet_plugin.search.run_folder import RunFolder
+    from quartet_plugin.tuner.run_folder import RunFolder
 
     is_again = os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
     return is_again and RunFolder(path=path).config_file.is_file()
@@ -168,7 +171,7 @@ def failure_reported(folder: Path) -> Iterator[None]:
     """A search that ends without a plan leaves its report too: it has every reason."""
     from quartet_plugin.cli.report import report_line
     from quartet_plugin.errors import InfeasibleError, InfrastructureError
-    from quartet_plugin.search.run_folder import RunFolder
+    from quartet_plugin.tuner.run_folder import RunFolder
 
     try:
         yield
@@ -178,7 +181,7 @@ def failure_reported(folder: Path) -> Iterator[None]:
         raise
 
 
-def watched(shown: "Watcher", *, run: "Run") -> "Watcher":
+def watched(shown: "Watcher", *, run: "TuningRun") -> "Watcher":
     """Whoever shows the run, and TensorBoard's files where they are asked for."""
     from quartet_plugin.report.tensorboard import Scalars
 
@@ -187,14 +190,14 @@ def watched(shown: "Watcher", *, run: "Run") -> "Watcher":
     return Scalars(shown, run.folder.path / "tensorboard")
 
 
-def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "Run") -> list[str]:
+def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun") -> list[str]:
     """What the search found, and how to train with it."""
     from quartet_plugin.model.receipt import receipt_path
     from quartet_plugin.report.tables import change_lines, comparison_lines
 
     if plan is None or result.winner is None:
-        tried = [record for record in result.records if record.told.repeats is None][1:]
-        failed = sum(record.told.verdict != "measured" for record in tried)
+        tried = [trial for trial in result.trials if trial.record.repeats is None][1:]
+        failed = sum(trial.record.verdict != "measured" for trial in tried)
         note = f" ({failed} could not be measured, see {_shown(run.folder.events_file)})" if failed else ""
         lines = [
             f"no better plan was found: {len(tried)} plans were tried{note}, your own command stays as it is"
@@ -208,7 +211,7 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "Run") -> l
             f"parity    {_shown(receipt_path(run.folder.best_plan))}: it trains as your own command does"
         ]
     return [
-        f"trial {result.winner.record.number} is faster than your own command",
+        f"trial {result.winner.trial.number} is faster than your own command",
         *comparison_lines(result.winner.comparison, names=("your own", "best")),
         *change_lines(plan),
         *study_lines(result),
@@ -225,7 +228,7 @@ def study_lines(result: "TuneResult") -> list[str]:
     from quartet_plugin.report.regret import regret_lines
     from quartet_plugin.report.tables import changes
 
-    tried = [record.plan for record in result.records[1:] if record.told.repeats is None]
+    tried = [trial.plan for trial in result.trials[1:] if trial.record.repeats is None]
     classes = Counter(max((c.change_class for c in changes(plan)), default="A") for plan in tried)
     parts = [f"class {name} {100 * count / len(tried):.0f} %" for name, count in sorted(classes.items())]
     lines = [f"tried     {len(tried)} plans: {', '.join(parts)}"] if tried else []
@@ -240,35 +243,3 @@ def study_lines(result: "TuneResult") -> list[str]:
 def _shown(path: Path) -> str:
     """The path as one would type it here."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-@contextlib.contextmanager
-def stop_on_signals(tell: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Whether to stop: from the first Ctrl-C on. The second raises KeyboardInterrupt.
-
-    So are SIGTERM, SIGHUP and what Slurm sends ahead of a time limit or a preemption (SIGUSR1, SIGUSR2).
-    `tell` gets one line when that is first asked, since nothing may be printed where a signal comes.
-    """
-    stop = threading.Event()
-    is_told = False
-
-    def handle(number: int, frame: object) -> None:
-        del number, frame
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    def should_stop() -> bool:
-        nonlocal is_told
-        if stop.is_set() and not is_told:
-            is_told = True
-            tell("stopping after cleaning up; once more to kill at once")
-        return is_told
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
-        yield should_stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

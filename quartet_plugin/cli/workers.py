@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quartet_plugin.cli.invocation import refuse_user_command
+from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.errors import ConfigError, InterruptedByUserError, StorageError
 
 if TYPE_CHECKING:
     from quartet_plugin.launchers.command import Command
-    from quartet_plugin.launchers.shares import Share
-    from quartet_plugin.search.config import TuneConfig
-    from quartet_plugin.search.run_folder import Run
-    from quartet_plugin.search.workers.board import Board
+    from quartet_plugin.launchers.device_slices import DeviceSlice
+    from quartet_plugin.tuner.config import TuneConfig
+    from quartet_plugin.tuner.run_folder import TuningRun
+    from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
 _POLL_S = 0.2
 
@@ -37,18 +38,18 @@ def register(app: typer.Typer) -> None:
         work(run, name=name, task=sys.stdin.buffer.read())
 
 
-def shares_of(
+def slices_of(
     config: "TuneConfig", *, num_workers: int | None, command: "Command", oversubscribe: bool
-) -> "tuple[Share, ...]":
+) -> "tuple[DeviceSlice, ...]":
     """This host divided between `num_workers`; nothing without a number. Raises ConfigError."""
+    from quartet_plugin.launchers.device_slices import divide
     from quartet_plugin.launchers.local import resolve_device
-    from quartet_plugin.launchers.shares import divide
 
     if num_workers is None:
         return ()
     return divide(
         resolve_device(config.device, environment=os.environ),
-        num_shares=num_workers,
+        num_slices=num_workers,
         command=command,
         environment=os.environ,
         oversubscribe=oversubscribe,
@@ -61,19 +62,18 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     Raises ConfigError where this host cannot, StorageError where no tuner takes workers, and
     InterruptedByUserError after Ctrl-C.
     """
-    from quartet_plugin.cli.tune import stop_on_signals
     from quartet_plugin.launchers.command import parse_command
+    from quartet_plugin.launchers.device_slices import divide
     from quartet_plugin.launchers.local import check_start
-    from quartet_plugin.launchers.shares import divide
-    from quartet_plugin.search.run_folder import resume_run
-    from quartet_plugin.search.workers.board import Board
-    from quartet_plugin.search.workers.crew import Crew
-    from quartet_plugin.search.workers.sheets import worker_name
-    from quartet_plugin.search.workers.worker import end_left_behind
+    from quartet_plugin.tuner.run_folder import resume_run
+    from quartet_plugin.tuner.workers.messages import worker_name
+    from quartet_plugin.tuner.workers.work_queue import WorkQueue
+    from quartet_plugin.tuner.workers.worker import end_left_behind
+    from quartet_plugin.tuner.workers.worker_pool import WorkerPool
 
     run = resume_run(path.absolute(), config=None, command=None)
     command = parse_command(_command_of(run, words, path=path))
-    board = Board(folder=run.folder.path)
+    board = WorkQueue(folder=run.folder.path)
     offer = board.offer()
     if offer is None:
         raise StorageError(
@@ -81,25 +81,23 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
         )
     _check_place(run, command)
     check_start(command, cwd=run.cwd, environment=os.environ)
-    shares = divide(
+    slices = divide(
         offer.device,
-        num_shares=num_workers,
+        num_slices=num_workers,
         command=command,
         environment=os.environ,
         size=offer.num_devices,
         oversubscribe=oversubscribe,
     )
-    _refuse_taken(shares, board)
+    _refuse_taken(slices, board)
     found = end_left_behind(board)
     if found:
         typer.echo(f"ended {len(found)} processes that a lost worker had left on this host")
-    names = tuple(worker_name(socket.gethostname(), os.getpid(), share.index) for share in shares)
-    crew = Crew(
-        board=board, command=command.words, shares=shares, names=names, say=typer.echo, is_joined=True
+    names = tuple(worker_name(socket.gethostname(), os.getpid(), part.index) for part in slices)
+    crew = WorkerPool(
+        board=board, command=command.words, slices=slices, names=names, say=typer.echo, is_joined=True
     )
-    typer.echo(
-        f"run {run.name}: workers here: {len(shares)}, on {'; '.join(share.label for share in shares)}"
-    )
+    typer.echo(f"run {run.name}: workers here: {len(slices)}, on {'; '.join(part.label for part in slices)}")
     with stop_on_signals(typer.echo) as should_stop:
         try:
             crew.look()
@@ -113,7 +111,7 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     typer.echo(f"the workers have ended: {crew.last_words}")
 
 
-def _command_of(run: "Run", words: Sequence[str] | None, *, path: Path) -> tuple[str, ...]:
+def _command_of(run: "TuningRun", words: Sequence[str] | None, *, path: Path) -> tuple[str, ...]:
     """The run's command; what is written of it has its secrets blanked."""
     from quartet_plugin.trial.redact import BLANKED, redacted_argv
 
@@ -126,7 +124,7 @@ def _command_of(run: "Run", words: Sequence[str] | None, *, path: Path) -> tuple
     return run.command
 
 
-def _check_place(run: "Run", command: "Command") -> None:
+def _check_place(run: "TuningRun", command: "Command") -> None:
     """Whether the command can start here as it does where the run was begun."""
     if not run.cwd.is_dir():
         raise ConfigError(f"{run.cwd}: not on this host; the run's command starts there: mount it here")
@@ -134,14 +132,14 @@ def _check_place(run: "Run", command: "Command") -> None:
         raise ConfigError(f"{run.cwd / command.target}: not on this host; mount the folder it is in here")
 
 
-def _refuse_taken(shares: "tuple[Share, ...]", board: "Board") -> None:
+def _refuse_taken(slices: "tuple[DeviceSlice, ...]", board: "WorkQueue") -> None:
     """Two workers on one device would measure each other."""
     host = socket.gethostname()
     for member in board.members():
         if member.host != host or not member.identity.is_alive:
             continue
-        other = member.share.share
-        if any(share.meets(other) for share in shares):
+        other = member.share.device_slice
+        if any(part.overlaps(other) for part in slices):
             raise ConfigError(
                 f"--join: {other.label} of this host are worker {member.name}'s; name others with taskset or "
                 "CUDA_VISIBLE_DEVICES, or join from another host"
@@ -150,14 +148,13 @@ def _refuse_taken(shares: "tuple[Share, ...]", board: "Board") -> None:
 
 def work(path: Path, *, name: str, task: bytes) -> None:
     """One worker, until nobody needs it. Raises QuartetError where trials cannot be run here."""
-    from quartet_plugin.cli.tune import stop_on_signals
     from quartet_plugin.launchers.command import parse_command
-    from quartet_plugin.search.launches import LocalLaunches
-    from quartet_plugin.search.run_folder import resume_run
-    from quartet_plugin.search.workers.board import Board
-    from quartet_plugin.search.workers.sheets import Member, read_task
-    from quartet_plugin.search.workers.worker import Worker
     from quartet_plugin.trial.processes import own_identity
+    from quartet_plugin.tuner.launches import LocalLaunches
+    from quartet_plugin.tuner.run_folder import resume_run
+    from quartet_plugin.tuner.workers.messages import Member, read_task
+    from quartet_plugin.tuner.workers.work_queue import WorkQueue
+    from quartet_plugin.tuner.workers.worker import Worker
 
     told = read_task(task)
     run = resume_run(path, config=None, command=None)
@@ -174,12 +171,12 @@ def work(path: Path, *, name: str, task: bytes) -> None:
             run=run,
             command=parse_command(told.command),
             member=member,
-            board=Board(folder=run.folder.path),
-            launches=LocalLaunches(share=told.share.share),
+            board=WorkQueue(folder=run.folder.path),
+            launches=LocalLaunches(device_slice=told.share.device_slice),
             should_stop=should_stop,
             say=_say,
         )
-        _say(f"worker {name} on {told.share.share.label}: {worker.work()}")
+        _say(f"worker {name} on {told.share.device_slice.label}: {worker.work()}")
 
 
 def _say(text: str) -> None:

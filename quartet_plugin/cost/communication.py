@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from quartet_plugin.cost.compute import IMBALANCE, LayerTimes, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.pipeline import device_of_stages
-from quartet_plugin.cost.run import Experts, Machines, Overlap, Run
+from quartet_plugin.cost.run import Experts, Overlap, TrainingRun, UniformCluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Group:
         return 2 * (total_bytes * (self.size - 1) / self.size / self.bytes_per_s + self.tree_latency_s)
 
 
-def group(machines: Machines, constants: Constants, *, size: int, stride: int) -> Group:
+def group(machines: UniformCluster, constants: Constants, *, size: int, stride: int) -> Group:
     """The group of `size` ranks that are `stride` apart in Megatron's order."""
     domain = machines.scale_up_devices
     span = size * stride
@@ -69,7 +69,7 @@ def group(machines: Machines, constants: Constants, *, size: int, stride: int) -
     return Group(size=size, local=local, bytes_per_s=bandwidth, hop_s=constants.hop_s)
 
 
-def exchange_s(found: Group, machines: Machines, constants: Constants, total_bytes: float) -> float:
+def exchange_s(found: Group, machines: UniformCluster, constants: Constants, total_bytes: float) -> float:
     """An all-to-all where every rank sends `total_bytes`, its own share included."""
     if found.size == 1:
         return 0.0
@@ -80,7 +80,7 @@ def exchange_s(found: Group, machines: Machines, constants: Constants, total_byt
     return inside / up + outside / out + found.tree_latency_s
 
 
-def tensor_parallel(run: Run, constants: Constants) -> tuple[Times, float]:
+def tensor_parallel(run: TrainingRun, constants: Constants) -> tuple[Times, float]:
     """Exposed time of a layer's tensor-parallel collectives, and of one repeated forward.
 
     Two all-reduces forward and two backward (Shoeybi et al. 2019), or as many gather and scatter pairs
@@ -103,7 +103,7 @@ def tensor_parallel(run: Run, constants: Constants) -> tuple[Times, float]:
     return Times(forward, backward * left, 0.0), forward
 
 
-def skew(run: Run, constants: Constants, layer: LayerTimes) -> Times:
+def skew(run: TrainingRun, constants: Constants, layer: LayerTimes) -> Times:
     """Waiting of tensor-parallel ranks for the slowest, where collectives stop the computation.
 
     Equal ranks are never equally fast from one collective to the next, and each of them waits for all.
@@ -115,7 +115,7 @@ def skew(run: Run, constants: Constants, layer: LayerTimes) -> Times:
     return Times(constants.skew * computed.forward, constants.skew * computed.input_grad, 0.0)
 
 
-def context_parallel(run: Run, constants: Constants, attention: Times) -> Times:
+def context_parallel(run: TrainingRun, constants: Constants, attention: Times) -> Times:
     """Exposed time of passing keys and values around the ring, beside the attention it feeds."""
     cp = run.layout.context_parallel
     if cp == 1:
@@ -134,7 +134,7 @@ def context_parallel(run: Run, constants: Constants, attention: Times) -> Times:
     )
 
 
-def expert_parallel(run: Run, constants: Constants, experts: Experts) -> Times:
+def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) -> Times:
     """Dispatch and combine of a layer's tokens, forward and backward."""
     ep = run.layout.expert_parallel
     if ep == 1:
@@ -145,7 +145,7 @@ def expert_parallel(run: Run, constants: Constants, experts: Experts) -> Times:
     return Times(2 * once, 2 * once, 0.0)
 
 
-def transfer_s(run: Run, constants: Constants, *, sender: int, receiver: int) -> float:
+def transfer_s(run: TrainingRun, constants: Constants, *, sender: int, receiver: int) -> float:
     """One microbatch's boundary tensor between two pipeline ranks.
 
     Ranks that hold the same boundary send a slice each where sequence parallelism, or the scatter and
@@ -163,7 +163,7 @@ def transfer_s(run: Run, constants: Constants, *, sender: int, receiver: int) ->
     return size / (machines.scale_out_bytes_per_s * constants.scale_out) + latency
 
 
-def tensor_parallel_ends(run: Run, constants: Constants) -> tuple[Times, Times]:
+def tensor_parallel_ends(run: TrainingRun, constants: Constants) -> tuple[Times, Times]:
     """The embedding's and the head's tensor-parallel collectives for a microbatch.
 
     The embedding's output is reduced; the loss over a split vocabulary takes a maximum and two sums a token
@@ -178,7 +178,7 @@ def tensor_parallel_ends(run: Run, constants: Constants) -> tuple[Times, Times]:
     return Times(hidden, 0.0, 0.0), Times(3 * token, hidden, 0.0)
 
 
-def tied_ends_s(run: Run, constants: Constants) -> float:
+def tied_ends_s(run: TrainingRun, constants: Constants) -> float:
     """Summing the gradients of tied embeddings between the first and the last pipeline rank, once a step."""
     layout = run.layout
     p = layout.pipeline_parallel
@@ -204,7 +204,13 @@ def buckets(parameters: float, ranks: int) -> float:
 
 
 def data_parallel(
-    run: Run, constants: Constants, *, dense: float, expert: float, forward_s: float, backward_s: float
+    run: TrainingRun,
+    constants: Constants,
+    *,
+    dense: float,
+    expert: float,
+    forward_s: float,
+    backward_s: float,
 ) -> float:
     """Exposed time of reducing gradients and bringing updated parameters back.
 
@@ -229,7 +235,7 @@ def data_parallel(
 
 
 def _reduce_and_gather(
-    run: Run, constants: Constants, parameters: float, *, ranks: int, stride: int
+    run: TrainingRun, constants: Constants, parameters: float, *, ranks: int, stride: int
 ) -> tuple[float, float]:
     if ranks == 1:
         return 0.0, 0.0
@@ -252,7 +258,7 @@ def _reduce_and_gather(
 
 
 def sharded_parameters(
-    run: Run, constants: Constants, *, parameters: float, forward_s: float, backward_s: float
+    run: TrainingRun, constants: Constants, *, parameters: float, forward_s: float, backward_s: float
 ) -> float:
     """Exposed time a microbatch of fully sharded parameters (ZeRO-3, FSDP).
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quartet_plugin.cost.constants import NEUTRAL, ClusterConstants, Constants
-from quartet_plugin.cost.devices import Device, Precision
-from quartet_plugin.cost.run import Experts, Run
+from quartet_plugin.cost.devices import DeviceSpec, Precision
+from quartet_plugin.cost.run import Experts, TrainingRun
 
 FLASH_BLOCK = 128
 # What streaming kernels reach of the nominal memory bandwidth.
@@ -87,7 +87,7 @@ class Rates:
         "units",
     )
 
-    def __init__(self, run: Run, constants: Constants) -> None:
+    def __init__(self, run: TrainingRun, constants: Constants) -> None:
         device = run.machines.device
         low = run.matmul in ("fp8", "fp4")
         self.half = half_rate(device, run.half, constants)
@@ -143,7 +143,7 @@ def _joined(compute_s: float, traffic_s: float, *, units: int) -> float:
     return compute_s + traffic_s if units == 1 else math.hypot(compute_s, traffic_s)
 
 
-def flash_share(run: Run) -> float:
+def flash_share(run: TrainingRun) -> float:
     """What an attention kernel reaches of the one written for the device.
 
     FlashAttention 1 and its Triton form reach about half of version 2 (Dao 2023), version 2 about half of
@@ -155,7 +155,7 @@ def flash_share(run: Run) -> float:
     return 0.55 if run.software.attention == "flash-2" and new else 1.0
 
 
-def half_rate(device: Device, precision: Precision, constants: Constants) -> float:
+def half_rate(device: DeviceSpec, precision: Precision, constants: Constants) -> float:
     """FLOP/s of large half-precision products: near the ceiling, or what the power budget allows."""
     reached = device.ceiling(precision) * constants.gemm_rate
     if device.power_watts is None or device.generation not in POWER_LIMITED:
@@ -163,7 +163,7 @@ def half_rate(device: Device, precision: Precision, constants: Constants) -> flo
     return min(reached, device.power_watts * constants.flops_per_joule)
 
 
-def products(run: Run) -> list[tuple[float, float]]:
+def products(run: TrainingRun) -> list[tuple[float, float]]:
     """(out, in) sizes of a layer's attention products on one tensor-parallel rank."""
     shape, tp = run.shape, run.layout.tensor_parallel
     h, d = shape.hidden_size, shape.kv_channels
@@ -187,7 +187,9 @@ def ffn_products(hidden: float, ffn: float, *, gated: bool) -> list[tuple[float,
     return [(ffn * (2 if gated else 1), hidden), (hidden, ffn)]
 
 
-def layer_times(run: Run, constants: Constants, rates: Rates, *, experts: Experts | None) -> LayerTimes:
+def layer_times(
+    run: TrainingRun, constants: Constants, rates: Rates, *, experts: Experts | None
+) -> LayerTimes:
     """One transformer layer with a dense FFN, or with `experts`."""
     t = run.tokens_per_microbatch
     shape, tp = run.shape, run.layout.tensor_parallel
@@ -224,7 +226,7 @@ def layer_times(run: Run, constants: Constants, rates: Rates, *, experts: Expert
     )
 
 
-def head_times(run: Run, constants: Constants, rates: Rates) -> LayerTimes:
+def head_times(run: TrainingRun, constants: Constants, rates: Rates) -> LayerTimes:
     """Final norm, output product and loss; the logits stay in half precision until the loss."""
     t, tp = run.tokens_per_microbatch, run.layout.tensor_parallel
     vocab, h = run.shape.vocab_size / tp, run.shape.hidden_size
@@ -246,7 +248,7 @@ def head_times(run: Run, constants: Constants, rates: Rates) -> LayerTimes:
     )
 
 
-def embedding_times(run: Run, rates: Rates) -> LayerTimes:
+def embedding_times(run: TrainingRun, rates: Rates) -> LayerTimes:
     """A gather, and a scattered addition to fp32 gradients.
 
     Eager gradients: a whole one is cleared before it, and added to the sum after it.
@@ -268,7 +270,7 @@ def _gemms(rates: Rates, tokens: float, sizes: list[tuple[float, float]]) -> Tim
     return Times(forward, inputs, weights * rates.own.weight_product)
 
 
-def _attention(run: Run, constants: Constants, rates: Rates) -> tuple[Times, float]:
+def _attention(run: TrainingRun, constants: Constants, rates: Rates) -> tuple[Times, float]:
     """The core of attention, and the bytes of its rearrangements."""
     shape, layout = run.shape, run.layout
     heads = shape.num_attention_heads / layout.tensor_parallel
@@ -292,7 +294,7 @@ def _attention(run: Run, constants: Constants, rates: Rates) -> tuple[Times, flo
     return Times(forward + scores * (4 + drop), 2 * forward + scores * (6 + drop), 0.0), moves
 
 
-def _elementwise_bytes(run: Run, ffn: float) -> float:
+def _elementwise_bytes(run: TrainingRun, ffn: float) -> float:
     """Bytes of norms, residuals, rotary embedding and activation in one forward; `ffn` is a rank's width."""
     shape, layout = run.shape, run.layout
     t, tp = run.tokens_per_microbatch, layout.tensor_parallel
@@ -307,7 +309,7 @@ def _elementwise_bytes(run: Run, ffn: float) -> float:
     return run.element_bytes * t * (residual * shape.hidden_size / split + rotary + activation)
 
 
-def _experts(run: Run, rates: Rates, experts: Experts) -> tuple[Times, float, float]:
+def _experts(run: TrainingRun, rates: Rates, experts: Experts) -> tuple[Times, float, float]:
     """Products of the experts, their activations' width a token, and the bytes of permuting tokens."""
     shape, layout = run.shape, run.layout
     t, h = run.tokens_per_microbatch, shape.hidden_size
@@ -325,7 +327,7 @@ def _experts(run: Run, rates: Rates, experts: Experts) -> tuple[Times, float, fl
     return routed, width, 2.0 * arriving * h * 8
 
 
-def _accumulation_s(run: Run, rates: Rates, sizes: list[tuple[float, float]], ffn: float) -> float:
+def _accumulation_s(run: TrainingRun, rates: Rates, sizes: list[tuple[float, float]], ffn: float) -> float:
     """Adding a microbatch's weight gradients to the sum, where the product does not do it itself."""
     software = run.software
     once = run.num_microbatches == 1 and not software.eager_gradients
@@ -336,7 +338,7 @@ def _accumulation_s(run: Run, rates: Rates, sizes: list[tuple[float, float]], ff
     return weights * 3.0 * software.main_gradient_bytes / rates.memory * rates.own.accumulation
 
 
-def _eager_sum_s(run: Run, rates: Rates) -> float:
+def _eager_sum_s(run: TrainingRun, rates: Rates) -> float:
     """Adding a microbatch's gradient of the whole vocabulary to the sum, where every gradient is a tensor."""
     if not run.software.eager_gradients:
         return 0.0
@@ -344,7 +346,7 @@ def _eager_sum_s(run: Run, rates: Rates) -> float:
     return weights * 3.0 * run.software.main_gradient_bytes / rates.memory * rates.own.accumulation
 
 
-def _recompute(run: Run, times: LayerTimes, last_product_s: float) -> float:
+def _recompute(run: TrainingRun, times: LayerTimes, last_product_s: float) -> float:
     mode = run.layout.recompute
     if mode == "full":
         return times.forward_s - last_product_s

@@ -8,22 +8,19 @@ measured matrix product as a fraction of the nominal peak (peaks are power-limit
 import functools
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field, TypeAdapter
+from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import read_json
-from quartet_plugin.model.schema import parse
+from quartet_plugin.model.schema import Bounds, Length, read_record, record
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
 Topology = Literal["switch", "mesh"]
-Positive = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, le=2**20)]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
+Positive = Annotated[float, Bounds(gt=0, lt=1e20)]
+Count = Annotated[int, Bounds(ge=1, le=2**20)]
+Name = Annotated[str, Length(least=1, most=200)]
 
 DEFAULT_MATMUL_CEILING = 0.85
 # fp8 over bf16, as fractions of nominal: 0.88 on H100, 0.98 on B200.
@@ -32,8 +29,8 @@ NARROW_FORMAT = 0.93
 SINGLE_PRECISION = 1 / 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+@record
+class DeviceSpec:
     """One kind of accelerator, with the links it usually comes with.
 
     `scale_up_bandwidth_bytes_per_s` is the sum over all peers; a "mesh" reaches one peer with only its
@@ -41,13 +38,11 @@ class Device:
     `compute_units` how many tiles of a matrix product it works on at once.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
-
     schema_version: Literal[1]
     name: Name
     generation: Name
     peak_flops: Mapping[Precision, Positive]
-    memory_bytes: Annotated[int, Field(ge=1, le=2**50)]
+    memory_bytes: Annotated[int, Bounds(ge=1, le=2**50)]
     memory_bandwidth_bytes_per_s: Positive
     scale_up_bandwidth_bytes_per_s: Positive
     scale_up_topology: Topology
@@ -57,7 +52,7 @@ class Device:
     compute_units: Count
     source: Name
     power_watts: Positive | None = None
-    matmul_ceiling: Mapping[Precision, Annotated[float, Field(gt=0, le=1)]] = field(default_factory=dict)
+    matmul_ceiling: Mapping[Precision, Annotated[float, Bounds(gt=0, le=1)]] = field(default_factory=dict)
     aliases: tuple[Name, ...] = ()
 
     def peak(self, precision: Precision) -> float:
@@ -88,25 +83,22 @@ class Device:
         return self.peak(precision) * fraction * narrow
 
 
-_ADAPTER: TypeAdapter[Device] = TypeAdapter(Device)
-
-
-def read_device(path: str | os.PathLike[str]) -> Device:
+def read_device(path: str | os.PathLike[str]) -> DeviceSpec:
     """The device in the JSON file `path`; raises ConfigError naming field, value and rule."""
-    return parse(_ADAPTER, read_json(path), where=str(path))
+    return read_record(DeviceSpec, path)
 
 
 @functools.cache
-def library() -> Mapping[str, Device]:
+def library() -> Mapping[str, DeviceSpec]:
     """The devices that come with the package, by name and alias in lower case."""
     folder = resources.files("quartet_plugin.cost") / "hardware"
     with resources.as_file(folder) as path:
         return index(read_device(file) for file in sorted(path.glob("*.json")))
 
 
-def index(devices: Iterable[Device]) -> Mapping[str, Device]:
+def index(devices: Iterable[DeviceSpec]) -> Mapping[str, DeviceSpec]:
     """Devices by every name they go by; raises ConfigError where two claim the same one."""
-    found: dict[str, Device] = {}
+    found: dict[str, DeviceSpec] = {}
     for device in devices:
         for name in (device.name, *device.aliases):
             if found.setdefault(name.lower(), device) is not device:
@@ -114,7 +106,7 @@ def index(devices: Iterable[Device]) -> Mapping[str, Device]:
     return found
 
 
-def device_named(name: str, *, extra: Mapping[str, Device] | None = None) -> Device:
+def device_named(name: str, *, extra: Mapping[str, DeviceSpec] | None = None) -> DeviceSpec:
     """The device called `name`; a remark in parentheses after the name is ignored.
 
     `extra` (see `index`) goes before the library. Raises ConfigError for an unknown name.
@@ -127,6 +119,6 @@ def device_named(name: str, *, extra: Mapping[str, Device] | None = None) -> Dev
     raise ConfigError(f"device {name!r}: unknown; add a hardware file for it, or use one of {known}")
 
 
-def read_folder(folder: str | os.PathLike[str]) -> Mapping[str, Device]:
+def read_folder(folder: str | os.PathLike[str]) -> Mapping[str, DeviceSpec]:
     """All devices of the JSON files in `folder`, for `device_named(extra=...)`."""
     return index(read_device(file) for file in sorted(Path(folder).glob("*.json")))

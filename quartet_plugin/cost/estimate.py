@@ -5,10 +5,11 @@ operations, communication as a fixed price per element, no memory, no topology. 
 is likely faster, not how long either takes.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
-from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
+from quartet_plugin.split.end_loads import layer_weights
+from quartet_plugin.split.weighted import weighted_split
 
 # Prices in FLOP-equivalents. An element of a blocking tensor-parallel all-reduce, a gradient element of the
 # data-parallel one (mostly hidden or once an iteration), a boundary element between stages.
@@ -19,29 +20,38 @@ PIPELINE_FLOPS_PER_ELEMENT = 500.0
 HALF_SPEED_TOKENS = 64.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """What the ends cost, in transformer layers: forward FLOPs, the embedding by its memory traffic."""
-
-    embedding: float
-    head: float
-
-
-def layer_weights(shape: ModelShape) -> LayerWeights:
-    """The embedding and the head in units of one transformer layer's forward."""
-    per_layer = shape.forward_flops_per_layer
-    lookup = 20.0 * shape.seq_length * shape.hidden_size
-    return LayerWeights(embedding=lookup / per_layer, head=shape.forward_flops_of_head / per_layer)
-
-
-def relative_cost(plan: Plan, *, baseline: Plan) -> float:
+def relative_cost(plan: Plan, *, baseline: Plan, makespan: float | None = None) -> float:
     """The plan's estimated time for equal work over the baseline's; under 1 is estimated to be faster.
 
-    Equal work is equal model FLOPs, so shapes can be compared; with one shape that is one iteration.
+    Equal work is equal model FLOPs, so shapes can be compared; with one shape that is one iteration. A plan
+    with a custom schedule needs its `makespan` in forwards of one layer: it is priced as 1F1B on as many
+    devices, by the ratio of the two makespans.
     """
+    if makespan is not None:
+        plan, ratio = _as_1f1b(plan, makespan)
+        return relative_cost(plan, baseline=baseline) * ratio
     own = iteration_flops(plan) / plan.shape.model_flops_per_sequence
     other = iteration_flops(baseline) / baseline.shape.model_flops_per_sequence
     return own / other
+
+
+def _as_1f1b(plan: Plan, makespan: float) -> tuple[Plan, float]:
+    """The plan with 1F1B and a balanced split, and `makespan` over its makespan."""
+    shape, layout = plan.shape, plan.layout
+    ends = layer_weights(shape)
+    split = weighted_split(
+        shape.num_layers, num_devices=layout.pipeline_parallel, embedding=ends.embedding, head=ends.head
+    )
+    loads = [float(count) for count in split]
+    loads[0] += ends.embedding
+    loads[-1] += ends.head
+    plan_1f1b = replace(
+        plan,
+        layout=replace(layout, virtual_stages=1),
+        split=Split(transformer_layers_per_stage=split),
+        schedule=ScheduleChoice(name="1f1b"),
+    )
+    return plan_1f1b, makespan / (3.0 * (plan.num_microbatches * max(loads) + sum(loads) - max(loads)))
 
 
 def iteration_flops(plan: Plan) -> float:

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from quartet_plugin.cost.devices import Device
-from quartet_plugin.cost.run import HalfPrecision, Machines, Run, ScheduleKind, Software
+from quartet_plugin.cost.devices import DeviceSpec
+from quartet_plugin.cost.run import HalfPrecision, ScheduleKind, Software, TrainingRun, UniformCluster
 from quartet_plugin.cost.software import ON_CPU
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.layout import Layout
@@ -11,10 +11,12 @@ from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.shape import ModelShape
 
 
-def machines_of(device: Device, *, num_devices: int, devices_per_node: int | None = None) -> Machines:
+def uniform_cluster_of_device(
+    device: DeviceSpec, *, num_devices: int, devices_per_node: int | None = None
+) -> UniformCluster:
     """`num_devices` of `device` with the links it usually has."""
     per_node = devices_per_node or device.devices_per_node
-    return Machines(
+    return UniformCluster(
         device=device,
         num_devices=num_devices,
         devices_per_node=per_node,
@@ -32,11 +34,11 @@ def run_of(
     *,
     global_batch_size: int,
     layers_per_stage: tuple[int, ...],
-    machines: Machines,
+    machines: UniformCluster,
     schedule: ScheduleKind | None = None,
     precision: HalfPrecision = "bf16",
     software: Software | None = None,
-) -> Run:
+) -> TrainingRun:
     """A run of Megatron-Core; `schedule` None is interleaved with virtual stages and 1F1B without.
 
     `layers_per_stage` counts transformer layers. Raises ConfigError where sizes do not fit each other.
@@ -62,7 +64,7 @@ def run_of(
             f"seq_length: {shape.seq_length}; must be a multiple of "
             f"context_parallel ({layout.context_parallel})"
         )
-    return Run(
+    return TrainingRun(
         shape=shape,
         layout=layout,
         num_microbatches=layout.num_microbatches(global_batch_size),
@@ -94,8 +96,8 @@ def measured_run(
     global_batch_size: int,
     precision: HalfPrecision,
     on_cpu: bool,
-    machines: Machines,
-) -> Run:
+    machines: UniformCluster,
+) -> TrainingRun:
     """A run that was measured, on as many of the cluster's devices as it used.
 
     Raises ConfigError for a schedule that the cost model has no name for.

@@ -10,7 +10,7 @@ import numpy as np
 
 from quartet_plugin.cost import compute
 from quartet_plugin.cost.pipeline import activation_peak, stages_of_devices
-from quartet_plugin.cost.run import Experts, HalfPrecision, Run, Software
+from quartet_plugin.cost.run import Experts, HalfPrecision, Software, TrainingRun
 from quartet_plugin.model.costs import FloatArray
 
 # The least a weight or an activation takes.
@@ -80,7 +80,7 @@ class Memory:
         }
 
 
-def weights_of_stages(run: Run) -> list[Weights]:
+def weights_of_stages(run: TrainingRun) -> list[Weights]:
     """The parameters of each stage on one rank, tensor and expert parallel shards taken."""
     shape, layout = run.shape, run.layout
     tp, h = layout.tensor_parallel, shape.hidden_size
@@ -109,7 +109,7 @@ def weights_of_stages(run: Run) -> list[Weights]:
     return found
 
 
-def layer_activation_bytes(run: Run, *, experts: Experts | None) -> float:
+def layer_activation_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
     """What one layer keeps of one microbatch from its forward to its backward, nothing recomputed."""
     shape, layout = run.shape, run.layout
     t, tp, h = run.tokens_per_microbatch, layout.tensor_parallel, shape.hidden_size
@@ -126,12 +126,12 @@ def layer_activation_bytes(run: Run, *, experts: Experts | None) -> float:
     return t * (outside + inner + routed + shared + 8.0 * experts.num_experts)
 
 
-def peak_memory(run: Run) -> Memory:
+def peak_memory(run: TrainingRun) -> Memory:
     """The fullest device's memory at the peak of a step."""
     return max(memory_by_device(run), key=lambda memory: memory.total)
 
 
-def memory_by_device(run: Run) -> list[Memory]:
+def memory_by_device(run: TrainingRun) -> list[Memory]:
     """Each pipeline device's memory at its peak in a step."""
     last = len(run.layers_per_stage) - 1
     weights = weights_of_stages(run)
@@ -166,7 +166,7 @@ def bytes_per_weight(precision: HalfPrecision, software: Software) -> tuple[floa
     return HALF, gradient, software.optimizer_bytes
 
 
-def _states(run: Run, dense: float, expert: float) -> tuple[float, float, float]:
+def _states(run: TrainingRun, dense: float, expert: float) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer state; sharded by the ZeRO stage."""
     ranks = float(run.optimizer_group if run.zero_stage in (1, 2) else 1)
     expert_ranks = (
@@ -184,7 +184,7 @@ def _states(run: Run, dense: float, expert: float) -> tuple[float, float, float]
     return weight * (dense + expert), gradient * (dense + expert), states
 
 
-def _stage_activations(run: Run) -> tuple[FloatArray, float]:
+def _stage_activations(run: TrainingRun) -> tuple[FloatArray, float]:
     """Bytes each stage keeps of a microbatch, and the part that waits for the weight gradient."""
     shape, layout = run.shape, run.layout
     whole = layer_activation_bytes(run, experts=None)
@@ -202,7 +202,7 @@ def _stage_activations(run: Run) -> tuple[FloatArray, float]:
     return np.array(kept), 0.0 if run.layout.recompute == "full" else HELD_FRACTION
 
 
-def _kept(run: Run, whole: float, boundary: float) -> float:
+def _kept(run: TrainingRun, whole: float, boundary: float) -> float:
     """What recompute leaves of a layer's `whole` activations; full recompute keeps the layer's input."""
     if run.layout.recompute == "full":
         return boundary
@@ -212,7 +212,7 @@ def _kept(run: Run, whole: float, boundary: float) -> float:
     return whole
 
 
-def _scores_bytes(run: Run) -> float:
+def _scores_bytes(run: TrainingRun) -> float:
     """Softmax output, dropout mask and dropout output of unfused attention, of one layer and microbatch."""
     if run.software.attention != "unfused":
         return 0.0
@@ -222,7 +222,7 @@ def _scores_bytes(run: Run) -> float:
     return per_score * heads * run.tokens_per_microbatch * run.shape.seq_length
 
 
-def _attention_bytes(run: Run) -> float:
+def _attention_bytes(run: TrainingRun) -> float:
     """A token's queries, keys, values and output on one rank; the scores where they are materialized."""
     shape, tp, size = run.shape, run.layout.tensor_parallel, float(run.element_bytes)
     if run.latent is not None:
@@ -240,12 +240,12 @@ def _attention_bytes(run: Run) -> float:
     return projected + rotated + output + 4 * heads
 
 
-def _ffn_bytes(run: Run, ffn: float) -> float:
+def _ffn_bytes(run: TrainingRun, ffn: float) -> float:
     """A token's first product and its activation."""
     return run.element_bytes * ffn * (3.0 if run.shape.gated_ffn else 2.0)
 
 
-def _temporary(run: Run, *, first: bool, last: bool) -> float:
+def _temporary(run: TrainingRun, *, first: bool, last: bool) -> float:
     """Buffers of operations: weight gradients or placeholders, a layer's gradients, logits, buckets."""
     shape, tp, t = run.shape, run.layout.tensor_parallel, run.tokens_per_microbatch
     sizes = [*compute.products(run)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quartet_plugin.cost.run import Run, ScheduleKind
+from quartet_plugin.cost.run import ScheduleKind, TrainingRun
 from quartet_plugin.model.costs import FloatArray, IntArray, StageCosts
 from quartet_plugin.schedule import kernel
 from quartet_plugin.schedule.named import named
@@ -32,12 +32,12 @@ class StageTimes:
     transfer_s: FloatArray
 
 
-def device_of_stages(run: Run) -> tuple[int, ...]:
+def device_of_stages(run: TrainingRun) -> tuple[int, ...]:
     """The pipeline rank of each stage under the run's schedule."""
     return _placement(run.layout.pipeline_parallel, run.layout.num_stages, run.schedule is ScheduleKind.ZB_V)
 
 
-def stages_of_devices(run: Run) -> tuple[tuple[int, ...], ...]:
+def stages_of_devices(run: TrainingRun) -> tuple[tuple[int, ...], ...]:
     """The stages of each pipeline rank, in model order."""
     return _stages(run.layout.pipeline_parallel, device_of_stages(run))
 
@@ -66,7 +66,7 @@ def order(
     return schedule, *flatten(schedule)
 
 
-def makespan_s(run: Run, times: StageTimes) -> float:
+def makespan_s(run: TrainingRun, times: StageTimes) -> float:
     """Seconds from the first forward to the last gradient of a step.
 
     With post-validation the steady interval instead: the optimizer's barrier is gone (Qi et al. 2024).
@@ -92,7 +92,7 @@ def makespan_s(run: Run, times: StageTimes) -> float:
     return second + (second - first) * (count - longer) / (longer - shorter)
 
 
-def activation_peak(run: Run, stage_bytes: FloatArray, held_fraction: float) -> FloatArray:
+def activation_peak(run: TrainingRun, stage_bytes: FloatArray, held_fraction: float) -> FloatArray:
     """The schedule's highest activation bytes on each device."""
     devices = run.layout.pipeline_parallel
     if devices == 1:
@@ -110,7 +110,7 @@ def activation_peak(run: Run, stage_bytes: FloatArray, held_fraction: float) -> 
     return peak
 
 
-def simulated_s(run: Run, times: StageTimes, count: int) -> float:
+def simulated_s(run: TrainingRun, times: StageTimes, count: int) -> float:
     """`makespan_s` of `count` microbatches, every action simulated."""
     devices = run.layout.pipeline_parallel
     schedule, orders, offsets = order(run.schedule, devices, run.layout.virtual_stages, count)

@@ -11,11 +11,11 @@ import numpy as np
 from quartet_plugin.cost import communication, compute
 from quartet_plugin.cost.compute import LayerTimes, Rates, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
-from quartet_plugin.cost.devices import Device
+from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.cost.memory import Memory, Weights, peak_memory, weights_of_stages
 from quartet_plugin.cost.pipeline import StageTimes, device_of_stages, makespan_s, stages_of_devices
 from quartet_plugin.cost.rows import Resolved, read_row, resolve
-from quartet_plugin.cost.run import Experts, Machines, Run, ScheduleKind, Software
+from quartet_plugin.cost.run import Experts, ScheduleKind, Software, TrainingRun, UniformCluster
 from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.layout import Recompute
@@ -38,7 +38,7 @@ StageParts = dict[str, Times]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class RowPrediction:
     """Seconds an iteration; `terms` sum to it, `compute_terms` to the term `compute_s`."""
 
     iter_time_s: float
@@ -46,7 +46,7 @@ class Prediction:
     compute_terms: Mapping[str, float]
 
 
-def predict(run: Run, constants: Constants) -> Prediction:
+def predict(run: TrainingRun, constants: Constants) -> RowPrediction:
     """The iteration's time by cause: of the busiest pipeline device, its waiting as the bubble."""
     parts = stage_parts(run, constants)
     sums = [total_of(part.values()) for part in parts]
@@ -87,7 +87,7 @@ def predict(run: Run, constants: Constants) -> Prediction:
     terms["straggler_s"] = constants.straggler * max(0.0, math.log2(nodes)) * sum(terms.values())
     if isinstance(constants, ClusterConstants):
         terms["residual_s"] = (constants.residual - 1.0) * sum(terms.values())
-    return Prediction(iter_time_s=sum(terms.values()), terms=terms, compute_terms=compute_terms)
+    return RowPrediction(iter_time_s=sum(terms.values()), terms=terms, compute_terms=compute_terms)
 
 
 def predict_rows(
@@ -95,7 +95,7 @@ def predict_rows(
     *,
     where: str,
     constants: Constants | None = None,
-    devices: Mapping[str, Device] | None = None,
+    devices: Mapping[str, DeviceSpec] | None = None,
 ) -> list[dict[str, Any]]:
     """`predict_row` of every entry; raises ConfigError where `data` is no array of objects."""
     if not isinstance(data, list):
@@ -110,7 +110,7 @@ def predict_row(
     data: Mapping[str, Any],
     *,
     constants: Constants | None = None,
-    devices: Mapping[str, Device] | None = None,
+    devices: Mapping[str, DeviceSpec] | None = None,
 ) -> dict[str, Any]:
     """The output entry of one row of `ROWS.json`: what is predicted and assumed, or its `error`."""
     label = data.get("id")
@@ -134,7 +134,7 @@ def predict_row(
     }
 
 
-def stage_parts(run: Run, constants: Constants) -> list[StageParts]:
+def stage_parts(run: TrainingRun, constants: Constants) -> list[StageParts]:
     """Of each stage, the time of one microbatch by cause."""
     rates = Rates(run, constants)
     dense = layer_parts(run, constants, rates)
@@ -161,7 +161,7 @@ def stage_parts(run: Run, constants: Constants) -> list[StageParts]:
     return parts
 
 
-def _action_times(run: Run, constants: ClusterConstants) -> Times:
+def _action_times(run: TrainingRun, constants: ClusterConstants) -> Times:
     """What a stage's actions take beside its layers; weight gradients are actions in split backwards."""
     more = constants.runtime_s if run.schedule in OWN else 0.0
     either = constants.action_s + more
@@ -179,7 +179,7 @@ def total_of(times: Iterable[Times]) -> Times:
 
 
 def layer_parts(
-    run: Run, constants: Constants, rates: Rates, *, experts: Experts | None = None
+    run: TrainingRun, constants: Constants, rates: Rates, *, experts: Experts | None = None
 ) -> StageParts:
     """One layer's time for a microbatch by cause, with `experts` or a dense FFN."""
     layer = compute.layer_times(run, constants, rates, experts=experts)
@@ -203,7 +203,7 @@ def _add(found: StageParts, extra: LayerTimes) -> None:
         found[name] = found[name].plus(getattr(extra, name))
 
 
-def contention_gain(software: Software, machines: Machines, constants: Constants) -> float:
+def contention_gain(software: Software, machines: UniformCluster, constants: Constants) -> float:
     """How much less computing takes while all other ranks wait: a share of its time while all compute.
 
     Only where a node's ranks share one memory, and all ranks are on one node.
@@ -214,7 +214,9 @@ def contention_gain(software: Software, machines: Machines, constants: Constants
     return constants.contention / (1.0 + constants.contention)
 
 
-def _span(run: Run, constants: Constants, sums: Sequence[Times], device: int) -> tuple[float, float, float]:
+def _span(
+    run: TrainingRun, constants: Constants, sums: Sequence[Times], device: int
+) -> tuple[float, float, float]:
     """The pipeline's makespan; how long `device` waits for its own sends where those block; and which share
     of the other ranks waits for something to compute while one computes.
     """
@@ -244,7 +246,7 @@ def _span(run: Run, constants: Constants, sums: Sequence[Times], device: int) ->
     return span, blocked, min(1.0, max(0.0, 1.0 - busy) * ranks / (ranks - 1))
 
 
-def _transfers(run: Run, constants: Constants) -> FloatArray:
+def _transfers(run: TrainingRun, constants: Constants) -> FloatArray:
     device = device_of_stages(run)
     found = np.zeros(len(device))
     for stage, (sender, receiver) in enumerate(pairwise(device)):
@@ -253,7 +255,7 @@ def _transfers(run: Run, constants: Constants) -> FloatArray:
     return found
 
 
-def held_weights(run: Run, device: int) -> Weights:
+def held_weights(run: TrainingRun, device: int) -> Weights:
     """Parameters that a rank of pipeline rank `device` holds."""
     weights = weights_of_stages(run)
     return _sum_of([weights[stage] for stage in stages_of_devices(run)[device]])
@@ -263,12 +265,14 @@ def _sum_of(weights: Sequence[Weights]) -> Weights:
     return Weights(dense=sum(w.dense for w in weights), expert=sum(w.expert for w in weights))
 
 
-def held_layers(run: Run, device: int) -> int:
+def held_layers(run: TrainingRun, device: int) -> int:
     """Transformer layers that a rank of pipeline rank `device` holds."""
     return sum(run.layers_per_stage[stage] for stage in stages_of_devices(run)[device])
 
 
-def optimizer_s(run: Run, constants: Constants, held: Weights, *, num_layers: int | None = None) -> float:
+def optimizer_s(
+    run: TrainingRun, constants: Constants, held: Weights, *, num_layers: int | None = None
+) -> float:
     """The optimizer's step on a rank that holds these parameters, and clearing its gradients.
 
     Where weights are stepped one by one, each of `num_layers` layers' (an even share) starts kernels.
@@ -287,7 +291,7 @@ def optimizer_s(run: Run, constants: Constants, held: Weights, *, num_layers: in
     return stepped + tensors * constants.launch_s * ratio / shards
 
 
-def clearing_s(run: Run, constants: Constants, held: Weights) -> float:
+def clearing_s(run: TrainingRun, constants: Constants, held: Weights) -> float:
     """Clearing the sums of gradients before a step: the part of `optimizer_s` outside the optimizer."""
     shards = run.shard_group if run.zero_stage == 3 else 1
     memory = run.machines.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE

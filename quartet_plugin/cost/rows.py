@@ -5,39 +5,35 @@ a prediction cannot lean on them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
-
-from quartet_plugin.cost.devices import Device, device_named
+from quartet_plugin.cost.devices import DeviceSpec, device_named
 from quartet_plugin.cost.run import (
     Experts,
     HalfPrecision,
     LatentAttention,
-    Machines,
     Overlap,
-    Run,
     ScheduleKind,
     Software,
+    TrainingRun,
+    UniformCluster,
 )
 from quartet_plugin.cost.software import software_named
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.layout import Layout, Recompute
-from quartet_plugin.model.schema import parse
+from quartet_plugin.model.schema import Bounds, Length, parse, record
 from quartet_plugin.model.shape import ModelShape
 
-_Count = Annotated[int, Field(ge=1, le=2**31)]
-_Rate = Annotated[float, Field(gt=0, le=1e9)]
-_Words = Annotated[str, Field(max_length=400)]
+_Count = Annotated[int, Bounds(ge=1, le=2**31)]
+_Rate = Annotated[float, Bounds(gt=0, le=1e9)]
+_Words = Annotated[str, Length(most=400)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Row:
     """The allowed fields of a row, with the names and units of the published table; None is not printed."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     arch: Literal["dense", "moe", "moe-mla"] | None = None
     layers: _Count
@@ -64,7 +60,7 @@ class Row:
     cp: _Count | None = None
     ep: _Count | None = None
     sp: bool | None = None
-    zero: Annotated[int, Field(ge=0, le=3)] | None = None
+    zero: Annotated[int, Bounds(ge=0, le=3)] | None = None
     fsdp: _Count | None = None
     precision: _Words | None = None
     schedule: _Words | None = None
@@ -78,25 +74,24 @@ class Row:
     inter_bw_Gbps_per_gpu: _Rate | None = None  # noqa: N815
 
 
-ALLOWED: frozenset[str] = frozenset(Row.__slots__)
-_ADAPTER: TypeAdapter[Row] = TypeAdapter(Row)
+ALLOWED: frozenset[str] = frozenset(known.name for known in fields(Row))
 
 
 @dataclass(slots=True)
 class Resolved:
     """A run, what had to be assumed for it (field to value), and what a reader should know."""
 
-    run: Run
+    run: TrainingRun
     assumed: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
 
 def read_row(data: Mapping[str, Any]) -> Row:
     """The allowed fields of `data`; every other key is dropped unread. Raises ConfigError."""
-    return parse(_ADAPTER, {key: data[key] for key in sorted(ALLOWED & set(data))}, where="row")
+    return parse(Row, {key: data[key] for key in sorted(ALLOWED & set(data))}, where="row")
 
 
-def resolve(row: Row, *, devices: Mapping[str, Device] | None = None) -> Resolved:
+def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Resolved:
     """Close every open field by the rules of docs/cost-model.md.
 
     Raises ConfigError for an unknown device and for sizes that no run can have, such as heads that
@@ -119,7 +114,7 @@ def resolve(row: Row, *, devices: Mapping[str, Device] | None = None) -> Resolve
         assumed["zero"] = zero
     ranks = layout.data_parallel * layout.context_parallel
     group = (row.options or {}).get("zero1_group")
-    run = Run(
+    run = TrainingRun(
         shape=shape,
         layout=layout,
         num_microbatches=num_microbatches,
@@ -267,7 +262,7 @@ def _check_divisible(shape: ModelShape, layout: Layout, experts: Experts | None)
 
 
 def _precisions(
-    row: Row, device: Device, assumed: dict[str, Any]
+    row: Row, device: DeviceSpec, assumed: dict[str, Any]
 ) -> tuple[HalfPrecision, Literal["fp16", "bf16", "fp32", "fp8", "fp4"]]:
     words = _default(row.precision, "bf16", "precision", assumed).lower()
     half: HalfPrecision = "fp16" if words.startswith("fp16") or "bf16" not in device.peak_flops else "bf16"
@@ -300,7 +295,7 @@ def _schedule(row: Row, layout: Layout, assumed: dict[str, Any]) -> ScheduleKind
     )
 
 
-def _machines(row: Row, device: Device, assumed: dict[str, Any]) -> Machines:
+def _machines(row: Row, device: DeviceSpec, assumed: dict[str, Any]) -> UniformCluster:
     per_node = _default(row.gpus_per_node, device.devices_per_node, "gpus_per_node", assumed)
     up = row.intra_bw_GBps_per_dir
     out = row.inter_bw_Gbps_per_gpu
@@ -308,7 +303,7 @@ def _machines(row: Row, device: Device, assumed: dict[str, Any]) -> Machines:
         assumed["intra_bw_GBps_per_dir"] = device.scale_up_bandwidth_bytes_per_s / 1e9
     if out is None and row.gpus > (row.nvlink_domain or per_node):
         assumed["inter_bw_Gbps_per_gpu"] = device.scale_out_bandwidth_bytes_per_s * 8 / 1e9
-    return Machines(
+    return UniformCluster(
         device=device,
         num_devices=row.gpus,
         devices_per_node=per_node,

@@ -1,14 +1,14 @@
 """One training run in the cost model's own terms: shape, layout, precision, software and machines.
 
 Everything is resolved here: no field is open any more. Rows of published runs and plans of our own are
-both turned into a `Run`.
+both turned into a `TrainingRun`.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from quartet_plugin.cost.devices import Device
+from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
 
@@ -118,10 +118,10 @@ class Software:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machines:
+class UniformCluster:
     """The devices and links of one run; bandwidths in bytes/s a device, one direction."""
 
-    device: Device
+    device: DeviceSpec
     num_devices: int
     devices_per_node: int
     scale_up_devices: int
@@ -131,7 +131,7 @@ class Machines:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class TrainingRun:
     """A run with nothing left open.
 
     `half` is the format of what is not in `matmul`, fp32 where a run uses no half precision at all; `matmul`
@@ -150,7 +150,7 @@ class Run:
     shard_group: int
     optimizer_group: int
     schedule: ScheduleKind
-    machines: Machines
+    machines: UniformCluster
     software: Software = field(default_factory=Software)
     experts: Experts | None = None
     latent: LatentAttention | None = None

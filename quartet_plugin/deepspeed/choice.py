@@ -9,8 +9,8 @@ from quartet_plugin.deepspeed.layers import LayerList
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.runtime.programs import Recipe, make_schedule
-from quartet_plugin.runtime.recipe import recipe_of
+from quartet_plugin.runtime.programs import ScheduleSpec, make_schedule
+from quartet_plugin.runtime.recipe import schedule_spec_of
 from quartet_plugin.schedule.placement import linear, loop
 from quartet_plugin.schedule.schedule import Schedule
 
@@ -27,7 +27,7 @@ class Choice:
 
     bounds: tuple[int, ...]
     placement: tuple[int, ...]
-    recipe: Recipe | None
+    recipe: ScheduleSpec | None
     rank_of: tuple[int, ...] | None = None
 
     @property
@@ -59,10 +59,10 @@ def choice_of_plan(plan: Plan, *, layers: LayerList, rank_of: tuple[int, ...] | 
     if custom is not None:
         placement = custom.placement
         _check_ends(placement)
-        recipe = recipe_of(custom, num_microbatches=plan.num_microbatches)
+        recipe = schedule_spec_of(custom, num_microbatches=plan.num_microbatches)
     elif layout.virtual_stages > 1:
         placement = loop(layout.pipeline_parallel, layout.virtual_stages)
-        recipe = Recipe(
+        recipe = ScheduleSpec(
             costs=unit_costs(bounds, placement), name=plan.schedule.name, group=plan.schedule.group
         )
     if recipe is not None:
@@ -93,7 +93,7 @@ def choice_of_schedule(
     placement = tuple(schedule.placement)
     _check_ends(placement)
     bounds = layers.bounds(layers.counts_of_entries(schedule.layers_per_stage))
-    recipe = Recipe(costs=unit_costs(bounds, placement), written=schedule)
+    recipe = ScheduleSpec(costs=unit_costs(bounds, placement), written=schedule)
     make_schedule(recipe, schedule.num_microbatches)
     return Choice(bounds=bounds, placement=placement, recipe=recipe, rank_of=rank_of)
 

@@ -16,10 +16,10 @@ from quartet_plugin.deepspeed.choice import Choice
 from quartet_plugin.deepspeed.stages import EngineStages
 from quartet_plugin.deepspeed.transport import ValueTransport
 from quartet_plugin.runtime.executor import Executor
-from quartet_plugin.runtime.programs import Library
+from quartet_plugin.runtime.programs import ProgramCache
 from quartet_plugin.runtime.records import CudaClock, HostClock, NullRecorder, Recorder
 from quartet_plugin.runtime.transport import Channels
-from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.instruction import Compute, Program
 from quartet_plugin.schedule.lowering import GROUP_NAMES
 
@@ -55,7 +55,7 @@ class PlannedEngine(PipelineEngine):  # type: ignore[misc]
     quartet_choice: Choice
     quartet_recorder: Recorder
     quartet_num_microbatches: int
-    _quartet_library: Library | None
+    _quartet_library: ProgramCache | None
     _quartet_stage: int | None
     _quartet_executors: dict[int, Executor]
     _quartet_gradients: split_backward.WeightGradients
@@ -146,7 +146,7 @@ def adopt(engine: Any, choice: Choice) -> None:
 
     Raises PlanError for a schedule that is not valid for its number of microbatches.
     """
-    library = None if choice.recipe is None else Library(choice.recipe)
+    library = None if choice.recipe is None else ProgramCache(choice.recipe)
     engine.quartet_choice = choice
     engine.quartet_recorder = NullRecorder()
     engine.quartet_num_microbatches = engine.micro_batches
@@ -170,7 +170,7 @@ def adopt(engine: Any, choice: Choice) -> None:
 
 def _splits(program: Program) -> bool:
     return any(
-        isinstance(instruction, Compute) and instruction.action.kind is Kind.I
+        isinstance(instruction, Compute) and instruction.action.kind is ActionKind.I
         for row in program.instructions
         for instruction in row
     )

@@ -28,9 +28,9 @@ from quartet_plugin.deepspeed.settings import (
 )
 from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.model.accelerator import shows_accelerator
-from quartet_plugin.worker.options import Options, read_command
-from quartet_plugin.worker.program import run_program
-from quartet_plugin.worker.session import Session
+from quartet_plugin.rank.entry_options import EntryOptions, read_command
+from quartet_plugin.rank.program import run_program
+from quartet_plugin.rank.session import Session
 
 USAGE = "python -m quartet_plugin.deepspeed [-m MODULE | SCRIPT] ARGS... [--quartet-plan FILE]"
 
@@ -93,7 +93,7 @@ def prepare(session: DeepSpeedSession) -> None:
         session.files.move("init", 0)
 
 
-def _settled(settings: Settings, options: Options, *, in_trial: bool) -> Settings:
+def _settled(settings: Settings, options: EntryOptions, *, in_trial: bool) -> Settings:
     """The section, with the flag's plan where it says auto or nothing."""
     if options.plan is not None:
         return replace(settings, plan=options.plan, is_auto=False)
@@ -107,7 +107,7 @@ def _settled(settings: Settings, options: Options, *, in_trial: bool) -> Setting
     return settings
 
 
-def _use_device(options: Options) -> None:
+def _use_device(options: EntryOptions) -> None:
     """Choose the CPU where there is nothing else, before torch or DeepSpeed is imported."""
     if options.device == "cuda" or (options.device == "auto" and shows_accelerator(os.environ)):
         return

@@ -8,9 +8,9 @@ from quartet_plugin.deepspeed.describe import describe_job
 from quartet_plugin.deepspeed.engine import PlannedEngine
 from quartet_plugin.deepspeed.parity import ParityMeter
 from quartet_plugin.deepspeed.seams import Seam, Wrapper
-from quartet_plugin.worker.actions import write_actions
-from quartet_plugin.worker.files import RankFiles
-from quartet_plugin.worker.measure import StepMeter, rank_now
+from quartet_plugin.rank.actions import write_actions
+from quartet_plugin.rank.files import RankFileWriter
+from quartet_plugin.rank.step_meter import StepMeter, rank_now
 
 # DeepSpeed is not told how long a run is.
 _TRAIN_ITERS = 0
@@ -21,7 +21,7 @@ _LEFT_OUT: dict[Seam, Any] = {seams.SAVE: True, seams.LOAD: (None, {}), seams.SA
 class BatchMeter(StepMeter):
     """The meter of one rank: an engine's `train_batch` for a training step."""
 
-    def __init__(self, files: RankFiles, *, started_at: float) -> None:
+    def __init__(self, files: RankFileWriter, *, started_at: float) -> None:
         super().__init__(files, neutralised=[], started_at=started_at)
         self._engine: Any = None
         self._compared = ParityMeter(files) if files.order.is_compared else None

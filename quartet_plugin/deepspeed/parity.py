@@ -19,8 +19,9 @@ from torch import nn
 from quartet_plugin.deepspeed.layers import LayerList, layer_list
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.worker.files import RankFiles, number
-from quartet_plugin.worker.seams import Installation, Redirect, redirect
+from quartet_plugin.model.schema import as_number
+from quartet_plugin.rank.files import RankFileWriter
+from quartet_plugin.rank.seams import Installation, Redirect, redirect
 
 # The gate looks for it before it runs anything from the folder: written last.
 _COMPLETE = "latest_checkpointed_iteration.txt"
@@ -37,7 +38,7 @@ _DROPOUTS = (
 class ParityMeter:
     """Looks at the gradients of one rank just before every optimizer step."""
 
-    def __init__(self, files: RankFiles) -> None:
+    def __init__(self, files: RankFileWriter) -> None:
         self._files = files
         self._steps: list[dict[str, Any]] = []
         self._norm: float | None = None
@@ -50,7 +51,7 @@ class ParityMeter:
         def compared_step(running: Any, **kwargs: Any) -> None:
             squares = part_squares(running, part_of)
             counted = squares if running.grid.get_data_parallel_id() == 0 else {}
-            self._steps.append({"squares": {part: number(value) for part, value in counted.items()}})
+            self._steps.append({"squares": {part: as_number(value) for part, value in counted.items()}})
             self._norm = _norm_over_stages(running, squares) if _is_plain(running) else None
             step(running, **kwargs)
 

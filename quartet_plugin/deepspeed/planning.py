@@ -24,9 +24,9 @@ from quartet_plugin.errors import InfrastructureError, PlanError, QuartetError
 from quartet_plugin.model import frameworks
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.schema import dump
+from quartet_plugin.rank.mapping import Process, assign, gather_processes, table_of
+from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous, agree_on_plan
 from quartet_plugin.schedule.files import read_schedule
-from quartet_plugin.worker.mapping import Process, assign, exchange_places, table_of
-from quartet_plugin.worker.ranks import Meeting, Place, agree_on_plan
 
 # The sequence's length is the data's, which is not there when the module is made.
 _NOT_COMPARED = ("seq_length", "max_position_embeddings")
@@ -41,13 +41,13 @@ class Planned:
     notes: tuple[str, ...]
 
 
-class GroupMeeting(Meeting):
+class GroupMeeting(Rendezvous):
     """All ranks over the process group that DeepSpeed has made: any launcher will do."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankEnv) -> None:
         super().__init__(place, None)
 
-    def exchange(self, name: str, value: str) -> list[str]:
+    def all_gather(self, name: str, value: str) -> list[str]:
         """Every rank's value, in the launcher's order. Raises InfrastructureError when a rank has gone."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return [value]
@@ -65,7 +65,7 @@ def decide(
     specs: Sequence[Any],
     config: Mapping[str, Any],
     script_stages: int,
-    place: Place,
+    place: RankEnv,
 ) -> Planned:
     """The plan that all ranks follow for the module's layers; `script_stages` are the pipeline stages that
     the script asks for.
@@ -74,7 +74,7 @@ def decide(
     """
     meeting = GroupMeeting(place)
     plan = None if settings.plan is None else agree_on_plan(settings.plan, meeting=meeting)
-    processes = exchange_places(meeting, place)
+    processes = gather_processes(meeting, place)
     planned, refusal = None, None
     try:
         check_zero(config)
@@ -94,7 +94,7 @@ def decide(
             )
     except QuartetError as error:
         refusal = error
-    meeting.settle("fit", refusal)
+    meeting.agree_or_raise("fit", refusal)
     assert planned is not None
     return planned
 
@@ -135,7 +135,7 @@ def _of_plan(
 
 
 def _of_schedule(
-    settings: Settings, *, layers: LayerList, config: Mapping[str, Any], place: Place
+    settings: Settings, *, layers: LayerList, config: Mapping[str, Any], place: RankEnv
 ) -> Planned:
     assert settings.schedule is not None
     schedule = read_schedule(settings.schedule)

@@ -7,8 +7,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from quartet_plugin.errors import SeamError
-from quartet_plugin.worker import seams
-from quartet_plugin.worker.seams import Framework, Wrapper, install, resolve
+from quartet_plugin.rank import seams
+from quartet_plugin.rank.seams import Framework, Wrapper, install, resolve
 
 __all__ = ["DEEPSPEED", "Seam", "Wrapper", "check", "install", "resolve"]
 

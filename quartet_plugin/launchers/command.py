@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.launchers.options import (
+from quartet_plugin.launchers.starter_options import (
     DEEPSPEED_FLAGS,
     DEEPSPEED_VALUES,
     PYTHON_FLAGS,
     PYTHON_VALUES,
     TORCHRUN_FLAGS,
     TORCHRUN_VALUES,
-    Options,
+    ParsedOptions,
     read_options,
 )
 
@@ -303,7 +303,7 @@ def _command(
     )
 
 
-def _target_at(words: tuple[str, ...], options: Options, *, program: str) -> int:
+def _target_at(words: tuple[str, ...], options: ParsedOptions, *, program: str) -> int:
     if options.end >= len(words):
         raise ConfigError(f"command {program}: no script follows; {_SUPPORTED}")
     target = words[options.end]
@@ -312,7 +312,7 @@ def _target_at(words: tuple[str, ...], options: Options, *, program: str) -> int
     return options.end
 
 
-def _setting(options: Options, environment: Mapping[str, str], name: str) -> str | None:
+def _setting(options: ParsedOptions, environment: Mapping[str, str], name: str) -> str | None:
     """An option as torchrun resolves it: given, else from the environment's PET_NAME."""
     return options.found.get(name, environment.get(f"PET_{name.upper()}"))
 
@@ -322,7 +322,7 @@ def _is_set(environment: Mapping[str, str], name: str) -> bool:
 
 
 def _count(
-    options: Options, environment: Mapping[str, str], name: str, *, unknown: Sequence[str]
+    options: ParsedOptions, environment: Mapping[str, str], name: str, *, unknown: Sequence[str]
 ) -> int | None:
     text = _setting(options, environment, name)
     if text is None:
@@ -337,7 +337,7 @@ def _count(
     return int(text)
 
 
-def _num_nodes(options: Options, environment: Mapping[str, str]) -> int | None:
+def _num_nodes(options: ParsedOptions, environment: Mapping[str, str]) -> int | None:
     text = _setting(options, environment, "nnodes") or "1"
     counts = text.split(":")
     if len(counts) > 2 or not all(re.fullmatch(r"[0-9]{1,7}", c, re.ASCII) and int(c) for c in counts):
@@ -345,7 +345,9 @@ def _num_nodes(options: Options, environment: Mapping[str, str]) -> int | None:
     return int(counts[0]) if int(counts[0]) == int(counts[-1]) else None
 
 
-def _port_flag(options: Options, environment: Mapping[str, str], num_nodes: int | None) -> PortFlag | None:
+def _port_flag(
+    options: ParsedOptions, environment: Mapping[str, str], num_nodes: int | None
+) -> PortFlag | None:
     """What may name a free port: nothing where the user named a place, or several nodes must agree."""
     if num_nodes != 1 or "standalone" in options.found or _is_set(environment, "standalone"):
         return None

@@ -18,7 +18,7 @@ STOCK = "stock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class RankOrder:
     """A mapping with a name: `stock`, the name of a rule, or the slots' indices ("1,0")."""
 
     name: str
@@ -32,7 +32,7 @@ def slots_of(nodes: Sequence[NodeInfo]) -> tuple[Slot, ...]:
     )
 
 
-def orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[Order, ...]:
+def orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[RankOrder, ...]:
     """The candidates for `layout`, `stock` first where it is legal, each physical arrangement once.
 
     Up to four processes these are all permutations modulo what is equal: the order inside a TP group, and
@@ -46,7 +46,7 @@ def orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[Order, ...]:
     if len({node.num_slots for node in nodes}) > 1:
         return (_order(STOCK, slots),)
     named = _permutations(slots) if len(slots) <= EXHAUSTIVE_RANKS else _named(layout, slots=slots)
-    found: dict[object, Order] = {}
+    found: dict[object, RankOrder] = {}
     for name, candidate in named:
         if not is_legal(candidate, layout=layout):
             continue
@@ -54,7 +54,7 @@ def orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[Order, ...]:
     return tuple(found.values())
 
 
-def order_named(name: str, *, layout: Layout, nodes: Sequence[NodeInfo]) -> Order:
+def order_named(name: str, *, layout: Layout, nodes: Sequence[NodeInfo]) -> RankOrder:
     """The order called `name`: `stock`, one of `orders`, or the slot of every rank ("1,0").
 
     Raises PlanError for an unknown name, or slots that break a rule.
@@ -100,9 +100,9 @@ def rank_of(tp: int, *, cp: int, dp: int, pp: int, layout: Layout) -> int:
     return tp + layout.tensor_parallel * (cp + layout.context_parallel * (dp + layout.data_parallel * pp))
 
 
-def _order(name: str, slots: Sequence[Slot]) -> Order:
+def _order(name: str, slots: Sequence[Slot]) -> RankOrder:
     mapping = Mapping(slots=tuple(slots))
-    return Order(name=STOCK if mapping.is_stock else name, mapping=mapping)
+    return RankOrder(name=STOCK if mapping.is_stock else name, mapping=mapping)
 
 
 def _arrangement(slots: Sequence[Slot], *, layout: Layout) -> object:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.mapping.places import Blocks, Places, blocks_of
 from quartet_plugin.mapping.step import NEVER_S, StepCosts, StepTime
+from quartet_plugin.mapping.topology import Blocks, Topology, blocks_of
 from quartet_plugin.model import plan
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout
@@ -43,14 +43,14 @@ class Solution:
     num_evaluated: int
     others: tuple[tuple[int, ...], ...] = ()
 
-    def mapping(self, places: Places) -> plan.Mapping:
+    def mapping(self, places: Topology) -> plan.Mapping:
         """As a plan holds it."""
         return plan.Mapping(slots=tuple(places.slots[slot] for slot in self.slots))
 
 
 def solve(
     costs: StepCosts,
-    places: Places,
+    places: Topology,
     *,
     inside: frozenset[str] = frozenset(),
     seed: int = 0,
@@ -258,7 +258,7 @@ def _draws(free: list[int], length: int) -> Iterator[tuple[int, ...]]:
 
 
 def _stock(
-    costs: StepCosts, places: Places, blocks: Blocks, inside: frozenset[str]
+    costs: StepCosts, places: Topology, blocks: Blocks, inside: frozenset[str]
 ) -> dict[str, tuple[IntArray, float]]:
     """Of each stock order, the same with equal or faster blocks at every place, and its own seconds.
 

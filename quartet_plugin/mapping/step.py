@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quartet_plugin.mapping.places import Blocks, GroupLink, Places, blocks_in_order, group_link
+from quartet_plugin.mapping.topology import Blocks, GroupLink, Topology, blocks_in_order, group_link
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
 
@@ -65,14 +65,14 @@ class StepCosts:
 
 
 class StepTime:
-    """`StepCosts` on `Places`: call it with an arrangement, blocks by [pp, copies], for seconds a step.
+    """`StepCosts` on `Topology`: call it with an arrangement, blocks by [pp, copies], for seconds a step.
 
     `inside` names the groups ("context", "expert") that may not leave a domain: an arrangement that breaks it
     takes for ever.
     """
 
     def __init__(
-        self, costs: StepCosts, places: Places, blocks: Blocks, *, inside: frozenset[str] = frozenset()
+        self, costs: StepCosts, places: Topology, blocks: Blocks, *, inside: frozenset[str] = frozenset()
     ) -> None:
         self._costs, self._places, self._blocks, self._inside = costs, places, blocks, inside
         self._links: dict[bytes, GroupLink] = {}
@@ -154,7 +154,7 @@ class StepTime:
         return found
 
 
-def _transfer_matrix(costs: StepCosts, places: Places) -> FloatArray:
+def _transfer_matrix(costs: StepCosts, places: Topology) -> FloatArray:
     """Seconds of a boundary tensor between domains, row to column; inside one on the diagonal."""
     between = costs.boundary_bytes / np.where(
         places.between_bytes_per_s > 0, places.between_bytes_per_s, np.inf
@@ -166,7 +166,7 @@ def _transfer_matrix(costs: StepCosts, places: Places) -> FloatArray:
 
 
 def step_s(
-    costs: StepCosts, places: Places, slots: Sequence[int], *, inside: frozenset[str] = frozenset()
+    costs: StepCosts, places: Topology, slots: Sequence[int], *, inside: frozenset[str] = frozenset()
 ) -> float:
     """Seconds a step when RANK r is played by slot `slots[r]`, an index into `places.slots`.
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from quartet_plugin.worker.actions import write_actions as write
-from quartet_plugin.worker.files import RankFiles
+from quartet_plugin.rank.actions import write_actions as write
+from quartet_plugin.rank.files import RankFileWriter
 
 
-def write_actions(files: RankFiles, runtime: Any) -> None:
+def write_actions(files: RankFileWriter, runtime: Any) -> None:
     """Write what the runtime recorded in the last step, for this process's place in the pipeline."""
     from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import get_num_microbatches

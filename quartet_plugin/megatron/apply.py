@@ -14,8 +14,8 @@ from quartet_plugin.megatron.arguments import Flags
 from quartet_plugin.megatron.describe import FRAMEWORK, layout_of, schedule_of, shape_of, split_of
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.schema import dump
-from quartet_plugin.worker.mapping import assign, exchange_places, table_of
-from quartet_plugin.worker.ranks import Meeting, Place
+from quartet_plugin.rank.mapping import assign, gather_processes, table_of
+from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
 
 SPLIT_FLAGS = (
     "pipeline_model_parallel_layout",
@@ -70,14 +70,14 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def apply_plan(
-    plan: Plan, *, flags: Flags, words: Sequence[str], version: str, meeting: Meeting, place: Place
+    plan: Plan, *, flags: Flags, words: Sequence[str], version: str, meeting: Rendezvous, place: RankEnv
 ) -> tuple[list[str], Wrapper]:
     """The command's words with the plan in them; RANK is set, and one rank tells what was changed.
 
     Also returns a wrapper of Megatron's tokenizer builder that checks the vocabulary, which is known only
     then. Raises AgreedRefusalError on all ranks when the plan does not fit on one of them.
     """
-    processes = exchange_places(meeting, place)
+    processes = gather_processes(meeting, place)
     refusal: QuartetError | None = None
     edited, rank = list(words), place.launch_rank
     notes: list[str] = []
@@ -93,7 +93,7 @@ def apply_plan(
             notes.append(table_of(processes, assignment))
     except QuartetError as error:
         refusal = error
-    meeting.settle("fit", refusal)
+    meeting.agree_or_raise("fit", refusal)
     os.environ["RANK"] = str(rank) if place.world_size > 1 else os.environ.get("RANK", "0")
     if place.launch_rank == 0:
         for note in notes:

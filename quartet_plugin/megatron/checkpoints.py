@@ -17,7 +17,7 @@ from quartet_plugin.megatron.describe import split_of
 from quartet_plugin.megatron.seams import Seam, Wrapper
 from quartet_plugin.model.canonical import digest
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.worker.ranks import AgreedRefusalError
+from quartet_plugin.rank.rendezvous import AgreedRefusalError
 
 FILE = "quartet.json"
 ATTRIBUTE = "quartet_stages"

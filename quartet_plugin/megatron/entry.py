@@ -22,11 +22,11 @@ from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
 from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.model.conversion import VARIABLE
-from quartet_plugin.worker.failure import show_script_error
-from quartet_plugin.worker.options import USAGE, Options, add_group, read_command
-from quartet_plugin.worker.program import run_program
-from quartet_plugin.worker.ranks import Meeting, Place, agree_on_plan
-from quartet_plugin.worker.session import Session
+from quartet_plugin.rank.entry_options import USAGE, EntryOptions, add_group, read_command
+from quartet_plugin.rank.failure import show_script_error
+from quartet_plugin.rank.program import run_program
+from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous, agree_on_plan
+from quartet_plugin.rank.session import Session
 
 if TYPE_CHECKING:
     from quartet_plugin.megatron.arguments import Flags
@@ -55,12 +55,12 @@ def main() -> None:
         raise SystemExit(int(error.exit_code)) from None
     if command is None:
         parser = argparse.ArgumentParser(prog="quartet_plugin.megatron", usage=USAGE, add_help=False)
-        add_group(parser, Options())
+        add_group(parser, EntryOptions())
         parser.print_help()
         return
     faulthandler.enable()
     sys.excepthook = show_script_error
-    run(MegatronSession(command=command, place=Place.of(os.environ)))
+    run(MegatronSession(command=command, place=RankEnv.of(os.environ)))
 
 
 def run(session: MegatronSession) -> None:
@@ -104,7 +104,7 @@ def prepare(session: MegatronSession) -> list[str]:
     return _with_cpu_flags(arguments) if on_cpu else arguments
 
 
-def use_cpu(options: Options) -> bool:
+def use_cpu(options: EntryOptions) -> bool:
     """Whether to train on the CPU device; looks at device nodes, since torch must not be imported yet."""
     if options.device != "auto":
         return options.device == "cpu"
@@ -122,7 +122,7 @@ def _change(session: MegatronSession) -> list[str]:
     plan, meeting = None, None
     version = seams.check_version()
     if options.plan is not None:
-        meeting = Meeting.open(session.place)
+        meeting = Rendezvous.open(session.place)
         plan = agree_on_plan(options.plan, meeting=meeting)
         if session.files is not None:
             session.files.plan_key = plan.key
@@ -195,12 +195,12 @@ def _profiled(session: MegatronSession, wrappers: "dict[Seam, Wrapper]", words: 
     """Let the ranks of a trial measure their layers too; the arguments for a rank that is played alone."""
     from quartet_plugin.megatron import seams
     from quartet_plugin.megatron.profiling import LayerProfiler
-    from quartet_plugin.megatron.profiling_rank import PlayedRank
+    from quartet_plugin.megatron.profiling_rank import SimulatedRank
 
     profiler = LayerProfiler(session.files)
     profiler.prepare()
     wrappers[seams.TRAIN_STEP] = seams.chain(session.meter.wrap, profiler.wrap)
-    played = PlayedRank.of(os.environ[PROFILE_VARIABLE])
+    played = SimulatedRank.of(os.environ[PROFILE_VARIABLE])
     if played is None:
         return words
     played.play()
@@ -220,10 +220,10 @@ def _runtime(session: MegatronSession, plan: "Plan | None", args: argparse.Names
             print(f"quartet: {note}", file=sys.stderr, flush=True)
     session.runtime = None if prepared is None else prepared.runtime
     if session.meter is not None and prepared is not None:
-        from quartet_plugin.runtime.ledger import Ledger
+        from quartet_plugin.runtime.ledger import ActivationTracker
 
         session.meter.runtime = prepared.runtime
-        prepared.runtime.ledger = Ledger()
+        prepared.runtime.ledger = ActivationTracker()
     return prepared
 
 
@@ -244,7 +244,9 @@ def _guard(plan: "Plan | None", *, is_placed: bool = False) -> "dict[Seam, Wrapp
     ).wrappers
 
 
-def _group_wrapper(options: Options, *, on_cpu: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _group_wrapper(
+    options: EntryOptions, *, on_cpu: bool
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
         def add_arguments_and_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             parser = add_megatron_arguments(parser)
@@ -259,7 +261,7 @@ def _group_wrapper(options: Options, *, on_cpu: bool) -> Callable[[Callable[...,
     return wrap
 
 
-def _add_group_if_possible(options: Options, on_cpu: bool) -> None:
+def _add_group_if_possible(options: EntryOptions, on_cpu: bool) -> None:
     """The group is a courtesy where nothing else was asked for: any Megatron then runs as it is."""
     from quartet_plugin.errors import SeamError
     from quartet_plugin.megatron import seams

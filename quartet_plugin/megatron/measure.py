@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from quartet_plugin.worker.files import RankFiles
-from quartet_plugin.worker.measure import StepMeter, rank_now
+from quartet_plugin.rank.files import RankFileWriter
+from quartet_plugin.rank.step_meter import StepMeter, rank_now
 
 
 class MegatronMeter(StepMeter):
     """The meter of one rank; `runtime`, set later, is the plan's own schedule at work."""
 
-    def __init__(self, files: RankFiles, *, neutralised: list[str], started_at: float) -> None:
+    def __init__(self, files: RankFileWriter, *, neutralised: list[str], started_at: float) -> None:
         super().__init__(files, neutralised=neutralised, started_at=started_at)
         self.runtime: Any = None
 

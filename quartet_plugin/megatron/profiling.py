@@ -19,9 +19,9 @@ from quartet_plugin.errors import SeamError
 from quartet_plugin.megatron import split_backward
 from quartet_plugin.megatron.profiling_memory import ActivationLedger
 from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.rank.device import device_name, peak_memory_bytes
+from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.runtime.records import Clock, CudaClock, HostClock
-from quartet_plugin.worker.device import device_name, peak_memory_bytes
-from quartet_plugin.worker.files import RankFiles
 
 EMBEDDING, HEAD, OTHER = "embedding", "head", "other"
 STEP_PARTS = ("iteration", "forward_backward", "finalize", "optimizer")
@@ -34,7 +34,7 @@ Key = tuple[str, str]
 class LayerProfiler:
     """Measures one rank of a trial; wraps `train_step` as the meters do."""
 
-    def __init__(self, files: RankFiles, *, clock: Clock | None = None) -> None:
+    def __init__(self, files: RankFileWriter, *, clock: Clock | None = None) -> None:
         self._files = files
         self._clock: Clock = clock or (HostClock() if device_name() == "cpu" else CudaClock())
         self._spans: dict[Key, list[tuple[Any, Any]]] = defaultdict(list)

@@ -12,14 +12,14 @@ MAX_WORLD_SIZE = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedRank:
+class SimulatedRank:
     """A rank of a world that is not there: built and run alone, communication left out."""
 
     rank: int
     world_size: int
 
     @classmethod
-    def of(cls, text: str) -> "PlayedRank | None":
+    def of(cls, text: str) -> "SimulatedRank | None":
         """What `quartet profile` set: RANK/WORLD_SIZE, or anything else (None) where processes are real.
 
         Raises UsageError.

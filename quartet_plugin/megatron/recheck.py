@@ -57,10 +57,10 @@ def main(words: list[str]) -> int:
     from quartet_plugin.megatron import cpu_device
     from quartet_plugin.megatron.entry import use_cpu
     from quartet_plugin.model.files import write_json_atomic
-    from quartet_plugin.worker.options import Options
+    from quartet_plugin.rank.entry_options import EntryOptions
 
     target, runtime = words
-    if use_cpu(Options()):
+    if use_cpu(EntryOptions()):
         cpu_device.install()
     write_json_atomic(Path(target), report(with_runtime=runtime == "runtime"))
     return 0

@@ -5,8 +5,8 @@ import importlib.util
 from pathlib import Path
 
 from quartet_plugin.errors import SeamError
-from quartet_plugin.worker import seams
-from quartet_plugin.worker.seams import Framework, Wrapper, chain, install, resolve
+from quartet_plugin.rank import seams
+from quartet_plugin.rank.seams import Framework, Wrapper, chain, install, resolve
 
 __all__ = ["MEGATRON", "Seam", "Wrapper", "chain", "check_version", "install", "installed_version", "resolve"]
 

@@ -17,14 +17,14 @@ def start() -> None:
         return
     from quartet_plugin.errors import QuartetError
     from quartet_plugin.megatron.entry import MegatronSession, prepare
-    from quartet_plugin.worker.options import Command, take_options
-    from quartet_plugin.worker.ranks import Place
+    from quartet_plugin.rank.entry_options import EntryCommand, take_options
+    from quartet_plugin.rank.rendezvous import RankEnv
 
     session = None
     try:
         options, words = take_options(sys.argv[1:])
-        command = Command(target=sys.argv[0], is_module=False, arguments=tuple(words), options=options)
-        session = MegatronSession(command=command, place=Place.of(os.environ))
+        command = EntryCommand(target=sys.argv[0], is_module=False, arguments=tuple(words), options=options)
+        session = MegatronSession(command=command, place=RankEnv.of(os.environ))
         sys.argv[1:] = words
         sys.argv[1:] = prepare(session)
     except QuartetError as error:

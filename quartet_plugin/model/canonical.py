@@ -51,3 +51,9 @@ def _refuse_other_keys(value: Any) -> None:
         for item in value:
             if isinstance(item, dict | list | tuple):
                 _refuse_other_keys(item)
+
+
+def derived_seed(seed: int, number: int, what: str) -> int:
+    """A seed of its own for one purpose of one trial."""
+    text = f"{seed}/{number}/{what}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:4], "big")

@@ -88,7 +88,7 @@ class Finalist:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Control:
+class BaselineCheck:
     """The baseline's objective after `num_tried` trials, over what it was at the start."""
 
     num_tried: int
@@ -172,7 +172,7 @@ class RunHistory:
     finalists: tuple[Finalist, ...]
     winner: Plan | None
     faults: tuple[str, ...] = ()
-    controls: tuple[Control, ...] = ()
+    controls: tuple[BaselineCheck, ...] = ()
     workers: tuple[WorkerRow, ...] = ()
     regret: Regret | None = None
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from quartet_plugin.report.svg import Scale, drawing, element, rectangles, text, x_axis
 from quartet_plugin.report.timeline import KIND_WORDS, Colour, shade
 from quartet_plugin.report.words import time_of
-from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.placement import chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
 
@@ -37,7 +37,7 @@ def timeline(schedule: Schedule, simulation: "Simulation", *, label: str) -> str
     bottom = top + row * schedule.num_devices
     chunks = chunk_of_stage(schedule.placement)
     num_chunks = int(max(chunks)) + 1
-    boxes: dict[tuple[Kind, int], list[Box]] = defaultdict(list)
+    boxes: dict[tuple[ActionKind, int], list[Box]] = defaultdict(list)
     labels: list[tuple[float, float, str, bool]] = []
     for device in range(schedule.num_devices):
         y = top + row * device
@@ -83,7 +83,7 @@ def _rows(schedule: Schedule, simulation: "Simulation", *, top: float, row: floa
     return parts
 
 
-def _legend(boxes: dict[tuple[Kind, int], list[Box]], num_chunks: int) -> str:
+def _legend(boxes: dict[tuple[ActionKind, int], list[Box]], num_chunks: int) -> str:
     parts, x = [], _LEFT
     kinds = sorted({kind for kind, _ in boxes})
     entries = [(_hex(shade(kind, 0, num_chunks=num_chunks)), KIND_WORDS[kind]) for kind in kinds]

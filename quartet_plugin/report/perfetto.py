@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 MAX_FLOWS = 50_000
 _PROCESS = 1
 _US = 1e6
-_WORDS = {Kind.F: "forward", Kind.I: "input gradient", Kind.W: "weight gradient", Kind.B: "backward"}
+_WORDS = {
+    ActionKind.F: "forward",
+    ActionKind.I: "input gradient",
+    ActionKind.W: "weight gradient",
+    ActionKind.B: "backward",
+}
 
 Event = dict[str, Any]
 
@@ -88,7 +93,7 @@ def _flows(schedule: Schedule, simulation: "Simulation") -> list[Event]:
     for device in range(schedule.num_devices):
         times = ((simulation.start_s[device] + simulation.end_s[device]) * (_US / 2)).tolist()
         for action, middle in zip(schedule.actions(device), times, strict=True):
-            if action.kind != Kind.W:
+            if action.kind != ActionKind.W:
                 middles[_boundary(action)] = device, middle
     events: list[Event] = []
     for (stage, is_backward, microbatch), (device, middle) in middles.items():
@@ -105,7 +110,7 @@ def _flows(schedule: Schedule, simulation: "Simulation") -> list[Event]:
 
 
 def _boundary(action: Action) -> tuple[int, bool, int]:
-    return action.stage, action.kind != Kind.F, action.microbatch
+    return action.stage, action.kind != ActionKind.F, action.microbatch
 
 
 def _memory(schedule: Schedule, simulation: "Simulation", device: int, costs: "StageCosts") -> list[Event]:
@@ -114,8 +119,8 @@ def _memory(schedule: Schedule, simulation: "Simulation", device: int, costs: "S
     kinds = codes & 3
     size = costs.activation_bytes[(codes >> 2) // schedule.num_microbatches]
     freed = np.array([0.0, 1.0 - costs.held_fraction, costs.held_fraction, 1.0])[kinds]
-    change = np.where(kinds == Kind.F, size, -freed * size)
-    times = np.where(kinds == Kind.F, simulation.start_s[device], simulation.end_s[device]) * _US
+    change = np.where(kinds == ActionKind.F, size, -freed * size)
+    times = np.where(kinds == ActionKind.F, simulation.start_s[device], simulation.end_s[device]) * _US
     levels = np.maximum(np.cumsum(change), 0.0)
     return [
         {

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet_plugin.errors import ConfigError, UsageError
-from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.placement import chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 FloatArray = NDArray[np.float64]
 Colour = tuple[float, float, float]
 
-KIND_COLOURS: dict[Kind, Colour] = {
-    Kind.F: (0.16, 0.42, 0.71),
-    Kind.I: (0.90, 0.53, 0.08),
-    Kind.W: (0.18, 0.58, 0.34),
-    Kind.B: (0.72, 0.22, 0.32),
+KIND_COLOURS: dict[ActionKind, Colour] = {
+    ActionKind.F: (0.16, 0.42, 0.71),
+    ActionKind.I: (0.90, 0.53, 0.08),
+    ActionKind.W: (0.18, 0.58, 0.34),
+    ActionKind.B: (0.72, 0.22, 0.32),
 }
 KIND_WORDS = {
-    Kind.F: "F forward",
-    Kind.I: "I input gradient",
-    Kind.W: "W weight gradient",
-    Kind.B: "B backward",
+    ActionKind.F: "F forward",
+    ActionKind.I: "I input gradient",
+    ActionKind.W: "W weight gradient",
+    ActionKind.B: "B backward",
 }
 WAITING_COLOUR: Colour = (0.90, 0.90, 0.91)
 
@@ -109,7 +109,7 @@ def timeline_png(
     return buffer.getvalue()
 
 
-def shade(kind: Kind, chunk: int, *, num_chunks: int) -> Colour:
+def shade(kind: ActionKind, chunk: int, *, num_chunks: int) -> Colour:
     """The colour of a kind, mixed with white the more the later the chunk."""
     mixed = _LIGHTEST * chunk / max(num_chunks - 1, 1)
     red, green, blue = KIND_COLOURS[kind]
@@ -207,7 +207,9 @@ def _draw_bars(axes: "Axes", bars: _Bars, page: _Page) -> None:
     sides = ((start, low), (end, low), (end, high), (start, high))
     corners = np.stack([np.stack([x, y], axis=-1) for x, y in sides], axis=1)
     count = int(bars.chunk.max()) + 1
-    palette = np.array([[shade(kind, chunk, num_chunks=count) for chunk in range(count)] for kind in Kind])
+    palette = np.array(
+        [[shade(kind, chunk, num_chunks=count) for chunk in range(count)] for kind in ActionKind]
+    )
     seam = page.typical * page.pixels_per_time >= _SEAM_PIXELS
     axes.add_collection(
         PolyCollection(
@@ -235,7 +237,7 @@ def _label_bars(axes: "Axes", bars: _Bars, page: _Page) -> None:
         return
     count = int(bars.chunk.max()) + 1
     for at in fits.tolist():
-        red, green, blue = shade(Kind(int(bars.kind[at])), int(bars.chunk[at]), num_chunks=count)
+        red, green, blue = shade(ActionKind(int(bars.kind[at])), int(bars.chunk[at]), num_chunks=count)
         dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.58
         axes.text(
             middle[at],
@@ -281,7 +283,7 @@ def _head(axes: "Axes", bars: _Bars, title: str) -> None:
     from matplotlib.patches import Patch
 
     count = int(bars.chunk.max()) + 1
-    kinds = [kind for kind in Kind if (bars.kind == kind).any()]
+    kinds = [kind for kind in ActionKind if (bars.kind == kind).any()]
     handles = [Patch(facecolor=KIND_COLOURS[kind], label=KIND_WORDS[kind]) for kind in kinds]
     handles.append(Patch(facecolor=WAITING_COLOUR, label="waiting"))
     if count > 1:

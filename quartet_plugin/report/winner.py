@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quartet_plugin.cost.estimate import layer_weights
 from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.gantt import MAX_ACTIONS
@@ -13,6 +12,7 @@ from quartet_plugin.schedule.choice import costs_of, family_of, written_of
 from quartet_plugin.schedule.family import generate
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.split.end_loads import layer_weights
 
 if TYPE_CHECKING:
     from quartet_plugin.schedule.simulate import Simulation

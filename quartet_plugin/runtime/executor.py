@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from quartet_plugin.errors import InfrastructureError
 from quartet_plugin.runtime.records import Recorder
-from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.instruction import (
     Compute,
     Instruction,
@@ -100,11 +100,11 @@ class Executor:
         An exception gets a note that names the action. Raises InfrastructureError, naming the message, when a
         transfer fails because a peer or the network has.
         """
-        calls: dict[Kind, Callable[[int, int, Tensor | None], Tensor | None]] = {
-            Kind.F: compute.forward,
-            Kind.B: compute.backward,
-            Kind.I: compute.input_grad,
-            Kind.W: _without_input(compute),
+        calls: dict[ActionKind, Callable[[int, int, Tensor | None], Tensor | None]] = {
+            ActionKind.F: compute.forward,
+            ActionKind.B: compute.backward,
+            ActionKind.I: compute.input_grad,
+            ActionKind.W: _without_input(compute),
         }
         values: dict[_Value, Tensor] = {}
         recorder.begin()
@@ -156,7 +156,7 @@ def _prepare(instruction: Instruction, num_stages: int) -> _Step:
     if not isinstance(instruction, Compute):
         return instruction
     action = instruction.action
-    forward = action.kind is Kind.F
+    forward = action.kind is ActionKind.F
     source, target = consumes(action, num_stages), produces(action, num_stages)
     return _Run(
         action=action,

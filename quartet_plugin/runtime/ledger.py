@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 
-class Ledger:
+class ActivationTracker:
     """Live bytes now and at the peak. Costs some microseconds a tensor: for one step, not for every one."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.model.costs import FloatArray, StageCosts
-from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.family import Family, generate
 from quartet_plugin.schedule.instruction import Program, consumes
 from quartet_plugin.schedule.lowering import lower
@@ -24,7 +24,7 @@ Rows = Sequence[Sequence[Action]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class ScheduleSpec:
     """How to make the schedule for any number of microbatches.
 
     `costs` are the stages' predicted times: they place receives and make the family's orders. `written` is
@@ -54,10 +54,10 @@ class Recipe:
 
 
 @dataclass(slots=True)
-class Library:
+class ProgramCache:
     """The programs of one recipe, each made when it is first asked for."""
 
-    recipe: Recipe
+    recipe: ScheduleSpec
     _programs: dict[tuple[int, bool], Program] = field(default_factory=dict)
 
     def program(self, num_microbatches: int, *, forward_only: bool = False) -> Program:
@@ -69,7 +69,7 @@ class Library:
         return self._programs[key]
 
 
-def make_schedule(recipe: Recipe, num_microbatches: int) -> Schedule:
+def make_schedule(recipe: ScheduleSpec, num_microbatches: int) -> Schedule:
     """The recipe's schedule for this number of microbatches, checked.
 
     Raises PlanError for a written order that breaks a rule, or for another placement than the costs have.
@@ -85,7 +85,7 @@ def make_schedule(recipe: Recipe, num_microbatches: int) -> Schedule:
     return schedule
 
 
-def _ordered(recipe: Recipe, num_microbatches: int) -> Schedule:
+def _ordered(recipe: ScheduleSpec, num_microbatches: int) -> Schedule:
     written = recipe.written
     if written is not None and written.num_microbatches == num_microbatches:
         return written
@@ -109,7 +109,7 @@ def _ordered(recipe: Recipe, num_microbatches: int) -> Schedule:
     )
 
 
-def plain_family(recipe: Recipe) -> Family:
+def plain_family(recipe: ScheduleSpec) -> Family:
     """Whole backwards, as 1F1B on any placement: in flight is what fills the pipeline once and no more."""
     chunks = len(recipe.placement) // recipe.num_devices
     ones, zeros = (1.0,) * chunks, (0.0,) * chunks
@@ -128,13 +128,17 @@ def _with_whole_stages(schedule: Schedule, whole: frozenset[int]) -> Schedule:
         return schedule
 
     def changed(action: Action) -> Action:
-        return action._replace(kind=Kind.B) if action.kind is Kind.I and action.stage in whole else action
+        return (
+            action._replace(kind=ActionKind.B)
+            if action.kind is ActionKind.I and action.stage in whole
+            else action
+        )
 
     rows = [
         [
             changed(action)
             for action in schedule.actions(device)
-            if not (action.kind is Kind.W and action.stage in whole)
+            if not (action.kind is ActionKind.W and action.stage in whole)
         ]
         for device in range(schedule.num_devices)
     ]
@@ -158,7 +162,7 @@ def lower_schedule(schedule: Schedule, costs: StageCosts, *, forward_only: bool 
     """
     if forward_only:
         rows = [
-            [action for action in schedule.actions(device) if action.kind is Kind.F]
+            [action for action in schedule.actions(device) if action.kind is ActionKind.F]
             for device in range(schedule.num_devices)
         ]
         schedule = _of_rows(schedule, rows)
@@ -202,8 +206,8 @@ def predicted_times(schedule: Schedule, costs: StageCosts) -> tuple[list[FloatAr
                 begin = max(free_s[device], ready_s)
                 end = begin + duration[action.kind](action.stage)
                 start_s[device][at[device]], end_s[device][at[device]] = begin, end
-                if action.kind is not Kind.W:
-                    ended[action.stage, action.kind is Kind.F, action.microbatch] = end
+                if action.kind is not ActionKind.W:
+                    ended[action.stage, action.kind is ActionKind.F, action.microbatch] = end
                 free_s[device] = end
                 at[device] += 1
                 moved = True
@@ -212,22 +216,22 @@ def predicted_times(schedule: Schedule, costs: StageCosts) -> tuple[list[FloatAr
     return start_s, end_s
 
 
-def _durations(costs: StageCosts) -> dict[Kind, Callable[[int], float]]:
+def _durations(costs: StageCosts) -> dict[ActionKind, Callable[[int], float]]:
     tables = {
-        Kind.F: costs.forward_s,
-        Kind.I: costs.input_grad_s,
-        Kind.W: costs.weight_grad_s,
-        Kind.B: costs.backward_s,
+        ActionKind.F: costs.forward_s,
+        ActionKind.I: costs.input_grad_s,
+        ActionKind.W: costs.weight_grad_s,
+        ActionKind.B: costs.backward_s,
     }
     return {kind: table.tolist().__getitem__ for kind, table in tables.items()}
 
 
 def _ready(action: Action, costs: StageCosts, ended: dict[tuple[int, bool, int], float]) -> float | None:
     """When all that an action needs is there; None while something has not run."""
-    forward = action.kind is Kind.F
+    forward = action.kind is ActionKind.F
     ready_s = 0.0
     if not forward:
-        own = ended.get((action.stage, action.kind is not Kind.W, action.microbatch))
+        own = ended.get((action.stage, action.kind is not ActionKind.W, action.microbatch))
         if own is None:
             return None
         ready_s = own

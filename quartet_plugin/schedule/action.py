@@ -17,7 +17,7 @@ MAX_ACTIONS = 5_000_000
 _TEXT = re.compile(r"(0|[1-9][0-9]{0,4})([FIWB])(0|[1-9][0-9]{0,5})", re.ASCII)
 
 
-class Kind(IntEnum):
+class ActionKind(IntEnum):
     """What an action computes; the numbers are the last two bits of an action's code."""
 
     F = 0
@@ -26,14 +26,14 @@ class Kind(IntEnum):
     B = 3
 
 
-_KINDS = tuple(Kind)
+_KINDS = tuple(ActionKind)
 
 
 class Action(NamedTuple):
     """The work of one kind for one microbatch on one stage."""
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text)
         if match is None:
             raise PlanError(f"action {text[:40]!r}: expected {{stage}}{{F|I|W|B}}{{microbatch}} like 2F0")
-        return cls(int(match[1]), Kind[match[2]], int(match[3]))
+        return cls(int(match[1]), ActionKind[match[2]], int(match[3]))
 
     def encode(self, num_microbatches: int) -> int:
         """A dense integer, `(stage * num_microbatches + microbatch) * 4 + kind`, as kernels take it."""

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from enum import StrEnum
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.instruction import (
     Compute,
     Instruction,
@@ -192,9 +192,9 @@ class _Ledger:
         self._num_buffers = {Side.SEND: program.num_send_buffers, Side.RECV: program.num_receive_buffers}
 
     def compute(self, device: int, action: Action) -> None:
-        program, forward = self._program, action.kind == Kind.F
+        program, forward = self._program, action.kind == ActionKind.F
         source = consumes(action, len(program.placement))
-        ready = forward or (action.stage, action.kind != Kind.W, action.microbatch) in self._done
+        ready = forward or (action.stage, action.kind != ActionKind.W, action.microbatch) in self._done
         if source is not None and program.placement[source] == device:
             ready &= (source, forward, action.microbatch) in self._done
         elif source is not None:
@@ -203,7 +203,7 @@ class _Ledger:
             raise PlanError(
                 f"{action} on device {device}: runs before what it needs; lower the schedule again"
             )
-        if action.kind != Kind.W:
+        if action.kind != ActionKind.W:
             self._done.add((action.stage, forward, action.microbatch))
         if source is not None and program.placement[source] != device:
             self._release(device, Side.RECV, (source, action.stage, action.microbatch))
@@ -241,7 +241,7 @@ class _Ledger:
         expected = sum(
             program.placement[target] != program.placement[stage]
             for stage in range(len(program.placement))
-            for kind in (Kind.F, Kind.I)
+            for kind in (ActionKind.F, ActionKind.I)
             if (target := produces(Action(stage, kind, 0), len(program.placement))) is not None
         )
         if self._taken or len(self._arrived) != expected * program.num_microbatches:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.costs import Costs, FloatArray, StageCosts, stage_costs
-from quartet_plugin.schedule.action import Action, Kind
-from quartet_plugin.schedule.exact_kernel import BoolArray, Level, Problem, empty_level, expand
+from quartet_plugin.schedule.action import Action, ActionKind
+from quartet_plugin.schedule.exact_kernel import BoolArray, ExactProblem, Level, empty_level, expand
 from quartet_plugin.schedule.relaxation import Relaxation, relaxation, root_bounds, tails
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import simulate
@@ -116,14 +116,14 @@ def _of_modes(costs: Costs, stages: StageCosts, whole: BoolArray) -> Relaxation:
 
 def _problem(
     costs: Costs, stages: StageCosts, relaxed: Relaxation, whole: BoolArray, unit_s: float
-) -> Problem:
+) -> ExactProblem:
     """The kernel's form, with `unit_s` seconds as the unit of time."""
     scaled = relaxed._replace(
         **{name: getattr(relaxed, name) / unit_s for name in ("f_s", "i_s", "w_s", "send_f_s", "send_i_s")}
     )
     limit = costs.memory_limit_bytes
     num_chunks = np.bincount(relaxed.device, minlength=costs.num_devices)
-    return Problem(
+    return ExactProblem(
         relaxed=scaled,
         tail=tails(scaled),
         num_bytes=stages.activation_bytes,
@@ -136,7 +136,7 @@ def _problem(
 class _Search:
     """Passes over the levels of one problem."""
 
-    def __init__(self, problem: Problem, whole: BoolArray, num_actions: int) -> None:
+    def __init__(self, problem: ExactProblem, whole: BoolArray, num_actions: int) -> None:
         self._problem = problem
         self._whole = whole
         self._num_actions = num_actions
@@ -215,7 +215,7 @@ def _schedule(
     rows: list[list[Action]] = [[] for _ in range(costs.num_devices)]
     for code in actions:
         stage, kind = divmod(code, 3)
-        shown = Kind.B if kind == Kind.I and whole[stage] else Kind(kind)
+        shown = ActionKind.B if kind == ActionKind.I and whole[stage] else ActionKind(kind)
         rows[placement[stage]].append(Action(stage, shown, int(count[stage, kind])))
         count[stage, kind] += 1
     return Schedule.of_actions(

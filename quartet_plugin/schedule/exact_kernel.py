@@ -17,7 +17,7 @@ TIME_TOLERANCE = 1e-12
 BoolArray = NDArray[np.bool_]
 
 
-class Problem(NamedTuple):
+class ExactProblem(NamedTuple):
     """An instance: its relaxation with exact durations and its tails, and memory per stage and device.
 
     `limit` [num_devices] is inf where there is none; a device of `may_wait` may have to leave a forward
@@ -65,14 +65,14 @@ def empty_level(capacity: int, *, num_stages: int, num_microbatches: int, num_de
 
 
 @compiled
-def _duration(problem: Problem, s: int, k: int) -> float:
+def _duration(problem: ExactProblem, s: int, k: int) -> float:
     if k == 0:
         return float(problem.relaxed.f_s[s])
     return float(problem.relaxed.i_s[s] if k == 1 else problem.relaxed.w_s[s])
 
 
 @compiled
-def _fits(problem: Problem, counts: CountArray, s: int) -> bool:
+def _fits(problem: ExactProblem, counts: CountArray, s: int) -> bool:
     """Whether one more forward of stage s fits its device's limit."""
     d = problem.relaxed.device[s]
     if problem.num_bytes[s] <= 0 or problem.limit[d] == np.inf:
@@ -87,7 +87,7 @@ def _fits(problem: Problem, counts: CountArray, s: int) -> bool:
 
 
 @compiled
-def _can_start(problem: Problem, state: Level, row: int, s: int, k: int) -> float:
+def _can_start(problem: ExactProblem, state: Level, row: int, s: int, k: int) -> float:
     """Earliest start of the class's next action in this state, or -1 when it cannot be scheduled yet."""
     counts, relaxed = state.counts[row], problem.relaxed
     i = counts[s, k]
@@ -169,7 +169,7 @@ def _copy(source_level: Level, source: int, target_level: Level, target: int) ->
 
 
 @compiled
-def _add_action(problem: Problem, child: Level, row: int, s: int, k: int, start: float) -> None:
+def _add_action(problem: ExactProblem, child: Level, row: int, s: int, k: int, start: float) -> None:
     """Do the class's next action at `start` in the state `row`."""
     d = problem.relaxed.device[s]
     i = child.counts[row, s, k]
@@ -186,7 +186,7 @@ def _add_action(problem: Problem, child: Level, row: int, s: int, k: int, start:
 
 
 @compiled
-def _set_bound(problem: Problem, child: Level, row: int, end: Classes) -> None:
+def _set_bound(problem: ExactProblem, child: Level, row: int, end: Classes) -> None:
     """Bound the state; also move each device's free time up to the earliest start of what it has left."""
     relaxed, counts = problem.relaxed, child.counts[row]
     end.f[:] = child.end_f[row]
@@ -230,7 +230,9 @@ def _keep(relaxed: Relaxation, child: Level, num: int, buckets: IntArray, chain:
 
 
 @compiled
-def _first_to_end(problem: Problem, level: Level, row: int, starts: FloatArray) -> tuple[int, int, float]:
+def _first_to_end(
+    problem: ExactProblem, level: Level, row: int, starts: FloatArray
+) -> tuple[int, int, float]:
     """Fill `starts` [stages, 3]; return stage (-1: none), kind and end of the action that can end first."""
     best_s, best_k, best_end = -1, -1, np.inf
     for s in range(len(problem.relaxed.device)):
@@ -243,7 +245,7 @@ def _first_to_end(problem: Problem, level: Level, row: int, starts: FloatArray) 
 
 @compiled
 def expand(
-    problem: Problem,
+    problem: ExactProblem,
     level: Level,
     first: int,
     last: int,

@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.model.costs import Costs, LayerCost
 from quartet_plugin.model.files import read_json, shown, validate, write_json_atomic
-from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, MAX_STAGES, Action, Kind
+from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, MAX_STAGES, Action, ActionKind
 from quartet_plugin.schedule.schedule import CodeArray, Schedule
 from quartet_plugin.schedule.validate import check_placement
 
@@ -51,9 +51,9 @@ _Devices = Annotated[int, Field(ge=1, le=MAX_STAGES)]
 _Microbatches = Annotated[int, Field(ge=1, le=MAX_MICROBATCHES)]
 _Route = Annotated[int, Field(ge=0, le=1)]
 
-_KIND_NAMES = "".join(kind.name for kind in Kind)
+_KIND_NAMES = "".join(kind.name for kind in ActionKind)
 _ORDER = re.compile(r"(?:(?:0|[1-9][0-9]{0,4})[FIWB](?:0|[1-9][0-9]{0,5}),)*+", re.ASCII)
-_TO_NUMBERS = str.maketrans({kind.name: f" {int(kind)} " for kind in Kind} | {",": " "})
+_TO_NUMBERS = str.maketrans({kind.name: f" {int(kind)} " for kind in ActionKind} | {",": " "})
 
 
 class _Strict(BaseModel):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.action import Action, ActionKind
 
 
 class Side(StrEnum):
@@ -163,13 +163,13 @@ def _transfer_to_json(transfer: Transfer) -> dict[str, Any]:
 
 def produces(action: Action, num_stages: int) -> int | None:
     """The stage an action's result goes to, or None."""
-    if action.kind == Kind.F:
+    if action.kind == ActionKind.F:
         return action.stage + 1 if action.stage + 1 < num_stages else None
-    return action.stage - 1 if action.kind != Kind.W and action.stage > 0 else None
+    return action.stage - 1 if action.kind != ActionKind.W and action.stage > 0 else None
 
 
 def consumes(action: Action, num_stages: int) -> int | None:
     """The other stage whose result an action needs, or None."""
-    if action.kind == Kind.F:
+    if action.kind == ActionKind.F:
         return action.stage - 1 if action.stage > 0 else None
-    return action.stage + 1 if action.kind != Kind.W and action.stage + 1 < num_stages else None
+    return action.stage + 1 if action.kind != ActionKind.W and action.stage + 1 < num_stages else None

@@ -35,7 +35,7 @@ import numpy as np
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import FloatArray
-from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.instruction import (
     Compute,
     Instruction,
@@ -144,10 +144,10 @@ def _timeline(schedule: Schedule, start_s: Sequence[FloatArray], end_s: Sequence
     """Merge the device lists into one order, by start as far as the data allow (Kahn)."""
     actions = [schedule.actions(d) for d in range(schedule.num_devices)]
     at = {
-        (a.stage, a.kind == Kind.F, a.microbatch): (d, n)
+        (a.stage, a.kind == ActionKind.F, a.microbatch): (d, n)
         for d, row in enumerate(actions)
         for n, a in enumerate(row)
-        if a.kind != Kind.W
+        if a.kind != ActionKind.W
     }
     rank = [[-1] * len(row) for row in actions]
     starts, ends = ([row.tolist() for row in times] for times in (start_s, end_s))
@@ -178,8 +178,8 @@ def _timeline(schedule: Schedule, start_s: Sequence[FloatArray], end_s: Sequence
 
 def _needed(action: Action, num_stages: int) -> list[tuple[int, bool, int]]:
     """Keys of the results an action needs."""
-    forward = action.kind == Kind.F
-    needed = [] if forward else [(action.stage, action.kind != Kind.W, action.microbatch)]
+    forward = action.kind == ActionKind.F
+    needed = [] if forward else [(action.stage, action.kind != ActionKind.W, action.microbatch)]
     other = consumes(action, num_stages)
     return needed if other is None else [*needed, (other, forward, action.microbatch)]
 
@@ -199,8 +199,8 @@ def _points(
             to_stage = produces(action, schedule.num_stages)
             if to_stage is None or schedule.placement[to_stage] == source:
                 continue
-            target, consumer = timeline.at[to_stage, action.kind == Kind.F, action.microbatch]
-            stream = (source, target, action.kind == Kind.F)
+            target, consumer = timeline.at[to_stage, action.kind == ActionKind.F, action.microbatch]
+            stream = (source, target, action.kind == ActionKind.F)
             message = Message(
                 source_stage=action.stage,
                 target_stage=to_stage,

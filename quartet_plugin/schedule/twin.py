@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import StageCosts
-from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.schedule import Schedule
 
-_SETS = ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W})
+_SETS = ({ActionKind.F, ActionKind.B}, {ActionKind.F, ActionKind.I, ActionKind.W})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TwinResult:
+class ReferenceResult:
     """Start and end of every action in seconds, and each device's peak activation bytes."""
 
     start_s: dict[Action, float]
@@ -29,9 +29,9 @@ class TwinResult:
         return max(self.end_s.values())
 
 
-def simulate_twin(
+def simulate_reference(
     schedule: Schedule, costs: StageCosts, *, other_route: StageCosts | None = None
-) -> TwinResult:
+) -> ReferenceResult:
     """Run `schedule` action by action; raises PlanError when it is incomplete or deadlocks."""
     rows = [schedule.actions(d) for d in range(schedule.num_devices)]
     routes = [costs] if other_route is None else [costs, other_route]
@@ -60,7 +60,7 @@ def simulate_twin(
                 moved = True
     if any(done[d] < len(row) for d, row in enumerate(rows)):
         raise PlanError(f"deadlock: devices stopped after {done} actions; reorder them")
-    return TwinResult(
+    return ReferenceResult(
         start_s=start,
         end_s=end,
         peak_activation_bytes=[_peak(row, costs_of) for row in rows],
@@ -70,10 +70,10 @@ def simulate_twin(
 def duration(action: Action, costs: StageCosts) -> float:
     """Seconds one action takes."""
     seconds = {
-        Kind.F: costs.forward_s,
-        Kind.I: costs.input_grad_s,
-        Kind.W: costs.weight_grad_s,
-        Kind.B: costs.backward_s,
+        ActionKind.F: costs.forward_s,
+        ActionKind.I: costs.input_grad_s,
+        ActionKind.W: costs.weight_grad_s,
+        ActionKind.B: costs.backward_s,
     }
     return float(seconds[action.kind][action.stage])
 
@@ -83,16 +83,18 @@ def _ready(action: Action, costs: StageCosts, end: dict[Action, float]) -> float
     stage, microbatch = action.stage, action.microbatch
 
     def gradient(of_stage: int) -> float | None:
-        return end.get(Action(of_stage, Kind.I, microbatch), end.get(Action(of_stage, Kind.B, microbatch)))
+        return end.get(
+            Action(of_stage, ActionKind.I, microbatch), end.get(Action(of_stage, ActionKind.B, microbatch))
+        )
 
-    if action.kind == Kind.W:
-        return end.get(Action(stage, Kind.I, microbatch))
-    if action.kind == Kind.F:
+    if action.kind == ActionKind.W:
+        return end.get(Action(stage, ActionKind.I, microbatch))
+    if action.kind == ActionKind.F:
         if stage == 0:
             return 0.0
-        before = end.get(Action(stage - 1, Kind.F, microbatch))
+        before = end.get(Action(stage - 1, ActionKind.F, microbatch))
         return None if before is None else before + float(costs.forward_transfer_s[stage - 1])
-    own = end.get(Action(stage, Kind.F, microbatch))
+    own = end.get(Action(stage, ActionKind.F, microbatch))
     if own is None or stage == costs.num_stages - 1:
         return own
     after = gradient(stage + 1)
@@ -104,14 +106,19 @@ def _peak(row: list[Action], costs_of: Callable[[Action], StageCosts]) -> float:
     for action in row:
         costs = costs_of(action)
         size = float(costs.activation_bytes[action.stage])
-        freed = {Kind.F: -1.0, Kind.I: 1.0 - costs.held_fraction, Kind.W: costs.held_fraction, Kind.B: 1.0}
+        freed = {
+            ActionKind.F: -1.0,
+            ActionKind.I: 1.0 - costs.held_fraction,
+            ActionKind.W: costs.held_fraction,
+            ActionKind.B: 1.0,
+        }
         used -= size * freed[action.kind]
         peak = max(peak, used)
     return peak
 
 
 def _check_complete(schedule: Schedule, rows: list[list[Action]]) -> None:
-    kinds: dict[tuple[int, int], list[Kind]] = {}
+    kinds: dict[tuple[int, int], list[ActionKind]] = {}
     for action in (a for row in rows for a in row):
         kinds.setdefault((action.stage, action.microbatch), []).append(action.kind)
     for stage in range(schedule.num_stages):

@@ -11,7 +11,7 @@ import numpy as np
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import Costs
-from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, MAX_STAGES, Action, Kind
+from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, MAX_STAGES, Action, ActionKind
 from quartet_plugin.schedule.schedule import CodeArray, Schedule
 from quartet_plugin.schedule.table import Cell, place, refusal
 
@@ -178,12 +178,12 @@ class _Flat:
             self._refuse_double(int(pair) * 4 + int(kind))
         forward, input_grad, weight_grad, whole = counts.T
         for wrong, kind, why in (
-            (forward == 0, Kind.F, "every stage needs one F of every microbatch"),
+            (forward == 0, ActionKind.F, "every stage needs one F of every microbatch"),
             ((input_grad == 1) & (whole == 1), None, "both I and B: the backward is either B or I and W"),
             ((weight_grad == 1) & (whole == 1), None, "both W and B: the backward is either B or I and W"),
-            ((input_grad == 1) & (weight_grad == 0), Kind.W, "an I needs its W, or make both one B"),
-            ((input_grad == 0) & (weight_grad == 1), Kind.I, "a W needs its I, or make both one B"),
-            ((input_grad + whole) == 0, Kind.B, "every F needs its B, or I and W"),
+            ((input_grad == 1) & (weight_grad == 0), ActionKind.W, "an I needs its W, or make both one B"),
+            ((input_grad == 0) & (weight_grad == 1), ActionKind.I, "a W needs its I, or make both one B"),
+            ((input_grad + whole) == 0, ActionKind.B, "every F needs its B, or I and W"),
         ):
             if wrong.any():
                 pair = int(np.flatnonzero(wrong)[0])
@@ -199,14 +199,14 @@ class _Flat:
         raise refusal(self.schedule, reason, mark=cells[-1], related=cells[:-1])
 
     def _refuse_both(self, pair: int, why: str) -> None:
-        mark = self.where(pair * 4 + Kind.B)[0]
-        related = [*self.where(pair * 4 + Kind.I), *self.where(pair * 4 + Kind.W)]
+        mark = self.where(pair * 4 + ActionKind.B)[0]
+        related = [*self.where(pair * 4 + ActionKind.I), *self.where(pair * 4 + ActionKind.W)]
         action = self.action(pair * 4)
         reason = f"stage {action.stage}, microbatch {action.microbatch} at {place(mark)}: {why}"
         raise refusal(self.schedule, reason, mark=mark, related=related)
 
     def _refuse_missing(self, code: int, why: str) -> None:
-        related = sorted(cell for kind in Kind for cell in self.where((code & ~3) | kind))
+        related = sorted(cell for kind in ActionKind for cell in self.where((code & ~3) | kind))
         device = int(self.device_of(np.array([code >> 2]))[0])
         mark = related[-1] if related else (device, len(self.schedule.orders[device]))
         reason = f"{self.action(code)} of device {device}: missing; {why}"
@@ -219,9 +219,9 @@ class _Flat:
         position[self.codes] = np.arange(len(self.codes))
         forward, input_grad, weight_grad, whole = position.reshape(pairs, 4).T
         for first, second, late, early in (
-            (Kind.I, Kind.F, input_grad, forward),
-            (Kind.B, Kind.F, whole, forward),
-            (Kind.W, Kind.I, weight_grad, input_grad),
+            (ActionKind.I, ActionKind.F, input_grad, forward),
+            (ActionKind.B, ActionKind.F, whole, forward),
+            (ActionKind.W, ActionKind.I, weight_grad, input_grad),
         ):
             wrong = np.flatnonzero((late >= 0) & (late < early))
             if len(wrong):
@@ -240,9 +240,9 @@ def _needs(code: int, *, num_microbatches: int, num_stages: int) -> tuple[int, b
     The pair is -1 when it waits for none: the first stage's F, the last stage's I, every W.
     """
     pair, kind = code >> 2, code & 3
-    if kind == Kind.W:
+    if kind == ActionKind.W:
         return -1, True
-    if kind == Kind.F:
+    if kind == ActionKind.F:
         return pair - num_microbatches, False
     needed = pair + num_microbatches
     return (needed if needed < num_stages * num_microbatches else -1), True
@@ -263,12 +263,12 @@ def _walk(schedule: Schedule) -> list[int]:
         while index < len(order):
             code = order[index]
             kind = code & 3
-            if kind != Kind.W:
+            if kind != ActionKind.W:
                 needed, is_backward = _needs(code, num_microbatches=m, num_stages=schedule.num_stages)
                 if needed >= 0 and not have[is_backward][needed]:
                     waiting[needed, is_backward] = device
                     break
-                made = (code >> 2, kind != Kind.F)
+                made = (code >> 2, kind != ActionKind.F)
                 have[made[1]][made[0]] = 1
                 if made in waiting:
                     runnable.append(waiting.pop(made))
@@ -288,7 +288,7 @@ def _deadlock(schedule: Schedule, done: list[int], device: int) -> PlanError:
         path.append(device)
         code = int(schedule.orders[device][done[device]])
         needed, is_backward = _needs(code, num_microbatches=m, num_stages=schedule.num_stages)
-        kinds = (Kind.I, Kind.B) if is_backward else (Kind.F,)
+        kinds = (ActionKind.I, ActionKind.B) if is_backward else (ActionKind.F,)
         wanted = next(needed * 4 + kind for kind in kinds if flat.where(needed * 4 + kind))
         cell = flat.where(wanted)[0]
         words[device] = f"device {device} waits at {flat.action(code)} for {flat.action(wanted)}"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quartet_plugin.trial.files import Beat
+from quartet_plugin.protocol.attempt_files import Beat
 
 # Measured iterations that must have passed before an attempt is judged.
 MIN_ITERATIONS = 3

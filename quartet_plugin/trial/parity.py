@@ -30,18 +30,15 @@ from quartet_plugin.model.receipt import (
     find_failure,
     tolerance_for,
 )
-from quartet_plugin.trial.attempt import PREFIX
-from quartet_plugin.trial.devices import DeviceGuard
-from quartet_plugin.trial.files import (
-    PARITY,
-    Job,
-    Number,
+from quartet_plugin.model.schema import Number
+from quartet_plugin.model.training_job import TrainingJob, parse_training_job
+from quartet_plugin.protocol.attempt_files import (
     ParitySheet,
-    RankFiles,
-    as_float,
-    parse_job,
+    RankFileReader,
     read_sheet,
 )
+from quartet_plugin.trial.attempt import PREFIX
+from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.request import Device, Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import Stop, run_trial
 
@@ -57,11 +54,11 @@ OnStage = Callable[[str, Progress], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
+class LossSeries:
     """The steps of one run, and what the framework made of the command (None where no rank told)."""
 
     steps: tuple[StepValues, ...]
-    job: Job | None
+    job: TrainingJob | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,7 +80,7 @@ class ParityGate:
     on_progress: OnStage | None = None
     cwd: Path | None = None
     min_free_bytes: int | None = None
-    _references: dict[str, Series] = field(default_factory=dict)
+    _references: dict[str, LossSeries] = field(default_factory=dict)
 
     def attempt_of(self, plan: Plan) -> Path:
         """The folder of the plan's latest run; a KeyError where it was never run."""
@@ -129,7 +126,7 @@ class ParityGate:
     def _weights(self, reference_plan: Plan | None) -> Path:
         return self.weights / _name(reference_plan)
 
-    def _reference(self, reference_plan: Plan | None) -> Series:
+    def _reference(self, reference_plan: Plan | None) -> LossSeries:
         """Stock's series, run once: first the weights are written, then it starts from them like the plan."""
         name = _name(reference_plan)
         if name not in self._references:
@@ -146,7 +143,7 @@ class ParityGate:
         name: str,
         weights: Path | None = None,
         save_weights: Path | None = None,
-    ) -> Series:
+    ) -> LossSeries:
         request = TrialRequest(
             folder=self.folder / name,
             command=self.command,
@@ -176,8 +173,8 @@ class ParityGate:
         is_compared = plan is not None and name.startswith("plan-")
         if not result.is_measured and not (is_compared and result.outcome is Outcome.WRONG):
             raise _refusal(result, is_plan=is_compared)
-        job = None if result.job is None else parse_job(result.job)
-        return Series(steps=_steps(result, num_steps=self.num_steps, is_plan=is_compared), job=job)
+        job = None if result.job is None else parse_training_job(result.job)
+        return LossSeries(steps=_steps(result, num_steps=self.num_steps, is_plan=is_compared), job=job)
 
 
 def stock_of(plan: Plan) -> Plan:
@@ -225,7 +222,7 @@ def _refusal(result: TrialResult, *, is_plan: bool) -> QuartetError:
 
 def _is_broken(result: TrialResult) -> bool:
     """Whether a peer or an address was lost, again and again: that says nothing about the command."""
-    errs = RankFiles(result.folder, attempt_id=result.attempt_id).scan().errs.values()
+    errs = RankFileReader(result.folder, attempt_id=result.attempt_id).scan().errs.values()
     return result.outcome is Outcome.INFRA and {err.kind for err in errs} == {"network"}
 
 
@@ -254,7 +251,7 @@ def read_parts(folder: Path, *, attempt_id: str) -> list[dict[str, float]]:
     sheets: list[ParitySheet] = []
     for path in sorted(folder.glob("rank-*.parity.json")):
         try:
-            sheet = read_sheet(PARITY, path)
+            sheet = read_sheet(ParitySheet, path)
         except (QuartetError, FileNotFoundError):
             return []
         if sheet.attempt_id == attempt_id:
@@ -265,4 +262,4 @@ def read_parts(folder: Path, *, attempt_id: str) -> list[dict[str, float]]:
 
 def _norms(squares: Sequence[dict[str, Number]]) -> dict[str, float]:
     names = sorted({name for one in squares for name in one})
-    return {name: math.sqrt(sum(as_float(one.get(name, 0.0)) for one in squares)) for name in names}
+    return {name: math.sqrt(sum(float(one.get(name, 0.0)) for one in squares)) for name in names}

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.protocol.attempt_files import CommandSheet, TrialSheet
 from quartet_plugin.trial.attempt import PREFIX, Attempt, open_attempt, read_result, write_result
-from quartet_plugin.trial.files import CommandSheet, TrialSheet
 from quartet_plugin.trial.outcome import Cause, Verdict, classify
 from quartet_plugin.trial.processes import Identity, ProcessBook
 from quartet_plugin.trial.request import Outcome, Phase, Timeouts, TrialResult

@@ -9,8 +9,8 @@ from functools import partial
 from quartet_plugin.errors import StorageError
 from quartet_plugin.launchers.launcher import Handle
 from quartet_plugin.model.files import write_text_atomic
+from quartet_plugin.protocol.attempt_files import RankFileReader, Snapshot
 from quartet_plugin.trial.attempt import Attempt
-from quartet_plugin.trial.files import RankFiles, Snapshot
 from quartet_plugin.trial.host_memory import num_oom_kills
 from quartet_plugin.trial.log import CappedLog, read_tail
 from quartet_plugin.trial.outcome import Evidence, StoppedBy, is_complete, slowest_phase
@@ -73,7 +73,7 @@ class Watch:
         self._on_move = on_move
         self._clock = clock
         self._poll_s = poll_s
-        self._files = RankFiles(attempt.folder, attempt_id=attempt.sheet.attempt_id)
+        self._files = RankFileReader(attempt.folder, attempt_id=attempt.sheet.attempt_id)
         self._log = CappedLog(attempt.log)
         self._watchdog = Watchdog(
             timeouts,

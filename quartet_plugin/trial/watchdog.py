@@ -6,7 +6,7 @@ Only changes of a beat count, and only this process's own monotonic clock: the c
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from quartet_plugin.trial.files import Beat
+from quartet_plugin.protocol.attempt_files import Beat
 from quartet_plugin.trial.request import Phase, Timeouts
 
 # A rank writes its beat at most once a second, so what we see is up to that old.

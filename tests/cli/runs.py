@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.search.run_folders import write_run
+from tests.tuner.run_folders import write_run
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from quartet_plugin.calibration.calibration_file import read_calibration
+from quartet_plugin.calibration.constants_fit import Direction, Quantity
 from quartet_plugin.cli.calibrate import of_run_folder
 from quartet_plugin.cli.main import main
-from quartet_plugin.cost.calibration import Direction, Quantity
-from quartet_plugin.cost.calibration_file import read_calibration
 from quartet_plugin.model.cluster import parse_cluster, write_cluster
 from quartet_plugin.model.files import write_json_atomic
 from tests.cli.test_profile import CLUSTER

@@ -11,7 +11,7 @@ from quartet_plugin.cli.export import export, flags_of, lines
 from quartet_plugin.cli.main import main
 from quartet_plugin.model.plan import ScheduleChoice, Split, write_plan
 from tests.model.plans import PLAN
-from tests.search.jobs import make_layout, make_shape
+from tests.space.jobs import make_layout, make_shape
 
 
 def test_flags_say_what_the_plan_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

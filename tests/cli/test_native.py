@@ -11,8 +11,8 @@ from quartet_plugin.cli.native import native_path, native_text, write_native
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.plan import Mapping, Plan
 from tests.model.plans import PLAN
-from tests.search.fakes import begin
-from tests.search.jobs import make_layout
+from tests.space.jobs import make_layout
+from tests.tuner.fakes import begin
 
 STOCK = replace(PLAN, mapping=Mapping(slots=tuple(sorted(PLAN.mapping.slots))))
 PROGRAM = '#!/bin/sh\npwd > seen\nprintf "%s\\n" "$@" >> seen\n'

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from quartet_plugin.calibration.calibration_file import read_calibration
+from quartet_plugin.calibration.profile_file import read_profile
 from quartet_plugin.cli.main import main
 from quartet_plugin.cli.profile import played_rank
-from quartet_plugin.cost.calibration_file import read_calibration
-from quartet_plugin.cost.profile_file import read_profile
 from quartet_plugin.errors import UsageError
 from quartet_plugin.model.cluster import parse_cluster, write_cluster
 from quartet_plugin.schedule.files import read_costs

@@ -10,7 +10,7 @@ from quartet_plugin.model.measurement import Comparison, Interval, Measurement
 from quartet_plugin.model.plan import Mapping, Plan, Slot, Split, write_plan
 from quartet_plugin.report.tables import changes, plan_lines
 from tests.model.plans import PLAN
-from tests.search.jobs import make_layout, make_shape
+from tests.space.jobs import make_layout, make_shape
 
 STOCK = Mapping(slots=(Slot(node=0, local=0), Slot(node=0, local=1)))
 BASELINE = replace(PLAN, split=PLAN.made_for.baseline.split, mapping=STOCK)

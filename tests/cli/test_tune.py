@@ -17,8 +17,8 @@ from quartet_plugin.cli.tune import summary_lines
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.trial.request import Outcome
 from tests.cli.tuning import CONFIG, environment, living, prepare, wait_until
-from tests.search.fakes import FakeMachine, begin
-from tests.search.fakes import tune as search
+from tests.tuner.fakes import FakeMachine, begin
+from tests.tuner.fakes import tune as search
 
 ENTRY = "from quartet_plugin.cli.main import entry; entry()"
 SLOW = ["--step-s", "0.3"]
@@ -105,7 +105,7 @@ def test_plans_that_could_not_be_measured_are_counted(tmp_path: Path) -> None:
 
     run = begin(tmp_path / "r", search={"pipeline_parallel": 2}, study={"trials": 6})
     result = search(run, FakeMachine(outcome=outcome))
-    failed = sum(record.told.verdict == "infeasible" for record in result.records)
+    failed = sum(trial.record.verdict == "infeasible" for trial in result.trials)
     assert failed
     line = summary_lines(replace(result, winner=None), plan=None, run=run)[0]
     assert f"({failed} could not be measured" in line

@@ -17,16 +17,16 @@ import pytest
 from quartet_plugin.cli.main import main
 from quartet_plugin.cli.workers import join
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.search.config import parse_config
-from quartet_plugin.search.run_folder import create_run
-from quartet_plugin.search.storage import StudyStorage
-from quartet_plugin.search.study_view import read_study
-from quartet_plugin.search.workers.board import Board
-from quartet_plugin.search.workers.sheets import Claim, Member, Offer, ShareSheet
+from quartet_plugin.study.storage import StudyStorage
+from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.processes import marked, own_identity
+from quartet_plugin.tuner.config import parse_config
+from quartet_plugin.tuner.run_folder import create_run
+from quartet_plugin.tuner.workers.messages import Claim, Member, Offer, SliceRecord
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.faults.conftest import assert_nothing_left
-from tests.search.servers import Postgres, postgres
+from tests.study.servers import Postgres, postgres
 
 NUM_TRIALS = 6
 CONFIG = f"""\
@@ -71,7 +71,7 @@ class Tuner:
         words, command = prepare(folder, config=CONFIG.replace("STORAGE", storage))
         self.run = folder / "runs" / "fake"
         self.storage = storage
-        self.board = Board(folder=self.run)
+        self.board = WorkQueue(folder=self.run)
         self.log = folder / f"tuner-{len(list(folder.glob('tuner-*')))}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -124,12 +124,12 @@ class Tuner:
         assert view is not None
         assert all(row.is_finished for row in view.rows)
         assert [row.number for row in view.rows] == list(range(len(view.rows)))
-        own = [row for row in view.rows if row.told["repeats"] is None]
-        assert [row.told["verdict"] for row in own] == ["measured"] * (NUM_TRIALS + 1)
+        own = [row for row in view.rows if row.record["repeats"] is None]
+        assert [row.record["verdict"] for row in own] == ["measured"] * (NUM_TRIALS + 1)
         keys = Counter(row.labels["plan_key"] for row in own)
         assert set(keys.values()) == {1}
         for row in own:
-            assert row.told["attempt_id"] in self.results(row.number)
+            assert row.record["attempt_id"] in self.results(row.number)
 
     def results(self, trial: int) -> dict[str, str]:
         """Outcomes of a trial's attempts by their ids."""
@@ -298,13 +298,13 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_written(
     assert not (tmp_path / "runs").exists()
 
 
-def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Board:
+def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> WorkQueue:
     """A run that takes workers, as its folder looks on another host."""
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     config = parse_config({"run": "r"}, where="test")
     run = create_run(tmp_path / "r", config=config, command=words)
-    board = Board(folder=run.folder.path)
+    board = WorkQueue(folder=run.folder.path)
     board.open(Offer(device="cpu", num_devices=1))
     return board
 
@@ -330,7 +330,7 @@ def test_a_host_that_cannot_join_is_told_why_in_one_line(
     says: str,
 ) -> None:
     board = open_run(tmp_path, monkeypatch, *words)
-    everything = ShareSheet(device="cpu", cores=tuple(os.sched_getaffinity(0)))
+    everything = SliceRecord(device="cpu", cores=tuple(os.sched_getaffinity(0)))
     me = own_identity()
     board.enlist(
         Member(

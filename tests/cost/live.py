@@ -1,16 +1,16 @@
 """Runs on processors for the calibration's tests."""
 
-from quartet_plugin.cost.devices import Device
-from quartet_plugin.cost.jobs import machines_of, run_of
-from quartet_plugin.cost.run import Machines, Run, ScheduleKind
+from quartet_plugin.cost.devices import DeviceSpec
+from quartet_plugin.cost.jobs import run_of, uniform_cluster_of_device
+from quartet_plugin.cost.run import ScheduleKind, TrainingRun, UniformCluster
 from quartet_plugin.cost.software import ON_CPU
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
 
 
-def machines(num_devices: int = 2) -> Machines:
+def machines(num_devices: int = 2) -> UniformCluster:
     """Processor cores of one machine."""
-    device = Device(
+    device = DeviceSpec(
         schema_version=1,
         name="a core",
         generation="cpu",
@@ -26,7 +26,7 @@ def machines(num_devices: int = 2) -> Machines:
         compute_units=1,
         source="a test",
     )
-    return machines_of(device, num_devices=num_devices)
+    return uniform_cluster_of_device(device, num_devices=num_devices)
 
 
 def cpu_run(
@@ -41,7 +41,7 @@ def cpu_run(
     micro_batch: int = 1,
     num_microbatches: int = 8,
     schedule: ScheduleKind | None = None,
-) -> Run:
+) -> TrainingRun:
     """A small GPT in fp32 on two cores."""
     dp = 2 // (pp * tp)
     counts = split or (layers // pp,) * pp
@@ -81,7 +81,7 @@ def cpu_run(
     )
 
 
-def varied_runs() -> list[Run]:
+def varied_runs() -> list[TrainingRun]:
     """Runs whose terms differ enough to be told apart."""
     return [
         cpu_run(),

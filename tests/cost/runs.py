@@ -3,7 +3,7 @@
 from typing import Any
 
 from quartet_plugin.cost.rows import read_row, resolve
-from quartet_plugin.cost.run import Run
+from quartet_plugin.cost.run import TrainingRun
 
 # 22 billion parameters on one node, after Korthikanti et al. (2022), table 3.
 ROW: dict[str, Any] = {
@@ -81,6 +81,6 @@ EXPERTS: dict[str, Any] = ROW | {
 }
 
 
-def run(row: dict[str, Any] = ROW, **changes: Any) -> Run:
+def run(row: dict[str, Any] = ROW, **changes: Any) -> TrainingRun:
     """The resolved run of a row with some fields changed."""
     return resolve(read_row(row | changes)).run

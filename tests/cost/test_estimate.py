@@ -2,10 +2,11 @@
 
 import pytest
 
-from quartet_plugin.cost.estimate import iteration_flops, layer_weights, relative_cost
+from quartet_plugin.cost.estimate import iteration_flops, relative_cost
 from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.split.end_loads import layer_weights
 from tests.model.plans import plan_with
-from tests.search.jobs import make_shape
+from tests.space.jobs import make_shape
 
 
 def split_plan(*counts: int, vocab_size: int = 16384) -> Plan:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quartet_plugin.cost import pipeline
 from quartet_plugin.cost.pipeline import StageTimes, activation_peak, makespan_s
-from quartet_plugin.cost.run import Run
+from quartet_plugin.cost.run import TrainingRun
 from tests.cost.runs import PIPELINE, run
 
 
@@ -20,7 +20,7 @@ def even(stages: int, *, transfer: float = 0.0) -> StageTimes:
     )
 
 
-def small(**changes: Any) -> Run:
+def small(**changes: Any) -> TrainingRun:
     return run(PIPELINE, **({"layers": 16, "pp": 4, "gpus": 4, "gbs": 12} | changes))
 
 

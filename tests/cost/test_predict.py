@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from quartet_plugin.calibration.published_fit import PublishedRun, fit
 from quartet_plugin.cli.main import main
 from quartet_plugin.cost.constants import Constants, fitted, names, of_mapping
 from quartet_plugin.cost.devices import device_named
-from quartet_plugin.cost.fit import Observation, fit
-from quartet_plugin.cost.jobs import machines_of, run_of
+from quartet_plugin.cost.jobs import run_of, uniform_cluster_of_device
 from quartet_plugin.cost.predict import predict, predict_row
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.layout import Layout
@@ -71,7 +71,7 @@ def test_constants_are_checked_and_complete() -> None:
 def test_a_fit_finds_the_constants_that_made_the_times() -> None:
     true = of_mapping({"gemm_rate": 0.8, "softmax": 1.5}, where="x")
     runs = [run(row, mbs=m, gbs=64) for row in (ROW | {"gbs": 64}, PIPELINE) for m in (1, 2, 4)]
-    seen = [Observation(run=one, seconds=predict(one, true).iter_time_s, spread=0.003) for one in runs]
+    seen = [PublishedRun(run=one, seconds=predict(one, true).iter_time_s, spread=0.003) for one in runs]
     found = fit(seen, rounds=3)
     assert found.gemm_rate == pytest.approx(0.8, rel=0.03)
     for one in seen:
@@ -87,7 +87,7 @@ def test_a_plans_shape_and_layout_are_predicted_too() -> None:
         expert_parallel=1, micro_batch_size=1, sequence_parallel=True, distributed_optimizer=True,
         recompute="none",
     )  # fmt: skip
-    machines = machines_of(device_named("H100"), num_devices=16)
+    machines = uniform_cluster_of_device(device_named("H100"), num_devices=16)
     job = run_of(known.shape, layout, global_batch_size=64, layers_per_stage=(23, 23), machines=machines)
     assert 0.2 < predict(job, fitted()).iter_time_s < 2
     with pytest.raises(ConfigError, match="16 ranks"):
@@ -96,7 +96,7 @@ def test_a_plans_shape_and_layout_are_predicted_too() -> None:
             layout,
             global_batch_size=64,
             layers_per_stage=(23, 23),
-            machines=machines_of(device_named("H100"), num_devices=8),
+            machines=uniform_cluster_of_device(device_named("H100"), num_devices=8),
         )
     with pytest.raises(ConfigError, match="layers_per_stage"):
         run_of(known.shape, layout, global_batch_size=64, layers_per_stage=(20, 23), machines=machines)

@@ -22,7 +22,7 @@ from quartet_plugin.deepspeed.module import PlannedModule
 from quartet_plugin.deepspeed.parity import switch_dropout_off
 from quartet_plugin.deepspeed.seams import DEEPSPEED, SEAMS, Seam, install, resolve
 from quartet_plugin.errors import SeamError
-from quartet_plugin.worker.seams import node_hash
+from quartet_plugin.rank.seams import node_hash
 from tests.deepspeed.support import environment
 from tests.definitions import find_definition
 

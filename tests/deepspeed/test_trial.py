@@ -12,11 +12,13 @@ import pytest
 from quartet_plugin.cli.trace import trace
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import Mapping, Plan, Split
-from quartet_plugin.search.job import baseline_plan, nodes_of
-from quartet_plugin.trial.actions import read_actions
-from quartet_plugin.trial.files import RankFiles, parse_job
+from quartet_plugin.model.training_job import parse_training_job
+from quartet_plugin.protocol.action_records import read_actions
+from quartet_plugin.protocol.attempt_files import RankFileReader
+from quartet_plugin.space.baseline import baseline_plan
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial
+from quartet_plugin.tuner.launches import nodes_of
 from tests.cli.tuning import living
 from tests.deepspeed.support import ROOT, layout, plan, prepare_launchers, schedule, shape
 
@@ -74,7 +76,7 @@ def test_the_baseline_and_plans(request_for: Request, tmp_path: Path) -> None:
     request = request_for(EXAMPLE)
     result = measured(request)
     assert result.job is not None
-    job = parse_job(result.job)
+    job = parse_training_job(result.job)
     assert job.framework == "deepspeed"
     assert (job.layout.pipeline_parallel, job.layout.distributed_optimizer) == (2, True)
     assert (job.shape.num_layers, job.shape.hidden_size) == (4, 32)
@@ -83,7 +85,7 @@ def test_the_baseline_and_plans(request_for: Request, tmp_path: Path) -> None:
     assert not (tmp_path / "csv").exists()
     assert not (tmp_path / "saved").exists()
     assert not list(result.folder.glob("rank-*.actions.json")), "DeepSpeed's own schedule records none"
-    files = RankFiles(result.folder, attempt_id=result.attempt_id).scan()
+    files = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
     nodes = nodes_of(files.reports.values())
     own = baseline_plan(job, nodes=nodes, run="test", seed=0)
     uneven = replace(

@@ -19,10 +19,11 @@ import pytest
 from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, StorageError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import Baseline, MadeFor, Mapping, NodeInfo, Plan, Provenance, Slot
+from quartet_plugin.model.training_job import parse_training_job
+from quartet_plugin.protocol.attempt_files import RankFileReader, Snapshot
 from quartet_plugin.trial import watch
 from quartet_plugin.trial.attempt import read_result
 from quartet_plugin.trial.devices import DeviceGuard, DeviceState
-from quartet_plugin.trial.files import RankFiles, Snapshot, parse_job
 from quartet_plugin.trial.log import CappedLog
 from quartet_plugin.trial.processes import ProcessBook
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
@@ -37,7 +38,7 @@ REAL_TORCHRUN = Path(sys.executable).parent / "torchrun"
 
 def a_plan() -> Plan:
     """A plan that fits the fake job."""
-    known = parse_job(job())
+    known = parse_training_job(job())
     assert known.split is not None
     return Plan(
         made_for=MadeFor(
@@ -71,7 +72,7 @@ def test_a_good_trial_is_measured(trial: Trial) -> None:
     assert result.peak_memory_bytes == 1001
     assert result.plan_key == a_plan().key
     assert result.job is not None
-    assert parse_job(result.job).global_batch_size == 4
+    assert parse_training_job(result.job).global_batch_size == 4
     assert read_result(result.folder) == result
     assert (result.folder.stat().st_mode & 0o777) == 0o700
 
@@ -397,17 +398,17 @@ def lose_files(
     monkeypatch: pytest.MonkeyPatch, root: Path, *, how_long_s: float, from_beat: str = "rank-1.beat.json"
 ) -> list[float]:
     """From the first heartbeat on, nothing of an attempt can be read for some time; the failed looks."""
-    scan = RankFiles.scan
+    scan = RankFileReader.scan
     failed: list[float] = []
 
-    def scanning(self: RankFiles) -> Snapshot:
+    def scanning(self: RankFileReader) -> Snapshot:
         now = time.monotonic()
         if list(root.rglob(from_beat)) and now - (failed[0] if failed else now) < how_long_s:
             failed.append(now)
             raise StorageError("attempt-1: cannot be read: Stale file handle")
         return scan(self)
 
-    monkeypatch.setattr(RankFiles, "scan", scanning)
+    monkeypatch.setattr(RankFileReader, "scan", scanning)
     return failed
 
 

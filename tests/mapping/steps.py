@@ -4,8 +4,8 @@ import random
 
 import numpy as np
 
-from quartet_plugin.mapping.places import Places
 from quartet_plugin.mapping.step import Collective, StepCosts
+from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Slot
 
@@ -36,13 +36,13 @@ def make_costs(layout: Layout, *, seed: int) -> StepCosts:
     )
 
 
-def make_places(*, num_nodes: int, per_node: int, seed: int, unequal: bool = True) -> Places:
+def make_places(*, num_nodes: int, per_node: int, seed: int, unequal: bool = True) -> Topology:
     """Nodes that are a domain each, with unequal devices and links between nodes."""
     draw = random.Random(seed)
     num_slots = num_nodes * per_node
     speeds = [1.0, 1.0, 1.5, 2.0] if unequal else [1.0]
     rates = [1e9, 2e9, 5e9] if unequal else [2e9]
-    return Places(
+    return Topology(
         slots=tuple(Slot(node=at // per_node, local=at % per_node) for at in range(num_slots)),
         domain_of_slot=np.arange(num_slots, dtype=np.int64) // per_node,
         slowdown=np.array([draw.choice(speeds) for _ in range(num_slots)]),

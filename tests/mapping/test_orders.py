@@ -18,7 +18,7 @@ from quartet_plugin.mapping.orders import (
 )
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo
-from tests.search.jobs import make_layout, make_nodes
+from tests.space.jobs import make_layout, make_nodes
 
 
 def layout_of(tensor: int, pipeline: int, data: int, context: int = 1) -> Layout:

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.orders import is_legal
-from quartet_plugin.mapping.places import Places, blocks_of, group_link
 from quartet_plugin.mapping.solve import STOCK_ORDERS, solve, stock_arrangement
 from quartet_plugin.mapping.step import StepCosts, step_s
+from quartet_plugin.mapping.topology import Topology, blocks_of, group_link
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping
 from tests.mapping.steps import make_costs, make_places
-from tests.search.jobs import make_layout
+from tests.space.jobs import make_layout
 
 # tp, pp, dp, cp, ep; nodes, devices a node: six slots, or six blocks.
 SMALL = (
@@ -53,7 +53,7 @@ def layout_of(degrees: tuple[int, ...], virtual: int = 1) -> Layout:
     )
 
 
-def best_of_all(costs: StepCosts, places: Places) -> float:
+def best_of_all(costs: StepCosts, places: Topology) -> float:
     """The least of every permutation of the slots that the rules allow."""
     found = math.inf
     for slots in itertools.permutations(range(len(places.slots))):

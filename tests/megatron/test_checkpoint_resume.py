@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
-from quartet_plugin.runtime.programs import Recipe, make_schedule
+from quartet_plugin.runtime.programs import ScheduleSpec, make_schedule
 from quartet_plugin.schedule.choice import choice_of
 from tests.megatron.entry_launch import MEGATRON_FLAGS, ROOT, Launch, launch, make_plan
 from tests.megatron.support import Step, read_steps
@@ -34,7 +34,7 @@ def snake() -> Plan:
     """Three chunks a rank, back and forth, under our own runtime: every stage as large as in a loop."""
     placement = (0, 1, 1, 0, 0, 1)
     costs = stage_costs(placement)
-    order = make_schedule(Recipe(costs=costs), 4)
+    order = make_schedule(ScheduleSpec(costs=costs), 4)
     plan = loop()
     choice = choice_of(order, costs, with_orders=True)
     return replace(plan, schedule=ScheduleChoice(name="custom", custom=choice))

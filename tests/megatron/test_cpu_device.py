@@ -260,7 +260,7 @@ def test_every_redirected_name_exists_and_comes_back(tmp_path: Path) -> None:
         from quartet_plugin.errors import SeamError
         from quartet_plugin.megatron.cpu_device import startup
         from quartet_plugin.megatron.cpu_device.installation import redirects
-        from quartet_plugin.worker.seams import Redirect, redirect
+        from quartet_plugin.rank.seams import Redirect, redirect
         declared = [*redirects(), *startup._WHILE_IMPORTED]
         places = [(module, entry.name) for entry in declared for module in (entry.module, *entry.aliases)]
         def values():

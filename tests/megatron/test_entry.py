@@ -11,7 +11,7 @@ import pytest
 from quartet_plugin.errors import UsageError
 from quartet_plugin.model.plan import write_plan
 from quartet_plugin.model.schema import dump
-from quartet_plugin.worker.options import read_command
+from quartet_plugin.rank.entry_options import read_command
 from tests.megatron.entry_launch import MEGATRON_FLAGS, ROOT, SHAPE, Launch, launch, make_plan, write_trial
 
 PER_RANK = (str(ROOT / "tests" / "megatron" / "entry_per_rank.py"),)
@@ -247,12 +247,12 @@ def test_ranks_with_different_plans_are_named(tmp_path: Path) -> None:
 
 
 def test_start_without_torchruns_store_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quartet_plugin.worker.ranks import AgreedRefusalError, Meeting, Place
+    from quartet_plugin.rank.rendezvous import AgreedRefusalError, RankEnv, Rendezvous
 
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    place = Place.of({"RANK": "0", "WORLD_SIZE": "2"})
+    place = RankEnv.of({"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(AgreedRefusalError, match="torchrun"):
-        Meeting.open(place)
+        Rendezvous.open(place)
 
 
 def test_importing_the_adapter_changes_nothing() -> None:

@@ -6,15 +6,15 @@ import torch
 from quartet_plugin.errors import UsageError
 from quartet_plugin.megatron.profiling import cut_mean
 from quartet_plugin.megatron.profiling_memory import ActivationLedger
-from quartet_plugin.megatron.profiling_rank import PlayedRank
+from quartet_plugin.megatron.profiling_rank import SimulatedRank
 
 
 def test_the_played_rank_is_read_strictly() -> None:
-    assert PlayedRank.of("1") is None
-    assert PlayedRank.of("48/1024") == PlayedRank(rank=48, world_size=1024)
+    assert SimulatedRank.of("1") is None
+    assert SimulatedRank.of("48/1024") == SimulatedRank(rank=48, world_size=1024)
     for text in ("4/4", "-1/4", "1/99999", "a/b", "1/2/3", "0/0"):
         with pytest.raises(UsageError, match="QUARTET_PROFILE"):
-            PlayedRank.of(text)
+            SimulatedRank.of(text)
 
 
 def test_the_ledger_counts_each_storage_once_and_no_weights() -> None:

@@ -15,7 +15,7 @@ import pytest
 from quartet_plugin.errors import SeamError
 from quartet_plugin.megatron import seams
 from quartet_plugin.megatron.seams import Seam, check_version, install, installed_version, resolve
-from quartet_plugin.worker.seams import node_hash, source_hash, stale_refs
+from quartet_plugin.rank.seams import node_hash, source_hash, stale_refs
 from tests.definitions import find_definition
 
 NAME = "quartet_test_framework"

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from quartet_plugin.model.history import (
-    Control,
+    BaselineCheck,
     Finalist,
     LeaseHolder,
     RankMemory,
@@ -14,7 +14,7 @@ from quartet_plugin.model.history import (
 )
 from quartet_plugin.model.measurement import Comparison, Interval, Measurement, Prediction
 from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
-from quartet_plugin.search.history_rows import labels_of
+from quartet_plugin.tuner.history_rows import labels_of
 from tests.model.plans import PLAN, plan_with
 
 GIB = 2**30
@@ -132,7 +132,7 @@ def history(**changes: Any) -> RunHistory:
             Finalist(number=1, comparison=comparison(0.97), ratios=(0.95, 0.97, 1.01)),
         ),
         winner=WINNER,
-        controls=(Control(num_tried=4, ratio=0.96),),
+        controls=(BaselineCheck(num_tried=4, ratio=0.96),),
     )
     return replace(made, **changes)
 

@@ -14,12 +14,12 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.history import RunHistory, TrialRow
 from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.schema import dump
+from quartet_plugin.protocol.action_records import ActionsSheet
 from quartet_plugin.report.page import Extras, Picture, page
 from quartet_plugin.report.winner import simulated_plan
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.files import order_texts
 from quartet_plugin.schedule.named import named
-from quartet_plugin.trial.actions import ActionsSheet
 from tests.report.browser import Opened, open_page, picture, print_page
 from tests.report.histories import HOLDER, INTERLEAVED, RUNNING, WINNER, history, refused, row
 from tests.schedule.orders import unit_costs

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.report.perfetto import trace
-from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import Simulation, simulate
 from tests.schedule.orders import one_f_one_b, schedule_of, unit_costs, v_schedule
@@ -66,7 +66,7 @@ def test_slices_are_the_simulated_actions_in_microseconds() -> None:
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1e-3 for a, b in pairwise(slices))
         for event in slices:
             args = event["args"]
-            assert str(Action(args["stage"], Kind[args["kind"]], args["microbatch"])) == event["name"]
+            assert str(Action(args["stage"], ActionKind[args["kind"]], args["microbatch"])) == event["name"]
 
 
 def test_an_arrow_for_every_hand_over_between_devices() -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from quartet_plugin.errors import ConfigError, UsageError
 from quartet_plugin.report.timeline import KIND_COLOURS, WAITING_COLOUR, shade, timeline_png
-from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import Simulation, simulate
 from tests.schedule.orders import one_f_one_b, schedule_of, unit_costs, v_schedule
@@ -60,18 +60,18 @@ def test_every_device_shows_its_actions_and_its_waiting() -> None:
     simulation = simulated(schedule)
     for device, row in enumerate(rows_of(picture(schedule), 4)):
         busy = float(simulation.busy_s[device]) / simulation.makespan_s
-        assert share(row, KIND_COLOURS[Kind.F]) == pytest.approx(busy / 3, abs=0.03)
-        assert share(row, KIND_COLOURS[Kind.B]) == pytest.approx(busy * 2 / 3, abs=0.03)
+        assert share(row, KIND_COLOURS[ActionKind.F]) == pytest.approx(busy / 3, abs=0.03)
+        assert share(row, KIND_COLOURS[ActionKind.B]) == pytest.approx(busy * 2 / 3, abs=0.03)
         assert share(row, WAITING_COLOUR) == pytest.approx(1 - busy, abs=0.03)
-        assert share(row, KIND_COLOURS[Kind.I]) == 0
-        assert share(row, KIND_COLOURS[Kind.W]) == 0
+        assert share(row, KIND_COLOURS[ActionKind.I]) == 0
+        assert share(row, KIND_COLOURS[ActionKind.W]) == 0
 
 
 def test_the_waiting_is_where_nothing_runs() -> None:
     """The last device waits at first, the first device only before its backwards."""
     schedule = schedule_of(one_f_one_b(4, 8), 8)
     rows = rows_of(picture(schedule), 4)
-    first = [np.flatnonzero(is_colour(row, KIND_COLOURS[Kind.F]))[0] for row in rows]
+    first = [np.flatnonzero(is_colour(row, KIND_COLOURS[ActionKind.F]))[0] for row in rows]
     assert first == sorted(first)
     for device, row in enumerate(rows):
         left = np.flatnonzero(is_colour(row, WAITING_COLOUR))[0]
@@ -80,15 +80,15 @@ def test_the_waiting_is_where_nothing_runs() -> None:
 
 def test_a_split_backward_in_chunks_has_four_shades_more() -> None:
     pixels = picture(v_schedule())
-    for kind in (Kind.F, Kind.I, Kind.W):
+    for kind in (ActionKind.F, ActionKind.I, ActionKind.W):
         for chunk in (0, 1):
             assert is_colour(pixels, shade(kind, chunk, num_chunks=2)).sum() > 500
-    assert is_colour(pixels, KIND_COLOURS[Kind.B]).sum() == 0
+    assert is_colour(pixels, KIND_COLOURS[ActionKind.B]).sum() == 0
 
 
 def ink(pixels: Pixels) -> int:
     """White pixels between dark ones of the same bar: numbers."""
-    dark = is_colour(pixels, KIND_COLOURS[Kind.F]) | is_colour(pixels, KIND_COLOURS[Kind.B])
+    dark = is_colour(pixels, KIND_COLOURS[ActionKind.F]) | is_colour(pixels, KIND_COLOURS[ActionKind.B])
     light = (pixels > 0.8).all(axis=-1)
     between = dark[:, :-8] & dark[:, 8:]
     return int((between & light[:, 4:-4]).sum())
@@ -127,8 +127,8 @@ def test_two_copies_are_told_apart() -> None:
     from matplotlib.image import imread
 
     pixels = np.asarray(imread(io.BytesIO(timeline_png(schedule, simulation)), format="png"))[..., :3]
-    assert is_colour(pixels, shade(Kind.B, 0, num_chunks=2)).sum() > 500
-    assert is_colour(pixels, shade(Kind.B, 1, num_chunks=2)).sum() > 500
+    assert is_colour(pixels, shade(ActionKind.B, 0, num_chunks=2)).sum() > 500
+    assert is_colour(pixels, shade(ActionKind.B, 1, num_chunks=2)).sum() > 500
 
 
 def test_a_name_is_not_interpreted() -> None:
@@ -164,7 +164,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_shades_get_lighter() -> None:
-    levels = [sum(shade(Kind.F, chunk, num_chunks=4)) for chunk in range(4)]
+    levels = [sum(shade(ActionKind.F, chunk, num_chunks=4)) for chunk in range(4)]
     assert levels == sorted(levels)
-    assert levels[0] == sum(KIND_COLOURS[Kind.F])
+    assert levels[0] == sum(KIND_COLOURS[ActionKind.F])
     assert levels[-1] < sum(WAITING_COLOUR)

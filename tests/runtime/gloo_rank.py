@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from quartet_plugin.runtime import transport
 from quartet_plugin.runtime.executor import Executor
-from quartet_plugin.runtime.programs import Library
+from quartet_plugin.runtime.programs import ProgramCache
 from quartet_plugin.runtime.records import Recorder
 from quartet_plugin.schedule.lowering import GROUP_NAMES
 from quartet_plugin.schedule.placement import stages_of_device
@@ -39,7 +39,7 @@ def main() -> None:
     boundary = transport.Boundary(shape=(ROWS, WIDTH), dtype=torch.float64, device=torch.device("cpu"))
     channels = transport.Channels.open(GROUP_NAMES, ranks=range(size))
     for name in sys.argv[1:]:
-        library = Library(recipe(name, size))
+        library = ProgramCache(recipe(name, size))
         stages = stages_of_device(library.recipe.placement, size)[rank]
         assert library.program(4).groups == GROUP_NAMES[: len(library.program(4).groups)]
         for kind in (transport.PairTransport, transport.HostTransport):

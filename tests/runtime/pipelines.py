@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from quartet_plugin.model.costs import StageCosts
-from quartet_plugin.runtime.programs import Recipe
+from quartet_plugin.runtime.programs import ScheduleSpec
 from quartet_plugin.schedule.placement import build
 
 WIDTH, ROWS = 6, 3
@@ -44,11 +44,11 @@ def stage_costs(placement: tuple[int, ...], *, transfer_s: float = 0.1) -> Stage
     )
 
 
-def recipe(name: str, num_devices: int, *, whole: frozenset[int] = frozenset()) -> Recipe:
+def recipe(name: str, num_devices: int, *, whole: frozenset[int] = frozenset()) -> ScheduleSpec:
     """One of `SCHEDULES` on so many devices."""
     schedule, kind, chunks = SCHEDULES[name]
     placement = build(kind, num_devices=num_devices, num_chunks=chunks)
-    return Recipe(costs=stage_costs(placement), name=schedule, whole=whole)
+    return ScheduleSpec(costs=stage_costs(placement), name=schedule, whole=whole)
 
 
 def weight(stage: int) -> torch.Tensor:

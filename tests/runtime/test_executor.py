@@ -11,7 +11,7 @@ import torch
 
 from quartet_plugin.errors import InfrastructureError
 from quartet_plugin.runtime.executor import Executor
-from quartet_plugin.runtime.programs import Library, make_schedule
+from quartet_plugin.runtime.programs import ProgramCache, make_schedule
 from quartet_plugin.runtime.records import NullRecorder, Recorder
 from quartet_plugin.schedule.instruction import Program, Side, Transfer
 from quartet_plugin.schedule.placement import stages_of_device
@@ -100,7 +100,7 @@ def computes_of(program: Program) -> list[TorchStages]:
 @pytest.mark.parametrize("num_devices", [2, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_are_those_of_one_piece(name: str, num_devices: int, num_microbatches: int) -> None:
-    program = Library(recipe(name, num_devices)).program(num_microbatches)
+    program = ProgramCache(recipe(name, num_devices)).program(num_microbatches)
     computes = computes_of(program)
     recorders = run_threads(program, computes, runs=2)
 
@@ -116,7 +116,7 @@ def test_gradients_are_those_of_one_piece(name: str, num_devices: int, num_micro
 
 
 def test_forwards_alone_for_an_evaluation() -> None:
-    library = Library(recipe("zb-v", 3))
+    library = ProgramCache(recipe("zb-v", 3))
     program = library.program(5, forward_only=True)
     computes = computes_of(program)
     run_threads(program, computes)
@@ -134,7 +134,7 @@ def test_stages_that_may_not_split_run_whole_backwards() -> None:
         for stage in range(4)
     }
     assert kinds == {0: {"F", "I", "W"}, 1: {"F", "B"}, 2: {"F", "I", "W"}, 3: {"F", "B"}}
-    program = Library(recipe("zb-v", 2, whole=frozenset({1, 3}))).program(4)
+    program = ProgramCache(recipe("zb-v", 2, whole=frozenset({1, 3}))).program(4)
     computes = computes_of(program)
     run_threads(program, computes)
     expected = reference_grads(4, 4)
@@ -153,7 +153,7 @@ class Failing(TorchStages):
 
 
 def test_an_error_names_the_action_and_keeps_its_type() -> None:
-    program = Library(recipe("zb-h1", 2)).program(3)
+    program = ProgramCache(recipe("zb-h1", 2)).program(3)
     computes = [Failing(num_stages=2, stages=[0]), TorchStages(num_stages=2, stages=[1])]
     with pytest.raises(MemoryError) as caught:
         run_threads(program, computes)
@@ -179,7 +179,7 @@ class Broken:
 
 
 def test_a_dead_peer_is_named_with_the_message() -> None:
-    program = Library(recipe("1f1b", 2)).program(2)
+    program = ProgramCache(recipe("1f1b", 2)).program(2)
     transport = Broken()
     executor = Executor(program, device=1)
     with pytest.raises(InfrastructureError, match=r"device 1: 1RECV_F0 with device 0 failed: Connection"):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from quartet_plugin.runtime.deferred import DeferredGradients
-from quartet_plugin.runtime.ledger import Ledger
+from quartet_plugin.runtime.ledger import ActivationTracker
 
 SIZE = 256 * 4
 
@@ -15,7 +15,7 @@ def value() -> Any:
 
 
 def test_what_autograd_saves_counts_until_its_backward() -> None:
-    ledger = Ledger()
+    ledger = ActivationTracker()
     start = value()
     with ledger.saving():
         result = (start.exp() * 1.0).sum()
@@ -25,7 +25,7 @@ def test_what_autograd_saves_counts_until_its_backward() -> None:
 
 
 def test_parameters_and_second_views_do_not_count() -> None:
-    ledger = Ledger()
+    ledger = ActivationTracker()
     weight = torch.nn.Parameter(torch.ones(256))
     ledger.leave_out([weight])
     with ledger.saving():
@@ -53,7 +53,7 @@ class Queue(DeferredGradients[tuple[Any, Any]]):
 
 
 def test_what_a_queue_keeps_counts_until_its_w() -> None:
-    ledger, queue = Ledger(), Queue()
+    ledger, queue = ActivationTracker(), Queue()
     queue.begin()
     assert queue.open is not None
     queue.open += [(torch.ones(256), torch.ones(128)), (torch.ones(256), torch.ones(128))]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.runtime.programs import Library, Recipe, make_schedule, predicted_times
+from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, make_schedule, predicted_times
 from quartet_plugin.schedule.action import Action
 from quartet_plugin.schedule.channels import Backend, check_program
 from quartet_plugin.schedule.named import named
@@ -29,7 +29,7 @@ def test_any_number_of_microbatches_runs_under_both_libraries(
 ) -> None:
     made = recipe(name, num_devices)
     known = frozenset(stage for stage in whole if stage < len(made.placement))
-    program = Library(recipe(name, num_devices, whole=known)).program(num_microbatches)
+    program = ProgramCache(recipe(name, num_devices, whole=known)).program(num_microbatches)
     for backend in Backend:
         check_program(program, backend=backend)
 
@@ -45,13 +45,13 @@ def test_predicted_times_are_the_simulators(name: str) -> None:
         np.testing.assert_allclose(end_s[device], expected.end_s[device])
 
 
-def written(rows: list[list[str]], **changes: Any) -> Recipe:
+def written(rows: list[list[str]], **changes: Any) -> ScheduleSpec:
     schedule = Schedule.of_actions(
         [[Action.parse(text) for text in row] for row in rows],
         num_microbatches=2,
         placement=(0, 1),
     )
-    return Recipe(costs=stage_costs((0, 1)), written=schedule, **changes)
+    return ScheduleSpec(costs=stage_costs((0, 1)), written=schedule, **changes)
 
 
 GOOD = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
@@ -80,4 +80,4 @@ def test_a_wrong_written_order_is_refused(rows: list[list[str]], words: str) -> 
 def test_an_order_for_another_placement_is_refused() -> None:
     other = named("1f1b", num_devices=3, num_microbatches=2)
     with pytest.raises(PlanError, match="placement"):
-        make_schedule(Recipe(costs=stage_costs((0, 1)), written=other), 2)
+        make_schedule(ScheduleSpec(costs=stage_costs((0, 1)), written=other), 2)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.scaling.shapes import BudgetRule, budget_of, depth_width_ratio, equal_shapes
-from tests.search.jobs import make_shape
+from tests.space.jobs import make_shape
 
 
 @st.composite

@@ -3,7 +3,7 @@
 import numpy as np
 
 from quartet_plugin.model.costs import Costs
-from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.files import costs_from_json
 from quartet_plugin.schedule.schedule import Schedule
 
@@ -68,11 +68,14 @@ def random_schedule(
         else np.zeros((num_stages, num_microbatches))
     )
     kinds = [
-        [(Kind.F, Kind.B) if whole[s, i] else (Kind.F, Kind.I, Kind.W) for i in range(num_microbatches)]
+        [
+            (ActionKind.F, ActionKind.B) if whole[s, i] else (ActionKind.F, ActionKind.I, ActionKind.W)
+            for i in range(num_microbatches)
+        ]
         for s in range(num_stages)
     ]
     todo = [Action(s, k, i) for s in range(num_stages) for i in range(num_microbatches) for k in kinds[s][i]]
-    done: set[tuple[int, Kind, int]] = set()
+    done: set[tuple[int, ActionKind, int]] = set()
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     while todo:
         able = [a for a in todo if _able(a, done, num_stages)]
@@ -80,14 +83,18 @@ def random_schedule(
         action = able[int(order[0])]
         todo.remove(action)
         rows[placement[action.stage]].append(action)
-        done.add((action.stage, Kind.I if action.kind == Kind.B else action.kind, action.microbatch))
+        done.add(
+            (action.stage, ActionKind.I if action.kind == ActionKind.B else action.kind, action.microbatch)
+        )
     return Schedule.of_actions(rows, num_microbatches=num_microbatches, placement=placement)
 
 
-def _able(action: Action, done: set[tuple[int, Kind, int]], num_stages: int) -> bool:
+def _able(action: Action, done: set[tuple[int, ActionKind, int]], num_stages: int) -> bool:
     stage, kind, i = action
-    if kind == Kind.F:
-        return stage == 0 or (stage - 1, Kind.F, i) in done
-    if kind == Kind.W:
-        return (stage, Kind.I, i) in done
-    return (stage, Kind.F, i) in done and (stage == num_stages - 1 or (stage + 1, Kind.I, i) in done)
+    if kind == ActionKind.F:
+        return stage == 0 or (stage - 1, ActionKind.F, i) in done
+    if kind == ActionKind.W:
+        return (stage, ActionKind.I, i) in done
+    return (stage, ActionKind.F, i) in done and (
+        stage == num_stages - 1 or (stage + 1, ActionKind.I, i) in done
+    )

@@ -15,7 +15,7 @@ from quartet_plugin.schedule.bound import lower_bound
 from quartet_plugin.schedule.bound_splits import promising_splits
 from quartet_plugin.schedule.exact import exact_optimum
 from quartet_plugin.schedule.files import costs_from_json
-from quartet_plugin.schedule.twin import simulate_twin
+from quartet_plugin.schedule.twin import simulate_reference
 from tests.schedule.pipelines import random_costs, random_placement, random_schedule, random_split
 from tests.schedule.test_exact import CASES
 
@@ -56,7 +56,7 @@ def test_no_schedule_beats_any_form_of_the_bound(seed: int, fused: bool) -> None
     placement = random_placement(rng, num_devices, num_chunks)
     split = random_split(rng, num_layers, num_stages)
     schedule = random_schedule(rng, placement=placement, num_microbatches=costs.num_microbatches)
-    outcome = simulate_twin(schedule, stage_costs(costs, placement=placement, layers_per_stage=split))
+    outcome = simulate_reference(schedule, stage_costs(costs, placement=placement, layers_per_stage=split))
     costs = replace(costs, memory_limit_bytes=np.array(outcome.peak_activation_bytes))
     makespan = outcome.makespan_s * (1 + 1e-12)
     fixed = lower_bound(costs, placement=placement, layers_per_stage=split).makespan_s
@@ -79,7 +79,7 @@ def test_empty_stages_are_covered_when_allowed(seed: int) -> None:
     costs = random_costs(rng, num_devices=3, num_microbatches=3, num_layers=4)
     split = np.diff([0, *sorted(rng.integers(0, 5, size=5).tolist()), 4]).tolist()
     schedule = random_schedule(rng, placement=placement, num_microbatches=3)
-    outcome = simulate_twin(schedule, stage_costs(costs, placement=placement, layers_per_stage=split))
+    outcome = simulate_reference(schedule, stage_costs(costs, placement=placement, layers_per_stage=split))
     for given_placement in (placement, None):
         bound = lower_bound(costs, placement=given_placement, allow_empty=True, time_limit_s=1)
         assert bound.makespan_s <= outcome.makespan_s * (1 + 1e-12)

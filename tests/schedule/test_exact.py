@@ -12,11 +12,11 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.costs import Costs, StageCosts, stage_costs
-from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.exact import exact_optimum
 from quartet_plugin.schedule.files import costs_from_json, parse_order
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.twin import duration, simulate_twin
+from quartet_plugin.schedule.twin import duration, simulate_reference
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "tiny_optima.json"
 CASES: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["cases"]
@@ -61,7 +61,7 @@ class BruteForce:
             costs, placement=placement, layers_per_stage=[1] * len(placement)
         )
         self.placement = placement
-        self.kinds = (Kind.F, Kind.B) if whole else (Kind.F, Kind.I, Kind.W)
+        self.kinds = (ActionKind.F, ActionKind.B) if whole else (ActionKind.F, ActionKind.I, ActionKind.W)
         self.seen: dict[frozenset[Action], list[dict[Action, float]]] = {}
         self.best = float("inf")
 
@@ -99,24 +99,24 @@ class BruteForce:
 
     def _ready(self, action: Action, end: dict[Action, float]) -> float | None:
         stage, kind, i = action
-        if kind == Kind.W:
-            return end.get(Action(stage, Kind.I, i))
-        if kind == Kind.F:
+        if kind == ActionKind.W:
+            return end.get(Action(stage, ActionKind.I, i))
+        if kind == ActionKind.F:
             if stage == 0:
                 return 0.0
-            before = end.get(Action(stage - 1, Kind.F, i))
+            before = end.get(Action(stage - 1, ActionKind.F, i))
             return None if before is None else before + float(self.stages.forward_transfer_s[stage - 1])
-        own = end.get(Action(stage, Kind.F, i))
+        own = end.get(Action(stage, ActionKind.F, i))
         if own is None or stage == len(self.placement) - 1:
             return own
         after = end.get(Action(stage + 1, kind, i))
         return None if after is None else max(own, after + float(self.stages.backward_transfer_s[stage + 1]))
 
     def _fits(self, action: Action, end: dict[Action, float]) -> bool:
-        if action.kind != Kind.F or self.costs.memory_limit_bytes is None:
+        if action.kind != ActionKind.F or self.costs.memory_limit_bytes is None:
             return True
         device, held = self.placement[action.stage], self.costs.weight_grad_held_fraction
-        freed = {Kind.F: -1.0, Kind.I: 1 - held, Kind.W: held, Kind.B: 1.0}
+        freed = {ActionKind.F: -1.0, ActionKind.I: 1 - held, ActionKind.W: held, ActionKind.B: 1.0}
         used = 0.0
         for other in (*end, action):
             if self.placement[other.stage] == device:
@@ -167,7 +167,7 @@ def milp_optimum(costs: Costs, placement: list[int]) -> float:
     actions = [
         Action(s, k, i)
         for s in range(len(placement))
-        for k in (Kind.F, Kind.I, Kind.W)
+        for k in (ActionKind.F, ActionKind.I, ActionKind.W)
         for i in range(costs.num_microbatches)
     ]
     index = {action: n for n, action in enumerate(actions)}
@@ -188,14 +188,14 @@ def milp_optimum(costs: Costs, placement: list[int]) -> float:
 
     for a in actions:
         at_least(last, index[a], duration(a, stages))
-        if a.kind != Kind.F:
-            before = a._replace(kind=Kind(a.kind - 1))
+        if a.kind != ActionKind.F:
+            before = a._replace(kind=ActionKind(a.kind - 1))
             at_least(index[a], index[before], duration(before, stages))
-        if a.kind == Kind.F and a.stage > 0:
+        if a.kind == ActionKind.F and a.stage > 0:
             before = a._replace(stage=a.stage - 1)
             wait = duration(before, stages) + float(stages.forward_transfer_s[before.stage])
             at_least(index[a], index[before], wait)
-        if a.kind == Kind.I and a.stage + 1 < len(placement):
+        if a.kind == ActionKind.I and a.stage + 1 < len(placement):
             before = a._replace(stage=a.stage + 1)
             wait = duration(before, stages) + float(stages.backward_transfer_s[before.stage])
             at_least(index[a], index[before], wait)
@@ -244,7 +244,7 @@ def test_golden_orders_have_the_golden_makespan_and_keep_the_limits(case: dict[s
         ),
     )
     stages = stage_costs(costs, placement=case["placement"], layers_per_stage=case["layers_per_stage"])
-    outcome = simulate_twin(schedule, stages)
+    outcome = simulate_reference(schedule, stages)
     assert outcome.makespan_s == pytest.approx(case["optimum_s"], abs=1e-8)
     if costs.memory_limit_bytes is not None:
         assert (np.array(outcome.peak_activation_bytes) <= costs.memory_limit_bytes + 1e-6).all()
@@ -278,8 +278,8 @@ def test_golden_covers_what_it_says() -> None:
 def test_a_whole_stage_runs_whole_backwards() -> None:
     costs = make_costs(4, num_devices=2, num_microbatches=3, num_stages=2)
     result = exact_optimum(costs, placement=[0, 1], layers_per_stage=[1, 1], split_backward=[True, False])
-    assert {a.kind for a in result.schedule.actions(0)} == {Kind.F, Kind.I, Kind.W}
-    assert {a.kind for a in result.schedule.actions(1)} == {Kind.F, Kind.B}
+    assert {a.kind for a in result.schedule.actions(0)} == {ActionKind.F, ActionKind.I, ActionKind.W}
+    assert {a.kind for a in result.schedule.actions(1)} == {ActionKind.F, ActionKind.B}
 
 
 def test_a_pass_that_dropped_states_proves_nothing_it_did_not_see() -> None:

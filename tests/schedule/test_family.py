@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import InfeasibleError, PlanError
 from quartet_plugin.schedule import placement as places
-from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.family import Family, Pipeline, generate, run
 from quartet_plugin.schedule.keys import NUM_SCALARS
 from quartet_plugin.schedule.named import NAMED, named, refusal_of
-from quartet_plugin.schedule.search.problem import Point, Problem
+from quartet_plugin.schedule.search.problem import Point, ScheduleProblem
 from quartet_plugin.schedule.search.starts import starts
 from quartet_plugin.schedule.simulate import simulate, simulate_costs
 from quartet_plugin.split import balanced_split, even_split
@@ -71,7 +71,9 @@ def test_any_parameters_make_a_legal_order_within_the_cap(
         for stage in places.stages_of_device(placement, p)[device]:
             kinds = {a.kind for a in schedule.actions(device) if a.stage == stage}
             whole = family.whole[stage]
-            assert kinds == ({Kind.F, Kind.B} if whole else {Kind.F, Kind.I, Kind.W})
+            assert kinds == (
+                {ActionKind.F, ActionKind.B} if whole else {ActionKind.F, ActionKind.I, ActionKind.W}
+            )
 
 
 def test_a_cap_below_one_microbatch_is_refused() -> None:
@@ -155,7 +157,7 @@ def test_the_climbs_evaluation_is_the_familys(seed: int, v: int, data: st.DataOb
     placement = places.snake(3, v)
     split = balanced_split(costs, placement)
     family = data.draw(families(v, 3 * v))
-    problem = Problem.of(costs, want_period=False, allow_empty=False, free_split=True)
+    problem = ScheduleProblem.of(costs, want_period=False, allow_empty=False, free_split=True)
     point = Point(
         placement=placement,
         split=split,
@@ -176,7 +178,7 @@ def test_the_climbs_evaluation_is_the_familys(seed: int, v: int, data: st.DataOb
 def test_the_climb_can_minimize_the_period() -> None:
     costs = random_costs(num_devices=3, num_microbatches=6, num_layers=12, seed=3)
     split = even_split(costs, 3)
-    problem = Problem.of(costs, want_period=True, allow_empty=False, free_split=False)
+    problem = ScheduleProblem.of(costs, want_period=True, allow_empty=False, free_split=False)
     family = starts(1, 3, 6)[5]
     point = Point(
         placement=(0, 1, 2), split=split, params=family.to_vector(), whole=np.zeros(3, dtype=np.int64)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.model.costs import Costs, LayerCost
 from quartet_plugin.model.files import read_json
-from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.files import (
     costs_from_json,
     costs_to_json,
@@ -122,7 +122,11 @@ def test_what_the_golden_schedule_means() -> None:
     assert schedule.placement == (0, 1)
     assert schedule.layers_per_stage == (1, 1)
     assert schedule.origin == {"name": "1f1b"}
-    assert schedule.actions(1)[:3] == [Action(1, Kind.F, 0), Action(1, Kind.B, 0), Action(1, Kind.F, 1)]
+    assert schedule.actions(1)[:3] == [
+        Action(1, ActionKind.F, 0),
+        Action(1, ActionKind.B, 0),
+        Action(1, ActionKind.F, 1),
+    ]
 
 
 BAD_COSTS: list[tuple[str, Any, str]] = [
@@ -282,7 +286,7 @@ def test_bad_json_is_refused_before_the_schema(text: str, tmp_path: Path) -> Non
 
 
 def test_a_schedule_without_a_split_is_not_written(tmp_path: Path) -> None:
-    schedule = Schedule.of_actions([[Action(0, Kind.F, 0)]], num_microbatches=1, placement=(0,))
+    schedule = Schedule.of_actions([[Action(0, ActionKind.F, 0)]], num_microbatches=1, placement=(0,))
     with pytest.raises(ConfigError, match="layers_per_stage"):
         write_schedule(tmp_path / "s.json", schedule)
     assert not list(tmp_path.iterdir())
@@ -343,11 +347,11 @@ def test_costs_round_trip_through_a_file(tmp_path: Path) -> None:
 @given(
     stages=st.integers(1, 4096),
     microbatches=st.integers(1, 65_536),
-    picks=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.sampled_from(Kind)), max_size=30),
+    picks=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.sampled_from(ActionKind)), max_size=30),
 )
 @settings(deadline=None, max_examples=100)
 def test_order_texts_round_trip(
-    stages: int, microbatches: int, picks: list[tuple[float, float, Kind]]
+    stages: int, microbatches: int, picks: list[tuple[float, float, ActionKind]]
 ) -> None:
     actions = [
         Action(min(int(s * stages), stages - 1), kind, min(int(i * microbatches), microbatches - 1))

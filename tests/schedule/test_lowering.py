@@ -29,17 +29,17 @@ from quartet_plugin.schedule.instruction import (
 from quartet_plugin.schedule.lowering import lower
 from quartet_plugin.schedule.named import NAMED, named
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.twin import TwinResult, simulate_twin
+from quartet_plugin.schedule.twin import ReferenceResult, simulate_reference
 from tests.schedule.pipelines import random_costs, random_placement, random_schedule
 
 SEEDS = st.integers(0, 100_000)
 V3, LOOP3 = [0, 1, 2, 2, 1, 0], [0, 1, 2, 0, 1, 2]
 
 
-def predict(schedule: Schedule, costs: Costs) -> tuple[TwinResult, dict[str, Any]]:
+def predict(schedule: Schedule, costs: Costs) -> tuple[ReferenceResult, dict[str, Any]]:
     """Simulated times, and the same as `lower` takes them."""
     stages = stage_costs(costs, placement=schedule.placement, layers_per_stage=[1] * schedule.num_stages)
-    result = simulate_twin(schedule, stages)
+    result = simulate_reference(schedule, stages)
     rows = [schedule.actions(d) for d in range(schedule.num_devices)]
     return result, {
         "start_s": [np.array([result.start_s[a] for a in row]) for row in rows],

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.named import NAMED, named, refusal_of
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import Simulation, simulate
@@ -196,8 +196,8 @@ def test_interleaved_is_megatrons_order(p: int, m: int, v: int, group: int) -> N
 def test_kinds_match_the_registry() -> None:
     for name, spec in NAMED.items():
         schedule = named(name, num_devices=4, num_microbatches=8)
-        kinds = {Kind(int(k)) for k in np.unique(np.concatenate(schedule.orders) & 3)}
-        assert (Kind.W in kinds) == spec.split_backward, name
+        kinds = {ActionKind(int(k)) for k in np.unique(np.concatenate(schedule.orders) & 3)}
+        assert (ActionKind.W in kinds) == spec.split_backward, name
         assert (schedule.routes is not None) == (not spec.executable), name
 
 

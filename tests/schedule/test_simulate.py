@@ -14,7 +14,7 @@ from quartet_plugin.schedule.kernel import _largest_cycle_mean
 from quartet_plugin.schedule.named import NAMED, named, refusal_of
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import simulate, simulate_costs
-from quartet_plugin.schedule.twin import simulate_twin
+from quartet_plugin.schedule.twin import simulate_reference
 from tests.schedule.sample_costs import random_costs, uneven, uniform
 
 
@@ -35,7 +35,7 @@ def test_kernel_and_twin_agree(name: str, p: int, k: int, seed: int) -> None:
     schedule = named(name, num_devices=p, num_microbatches=m)
     costs, other = costs_of_routes(schedule, seed)
     ours = simulate(schedule, costs, other_route=other)
-    twin = simulate_twin(schedule, costs, other_route=other)
+    twin = simulate_reference(schedule, costs, other_route=other)
     assert ours.makespan_s == pytest.approx(twin.makespan_s, rel=1e-12)
     assert ours.peak_activation_bytes == pytest.approx(twin.peak_activation_bytes, rel=1e-9)
     for device in range(p):
@@ -53,7 +53,7 @@ def test_kernel_and_twin_agree(name: str, p: int, k: int, seed: int) -> None:
 def test_period_is_what_many_repeated_lists_take(p: int, m: int, seed: int) -> None:
     schedule = named("zb-v", num_devices=p, num_microbatches=m)
     costs = uneven(schedule.placement, seed)
-    times = [simulate_twin(_repeated(schedule, k), costs).makespan_s for k in (20, 40)]
+    times = [simulate_reference(_repeated(schedule, k), costs).makespan_s for k in (20, 40)]
     assert simulate(schedule, costs).period_s == pytest.approx((times[1] - times[0]) / 20, rel=2e-3)
 
 
@@ -114,7 +114,7 @@ def test_refuses_a_deadlock_across_devices() -> None:
     with pytest.raises(PlanError, match="deadlock"):
         simulate(schedule, uniform((0, 1)))
     with pytest.raises(PlanError, match="deadlock"):
-        simulate_twin(schedule, uniform((0, 1)))
+        simulate_reference(schedule, uniform((0, 1)))
 
 
 def test_refuses_too_much_memory_and_shows_the_cell() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.torch_csv import from_csv, to_csv
 from tests.schedule.pipelines import random_placement, random_schedule
@@ -103,7 +103,7 @@ def test_pytorch_loads_and_validates_it(tmp_path: Path) -> None:
     for name, placement in (("v", [0, 1, 2, 2, 1, 0]), ("loop", [0, 1, 2, 0, 1, 2]), ("linear", [0, 1, 2])):
         schedule = make(1, placement, num_microbatches=6)
         kinds = {a.kind for d in range(schedule.num_devices) for a in schedule.actions(d)}
-        assert kinds == set(Kind)
+        assert kinds == set(ActionKind)
         path = tmp_path / f"{name}.csv"
         path.write_text(to_csv(schedule))
         texts.append(to_csv(schedule))

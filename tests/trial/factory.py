@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quartet_plugin.trial.files import Beat, ErrReport, Iteration, RankReport, Snapshot, TrialSheet
+from quartet_plugin.protocol.attempt_files import Beat, ErrReport, Iteration, RankReport, Snapshot, TrialSheet
 from quartet_plugin.trial.outcome import Evidence
 
 ID = "a" * 32

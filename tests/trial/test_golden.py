@@ -5,15 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.schema import dump
-from quartet_plugin.trial.files import COMMAND, RESULT, TRIAL, RankFiles, parse_job, read_sheet
+from quartet_plugin.model.training_job import parse_training_job
+from quartet_plugin.protocol.attempt_files import (
+    CommandSheet,
+    RankFileReader,
+    ResultSheet,
+    TrialSheet,
+    read_sheet,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "attempt"
 ATTEMPT = "0123456789abcdef" * 2
-SHEETS: dict[str, TypeAdapter[Any]] = {"trial": TRIAL, "command": COMMAND, "result": RESULT}
+SHEETS: dict[str, type[Any]] = {"trial": TrialSheet, "command": CommandSheet, "result": ResultSheet}
 
 
 @pytest.mark.parametrize("name", SHEETS)
@@ -23,7 +29,7 @@ def test_a_sheet_reads_and_writes_the_same(name: str) -> None:
 
 
 def test_rank_files_are_read_whole() -> None:
-    seen = RankFiles(GOLDEN, attempt_id=ATTEMPT).scan()
+    seen = RankFileReader(GOLDEN, attempt_id=ATTEMPT).scan()
     assert seen.faults == ()
     assert (set(seen.beats), set(seen.reports), set(seen.errs)) == ({0}, {0, 1}, {1})
     for report in seen.reports.values():
@@ -35,13 +41,13 @@ def test_rank_files_are_read_whole() -> None:
 
 
 def test_the_job_of_rank_zero_is_read_whole() -> None:
-    job = RankFiles(GOLDEN, attempt_id=ATTEMPT).scan().reports[0].job
+    job = RankFileReader(GOLDEN, attempt_id=ATTEMPT).scan().reports[0].job
     assert job is not None
-    assert json.loads(json.dumps(dump(parse_job(job)))) == job
+    assert json.loads(json.dumps(dump(parse_training_job(job)))) == job
 
 
 def test_files_of_another_attempt_are_not_listened_to() -> None:
-    seen = RankFiles(GOLDEN, attempt_id="f" * 32).scan()
+    seen = RankFileReader(GOLDEN, attempt_id="f" * 32).scan()
     assert not seen.beats
     assert not seen.reports
     assert not seen.errs

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quartet_plugin.trial.files import Beat
+from quartet_plugin.protocol.attempt_files import Beat
 from quartet_plugin.trial.pace import MIN_ITERATIONS, Pace
 
 

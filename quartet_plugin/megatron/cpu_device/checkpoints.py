@@ -7,7 +7,7 @@ With Apex's and Transformer Engine's Adam a run resumes as if it had never stopp
 import functools
 from typing import Any
 
-from quartet_plugin.worker.seams import Redirect
+from quartet_plugin.rank.seams import Redirect
 
 
 def redirects() -> list[Redirect]:

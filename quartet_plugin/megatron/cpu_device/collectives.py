@@ -8,7 +8,7 @@ and sends whatever the allocator put there: training goes on with wrong numbers 
 import functools
 from typing import Any
 
-from quartet_plugin.worker.seams import Redirect
+from quartet_plugin.rank.seams import Redirect
 
 
 class PendingSend:

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from quartet_plugin.megatron.cpu_device import memory
-from quartet_plugin.worker.seams import Redirect
+from quartet_plugin.rank.seams import Redirect
 
 # bf16 is allowed from 8.0 on and FP8 from 8.9 on: a CPU has the first and not the second.
 _CAPABILITY = (8, 0)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quartet_plugin.errors import SeamError
-from quartet_plugin.worker.seams import Installation, Redirect, redirect
+from quartet_plugin.rank.seams import Installation, Redirect, redirect
 
 _installations: list[Installation] = []
 
@@ -60,7 +60,7 @@ def _redirect_and_import() -> None:
     import torch
 
     from quartet_plugin.megatron.cpu_device import checkpoints, cuda
-    from quartet_plugin.worker import device
+    from quartet_plugin.rank import device
 
     device.declare_cpu()
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ device and then runs the parent's main module itself. Nothing is written into si
 import functools
 from typing import Any
 
-from quartet_plugin.worker.seams import Redirect
+from quartet_plugin.rank.seams import Redirect
 
 _CHILD_MODULE = "quartet_plugin.megatron.cpu_device.spawned"
 MARK = "--quartet-spawned-main"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from quartet_plugin.worker.seams import Installation, Redirect, redirect
+from quartet_plugin.rank.seams import Installation, Redirect, redirect
 
 
 def defer_compilers(keep: Callable[[Installation], None]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quartet_plugin.worker.seams import Redirect
+from quartet_plugin.rank.seams import Redirect
 
 _FACTORIES = (
     "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like",

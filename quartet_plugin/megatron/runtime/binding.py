@@ -23,11 +23,11 @@ from quartet_plugin.megatron.runtime.stages import Call, GradSync, MegatronStage
 from quartet_plugin.megatron.split_backward import WeightGradients
 from quartet_plugin.megatron.te_layers import DelayedLayer, delayed_layers
 from quartet_plugin.runtime.executor import Executor
-from quartet_plugin.runtime.ledger import Ledger
-from quartet_plugin.runtime.programs import Library
+from quartet_plugin.runtime.ledger import ActivationTracker
+from quartet_plugin.runtime.programs import ProgramCache
 from quartet_plugin.runtime.records import NullRecorder, Recorder
 from quartet_plugin.runtime.transport import Boundary, Channels, HostTransport, PairTransport
-from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.action import ActionKind
 
 
 class Runtime:
@@ -35,7 +35,7 @@ class Runtime:
 
     def __init__(
         self,
-        library: Library,
+        library: ProgramCache,
         *,
         placed: Placed,
         gradients: WeightGradients,
@@ -49,7 +49,7 @@ class Runtime:
         self._gradients = gradients
         self.recorder: Recorder = recorder or NullRecorder()
         # Where one is set, the next training step is counted, and only that.
-        self.ledger: Ledger | None = None
+        self.ledger: ActivationTracker | None = None
         self._is_counted = False
         self._delayed: list[list[DelayedLayer]] | None = None
         self._host_transport = host_transport
@@ -176,7 +176,7 @@ class Runtime:
             self._delayed = [delayed_layers(chunk) for chunk in chunks]
         return self._delayed
 
-    def _next_ledger(self, chunks: Sequence[Any]) -> Ledger | None:
+    def _next_ledger(self, chunks: Sequence[Any]) -> ActivationTracker | None:
         if self.ledger is None or self._is_counted:
             return None
         self._is_counted = True
@@ -189,7 +189,7 @@ class Runtime:
         if len(iterators) != num_chunks:
             raise PlanError(f"data_iterator: {len(iterators)} iterators for {num_chunks} chunks; one each")
         for chunk, stage in enumerate(self._placed.stages(executor.device)):
-            order = [a.microbatch for a in executor.actions if a.stage == stage and a.kind is Kind.F]
+            order = [a.microbatch for a in executor.actions if a.stage == stage and a.kind is ActionKind.F]
             if order != sorted(order) and iterators[chunk] is not None:
                 iterators[chunk] = MicrobatchIterator(iterators[chunk])
         return iterators

@@ -9,9 +9,9 @@ from datetime import timedelta
 from typing import Any
 
 from quartet_plugin.megatron.seams import Seam, Wrapper, resolve
-from quartet_plugin.runtime.programs import Library, Recipe
+from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec
 from quartet_plugin.runtime.records import Recorder
-from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.channels import Backend, check_program
 
 # Lowering cannot dead-lock by its construction; running the program once more under a library's rules is a
@@ -104,7 +104,7 @@ class Prepared:
 
 
 def prepare(
-    recipe: Recipe,
+    recipe: ScheduleSpec,
     *,
     num_microbatches: int,
     recorder: Recorder | None = None,
@@ -117,7 +117,7 @@ def prepare(
     `delays_te`: the model has Transformer Engine's layers. No process group exists yet. Raises PlanError for
     an order that is not valid or could dead-lock, SeamError where Megatron is not as known.
     """
-    library = Library(recipe)
+    library = ProgramCache(recipe)
     program = library.program(num_microbatches)
     if sum(map(len, program.instructions)) <= _CHECKED_INSTRUCTIONS:
         for backend in Backend:
@@ -164,11 +164,11 @@ def declared() -> Iterator[Seam]:
     yield losses.EVALUATE
 
 
-def _splits(library: Library, num_microbatches: int) -> bool:
+def _splits(library: ProgramCache, num_microbatches: int) -> bool:
     from quartet_plugin.schedule.instruction import Compute
 
     return any(
-        isinstance(instruction, Compute) and instruction.action.kind is Kind.I
+        isinstance(instruction, Compute) and instruction.action.kind is ActionKind.I
         for row in library.program(num_microbatches).instructions
         for instruction in row
     )

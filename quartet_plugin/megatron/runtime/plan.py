@@ -6,7 +6,7 @@ from datetime import timedelta
 from quartet_plugin.megatron.runtime.install import Prepared, prepare
 from quartet_plugin.megatron.runtime.refusals import needs_whole_backwards, refusal, without_alignment
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.runtime.recipe import recipe_of, recipe_splits
+from quartet_plugin.runtime.recipe import schedule_spec_of, splits_backward
 from quartet_plugin.runtime.records import Clock, CudaClock, HostClock, Recorder
 
 
@@ -23,11 +23,11 @@ def prepare_plan(plan: Plan, args: Namespace, *, on_cpu: bool) -> tuple[Prepared
         return None, [
             f"{reason}; Megatron's own schedule stays instead of {choice.label}, the rest of the plan applies"
         ]
-    recipe = recipe_of(choice, num_microbatches=plan.num_microbatches)
+    recipe = schedule_spec_of(choice, num_microbatches=plan.num_microbatches)
     whole = needs_whole_backwards(args)
     notes = []
-    if whole is not None and recipe_splits(recipe, plan.num_microbatches):
-        recipe = recipe_of(choice, num_microbatches=plan.num_microbatches, is_whole=True)
+    if whole is not None and splits_backward(recipe, plan.num_microbatches):
+        recipe = schedule_spec_of(choice, num_microbatches=plan.num_microbatches, is_whole=True)
         notes.append(whole)
     if without_alignment(args):
         notes.append(

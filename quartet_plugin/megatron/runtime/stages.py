@@ -12,7 +12,7 @@ from quartet_plugin.megatron.placement.state import Placed
 from quartet_plugin.megatron.runtime.microbatches import MicrobatchIterator
 from quartet_plugin.megatron.split_backward import WeightGradients
 from quartet_plugin.megatron.te_layers import DelayedLayer
-from quartet_plugin.runtime.ledger import Ledger
+from quartet_plugin.runtime.ledger import ActivationTracker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class MegatronStages:
         gradients: WeightGradients,
         grad_sync: "GradSync",
         delayed: Sequence[Sequence[DelayedLayer]],
-        ledger: Ledger | None = None,
+        ledger: ActivationTracker | None = None,
     ) -> None:
         """`device` is this process's pipeline rank; `ledger` counts what this step keeps alive.
 

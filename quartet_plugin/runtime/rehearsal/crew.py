@@ -54,7 +54,7 @@ class Step:
     end_s: tuple[tuple[float, ...], ...]
 
 
-class Board:
+class StepTimes:
     """What every process does right now, in memory that all share."""
 
     def __init__(self, num_devices: int) -> None:
@@ -98,7 +98,7 @@ class Rehearsal:
         for backend in Backend:
             check_program(program, backend=backend)
         torch.set_num_threads(1)
-        board = Board(program.num_devices)
+        board = StepTimes(program.num_devices)
         crew: dict[int, int] = {}
         try:
             for device in range(program.num_devices):
@@ -108,7 +108,7 @@ class Rehearsal:
             _end(crew)
         return self._steps(program)
 
-    def _fork(self, program: Program, *, device: int, board: Board) -> int:
+    def _fork(self, program: Program, *, device: int, board: StepTimes) -> int:
         pid = os.fork()
         if pid:
             return pid
@@ -129,7 +129,7 @@ class Rehearsal:
         finally:
             os._exit(code)
 
-    def _watch(self, crew: dict[int, int], board: Board) -> None:
+    def _watch(self, crew: dict[int, int], board: StepTimes) -> None:
         """Until all have ended well; raises for the first that does not, or when nobody moves any more."""
         left = dict(crew)
         lines: dict[int, str] = {}
@@ -153,7 +153,7 @@ class Rehearsal:
                 raise InfrastructureError(f"the rehearsal hangs: {_positions(now)}")
             time.sleep(_POLL_S)
 
-    def _failure(self, device: int, status: int, board: Board) -> InfrastructureError:
+    def _failure(self, device: int, status: int, board: StepTimes) -> InfrastructureError:
         """The root cause: the first error that is not a peer gone away, else the process that died."""
         found = []
         for path in self.folder.glob("device-*.err.json"):
@@ -186,7 +186,7 @@ class Rehearsal:
         ]
 
 
-def _play(rehearsal: Rehearsal, program: Program, *, device: int, board: Board) -> None:
+def _play(rehearsal: Rehearsal, program: Program, *, device: int, board: StepTimes) -> None:
     """One device's process: meet the others, run every step, leave the times."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 

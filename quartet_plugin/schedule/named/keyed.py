@@ -12,7 +12,7 @@ import numpy as np
 
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule import placement as places
-from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.generator import generate_orders
 
 SLOTS = 6
@@ -189,7 +189,7 @@ def _by_slots(
     for route, of_route in zip(routes, microbatches, strict=True):
         for stage, device in enumerate(route):
             unit = (stage * m + of_route) * 4
-            codes[device] += [unit + Kind.F, unit + Kind.B]
+            codes[device] += [unit + ActionKind.F, unit + ActionKind.B]
             slots[device] += [base + stage, base + 2 * num_stages - 1 - stage]
     orders = []
     for device in range(p):

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from quartet_plugin.model.costs import IntArray
-from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.action import ActionKind
 
 Phase = tuple[str, int]
 OLDEST_W = -1
 
 _LETTERS = {
-    letter: chunk * 4 + Kind[letter.upper()]
+    letter: chunk * 4 + ActionKind[letter.upper()]
     for chunk, letters in enumerate(("fiwb", "FIWB"))
     for letter in letters
 }
@@ -47,27 +47,30 @@ def order_of_slots(
     """
     given = [(0, num_microbatches)] * len(stages) if ranges is None else ranges
     codes = np.full(len(slots), -1, dtype=np.int64)
-    kinds = np.where(slots == OLDEST_W, Kind.W, slots % 4)
-    split = bool(np.any(kinds == Kind.I))
+    kinds = np.where(slots == OLDEST_W, ActionKind.W, slots % 4)
+    split = bool(np.any(kinds == ActionKind.I))
     tails: list[IntArray] = []
     for chunk, stage in enumerate(stages):
         own = (slots != OLDEST_W) & (slots // 4 == chunk)
         first, count = given[chunk]
         units = (stage * num_microbatches + first + np.arange(count)) * 4
-        forward = np.flatnonzero(own & (kinds == Kind.F))[:count]
-        backward = np.flatnonzero(own & ((kinds == Kind.I) | (kinds == Kind.B)))[:count]
-        codes[forward] = units[: len(forward)] + Kind.F
+        forward = np.flatnonzero(own & (kinds == ActionKind.F))[:count]
+        backward = np.flatnonzero(own & ((kinds == ActionKind.I) | (kinds == ActionKind.B)))[:count]
+        codes[forward] = units[: len(forward)] + ActionKind.F
         codes[backward] = units[: len(backward)] + kinds[backward]
-        tails += [units[len(forward) :] + Kind.F, units[len(backward) :] + (Kind.I if split else Kind.B)]
-        weights = np.flatnonzero(own & (kinds == Kind.W))[:count]
-        codes[weights] = units[: len(weights)] + Kind.W
+        tails += [
+            units[len(forward) :] + ActionKind.F,
+            units[len(backward) :] + (ActionKind.I if split else ActionKind.B),
+        ]
+        weights = np.flatnonzero(own & (kinds == ActionKind.W))[:count]
+        codes[weights] = units[: len(weights)] + ActionKind.W
     body = np.concatenate([codes, *tails])
     oldest = np.flatnonzero(slots == OLDEST_W)
-    inputs = body[(body >= 0) & (body & 3 == Kind.I)] + (Kind.W - Kind.I)
+    inputs = body[(body >= 0) & (body & 3 == ActionKind.I)] + (ActionKind.W - ActionKind.I)
     if len(oldest):
         oldest = oldest[: len(inputs)]
         body[oldest] = inputs[: len(oldest)]
         left = inputs[len(oldest) :]
     else:
-        left = np.setdiff1d(inputs, body[body & 3 == Kind.W], assume_unique=True)
+        left = np.setdiff1d(inputs, body[body & 3 == ActionKind.W], assume_unique=True)
     return np.concatenate((body[body >= 0], left))

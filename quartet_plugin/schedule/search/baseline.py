@@ -12,7 +12,7 @@ from quartet_plugin.schedule.named import NAMED, named, refusal_of
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search.climb import _move_layers, stage_arrays
-from quartet_plugin.schedule.search.problem import Problem
+from quartet_plugin.schedule.search.problem import ScheduleProblem
 from quartet_plugin.schedule.simulate import flatten
 from quartet_plugin.split import Split, minimum_counts
 
@@ -120,7 +120,7 @@ def climb_split(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
+class NamedStart:
     """A named schedule with a split; `score` in seconds, at least 1e30 while it does not fit."""
 
     schedule: Schedule
@@ -140,7 +140,7 @@ class Baseline:
         text = str(origin["name"]) + (f" v{chunks}" if chunks > 2 else "")
         return text + (f" g{origin['group']}" if "group" in origin else "")
 
-    def climbed(self, problem: Problem, *, steps: int, seed: int) -> "Baseline":
+    def climbed(self, problem: ScheduleProblem, *, steps: int, seed: int) -> "NamedStart":
         """The same schedule after `steps` moves of layers."""
         orders, offsets = flatten(self.schedule)
         counts = np.array(self.split, dtype=np.int64)
@@ -181,6 +181,6 @@ def named_schedules(
                     yield schedule
 
 
-def unscored(schedule: Schedule, split: Split) -> Baseline:
+def unscored(schedule: Schedule, split: Split) -> NamedStart:
     """A candidate that has not been simulated yet."""
-    return Baseline(schedule=schedule, split=split, score=math.inf)
+    return NamedStart(schedule=schedule, split=split, score=math.inf)

@@ -4,11 +4,11 @@ import numpy as np
 
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.schedule.kernel import compiled
-from quartet_plugin.schedule.search.shop import Orders, Shop
+from quartet_plugin.schedule.search.shop import ActionTable, JobShop
 
 
 @compiled
-def last_critical(shop: Shop, now: Orders, makespan: float, eps: float) -> int:
+def last_critical(shop: JobShop, now: ActionTable, makespan: float, eps: float) -> int:
     """One of the actions that end last, picked at random."""
     chosen = -1
     ends = 0
@@ -23,7 +23,7 @@ def last_critical(shop: Shop, now: Orders, makespan: float, eps: float) -> int:
 
 
 @compiled
-def critical_before(shop: Shop, now: Orders, x: int, eps: float) -> int:
+def critical_before(shop: JobShop, now: ActionTable, x: int, eps: float) -> int:
     """One of the actions that x had to wait for, picked at random; -1 if none."""
     row = 3 * shop.m
     slot = x % 3
@@ -54,7 +54,7 @@ def critical_before(shop: Shop, now: Orders, x: int, eps: float) -> int:
 
 
 @compiled
-def critical_blocks(shop: Shop, now: Orders, makespan: float, eps: float, blocks: IntArray) -> int:
+def critical_blocks(shop: JobShop, now: ActionTable, makespan: float, eps: float, blocks: IntArray) -> int:
     """Fill `blocks` [n, 2] with first and last positions of one critical path's blocks; their number."""
     x = last_critical(shop, now, makespan, eps)
     count = 0

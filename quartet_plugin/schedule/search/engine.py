@@ -20,7 +20,7 @@ from quartet_plugin.model.costs import Costs, LayerCost
 from quartet_plugin.schedule.compilation import compilation_time
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.search.baseline import Baseline, named_schedules, unscored
+from quartet_plugin.schedule.search.baseline import NamedStart, named_schedules, unscored
 from quartet_plugin.schedule.search.effort import Effort, Rate, num_cores
 from quartet_plugin.schedule.search.noise import NoisyCosts
 from quartet_plugin.schedule.search.polish import (
@@ -30,7 +30,7 @@ from quartet_plugin.schedule.search.polish import (
     polished,
     widths_within,
 )
-from quartet_plugin.schedule.search.problem import Point, Problem
+from quartet_plugin.schedule.search.problem import Point, ScheduleProblem
 from quartet_plugin.schedule.search.result import Named, SearchResult
 from quartet_plugin.schedule.search.space import AUTO, placements_for, splits_for
 from quartet_plugin.schedule.search.starts import starts
@@ -72,7 +72,7 @@ def search(
     """
     if objective not in ("makespan", "period"):
         raise ConfigError(f"objective: {objective[:40]!r}; expected makespan or period")
-    problem = Problem.of(
+    problem = ScheduleProblem.of(
         costs, want_period=objective == "period", allow_empty=allow_empty, free_split=split == AUTO
     )
     shapes = placements_for(costs, placement=placement, chunks=chunks, split=split, allow_empty=allow_empty)
@@ -105,12 +105,14 @@ def compile_kernels() -> None:
         weight_grad_held_fraction=1.0,
         backward_fused_s=None,
     )
-    problem = Problem.of(costs, want_period=False, allow_empty=False, free_split=True)
+    problem = ScheduleProblem.of(costs, want_period=False, allow_empty=False, free_split=True)
     effort = Effort(clock=time.monotonic, started_s=0.0, time_limit_s=None, evaluations=200)
     _run(problem, effort, {(0, 1): [(2, 3)], (0, 1, 1, 0): [(1, 1, 1, 2)]}, 0)
 
 
-def _run(problem: Problem, effort: Effort, options: dict[Placement, list[Split]], seed: int) -> SearchResult:
+def _run(
+    problem: ScheduleProblem, effort: Effort, options: dict[Placement, list[Split]], seed: int
+) -> SearchResult:
     with ThreadPoolExecutor(max_workers=num_cores()) as pool:
         job = _Job(problem=problem, effort=effort, pool=pool, rng=np.random.default_rng(seed))
         return job.search(options)
@@ -120,7 +122,7 @@ def _run(problem: Problem, effort: Effort, options: dict[Placement, list[Split]]
 class _Job:
     """One search under way."""
 
-    problem: Problem
+    problem: ScheduleProblem
     effort: Effort
     pool: ThreadPoolExecutor
     rng: np.random.Generator
@@ -137,7 +139,7 @@ class _Job:
 
     # Named schedules.
 
-    def named(self, options: dict[Placement, list[Split]]) -> list[Baseline]:
+    def named(self, options: dict[Placement, list[Split]]) -> list[NamedStart]:
         """Every named schedule under every start split, then layers moved where that is free."""
         costs = self.problem.costs
         schedules = named_schedules(
@@ -145,7 +147,7 @@ class _Job:
         )
         fresh = [unscored(s, split) for s in schedules for split in options[s.placement]]
         scored = self.each([(item, 0) for item in fresh], partial(_moved, problem=self.problem))
-        best: dict[str, Baseline] = {}
+        best: dict[str, NamedStart] = {}
         for item in scored:
             if math.isfinite(item.score) and item.score < (
                 best[item.label].score if item.label in best else math.inf
@@ -165,7 +167,7 @@ class _Job:
             self.effort.reached(items[0].score)
         return [item for item in items if item.fits]
 
-    def crossed(self, named: list[Baseline], family: list[Point]) -> list[Baseline]:
+    def crossed(self, named: list[NamedStart], family: list[Point]) -> list[NamedStart]:
         """Named schedules under the splits that served the family best, where those are better."""
         if not self.problem.free_split:
             return named
@@ -183,7 +185,7 @@ class _Job:
 
     # The family.
 
-    def family(self, options: dict[Placement, list[Split]], named: list[Baseline]) -> list[Point]:
+    def family(self, options: dict[Placement, list[Split]], named: list[NamedStart]) -> list[Point]:
         """Structured starts, then hill climbs from the best points found so far."""
         m = self.problem.costs.num_microbatches
         short = min(m, max(16, 4 * self.problem.costs.num_devices))
@@ -210,7 +212,7 @@ class _Job:
         return _pruned([p for p in done if math.isfinite(p.score)])
 
     def start_points(
-        self, options: dict[Placement, list[Split]], named: list[Baseline], num_microbatches: int
+        self, options: dict[Placement, list[Split]], named: list[NamedStart], num_microbatches: int
     ) -> list[Point]:
         """Every structured start, best guesses first, with the split that served named schedules."""
         devices = self.problem.costs.num_devices
@@ -246,7 +248,7 @@ class _Job:
     # Insertion.
 
     def refined(
-        self, family: list[Point], named: list[Baseline], *, is_open: bool
+        self, family: list[Point], named: list[NamedStart], *, is_open: bool
     ) -> list[tuple[float, Schedule]]:
         """The best orders of both kinds, improved by insertion; (score, schedule), best first.
 
@@ -295,7 +297,7 @@ class _Job:
 
     # The choice.
 
-    def result(self, found: list[tuple[float, Schedule]], named: list[Baseline]) -> SearchResult:
+    def result(self, found: list[tuple[float, Schedule]], named: list[NamedStart]) -> SearchResult:
         """The best order that also wins under noise, else the best named one."""
         table = tuple(
             Named(label=b.label, schedule=replace(b.schedule, layers_per_stage=b.split), score_s=b.score)
@@ -336,7 +338,7 @@ class _Job:
                 return schedule
         return named.schedule
 
-    def round[Item: (Baseline, Point, Schedule), Result](
+    def round[Item: (NamedStart, Point, Schedule), Result](
         self,
         items: Sequence[Item],
         rate: Rate,
@@ -366,16 +368,18 @@ class _Job:
         return list(self.pool.map(task, items, seeds))
 
 
-def _size(item: Baseline | Point | Schedule, num_microbatches: int) -> int:
-    placement = item.schedule.placement if isinstance(item, Baseline) else item.placement
+def _size(item: NamedStart | Point | Schedule, num_microbatches: int) -> int:
+    placement = item.schedule.placement if isinstance(item, NamedStart) else item.placement
     return 3 * len(placement) * num_microbatches
 
 
-def _moved(start: tuple[Baseline, int], seed: int, *, problem: Problem) -> Baseline:
+def _moved(start: tuple[NamedStart, int], seed: int, *, problem: ScheduleProblem) -> NamedStart:
     return start[0].climbed(problem, steps=start[1], seed=seed)
 
 
-def _climbed(start: tuple[Point, int], seed: int, *, problem: Problem, num_microbatches: int) -> Point:
+def _climbed(
+    start: tuple[Point, int], seed: int, *, problem: ScheduleProblem, num_microbatches: int
+) -> Point:
     point, steps = start
     return point.climbed(problem, num_microbatches=num_microbatches, steps=steps, target=0.0, seed=seed)
 

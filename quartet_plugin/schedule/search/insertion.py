@@ -11,12 +11,12 @@ from quartet_plugin.schedule.kernel import compiled
 from quartet_plugin.schedule.search.critical import critical_blocks
 from quartet_plugin.schedule.search.moves import REACH, best_move, farthest, try_shift
 from quartet_plugin.schedule.search.shop import (
-    Orders,
-    Shop,
-    empty_orders,
+    ActionTable,
+    JobShop,
+    empty_table,
     finish_times,
+    job_shop_of,
     settle_all,
-    shop_of,
     time_orders,
     write_codes,
 )
@@ -25,7 +25,7 @@ _TOLERANCE = 1e-9
 
 
 @compiled
-def _kick(shop: Shop, now: Orders, moves: int) -> None:
+def _kick(shop: JobShop, now: ActionTable, moves: int) -> None:
     """A few random legal shifts."""
     for _ in range(moves):
         i = np.random.randint(0, len(now.seq))
@@ -61,8 +61,8 @@ def improve_orders(
     """
     np.random.seed(seed)
     total = len(orders)
-    shop = shop_of(orders, offsets, num_stages, m, placement, cost, send, sizes, held, cap)
-    now = empty_orders(orders, num_stages * m * 3)
+    shop = job_shop_of(orders, offsets, num_stages, m, placement, cost, send, sizes, held, cap)
+    now = empty_table(orders, num_stages * m * 3)
     settle_all(shop, now)
     time_orders(shop, now)
     makespan = finish_times(shop, now)

@@ -10,8 +10,8 @@ import numpy as np
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule.kernel import compiled
 from quartet_plugin.schedule.search.shop import (
-    Orders,
-    Shop,
+    ActionTable,
+    JobShop,
     arrival,
     settle,
     successor_tail,
@@ -177,7 +177,7 @@ def fits_memory(i: int, j: int, seq: IntArray, delta: FloatArray, level: FloatAr
 
 
 @compiled
-def try_shift(shop: Shop, now: Orders, i: int, j: int) -> bool:
+def try_shift(shop: JobShop, now: ActionTable, i: int, j: int) -> bool:
     """Move i to j and time the order anew; undone, and False, if that deadlocks."""
     shift_action(now.seq, i, j)
     if time_orders(shop, now):
@@ -189,7 +189,7 @@ def try_shift(shop: Shop, now: Orders, i: int, j: int) -> bool:
 
 
 @compiled
-def farthest(shop: Shop, now: Orders, i: int, first: int, last: int, left: bool) -> int:
+def farthest(shop: JobShop, now: ActionTable, i: int, first: int, last: int, left: bool) -> int:
     """Where the action at i may go within its block towards one end; i itself if nowhere."""
     if left:
         j = latest_left(i, first, now.seq, shop.num_stages, shop.m, shop.duration, now.head)
@@ -203,7 +203,14 @@ def farthest(shop: Shop, now: Orders, i: int, first: int, last: int, left: bool)
 
 @compiled
 def best_move(
-    shop: Shop, now: Orders, blocks: IntArray, count: int, tabu: IntArray, step: int, best: float, eps: float
+    shop: JobShop,
+    now: ActionTable,
+    blocks: IntArray,
+    count: int,
+    tabu: IntArray,
+    step: int,
+    best: float,
+    eps: float,
 ) -> tuple[int, int]:
     """The move of lowest estimate out of some blocks, picked at random among equals; (-1, -1) if none."""
     moved = np.empty(2 * REACH + 2, dtype=np.int64)

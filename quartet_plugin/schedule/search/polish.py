@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quartet_plugin.errors import InfeasibleError
-from quartet_plugin.schedule.action import Kind
+from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.exact import exact_optimum
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search.insertion import improve_orders
-from quartet_plugin.schedule.search.problem import Problem
+from quartet_plugin.schedule.search.problem import ScheduleProblem
 from quartet_plugin.schedule.simulate import flatten
 
 MAX_ACTIONS_POLISHED = 200
@@ -41,13 +41,13 @@ def widths_within(evaluations: int | None) -> tuple[int, ...]:
 
 
 def polished(
-    schedule: Schedule, problem: Problem, *, widths: Sequence[int], time_limit_s: float
+    schedule: Schedule, problem: ScheduleProblem, *, widths: Sequence[int], time_limit_s: float
 ) -> Polished | None:
     """The best order with the placement, split and forms of backward of `schedule`; None if none is found."""
     assert schedule.layers_per_stage is not None
     codes = np.concatenate(schedule.orders)
     whole = np.isin(
-        np.arange(schedule.num_stages), (codes >> 2)[(codes & 3) == Kind.B] // schedule.num_microbatches
+        np.arange(schedule.num_stages), (codes >> 2)[(codes & 3) == ActionKind.B] // schedule.num_microbatches
     )
     try:
         found = exact_optimum(
@@ -69,7 +69,7 @@ def polished(
 
 
 def inserted(
-    start: tuple[Schedule, int], seed: int, *, problem: Problem, target: float
+    start: tuple[Schedule, int], seed: int, *, problem: ScheduleProblem, target: float
 ) -> tuple[tuple[float, Schedule], Schedule]:
     """The best order with its makespan, and the last one, after some steps of insertion."""
     schedule, steps = start

@@ -16,7 +16,7 @@ from quartet_plugin.split import Split, minimum_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class ScheduleProblem:
     """A cost table prepared for the kernels.
 
     `prefix` [5, layers + 1]: cumulated F, I, W, B seconds and bytes. `limit_bytes` [num_devices], inf for
@@ -81,7 +81,7 @@ class Point:
         """The parameters by name."""
         return Family.from_vector(self.params, self.whole)
 
-    def schedule(self, problem: Problem) -> Schedule:
+    def schedule(self, problem: ScheduleProblem) -> Schedule:
         """The order this point stands for."""
         costs = problem.costs
         pipeline = Pipeline.of(
@@ -101,7 +101,7 @@ class Point:
         )
 
     def climbed(
-        self, problem: Problem, *, num_microbatches: int, steps: int, target: float, seed: int
+        self, problem: ScheduleProblem, *, num_microbatches: int, steps: int, target: float, seed: int
     ) -> "Point":
         """A hill climb from here; the same point with its score when `steps` is 0."""
         params, whole = self.params.copy(), self.whole.copy()

@@ -11,7 +11,7 @@ from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule.kernel import compiled
 
 
-class Shop(NamedTuple):
+class JobShop(NamedTuple):
     """What does not change while orders do; by id but for `placement`, `send` and `has_w` by stage."""
 
     offsets: IntArray
@@ -28,7 +28,7 @@ class Shop(NamedTuple):
     device_end: IntArray
 
 
-class Orders(NamedTuple):
+class ActionTable(NamedTuple):
     """An order and its times: `seq` and `level` by position, the others by id, `topo` of positions."""
 
     seq: IntArray
@@ -40,7 +40,7 @@ class Orders(NamedTuple):
 
 
 @compiled
-def shop_of(
+def job_shop_of(
     codes: IntArray,
     offsets: IntArray,
     num_stages: int,
@@ -51,7 +51,7 @@ def shop_of(
     sizes: FloatArray,
     held: float,
     cap: FloatArray,
-) -> Shop:
+) -> JobShop:
     ids = num_stages * m * 3
     duration = np.zeros(ids)
     delta = np.zeros(ids)
@@ -77,18 +77,18 @@ def shop_of(
         else:
             delta[x] = -sizes[stage]
             whole[x] = 1
-    return Shop(
+    return JobShop(
         offsets, num_stages, m, placement, send, has_w, whole, duration, delta, cap, device_at, device_end
     )
 
 
 @compiled
-def empty_orders(codes: IntArray, num_ids: int) -> Orders:
+def empty_table(codes: IntArray, num_ids: int) -> ActionTable:
     seq = np.empty(len(codes), dtype=np.int64)
     for k in range(len(codes)):
         kind = codes[k] & 3
         seq[k] = (codes[k] >> 2) * 3 + (1 if kind == 3 else kind)
-    return Orders(
+    return ActionTable(
         seq,
         np.zeros(len(codes)),
         np.zeros(num_ids, dtype=np.int64),
@@ -240,7 +240,7 @@ def fill_tails(
 
 
 @compiled
-def time_orders(shop: Shop, now: Orders) -> bool:
+def time_orders(shop: JobShop, now: ActionTable) -> bool:
     """Heads of the order; False when it deadlocks."""
     ran = earliest_starts(
         now.seq,
@@ -257,7 +257,7 @@ def time_orders(shop: Shop, now: Orders) -> bool:
 
 
 @compiled
-def finish_times(shop: Shop, now: Orders) -> float:
+def finish_times(shop: JobShop, now: ActionTable) -> float:
     """Tails of a timed order; its makespan."""
     fill_tails(
         now.seq,
@@ -279,7 +279,7 @@ def finish_times(shop: Shop, now: Orders) -> float:
 
 
 @compiled
-def settle(shop: Shop, now: Orders, low: int, high: int) -> None:
+def settle(shop: JobShop, now: ActionTable, low: int, high: int) -> None:
     """Positions and memory levels of low..high, all on one device, after a change."""
     memory = now.level[low - 1] if low > shop.offsets[shop.device_at[low]] else 0.0
     for k in range(low, high + 1):
@@ -289,7 +289,7 @@ def settle(shop: Shop, now: Orders, low: int, high: int) -> None:
 
 
 @compiled
-def settle_all(shop: Shop, now: Orders) -> None:
+def settle_all(shop: JobShop, now: ActionTable) -> None:
     for d in range(len(shop.offsets) - 1):
         if shop.offsets[d + 1] > shop.offsets[d]:
             settle(shop, now, shop.offsets[d], shop.offsets[d + 1] - 1)

@@ -39,7 +39,7 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
     """Put the runtime in place for the number of microbatches that the flags say."""
     from quartet_plugin.megatron import seams
     from quartet_plugin.megatron.runtime.install import prepare
-    from quartet_plugin.runtime.programs import Recipe
+    from quartet_plugin.runtime.programs import ScheduleSpec
     from quartet_plugin.runtime.records import Recorder
     from quartet_plugin.schedule.family import Family
     from quartet_plugin.schedule.files import read_schedule
@@ -60,7 +60,7 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
     name, _, file = name.partition("@")
     recorder = Recorder()
     prepared = prepare(
-        Recipe(
+        ScheduleSpec(
             costs=stage_costs(placement),
             written=read_schedule(Path(file)) if file else None,
             name=None if name in ("family", "plain", "searched") else name,

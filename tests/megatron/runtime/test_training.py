@@ -14,7 +14,7 @@ from quartet_plugin.schedule.files import write_schedule
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search.polish import inserted
-from quartet_plugin.schedule.search.problem import Problem
+from quartet_plugin.schedule.search.problem import ScheduleProblem
 from tests.megatron import support
 from tests.runtime.pipelines import stage_costs
 
@@ -240,7 +240,7 @@ def searched_order(placement: str, *, layers: list[str]) -> Schedule:
         named("v-half", num_devices=num_devices, num_microbatches=_NUM_MICROBATCHES),
         layers_per_stage=tuple(len(text) for text in layers),
     )
-    problem = Problem.of(costs, want_period=False, allow_empty=False, free_split=False)
+    problem = ScheduleProblem.of(costs, want_period=False, allow_empty=False, free_split=False)
     (_, found), _ = inserted((start, 300), 3, problem=problem, target=0.0)
     assert any(not np.array_equal(*rows) for rows in zip(found.orders, start.orders, strict=True))
     # No name and no point of the family makes it again: a plan has it written out.

@@ -17,7 +17,7 @@ from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.runtime.rehearsal import crew, sleeping
 from quartet_plugin.runtime.rehearsal.crew import Rehearsal, Step
 from quartet_plugin.runtime.transport import PairTransport
-from quartet_plugin.schedule.action import Action, Kind
+from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import simulate
@@ -49,7 +49,7 @@ def rehearsal(schedule: Schedule, folder: Path, **changes: object) -> Rehearsal:
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
-def ends_of(schedule: Schedule, step: Step) -> dict[tuple[int, Kind, int], float]:
+def ends_of(schedule: Schedule, step: Step) -> dict[tuple[int, ActionKind, int], float]:
     return {
         (action.stage, action.kind, action.microbatch): end
         for device in range(schedule.num_devices)
@@ -77,17 +77,17 @@ def test_every_action_comes_after_what_it_needs(name: str, tmp_path: Path) -> No
 
 
 def source_of(action: Action, num_stages: int) -> tuple[int, bool, int] | None:
-    if action.kind is Kind.W:
+    if action.kind is ActionKind.W:
         return None
-    forward = action.kind is Kind.F
+    forward = action.kind is ActionKind.F
     stage = action.stage - 1 if forward else action.stage + 1
     return (stage, forward, action.microbatch) if 0 <= stage < num_stages else None
 
 
-def ends_before(ends: dict[tuple[int, Kind, int], float], source: tuple[int, bool, int]) -> float:
+def ends_before(ends: dict[tuple[int, ActionKind, int], float], source: tuple[int, bool, int]) -> float:
     """When the device had produced it."""
     stage, forward, microbatch = source
-    kinds = (Kind.F,) if forward else (Kind.I, Kind.B)
+    kinds = (ActionKind.F,) if forward else (ActionKind.I, ActionKind.B)
     return next(ends[stage, kind, microbatch] for kind in kinds if (stage, kind, microbatch) in ends)
 
 

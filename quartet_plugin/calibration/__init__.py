@@ -1,0 +1,1 @@
+"""What measurements say about the iteration model."""

@@ -1,0 +1,291 @@
+"""A cluster file as the cost model and the mapping solver take it.
+
+The cost model knows one kind of device: the fastest one of the cluster stands for all, and every slot is
+slower than it by its own factor. Memory is the smallest device's, since any rank may be there.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quartet_plugin.cost.constants import ClusterConstants, Constants
+from quartet_plugin.cost.devices import DeviceSpec, device_named
+from quartet_plugin.cost.run import UniformCluster
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.mapping.topology import GroupLink, Topology
+from quartet_plugin.model.cluster import Cluster, DeviceValues, Precision
+from quartet_plugin.model.costs import FloatArray, IntArray
+from quartet_plugin.model.plan import NodeInfo, Slot
+
+# Latencies are positive; that of machines no cluster can beat.
+LEAST_LATENCY_S = 1e-9
+# Devices that are not in the library: no tiles to fill, no power limit.
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ResolvedCluster:
+    """A cluster with its devices looked up.
+
+    `slowdown` [num_slots] against `reference`, the fastest device; `domain` [num_slots].
+    """
+
+    cluster: Cluster
+    reference: DeviceSpec
+    slowdown: FloatArray
+    domain: IntArray
+    memory_bytes: int
+
+    @property
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        """The nodes as a plan names them."""
+        return tuple(
+            NodeInfo(
+                host=node.name,
+                node_class=" + ".join(
+                    f"{name} x{node.devices.count(name)}" for name in dict.fromkeys(node.devices)
+                ),
+                num_slots=len(node.devices),
+            )
+            for node in self.cluster.nodes
+        )
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Every slot, node by node."""
+        return tuple(
+            Slot(node=at, local=local)
+            for at, node in enumerate(self.cluster.nodes)
+            for local in range(len(node.devices))
+        )
+
+    @property
+    def has_equal_nodes(self) -> bool:
+        """Whether RANKs can be dealt out in another order than the launcher's."""
+        return len({len(node.devices) for node in self.cluster.nodes}) == 1
+
+    @property
+    def largest_block(self) -> int:
+        """What every tensor-parallel size must divide: the slots that a node has in a domain."""
+        cells: dict[tuple[int, int], int] = {}
+        for slot, domain in zip(self.slots, self.domain.tolist(), strict=True):
+            cells[slot.node, domain] = cells.get((slot.node, domain), 0) + 1
+        return math.gcd(*cells.values())
+
+
+def look_up(
+    cluster: Cluster, *, precision: Precision, devices: Mapping[str, DeviceSpec] | None = None
+) -> ResolvedCluster:
+    """The cluster with its devices; `devices` go before the library's.
+
+    Raises ConfigError for a device that is neither there nor described in full.
+    """
+    names = list(dict.fromkeys(name for node in cluster.nodes for name in node.devices))
+    found = {name: _device(name, cluster, devices) for name in names}
+    rate = {name: device.ceiling(precision) for name, device in found.items()}
+    fastest = max(names, key=lambda name: rate[name])
+    slowdown = [
+        slow * rate[fastest] / rate[name]
+        for node in cluster.nodes
+        for name, slow in zip(node.devices, node.slowdowns, strict=True)
+    ]
+    return ResolvedCluster(
+        cluster=cluster,
+        reference=found[fastest],
+        slowdown=np.array(slowdown),
+        domain=_domains(cluster),
+        memory_bytes=min(device.memory_bytes for device in found.values()),
+    )
+
+
+def uniform_cluster_of(planned: ResolvedCluster, constants: Constants) -> UniformCluster:
+    """What the cost model takes for equal devices and links: the fastest device, the slowest link."""
+    places = topology_of(planned, constants)
+    sizes = [len(node.devices) for node in planned.cluster.nodes]
+    links = planned.cluster.links
+    between = _off_diagonal(places.between_bytes_per_s)
+    slowest = float(between.min()) if len(between) else places.inside_bytes_per_s
+    return UniformCluster(
+        device=planned.reference,
+        num_devices=planned.cluster.num_slots,
+        devices_per_node=max(sizes),
+        scale_up_devices=links.scale_up_devices or max(sizes),
+        scale_up_bytes_per_s=places.inside_bytes_per_s / constants.scale_up,
+        scale_out_bytes_per_s=slowest / constants.scale_out,
+        memory_bytes=planned.memory_bytes,
+    )
+
+
+def ideal(planned: ResolvedCluster, constants: Constants) -> tuple[UniformCluster, Constants]:
+    """Machines that no mapping can beat: one domain, every link the best one there is."""
+    places = topology_of(planned, constants)
+    between = _off_diagonal(places.between_bytes_per_s)
+    # A transfer reaches only the peer's share of a domain's link, but all of one between domains.
+    as_peer = between * max(1.0, constants.scale_up / constants.peer)
+    best = max([places.inside_bytes_per_s, *as_peer.tolist()])
+    machines = replace(
+        uniform_cluster_of(planned, constants),
+        device=replace(planned.reference, scale_up_topology="switch"),
+        scale_up_devices=planned.cluster.num_slots,
+        scale_up_bytes_per_s=best / constants.scale_up,
+    )
+    return machines, with_hop(constants, LEAST_LATENCY_S)
+
+
+def topology_of(planned: ResolvedCluster, constants: Constants) -> Topology:
+    """The slots and their links, as collectives reach them."""
+    links = planned.cluster.links
+    reach_up, reach_out = (1.0, 1.0) if links.measured else (constants.scale_up, constants.scale_out)
+    bandwidth, latency = _between(planned)
+    return Topology(
+        slots=planned.slots,
+        domain_of_slot=planned.domain,
+        slowdown=planned.slowdown,
+        inside_bytes_per_s=links.scale_up.bandwidth_bytes_per_s * reach_up,
+        inside_latency_s=max(LEAST_LATENCY_S, links.scale_up.latency_s),
+        between_bytes_per_s=bandwidth * reach_out,
+        between_latency_s=np.maximum(latency, LEAST_LATENCY_S),
+    )
+
+
+def uniform_topology_of(machines: UniformCluster, constants: Constants) -> Topology:
+    """The places of equal devices and links, as the cost model takes them."""
+    per_node, domain = machines.devices_per_node, machines.scale_up_devices
+    slots = tuple(Slot(node=at // per_node, local=at % per_node) for at in range(machines.num_devices))
+    count = -(-machines.num_devices // domain)
+    return Topology(
+        slots=slots,
+        domain_of_slot=np.arange(machines.num_devices, dtype=np.int64) // domain,
+        slowdown=np.ones(machines.num_devices),
+        inside_bytes_per_s=machines.scale_up_bytes_per_s * constants.scale_up,
+        inside_latency_s=constants.hop_s / 4,
+        between_bytes_per_s=np.full((count, count), machines.scale_out_bytes_per_s * constants.scale_out),
+        between_latency_s=np.full((count, count), constants.hop_s),
+    )
+
+
+def view_from(
+    machines: UniformCluster, constants: Constants, link: GroupLink, *, stride: int
+) -> tuple[UniformCluster, Constants]:
+    """Machines on which ranks `stride` apart get `link`: what one group sees of a mapped cluster."""
+    if link.num_domains == 1:
+        seen = replace(
+            machines,
+            scale_up_devices=max(machines.num_devices, link.size * stride),
+            scale_up_bytes_per_s=link.bytes_per_s / constants.scale_up,
+        )
+        return seen, with_hop(constants, 4 * link.inside_latency_s)
+    seen = replace(
+        machines,
+        scale_up_devices=link.local * stride,
+        scale_up_bytes_per_s=max(link.bytes_per_s, machines.scale_up_bytes_per_s * constants.scale_up)
+        / constants.scale_up,
+        scale_out_bytes_per_s=link.bytes_per_s / link.local / constants.scale_out,
+    )
+    return seen, with_hop(constants, link.latency_s)
+
+
+def with_hop(constants: Constants, hop_s: float) -> Constants:
+    """The constants with another latency, which may lie outside the shared ones' bounds."""
+    if isinstance(constants, ClusterConstants):
+        return replace(constants, hop_s=hop_s)
+    values = {name: getattr(constants, name) for name in Constants.__slots__}
+    return ClusterConstants(**{**values, "hop_s": hop_s})
+
+
+def with_measured_hop(constants: Constants, cluster: Cluster) -> Constants:
+    """The constants with the latency that a probe measured; as they are where none did."""
+    links = cluster.links
+    if not links.measured:
+        return constants
+    # Of latencies the cost model takes a quarter inside a scale-up domain.
+    slowest = links.network or links.scale_up
+    hop_s = slowest.latency_s if links.network else 4 * slowest.latency_s
+    return with_hop(constants, max(hop_s, LEAST_LATENCY_S))
+
+
+def _device(name: str, cluster: Cluster, devices: Mapping[str, DeviceSpec] | None) -> DeviceSpec:
+    values = cluster.devices.get(name, DeviceValues())
+    try:
+        known: DeviceSpec | None = device_named(name, extra=devices)
+    except ConfigError:
+        known = None
+    if known is None:
+        return _described(name, cluster, values)
+    return replace(
+        known,
+        peak_flops={**known.peak_flops, **values.peak_flops},
+        memory_bytes=values.memory_bytes or known.memory_bytes,
+        memory_bandwidth_bytes_per_s=values.memory_bandwidth_bytes_per_s
+        or known.memory_bandwidth_bytes_per_s,
+        compute_units=values.compute_units or known.compute_units,
+    )
+
+
+def _described(name: str, cluster: Cluster, values: DeviceValues) -> DeviceSpec:
+    if not (values.peak_flops and values.memory_bytes and values.memory_bandwidth_bytes_per_s):
+        raise ConfigError(
+            f"nodes: device {name!r}: unknown; give its peak_flops, memory_bytes and "
+            "memory_bandwidth_bytes_per_s under devices, or use a name of the library"
+        )
+    links = cluster.links
+    per_node = max(len(node.devices) for node in cluster.nodes)
+    return DeviceSpec(
+        schema_version=1,
+        name=name,
+        generation=PLAIN,
+        peak_flops=values.peak_flops,
+        memory_bytes=values.memory_bytes,
+        memory_bandwidth_bytes_per_s=values.memory_bandwidth_bytes_per_s,
+        scale_up_bandwidth_bytes_per_s=links.scale_up.bandwidth_bytes_per_s,
+        scale_up_topology="switch",
+        scale_up_devices=links.scale_up_devices or per_node,
+        scale_out_bandwidth_bytes_per_s=(links.network or links.scale_up).bandwidth_bytes_per_s,
+        devices_per_node=per_node,
+        compute_units=values.compute_units or 1,
+        # Measured: the fastest product is the ceiling itself.
+        matmul_ceiling=dict.fromkeys(values.peak_flops, 1.0) if links.measured else {},
+        source=cluster.source or "cluster file",
+    )
+
+
+def _domains(cluster: Cluster) -> IntArray:
+    """The domain of each slot: `scale_up_devices` consecutive ones, or a node's."""
+    size = cluster.links.scale_up_devices
+    sizes = [len(node.devices) for node in cluster.nodes]
+    if size is None:
+        return np.repeat(np.arange(len(sizes)), sizes)
+    if size > max(sizes):
+        return np.arange(sum(sizes), dtype=np.int64) // size
+    found, first = [], 0
+    for count in sizes:
+        found += [first + local // size for local in range(count)]
+        first += count // size
+    return np.array(found, dtype=np.int64)
+
+
+def _between(planned: ResolvedCluster) -> tuple[FloatArray, FloatArray]:
+    """Nominal bandwidth and latency between domains [num_domains, num_domains]."""
+    links, domain = planned.cluster.links, planned.domain
+    node_of_slot = np.array([slot.node for slot in planned.slots])
+    home = node_of_slot[np.searchsorted(domain, np.arange(int(domain[-1]) + 1))]
+    same = home[:, None] == home[None, :]
+    shape = same.shape
+    level = links.network or links.scale_up
+    bandwidth, latency = np.full(shape, level.bandwidth_bytes_per_s), np.full(shape, level.latency_s)
+    if links.matrix is not None:
+        table = np.array(links.matrix.bandwidth_bytes_per_s, dtype=np.float64)
+        bandwidth = table[np.ix_(home, home)]
+        if links.matrix.latency_s is not None:
+            latency = np.array(links.matrix.latency_s, dtype=np.float64)[np.ix_(home, home)]
+    if links.node is not None:
+        bandwidth = np.where(same, links.node.bandwidth_bytes_per_s, bandwidth)
+        latency = np.where(same, links.node.latency_s, latency)
+    return bandwidth, latency
+
+
+def _off_diagonal(table: FloatArray) -> FloatArray:
+    found: FloatArray = table[~np.eye(len(table), dtype=bool)]
+    return found

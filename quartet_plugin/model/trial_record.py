@@ -1,0 +1,76 @@
+"""What came of a plan, as the study keeps it."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from quartet_plugin.model.launched import CROPPED
+from quartet_plugin.model.measurement import Objective
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.score import Score
+
+Verdict = Literal["measured", "infeasible", "wrong", "lost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRecord:
+    """What came of a plan, as the study keeps it.
+
+    `value` is the objective and there is one for `measured` alone. `wrong` plans computed something else and
+    are never scored; `lost` ones could not be measured for reasons outside of them and cost no budget.
+    `excess` is above 0 where the plan does not fit: bytes, or REFUSED_EXCESS. `attempt_id` fences off old
+    attempts; `repeats` is the number of the trial that measured the same plan before, or that had a plan of
+    its kind quarantined. `num_iterations` were measured, `spread` is the relative standard error of their
+    median; `predicted_s` an iteration was predicted to take, with `predicted_spread`, one standard deviation
+    of its logarithm. Of a `CROPPED` plan the model with fewer layers alone was measured: its times are
+    predictions, as uncertain as `spread` says, and it cannot win. `drift` is how fast the machine was then,
+    over the baseline's own measurement: `value` is divided by it, times and rates are as they were measured.
+    """
+
+    verdict: Verdict
+    outcome: str
+    reason: str
+    attempt_id: str
+    value: float | None = None
+    excess: float = 0.0
+    iteration_s: float | None = None
+    tokens_per_s: float | None = None
+    model_flops_per_s_per_device: float | None = None
+    peak_memory_bytes: int = 0
+    wall_s: float = 0.0
+    repeats: int | None = None
+    source: str | None = None
+    num_iterations: int | None = None
+    spread: float | None = None
+    drift: float = 1.0
+    predicted_s: float | None = None
+    predicted_spread: float | None = None
+
+    @property
+    def is_depth_proxy(self) -> bool:
+        """Whether its whole model was never launched."""
+        return self.outcome == CROPPED
+
+    def scored(self, found: Score, *, objective: Objective) -> "TrialRecord":
+        """The same with what the plan is worth."""
+        return replace(
+            self,
+            value=found.value(objective) / self.drift,
+            iteration_s=found.iteration_s,
+            tokens_per_s=found.tokens_per_s,
+            model_flops_per_s_per_device=found.model_flops_per_s_per_device,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedTrial:
+    """A trial whose record the study holds."""
+
+    number: int
+    plan: Plan
+    record: TrialRecord
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it used up one of the study's trials; the baseline, number 0, did not."""
+        is_own = self.record.repeats is None and self.record.source is None
+        return self.number != 0 and is_own and self.record.verdict != "lost"

@@ -1,0 +1,1 @@
+"""Ranks plans under the iteration model."""

@@ -1,0 +1,333 @@
+"""`JOB.yaml`: a model, a cluster and a batch to plan for. Strict, and read with the safe YAML loader.
+
+The cluster is equal devices by name (`ClusterSection`), or a cluster file (docs/formats.md), named or inline.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from quartet_plugin.cost.cluster import ResolvedCluster, look_up, uniform_cluster_of
+from quartet_plugin.cost.constants import fitted
+from quartet_plugin.cost.devices import DeviceSpec, device_named
+from quartet_plugin.cost.jobs import uniform_cluster_of_device
+from quartet_plugin.cost.run import Experts, HalfPrecision, Software, UniformCluster
+from quartet_plugin.cost.software import ON_CPU
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.cluster import parse_cluster, read_cluster
+from quartet_plugin.model.files import shown, validate
+from quartet_plugin.model.layout import Recompute
+from quartet_plugin.model.plan import MAX_RANKS
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.yaml_file import load_yaml
+from quartet_plugin.planner.columns import check_rules
+from quartet_plugin.space.config import Degrees, ScalingConfig, SearchConfig, distinct
+from quartet_plugin.space.schedules import STOCK_NAMES
+
+Precision = Literal["bf16", "fp16", "fp8", "fp32"]
+Size = Annotated[int, Field(ge=1, le=2**31)]
+Bandwidth = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
+VOCABULARY_MULTIPLE = 128
+# Generations of devices that are no accelerators, or of which nobody knows.
+PROCESSORS = ("cpu", "plain")
+SCHEDULES = ("stock", *STOCK_NAMES)
+
+
+def _choices(value: Any) -> Any:
+    if value == "auto":
+        return None
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+Modes = Annotated[tuple[Recompute, ...] | None, BeforeValidator(_choices), AfterValidator(distinct)]
+Switches = Annotated[tuple[bool, ...] | None, BeforeValidator(_choices), AfterValidator(distinct)]
+Groups = Annotated[
+    tuple[Literal["context", "expert"], ...], BeforeValidator(_choices), AfterValidator(distinct)
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ModelSection(_Section):
+    """The model. What is left open: an FFN of 4 x hidden, as many query groups as heads, no gated FFN.
+
+    Embeddings are tied, and positions learned, where the FFN is not gated and queries are not grouped.
+    `num_experts` makes every layer but the first `num_dense_layers` a mixture of experts, each of
+    `expert_ffn_hidden_size` (None: the FFN's), `experts_per_token` a token, beside a shared one.
+    """
+
+    num_layers: Size
+    hidden_size: Size
+    num_attention_heads: Size
+    seq_length: Size
+    vocab_size: Size
+    ffn_hidden_size: Size | None = None
+    num_query_groups: Size | None = None
+    kv_channels: Size | None = None
+    max_position_embeddings: Size | None = None
+    gated_ffn: bool = False
+    tied_embeddings: bool | None = None
+    position_embedding: Literal["learned_absolute", "rope", "none"] | None = None
+    precision: Precision = "bf16"
+    num_experts: Annotated[int, Field(ge=2, le=65_536)] | None = None
+    experts_per_token: Annotated[int, Field(ge=1, le=1024)] = 2
+    expert_ffn_hidden_size: Size | None = None
+    shared_expert_ffn_hidden_size: Annotated[int, Field(ge=0, le=2**31)] = 0
+    num_dense_layers: Annotated[int, Field(ge=0, le=2**20)] = 0
+
+
+class ClusterSection(_Section):
+    """The devices, by name; bandwidths a device and direction where they are not the device's usual ones."""
+
+    device: Annotated[str, Field(min_length=1, max_length=200)]
+    num_nodes: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    devices_per_node: Annotated[int, Field(ge=1, le=1024)] | None = None
+    scale_up_bandwidth_bytes_per_s: Bandwidth | None = None
+    scale_out_bandwidth_bytes_per_s: Bandwidth | None = None
+    memory_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = None
+
+
+class BatchSection(_Section):
+    """Sequences an iteration."""
+
+    global_batch_size: Size
+
+
+class PlanScaling(ScalingConfig):
+    """Shapes of an equal budget, with other head sizes beside the model's own."""
+
+    head_sizes: Annotated[
+        tuple[Annotated[int, Field(ge=8, le=1024)], ...], BeforeValidator(_choices), AfterValidator(distinct)
+    ] = ()
+
+
+class PlanSearch(SearchConfig):
+    """The tuner's axes, and those that only the planner moves. A key left out is `auto`, but one is 1.
+
+    `inside` names the groups that may not leave a scale-up domain, because their dispatcher cannot.
+    """
+
+    context_parallel: Degrees = (1,)
+    expert_parallel: Degrees = None
+    inside: Groups = ()
+    scaling: PlanScaling | None = None
+    recompute: Modes = None
+    distributed_optimizer: Switches = None
+
+
+class ClusterFileSection(_Section):
+    """A cluster file; a relative path starts at the job's folder."""
+
+    file: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class _JobFile(_Section):
+    model: ModelSection
+    batch: BatchSection
+    search: PlanSearch = PlanSearch()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """What is planned for; `shape` has its vocabulary padded for every tensor-parallel degree.
+
+    `machines` are equal devices; where `cluster` is given they are its fastest device and slowest link.
+    """
+
+    shape: ModelShape
+    machines: UniformCluster
+    global_batch_size: int
+    precision: Precision
+    search: PlanSearch
+    experts: Experts | None = None
+    cluster: ResolvedCluster | None = None
+
+    @property
+    def half(self) -> HalfPrecision:
+        """The format of what is not a layer's matrix product."""
+        return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
+    def software(self) -> Software:
+        """What the framework does: on processors plain fp32 operations."""
+        on_cpu = self.precision == "fp32" and self.machines.device.generation in PROCESSORS
+        return ON_CPU if on_cpu else Software()
+
+    @property
+    def has_unequal_devices(self) -> bool:
+        """Whether some slots are slower than others."""
+        return self.cluster is not None and bool((self.cluster.slowdown > 1).any())
+
+    @property
+    def largest_tensor_parallel(self) -> int:
+        """What every tensor-parallel size must divide, so that no group leaves its node and domain."""
+        return self.machines.devices_per_node if self.cluster is None else self.cluster.largest_block
+
+
+def read_job(path: Path, *, devices: Mapping[str, DeviceSpec] | None = None) -> PlanRequest:
+    """The job in `path`; `devices` go before the library's. Raises ConfigError in one line."""
+    return parse_job(load_yaml(path), where=str(path), devices=devices, folder=path.parent)
+
+
+def parse_job(
+    data: Any, *, where: str, devices: Mapping[str, DeviceSpec] | None = None, folder: Path | None = None
+) -> PlanRequest:
+    """Plain data as a job; cluster files are looked for in `folder`.
+
+    Raises ConfigError: the field, the value and the rule.
+    """
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: a job is a mapping with model, cluster and batch; this is {shown(data)}")
+    if "search" in data and data["search"] is None:
+        data = {key: value for key, value in data.items() if key != "search"}
+    if "cluster" not in data:
+        raise ConfigError(f"{where}: cluster: missing; the key is required")
+    rest = {key: value for key, value in data.items() if key != "cluster"}
+    file = validate(_JobFile, rest, where=where)
+    machines, cluster = _cluster(
+        data["cluster"], precision=file.model.precision, where=where, devices=devices, folder=folder
+    )
+    try:
+        _check_search(file.search, model=file.model)
+        largest = machines.devices_per_node if cluster is None else cluster.largest_block
+        return PlanRequest(
+            shape=_shape(file.model, largest=largest),
+            machines=machines,
+            global_batch_size=file.batch.global_batch_size,
+            precision=file.model.precision,
+            search=file.search,
+            experts=_experts(file.model),
+            cluster=cluster,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _cluster(
+    data: Any,
+    *,
+    precision: Precision,
+    where: str,
+    devices: Mapping[str, DeviceSpec] | None,
+    folder: Path | None,
+) -> tuple[UniformCluster, ResolvedCluster | None]:
+    """The machines of any of the three forms, and the cluster where it is described in full."""
+    here = f"{where}: cluster"
+    if isinstance(data, dict) and ("nodes" in data or "file" in data):
+        if "nodes" in data:
+            read = parse_cluster(data, where=here)
+        else:
+            path = Path(validate(ClusterFileSection, data, where=here).file)
+            here = str(path)
+            read = read_cluster(path if folder is None else folder / path)
+        try:
+            cluster = look_up(read, precision=precision, devices=devices)
+        except ConfigError as error:
+            raise ConfigError(f"{here}: {error}") from error
+        return uniform_cluster_of(cluster, fitted()), cluster
+    section = validate(ClusterSection, data, where=here)
+    try:
+        return _machines(section, devices), None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _machines(cluster: ClusterSection, devices: Mapping[str, DeviceSpec] | None) -> UniformCluster:
+    device = device_named(cluster.device, extra=devices)
+    per_node = cluster.devices_per_node or device.devices_per_node
+    if cluster.num_nodes * per_node > MAX_RANKS:
+        raise ConfigError(
+            f"cluster: {cluster.num_nodes} nodes x {per_node} devices; must be at most {MAX_RANKS} devices"
+        )
+    found = uniform_cluster_of_device(
+        device, num_devices=cluster.num_nodes * per_node, devices_per_node=per_node
+    )
+    return replace(
+        found,
+        scale_up_bytes_per_s=cluster.scale_up_bandwidth_bytes_per_s or found.scale_up_bytes_per_s,
+        scale_out_bytes_per_s=cluster.scale_out_bandwidth_bytes_per_s or found.scale_out_bytes_per_s,
+        memory_bytes=cluster.memory_bytes or found.memory_bytes,
+    )
+
+
+def _experts(model: ModelSection) -> Experts | None:
+    if model.num_experts is None:
+        return None
+    if model.experts_per_token > model.num_experts:
+        raise ConfigError(
+            f"model.experts_per_token: {model.experts_per_token}; must be at most num_experts "
+            f"({model.num_experts})"
+        )
+    if model.num_dense_layers >= model.num_layers:
+        raise ConfigError(
+            f"model.num_dense_layers: {model.num_dense_layers}; must be under num_layers "
+            f"({model.num_layers}), or leave num_experts out"
+        )
+    return Experts(
+        num_experts=model.num_experts,
+        top_k=model.experts_per_token,
+        ffn_hidden_size=model.expert_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size,
+        shared_ffn_hidden_size=model.shared_expert_ffn_hidden_size,
+        num_dense_layers=model.num_dense_layers,
+    )
+
+
+def _shape(model: ModelSection, *, largest: int) -> ModelShape:
+    heads = model.num_attention_heads
+    if model.kv_channels is None and model.hidden_size % heads:
+        raise ConfigError(
+            f"model.hidden_size: {model.hidden_size}; must be a multiple of num_attention_heads ({heads}), "
+            "or give kv_channels"
+        )
+    plain = not model.gated_ffn and model.num_query_groups in (None, heads)
+    multiple = VOCABULARY_MULTIPLE * largest
+    return ModelShape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=model.num_query_groups or heads,
+        kv_channels=model.kv_channels or model.hidden_size // heads,
+        seq_length=model.seq_length,
+        vocab_size=-(-model.vocab_size // multiple) * multiple,
+        max_position_embeddings=model.max_position_embeddings or model.seq_length,
+        gated_ffn=model.gated_ffn,
+        tied_embeddings=plain if model.tied_embeddings is None else model.tied_embeddings,
+        position_embedding=model.position_embedding or ("learned_absolute" if plain else "rope"),
+    )
+
+
+def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
+    if any(name != "stock" for name in search.mapping or ()):
+        raise ConfigError(f"search.mapping: {search.mapping}; must be auto (solved) or stock")
+    if search.group is not None:
+        raise ConfigError(
+            f"search.group: {search.group}; a plan without a run has groups of pipeline_parallel microbatches"
+        )
+    if search.change_class != "B":
+        raise ConfigError(
+            f"search.change_class: {search.change_class}; a plan without a run knows no command to stay near "
+            "to; it is for `quartet tune`"
+        )
+    check_rules(search.forbid)
+    unknown = [name for name in search.schedule or () if name not in SCHEDULES]
+    if unknown:
+        raise ConfigError(
+            f"search.schedule: {unknown[0]!r}; a plan without a run has {', '.join(SCHEDULES[:-1])} or "
+            f"{SCHEDULES[-1]}; others need `quartet tune`"
+        )
+    if model.num_experts is None and search.expert_parallel not in (None, (1,)):
+        raise ConfigError(f"search.expert_parallel: {search.expert_parallel}; needs model.num_experts")
+    if search.scaling is not None and model.num_experts is not None:
+        raise ConfigError("search.scaling: shapes of equal budget are known for dense models only; remove it")
+    for text in search.split or ():
+        if text[0].isdigit() and sum(int(count) for count in text.split("+")) != model.num_layers:
+            raise ConfigError(
+                f"search.split: {text!r}; must sum to num_layers ({model.num_layers}), counting transformer "
+                "layers alone"
+            )

@@ -1,0 +1,328 @@
+"""The best layouts of a job: bounds first, the full prediction only where a bound does not rule it out.
+
+Equal devices are ranked in the launcher's order of ranks; on a cluster that is described in full every layout
+is ranked with a mapping of its own, solved with little effort. `refine` then solves those of the best.
+"""
+
+import bisect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quartet_plugin.cost.cluster import ideal
+from quartet_plugin.cost.constants import Constants, fitted
+from quartet_plugin.cost.memory import Memory, peak_memory
+from quartet_plugin.cost.predict import predict
+from quartet_plugin.errors import InfeasibleError
+from quartet_plugin.model.costs import FloatArray
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.planner.assignment_search import (
+    EQUAL,
+    THOROUGH,
+    Assignment,
+    AssignmentSolver,
+    SolverEffort,
+    assign,
+    places_of_job,
+    planned_run,
+)
+from quartet_plugin.planner.bounds import Bounds, bounds_of
+from quartet_plugin.planner.candidates import BALANCED, LayoutCandidates, legal_candidates
+from quartet_plugin.planner.columns import SPLIT
+from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.planner.refusals import Refusal, TooLarge, refused_degrees, too_large_of
+from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
+
+# Layouts of a cluster whose mappings are solved with more effort than for ranking.
+REFINED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """One planned layout. `equal_work_s` is its time for the FLOPs of the job's own model.
+
+    `slots[r]` plays RANK r, None in the launcher's order; `stock_s` has what Megatron's stock orders take
+    where they were compared.
+    """
+
+    shape: ModelShape
+    layout: Layout
+    split: tuple[int, ...]
+    iteration_s: float
+    equal_work_s: float
+    terms: Mapping[str, float]
+    memory: Memory
+    slots: tuple[int, ...] | None = None
+    stock_s: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """The best first, and what became of all candidates; `too_large` says what did not fit in memory."""
+
+    best: tuple[Ranked, ...]
+    num_considered: int
+    num_predicted: int
+    num_too_large: int
+    num_pruned: int
+    too_large: tuple[TooLarge, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Field:
+    """The candidates of one shape."""
+
+    shape: ModelShape
+    candidates: LayoutCandidates
+    bounds: Bounds
+    scale: float
+
+
+def rank(
+    job: PlanRequest, *, top: int = 1, exhaustive: bool = False, constants: Constants | None = None
+) -> Ranking:
+    """The `top` layouts that fit in memory, by predicted time for equal work.
+
+    Candidates are predicted in the order of their bounds until no bound is under the last of the best, so
+    the ranking is that of predicting all, which `exhaustive` does. Raises InfeasibleError, naming the layout
+    that comes nearest, when none is legal or none fits.
+    """
+    used = constants or fitted()
+    fields = [_field(job, shape, used) for shape in _shapes(job)]
+    total = sum(len(field.candidates) for field in fields)
+    if not total:
+        raise InfeasibleError(_no_layout(job))
+    placer = None if job.cluster is None else AssignmentSolver(job, used, places_of_job(job, used))
+    best: list[tuple[float, int, int, Ranked]] = []
+    limit = _available(job)
+    order = _ordered(fields, limit=math.inf if exhaustive else limit)
+    predicted, visited = 0, 0
+    unfit: list[tuple[int, int]] = []
+    for bound, at, row in order:
+        if not exhaustive and len(best) == top and bound > best[-1][0]:
+            break
+        visited += 1
+        found = _planned(job, fields[at], row, used, placer)
+        if found is None:
+            unfit.append((at, row))
+            continue
+        predicted += 1
+        bisect.insort(best, (found.equal_work_s, at, row, found), key=lambda entry: entry[:3])
+        del best[top:]
+    if not best:
+        raise InfeasibleError(_nearest(job, fields))
+    return Ranking(
+        best=tuple(entry[3] for entry in best),
+        num_considered=total,
+        num_predicted=predicted,
+        num_too_large=total - len(order) + len(unfit),
+        num_pruned=len(order) - visited,
+        too_large=_too_large(fields, unfit, limit),
+    )
+
+
+def best_plans(
+    job: PlanRequest, *, top: int = 1, exhaustive: bool = False, constants: Constants | None = None
+) -> Ranking:
+    """The `top` layouts, mappings solved; more are ranked first where that can change their order."""
+    more = top if job.cluster is None else max(top, REFINED)
+    found = refine(job, rank(job, top=more, exhaustive=exhaustive, constants=constants), constants=constants)
+    return replace(found, best=found.best[:top])
+
+
+def refine(
+    job: PlanRequest,
+    found: Ranking,
+    *,
+    constants: Constants | None = None,
+    effort: SolverEffort | None = None,
+) -> Ranking:
+    """The same layouts with mappings (and splits where devices differ) of their own, ranked again.
+
+    Unchanged where the job wants the launcher's order and devices are equal.
+    """
+    if job.search.mapping is not None and not job.has_unequal_devices:
+        return found
+    used = constants or fitted()
+    spent = effort or (EQUAL if job.cluster is None else THOROUGH)
+    places = places_of_job(job, used)
+    placed = []
+    for ranked in found.best:
+        better = assign(
+            job,
+            ranked.shape,
+            ranked.layout,
+            ranked.split,
+            constants=used,
+            places=places,
+            effort=spent,
+            may_split=job.search.split is None,
+        )
+        if better is not None and better.found.iter_time_s <= ranked.iteration_s * (1 + 1e-12):
+            ranked = _with(ranked, better)
+        placed.append(ranked)
+    placed.sort(key=lambda one: one.equal_work_s)
+    return replace(found, best=tuple(placed))
+
+
+def refusals(job: PlanRequest, found: Ranking | None) -> list[Refusal]:
+    """Why layouts were refused, the reason that refused most first: degrees, then memory."""
+    return [
+        *refused_degrees(job, job.shape),
+        *too_large_of(found.too_large if found else (), _available(job)),
+    ]
+
+
+def _shapes(job: PlanRequest) -> tuple[ModelShape, ...]:
+    asked = job.search.scaling
+    if asked is None:
+        return (job.shape,)
+    return equal_shapes(job.shape, rule=BudgetRule(**asked.model_dump()))
+
+
+def _field(job: PlanRequest, shape: ModelShape, constants: Constants) -> _Field:
+    candidates = legal_candidates(job, shape)
+    bounded, used = job, constants
+    if job.cluster is not None:
+        machines, used = ideal(job.cluster, constants)
+        bounded = replace(job, machines=machines)
+    return _Field(
+        shape=shape,
+        candidates=candidates,
+        bounds=bounds_of(bounded, shape, candidates, constants=used, slowdown=slowdown_of(job)),
+        scale=job.shape.model_flops_per_sequence / shape.model_flops_per_sequence,
+    )
+
+
+def slowdown_of(job: PlanRequest) -> FloatArray | None:
+    """Of each slot where devices differ, so that layouts get splits of their own; None where none does."""
+    return job.cluster.slowdown if job.cluster is not None and job.has_unequal_devices else None
+
+
+def _ordered(fields: list[_Field], *, limit: float) -> list[tuple[float, int, int]]:
+    """(bound, field, row) by rising bound, of the candidates whose memory may be under `limit` bytes."""
+    scaled = np.concatenate([field.bounds.time_s * field.scale for field in fields])
+    memory = np.concatenate([field.bounds.memory_bytes for field in fields])
+    owner = np.repeat(np.arange(len(fields)), [len(field.candidates) for field in fields])
+    rows = np.concatenate([np.arange(len(field.candidates)) for field in fields])
+    order = np.argsort(scaled, kind="stable")
+    order = order[memory[order] <= limit]
+    return list(zip(scaled[order].tolist(), owner[order].tolist(), rows[order].tolist(), strict=True))
+
+
+def _planned(
+    job: PlanRequest, field: _Field, row: int, constants: Constants, placer: AssignmentSolver | None
+) -> Ranked | None:
+    """The candidate with its prediction; None where it does not fit in memory or no order is legal."""
+    layout = field.candidates.layout(row)
+    split = field.bounds.split(job, field.shape, field.candidates, row)
+    if placer is None:
+        run = planned_run(job, field.shape, layout, split)
+        memory = peak_memory(run)
+        if not memory.fits:
+            return None
+        found = predict(run, constants)
+        return Ranked(
+            shape=field.shape,
+            layout=layout,
+            split=split,
+            iteration_s=found.iter_time_s,
+            equal_work_s=found.iter_time_s * field.scale,
+            terms=found.terms,
+            memory=memory,
+        )
+    is_free = int(field.candidates.columns[row, SPLIT]) == BALANCED
+    placed = placer.assign(field.shape, layout, split, may_split=is_free)
+    if placed is None:
+        return None
+    bare = Ranked(
+        shape=field.shape,
+        layout=layout,
+        split=split,
+        iteration_s=1.0,
+        equal_work_s=field.scale,
+        terms={},
+        memory=placed.memory,
+    )
+    return _with(bare, placed)
+
+
+def _with(ranked: Ranked, placement: Assignment) -> Ranked:
+    """The layout with a placement; its other shape's scale stays."""
+    time = placement.found.iter_time_s
+    return replace(
+        ranked,
+        split=placement.split,
+        iteration_s=time,
+        equal_work_s=time * ranked.equal_work_s / ranked.iteration_s,
+        terms=placement.found.terms,
+        memory=placement.memory,
+        slots=None if list(placement.slots) == sorted(placement.slots) else placement.slots,
+        stock_s=placement.stock_s,
+    )
+
+
+def _too_large(fields: list[_Field], unfit: list[tuple[int, int]], limit: float) -> tuple[TooLarge, ...]:
+    """By degrees: how many layouts are over `limit`, and the least that one of them needs at the least."""
+    found: list[TooLarge] = []
+    for at, field in enumerate(fields):
+        over = field.bounds.memory_bytes > limit
+        over[[row for owner, row in unfit if owner == at]] = True
+        found += TooLarge.by_degrees(field.candidates.columns[over], field.bounds.memory_bytes[over])
+    return tuple(found)
+
+
+def _available(job: PlanRequest) -> float:
+    empty = Memory(
+        parameters=0.0, gradients=0.0, optimizer=0.0, activations=0.0, temporary=0.0, device=0,
+        capacity=float(job.machines.memory_bytes),
+    )  # fmt: skip
+    return empty.available
+
+
+def _nearest(job: PlanRequest, fields: list[_Field]) -> str:
+    """Which layout needs the least memory, and how much too much that is."""
+    order = sorted(
+        (float(field.bounds.memory_bytes[row]), at, row)
+        for at, field in enumerate(fields)
+        for row in range(len(field.candidates))
+    )
+    best: tuple[float, Layout, Memory] | None = None
+    for bound, at, row in order:
+        if best is not None and bound >= best[0]:
+            break
+        field = fields[at]
+        layout = field.candidates.layout(row)
+        split = field.bounds.split(job, field.shape, field.candidates, row)
+        memory = peak_memory(planned_run(job, field.shape, layout, split))
+        if best is None or memory.total < best[0]:
+            best = (memory.total, layout, memory)
+    assert best is not None
+    total, layout, memory = best
+    if memory.fits:
+        groups = ", ".join(job.search.inside) or "tensor"
+        return (
+            f"mapping: none of {len(order)} layouts has an order of ranks with its {groups} parallel groups "
+            "inside a scale-up domain and RANK 0 on the first node; allow smaller degrees"
+        )
+    largest = max(memory.terms, key=lambda name: memory.terms[name]).removesuffix("_bytes")
+    return (
+        f"memory: none of {len(order)} layouts fits; the nearest, {layout.label} recompute {layout.recompute}"
+        f"{' distributed optimizer' if layout.distributed_optimizer else ''}, needs {total:.0f} bytes on "
+        f"pipeline rank {memory.device} (most: {largest}), {total - memory.available:.0f} more than the "
+        f"{memory.available:.0f} available; use more or larger devices, or allow more of search"
+    )
+
+
+def _no_layout(job: PlanRequest) -> str:
+    shape = job.shape
+    refused = refused_degrees(job, shape)
+    most = f"; most often: {refused[0].reason}" if refused else ""
+    return (
+        f"layouts: none is legal for {job.machines.num_devices} devices, {shape.num_attention_heads} heads, "
+        f"{shape.num_query_groups} groups, {shape.num_layers} layers, sequences of {shape.seq_length} and "
+        f"a batch of {job.global_batch_size}{most}; allow more of search, or change the batch or the devices"
+    )

@@ -1,0 +1,185 @@
+"""Slots to RANKs at launch: which process plays which rank.
+
+A plan names slots, not RANKs, because launchers number processes anew at every start. All ranks exchange
+where they are, solve the same puzzle, and RANK is set before the process group exists; LOCAL_RANK and the
+device stay. RANK 0 stays on the launcher's first host, where MASTER_ADDR is.
+"""
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.model.plan import Plan, Slot
+from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
+
+_MAX_SHOWN = 16
+
+# Flags of features that take consecutive ranks for one node, or the rank for the device.
+_NEEDS_WHOLE_NODES = {
+    "gpu_sniff_test_interval": None,
+    "tp_comm_overlap": None,
+    "hierarchical_context_parallel_sizes": None,
+    "use_sharp": None,
+    "moe_token_dispatcher_type": "flex",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """Where one process of the start is; `node` counts the launcher's nodes in their order."""
+
+    host: str
+    group_rank: int
+    local_rank: int | None
+    local_world_size: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAssignment:
+    """`rank_of[i]` is the RANK of the process that the launcher numbered i; `note` is for the user."""
+
+    rank_of: tuple[int, ...]
+    note: str | None
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether every process keeps its number."""
+        return list(self.rank_of) == list(range(len(self.rank_of)))
+
+
+def gather_processes(meeting: Rendezvous, place: RankEnv) -> list[Process]:
+    """Where every process is, in launch order."""
+    mine = {
+        "host": place.host,
+        "group_rank": place.group_rank,
+        "local_rank": place.local_rank,
+        "local_world_size": place.local_world_size,
+    }
+    return [Process(**json.loads(word)) for word in meeting.all_gather("place", json.dumps(mine))]
+
+
+def assign(plan: Plan, processes: Sequence[Process], *, args: Namespace) -> RankAssignment:
+    """The RANK of every process. `args` are the arguments as they will be with the plan.
+
+    On other hosts than the plan was made for the launcher's order stays, and the note says so. Raises
+    PlanError where the start or a feature cannot take the plan's order.
+    """
+    stock = tuple(range(len(processes)))
+    if plan.mapping.is_stock:
+        return RankAssignment(rank_of=stock, note=None)
+    _check_start(processes)
+    at_slot, note = _match(plan, processes)
+    if note is not None:
+        return RankAssignment(rank_of=stock, note=note)
+    rank_of = [0] * len(processes)
+    for rank, slot in enumerate(plan.mapping.slots):
+        rank_of[at_slot[slot]] = rank
+    assignment = RankAssignment(rank_of=tuple(rank_of), note=None)
+    _check_features(plan, processes, assignment, args)
+    return assignment
+
+
+def _check_start(processes: Sequence[Process]) -> None:
+    if any(process.local_rank is None or process.local_world_size is None for process in processes):
+        raise PlanError(
+            "mapping: LOCAL_RANK or LOCAL_WORLD_SIZE is not set; start the script with torchrun, "
+            "or use a plan with the stock order"
+        )
+    sizes = sorted({process.local_world_size or 0 for process in processes})
+    if len(sizes) > 1:
+        raise PlanError(
+            f"mapping: nodes with {sizes[0]} and with {sizes[-1]} processes; the plan's order needs the same "
+            "number on every node"
+        )
+
+
+def _match(plan: Plan, processes: Sequence[Process]) -> tuple[dict[Slot, int], str | None]:
+    """The launch number of the process at each slot, or a note why the plan's order cannot be replayed."""
+    present: dict[tuple[int, str], dict[int, int]] = {}
+    for number, process in enumerate(processes):
+        present.setdefault((process.group_rank, process.host), {})[process.local_rank or 0] = number
+    at_slot: dict[Slot, int] = {}
+    left = sorted(present)
+    for index, node in enumerate(plan.made_for.nodes):
+        key = next((k for k in left if k[1] == node.host and len(present[k]) == node.num_slots), None)
+        if key is None:
+            hosts = _listed([node.host for node in plan.made_for.nodes])
+            return {}, (
+                f"mapping: made on {hosts}, now on {_listed([host for _, host in sorted(present)])}: "
+                "the ranks stay in the launcher's order; tune here for this cluster's own"
+            )
+        left.remove(key)
+        for local, number in present[key].items():
+            at_slot[Slot(node=index, local=local)] = number
+    if set(at_slot) != set(plan.mapping.slots):
+        return {}, "mapping: the local ranks here are not the plan's: the ranks stay in the launcher's order"
+    if processes[at_slot[plan.mapping.slots[0]]].group_rank != processes[0].group_rank:
+        return {}, (
+            f"mapping: the launcher's first host is {processes[0].host}, where RANK 0 must be, not "
+            f"{plan.made_for.nodes[0].host}: the ranks stay in the launcher's order"
+        )
+    return at_slot, None
+
+
+def _check_features(
+    plan: Plan, processes: Sequence[Process], assignment: RankAssignment, args: Namespace
+) -> None:
+    node_of_rank = [0] * len(processes)
+    for number, rank in enumerate(assignment.rank_of):
+        node_of_rank[rank] = processes[number].group_rank
+    tensor = plan.layout.tensor_parallel
+    for first in range(0, len(node_of_rank), tensor):
+        if len(set(node_of_rank[first : first + tensor])) > 1:
+            raise PlanError(
+                f"mapping: ranks {first} to {first + tensor - 1} are one tensor-parallel group on two nodes; "
+                "a group must lie inside one"
+            )
+    size = processes[0].local_world_size or 1
+    values: Mapping[str, Any] = vars(args)
+    if values.get("non_persistent_ckpt_type") == "local" and values.get("replication"):
+        raise PlanError(
+            "mapping: --replication of local checkpoints needs the launcher's order of ranks; leave it out"
+        )
+    if values.get("async_save") and values.get("use_persistent_ckpt_worker"):
+        moved = [r for n, r in enumerate(assignment.rank_of) if r % size != processes[n].local_rank]
+        if moved:
+            raise PlanError(
+                "mapping: --use-persistent-ckpt-worker takes the rank for the device; "
+                f"rank {moved[0]} would write from another one: leave the flag out"
+            )
+    whole = all(
+        len(set(node_of_rank[first : first + size])) == 1 for first in range(0, len(node_of_rank), size)
+    )
+    used = [name for name, value in _NEEDS_WHOLE_NODES.items() if _is_used(values.get(name), value)]
+    if (values.get("num_distributed_optimizer_instances") or 1) > 1:
+        used.append("num_distributed_optimizer_instances")
+    if used and not whole:
+        raise PlanError(
+            f"mapping: --{used[0].replace('_', '-')} takes consecutive ranks for one node, and the plan's "
+            "order mixes nodes; leave the flag out"
+        )
+
+
+def _is_used(value: Any, wanted: str | None) -> bool:
+    return bool(value) if wanted is None else value == wanted
+
+
+def table_of(processes: Sequence[Process], assignment: RankAssignment) -> str:
+    """`rank 0 on node-a:2, ...`: one short line, only the ranks that moved where there are many."""
+    launch = {rank: number for number, rank in enumerate(assignment.rank_of)}
+    ranks = sorted(launch)
+    if len(ranks) > _MAX_SHOWN:
+        ranks = [rank for rank in ranks if launch[rank] != rank]
+    places = [
+        f"{rank} on {processes[launch[rank]].host}:{processes[launch[rank]].local_rank}" for rank in ranks
+    ]
+    more = f" and {len(places) - _MAX_SHOWN} more" if len(places) > _MAX_SHOWN else ""
+    return f"mapping: rank {', '.join(places[:_MAX_SHOWN])}{more}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(names))
+    return ", ".join(distinct[:4]) + (f" and {len(distinct) - 4} more" if len(distinct) > 4 else "")

@@ -1,0 +1,175 @@
+"""Who this process is, and how all ranks tell each other something before the process group exists."""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from quartet_plugin.errors import InfrastructureError, PlanError, QuartetError
+from quartet_plugin.model.plan import Plan, read_plan
+
+EXCHANGE_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnv:
+    """A process as its launcher started it; `group_rank` tells apart two launchers on one host."""
+
+    launch_rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    group_rank: int
+    host: str
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "RankEnv":
+        """What torchrun's variables say; one process alone where there are none."""
+
+        def number(name: str) -> int | None:
+            text = environment.get(name, "")
+            return int(text) if text.isdecimal() else None
+
+        return cls(
+            launch_rank=number("RANK") or 0,
+            world_size=number("WORLD_SIZE") or 1,
+            local_rank=number("LOCAL_RANK"),
+            local_world_size=number("LOCAL_WORLD_SIZE"),
+            group_rank=number("GROUP_RANK") or 0,
+            host=socket.gethostname(),
+        )
+
+
+class AgreedRefusalError(PlanError):
+    """A refusal that every rank has come to; launch rank 0 alone tells it."""
+
+
+class Rendezvous:
+    """All ranks of a start, before and beside Megatron's own process group."""
+
+    def __init__(self, place: RankEnv, store: Any) -> None:
+        self._place = place
+        self._store = store
+
+    @classmethod
+    def open(cls, place: RankEnv) -> "Rendezvous":
+        """Meet over the store that torchrun's agent keeps.
+
+        Raises PlanError for several processes that were started without one, InfrastructureError when it
+        cannot be reached.
+        """
+        if place.world_size == 1:
+            return cls(place, None)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            raise AgreedRefusalError(
+                f"a plan for {place.world_size} processes must be agreed on through torchrun's store; "
+                "start the script with torchrun"
+            )
+        import torch.distributed as dist
+
+        try:
+            store = dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                world_size=place.world_size,
+                is_master=False,
+                timeout=timedelta(seconds=EXCHANGE_TIMEOUT_S),
+            )
+        except (RuntimeError, KeyError, ValueError) as error:
+            raise InfrastructureError(f"torchrun's store cannot be reached: {_line(error)}") from error
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return cls(place, dist.PrefixStore(f"quartet/{attempt}", store))
+
+    def all_gather(self, name: str, value: str) -> list[str]:
+        """Every rank's value, in launch order; returns when all have given theirs.
+
+        Raises InfrastructureError, naming the ranks that did not come in time.
+        """
+        if self._store is None:
+            return [value]
+        keys = [f"{name}/{rank}" for rank in range(self._place.world_size)]
+        self._store.set(keys[self._place.launch_rank], value)
+        try:
+            self._store.wait(keys, timedelta(seconds=EXCHANGE_TIMEOUT_S))
+            return [item.decode("utf-8") for item in self._store.multi_get(keys)]
+        except RuntimeError as error:
+            absent = [rank for rank, key in enumerate(keys) if not self._is_there(key)]
+            raise InfrastructureError(
+                f"no word about {name} from {named(absent)} within {EXCHANGE_TIMEOUT_S:g} s: {_line(error)}"
+            ) from error
+
+    def agree_or_raise(self, name: str, refusal: QuartetError | None) -> None:
+        """Go on only if no rank refuses; all stop alike when one does.
+
+        Raises AgreedRefusalError on every rank, in the words of those that refuse.
+        """
+        verdicts = self.all_gather(name, "" if refusal is None else str(refusal))
+        if not any(verdicts):
+            return
+        if len(set(verdicts)) == 1:
+            raise AgreedRefusalError(verdicts[0]) from refusal
+        by_verdict = _ranks_by_word(verdicts)
+        told = "; ".join(f"{named(ranks)}: {text}" for text, ranks in by_verdict.items() if text)
+        raise AgreedRefusalError(f"only on {told}") from refusal
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError:
+            return False
+
+
+def _ranks_by_word(words: Sequence[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, word in enumerate(words):
+        found.setdefault(word, []).append(rank)
+    return found
+
+
+def agree_on_plan(path: Path, *, meeting: Rendezvous) -> Plan:
+    """Read the plan on every rank and go on only with one and the same.
+
+    Raises AgreedRefusalError: for a bad plan its fault, for different plans the ranks in the minority.
+    """
+    plan, fault = None, ""
+    try:
+        plan = read_plan(path)
+    except QuartetError as error:
+        fault = str(error)
+    words = meeting.all_gather("plan", fault or f"digest {plan.digest if plan else ''}")
+    by_word = _ranks_by_word(words)
+    if len(by_word) == 1:
+        if plan is None:
+            raise AgreedRefusalError(fault)
+        return plan
+    usual = max(by_word, key=lambda word: (len(by_word[word]), -by_word[word][0]))
+    odd = "; ".join(
+        f"{named(ranks)} {'has' if len(ranks) == 1 else 'have'} {_short(word)}"
+        for word, ranks in by_word.items()
+        if word != usual
+    )
+    raise AgreedRefusalError(
+        f"{path}: the ranks have different plans: {named(by_word[usual])} {_short(usual)}, but {odd}; "
+        "give every node the same file"
+    )
+
+
+def _short(word: str) -> str:
+    """A digest's first digits; a fault as it is."""
+    return word[:19] if word.startswith("digest ") else word
+
+
+def named(ranks: Sequence[int], *, limit: int = 8) -> str:
+    """`rank 3` or `ranks 0, 2, 5`, shortened where they are many."""
+    if not ranks:
+        return "no rank"
+    shown = ", ".join(str(rank) for rank in ranks[:limit])
+    more = f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,167 @@
+"""Measures a training step from outside and ends a trial when it has seen enough.
+
+Nothing is added to an iteration that waits for the device: losses stay tensors until the file is written.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from quartet_plugin.model.schema import as_number
+from quartet_plugin.rank.device import device_name, peak_memory_bytes
+from quartet_plugin.rank.files import RankFileWriter
+
+_STOP_KEY = "quartet/stop-after"
+
+
+class StepMeter:
+    """Wraps a training step: times each call and keeps what it returns, for one rank of a trial.
+
+    An adapter's own meter says by `_job` what the framework made of the command.
+    """
+
+    def __init__(self, files: RankFileWriter, *, neutralised: list[str], started_at: float) -> None:
+        """`started_at` is the wall clock when the script itself began to run."""
+        self._files = files
+        self._neutralised = neutralised
+        self._started_at = started_at
+        self._first_step_at = 0.0
+        self._last_end = 0.0
+        self._steps: list[tuple[float, Any, Any, bool]] = []
+        self._stop_after = files.order.num_iterations
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps that have been done."""
+        return len(self._steps)
+
+    def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        """`train_step`, measured; the call that completes the trial does not return."""
+
+        def measured_train_step(*args: Any, **kwargs: Any) -> Any:
+            if not self._steps:
+                self._before_first_step()
+            results = train_step(*args, **kwargs)
+            self._after_step(results)
+            if len(self._steps) >= self._stop_after:
+                self._finish()
+            return results
+
+        return measured_train_step
+
+    def write(self) -> None:
+        """Write what was measured so far, in numbers."""
+        iterations = [
+            {
+                "iteration": index,
+                "iteration_s": seconds,
+                "loss": _as_number(loss),
+                "grad_norm": _as_number(grad_norm),
+                "skipped": skipped,
+            }
+            for index, (seconds, loss, grad_norm, skipped) in enumerate(self._steps, start=1)
+        ]
+        device = device_name()
+        self._files.write_result(
+            {
+                "device": device,
+                "cores": sorted(os.sched_getaffinity(0)) if device == "cpu" else None,
+                "phases_s": {
+                    "import": max(0.0, self._started_at - self._files.process_start),
+                    "init": max(0.0, self._first_step_at - self._started_at),
+                    "first_step": self._steps[0][0] if self._steps else 0.0,
+                },
+                "iterations": iterations,
+                "peak_memory_bytes": peak_memory_bytes(),
+                "job": self._job(),
+            }
+        )
+
+    def _before_first_step(self) -> None:
+        self._first_step_at = time.time()
+        self._files.move("warmup" if self._files.order.warmup else "measure", 0)
+        self._last_end = time.perf_counter()
+
+    def _after_step(self, results: Any) -> None:
+        end = time.perf_counter()
+        losses, skipped, grad_norm = results[0], results[1], results[5]
+        self._steps.append((end - self._last_end, _main_loss(losses), grad_norm, bool(skipped)))
+        self._last_end = end
+        done = len(self._steps)
+        self._files.move("warmup" if done < self._files.order.warmup else "measure", done)
+        self._agree_on_stop(done)
+
+    def _agree_on_stop(self, done: int) -> None:
+        """Let all ranks stop after the same step once somebody has put a STOP file there.
+
+        RANK 0 sees the file after step i and tells step i + 2 through the store. The reductions inside a
+        step keep every rank from ending step i + 2 before RANK 0 has ended step i + 1, so all have read it.
+        """
+        store = _default_store()
+        if store is None:
+            if self._files.is_stop_asked:
+                self._stop_after = done
+        elif rank_now() == 0:
+            if self._stop_after > done + 2 and self._files.is_stop_asked:
+                self._stop_after = done + 2
+                store.set(_STOP_KEY, str(self._stop_after))
+        elif store.check([_STOP_KEY]):
+            self._stop_after = min(self._stop_after, int(store.get(_STOP_KEY)))
+
+    def _finish(self) -> NoReturn:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.barrier()
+        self.write()
+        self._files.move("done", len(self._steps))
+        self._files.close()
+        leave()
+
+    def _job(self) -> dict[str, Any] | None:
+        """What the framework made of the command, as RANK 0 tells it; None on the others."""
+        return None
+
+
+def leave() -> NoReturn:
+    """End this process at once with code 0, its own children first.
+
+    Everything that counts is on the disk. The interpreter's own way out joins data loaders and communicator
+    threads, which may hang or abort when the peers are already gone, and takes seconds.
+    """
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError, ValueError):
+            child.terminate()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(0)
+
+
+def _main_loss(losses: Any) -> Any:
+    """The language model's loss where there are several; None on ranks that have none."""
+    if not losses:
+        return None
+    return losses["lm loss"] if "lm loss" in losses else next(iter(losses.values()))
+
+
+def _as_number(value: Any) -> float | str | None:
+    return None if value is None else as_number(float(value))
+
+
+def rank_now() -> int:
+    """This process's RANK, which a plan's mapping may have changed since the launch."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def _default_store() -> Any:
+    """The store of the default process group; None where there is only this process."""
+    from torch.distributed import distributed_c10d
+
+    if not distributed_c10d.is_initialized() or distributed_c10d.get_world_size() == 1:
+        return None
+    return distributed_c10d._get_default_store()

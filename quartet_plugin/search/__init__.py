@@ -1,1 +1,0 @@
-"""The planner and the Optuna study."""

@@ -1,0 +1,1 @@
+"""What a plan may choose, and what is legal."""

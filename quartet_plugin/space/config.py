@@ -1,0 +1,184 @@
+"""The `search` section of q.yaml and JOB.yaml: what a user asks of every axis.
+
+Three forms hold for every axis: `auto` is tuned, a literal is fixed, a list is searched.
+"""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+MAX_CHOICES = 64
+
+
+_SPLIT = re.compile(r"auto|stock|even|\d{1,4}(\+\d{1,4}){0,1023}")
+
+
+_ORDER = re.compile(r"auto|stock|[a-z][a-z0-9-]{0,39}|\d{1,5}(,\d{1,5}){0,65535}")
+
+
+_SHAPE = re.compile(r"\d{1,6}x\d{1,7}")
+
+
+def _as_list(value: Any) -> Any:
+    """A literal is a list of one; `auto` is None: nothing is asked for."""
+    if value == "auto":
+        return None
+    return value if isinstance(value, list) else [value]
+
+
+def distinct[T](values: tuple[T, ...] | None) -> tuple[T, ...] | None:
+    """The choices of a list, each once; raises ValueError for too many, none or one twice."""
+    if values is None:
+        return None
+    if not 1 <= len(values) <= MAX_CHOICES:
+        raise ValueError(f"a list has from 1 to {MAX_CHOICES} entries")
+    if len(set(values)) != len(values):
+        raise ValueError("a list names each choice once")
+    return values
+
+
+def _matching(pattern: re.Pattern[str], rule: str) -> AfterValidator:
+    def check(values: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for value in values or ():
+            if value == "auto" or not pattern.fullmatch(value):
+                raise ValueError(rule)
+        return values
+
+    return AfterValidator(check)
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+_Degree = Annotated[int, Field(ge=1, le=2**20)]
+
+
+Degrees = Annotated[
+    tuple[_Degree, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(distinct)
+]
+
+
+_BucketSize = Annotated[int, Field(ge=2, le=2**40, multiple_of=2)]
+
+
+BucketSizes = Annotated[
+    tuple[_BucketSize, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(distinct)
+]
+
+
+_Names = Annotated[
+    tuple[str, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(distinct)
+]
+
+
+Splits = Annotated[_Names, _matching(_SPLIT, "auto, stock, even, or counts like 6+2")]
+
+
+Orders = Annotated[_Names, _matching(_ORDER, "auto, stock, the name of an order, or slots like 1,0")]
+
+
+Shapes = Annotated[_Names, _matching(_SHAPE, "layers x hidden size, like 24x2048")]
+
+
+ScheduleWish = Literal[
+    "stock",
+    "no-pipelining",
+    "1f1b",
+    "interleaved",
+    "gpipe",
+    "breadth-first",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "dualpipev",
+    "searched",
+]
+
+
+Schedules = Annotated[
+    tuple[ScheduleWish, ...] | None,
+    BeforeValidator(lambda v: _tuple(_as_list(v))),
+    AfterValidator(distinct),
+]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ScalingConfig(Section):
+    """Other models of an equal budget; without this section the user's shape is never changed.
+
+    `shapes` names those to choose from, like `24x2048` (layers x hidden size).
+    """
+
+    budget: Literal["parameters", "flops"] = "parameters"
+    tolerance: float = Field(default=0.02, gt=0.0, le=0.5)
+    depth_width_band: float = Field(default=4.0, ge=1.0, le=64.0)
+    max_shapes: int = Field(default=8, ge=2, le=MAX_CHOICES)
+    shapes: Shapes = None
+
+
+class _Axes(Section):
+    """The axes that a search chooses along and rules are about."""
+
+    tensor_parallel: Degrees = None
+    pipeline_parallel: Degrees = None
+    data_parallel: Degrees = None
+    virtual_stages: Degrees = None
+    micro_batch_size: Degrees = None
+    group: Degrees = None
+    split: Splits = None
+    schedule: Schedules = None
+    mapping: Orders = None
+
+
+class Forbidden(_Axes):
+    """What no plan may be, all of it at once: a value or a list for each axis that matters."""
+
+    shape: Shapes = None
+
+    @model_validator(mode="after")
+    def _names_an_axis(self) -> "Forbidden":
+        if not self.axes:
+            raise ValueError("names at least one axis with the values that no plan may have")
+        return self
+
+    @property
+    def axes(self) -> dict[str, tuple[Any, ...]]:
+        """The values of each axis that is named."""
+        return {name: values for name, values in self if values is not None}
+
+    @property
+    def label(self) -> str:
+        """As it is written in q.yaml."""
+        words = (f"{name}: {_written(values)}" for name, values in self.axes.items())
+        return f"{{{', '.join(words)}}}"
+
+
+def _written(values: tuple[Any, ...]) -> str:
+    words = ", ".join(str(value) for value in values)
+    return words if len(values) == 1 else f"[{words}]"
+
+
+class SearchConfig(_Axes):
+    """The axes. None is `auto`. No plan matches one of the `forbid` rules.
+
+    `change_class` is how far a plan may change the training, docs/support.md: `A` the order of work alone,
+    `B` the rounding of reductions, `C` possibly the objective. Another model (D) takes a `scaling` section.
+    """
+
+    # DeepSpeed's, in elements, with ZeRO 1.
+    reduce_bucket_size: BucketSizes = None
+    allgather_bucket_size: BucketSizes = None
+    scaling: ScalingConfig | None = None
+    change_class: Literal["A", "B", "C"] = "B"
+    forbid: Annotated[
+        tuple[Forbidden, ...],
+        BeforeValidator(lambda v: _tuple(v if isinstance(v, list) else [v])),
+        Field(max_length=MAX_CHOICES),
+    ] = ()

@@ -1,0 +1,109 @@
+"""Which axes a feature of the user's job keeps at stock. See docs/support.md for the whole table."""
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+
+class Axis(StrEnum):
+    """What a plan can vary; the first four are the paper's, the others the parallel layout's."""
+
+    SCALING = "scaling"
+    SPLIT = "split"
+    SCHEDULE = "schedule"
+    MAPPING = "mapping"
+    DEGREES = "degrees"
+    MICRO_BATCH = "micro_batch"
+
+
+_ALL = frozenset(Axis)
+_DATA = frozenset({Axis.DEGREES, Axis.MICRO_BATCH})
+_STAGES = frozenset({Axis.SPLIT, Axis.SCHEDULE, Axis.DEGREES})
+_SCALING = frozenset({Axis.SCALING})
+_MAPPING = frozenset({Axis.MAPPING})
+_NONE: frozenset[Axis] = frozenset()
+
+# Features with which micro-batch and DP can change the objective (class C), since a loss is a mean over
+# microbatches, which then hold other tokens or samples. What they keep is tuned where that is asked for.
+_BATCHING = frozenset({"moe", "packing", "masked_tokens", "cyclic_data", "external_data"})
+
+_LOCKS: dict[str, frozenset[Axis]] = {
+    # Auxiliary losses and capacity are per microbatch and group (class C); experts bind ranks to nodes.
+    "moe": _DATA | _SCALING | _MAPPING,
+    "overlap_moe": _DATA | _STAGES | _SCALING | _MAPPING,
+    # Layers that are not all alike, or not a list of layers at all.
+    "mtp": _STAGES | _SCALING,
+    "hybrid": _STAGES | _SCALING,
+    "heterogeneous": _STAGES | _SCALING,
+    "multi_latent_attention": _SCALING,
+    "attention_variant": _SCALING | {Axis.SPLIT},
+    # Token counts differ between microbatches.
+    "packing": _DATA,
+    "masked_tokens": _DATA,
+    # Which samples a microbatch holds depends on DP and micro-batch, or is the script's own doing.
+    "cyclic_data": _DATA,
+    "external_data": _DATA,
+    # The number of microbatches changes while training; no plan can be applied.
+    "rampup_batch_size": _ALL,
+    # Parameters are sharded over devices instead of staged, or live elsewhere.
+    "fsdp": _STAGES,
+    "weight_shards": _STAGES | _MAPPING,
+    "cpu_offload": _STAGES,
+    # Ranks are taken for places, or in another order.
+    "tp_comm_overlap": _MAPPING,
+    "hierarchical_context_parallel": _MAPPING | {Axis.DEGREES},
+    "distributed_optimizer_instances": _MAPPING | {Axis.DEGREES},
+    "inprocess_restart": _MAPPING,
+    "tp_pp_dp_order": _MAPPING,
+    # Graphs are captured for one order of microbatches.
+    "cuda_graphs": frozenset({Axis.SCHEDULE}),
+    # DeepSpeed: the layers of the first device decide about clipping; the script batches its own data.
+    "clips_by_first_stage": _STAGES,
+    "own_data_iterator": _DATA,
+    "tensor_parallel_topology": _ALL,
+    "clips_in_fp32": _NONE,
+    "dynamic_shape": _NONE,
+    "per_token_loss": _NONE,
+    "context_parallel": _NONE,
+    "overlap_grad_reduce": _NONE,
+    "overlap_param_gather": _NONE,
+    "fp8": _NONE,
+    "fp4": _NONE,
+}
+
+# With these on the plugin's own runtime steps aside and the framework's schedule runs: a plan of ours would
+# measure something else than it says. Features that keep the whole axis are not repeated.
+_WITHOUT_OWN_RUNTIME = frozenset(
+    {"hierarchical_context_parallel", "distributed_optimizer_instances", "inprocess_restart"}
+)
+
+
+def no_custom_schedules(features: Iterable[str]) -> str | None:
+    """The feature that keeps schedules of ours out of this job; None where they can be tried."""
+    found = sorted(_WITHOUT_OWN_RUNTIME & set(features))
+    return found[0] if found else None
+
+
+def batching_features(features: Iterable[str]) -> tuple[str, ...]:
+    """The features by which another micro-batch or DP can change the objective."""
+    return tuple(sorted(_BATCHING & set(features)))
+
+
+def locked_axes(features: Iterable[str], *, change_class: str) -> dict[Axis, str]:
+    """The axes that stay at stock, each with what keeps it; an unknown feature keeps all.
+
+    `change_class` (A, B or C) is how far a plan may change the training.
+    """
+    locked: dict[Axis, str] = {}
+    for feature in features:
+        for axis in Axis:
+            if axis in _kept_by(feature, change_class=change_class):
+                locked.setdefault(axis, feature)
+    if change_class == "A":
+        for axis in (Axis.DEGREES, Axis.MICRO_BATCH):
+            locked.setdefault(axis, "search.change_class A")
+    return locked
+
+
+def _kept_by(feature: str, *, change_class: str) -> frozenset[Axis]:
+    kept = _LOCKS.get(feature, _ALL)
+    return kept - _DATA if change_class == "C" and feature in _BATCHING else kept

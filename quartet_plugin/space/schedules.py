@@ -1,0 +1,298 @@
+"""Axis 3: the schedules of our own that a layout can have, and the split and order of each.
+
+Order and split are chosen together, by simulation, for stages whose ends weigh what the sampler says: the
+sampled numbers are the trade-off, what is made of them is optimal for it. Costs are relative: a transformer
+layer's forward is 1. The same arguments always give the same plan.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+import numpy as np
+
+from quartet_plugin.model.costs import EMBEDDING, HEAD, Costs, FloatArray, LayerCost
+from quartet_plugin.model.custom_schedule import CustomSchedule
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.schedule import placement as places
+from quartet_plugin.schedule.choice import choice_of
+from quartet_plugin.schedule.named import lookup, named, refusal_of
+from quartet_plugin.schedule.placement import Placement
+from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.search.baseline import NamedStart, unscored
+from quartet_plugin.schedule.search.engine import search
+from quartet_plugin.schedule.search.problem import ScheduleProblem
+from quartet_plugin.schedule.search.space import AUTO, splits_for
+from quartet_plugin.split import Split, balanced_split
+from quartet_plugin.split.end_loads import QUANTUM, EndLoads, layer_weights
+
+SEARCHED = "searched"
+STOCK_NAMES = ("no-pipelining", "1f1b", "interleaved")
+# Those that are tried without being asked for, and those that must be: they hold every microbatch, or are
+# no better than the ones above.
+BY_DEFAULT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", SEARCHED)
+ASKED_ONLY = ("gpipe", "breadth-first", "dualpipev")
+CUSTOM_NAMES = (*BY_DEFAULT, *ASKED_ONLY)
+
+# Actions of a step up to which an order is searched: a plan is made in some tenths of a second.
+MAX_SEARCHED_ACTIONS = 2_500
+_SEARCH_WORK = 400_000
+_CLIMB_WORK = 300_000
+_MAX_EVALUATIONS = 1_200
+_MAX_CLIMB = 150
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomOrder:
+    """A schedule of ours with its split (transformer layers a stage).
+
+    `makespan` is in forwards of one layer, when the ends weigh what their FLOPs say.
+    """
+
+    split: tuple[int, ...]
+    custom: CustomSchedule
+    makespan: float
+
+
+def custom_schedules_of(
+    layout: Layout, *, num_microbatches: int, asked: tuple[str, ...] | None, splits_backward: bool
+) -> tuple[str, ...]:
+    """The schedules of ours for a layout, in a fixed order; none without a pipeline.
+
+    Unasked, only those that gain from a split backward, and ZB-H2, which holds nearly two pipelines of
+    microbatches, only where the job does not save memory by recomputing.
+    """
+    if layout.pipeline_parallel == 1:
+        return ()
+    if asked is None and not splits_backward:
+        return ()
+    names = BY_DEFAULT if asked is None else [name for name in CUSTOM_NAMES if name in asked]
+    found = [name for name in names if _is_legal(name, layout, num_microbatches=num_microbatches)]
+    if asked is None and layout.recompute != "none":
+        found = [name for name in found if name != "zb-h2"]
+    return tuple(found)
+
+
+def _is_legal(name: str, layout: Layout, *, num_microbatches: int) -> bool:
+    if name == SEARCHED:
+        return 3 * layout.num_stages * num_microbatches <= MAX_SEARCHED_ACTIONS
+    reason = refusal_of(
+        name,
+        num_devices=layout.pipeline_parallel,
+        num_microbatches=num_microbatches,
+        chunks=layout.virtual_stages,
+    )
+    return reason is None
+
+
+@lru_cache(maxsize=8192)
+def custom_order(
+    name: str,
+    *,
+    shape: ModelShape,
+    num_devices: int,
+    chunks: int,
+    num_microbatches: int,
+    ends: EndLoads | None,
+    split: tuple[int, ...] | None,
+) -> CustomOrder:
+    """The best split and order of a schedule of ours; `split` (transformer layers a stage) where it is fixed.
+
+    `ends` are what the sampler says, None for what FLOPs say.
+    """
+    by_flops = flops_end_loads(shape)
+    placement = placement_of(name, num_devices=num_devices, chunks=chunks)
+    table = partial(
+        cost_table, shape, placement=placement, num_devices=num_devices, num_microbatches=num_microbatches
+    )
+    costs = table(ends=ends or by_flops)
+    entries = None if split is None else _entries(split)
+    limit = None
+    if name == SEARCHED:
+        limit = memory_limit(costs, placement)
+        schedule = _searched(replace(costs, memory_limit_bytes=limit), placement, split=entries)
+    else:
+        schedule = _named(name, costs, placement, split=entries)
+    assert schedule.layers_per_stage is not None
+    counts = tuple(schedule.layers_per_stage)
+    problem = _problem(costs, is_free=False)
+    limited = limit if schedule.origin.get("name") is None else None
+    custom = choice_of(schedule, problem.stage_costs(placement, counts), memory_limit_bytes=limited)
+    true = _problem(table(ends=by_flops), is_free=False)
+    return CustomOrder(
+        split=(counts[0] - 1, *counts[1:-1], counts[-1] - 1),
+        custom=custom,
+        makespan=unscored(schedule, counts).climbed(true, steps=0, seed=0).score,
+    )
+
+
+def flops_end_loads(shape: ModelShape) -> EndLoads:
+    """What the ends weigh by their FLOPs."""
+    weights = layer_weights(shape)
+    return EndLoads.rounded(weights.embedding, weights.head)
+
+
+def placement_of(name: str, *, num_devices: int, chunks: int) -> Placement:
+    """Where the stages lie: as the schedule has them; a searched one goes to and fro."""
+    if name != SEARCHED:
+        return places.build(lookup(name).placement, num_devices=num_devices, num_chunks=chunks)
+    return places.snake(num_devices, chunks)
+
+
+def cost_table(
+    shape: ModelShape, *, ends: EndLoads, placement: Placement, num_devices: int, num_microbatches: int
+) -> Costs:
+    """Relative costs of a microbatch: attention's core has no weights, the embedding's gradients are in I.
+
+    An end below 0 is a faster device: one that would take so many layers more.
+    """
+    core = core_share(shape)
+    embedding, head = max(0.0, ends.embedding), max(0.0, ends.head)
+    layer = LayerCost(
+        name="layer",
+        forward_s=1.0,
+        input_grad_s=1.0 + core,
+        weight_grad_s=1.0 - core,
+        activation_bytes=1.0,
+    )
+    first = LayerCost(
+        name=EMBEDDING,
+        forward_s=embedding,
+        input_grad_s=2.0 * embedding,
+        weight_grad_s=0.0,
+        activation_bytes=0.0,
+    )
+    last = LayerCost(name=HEAD, forward_s=head, input_grad_s=head, weight_grad_s=head, activation_bytes=0.0)
+    spare = np.zeros(num_devices)
+    for device, weight in ((placement[0], ends.embedding), (placement[-1], ends.head)):
+        spare[device] -= min(0.0, weight)
+    share = shape.num_layers / num_devices
+    return Costs(
+        num_devices=num_devices,
+        num_microbatches=num_microbatches,
+        layers=(first, *[layer] * shape.num_layers, last),
+        device_slowdown=share / (share + spare),
+        transfer_s=np.zeros((num_devices, num_devices)),
+        memory_limit_bytes=None,
+        weight_grad_held_fraction=1.0,
+        backward_fused_s=None,
+    )
+
+
+def core_share(shape: ModelShape) -> float:
+    """The part of a layer's forward FLOPs that has no weights."""
+    matrices = 2 * shape.seq_length * shape.matrix_parameters_per_layer
+    return 1.0 - matrices / shape.forward_flops_per_layer
+
+
+def memory_limit(costs: Costs, placement: Placement) -> FloatArray:
+    """What 1F1B may hold: as many microbatches as devices, of the fullest device of the balanced split."""
+    split = balanced_split(costs, placement)
+    held = np.zeros(costs.num_devices)
+    for device, count, extra in zip(placement, split, _extras(len(split)), strict=True):
+        held[device] += count - extra
+    fullest = max(1.0, float(held.max()))
+    return np.full(costs.num_devices, min(costs.num_devices, costs.num_microbatches) * fullest)
+
+
+def _extras(num_stages: int) -> list[int]:
+    return [int(stage == 0) + int(stage == num_stages - 1) for stage in range(num_stages)]
+
+
+def _entries(split: tuple[int, ...]) -> Split:
+    """Counts with embedding and head."""
+    return tuple(count + extra for count, extra in zip(split, _extras(len(split)), strict=True))
+
+
+def _problem(costs: Costs, *, is_free: bool) -> ScheduleProblem:
+    return ScheduleProblem.of(costs, want_period=False, allow_empty=False, free_split=is_free)
+
+
+def _named(name: str, costs: Costs, placement: Placement, *, split: Split | None) -> Schedule:
+    """The named order under the split that serves it best."""
+    chunks = len(placement) // costs.num_devices
+    schedule = named(
+        name, num_devices=costs.num_devices, num_microbatches=costs.num_microbatches, chunks=chunks
+    )
+    if split is not None:
+        return replace(schedule, layers_per_stage=split)
+    problem = _problem(costs, is_free=True)
+    steps = min(_MAX_CLIMB, _CLIMB_WORK // _num_actions(placement, costs.num_microbatches))
+    found: list[NamedStart] = [
+        unscored(schedule, start).climbed(problem, steps=steps, seed=0)
+        for start in splits_for(costs, placement, AUTO, allow_empty=False)
+    ]
+    best = min(found, key=lambda one: one.score)
+    return replace(schedule, layers_per_stage=best.split)
+
+
+def _searched(costs: Costs, placement: Placement, *, split: Split | None) -> Schedule:
+    """The best order found, never worse than the named ones that fit; memory as 1F1B's."""
+    work = _SEARCH_WORK // _num_actions(placement, costs.num_microbatches)
+    return search(
+        costs,
+        placement=placement,
+        split=AUTO if split is None else split,
+        evaluations=max(1, min(_MAX_EVALUATIONS, work)),
+        seed=0,
+    ).schedule
+
+
+def _num_actions(placement: Placement, num_microbatches: int) -> int:
+    return 3 * len(placement) * num_microbatches
+
+
+def end_load_candidates(plan: Plan) -> list[EndLoads]:
+    """What a sampler may have said of the ends of a plan that `custom_order` made: guesses, likely first."""
+    custom = plan.schedule.custom
+    assert custom is not None
+    share = plan.shape.num_layers / plan.layout.pipeline_parallel
+    forward = (custom.profile.forward_s[0], custom.profile.forward_s[-1])
+    counts = plan.split.transformer_layers_per_stage
+    layers = (counts[0], counts[-1])
+    if custom.placement[0] != custom.placement[-1]:
+        either = [
+            [_weight(time, count, speed, share) for speed in _speeds(plan, stage)]
+            for stage, time, count in zip((0, -1), forward, layers, strict=True)
+        ]
+        return [EndLoads.rounded(first, last) for first in either[0] for last in either[1]]
+    found = []
+    for speed in dict.fromkeys((*_speeds(plan, 0), *_speeds(plan, -1))):
+        first, last = (_weight(time, count, speed, 0.0) for time, count in zip(forward, layers, strict=True))
+        spare = EndLoads.rounded(share * (1.0 - 1.0 / speed), 0.0).embedding
+        # The device's spare time may be of both ends, and of each no more than all the layers.
+        if first <= QUANTUM / 2:
+            first = spare if last > QUANTUM / 2 else max(spare, -float(plan.shape.num_layers))
+            spare -= first
+        found.append(EndLoads.rounded(first, last if last > QUANTUM / 2 else spare))
+    return found
+
+
+def _weight(forward: float, num_layers: int, speed: float, share: float) -> float:
+    """What an end weighs: its time beyond its layers, or what its device could take more."""
+    beyond = forward / speed - num_layers
+    return beyond if beyond > QUANTUM / 2 else share * (1.0 - 1.0 / speed)
+
+
+def _speeds(plan: Plan, end: int) -> list[float]:
+    """How many times as long as elsewhere a layer may take on the device of the first or the last stage."""
+    custom = plan.schedule.custom
+    assert custom is not None
+    counts, profile = plan.split.transformer_layers_per_stage, custom.profile
+    inner = [
+        profile.forward_s[stage] / counts[stage]
+        for stage in range(1, len(counts) - 1)
+        if custom.placement[stage] == custom.placement[end]
+    ]
+    if inner:
+        return inner[:1]
+    core = core_share(plan.shape)
+    forward, weight_grad, count = profile.forward_s[end], profile.weight_grad_s[end], counts[end]
+    found = [1.0]
+    if count and end == 0:
+        found.insert(0, weight_grad / (count * (1.0 - core)))
+    elif count and core > 0.0:
+        # The head's forward and weight gradient take the same time.
+        found.insert(0, (forward - weight_grad) / (count * core))
+    return [speed for speed in found if 0.0 < speed <= 1.0 + 1e-9]

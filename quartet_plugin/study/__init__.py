@@ -1,0 +1,1 @@
+"""The Optuna study: storage, samplers and records."""

@@ -1,0 +1,316 @@
+"""The Optuna study of a run: asked for plans, told what came of them, resumable exactly.
+
+The sampler is seeded anew for every trial from the study's seed and the trial's number, so what is proposed
+depends on what was told alone, not on how often the tuner was restarted. Only the coordinator writes here.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quartet_plugin.errors import StorageError
+from quartet_plugin.model.canonical import derived_seed
+from quartet_plugin.model.measurement import Objective
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
+from quartet_plugin.space.param_sources import FixedParams, Params, RandomParams
+from quartet_plugin.space.plan_space import Space
+from quartet_plugin.study.samplers import DEFAULT, SamplerName, make
+from quartet_plugin.study.storage import StudyStorage, as_storage, close
+
+MAX_FRESH_TRIES = 400
+# A refused configuration is worse than any excess of memory, in bytes.
+REFUSED_EXCESS = 2.0**50
+
+# The user attributes of a trial, and the mark of a study that was made to its end.
+TOLD = "told"
+PLAN = "plan"
+COMPLETE = "complete"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A trial that was asked for and not yet told; see `TrialRecord` for what was predicted of it."""
+
+    number: int
+    plan: Plan
+    trial: Any
+    predicted_s: float | None = None
+    predicted_spread: float | None = None
+
+
+class TuneStudy:
+    """One run's study; every Optuna tool can open it. Close it when done."""
+
+    def __init__(
+        self,
+        study: Any,
+        storage: Any,
+        *,
+        where: StudyStorage,
+        space: Space,
+        seed: int,
+        sampler: SamplerName,
+    ) -> None:
+        self._study = study
+        self._storage = storage
+        self._where = where
+        self._space = space
+        self._seed = seed
+        self._sampler = sampler
+        self._finished: dict[int, FinishedTrial] = {}
+        self._open: set[int] = set()  # given out and not yet told
+
+    @classmethod
+    def create(
+        cls,
+        where: Path | StudyStorage,
+        *,
+        space: Space,
+        seed: int,
+        name: str,
+        objective: Objective,
+        baseline: TrialRecord,
+        starts: Sequence[Params],
+        prior: Sequence[tuple[Params, TrialRecord]] = (),
+        sampler: SamplerName = DEFAULT,
+    ) -> "TuneStudy":
+        """Make the study with the measured baseline as trial 0, `prior` trials told and `starts` waiting.
+
+        A study that was not made to its end lacks the mark, and `open` does not take it.
+        """
+        place = as_storage(where, run=name)
+        with place.errors():
+            place.begin()
+            made = cls._connect(place, space=space, seed=seed, sampler=sampler, is_new=True)
+            made._study.set_user_attr("objective", objective)
+            params = space.params_of(space.baseline)
+            if params is not None:
+                made._study.enqueue_trial(dict(params))
+            trial = made._study.ask()
+            if params is not None:
+                space.decode(_TrialParams(trial, reseed=lambda _: None), trial=0)
+            made.tell(Proposal(number=trial.number, plan=space.baseline, trial=trial), baseline)
+            for point, record in prior:
+                made._study.enqueue_trial(dict(point))
+                made.tell(made.ask(), record)
+            for point in starts:
+                made._study.enqueue_trial(dict(point))
+            made._study.set_user_attr(COMPLETE, True)
+        return made
+
+    @classmethod
+    def open(
+        cls,
+        where: Path | StudyStorage,
+        *,
+        space: Space,
+        seed: int,
+        name: str,
+        sampler: SamplerName = DEFAULT,
+    ) -> "TuneStudy | None":
+        """Go on with the study in `where`; None where it was not made to its end.
+
+        Raises StorageError when it cannot be read.
+        """
+        place = as_storage(where, run=name)
+        if not place.exists:
+            return None
+        place.mend()
+        with place.errors():
+            try:
+                found = cls._connect(place, space=space, seed=seed, sampler=sampler)
+            except KeyError:
+                return None  # the schema is there, the study is not yet
+            if not found._study.user_attrs.get(COMPLETE):
+                found.close()
+                return None
+            found._read_finished()
+            return found
+
+    @classmethod
+    def _connect(
+        cls, where: StudyStorage, *, space: Space, seed: int, sampler: SamplerName, is_new: bool = False
+    ) -> "TuneStudy":
+        import optuna
+
+        storage, name = where.connect(), where.study_name
+        if is_new:
+            with contextlib.suppress(KeyError):
+                optuna.delete_study(storage=storage, study_name=name)  # one that was not made to its end
+            study = optuna.create_study(storage=storage, study_name=name, direction="maximize")
+        else:
+            study = optuna.load_study(storage=storage, study_name=name)
+        return cls(study, storage, where=where, space=space, seed=seed, sampler=sampler)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        close(self._storage)
+
+    def trials(self) -> list[FinishedTrial]:
+        """Every told trial, in order."""
+        return [self._finished[number] for number in sorted(self._finished)]
+
+    def _read_finished(self) -> None:
+        """What was told before; from then on this object knows, since nobody else writes."""
+        for frozen in self._optuna_trials():
+            if frozen.state.is_finished():
+                self._finished[frozen.number] = self._finished_trial(frozen)
+
+    def unfinished(self) -> Proposal | None:
+        """A trial that an earlier process asked for and did not live to tell; each is given once."""
+        import optuna
+
+        for frozen in self._optuna_trials():
+            if frozen.state == optuna.trial.TrialState.RUNNING and frozen.number not in self._open:
+                return self._proposal(optuna.trial.Trial(self._study, frozen._trial_id))
+        return None
+
+    def ask(self) -> Proposal:
+        """A new trial: a waiting point first, then the sampler's. A lost server is waited for."""
+        return self._where.patiently(self._ask)
+
+    def _ask(self, is_again: bool) -> Proposal:
+        begun = self.unfinished() if is_again else None
+        if begun is not None:
+            return begun
+        trials = self._optuna_trials()
+        number = next((one.number for one in trials if one.state.name == "WAITING"), len(trials))
+        self._reseed(number, "trial")
+        with self._where.errors():
+            return self._proposal(self._study.ask())
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a point waits: the next trial will be that one."""
+        return any(one.state.name == "WAITING" for one in self._optuna_trials())
+
+    def enqueue(self, point: Params) -> None:
+        """Let the next trial be `point`. Asked for where none waits, a resumed study asks for it just so."""
+        with self._where.errors():
+            self._study.enqueue_trial(dict(point))
+
+    def enqueue_fresh(self, *, is_known: Callable[[Plan], bool]) -> bool:
+        """Let the next trial be a random plan that is not known; False where none is found."""
+        generator = random.Random(derived_seed(self._seed, len(self._optuna_trials()), "fresh"))  # noqa: S311
+        for _ in range(MAX_FRESH_TRIES):
+            chooser = RandomParams(generator)
+            if not is_known(self._space.decode(chooser, trial=0)):
+                with self._where.errors():
+                    self._study.enqueue_trial(chooser.params)
+                return True
+        return False
+
+    def tell(self, proposal: Proposal, record: TrialRecord) -> None:
+        """Record what came of a proposal. Telling a finished trial again changes nothing.
+
+        A lost server is waited for; what was measured is in the trial's folder meanwhile.
+        """
+        if proposal.predicted_s is not None:
+            record = replace(
+                record, predicted_s=proposal.predicted_s, predicted_spread=proposal.predicted_spread
+            )
+        self._where.patiently(lambda is_again: self._tell(proposal, record, is_again=is_again))
+
+    def _tell(self, proposal: Proposal, record: TrialRecord, *, is_again: bool) -> None:
+        from optuna.trial import TrialState
+
+        with self._where.errors():
+            trial = proposal.trial
+            if proposal.number in self._finished:
+                return
+            self._open.discard(proposal.number)
+            finished = FinishedTrial(number=proposal.number, plan=proposal.plan, record=record)
+            if is_again and self._optuna_trials()[proposal.number].state.is_finished():
+                self._finished[proposal.number] = finished  # the server did it before it was lost
+                return
+            # Few attributes: each is a transaction with its own flush to the disk.
+            trial.set_user_attr(TOLD, asdict(record))
+            trial.set_user_attr(PLAN, _readable(proposal.plan))
+            state = {"measured": TrialState.COMPLETE, "infeasible": TrialState.COMPLETE}.get(
+                record.verdict, TrialState.PRUNED if record.verdict == "wrong" else TrialState.FAIL
+            )
+            if record.verdict != "lost" and not trial.constraints:
+                trial.set_constraint(_constraint_name(record), record.excess)
+            value = record.value
+            if record.verdict == "infeasible":
+                value = self._worst()
+            self._study.tell(trial, value if state == TrialState.COMPLETE else None, state=state)
+            self._finished[proposal.number] = finished
+
+    def _worst(self) -> float:
+        """The worst objective measured so far: what is told for a plan that does not fit."""
+        values = [r.record.value for r in self.trials() if r.record.value is not None]
+        return min(values, default=0.0)
+
+    def _optuna_trials(self) -> list[Any]:
+        with self._where.errors():
+            trials: list[Any] = self._study.get_trials(deepcopy=False)
+            return trials
+
+    def _proposal(self, trial: Any) -> Proposal:
+        number = trial.number
+        with self._where.errors():
+            self._reseed(number, "relative")
+            _ = trial.relative_params  # drawn here, with its own seed, whichever parameter comes first
+            chooser = _TrialParams(trial, reseed=lambda name: self._reseed(number, name))
+            plan = self._space.decode(chooser, trial=number)
+        self._open.add(number)
+        return Proposal(number=number, plan=plan, trial=trial)
+
+    def _reseed(self, number: int, what: str) -> None:
+        seed = derived_seed(self._seed, number, what)
+        is_parallel = bool(self._open - {number})
+        self._study.sampler = make(self._sampler, seed=seed, study_seed=self._seed, is_parallel=is_parallel)
+
+    def _finished_trial(self, frozen: Any) -> FinishedTrial:
+        try:
+            record = TrialRecord(**frozen.user_attrs[TOLD])
+            plan = self._space.baseline
+            if frozen.number > 0:
+                plan = self._space.decode(FixedParams(frozen.params), trial=frozen.number)
+        except (KeyError, TypeError) as error:
+            raise StorageError(
+                f"study: trial {frozen.number} lacks {error}; it was written by something else: "
+                "start a new run"
+            ) from error
+        return FinishedTrial(number=frozen.number, plan=plan, record=record)
+
+
+class _TrialParams:
+    """Lets an Optuna trial choose."""
+
+    def __init__(self, trial: Any, *, reseed: Any) -> None:
+        self._trial = trial
+        self._reseed = reseed
+
+    def category(self, name: str, choices: Sequence[str]) -> str:
+        self._reseed(name)
+        choice: str = self._trial.suggest_categorical(name, list(choices))
+        return choice
+
+    def unit_float(self, name: str) -> float:
+        self._reseed(name)
+        weight: float = self._trial.suggest_float(name, -1.0, 1.0)
+        return weight
+
+
+def _readable(plan: Plan) -> dict[str, str]:
+    """What Optuna's tools show beside a trial."""
+    return {
+        "plan_key": plan.key,
+        "shape": plan.shape.label,
+        "layout": plan.layout.label,
+        "split": plan.split.label,
+        "schedule": plan.schedule.label,
+        "mapping": plan.mapping.label,
+    }
+
+
+def _constraint_name(record: TrialRecord) -> str:
+    if record.verdict == "wrong":
+        return "wrong"
+    return "refused" if record.excess == REFUSED_EXCESS else "memory_excess"

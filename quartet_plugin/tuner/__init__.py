@@ -1,0 +1,1 @@
+"""The tuning loop: baseline, trials, parity gate, drift, final rounds."""

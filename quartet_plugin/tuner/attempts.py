@@ -1,0 +1,166 @@
+"""A trial's folder read back: the attempt that counts, what it measured, and where a running one is."""
+
+import contextlib
+import socket
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quartet_plugin.errors import QuartetError
+from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow, WorkerRow
+from quartet_plugin.model.plan import Plan, read_plan
+from quartet_plugin.protocol.attempt_files import RankFileReader, RankReport, read_sheet
+from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt, read_result
+from quartet_plugin.trial.lease import LOCK_NAME, Holder
+from quartet_plugin.trial.request import PHASES, TrialResult
+from quartet_plugin.tuner.launches import SETTLED
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptState:
+    """The attempt of a trial's folder that counts: the settled one, else the latest.
+
+    `began_at` is seconds since 1970; `phase` and `iteration` are the slowest process's of one that runs.
+    """
+
+    folder: Path
+    attempt: int
+    num_attempts: int
+    plan: Plan | None = None
+    result: TrialResult | None = None
+    reports: tuple[RankReport, ...] = ()
+    began_at: float | None = None
+    phase: str = "launch"
+    iteration: int = 0
+    num_iterations: int = 0
+
+    def row(self, number: int) -> TrialRow:
+        """What the folder alone says of the trial."""
+        result = self.result
+        common = TrialRow(
+            number=number,
+            plan=self.plan,
+            num_attempts=self.num_attempts,
+            phase=self.phase,
+            folder=str(Path(*self.folder.parts[-3:])),
+        )
+        if result is None:
+            return common
+        return TrialRow(
+            number=number,
+            plan=self.plan,
+            num_attempts=self.num_attempts,
+            folder=common.folder,
+            phase=result.phase,
+            outcome=result.outcome.value,
+            reason=result.reason,
+            iterations_s=result.iteration_s if result.is_measured else (),
+            iteration_s=statistics.median(result.iteration_s) if result.is_measured else None,
+            peak_memory_bytes=result.peak_memory_bytes,
+            memory_excess_bytes=result.memory_excess_bytes,
+            ranks=tuple(
+                RankMemory(rank=report.rank, peak_bytes=report.peak_memory_bytes)
+                for report in sorted(self.reports, key=lambda report: report.rank)
+            ),
+            wall_s=result.wall_s,
+        )
+
+
+def read_launch(folder: Path, *, faults: list[str]) -> AttemptState:
+    """The trial's folder; what cannot be read is left out and added to `faults`."""
+    attempts = sorted((path for path in folder.glob(f"{PREFIX}*") if path.is_dir()), key=attempt_number)
+    if not attempts:
+        return AttemptState(folder=folder, attempt=0, num_attempts=0)
+    found: list[tuple[Path, TrialResult | None]] = []
+    for path in attempts:
+        try:
+            found.append((path, read_result(path)))
+        except QuartetError as error:
+            faults.append(str(error))
+            found.append((path, None))
+    settled = [pair for pair in found if pair[1] is not None and pair[1].outcome in SETTLED]
+    path, result = (settled or found)[-1]
+    plan, reports = _plan_and_reports(path, result, faults=faults)
+    launch = AttemptState(
+        folder=path,
+        attempt=attempt_number(path),
+        num_attempts=len(attempts),
+        plan=plan,
+        result=result,
+        reports=reports,
+    )
+    return launch if result is not None else _where_it_is(launch, faults=faults)
+
+
+def _plan_and_reports(
+    path: Path, result: TrialResult | None, *, faults: list[str]
+) -> tuple[Plan | None, tuple[RankReport, ...]]:
+    plan: Plan | None = None
+    reports: tuple[RankReport, ...] = ()
+    try:
+        if (path / "plan.json").exists():
+            plan = read_plan(path / "plan.json")
+        if result is not None:
+            snapshot = RankFileReader(path, attempt_id=result.attempt_id).scan()
+            reports = tuple(snapshot.reports.values())
+    except QuartetError as error:
+        faults.append(str(error))
+    return plan, reports
+
+
+def _where_it_is(launch: AttemptState, *, faults: list[str]) -> AttemptState:
+    try:
+        attempt = open_attempt(launch.folder)
+        if attempt is None:
+            return launch
+        beats = RankFileReader(launch.folder, attempt_id=attempt.sheet.attempt_id).scan().beats.values()
+    except QuartetError as error:
+        faults.append(str(error))
+        return launch
+    sheet = attempt.sheet
+    slowest = min(beats, key=lambda beat: (PHASES.index(beat.phase), beat.iteration), default=None)
+    return replace(
+        launch,
+        began_at=attempt.command.time,
+        num_iterations=sheet.warmup + sheet.measure,
+        phase=slowest.phase if slowest else "launch",
+        iteration=slowest.iteration if slowest else 0,
+    )
+
+
+def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
+    """Who holds the run; None where nobody does, or where lock.json says nothing."""
+    path = folder / LOCK_NAME
+    with contextlib.suppress(FileNotFoundError, QuartetError):
+        holder = read_sheet(Holder, path, max_bytes=64 * 1024)
+        is_here = holder.host == socket.gethostname()
+        return LeaseHolder(
+            host=holder.host,
+            pid=holder.pid,
+            generation=holder.generation,
+            is_alive=holder.identity.is_alive if is_here else None,
+            renewed_s=max(0.0, now - path.lstat().st_mtime),
+        )
+    return None
+
+
+def workers_of(folder: Path, *, now: float) -> tuple[WorkerRow, ...]:
+    """The workers of a run, and what each of them measures; empty where the run takes none."""
+    board = WorkQueue(folder=folder)
+    if not board.is_there:
+        return ()
+    with contextlib.suppress(QuartetError):
+        held = {claim.worker: order.trial for order in board.orders() if (claim := board.claim_of(order))}
+        return tuple(
+            WorkerRow(
+                name=one.name,
+                host=one.host,
+                pid=one.identity.pid,
+                devices=one.share.device_slice.label,
+                trial=held.get(one.name),
+                renewed_s=max(0.0, now - (board.beat_of(one) or 0) / 1e9),
+            )
+            for one in board.members()
+        )
+    return ()

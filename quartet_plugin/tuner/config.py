@@ -1,0 +1,150 @@
+"""`q.yaml`: what a user asks of a tuning run.
+
+Three forms hold for every axis: `auto` is tuned, a literal is fixed, a list is searched. The file is read
+with the safe YAML loader and a strict schema; an unknown key or a wrong type is one ConfigError line.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+)
+from pydantic_core import PydanticCustomError
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.files import shown, validate
+from quartet_plugin.model.yaml_file import load_yaml
+from quartet_plugin.space.config import SearchConfig, Section
+from quartet_plugin.study.samplers import DEFAULT, SamplerName, check_name
+from quartet_plugin.study.storage import FORMS, SQLITE, check_address, without_password
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+def _storage(value: Any) -> str:
+    """The message names the field itself, since the value may hold a password."""
+    try:
+        if not isinstance(value, str):
+            raise ConfigError(f"must be {FORMS}")
+        return check_address(value)
+    except ConfigError as error:
+        message = f"study.storage: {error}"
+        raise PydanticCustomError("rule", "{message}", {"message": message}) from error
+
+
+def _sampler(value: Any) -> SamplerName:
+    """The message names the field itself, and why a sampler that Optuna has is not taken."""
+    try:
+        return check_name(value)
+    except ConfigError as error:
+        raise PydanticCustomError("rule", "{message}", {"message": str(error)}) from error
+
+
+def _run_name(value: str) -> str:
+    if not _RUN_NAME.fullmatch(value):
+        raise ValueError("letters, digits, '.', '_' and '-', at most 100, beginning with a letter or digit")
+    return value
+
+
+# What is written down of it has no password.
+Storage = Annotated[str, BeforeValidator(_storage), PlainSerializer(without_password)]
+Sampler = Annotated[SamplerName, BeforeValidator(_sampler)]
+
+
+class TrialConfig(Section):
+    """One live trial: iterations left out, iterations measured, and when it is killed.
+
+    `crop` layers are left on the largest stage of a cropped model, which comes before the whole one: `auto`
+    keeps a quarter where that saves much, `none` crops nothing.
+
+    One whose iterations take more than `cut_above` times what the best so far needs for the same work is cut
+    short. Between two runs of one plan lie a few percent, in bad hours a third.
+    """
+
+    warmup: int = Field(default=3, ge=1, le=1000)
+    measure: int = Field(default=10, ge=1, le=10_000)
+    cut_above: float = Field(default=1.5, ge=1.05, le=1000.0)
+    deadline_s: float = Field(default=600.0, gt=0.0, le=86_400.0)
+    crop: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=10_000)] = "auto"
+
+
+FileName = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class MachineConfig(Section):
+    """What is known of the machine: files that `quartet probe` and `quartet calibrate` wrote."""
+
+    cluster: FileName | None = None
+    calibration: FileName | None = None
+
+
+class StudyConfig(Section):
+    """The study: how many plans besides the baseline, and how the best are measured again.
+
+    After every `control` plans the baseline is measured once more, to see how the machine drifts; 0: never.
+    `starts` none leaves the cost model's own points out, so that the sampler is alone from the beginning.
+    `sampler` proposes the plans after them; while the calibrated cost model proposes, every `explore`-th one
+    (0: none).
+    """
+
+    trials: int = Field(default=20, ge=1, le=100_000)
+    seed: int = Field(default=0, ge=0, le=2**31 - 1)
+    sampler: Sampler = DEFAULT
+    storage: Storage = SQLITE
+    tensorboard: bool = False
+    top_k: int = Field(default=3, ge=1, le=20)
+    rounds: int = Field(default=5, ge=3, le=100)
+    control: int = Field(default=10, ge=0, le=100_000)
+    starts: Literal["auto", "none"] = "auto"
+    explore: int = Field(default=5, ge=0, le=100_000)
+    objective: Literal["auto", "tokens_per_s", "model_flops_per_s_per_device"] = "auto"
+
+
+class TuneConfig(Section):
+    """All of `q.yaml`. `run` is the name of the run folder; None takes the script's name."""
+
+    run: Annotated[str, AfterValidator(_run_name)] | None = None
+    search: SearchConfig = SearchConfig()
+    trial: TrialConfig = TrialConfig()
+    study: StudyConfig = StudyConfig()
+    machine: MachineConfig = MachineConfig()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+def read_config(path: Path | None) -> TuneConfig:
+    """The configuration in `path`, or the defaults. Raises ConfigError in one line."""
+    if path is None:
+        return TuneConfig()
+    return parse_config(load_yaml(path), where=str(path))
+
+
+def parse_config(data: Any, *, where: str) -> TuneConfig:
+    """Plain data as a configuration; an empty file is all defaults. Raises ConfigError in one line."""
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: a configuration is a mapping of sections; this is {shown(data)}")
+    return validate(TuneConfig, _without_empty_sections(data), where=where)
+
+
+def default_run_name(command: Sequence[str]) -> str:
+    """A run name from the script in the user's command: `pretrain_gpt.py` gives `pretrain_gpt`."""
+    script = next((word for word in command if word.endswith(".py")), command[-1] if command else "")
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", Path(script).stem).strip("-._")[:100]
+    return name if _RUN_NAME.fullmatch(name) else "run"
+
+
+def _without_empty_sections(data: dict[Any, Any]) -> dict[Any, Any]:
+    """`search:` with nothing below it reads as None and means the defaults."""
+    sections = ("search", "trial", "study")
+    kept = {key: value for key, value in data.items() if not (key in sections and value is None)}
+    search = kept.get("search")
+    if isinstance(search, dict) and search.get("scaling", {}) in (None, "auto"):
+        kept["search"] = {**search, "scaling": {}}
+    return kept

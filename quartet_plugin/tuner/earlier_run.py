@@ -1,0 +1,144 @@
+"""What another run measured, for a study that begins: told where it holds here too, else only tried first.
+
+The same job on the same nodes: its measurements are told as trials with their source, scaled by the ratio of
+the two baselines, so that a machine that was slower or faster that day does not count. They cost no budget,
+and the final rounds measure again what could win. Another cluster or another model: its best plans, as far as
+they exist here, are only the first to be tried.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quartet_plugin.errors import QuartetError, StorageError
+from quartet_plugin.model.history import RunHistory, TrialRow
+from quartet_plugin.model.measurement import Objective
+from quartet_plugin.model.plan import Mapping, Plan
+from quartet_plugin.model.score import Score, score_of_median
+from quartet_plugin.model.trial_record import TrialRecord
+from quartet_plugin.space.param_sources import Params
+from quartet_plugin.space.plan_space import Space
+from quartet_plugin.study.tune_study import REFUSED_EXCESS
+
+MAX_TOLD = 200
+MAX_STARTS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriorTrial:
+    """A trial of another run that holds here: the choices that lead to its plan, and what to tell."""
+
+    params: Params
+    record: TrialRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prior:
+    """What another run gives: trials to tell, points to try first, and one line about it."""
+
+    trials: tuple[PriorTrial, ...] = ()
+    starts: tuple[Params, ...] = ()
+    words: str = ""
+
+
+def read_prior(path: Path, *, space: Space, baseline: Score, objective: Objective) -> Prior:
+    """What the run in `path` says for `space`, whose baseline was just measured.
+
+    Raises ConfigError where there is no such run or it measured nothing.
+    """
+    from quartet_plugin.errors import ConfigError
+    from quartet_plugin.study.view import read_study
+    from quartet_plugin.tuner.history import open_run, read_history
+
+    try:
+        study = read_study(open_run(path).storage)
+    except StorageError:
+        study = None  # the trials' folders say enough
+    other = read_history(path, study=study)
+    own = other.baseline
+    if own is None or own.plan is None or own.iteration_s is None:
+        raise ConfigError(f"{path}: its baseline was not measured; name another run with --from")
+    if own.plan.key != space.baseline.key:
+        starts = tuple(_starts(other, space))
+        return Prior(
+            starts=starts,
+            words=f"from {other.name}: another job or cluster; {len(starts)} of its best plans come first",
+        )
+    ratio = own.iteration_s / baseline.iteration_s
+    trials = tuple(_trials(other, space, ratio=ratio, objective=objective))
+    return Prior(
+        trials=trials,
+        words=(
+            f"from {other.name}: {len(trials)} of its measurements are told, times divided by {ratio:.2f}: "
+            "what the baseline has gained since"
+        ),
+    )
+
+
+def _trials(other: RunHistory, space: Space, *, ratio: float, objective: Objective) -> Iterable[PriorTrial]:
+    seen = {space.baseline.key}
+    for row in other.trials[: 4 * MAX_TOLD]:
+        plan = row.plan
+        if (
+            row.number == 0
+            or row.repeats is not None
+            or plan is None
+            or plan.key in seen
+            or len(seen) > MAX_TOLD
+        ):
+            continue
+        record = _told(row, plan, source=f"{other.name}:{row.number}", ratio=ratio, objective=objective)
+        params = None if record is None or space.refusal_of(plan) else space.params_of(plan)
+        if record is not None and params is not None:
+            seen.add(plan.key)
+            yield PriorTrial(params=params, record=record)
+
+
+def _told(
+    row: TrialRow, plan: Plan, *, source: str, ratio: float, objective: Objective
+) -> TrialRecord | None:
+    """What to tell of another run's trial; None for what was unstable, wrong or lost."""
+    common = TrialRecord(
+        verdict="infeasible",
+        outcome=row.outcome,
+        reason=f"{row.reason} (in {source})",
+        attempt_id="",
+        excess=float(row.memory_excess_bytes) or REFUSED_EXCESS,
+        peak_memory_bytes=row.peak_memory_bytes,
+        source=source,
+    )
+    if row.verdict == "infeasible":
+        return common
+    if row.outcome != "OK" or row.iteration_s is None:
+        return None
+    scored = score_of_median(plan, iteration_s=row.iteration_s * row.drift / ratio)
+    return replace(common, verdict="measured", excess=0.0).scored(scored, objective=objective)
+
+
+def _starts(other: RunHistory, space: Space) -> Iterable[Params]:
+    measured = [row for row in other.trials if row.is_measured and row.number > 0 and row.repeats is None]
+    ranked = sorted(measured, key=lambda row: (-(other.versus_baseline(row) or 0.0), row.number))
+    found = 0
+    for row in ranked:
+        params = None if row.plan is None else _params_here(row.plan, space)
+        if params is not None:
+            yield params
+            found += 1
+        if found == MAX_STARTS:
+            return
+
+
+def _params_here(plan: Plan, space: Space) -> Params | None:
+    """The choices that lead to the same plan of this job, its ranks in the launcher's order."""
+    here = space.baseline
+    try:
+        moved = replace(
+            plan,
+            made_for=here.made_for,
+            shape=here.shape,
+            mapping=Mapping(slots=here.mapping.slots),
+            prediction=None,
+        )
+    except QuartetError:
+        return None  # it has no such plan: other sizes
+    return None if space.refusal_of(moved) else space.params_of(moved)

@@ -1,0 +1,352 @@
+"""Reads a run back, while it runs or after: from its folder, and from its study where that is asked for.
+
+Nothing is written and no lease is taken. A file that cannot be read costs its trial's row that much and is
+named in `faults`; only a folder that is no run, or a study that is damaged, is an error.
+"""
+
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from quartet_plugin.errors import ConfigError, QuartetError
+from quartet_plugin.model.history import (
+    Finalist,
+    Purpose,
+    RunHistory,
+    RunningLaunch,
+    RunState,
+    TrialRow,
+    WorkerRow,
+)
+from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
+from quartet_plugin.model.regret import Regret, read_regret
+from quartet_plugin.model.score import score
+from quartet_plugin.model.training_job import TrainingJob, parse_training_job
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
+from quartet_plugin.space.baseline import baseline_plan
+from quartet_plugin.space.features import locked_axes
+from quartet_plugin.study.view import StudyView
+from quartet_plugin.trial.redact import redacted_argv
+from quartet_plugin.trial.request import TrialResult
+from quartet_plugin.tuner.attempts import AttemptState, holder_of, read_launch, workers_of
+from quartet_plugin.tuner.finalists import BASELINE, rank
+from quartet_plugin.tuner.history_rows import (
+    controls_of,
+    labels_of,
+    objective_by_events,
+    read_events,
+    state_of,
+    with_events,
+    with_told,
+)
+from quartet_plugin.tuner.launches import nodes_of
+from quartet_plugin.tuner.run_folder import TuningRun, resume_run
+
+_LATEST = 10
+_Beside = Literal["cropped", "control", "parity"]
+_VERDICTS = {"OK": "measured", "UNSTABLE": "measured", "INFEASIBLE": "infeasible", "WRONG": "wrong"}
+
+
+def read_history(path: Path, *, study: StudyView | None = None, now: float | None = None) -> RunHistory:
+    """The run in `path`, with what `study` adds.
+
+    `now` is seconds since 1970. Raises ConfigError where `path` is no run, or its config.json is damaged.
+    """
+    run = open_run(path)
+    return _Reader(run, study=study, now=time.time() if now is None else now).read()
+
+
+def open_run(path: Path) -> TuningRun:
+    """The run in `path` as it was begun. Raises ConfigError where there is none."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such run; name a folder that `quartet tune` wrote")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path}: no run: it has no config.json; name a folder that `quartet tune` wrote")
+    return resume_run(path, config=None, command=None)
+
+
+class _Reader:
+    """Puts a history together."""
+
+    def __init__(self, run: TuningRun, *, study: StudyView | None, now: float) -> None:
+        self._run = run
+        self._told = {row.number: row for row in study.rows} if study else {}
+        self._objective = study.objective if study else None
+        self._now = now
+        self._faults: list[str] = []
+        self._job: TrainingJob | None = None
+        self._nodes: tuple[NodeInfo, ...] = ()
+        self._baseline: Plan | None = None
+        self._workers: tuple[WorkerRow, ...] = ()
+
+    def read(self) -> RunHistory:
+        """See `read_history`."""
+        folder = self._run.folder
+        events = read_events(self._run.folder.events_file)
+        launches = {
+            int(path.name): read_launch(path, faults=self._faults)
+            for path in sorted(folder.trials.glob("[0-9]*"))
+            if path.name.isdecimal() and path.is_dir()
+        }
+        self._open_baseline(launches.get(BASELINE))
+        finals = self._finals()
+        holder = holder_of(folder.path, now=self._now)
+        self._workers = workers_of(folder.path, now=self._now)
+        state = state_of(events, is_held=holder is not None, is_alive=holder.is_alive if holder else None)
+        numbers = sorted(set(launches) | {number for number, row in self._told.items() if row.is_finished})
+        rows = [self._row(number, launches.get(number), state=state) for number in numbers]
+        if not self._told:
+            rows = with_events(rows, events)
+        rows = self._with_predictions(rows)
+        running = [
+            *(self._running(number, one) for number, one in launches.items()),
+            *(self._running(number, one, at=at) for number, per in finals.items() for at, one in per.items()),
+            *(self._beside(purpose) for purpose in get_args(_Beside)),
+        ]
+        return self._history(
+            rows=tuple(rows),
+            events=events,
+            state=state,
+            holder=holder,
+            running=tuple(one for one in running if one and state in ("running", "elsewhere")),
+            finals=finals,
+        )
+
+    def _history(
+        self,
+        *,
+        rows: tuple[TrialRow, ...],
+        events: list[dict[str, Any]],
+        state: RunState,
+        holder: Any,
+        running: tuple[RunningLaunch, ...],
+        finals: dict[int, dict[int, AttemptState]],
+    ) -> RunHistory:
+        run = self._run
+        config = run.config
+        spent = [
+            row
+            for row in rows
+            if row.number != BASELINE
+            and row.verdict not in ("", "lost")
+            and row.repeats is None
+            and row.source is None
+        ]
+        begins = [event["time"] for event in events if event["kind"] == "begin"]
+        ends = [event["time"] for event in events if event["kind"] == "end"]
+        latest = float(events[-1]["time"]) if events else self._now
+        until = self._now if state in ("running", "elsewhere") else latest
+        features = self._job.features if self._job else ()
+        locked = locked_axes(features, change_class=config.search.change_class)
+        objective = self._objective or objective_by_events(rows, asked=config.study.objective)
+        return RunHistory(
+            name=run.name,
+            path=str(run.folder.path),
+            cwd=str(run.cwd),
+            command=tuple(redacted_argv(run.command)),
+            config=config.model_dump(mode="json"),
+            quartet_version=self._version(),
+            storage=run.storage.shown,
+            state=state,
+            holder=holder,
+            running=running,
+            began_at=begins[0] if begins else None,
+            ended_at=ends[-1] if ends and state == "finished" else None,
+            elapsed_s=max(0.0, until - begins[-1]) if begins else 0.0,
+            time_left_s=self._time_left_s(rows, spent, finals) if state == "running" else None,
+            num_asked=config.study.trials,
+            num_spent=len(spent),
+            objective=objective,
+            nodes=self._nodes,
+            features=features,
+            neutralised=self._job.neutralised if self._job else (),
+            locked={axis.value: what for axis, what in locked.items()},
+            trials=tuple(self._valued(row, objective=objective) for row in rows),
+            finalists=self._finalists(finals, objective=objective),
+            winner=self._winner(),
+            faults=tuple(self._faults),
+            controls=controls_of(events),
+            workers=self._workers if state in ("running", "elsewhere") else (),
+            regret=self._regret(),
+        )
+
+    # Trial 0
+
+    def _open_baseline(self, launch: AttemptState | None) -> None:
+        result = launch.result if launch else None
+        if launch is None or result is None or result.job is None:
+            return
+        try:
+            self._job = parse_training_job(result.job, where=str(result.folder))
+            self._nodes = nodes_of(launch.reports)
+            self._baseline = baseline_plan(
+                self._job, nodes=self._nodes, run=self._run.name, seed=self._run.config.study.seed
+            )
+        except QuartetError as error:
+            self._faults.append(str(error))
+
+    def _version(self) -> str:
+        from quartet_plugin.model.files import read_json
+
+        content = read_json(self._run.folder.config_file)
+        return str(content.get("quartet_version", "")) if isinstance(content, dict) else ""
+
+    # Rows
+
+    def _row(self, number: int, launch: AttemptState | None, *, state: RunState) -> TrialRow:
+        found = TrialRow(number=number) if launch is None else launch.row(number)
+        if number == BASELINE and found.plan is None:
+            found = replace(found, plan=self._baseline)
+        result = launch.result if launch else None
+        if result is not None:
+            found = replace(found, verdict=_VERDICTS.get(result.outcome.value, "lost"))
+        elif launch is not None:
+            found = replace(found, is_running=state in ("running", "elsewhere"))
+        if found.plan is not None:
+            found = replace(found, labels=labels_of(found.plan))
+        in_study = self._told.get(number)
+        return found if in_study is None else with_told(found, in_study)
+
+    def _valued(self, row: TrialRow, *, objective: str) -> TrialRow:
+        """What the times are worth; only now it is known by what they are compared."""
+        if row.plan is None or row.iteration_s is None:
+            return row
+        scored = score(row.plan, iteration_s=row.iterations_s or (row.iteration_s,))
+        value = scored.tokens_per_s if objective == "tokens_per_s" else scored.model_flops_per_s_per_device
+        return replace(
+            row,
+            value=row.value if row.value is not None else value,
+            tokens_per_s=scored.tokens_per_s,
+            model_flops_per_s_per_device=scored.model_flops_per_s_per_device,
+        )
+
+    def _with_predictions(self, rows: list[TrialRow]) -> list[TrialRow]:
+        """A cost relative to the baseline's is for equal work; here it becomes seconds an iteration."""
+        own = next((row for row in rows if row.number == BASELINE), None)
+        found = []
+        for row in rows:
+            prediction = row.plan.prediction if row.plan is not None else None
+            if prediction is None or row.plan is None:
+                found.append(row)
+                continue
+            predicted_s = prediction.iteration_s
+            if predicted_s is None and prediction.relative_cost and own and own.iteration_s and own.plan:
+                work = row.plan.shape.model_flops_per_sequence / own.plan.shape.model_flops_per_sequence
+                predicted_s = prediction.relative_cost * own.iteration_s * work
+            if predicted_s is not None:
+                predicted_s /= row.drift  # it was for the machine as it was at the start
+            found.append(
+                replace(
+                    row,
+                    predicted_iteration_s=predicted_s,
+                    predicted_memory_bytes=prediction.peak_memory_bytes,
+                )
+            )
+        return found
+
+    # The final rounds
+
+    def _finals(self) -> dict[int, dict[int, AttemptState]]:
+        """`[number][round]`, rounds counted from 0."""
+        found: dict[int, dict[int, AttemptState]] = {}
+        for path in sorted(self._run.folder.final.glob("*-round-*")):
+            number, _, at = path.name.partition("-round-")
+            if number.isdecimal() and at.isdecimal() and int(at) > 0:
+                launch = read_launch(path, faults=self._faults)
+                found.setdefault(int(number), {})[int(at) - 1] = launch
+        return found
+
+    def _finalists(
+        self, finals: dict[int, dict[int, AttemptState]], *, objective: Any
+    ) -> tuple[Finalist, ...]:
+        if self._baseline is None:
+            return ()
+        results: dict[int, dict[int, TrialResult]] = {
+            number: {at: one.result for at, one in per.items() if one.result and one.result.is_measured}
+            for number, per in finals.items()
+        }
+        trials = []
+        for number, per in finals.items():
+            plan = next((launch.plan for launch in per.values() if launch.plan), None)
+            if number != BASELINE and plan is not None:
+                record = TrialRecord(verdict="measured", outcome="OK", reason="", attempt_id="")
+                trials.append(FinishedTrial(number=number, plan=plan, record=record))
+        rankings = rank(
+            trials,
+            baseline=self._baseline,
+            launches=results,
+            objective=objective,
+            seed=self._run.config.study.seed,
+            num_asked=self._run.config.study.rounds,
+        )
+        return tuple(
+            Finalist(number=one.trial.number, comparison=one.comparison, ratios=one.ratios)
+            for one in rankings
+        )
+
+    def _winner(self) -> Plan | None:
+        path = self._run.folder.best_plan
+        if not path.exists():
+            return None
+        try:
+            return read_plan(path)
+        except QuartetError as error:
+            self._faults.append(str(error))
+            return None
+
+    def _regret(self) -> Regret | None:
+        path = self._run.folder.best_regret
+        if not path.exists():
+            return None
+        try:
+            return read_regret(path)
+        except QuartetError as error:
+            self._faults.append(str(error))
+            return None
+
+    # What runs
+
+    def _running(self, number: int, launch: AttemptState, *, at: int | None = None) -> RunningLaunch | None:
+        if launch.result is not None or launch.began_at is None:
+            return None
+        stage: Purpose = "final" if at is not None else "baseline" if number == BASELINE else "search"
+        return self._launched(launch, launch.began_at, number=number, stage=stage, at=at)
+
+    def _beside(self, purpose: "_Beside") -> RunningLaunch | None:
+        """The latest launch that belongs to no trial, where it runs."""
+        folders = [path.parent for path in (self._run.folder.path / purpose).glob("*/attempt-*")]
+        latest = max(folders, key=lambda path: path.stat().st_mtime_ns, default=None)
+        launch = None if latest is None else read_launch(latest, faults=self._faults)
+        if launch is None or launch.result is not None or launch.began_at is None:
+            return None
+        return self._launched(launch, launch.began_at, number=BASELINE, stage=purpose, at=None)
+
+    def _launched(
+        self, launch: AttemptState, began_at: float, *, number: int, stage: Purpose, at: int | None
+    ) -> RunningLaunch:
+        return RunningLaunch(
+            number=number,
+            stage=stage,
+            round_number=at,
+            attempt=launch.attempt,
+            phase=launch.phase,
+            iteration=launch.iteration,
+            num_iterations=launch.num_iterations,
+            elapsed_s=max(0.0, self._now - began_at),
+            worker=next((one.name for one in self._workers if stage == "search" and one.trial == number), ""),
+        )
+
+    def _time_left_s(
+        self, rows: tuple[TrialRow, ...], spent: list[TrialRow], finals: dict[int, dict[int, AttemptState]]
+    ) -> float | None:
+        """As the coordinator forecasts it: a typical launch's time for each that is still to come."""
+        study = self._run.config.study
+        done = [one.result for per in finals.values() for one in per.values() if one.result]
+        walls = [row.wall_s for row in rows if row.wall_s > 0] + [result.wall_s for result in done]
+        if not walls:
+            return None
+        num_left = max(0, study.trials - len(spent)) if not finals else 0
+        num_left += max(0, study.rounds * (study.top_k + 1) - len(done))
+        return statistics.fmean(walls[-_LATEST:]) * num_left

@@ -1,0 +1,135 @@
+"""What the rows of a run's history are made of: its events, and what its study was told."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quartet_plugin.errors import StorageError
+from quartet_plugin.model.history import BaselineCheck, RunState, TrialRow
+from quartet_plugin.model.launched import CROPPED
+from quartet_plugin.model.measurement import Objective
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.score import objective_of, score
+from quartet_plugin.study.view import StudyRow
+
+MAX_EVENT_BYTES = 64 * 2**20
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Whole events alone: a torn last line is what a crash leaves. Raises StorageError."""
+    found = []
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_EVENT_BYTES)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
+    for line in text.decode("utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(event, dict) and isinstance(event.get("time"), int | float):
+            found.append({**event, "kind": str(event.get("kind"))})
+    return found
+
+
+def objective_by_events(rows: tuple[TrialRow, ...], *, asked: Any) -> Objective:
+    """What the study maximizes, without the study: what the events' values are, else by the shapes tried."""
+    for row in rows:
+        if row.value and row.plan is not None and row.iterations_s:
+            tokens_per_s = score(row.plan, iteration_s=row.iterations_s).tokens_per_s
+            is_tokens = math.isclose(row.value * row.drift, tokens_per_s, rel_tol=1e-6)
+            return "tokens_per_s" if is_tokens else "model_flops_per_s_per_device"
+    return objective_of(asked, num_shapes=len({row.plan.shape for row in rows if row.plan}) or 1)
+
+
+def labels_of(plan: Plan) -> dict[str, str]:
+    """The plan's parts in words, as the study keeps them beside a trial."""
+    return {
+        "shape": plan.shape.label,
+        "layout": plan.layout.label,
+        "split": plan.split.label,
+        "schedule": plan.schedule.label,
+        "mapping": plan.mapping.label,
+    }
+
+
+def with_told(row: TrialRow, in_study: StudyRow) -> TrialRow:
+    """What the study was told goes before what the folder says: it has judged the result."""
+    record = in_study.record
+    row = replace(row, labels=dict(in_study.labels) or row.labels)
+    if not record or not in_study.is_finished:
+        return row
+    numbers = {
+        name: float(record[name])
+        for name in ("value", "iteration_s", "tokens_per_s", "model_flops_per_s_per_device", "drift")
+        if isinstance(record.get(name), int | float)
+    }
+    if record.get("outcome") == CROPPED:
+        # What the study was told is a prediction.
+        numbers = {"predicted_iteration_s": numbers["iteration_s"]} if "iteration_s" in numbers else {}
+    repeats = record.get("repeats")
+    source = record.get("source")
+    memory = record.get("peak_memory_bytes")
+    wall_s = record.get("wall_s")
+    return replace(
+        row,
+        is_running=False,
+        verdict=str(record.get("verdict", row.verdict)),
+        outcome=str(record.get("outcome", row.outcome)),
+        reason=str(record.get("reason", row.reason)),
+        repeats=repeats if isinstance(repeats, int) else None,
+        source=source if isinstance(source, str) else None,
+        peak_memory_bytes=memory if isinstance(memory, int) else row.peak_memory_bytes,
+        wall_s=float(wall_s) if isinstance(wall_s, int | float) and wall_s > 0 else row.wall_s,
+        **numbers,  # type: ignore[arg-type]
+    )
+
+
+def with_events(rows: list[TrialRow], events: list[dict[str, Any]]) -> list[TrialRow]:
+    """Without the study: what it was told, and which trials only repeated another, as the events say."""
+    repeats = {e.get("trial"): e.get("of") for e in events if e["kind"] == "repeat"}
+    known = {row.number: row for row in rows}
+    for event in events:
+        row, verdict, value = known.get(event.get("trial", -1)), event.get("verdict"), event.get("value")
+        number = event.get("trial")
+        if row is None and isinstance(number, int) and event.get("outcome") == CROPPED:
+            row = TrialRow(number=number, outcome=CROPPED)
+        if event["kind"] == "told" and row is not None and isinstance(verdict, str):
+            objective = float(value) if isinstance(value, int | float) else None
+            drift = event.get("drift")
+            known[row.number] = replace(
+                row,
+                verdict=verdict,
+                value=objective,
+                drift=float(drift) if isinstance(drift, int | float) else 1.0,
+            )
+    for number, of in repeats.items():
+        before = known.get(of) if isinstance(of, int) else None
+        if isinstance(number, int) and before is not None and number not in known:
+            known[number] = replace(before, number=number, repeats=of, wall_s=0.0, ranks=())
+    return [known[number] for number in sorted(known)]
+
+
+def controls_of(events: list[dict[str, Any]]) -> tuple[BaselineCheck, ...]:
+    """The baseline's re-measurements: one a place in the search; a resumed run tells them again."""
+    found = {}
+    for event in events:
+        after, ratio = event.get("after"), event.get("ratio")
+        if event["kind"] == "control" and isinstance(after, int) and isinstance(ratio, int | float):
+            found[after] = BaselineCheck(num_tried=after, ratio=float(ratio))
+    return tuple(found[after] for after in sorted(found))
+
+
+def state_of(events: list[dict[str, Any]], *, is_held: bool, is_alive: bool | None) -> RunState:
+    """Whether the run goes on, by its lease and its events."""
+    kinds = [event["kind"] for event in events if event["kind"] in ("begin", "end", "interrupted")]
+    if is_held:
+        if is_alive is None:
+            return "elsewhere"
+        return "running" if is_alive else "lost"
+    return "finished" if kinds and kinds[-1] == "end" else "stopped"

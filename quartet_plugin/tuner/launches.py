@@ -1,0 +1,241 @@
+"""How the search has plans run: the protocol, and the one that starts real processes."""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from quartet_plugin.errors import ConfigError, InterruptedByUserError, QuartetError
+from quartet_plugin.launchers.command import Command
+from quartet_plugin.launchers.device_slices import DeviceSlice, SliceLauncher
+from quartet_plugin.launchers.local import LocalLauncher, free_port
+from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan
+from quartet_plugin.model.receipt import Receipt
+from quartet_plugin.protocol.attempt_files import RankReport
+from quartet_plugin.trial.devices import DeviceGuard
+from quartet_plugin.trial.request import (
+    MIN_FREE_BYTES,
+    Device,
+    Outcome,
+    Progress,
+    TrialRequest,
+    TrialResult,
+)
+
+if TYPE_CHECKING:
+    from quartet_plugin.trial.parity import ParityGate
+
+# What a trial can end as and stay so; everything else is launched again by a resumed run.
+SETTLED = frozenset({Outcome.OK, Outcome.UNSTABLE, Outcome.INFEASIBLE, Outcome.WRONG})
+
+ShouldStop = Callable[[], bool]
+
+# Of a checkpoint of weights alone, in full precision, with room for its files.
+_BYTES_A_PARAMETER = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A plan for the parity gate; its runs go to `folder`, the weights that they start from to `weights`."""
+
+    plan: Plan
+    command: Command
+    folder: Path
+    weights: Path
+    device: Device
+    deadline_s: float
+    cwd: Path
+
+
+class Launches(Protocol):
+    """Runs plans, and knows what was run before."""
+
+    def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
+        """See to their end what an earlier process started below `folder`; `skip` trials are another's."""
+
+    def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
+        """The settled result of this plan in a trial's folder."""
+
+    def run(
+        self, request: TrialRequest, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+    ) -> TrialResult:
+        """Launch a plan and measure it."""
+
+    def check(
+        self, request: Check, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+    ) -> Receipt:
+        """Compare a plan with stock. Raises what `ParityGate.check` does, and InterruptedByUserError."""
+
+    def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
+        """The nodes and slots a measured trial ran on."""
+
+
+class LocalLaunches:
+    """Runs plans with `trial.runner` on this machine, or on a slice of it.
+
+    One parity gate, of one command, serves a study.
+    """
+
+    def __init__(self, *, device_slice: DeviceSlice | None = None) -> None:
+        self._slice = device_slice
+        self._launcher = LocalLauncher() if device_slice is None else SliceLauncher(device_slice)
+        self._devices = DeviceGuard(shown=None if device_slice is None else device_slice.environment)
+        self._gate: ParityGate | None = None
+
+    def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
+        """See `Launches`."""
+        from quartet_plugin.trial.recover import recover
+
+        if folder.is_dir():
+            recover(folder, stop=should_stop, skip=skip)
+
+    def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
+        """See `Launches`."""
+        from quartet_plugin.trial.attempt import PREFIX, attempt_number, read_result
+
+        attempts = sorted(folder.glob(f"{PREFIX}*"), key=attempt_number, reverse=True)
+        for attempt in attempts:
+            # A file that breaks its format is worth nothing: the plan is launched again, in a new folder.
+            with contextlib.suppress(QuartetError):
+                found = read_result(attempt)
+                result = None if found is None else _judged(found)
+                if result and result.plan_key == plan_key and result.outcome in SETTLED:
+                    return result
+        return None
+
+    def run(
+        self, request: TrialRequest, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+    ) -> TrialResult:
+        """See `Launches`."""
+        from quartet_plugin.trial.runner import run_trial
+
+        return _judged(
+            run_trial(
+                request,
+                launcher=self._launcher,
+                devices=self._devices,
+                on_progress=on_progress,
+                stop=should_stop,
+                pick_port=free_port if self._slice is None else self._slice.free_port,
+            )
+        )
+
+    def check(
+        self, request: Check, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+    ) -> Receipt:
+        """See `Launches`. A plan that passes has left records of its own schedule's actions."""
+        from quartet_plugin.trial.parity import ParityGate, ParityUnavailableError
+
+        _check_disk(request)
+        if self._gate is None:
+            self._gate = ParityGate(
+                command=request.command,
+                folder=request.folder,
+                weights=request.weights,
+                device=request.device,
+                deadline_s=request.deadline_s,
+                launcher=self._launcher,
+                devices=self._devices,
+                stop=should_stop,
+                on_progress=lambda _, progress: on_progress(progress),
+                cwd=request.cwd,
+            )
+        try:
+            receipt = self._gate.check(request.plan)
+        except KeyboardInterrupt:
+            if not should_stop():
+                raise
+            raise InterruptedByUserError(
+                "stopped in a parity check; what was measured is kept: the same command with --resume goes on"
+            ) from None
+        attempt = self._gate.attempt_of(request.plan)
+        if receipt.failure is None and not any(attempt.glob("rank-*.actions.json")):
+            raise ParityUnavailableError(
+                f"the framework's own schedule ran instead; {attempt / 'stdout.log'} says why"
+            )
+        return receipt
+
+    def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
+        """See `Launches`."""
+        from quartet_plugin.protocol.attempt_files import RankFileReader
+
+        snapshot = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
+        return nodes_of(snapshot.reports.values())
+
+
+def read_judged(attempt: Path) -> TrialResult | None:
+    """The result in an attempt's folder as the search takes it; None where there is none that can be read."""
+    from quartet_plugin.trial.attempt import read_result
+
+    with contextlib.suppress(QuartetError):
+        found = read_result(attempt)
+        return None if found is None else _judged(found)
+    return None
+
+
+def _check_disk(request: Check) -> None:
+    """Whether the weights fit beside what a trial needs."""
+    from quartet_plugin.trial.parity import ParityUnavailableError
+
+    needed = MIN_FREE_BYTES + _BYTES_A_PARAMETER * request.plan.shape.num_parameters
+    place = next(path for path in (request.folder, *request.folder.parents) if path.is_dir())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise ParityUnavailableError(
+            f"{place}: {free >> 20} MiB free; the weights that both sides start from need {needed >> 20}"
+        )
+
+
+def _judged(result: TrialResult) -> TrialResult:
+    """A plan that the adapter refuses beside this command does not fit; the harness is not broken."""
+    if result.outcome is not Outcome.HARNESS or result.plan_key is None:
+        return result
+    from quartet_plugin.protocol.attempt_files import RankFileReader
+
+    errs = RankFileReader(result.folder, attempt_id=result.attempt_id).scan().errs
+    kinds = {err.kind for err in errs.values() if err.kind != "network"}
+    return replace(result, outcome=Outcome.INFEASIBLE) if kinds == {"plan"} else result
+
+
+def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
+    """The nodes that ranks ran on, in the launcher's order of ranks.
+
+    Raises ConfigError where a node's local ranks are not 0, 1, ...: a slot could not be named.
+    """
+    locals_of: dict[str, list[int]] = {}
+    device_of: dict[str, str] = {}
+    known = sorted(reports, key=lambda report: report.launch_rank)
+    for report in known:
+        locals_of.setdefault(report.host, []).append(report.local_rank)
+        device_of.setdefault(report.host, report.device)
+    for host, local_ranks in locals_of.items():
+        if sorted(local_ranks) != list(range(len(local_ranks))):
+            raise ConfigError(
+                f"host {host}: local ranks {sorted(local_ranks)}; "
+                f"must be 0 to {len(local_ranks) - 1}, each once"
+            )
+    return tuple(
+        NodeInfo(
+            host=host,
+            node_class=f"{device_of[host]} x{len(ranks)}",
+            num_slots=len(ranks),
+            crowds=_crowds([one for one in known if one.host == host]),
+        )
+        for host, ranks in locals_of.items()
+    )
+
+
+def _crowds(reports: Sequence[RankReport]) -> tuple[CoreGroup, ...] | None:
+    """Ranks of one host that may use the same cores, fewer than they are."""
+    locals_on: dict[tuple[int, ...], list[int]] = {}
+    for report in reports:
+        if report.cores:
+            locals_on.setdefault(report.cores, []).append(report.local_rank)
+    found = [
+        CoreGroup(locals=tuple(sorted(there)), num_cores=len(cores))
+        for cores, there in sorted(locals_on.items())
+        if len(there) > len(cores)
+    ]
+    return tuple(found) or None

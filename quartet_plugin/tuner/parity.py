@@ -1,0 +1,301 @@
+"""The parity gate of a study: what runs on our own runtime must train as stock does before it is timed.
+
+Once a kind (family, placement and the features that are on), before its first timing; and each plan by
+itself before it can win. A failure quarantines the kind: it is not scored and not tried again, and the study
+goes on without it. Receipts lie beside the plans they are for, so a resumed run repeats none.
+"""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quartet_plugin.errors import (
+    InfeasibleError,
+    InfrastructureError,
+    InterruptedByUserError,
+    PlanError,
+    QuartetError,
+    StorageError,
+)
+from quartet_plugin.launchers.command import Command
+from quartet_plugin.model.plan import Plan, read_plan, write_plan
+from quartet_plugin.model.receipt import Receipt, needs_receipt, read_receipt, receipt_path, write_receipt
+from quartet_plugin.model.training_job import TrainingJob
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, Verdict
+from quartet_plugin.schedule.placement import PlacementKind, kind_of, loop
+from quartet_plugin.space.schedules import SEARCHED
+from quartet_plugin.study.tune_study import REFUSED_EXCESS
+from quartet_plugin.trial.parity import ParityUnavailableError
+from quartet_plugin.trial.request import Progress
+from quartet_plugin.tuner.events import EventLog
+from quartet_plugin.tuner.launches import Check, Launches, ShouldStop
+from quartet_plugin.tuner.observer import Observer
+from quartet_plugin.tuner.run_folder import TuningRun
+
+# Runs of the user's command for the first plan (weights, reference, the plan) and for every later one.
+FIRST_RUNS = 3
+LATER_RUNS = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityKind:
+    """What is checked once: the family of a schedule, where its stages lie, and what is on."""
+
+    family: str
+    placement: PlacementKind
+    features: frozenset[str]
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.family} ({self.placement})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityRefusal:
+    """Why a plan is not timed.
+
+    `culprit` is the key of the plan that was tried, where it was another one; empty where none had to be.
+    """
+
+    verdict: Verdict
+    outcome: str
+    reason: str
+    culprit: str | None = None
+
+    def told(self, *, repeats: int | None) -> TrialRecord:
+        """What the study keeps of it; `repeats` is the trial that was tried in its place."""
+        excess = {"wrong": 1.0, "infeasible": REFUSED_EXCESS}.get(self.verdict, 0.0)
+        return TrialRecord(
+            verdict=self.verdict,
+            outcome=self.outcome,
+            reason=self.reason,
+            attempt_id="parity",
+            excess=excess,
+            repeats=repeats,
+        )
+
+
+def kind_of_plan(plan: Plan, *, features: Iterable[str]) -> ParityKind:
+    """The kind of a plan that our runtime executes; what the layout turns on counts as a feature."""
+    custom, layout = plan.schedule.custom, plan.layout
+    devices = layout.pipeline_parallel
+    placement = loop(devices, layout.virtual_stages) if custom is None else custom.placement
+    by_layout = {
+        "tensor_parallel": layout.tensor_parallel > 1,
+        "sequence_parallel": layout.sequence_parallel,
+        "context_parallel": layout.context_parallel > 1,
+        "expert_parallel": layout.expert_parallel > 1,
+        "data_parallel": layout.data_parallel > 1,
+        "distributed_optimizer": layout.distributed_optimizer,
+        f"recompute_{layout.recompute}": layout.recompute != "none",
+    }
+    return ParityKind(
+        family=plan.schedule.name if custom is None else custom.named or SEARCHED,
+        placement=kind_of(placement, num_devices=devices),
+        features=frozenset(features) | {name for name, is_on in by_layout.items() if is_on},
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class ParityKeeper:
+    """Knows what passed and what is quarantined in a run, and has the rest checked."""
+
+    run: TuningRun
+    command: Command
+    launches: Launches
+    observer: Observer
+    events: EventLog
+    should_stop: ShouldStop
+    fence: Callable[[], None]
+    _features: tuple[str, ...] = ()
+    _passed: set[ParityKind] = field(default_factory=set)
+    _receipts: dict[str, Receipt] = field(default_factory=dict)
+    _quarantined: dict[ParityKind, ParityRefusal] = field(default_factory=dict)
+    _unavailable: ParityRefusal | None = None
+    _num_checks: int = 0
+
+    @property
+    def folder(self) -> Path:
+        """Where checks run, and where receipts lie."""
+        return self.run.folder.parity
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of the user's command that the next check takes."""
+        return LATER_RUNS if self._num_checks else FIRST_RUNS
+
+    def num_runs_to_admit(self, plan: Plan) -> int:
+        """Runs of the user's command that `admit` takes before this plan can be timed."""
+        is_checked = kind_of_plan(plan, features=self._features) in self._passed
+        return 0 if is_checked or not needs_receipt(plan) or self.refusal_of(plan) else self.num_runs
+
+    def num_runs_to_prove(self, plans: Iterable[Plan]) -> int:
+        """Runs of the user's command that `prove` takes before these plans can win."""
+        unproven = sum(
+            needs_receipt(plan) and plan.key not in self._receipts and self.refusal_of(plan) is None
+            for plan in plans
+        )
+        return unproven * LATER_RUNS + self.num_runs - LATER_RUNS if unproven else 0
+
+    def open(self, job: TrainingJob) -> None:
+        """Find what an earlier process checked, for this job under these versions."""
+        self._features = job.features
+        self.close()
+        for torn in self.folder.glob("plan-*/.*.tmp"):
+            torn.unlink(missing_ok=True)
+        here = (job.framework_version, job.torch_version)
+        for path in sorted(self.folder.glob("plan-*/plan.parity.json")):
+            # What breaks its format is worth nothing: the plan is checked again.
+            with contextlib.suppress(QuartetError):
+                plan, receipt = read_plan(path.with_name("plan.json")), read_receipt(path)
+                then = (receipt.versions.framework_version, receipt.versions.torch_version)
+                if receipt.plan_key == plan.key and needs_receipt(plan) and then == here:
+                    self._remember(plan, receipt)
+
+    def close(self) -> None:
+        """Remove the weights, which are large; not those of a tuner that has taken the run."""
+        with contextlib.suppress(StorageError):
+            self.fence()
+            shutil.rmtree(self.run.folder.parity_weights, ignore_errors=True)
+
+    def restore(self, trials: Iterable[FinishedTrial]) -> None:
+        """Quarantine again what an earlier process found to be wrong in its trials."""
+        for trial in trials:
+            if trial.record.verdict == "wrong" and trial.record.repeats is None and needs_receipt(trial.plan):
+                self._put_away(trial.plan, trial.record.reason)
+
+    def receipt_of(self, plan: Plan) -> Receipt | None:
+        """The receipt of a plan that passed."""
+        found = self._receipts.get(plan.key)
+        return found if found is not None and found.failure is None else None
+
+    def refusal_of(self, plan: Plan) -> ParityRefusal | None:
+        """Why a plan is out already, without checking anything."""
+        if not needs_receipt(plan):
+            return None
+        own = self._receipts.get(plan.key)
+        if own is not None and own.failure is not None:
+            return _failed(own, kind_of_plan(plan, features=self._features))
+        found = self._quarantined.get(kind_of_plan(plan, features=self._features), self._unavailable)
+        return None if found is None or found.culprit == plan.key else found
+
+    def admit(self, plan: Plan, *, trial: int) -> ParityRefusal | None:
+        """Before a plan is timed: None where its kind has passed, or does so now."""
+        refusal = self.refusal_of(plan)
+        if refusal is not None or not needs_receipt(plan):
+            return refusal
+        if kind_of_plan(plan, features=self._features) in self._passed:
+            return None
+        return self._check(plan, trial=trial)
+
+    def prove(self, plan: Plan, *, trial: int) -> ParityRefusal | None:
+        """Before a plan can win: None where it has passed by itself, or does so now."""
+        refusal = self.refusal_of(plan)
+        if refusal is not None or not needs_receipt(plan) or plan.key in self._receipts:
+            return refusal
+        return self._check(plan, trial=trial)
+
+    def quarantine(self, plan: Plan, reason: str, *, trial: int) -> None:
+        """A trial of a plan of ours computed something wrong: its kind is out."""
+        kind = self._put_away(plan, reason)
+        self.events.add("quarantine", trial=trial, schedule=kind.label, reason=reason)
+        self.observer.message(f"{kind.label} is left out from now on: {reason}")
+
+    def _put_away(self, plan: Plan, reason: str) -> ParityKind:
+        kind = kind_of_plan(plan, features=self._features)
+        refusal = ParityRefusal(
+            verdict="wrong",
+            outcome="WRONG",
+            reason=f"quarantined: {kind.label}: {reason}",
+            culprit=plan.key,
+        )
+        self._quarantined.setdefault(kind, refusal)
+        return kind
+
+    def _remember(self, plan: Plan, receipt: Receipt) -> None:
+        self._receipts[plan.key] = receipt
+        if receipt.failure is not None:
+            self._put_away(plan, receipt.failure.reason)
+        else:
+            self._passed.add(kind_of_plan(plan, features=self._features))
+
+    def _check(self, plan: Plan, *, trial: int) -> ParityRefusal | None:
+        kind = kind_of_plan(plan, features=self._features)
+        self.fence()
+        self.observer.plan_started(f"{trial} parity check", plan, stage="search", time_left_s=None)
+        self.events.add("parity", trial=trial, schedule=kind.label)
+        try:
+            receipt = self._run(plan)
+        except InterruptedByUserError:
+            self.events.add("interrupted")
+            raise
+        except ParityUnavailableError as error:
+            return self._give_up(kind, str(error), trial=trial)
+        except (InfeasibleError, PlanError) as error:
+            return self._not_checked("infeasible", "INFEASIBLE", str(error), trial=trial)
+        except InfrastructureError as error:
+            return self._not_checked("lost", "INFRA", str(error), trial=trial)
+        self.fence()
+        place = self.folder / f"plan-{plan.key[:12]}" / "plan.json"
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_plan(plan, path=place)
+        write_receipt(receipt, path=receipt_path(place))
+        self._remember(plan, receipt)
+        self.events.add("parity-verdict", trial=trial, schedule=kind.label, verdict=receipt.verdict)
+        if receipt.failure is None:
+            self.observer.message(f"parity check of {kind.label}: trains as stock does, {_worst(receipt)}")
+            return None
+        self.events.add("quarantine", trial=trial, schedule=kind.label, reason=receipt.failure.reason)
+        return _failed(receipt, kind)
+
+    def _run(self, plan: Plan) -> Receipt:
+        config = self.run.config
+        check = Check(
+            plan=plan,
+            command=self.command,
+            folder=self.folder,
+            weights=self.run.folder.parity_weights,
+            device=config.device,
+            deadline_s=config.trial.deadline_s,
+            cwd=self.run.cwd,
+        )
+        receipt = self.launches.check(check, on_progress=self._progressed, should_stop=self.should_stop)
+        self._num_checks += 1
+        return receipt
+
+    def _progressed(self, progress: Progress) -> None:
+        self.fence()
+        self.observer.progressed(
+            progress.phase, iteration=progress.iteration, num_iterations=progress.num_iterations
+        )
+
+    def _give_up(self, kind: ParityKind, reason: str, *, trial: int) -> ParityRefusal:
+        """Nothing of ours can be checked here, so nothing of ours is tried."""
+        text = " ".join(reason.split())
+        self._unavailable = ParityRefusal(verdict="infeasible", outcome="INFEASIBLE", reason=text, culprit="")
+        self.events.add("quarantine", trial=trial, schedule="every schedule of ours", reason=text)
+        self.observer.message(
+            f"schedules of ours are left out, they cannot be checked ({kind.label}): {text}"
+        )
+        return self._unavailable
+
+    def _not_checked(self, verdict: Verdict, outcome: str, reason: str, *, trial: int) -> ParityRefusal:
+        text = " ".join(reason.split())
+        self.events.add("parity-verdict", trial=trial, verdict=verdict, reason=text)
+        return ParityRefusal(verdict=verdict, outcome=outcome, reason=text)
+
+
+def _failed(receipt: Receipt, kind: ParityKind) -> ParityRefusal:
+    assert receipt.failure is not None
+    reason = f"{kind.label} does not train as stock does and is left out from now on: "
+    reason += receipt.failure.reason
+    return ParityRefusal(verdict="wrong", outcome="WRONG", reason=reason)
+
+
+def _worst(receipt: Receipt) -> str:
+    loss = max(float(step.loss_deviation) for step in receipt.steps)
+    norm = max(float(step.grad_norm_deviation) for step in receipt.steps)
+    return f"{len(receipt.steps)} steps, loss within {loss:.1e}, gradient norm within {norm:.1e}"

@@ -1,0 +1,347 @@
+"""How much better than the winner the best untried plan may be, as what was measured tells it.
+
+Untried plans are drawn together from what is believed of them; in each draw the best of those that fit is
+compared with the winner, whose own speed is drawn as well. The spread of these comparisons is the estimate.
+It says nothing about plans outside of the space.
+"""
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet_plugin.calibration.plan_gp import FAR, GpObservations, PlanFeatures, draw, features_of, joint
+from quartet_plugin.model.canonical import derived_seed
+from quartet_plugin.model.costs import FloatArray
+from quartet_plugin.model.measurement import Interval, Objective
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.regret import NOTABLE, Regret
+from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.space.param_sources import Params, RandomParams
+from quartet_plugin.space.plan_space import Space
+from quartet_plugin.space.schedules import SEARCHED
+from quartet_plugin.tuner.finalists import BASELINE, FinalistResult
+
+if TYPE_CHECKING:
+    from quartet_plugin.tuner.proposer import Proposer
+
+# Plans besides the baseline without which nothing is said.
+MIN_MEASURED = 3
+NUM_DRAWS = 4_000
+# Untried plans that are looked at, how many are made to find them, and of those how many whose order is
+# searched, which takes tenths of a second.
+MAX_UNTRIED, MAX_MADE, MAX_SEARCHED = 160, 240, 16
+# Neighbours: how many of the best are varied, how often a choice is another one, how far a number is.
+NUM_VARIED, OTHERWISE, STEP = 3, 0.25, 0.08
+# A plan that nothing is known of fits; that counts as so many plans that did.
+HOPE = 0.5
+# The normal's error of a median over its error of a mean; no measurement is surer than LEAST.
+MEDIAN_ERROR, LEAST = 1.25, 0.003
+# No forecast of a plan that was not tried is surer than this.
+LEAST_FORECAST = 0.01
+
+# Seconds an iteration and the deviation of their logarithm, for plans in their order.
+Forecasts = Callable[[Sequence[Plan]], Sequence[tuple[float, float]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedSearch:
+    """What a search ended with. `winner` is None where the baseline stays."""
+
+    baseline: Plan
+    trials: Sequence[FinishedTrial]
+    rankings: Sequence[FinalistResult]
+    winner: FinalistResult | None
+    objective: Objective
+    seed: int
+
+    @property
+    def best(self) -> Plan:
+        """What one would train with."""
+        return self.baseline if self.winner is None else self.winner.trial.plan
+
+
+def estimate_regret(
+    space: Space,
+    search: FinishedSearch,
+    *,
+    untried: Sequence[Plan] | None = None,
+    forecasts: Forecasts | None = None,
+) -> Regret | None:
+    """The estimate; None where too little was measured.
+
+    `untried` are the plans to look at (the space is walked by chance without them), `forecasts` predicts
+    calibrated seconds; without it a process is fitted to what was measured.
+    """
+    measured = {
+        trial.plan.key
+        for trial in search.trials
+        if trial.record.verdict == "measured" and trial.record.repeats is None
+    }
+    if len(measured - {search.baseline.key}) < MIN_MEASURED:
+        return None
+    known = {one.execution for one in (search.baseline, *(trial.plan for trial in search.trials))}
+    wanted = untried_plans(space, search) if untried is None else untried
+    distinct = {plan.execution: plan for plan in wanted}
+    plans = [plan for what, plan in distinct.items() if what not in known][:MAX_UNTRIED]
+    if not plans:
+        nothing = Interval(median=0.0, low=0.0, high=0.0)
+        return Regret(
+            gain=nothing,
+            notable=0.0,
+            likely=None,
+            likely_chance=0.0,
+            num_untried=0,
+            num_measured=len(measured),
+            source="every plan was tried",
+        )
+    generator = np.random.default_rng(derived_seed(search.seed, len(search.trials), "regret"))
+    if forecasts is None:
+        draws, best = _by_process(search, plans, generator)
+    else:
+        draws, best = _by_forecasts(search, plans, forecasts, generator)
+    draws = np.where(_fits(search, plans, generator), draws, -np.inf)
+    return _summary(
+        draws, best, plans, num_measured=len(measured), by_model=forecasts is not None, own=search.baseline
+    )
+
+
+def regret_of(space: Space, search: FinishedSearch, *, proposer: "Proposer | None") -> Regret | None:
+    """The estimate by the calibrated cost model where the search had one, else by what was measured alone."""
+    if proposer is None:
+        return estimate_regret(space, search)
+    ranker = proposer.ranker
+    ranker.learn(search.trials)
+    if not ranker.is_ready or not all(ranker.knows(plan) for plan in (search.baseline, search.best)):
+        return estimate_regret(space, search)
+    # The most promising first, so that those that are left out are the least.
+    untried = [one.candidate.plan for one in proposer.scored_plans() if ranker.knows(one.candidate.plan)]
+
+    def forecasts(plans: Sequence[Plan]) -> list[tuple[float, float]]:
+        return [(one.iteration_s, one.spread) for one in ranker.forecast(plans)]
+
+    return estimate_regret(space, search, untried=untried, forecasts=forecasts)
+
+
+def _summary(
+    draws: FloatArray,
+    best: FloatArray,
+    plans: Sequence[Plan],
+    *,
+    num_measured: int,
+    by_model: bool,
+    own: Plan,
+) -> Regret:
+    gains = np.expm1(np.clip(draws.max(axis=1) - best, 0.0, 50.0))
+    low, median, high = (float(one) for one in np.quantile(gains, (0.025, 0.5, 0.975)))
+    leaders = np.bincount(draws.argmax(axis=1), minlength=len(plans))
+    leader = int(leaders.argmax())
+    return Regret(
+        gain=Interval(median=median, low=low, high=high),
+        notable=float((gains > NOTABLE).mean()),
+        likely=words_of(plans[leader], own=own),
+        likely_chance=float(leaders[leader] / len(draws)),
+        num_untried=len(plans),
+        num_measured=num_measured,
+        source="calibrated cost model" if by_model else "measured trials",
+    )
+
+
+def words_of(plan: Plan, *, own: Plan) -> str:
+    """A plan in a few words; what it shares with the user's own configuration is left out."""
+    parts = [
+        plan.shape.label if plan.shape != own.shape else "",
+        plan.layout.label,
+        plan.split.label if plan.layout.num_stages > 1 else "",
+        plan.schedule.label if plan.layout.pipeline_parallel > 1 else "",
+        "" if plan.mapping.is_stock else f"mapping {plan.mapping.label}",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+# What is believed of untried plans
+
+
+def _by_process(
+    search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Generator
+) -> tuple[FloatArray, FloatArray]:
+    """Draws of the untried plans [draws, plans] and of the best [draws], fitted to what was measured."""
+    every = {search.baseline.key: search.baseline}
+    for trial in search.trials:
+        every.setdefault(trial.plan.key, trial.plan)
+    measured = list(every.values())
+    at = {key: index for index, key in enumerate(every)}
+    together = [*measured, *plans]
+    predicted = np.array([_predicted(plan, search) for plan in together])
+    found = draw(
+        features_of(together),
+        predicted,
+        _evidence(search, at),
+        count=NUM_DRAWS,
+        generator=generator,
+    )
+    return found[:, len(measured) :], found[:, at[search.best.key]]
+
+
+def _predicted(plan: Plan, search: FinishedSearch) -> float:
+    """The logarithm of the objective over the baseline's, as the cost model has it; 0 without one."""
+    cost = None if plan.prediction is None else plan.prediction.relative_cost
+    return 0.0 if not cost else -math.log(cost) + _work(plan, search)
+
+
+def _work(plan: Plan, search: FinishedSearch) -> float:
+    """Costs are for equal model FLOPs; where tokens count, a smaller model has more of them."""
+    if search.objective == "model_flops_per_s_per_device":
+        return 0.0
+    own = search.baseline.shape.model_flops_per_sequence
+    return math.log(own / plan.shape.model_flops_per_sequence)
+
+
+def _evidence(search: FinishedSearch, at: dict[str, int]) -> GpObservations:
+    """The search's measurements, those of the final rounds, and that the baseline is 1 of itself."""
+    own = next(trial.record.value for trial in search.trials if trial.number == BASELINE)
+    assert own is not None, "the baseline of a search was measured"
+    rows = [(at[search.baseline.key], 0.0, 1e-8, 0.0)]
+    for trial in search.trials:
+        record = trial.record
+        if trial.number == BASELINE or record.value is None or record.repeats is not None:
+            continue
+        variance = (record.spread or 0.0) ** 2 if record.is_depth_proxy else 0.0
+        rows.append((at[trial.plan.key], math.log(record.value / own), variance, 1.0))
+    for ranking in search.rankings:
+        value = math.log(ranking.comparison.speedup.median)
+        rows.append((at[ranking.trial.plan.key], value, ranking_error(ranking) ** 2, 0.0))
+    top = max(row[1] for row in rows)
+    wide = [variance + (0.5 * max(0.0, top - value - FAR)) ** 2 for _, value, variance, _ in rows]
+    return GpObservations(
+        plan=[row[0] for row in rows],
+        value=np.array([row[1] for row in rows]),
+        variance=np.array(wide),
+        in_search=np.array([row[3] for row in rows]),
+        noise=noise_of_rounds(search.rankings),
+    )
+
+
+def ranking_error(ranking: FinalistResult) -> float:
+    """The deviation of the logarithm of a final speedup: a median of a few ratios."""
+    logs = [math.log(ratio) for ratio in ranking.ratios]
+    return max(LEAST, MEDIAN_ERROR * statistics.stdev(logs) / math.sqrt(len(logs)))
+
+
+def noise_of_rounds(rankings: Sequence[FinalistResult]) -> float | None:
+    """The deviation of the logarithm of one launch, from the final rounds; None without them."""
+    pooled = [statistics.variance([math.log(ratio) for ratio in one.ratios]) for one in rankings]
+    # A ratio is of two launches.
+    return max(LEAST, math.sqrt(statistics.fmean(pooled) / 2.0)) if pooled else None
+
+
+def _by_forecasts(
+    search: FinishedSearch, plans: Sequence[Plan], forecasts: Forecasts, generator: np.random.Generator
+) -> tuple[FloatArray, FloatArray]:
+    """The same by calibrated predictions; the winner is where the final rounds have it."""
+    every = [search.baseline, search.best, *plans]
+    found = forecasts(every)
+    own_s = found[0][0]
+    mean = np.array(
+        [math.log(own_s / one[0]) + _own_work(p, search) for p, one in zip(every, found, strict=True)]
+    )
+    spread = np.array([max(LEAST_FORECAST, one[1]) for one in found])
+    spread[0] = LEAST
+    if search.winner is not None:
+        error, final = ranking_error(search.winner), math.log(search.winner.comparison.speedup.median)
+        weights = (spread[1] ** -2, error**-2)
+        mean[1] = (weights[0] * mean[1] + weights[1] * final) / sum(weights)
+        spread[1] = sum(weights) ** -0.5
+    draws = joint(mean, spread, features_of(every), count=NUM_DRAWS, generator=generator)
+    return draws[:, 2:], draws[:, 1]
+
+
+def _own_work(plan: Plan, search: FinishedSearch) -> float:
+    """Forecasts are of seconds an iteration: with equal tokens more FLOPs count as more."""
+    if search.objective == "tokens_per_s":
+        return 0.0
+    own = search.baseline.shape.model_flops_per_sequence
+    return math.log(plan.shape.model_flops_per_sequence / own)
+
+
+def _fits(search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Generator) -> NDArray[np.bool_]:
+    """Whether each plan can run, in each draw [draws, plans]: as often as plans like it could.
+
+    What one layout lacks all of its plans do, so they fit together or not at all.
+    """
+    tried = [r for r in search.trials if r.record.repeats is None and not r.record.is_depth_proxy]
+    could = np.array([trial.record.verdict == "measured" for trial in tried], dtype=np.float64)
+    could_not = np.array([r.record.verdict in ("infeasible", "wrong") for r in tried], dtype=np.float64)
+    together = features_of([*(trial.plan for trial in tried), *plans])
+    rows = PlanFeatures(codes=together.codes[len(tried) :], ends=together.ends[len(tried) :])
+    columns = PlanFeatures(codes=together.codes[: len(tried)], ends=together.ends[: len(tried)])
+    alike = rows.fits_alike(columns)
+    chance = (HOPE + alike @ could) / (HOPE + alike @ (could + could_not))
+    layouts: dict[object, int] = {}
+    index = [layouts.setdefault((plan.shape, plan.layout), len(layouts)) for plan in plans]
+    luck = generator.random((NUM_DRAWS, len(layouts)))
+    found: NDArray[np.bool_] = luck[:, index] < chance
+    return found
+
+
+# Untried plans
+
+
+def untried_plans(space: Space, search: FinishedSearch) -> list[Plan]:
+    """Plans of the space that were not tried: neighbours of the best ones and any, in turns."""
+    generator = random.Random(derived_seed(search.seed, len(search.trials), "untried"))  # noqa: S311
+    known = {one.execution for one in (search.baseline, *(trial.plan for trial in search.trials))}
+    ranked = sorted(
+        (r for r in search.trials if r.record.value is not None and r.record.repeats is None),
+        key=lambda trial: (-(trial.record.value or 0.0), trial.number),
+    )
+    points = [space.params_of(plan) for plan in (search.best, *(one.plan for one in ranked[:NUM_VARIED]))]
+    near = [params for params in points if params is not None]
+    found: dict[object, Plan] = {}
+    num_searched = 0
+    for number in range(MAX_MADE):
+        point = near[number // 2 % len(near)] if near and number % 2 else {}
+        chooser = _Neighbour(point, generator=generator, is_searching=num_searched < MAX_SEARCHED)
+        plan = space.decode(chooser, trial=0)
+        num_searched += SEARCHED in chooser.params.values()
+        what = plan.execution
+        if what not in known and space.refusal_of(plan) is None:
+            found.setdefault(what, plan)
+        if len(found) == MAX_UNTRIED:
+            break
+    return list(found.values())
+
+
+class _Neighbour(RandomParams):
+    """Chooses as a point does, but for one choice now and then; of no point, by chance alone.
+
+    Without `is_searching` no order is searched where there is another.
+    """
+
+    def __init__(self, params: Params, *, generator: random.Random, is_searching: bool) -> None:
+        super().__init__(generator)
+        self._near = params
+        self._is_searching = is_searching
+
+    def category(self, name: str, choices: Sequence[str]) -> str:
+        """The point's choice, or by chance another one."""
+        if not self._is_searching:
+            choices = [choice for choice in choices if choice != SEARCHED] or choices
+        choice = self._near.get(name)
+        if choice not in choices or self._generator.random() < OTHERWISE:
+            return super().category(name, choices)
+        self.params[name] = chosen = str(choice)
+        return chosen
+
+    def unit_float(self, name: str) -> float:
+        """A number near the point's."""
+        if name not in self._near:
+            return super().unit_float(name)
+        moved = float(self._near[name]) + self._generator.gauss(0.0, STEP)
+        self.params[name] = weight = min(1.0, max(-1.0, moved))
+        return weight

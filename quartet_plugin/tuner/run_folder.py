@@ -1,0 +1,284 @@
+"""A run's folder: its paths, and config.json, by which a run is resumed as it was begun."""
+
+import shlex
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from quartet_plugin.errors import ConfigError, StorageError
+from quartet_plugin.model.files import read_json, write_json_atomic
+from quartet_plugin.study.storage import JOURNAL_NAME, SQLITE_NAME, STUDY_NAME, StudyStorage
+from quartet_plugin.trial.redact import redacted_argv
+from quartet_plugin.tuner.config import TuneConfig, parse_config
+
+# What a resumed run may ask for anew: none of it changes what was measured.
+_MAY_CHANGE = {
+    ("study", "trials"),
+    ("study", "top_k"),
+    ("study", "rounds"),
+    ("study", "control"),
+    ("study", "tensorboard"),
+    ("trial", "deadline_s"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """The paths of a run."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """q.yaml as it was read, and the user's command."""
+        return self.path / "config.json"
+
+    @property
+    def cluster_file(self) -> Path:
+        """The nodes and slots that trial 0 found."""
+        return self.path / "cluster.json"
+
+    @property
+    def machine_file(self) -> Path:
+        """The cluster file that the run was given."""
+        return self.path / "machine.json"
+
+    @property
+    def calibration_file(self) -> Path:
+        """The calibration that the run was given."""
+        return self.path / "calibration.json"
+
+    @property
+    def study_file(self) -> Path:
+        """The Optuna study where it is kept in SQLite."""
+        return self.path / SQLITE_NAME
+
+    @property
+    def has_study(self) -> bool:
+        """Whether a study was begun, in the folder or on a server."""
+        return any((self.path / name).exists() for name in (SQLITE_NAME, JOURNAL_NAME, STUDY_NAME))
+
+    @property
+    def events_file(self) -> Path:
+        """What happened, a line an event."""
+        return self.path / "events.jsonl"
+
+    @property
+    def trials(self) -> Path:
+        """The trials' folders."""
+        return self.path / "trials"
+
+    @property
+    def final(self) -> Path:
+        """The re-measurements."""
+        return self.path / "final"
+
+    @property
+    def controls(self) -> Path:
+        """The baseline's re-measurements during the search."""
+        return self.path / "control"
+
+    @property
+    def croppings(self) -> Path:
+        """The trials' models with fewer layers."""
+        return self.path / "cropped"
+
+    @property
+    def parity(self) -> Path:
+        """The parity gate's runs, and the receipts beside the plans they are for."""
+        return self.path / "parity"
+
+    @property
+    def parity_weights(self) -> Path:
+        """What both sides of the gate start from; gone when the tuner ends."""
+        return self.parity / "weights"
+
+    @property
+    def best_plan(self) -> Path:
+        """The winner."""
+        return self.path / "best" / "plan.json"
+
+    @property
+    def best_command(self) -> Path:
+        """A shell line that trains with the winner."""
+        return self.path / "best" / "command.sh"
+
+    @property
+    def best_regret(self) -> Path:
+        """What the search may have missed."""
+        return self.path / "best" / "regret.json"
+
+    def trial(self, number: int) -> Path:
+        """One trial's folder."""
+        return self.trials / f"{number:06d}"
+
+    def control(self, num_tried: int) -> Path:
+        """The folder of the baseline's re-measurement after so many trials."""
+        return self.controls / f"{num_tried:06d}"
+
+    def cropped(self, number: int) -> Path:
+        """The folder of a trial's model with fewer layers."""
+        return self.croppings / f"{number:06d}"
+
+    def final_launch(self, number: int, *, round_number: int) -> Path:
+        """The folder of a trial's plan in one of the final rounds, both counted from 0."""
+        return self.final / f"{number:06d}-round-{round_number + 1}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningRun:
+    """A run as it was begun: its folder, configuration, the user's command and where that starts.
+
+    A run that is read back without its command has the secrets in it blanked, as they are on disk.
+    """
+
+    folder: RunFolder
+    config: TuneConfig
+    command: tuple[str, ...]
+    cwd: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.config.run or self.folder.path.name
+
+    @property
+    def storage(self) -> StudyStorage:
+        """Where its study is kept."""
+        return StudyStorage(folder=self.folder.path, run=self.name, address=self.config.study.storage)
+
+
+def prepare_folder(path: Path, *, is_resumed: bool) -> Path:
+    """The run's folder, made where the run begins.
+
+    Raises ConfigError where a run that begins has measured something already, or one to resume is not there;
+    StorageError when it cannot be made.
+    """
+    folder = RunFolder(path=path.absolute())
+    if is_resumed:
+        if not folder.config_file.is_file():
+            raise ConfigError(f"{path}: no run to resume; leave --resume out to begin one")
+        return folder.path
+    if folder.has_study or _has_measured(folder):
+        raise ConfigError(f"{path}: the run exists; add --resume to go on with it, or name another `run:`")
+    try:
+        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not stat.S_ISDIR(folder.path.lstat().st_mode):
+            raise ConfigError(f"{path}: a link; a run's folder must be a folder of its own")
+    except FileExistsError as error:
+        raise ConfigError(f"{path}: is not a folder; name another `run:`") from error
+    except OSError as error:
+        raise StorageError(
+            f"{path}: cannot be made: {error.strerror}; name a folder that can with --run-dir"
+        ) from error
+    return folder.path
+
+
+def _has_measured(folder: RunFolder) -> bool:
+    """Whether the baseline was measured: a run that only failed so far may be begun again."""
+    for path in folder.trial(0).glob("attempt-*/result.json"):
+        try:
+            result = read_json(path)
+        except ConfigError:
+            continue
+        if isinstance(result, dict) and result.get("outcome") in ("OK", "UNSTABLE"):
+            return True
+    return False
+
+
+def create_run(path: Path, *, config: TuneConfig, command: Sequence[str]) -> TuningRun:
+    """Begin a run: write down what was asked. Raises ConfigError where the run exists already."""
+    folder = RunFolder(path=prepare_folder(path, is_resumed=False))
+    run = TuningRun(folder=folder, config=config, command=tuple(command), cwd=Path.cwd())
+    _write_config(run)
+    return run
+
+
+def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] | None) -> TuningRun:
+    """The run in `path` with its configuration and command.
+
+    `config` and `command`, where given, must be those it was begun with, but for what changes no measurement
+    (the number of trials, the final rounds, the deadline). Raises ConfigError with the first difference.
+    Whoever gives the command holds the run's lease: what a killed tuner left half-written is removed.
+    """
+    folder = RunFolder(path=prepare_folder(path, is_resumed=True))
+    data = read_json(folder.config_file)
+    if not isinstance(data, dict) or not _is_command(data.get("command")):
+        raise ConfigError(f"{folder.config_file}: command: must be a list of words")
+    if not isinstance(data.get("cwd"), str):
+        raise ConfigError(f"{folder.config_file}: cwd: must be the folder that the command starts in")
+    begun = parse_config(_unfilled(data.get("config")), where=str(folder.config_file))
+    begun_with = redacted_argv(data["command"])
+    if command is not None and (now := redacted_argv(command)) != begun_with:
+        raise ConfigError(
+            f"{path}: the run was begun with another command: {_difference(begun_with, now)}; "
+            "give the same one, or name another `run:`"
+        )
+    words = tuple(begun_with if command is None else command)
+    if command is not None:
+        _remove_torn(folder)
+    cwd = Path(data["cwd"])
+    if config is None:
+        return TuningRun(folder=folder, config=begun, command=words, cwd=cwd)
+    _refuse_changes(begun, config, path=path)
+    merged = config.model_copy(update={"run": begun.run})
+    run = TuningRun(folder=folder, config=merged, command=words, cwd=cwd)
+    _write_config(run)
+    return run
+
+
+def _remove_torn(folder: RunFolder) -> None:
+    """Temporary files of a writer that was killed before the rename; those of trials are the trials' own."""
+    for place in (folder.path, folder.best_plan.parent):
+        for torn in (*place.glob(".*.tmp"), *place.glob(".*.draft")):
+            torn.unlink(missing_ok=True)
+
+
+def _difference(begun: Sequence[str], now: Sequence[str]) -> str:
+    """Where two commands begin to differ, with the word before it: a flag with its value."""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(begun, now, strict=False)))
+    was, here = (shlex.join(words[max(0, same - 1) : same + 2])[:100] for words in (begun, now))
+    return f"it has `{was}` where this one has `{here}`"
+
+
+def _is_command(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(word, str) for word in value)
+
+
+def _unfilled(data: Any) -> Any:
+    """config.json holds `auto` as null, which q.yaml has no word for."""
+    if isinstance(data, dict):
+        return {key: _unfilled(value) for key, value in data.items() if value is not None}
+    return [_unfilled(value) for value in data] if isinstance(data, list) else data
+
+
+def _refuse_changes(begun: TuneConfig, config: TuneConfig, *, path: Path) -> None:
+    before, after = begun.model_dump(), config.model_dump()
+    for section in before:
+        if section == "run":
+            continue
+        old, new = before[section], after[section]
+        keys = old if isinstance(old, dict) else {None: None}
+        for key in keys:
+            was, now = (old, new) if key is None else (old[key], new[key])
+            if was != now and (section, key) not in _MAY_CHANGE:
+                name = section if key is None else f"{section}.{key}"
+                raise ConfigError(
+                    f"{path}: {name}: {now}; the run was begun with {was}: keep it, or name another `run:`"
+                )
+
+
+def _write_config(run: TuningRun) -> None:
+    from quartet_plugin import __version__
+
+    content = {
+        "schema_version": 1,
+        "quartet_version": __version__,
+        "config": run.config.model_dump(mode="json"),
+        "command": redacted_argv(run.command),
+        "cwd": str(run.cwd),
+    }
+    write_json_atomic(run.folder.config_file, content)

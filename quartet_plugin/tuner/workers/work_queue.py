@@ -1,0 +1,284 @@
+"""The board of a run: what its coordinator hands out, who took it, and what came of that. Files alone.
+
+    RUN/workers/board.json                 the run takes workers; how many devices each has
+    RUN/workers/orders/000012.json         a plan to be measured, with 000012.plan.json; closed where
+                                           nobody may take it any more
+    RUN/workers/claims/000012-2.json       who took its second hand-out; renewed by its modification time
+    RUN/workers/claims/000012-2.done.json  what came of it
+    RUN/workers/crew/NAME.json             a worker; renewed in the same way
+
+Only the coordinator writes orders, and with an order's next generation every claim to an earlier one is
+void. A claim appears whole or not at all and never over another (`link`), so a hand-out has one taker.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quartet_plugin.errors import ConfigError, StorageError
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.plan import Plan, read_plan, write_plan
+from quartet_plugin.model.schema import dump
+from quartet_plugin.tuner.workers.messages import (
+    WORKER_NAME,
+    Claim,
+    Done,
+    Member,
+    Offer,
+    QueuedTrial,
+    read,
+)
+
+BOARD_NAME = "workers"
+_NUMBER = re.compile(r"([0-9]{6,})\.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkQueue:
+    """The board of the run in `folder`. Each method raises StorageError when the disk fails."""
+
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self.folder / BOARD_NAME
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the run ever took workers."""
+        return self.path.is_dir()
+
+    def trial_folder(self, number: int) -> Path:
+        """Where the attempts of an order are made."""
+        return self.folder / "trials" / f"{number:06d}"
+
+    # The coordinator's side
+
+    def open(self, offer: Offer) -> None:
+        """Let workers come."""
+        with self._errors():
+            for name in ("orders", "claims", "crew"):
+                (self.path / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json_atomic(self.path / "board.json", dump(offer))
+
+    def sweep(self) -> None:
+        """Remove what killed writers left half-written."""
+        with self._errors():
+            for torn in (*self.path.rglob(".*.draft"), *self.path.rglob(".*.tmp")):
+                torn.unlink(missing_ok=True)
+
+    def offer(self) -> Offer | None:
+        """What workers must have; None where the run takes none now."""
+        with contextlib.suppress(FileNotFoundError):
+            return read(Offer, self.path / "board.json")
+        return None
+
+    def publish(self, order: QueuedTrial, plan: Plan) -> None:
+        """Hand a plan out; whoever had an earlier generation of it has it no more."""
+        write_plan(plan, path=self._plan_file(order.trial))
+        write_json_atomic(self._order_file(order.trial), dump(order))
+        for claim in self.claims(trial=order.trial):
+            if claim.generation != order.generation:
+                self._void(claim)
+
+    def close(self) -> None:
+        """Take every hand-out back, and take no more workers; the orders wait for whoever resumes the run."""
+        with self._errors():
+            (self.path / "board.json").unlink(missing_ok=True)
+        for order in self.orders():
+            if not order.is_closed:
+                write_json_atomic(self._order_file(order.trial), dump(replace(order, is_closed=True)))
+            for claim in self.claims(trial=order.trial):
+                self._void(claim)
+
+    def withdraw(self, trial: int) -> None:
+        """Forget a trial that was told."""
+        with self._errors():
+            self._order_file(trial).unlink(missing_ok=True)
+            self._plan_file(trial).unlink(missing_ok=True)
+            for path in (self.path / "claims").glob(f"{trial:06d}-*"):
+                path.unlink(missing_ok=True)
+
+    def dismiss(self, worker: str) -> None:
+        """Let a worker take nothing more."""
+        with self._errors():
+            (self.path / "crew" / f"{worker}.dismissed").touch(mode=0o600)
+
+    def forget(self, worker: str) -> None:
+        """Strike a worker that has ended."""
+        with self._errors():
+            (self.path / "crew" / f"{worker}.json").unlink(missing_ok=True)
+
+    # What both sides read
+
+    def orders(self) -> list[QueuedTrial]:
+        """Every order, closed ones too; one that breaks its format is left out."""
+        found = []
+        for name in self._names("orders"):
+            match = _NUMBER.fullmatch(name)
+            order = None if match is None else self.order(int(match[1]))
+            if order is not None:
+                found.append(order)
+        return found
+
+    def order(self, trial: int) -> QueuedTrial | None:
+        """The order of a trial as it is now."""
+        with contextlib.suppress(FileNotFoundError, ConfigError):
+            return read(QueuedTrial, self._order_file(trial))
+        return None
+
+    def plan(self, order: QueuedTrial) -> Plan:
+        """The plan of an order. Raises PlanError or ConfigError where it is not that one."""
+        plan = read_plan(self._plan_file(order.trial))
+        if plan.key != order.plan_key:
+            raise ConfigError(f"{self._plan_file(order.trial)}: not the plan of the order beside it")
+        return plan
+
+    def claims(self, *, trial: int | None = None, voided: bool = False) -> list[Claim]:
+        """Every claim, of one trial or of all; with `voided` those that were taken back as well."""
+        endings = (".json", ".void.json") if voided else (".json",)
+        found = []
+        for name in self._names("claims"):
+            stem, _, ending = name.partition(".")
+            if f".{ending}" in endings and (trial is None or stem.startswith(f"{trial:06d}-")):
+                with contextlib.suppress(FileNotFoundError, ConfigError):
+                    path = self.path / "claims" / name
+                    found.append(read(Claim, path))
+        return found
+
+    def claim_of(self, order: QueuedTrial) -> Claim | None:
+        """Who has the order now."""
+        with contextlib.suppress(FileNotFoundError, ConfigError):
+            claim = read(Claim, self._claim_file(order))
+            return claim if claim.fence == order.fence else None
+        return None
+
+    def done_of(self, order: QueuedTrial) -> Done | None:
+        """What came of the order's present generation."""
+        with contextlib.suppress(FileNotFoundError, ConfigError):
+            done = read(Done, self._claim_file(order, "done."))
+            return done if done.fence == order.fence else None
+        return None
+
+    def members(self) -> list[Member]:
+        """Every worker that enlisted and was not struck."""
+        found = []
+        for name in self._names("crew"):
+            if name.endswith(".json"):
+                with contextlib.suppress(FileNotFoundError, ConfigError):
+                    found.append(read(Member, self.path / "crew" / name))
+        return found
+
+    def beat_of(self, one: Claim | Member) -> int | None:
+        """When a claim or a worker was last renewed, in ns by the server's clock; None where it is gone."""
+        path = self.path / "crew" / f"{one.name}.json" if isinstance(one, Member) else self._claim_file(one)
+        with contextlib.suppress(OSError):
+            return path.lstat().st_mtime_ns
+        return None
+
+    # A worker's side
+
+    def enlist(self, member: Member) -> None:
+        """Say that a worker is there."""
+        if not WORKER_NAME.fullmatch(member.name):
+            raise ConfigError(f"worker {member.name[:60]!r}: letters, digits, '.', '_' and '-' alone")
+        with self._errors():
+            (self.path / "crew" / f"{member.name}.dismissed").unlink(missing_ok=True)
+        write_json_atomic(self.path / "crew" / f"{member.name}.json", dump(member))
+
+    def is_dismissed(self, member: Member) -> bool:
+        """Whether the worker is to take nothing more, or was struck."""
+        crew = self.path / "crew"
+        return (crew / f"{member.name}.dismissed").exists() or not (crew / f"{member.name}.json").exists()
+
+    def beat(self, member: Member) -> None:
+        """Say that a worker lives."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path / "crew" / f"{member.name}.json")
+
+    def take(self, member: Member) -> tuple[QueuedTrial, Claim] | None:
+        """An order that nobody has, now the worker's; None where there is none."""
+        for order in self.orders():
+            if order.is_closed or order.host not in (None, member.host):
+                continue
+            if self._claim_file(order).exists():
+                continue
+            claim = Claim(
+                trial=order.trial,
+                generation=order.generation,
+                fence=order.fence,
+                worker=member.name,
+                host=member.host,
+                identity=member.identity,
+            )
+            if not self._link(claim):
+                continue
+            if self.order(order.trial) == order:
+                return order, claim
+            self._claim_file(claim).unlink(missing_ok=True)  # it was taken back in this moment
+        return None
+
+    def renew(self, claim: Claim) -> bool:
+        """Say that the claim's worker lives; False where the claim is void, and then the trial must end."""
+        order = self.order(claim.trial)
+        if order is None or order.fence != claim.fence or order.is_closed:
+            return False
+        try:
+            os.utime(self._claim_file(claim))
+        except OSError:
+            return False
+        return True
+
+    def finish(self, claim: Claim, done: Done) -> bool:
+        """Say what came of a claim; False where it is void: what was measured is kept and not told."""
+        if not self.renew(claim):
+            return False
+        write_json_atomic(self._claim_file(claim, "done."), dump(done))
+        return True
+
+    # Files
+
+    def _order_file(self, trial: int) -> Path:
+        return self.path / "orders" / f"{trial:06d}.json"
+
+    def _plan_file(self, trial: int) -> Path:
+        return self.path / "orders" / f"{trial:06d}.plan.json"
+
+    def _claim_file(self, one: QueuedTrial | Claim, kind: str = "") -> Path:
+        return self.path / "claims" / f"{one.stem}.{kind}json"
+
+    def _void(self, claim: Claim) -> None:
+        """Take a claim back; what it left behind on its host is found by it."""
+        with self._errors(), contextlib.suppress(FileNotFoundError):
+            self._claim_file(claim).replace(self._claim_file(claim, "void."))
+
+    def _link(self, claim: Claim) -> bool:
+        """Make the claim's file, whole, unless there is one."""
+        target = self._claim_file(claim)
+        draft = target.with_name(f".{claim.stem}.{secrets.token_hex(4)}.draft")
+        with self._errors():
+            try:
+                write_json_atomic(draft, dump(claim))
+                os.link(draft, target)
+            except (FileExistsError, FileNotFoundError):
+                return False
+            finally:
+                draft.unlink(missing_ok=True)
+        return True
+
+    def _names(self, folder: str) -> list[str]:
+        with self._errors(), contextlib.suppress(FileNotFoundError):
+            return sorted(os.listdir(self.path / folder))  # noqa: PTH208
+        return []
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"{self.path}: cannot be read or written: {error.strerror}") from error

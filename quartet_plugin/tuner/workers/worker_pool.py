@@ -1,0 +1,199 @@
+"""The workers of this host: processes of their own, one a slice, started again where one is killed."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from quartet_plugin.errors import InfrastructureError, StorageError
+from quartet_plugin.launchers.device_slices import DeviceSlice
+from quartet_plugin.trial.processes import Identity, descendants, own_identity, reap
+from quartet_plugin.tuner.workers.messages import SliceRecord, Task, task_text
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
+
+# A worker that is killed is started again, all in all this many times for each.
+MAX_RESTARTS = 3
+
+# A worker ends its trial within the trial's own time to shut down; longer than that is not waited for.
+_STOP_S = 45.0
+_SECOND_STOP_S = 10.0
+_AT_ONCE_S = 0.3
+_POLL_S = 0.02
+_ENTRY = "from quartet_plugin.cli.main import entry; entry()"
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerPool:
+    """Starts a worker for each of `slices`, under the names in `names`, and sees to them.
+
+    `command` is the user's, with its secrets; workers are told it through a pipe. `say` has a line for the
+    user. A worker that gives up by itself is not started again.
+    """
+
+    board: WorkQueue
+    command: tuple[str, ...]
+    slices: tuple[DeviceSlice, ...]
+    names: tuple[str, ...]
+    say: Callable[[str], None]
+    is_joined: bool = False
+    _running: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    _given_up: dict[str, int] = field(default_factory=dict)
+    _num_restarts: int = 0
+
+    @property
+    def num_running(self) -> int:
+        """Workers that run."""
+        return len(self._running)
+
+    @property
+    def last_code(self) -> int:
+        """The exit code of the worker that gave up last."""
+        return next((code for code in reversed(self._given_up.values()) if code), 0)
+
+    @property
+    def last_words(self) -> str:
+        """What a worker that gave up said last."""
+        names = [name for name, code in self._given_up.items() if code] or list(self.names)
+        return _last_line(self._log(names[-1]))
+
+    def look(self) -> None:
+        """Start what is not running and should be."""
+        for name, process in list(self._running.items()):
+            code = process.poll()
+            if code is not None:
+                del self._running[name]
+                self.board.forget(name)
+                self._ended(name, code)
+        for name, device_slice in zip(self.names, self.slices, strict=True):
+            if name not in self._running and name not in self._given_up:
+                self._running[name] = self._start(name, device_slice)
+
+    def close(self, *, at_once: bool = False) -> bool:
+        """End every worker, and with it its trial; `at_once`, or a Ctrl-C meanwhile, kills the trials.
+
+        Returns whether all ended by themselves: what the others' trials left is then still to be ended.
+        """
+        try:
+            self._stop(_AT_ONCE_S if at_once else _STOP_S)
+            if at_once:
+                self._stop(_SECOND_STOP_S)
+            return not self._running
+        except KeyboardInterrupt:
+            self._stop(_SECOND_STOP_S)
+            raise
+        finally:
+            self._kill()
+
+    def _ended(self, name: str, code: int) -> None:
+        """What a worker's end means."""
+        if code == 0:
+            self._given_up[name] = code
+        elif code < 0 and self._num_restarts < MAX_RESTARTS * len(self.slices):
+            self._num_restarts += 1
+            self.say(f"worker {name} was killed by signal {-code}; it is started again")
+        else:
+            self._given_up[name] = code
+            self.say(f"worker {name} has given up: {_last_line(self._log(name))}")
+
+    def _start(self, name: str, device_slice: DeviceSlice) -> "subprocess.Popen[bytes]":
+        words = [sys.executable, "-P", "-c", _ENTRY, "work", str(self.board.folder), "--name", name]
+        task = Task(
+            command=self.command,
+            share=SliceRecord.of(device_slice),
+            parent=own_identity(),
+            is_joined=self.is_joined,
+        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            log = os.open(self._log(name), flags, 0o600)
+        except OSError as error:
+            raise StorageError(f"{self._log(name)}: cannot be written: {error.strerror}") from error
+        try:
+            process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+                pipe.write(task_text(task))
+            return process
+        except OSError as error:
+            raise InfrastructureError(f"a worker cannot be started: {error.strerror}") from error
+        finally:
+            os.close(log)
+
+    def _stop(self, limit_s: float) -> None:
+        for process in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        end = time.monotonic() + limit_s
+        while self._running and time.monotonic() < end:
+            for name, process in list(self._running.items()):
+                if process.poll() is not None:
+                    del self._running[name]
+                    self.board.forget(name)
+            time.sleep(_POLL_S)
+
+    def _kill(self) -> None:
+        """What did not end, and everything below it."""
+        left = descendants(process.pid for process in self._running.values()) if self._running else set()
+        for name, process in self._running.items():
+            process.kill()
+            process.wait()
+            self.board.forget(name)
+        self._running.clear()
+        reap(left, grace_s=0.0)
+
+    def _log(self, name: str) -> Path:
+        return self.board.path / "crew" / f"{name}.log"
+
+
+def _last_line(path: Path) -> str:
+    """The last thing a worker said."""
+    from quartet_plugin.trial.log import last_lines, read_tail
+
+    lines = last_lines(read_tail(path))
+    return lines[-1] if lines else "it said nothing"
+
+
+def end_earlier(board: WorkQueue, *, keeps_joined: bool, host: str | None = None) -> frozenset[Path]:
+    """What an earlier tuner of the run left of its crew; only under the run's lease.
+
+    Its workers on this host are killed, and their trials run on: those are seen to their end like a killed
+    tuner's own. Returns the trials' folders that workers which joined still have; without `keeps_joined` they
+    have them no more.
+    """
+    if not board.is_there:
+        return frozenset()
+    board.sweep()
+    here = host or socket.gethostname()
+    for member in board.members():
+        if member.host == here and not member.is_joined and member.parent.pid != os.getpid():
+            _kill_now(member.identity)
+            board.forget(member.name)
+    if not keeps_joined:
+        board.close()
+        return frozenset()
+    current = {(order.trial, order.fence) for order in board.orders() if not order.is_closed}
+    return frozenset(
+        board.trial_folder(claim.trial)
+        for claim in board.claims()
+        if (claim.trial, claim.fence) in current and (claim.host != here or claim.identity.is_alive)
+    )
+
+
+def _kill_now(identity: Identity) -> None:
+    """SIGKILL and nothing before it: a worker that is asked to end would end its trial."""
+    process = identity.find()
+    if process is not None:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+        end = time.monotonic() + _SECOND_STOP_S
+        while identity.is_alive and time.monotonic() < end:
+            time.sleep(_POLL_S)

@@ -1,0 +1,258 @@
+"""The ranker: each told trial corrects what is predicted of all plans, and it says how sure it is."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quartet_plugin.calibration.observations import action_times, spread_of
+from quartet_plugin.calibration.predictor import PlanPredictor
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
+from quartet_plugin.space.param_sources import RandomParams
+from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.tuner.config import parse_config
+from tests.calibration.truth import Truth
+from tests.space.jobs import make_job, make_layout, make_nodes
+
+WRONG: dict[str, Any] = {"speed": 3.0, "head": 3.0, "transfer": 10.0, "elementwise": 0.6, "weight_grad": 1.3}
+ATTEMPT = "a" * 32
+STOCK = ["no-pipelining", "1f1b", "interleaved"]
+
+
+def space_of(*nodes: int, **search: object) -> Space:
+    config = parse_config({"search": {"schedule": STOCK, **search}}, where="test").search
+    layout = make_layout(pipeline_parallel=sum(nodes))
+    return build_space(make_job(layout=layout), nodes=make_nodes(*nodes), search=config, run="r", seed=0)
+
+
+def sampled(space: Space, *, num: int, seed: int = 0) -> list[Plan]:
+    generator = random.Random(seed)
+    return [space.decode(RandomParams(generator), trial=0) for _ in range(num)]
+
+
+def trial(number: int, plan: Plan, seconds: float, **record: object) -> FinishedTrial:
+    common = TrialRecord(
+        verdict="measured",
+        outcome="OK",
+        reason="",
+        attempt_id=ATTEMPT,
+        value=1.0 / seconds,
+        iteration_s=seconds,
+        num_iterations=10,
+        spread=0.002,
+    )
+    return FinishedTrial(number=number, plan=plan, record=replace(common, **record))  # type: ignore[arg-type]
+
+
+def outcomes(space: Space, truth: Truth, *, num: int, seed: int = 0) -> list[FinishedTrial]:
+    plans = [space.baseline, *sampled(space, num=num - 1, seed=seed)]
+    return [trial(at, plan, truth(plan)) for at, plan in enumerate(plans)]
+
+
+def ranker_of(truth: Truth, folder: Path | None = None) -> PlanPredictor:
+    folder_of = None if folder is None else lambda number: folder / f"{number:06d}"
+    return PlanPredictor(truth.ground, num_iterations=10, folder_of=folder_of)
+
+
+def errors(ranker: PlanPredictor, truth: Truth, plans: list[Plan]) -> np.ndarray:
+    found = ranker.forecast(plans)
+    return np.array([np.log(one.iteration_s / truth(plan)) for one, plan in zip(found, plans, strict=True)])
+
+
+def test_wrong_constants_are_corrected_and_the_prediction_converges() -> None:
+    space = space_of(2)
+    truth = Truth(space.nodes, **WRONG)
+    unseen = sampled(space, num=40, seed=99)
+    off = {}
+    for num in (1, 8, 30):
+        ranker = ranker_of(truth)
+        ranker.learn(outcomes(space, truth, num=num))
+        off[num] = float(np.abs(errors(ranker, truth, unseen)).mean())
+    assert off[30] < off[8] < off[1]
+    assert off[30] < 0.03
+
+
+def test_it_says_how_sure_it_is() -> None:
+    """About as many predictions are within two deviations as should be, and near plans are surer."""
+    space = space_of(2)
+    truth = Truth(space.nodes, residual=0.05, **WRONG)
+    ranker = ranker_of(truth)
+    ranker.learn(outcomes(space, truth, num=6))
+    unseen = sampled(space, num=60, seed=99)
+    spreads = np.array([one.spread for one in ranker.forecast(unseen)])
+    inside = np.abs(errors(ranker, truth, unseen)) < 2.0 * np.hypot(spreads, 0.03)
+    assert inside.mean() > 0.8
+    measured = ranker.forecast([space.baseline])[0]
+    assert measured.spread < np.median(spreads)
+
+
+def test_it_depends_on_what_was_told_alone() -> None:
+    space = space_of(2)
+    truth = Truth(space.nodes, residual=0.05, **WRONG)
+    trials, plans = outcomes(space, truth, num=8), sampled(space, num=10, seed=5)
+    at_once, one_by_one = ranker_of(truth), ranker_of(truth)
+    at_once.learn(trials)
+    for at in range(len(trials)):
+        one_by_one.learn(trials[: at + 1])
+        one_by_one.forecast(plans)
+    assert at_once.forecast(plans) == one_by_one.forecast(plans)
+
+
+def test_paces_of_slots_are_told_apart_by_their_mappings() -> None:
+    space = space_of(3, pipeline_parallel=3)
+    truth = Truth(space.nodes, paces=(0.6, 1.2, 1.2), speed=2.0)
+    ranker = ranker_of(truth)
+    ranker.learn(outcomes(space, truth, num=20))
+    ratio = {one.name: one.ratio for one in ranker.corrections()}
+    assert ratio["pace 0"] < 0.85 * ratio["pace 1"]
+    assert ratio["pace 1"] == pytest.approx(ratio["pace 2"], rel=0.25)
+
+
+def test_a_trial_that_was_cut_short_or_ran_elsewhere_says_less() -> None:
+    space = space_of(2)
+    truth = Truth(space.nodes, **WRONG)
+    plan = sampled(space, num=1, seed=3)[0]
+
+    def spread(**changes: object) -> float:
+        ranker = ranker_of(truth)
+        ranker.learn([*outcomes(space, truth, num=1), trial(1, plan, truth(plan), **changes)])
+        return ranker.forecast([plan])[0].spread
+
+    assert spread() < spread(num_iterations=3)
+    assert spread() < spread(source="other:7")
+
+
+def test_a_lucky_launch_counts_less_where_iterations_scatter() -> None:
+    space = space_of(2)
+    truth = Truth(space.nodes)
+    trials = outcomes(space, truth, num=5)
+    lucky = sampled(space, num=1, seed=3)[0]
+
+    def posterior_mean(spread: float) -> float:
+        ranker = ranker_of(truth)
+        known = [trial(one.number, one.plan, truth(one.plan), spread=spread) for one in trials]
+        ranker.learn([*known, trial(9, lucky, 0.8 * truth(lucky), spread=spread)])
+        return ranker.forecast([lucky])[0].iteration_s / truth(lucky)
+
+    assert posterior_mean(0.001) + 0.03 < posterior_mean(0.05) < 1.0
+
+
+def test_what_a_kind_of_plan_is_off_by_is_learned_with_shrinkage() -> None:
+    space = space_of(2, schedule=["1f1b", "zb-h1"], pipeline_parallel=2, virtual_stages=1, mapping="stock")
+    truth = Truth(space.nodes)
+    plans = sampled(space, num=40, seed=1)
+    own = [plan for plan in plans if plan.schedule.label == "zb-h1"]
+    stock = [plan for plan in plans if plan.schedule.label == "1f1b"]
+    ranker = ranker_of(truth)
+    trials = [trial(at, plan, truth(plan)) for at, plan in enumerate([space.baseline, *stock[:6]])]
+    ranker.learn(trials)
+    before = errors(ranker, truth, own[-1:])[0]
+    ranker.learn([*trials, *(trial(20 + at, plan, 1.3 * truth(plan)) for at, plan in enumerate(own[:1]))])
+    after = errors(ranker, truth, own[-1:])[0]
+    assert before + 0.03 < after < np.log(1.3)
+    assert abs(errors(ranker, truth, stock[-1:])[0]) < 0.05
+
+
+def test_records_of_repeats_lost_trials_and_other_kinds_add_nothing_to_the_times() -> None:
+    space = space_of(2)
+    truth = Truth(space.nodes)
+    first = outcomes(space, truth, num=3)
+    plain, noisy = ranker_of(truth), ranker_of(truth)
+    plain.learn(first)
+    extra = [
+        trial(7, space.baseline, 99.0, repeats=0),
+        FinishedTrial(
+            number=8,
+            plan=space.baseline,
+            record=TrialRecord(verdict="lost", outcome="INFRA", reason="", attempt_id=""),
+        ),
+    ]
+    noisy.learn([*first, *extra])
+    plans = sampled(space, num=5, seed=8)
+    assert plain.forecast(plans) == noisy.forecast(plans)
+
+
+def write_actions(folder: Path, plan: Plan, truth: Truth, *, attempt_id: str = ATTEMPT) -> None:
+    """What the ranks of a schedule of ours would have recorded."""
+    from quartet_plugin.cost.iteration import IterationModelCache
+
+    anatomy = IterationModelCache(truth.ground).of(plan)
+    folder.mkdir(parents=True)
+    for device in range(plan.layout.pipeline_parallel):
+        actions, start, end, now = [], [], [], 0.0
+        for kind, directions in (("F", (0,)), ("I", (1,)), ("W", (2,))):
+            for microbatch in range(3):
+                seconds, _ = anatomy.stage(truth.theta, stage=device, directions=directions)
+                actions.append(f"{device}{kind}{microbatch}")
+                start.append(now)
+                now += seconds
+                end.append(now)
+        sheet = {
+            "schema_version": 1,
+            "attempt_id": attempt_id,
+            "launch_rank": device,
+            "device": device,
+            "replica": 0,
+            "begin_at": 0.0,
+            "actions": actions,
+            "start_s": start,
+            "end_s": end,
+            "waiting_s": [0.0] * len(actions),
+        }
+        (folder / f"rank-{device}.actions.json").write_text(json.dumps(sheet))
+
+
+def test_recorded_actions_say_what_whole_iterations_cannot(tmp_path: Path) -> None:
+    space = space_of(2, schedule="zb-h1", pipeline_parallel=2, virtual_stages=1, mapping="stock")
+    truth = Truth(space.nodes, speed=2.0, head=3.0)
+    plan = sampled(space, num=1)[0]
+    trials = [trial(1, plan, truth(plan))]
+    blind = ranker_of(truth)
+    blind.learn(trials)
+    write_actions(tmp_path / "000001" / "attempt-1", plan, truth)
+    seeing = ranker_of(truth, tmp_path)
+    seeing.learn(trials)
+
+    def head(ranker: PlanPredictor) -> tuple[float, float]:
+        found = next(one for one in ranker.corrections() if one.name == "head")
+        return found.ratio, found.spread
+
+    assert abs(np.log(head(seeing)[0] / 3.0)) < abs(np.log(head(blind)[0] / 3.0))
+    assert head(seeing)[1] < head(blind)[1]
+
+
+def test_actions_of_another_attempt_or_a_broken_file_are_left_out(tmp_path: Path) -> None:
+    space = space_of(2, schedule="zb-h1", pipeline_parallel=2, virtual_stages=1, mapping="stock")
+    truth = Truth(space.nodes)
+    plan = sampled(space, num=1)[0]
+    write_actions(tmp_path / "attempt-1", plan, truth, attempt_id="b" * 32)
+    write_actions(tmp_path / "attempt-2", plan, truth)
+    found = action_times(tmp_path, attempt_id=ATTEMPT)
+    assert {(one.stage, one.directions) for one in found} == {(s, (d,)) for s in (0, 1) for d in (0, 1, 2)}
+    assert action_times(tmp_path, attempt_id="c" * 32) == ()
+    (tmp_path / "attempt-2" / "rank-0.actions.json").write_text("{")
+    assert action_times(tmp_path, attempt_id=ATTEMPT) == ()
+    assert action_times(tmp_path / "nowhere", attempt_id=ATTEMPT) == ()
+
+
+def test_the_spread_of_a_median_shrinks_with_more_iterations() -> None:
+    assert spread_of([1.0, 1.0, 1.0]) == 0.0
+    few, many = [1.0, 1.1, 0.9, 1.05, 0.95], [1.0, 1.1, 0.9, 1.05, 0.95] * 4
+    assert spread_of(many) == pytest.approx(spread_of(few) / 2.0)
+
+
+def test_plans_are_alike_as_far_as_they_share_groups() -> None:
+    space = space_of(2)
+    ranker = ranker_of(Truth(space.nodes))
+    base = space.baseline
+    same_layout = replace(base, split=replace(base.split, transformer_layers_per_stage=(5, 3)))
+    other = next(plan for plan in sampled(space, num=50) if plan.layout.data_parallel == 2)
+    found = ranker.likeness([base, same_layout, other], [base])
+    assert found[0] == pytest.approx(1.0)
+    assert 1.0 > found[1] > found[2] >= 0.0
+    assert ranker.likeness([base], []).tolist() == [0.0]

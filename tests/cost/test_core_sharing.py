@@ -1,0 +1,143 @@
+"""Processes that share processor cores: how long work takes depends on how busy the others are."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet_plugin.calibration.machine_prior import machine_model_of
+from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient
+from quartet_plugin.cost.core_sharing import CoreSharing, core_sharing_of
+from quartet_plugin.cost.iteration import IterationModelCache
+from quartet_plugin.mapping.orders import order_named
+from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan, Split
+from quartet_plugin.space.baseline import baseline_plan
+from quartet_plugin.tuner.launches import nodes_of
+from tests.space.jobs import make_job, make_layout, make_nodes
+from tests.trial.factory import report
+
+
+def plan_on(*crowds: CoreGroup, split: tuple[int, ...] = (3, 3, 3, 3), mapping: str = "stock") -> Plan:
+    nodes = (replace(make_nodes(4)[0], crowds=crowds or None),)
+    layout = make_layout(pipeline_parallel=4, micro_batch_size=2)
+    shape = replace(make_job().shape, num_layers=sum(split))
+    plan = baseline_plan(make_job(layout=layout, shape=shape), nodes=nodes, run="r", seed=0)
+    order = order_named(mapping, layout=layout, nodes=nodes)
+    return replace(plan, split=Split(transformer_layers_per_stage=split), mapping=order.mapping)
+
+
+def seconds(plan: Plan) -> float:
+    ground = machine_model_of(plan.made_for.nodes, precision="fp32")
+    return IterationModelCache(ground).of(plan).evaluate(np.zeros(ground.num_factors))[0]
+
+
+THREE = CoreGroup(locals=(1, 2, 3), num_cores=1)
+
+
+def test_without_crowds_nobody_waits_for_a_core() -> None:
+    plan = plan_on()
+    assert core_sharing_of(plan, plan.made_for.nodes) is None
+
+
+def test_who_is_beside_whom_goes_with_the_mapping() -> None:
+    plan = plan_on(THREE)
+    found = core_sharing_of(plan, plan.made_for.nodes)
+    assert found is not None
+    assert found.most.tolist() == [1.0, 3.0, 3.0, 3.0]
+    moved = plan_on(THREE, mapping="3,0,1,2")
+    found = core_sharing_of(moved, moved.made_for.nodes)
+    assert found is not None
+    assert found.most.tolist() == [3.0, 1.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("busy", "expected"),
+    [([1, 0, 0, 0], [1, 1, 1, 1]), ([1, 1, 1, 1], [1, 3, 3, 3]), ([0, 0.5, 0, 1], [1, 2, 2.5, 1.5])],
+)
+def test_the_busier_the_others_the_longer_it_takes(busy: list[float], expected: list[float]) -> None:
+    plan = plan_on(THREE)
+    found = core_sharing_of(plan, plan.made_for.nodes)
+    assert found is not None
+    assert found.stretch(np.array(busy, dtype=float)).tolist() == expected
+
+
+def test_several_cores_are_shared_by_more_processes() -> None:
+    plan = plan_on(CoreGroup(locals=(0, 1, 2, 3), num_cores=2))
+    found = core_sharing_of(plan, plan.made_for.nodes)
+    assert found is not None
+    assert found.most.tolist() == [2.0] * 4
+    assert found.stretch(np.array([1.0, 1.0, 0.0, 0.0])).tolist() == [1.0, 1.0, 1.5, 1.5]
+
+
+def test_replicas_of_one_stage_work_at_the_same_time() -> None:
+    nodes = (replace(make_nodes(4)[0], crowds=(CoreGroup(locals=(0, 1), num_cores=1),)),)
+    layout = make_layout(pipeline_parallel=2, data_parallel=2)
+    plan = baseline_plan(make_job(layout=layout), nodes=nodes, run="r", seed=0)
+    found = core_sharing_of(plan, nodes)
+    assert found is not None
+    assert found.stretch(np.zeros(2)).tolist() == [2.0, 1.0]
+
+
+def test_work_that_moves_off_a_crowded_core_makes_everybody_faster() -> None:
+    even, moved = plan_on(THREE, split=(3, 3, 3, 3)), plan_on(THREE, split=(8, 2, 1, 1))
+    assert seconds(moved) < 0.85 * seconds(even)
+    assert seconds(plan_on(THREE, split=(0, 4, 4, 4))) > seconds(even)
+    # It is not that the ends weigh more: with a core for each the same move gains little.
+    gain_alone = seconds(plan_on(split=(3, 3, 3, 3))) / seconds(plan_on(split=(8, 2, 1, 1)))
+    assert seconds(even) / seconds(moved) > 1.1 * gain_alone
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=4, max_size=4), st.sampled_from([1, 2]))
+def test_no_core_does_more_than_its_time(split: list[int], num_cores: int) -> None:
+    crowd = CoreGroup(locals=(1, 2, 3), num_cores=num_cores)
+    plan, alone = plan_on(crowd, split=tuple(split)), plan_on(split=tuple(split))
+    ground = machine_model_of(plan.made_for.nodes, precision="fp32")
+    anatomy = IterationModelCache(ground).of(plan)
+    work = anatomy._work(np.exp(np.zeros(ground.num_factors)))
+    assert seconds(plan) >= 0.93 * max(work[0], work[1:].sum() / num_cores)
+    assert seconds(alone) - 1e-9 <= seconds(plan) <= 3.0 * seconds(alone)
+
+
+def test_a_crowding_that_never_settles_ends() -> None:
+    found = CoreSharing(beside=np.array([[0.0, 1.0], [1.0, 0.0]]), cores=np.ones(2))
+    assert found.settle(np.ones(2), span_s=lambda _: 0.0).tolist() == [2.0, 2.0]
+    calls = []
+    found.settle(np.ones(2), span_s=lambda one: calls.append(one) or float(1 + len(calls) % 2))  # type: ignore[func-returns-value]
+    assert len(calls) <= 12
+
+
+def test_the_slopes_are_those_of_a_given_stretch() -> None:
+    plan = plan_on(THREE, split=(6, 3, 2, 1))
+    ground = machine_model_of(plan.made_for.nodes, precision="fp32")
+    value, slopes = IterationModelCache(ground).of(plan).evaluate(np.zeros(ground.num_factors))
+    assert slopes[len(COEFFICIENTS) :].sum() < value
+    assert (slopes >= 0).all()
+
+
+def test_what_our_runtime_gains_is_less_sure_where_cores_are_shared() -> None:
+    runtime = INDEX[Coefficient.RUNTIME]
+    crowded, alone = (
+        machine_model_of(plan.made_for.nodes, precision="fp32").spreads
+        for plan in (plan_on(THREE), plan_on())
+    )
+    assert crowded[runtime] > 3.0 * alone[runtime]
+    assert (np.delete(crowded, runtime) == np.delete(alone, runtime)).all()
+
+
+def test_an_action_on_a_crowded_core_says_little() -> None:
+    plan = plan_on(THREE)
+    anatomy = IterationModelCache(machine_model_of(plan.made_for.nodes, precision="fp32")).of(plan)
+    assert [anatomy.is_crowded(stage) for stage in range(4)] == [False, True, True, True]
+
+
+def test_crowds_are_read_from_the_cores_that_ranks_may_use() -> None:
+    cores = [(0,), (1,), (1,), (0, 1)]
+    (node,) = nodes_of(report(at, cores=cores[at], host="a") for at in range(4))
+    assert node.crowds == (CoreGroup(locals=(1, 2), num_cores=1),)
+    (free,) = nodes_of(report(at, cores=(0, 1, 2, 3), host="a") for at in range(4))
+    assert free.crowds is None
+    (silent,) = nodes_of(report(at, host="a") for at in range(4))
+    assert silent == NodeInfo(host="a", node_class="cpu x4", num_slots=4)

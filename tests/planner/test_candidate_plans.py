@@ -1,0 +1,85 @@
+"""The candidates: all of a small space's choices, each once, and legal."""
+
+import random
+from collections.abc import Sequence
+
+from quartet_plugin.calibration.predictor import identity
+from quartet_plugin.cost.iteration import StageLoads
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
+from quartet_plugin.space.param_sources import FixedParams, RandomParams
+from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.tuner.config import parse_config
+from tests.space.jobs import make_job, make_layout, make_nodes
+from tests.tuner.fakes import by_formula
+
+
+def space_of(search: dict[str, object], *nodes: int, **layout: int) -> Space:
+    config = parse_config({"search": search}, where="test").search
+    degrees = {"pipeline_parallel": sum(nodes), **layout}
+    job = make_job(layout=make_layout(**degrees))
+    return build_space(job, nodes=make_nodes(*nodes), search=config, run="r", seed=0)
+
+
+def rates(plans: Sequence[Plan]) -> list[float]:
+    return [by_formula(plan) for plan in plans]
+
+
+def flat_ends(plan: Plan) -> StageLoads:
+    return StageLoads(embedding=0.0, head=1.0, paces=(1.0,) * plan.layout.pipeline_parallel)
+
+
+def found_in(space: Space) -> list[Candidate]:
+    return PlanCandidates(space, knows=lambda plan: True).best(rate=rates, ends_of=flat_ends)
+
+
+def discrete(plan: Plan) -> object:
+    """What is chosen of a plan beside its split."""
+    return plan.shape, plan.layout, plan.schedule.label, plan.mapping
+
+
+def test_every_choice_of_a_small_space_is_there() -> None:
+    space = space_of({"schedule": ["no-pipelining", "1f1b", "interleaved", "zb-h1"]}, 2)
+    found = {discrete(one.plan) for one in found_in(space)}
+    generator = random.Random(0)
+    chosen = {discrete(space.decode(RandomParams(generator), trial=0)) for _ in range(600)}
+    stock = {one for one in chosen if "zb" not in one[2]}  # type: ignore[index]
+    assert stock <= found
+    assert any("zb" in one[2] for one in found)  # type: ignore[index]
+
+
+def test_every_asked_split_is_there() -> None:
+    asked = ["7+1", "6+2", "5+3", "even"]
+    space = space_of({"schedule": "1f1b", "pipeline_parallel": 2, "virtual_stages": 1, "split": asked}, 2)
+    assert {one.plan.split.label for one in found_in(space)} == {"7+1", "6+2", "5+3", "4+4"}
+
+
+def test_each_plan_is_there_once_and_its_choices_lead_to_it() -> None:
+    space = space_of({"schedule": ["1f1b", "zb-h1"], "pipeline_parallel": 2}, 2)
+    found = found_in(space)
+    assert len({one.plan.key for one in found}) == len(found)
+    assert len({identity(one.plan) for one in found}) == len(found)
+    for one in found[::5]:
+        assert space.decode(FixedParams(one.params), trial=0).key == one.plan.key
+        assert space.params_of(one.plan) is not None
+
+
+def test_near_the_best_the_splits_are_varied() -> None:
+    space = space_of({"schedule": "1f1b", "pipeline_parallel": 2, "virtual_stages": 1, "mapping": "stock"}, 2)
+    splits = {one.plan.split.label for one in found_in(space)}
+    assert {"5+3", "4+4", "6+2"} <= splits
+
+
+def test_a_large_space_is_cut_to_what_can_be_ranked() -> None:
+    space = space_of({"schedule": "stock"}, 8, 8, 8, 8, pipeline_parallel=4, data_parallel=8)
+    candidates = PlanCandidates(space, knows=lambda plan: True)
+    assert len(candidates.layouts) <= 400
+    assert len(candidates.best(rate=rates, ends_of=flat_ends)) <= 4000
+
+
+def test_plans_that_cannot_be_predicted_are_left_out() -> None:
+    space = space_of({"schedule": "stock"}, 2)
+    candidates = PlanCandidates(space, knows=lambda plan: plan.layout.data_parallel == 1)
+    found = candidates.best(rate=rates, ends_of=flat_ends)
+    assert found
+    assert all(one.plan.layout.data_parallel == 1 for one in found)

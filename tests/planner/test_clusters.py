@@ -1,0 +1,338 @@
+"""Planning on clusters that are described in full: mappings, unequal devices, bounds."""
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.cost.cluster import ideal, topology_of, uniform_topology_of
+from quartet_plugin.cost.constants import fitted
+from quartet_plugin.cost.predict import predict
+from quartet_plugin.cost.probed import Findings, ProbedLinks, ProbedRank, cluster_of
+from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.model.cluster import Link, write_cluster
+from quartet_plugin.model.plan import read_plan, write_plan
+from quartet_plugin.planner.assigned_prediction import AssignedRun
+from quartet_plugin.planner.assignment_search import QUICK, THOROUGH, assign, places_of_job, planned_run
+from quartet_plugin.planner.bounds import bounds_of
+from quartet_plugin.planner.candidates import even_split, layout_of, legal_candidates
+from quartet_plugin.planner.job import PlanRequest, parse_job, read_job
+from quartet_plugin.planner.plans import plain_layout, plan_of
+from quartet_plugin.planner.ranking import best_plans, rank, refine, slowdown_of
+from tests.model.clusters import make_cluster
+from tests.planner.planning import cluster_job, job_data, random_cluster_job
+
+DEVICES = ("A100-SXM-80GB", "H100-SXM-80GB", "MI300X", "GB200")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("experts", [None, 8])
+def test_equal_devices_in_the_stock_order_are_predicted_as_ever(device: str, experts: int | None) -> None:
+    search: dict[str, Any] = {
+        "context_parallel": "auto",
+        "micro_batch_size": [1, 2],
+        "recompute": ["none", "full"],
+    }
+    model = {"num_experts": experts} if experts else {}
+    cluster = {"device": device, "num_nodes": 4, "devices_per_node": 4}
+    job = parse_job(job_data(cluster=cluster, search=search, model=model), where="job")
+    candidates = legal_candidates(job, job.shape)
+    bounds = bounds_of(job, job.shape, candidates, constants=fitted())
+    places = uniform_topology_of(job.machines, fitted())
+    step = max(1, len(candidates) // 20)
+    for row in range(0, len(candidates), step):
+        run = planned_run(
+            job, job.shape, candidates.layout(row), bounds.split(job, job.shape, candidates, row)
+        )
+        placed = AssignedRun(run, fitted(), places).predict(tuple(range(16)))
+        stock = predict(run, fitted())
+        assert placed.iter_time_s == pytest.approx(stock.iter_time_s, rel=1e-9), candidates.layout(row)
+        assert set(placed.terms) == set(stock.terms)
+        assert sum(placed.terms.values()) == pytest.approx(placed.iter_time_s)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pruning_keeps_the_optimum_on_unequal_clusters(seed: int) -> None:
+    job = random_cluster_job(seed)
+    try:
+        every = rank(job, top=2, exhaustive=True)
+    except InfeasibleError:
+        with pytest.raises(InfeasibleError):
+            rank(job, top=2)
+        return
+    quick = rank(job, top=2)
+    assert [(b.layout, b.split, b.slots) for b in quick.best] == [
+        (b.layout, b.split, b.slots) for b in every.best
+    ]
+    assert quick.num_predicted <= every.num_predicted
+    assert quick.num_considered == every.num_considered
+
+
+@pytest.mark.parametrize("seed", range(20, 28))
+def test_no_placed_prediction_is_under_its_bounds(seed: int) -> None:
+    job = random_cluster_job(seed)
+    assert job.cluster is not None
+    candidates = legal_candidates(job, job.shape)
+    machines, constants = ideal(job.cluster, fitted())
+    bounded = PlanRequest(
+        shape=job.shape,
+        machines=machines,
+        global_batch_size=job.global_batch_size,
+        precision=job.precision,
+        search=job.search,
+    )
+    bounds = bounds_of(bounded, job.shape, candidates, constants=constants, slowdown=slowdown_of(job))
+    places = places_of_job(job, fitted())
+    for row in range(0, len(candidates), max(1, len(candidates) // 12)):
+        split = bounds.split(job, job.shape, candidates, row)
+        layout = candidates.layout(row)
+        found = assign(job, job.shape, layout, split, constants=fitted(), places=places, effort=QUICK)
+        if found is not None:
+            assert bounds.time_s[row] <= found.found.iter_time_s, layout
+            assert bounds.memory_bytes[row] <= found.memory.total, layout
+
+
+@pytest.mark.parametrize("seed", range(40, 48))
+def test_a_placement_is_never_worse_than_the_stock_orders(seed: int) -> None:
+    job = random_cluster_job(seed)
+    places = places_of_job(job, fitted())
+    candidates = legal_candidates(job, job.shape)
+    checked = 0
+    for row in range(0, len(candidates), max(1, len(candidates) // 6)):
+        layout = candidates.layout(row)
+        counts = [job.shape.num_layers // layout.num_stages] * layout.num_stages
+        counts[0] += job.shape.num_layers - sum(counts)
+        found = assign(
+            job,
+            job.shape,
+            layout,
+            tuple(counts),
+            constants=fitted(),
+            places=places,
+            effort=QUICK,
+            may_split=False,
+        )
+        if found is None:
+            continue
+        checked += 1
+        assert len(found.stock_s) == 2
+        assert found.found.iter_time_s <= min(found.stock_s.values()) * (1 + 1e-9)
+        assert sorted(found.slots) == list(range(job.machines.num_devices))
+    assert checked
+
+
+def test_a_slow_node_gets_fewer_layers() -> None:
+    slow = {(1, local): 3.0 for local in range(4)}
+    job = cluster_job(
+        make_cluster(slowdown=slow),
+        model={"num_layers": 12, "vocab_size": 1000},
+        search={"pipeline_parallel": 2, "data_parallel": 4, "virtual_stages": 1, "micro_batch_size": 1},
+    )
+    best = refine(job, rank(job)).best[0]
+    places = places_of_job(job, fitted())
+    slots = list(range(8)) if best.slots is None else list(best.slots)
+    by_rank = places.slowdown[slots].reshape(2, 4).max(axis=1)
+    assert sorted(by_rank.tolist()) == [1.0, 3.0]
+    counts = dict(zip(by_rank.tolist(), best.split, strict=True))
+    assert counts[1.0] > counts[3.0]
+    assert best.stock_s is not None
+    assert best.iteration_s <= min(best.stock_s.values()) * (1 + 1e-9)
+
+
+def test_refining_never_makes_a_layout_slower() -> None:
+    job = random_cluster_job(3)
+    found = rank(job, top=3)
+    better = refine(job, found, effort=THOROUGH)
+    before = {one.layout: one.equal_work_s for one in found.best}
+    assert {one.layout for one in better.best} == set(before)
+    assert all(one.equal_work_s <= before[one.layout] * (1 + 1e-9) for one in better.best)
+    times = [one.equal_work_s for one in better.best]
+    assert times == sorted(times)
+
+
+def test_the_best_plans_are_ranked_by_their_solved_mappings() -> None:
+    job = random_cluster_job(3)
+    found = best_plans(job, top=2)
+    assert len(found.best) == 2
+    assert found.best[0].equal_work_s <= found.best[1].equal_work_s
+    assert found.best[0].equal_work_s <= rank(job).best[0].equal_work_s * (1 + 1e-9)
+
+
+def test_the_stock_order_stays_where_it_is_asked_for() -> None:
+    job = cluster_job(
+        make_cluster(slowdown={(0, 1): 2.0}), search={"mapping": "stock", "micro_batch_size": 1}
+    )
+    found = refine(job, rank(job, top=3))
+    assert all(one.slots is None for one in found.best)
+
+
+def test_nodes_of_unequal_size_keep_the_launchers_order() -> None:
+    cluster = make_cluster(slowdown={(0, 0): 2.0})
+    cluster["nodes"][1] = {"name": "small", "devices": ["A100-SXM-80GB"] * 2}
+    job = cluster_job(cluster, batch={"global_batch_size": 12}, search={"micro_batch_size": 1})
+    found = refine(job, rank(job, top=5))
+    assert all(one.slots is None for one in found.best)
+    assert {one.layout.tensor_parallel for one in found.best} <= {1, 2}
+
+
+def test_measured_links_are_taken_as_they_are() -> None:
+    nominal = cluster_job(make_cluster())
+    measured = cluster_job(make_cluster(links={"measured": True}))
+    assert nominal.cluster is not None
+    assert measured.cluster is not None
+    ratio = (
+        topology_of(nominal.cluster, fitted()).inside_bytes_per_s
+        / topology_of(measured.cluster, fitted()).inside_bytes_per_s
+    )
+    assert ratio == pytest.approx(fitted().scale_up)
+    assert measured.machines.scale_up_bytes_per_s * fitted().scale_up == pytest.approx(3e11)
+
+
+def test_levels_of_links_join_domains() -> None:
+    links = {"scale_up_devices": 2, "node": {"bandwidth_bytes_per_s": 6e10, "latency_s": 3e-6}}
+    job = cluster_job(make_cluster(links=links))
+    assert job.cluster is not None
+    places = topology_of(job.cluster, fitted())
+    assert places.domain_of_slot.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    reached = places.between_bytes_per_s / fitted().scale_out
+    assert reached[0, 1] == pytest.approx(6e10)
+    assert reached[1, 2] == pytest.approx(2.5e10)
+    assert places.between_latency_s[0, 1] == 3e-6
+    assert job.largest_tensor_parallel == 2
+
+
+def test_a_slower_kind_of_device_is_a_slowdown() -> None:
+    cluster = make_cluster(device="H100-SXM-80GB", slowdown={(0, 3): 1.2})
+    cluster["nodes"][1]["devices"] = ["A100-SXM-80GB"] * 4
+    job = cluster_job(cluster)
+    assert job.cluster is not None
+    assert job.machines.device.name == "H100-SXM-80GB"
+    assert job.cluster.slowdown[:4].tolist() == [1.0, 1.0, 1.0, 1.2]
+    assert job.cluster.slowdown[4] == pytest.approx(0.804 * 989 / (0.87 * 312), rel=0.05)
+
+
+def test_a_plan_names_the_clusters_own_nodes(tmp_path: Path) -> None:
+    job = cluster_job(make_cluster(slowdown={(0, 2): 2.0}), search={"micro_batch_size": 2})
+    best = refine(job, rank(job)).best[0]
+    plan = plan_of(job, best, plain=plain_layout(job, best=best), name="job", place=1)
+    assert [node.host for node in plan.made_for.nodes] == ["node-0", "node-1"]
+    assert plan.made_for.nodes[0].node_class == "A100-SXM-80GB x4"
+    assert plan.prediction is not None
+    assert plan.prediction.relative_cost is not None
+    assert plan.prediction.relative_cost <= 1.0
+    write_plan(plan, path=tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+
+
+def test_a_job_names_a_cluster_file(tmp_path: Path) -> None:
+    import json
+
+    data = job_data()
+    del data["cluster"]
+    (tmp_path / "cluster.json").write_text(json.dumps(make_cluster()), encoding="utf-8")
+    lines = [f"{name}: {json.dumps(value)}" for name, value in data.items()]
+    (tmp_path / "job.yaml").write_text("\n".join([*lines, "cluster: {file: cluster.json}"]), encoding="utf-8")
+    assert read_job(tmp_path / "job.yaml").machines.num_devices == 8
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ({"file": "missing.json"}, "missing.json"),
+        ({"file": "x.json", "num_nodes": 2}, "num_nodes"),
+        ({**make_cluster(), "nodes": [{"name": "a", "devices": ["H9000"]}]}, "'H9000': unknown"),
+        (make_cluster(links={"network": {"bandwidth_bytes_per_s": -1.0, "latency_s": 0.0}}), "network"),
+        ("H100", "cluster"),
+    ],
+)
+def test_a_wrong_cluster_is_one_line(cluster: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        parse_job({**job_data(), "cluster": cluster}, where="job.yaml")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_device_can_be_described() -> None:
+    cluster = make_cluster(device="a core")
+    values = {"peak_flops": {"fp32": 5e10}, "memory_bytes": 8 * 10**9, "memory_bandwidth_bytes_per_s": 1e10}
+    cluster["devices"] = {"a core": values}
+    job = cluster_job(cluster, model={"precision": "fp32", "hidden_size": 256, "num_attention_heads": 4})
+    assert job.machines.memory_bytes == 8 * 10**9
+    assert job.software.name == "Megatron-Core on CPU"
+    assert rank(job).best[0].iteration_s > 0
+    del cluster["devices"]["a core"]["memory_bytes"]
+    with pytest.raises(ConfigError, match=r"give its peak_flops, memory_bytes"):
+        cluster_job(cluster)
+
+
+@pytest.mark.parametrize("name", ["gpt-175b", "mixed"])
+def test_the_examples_are_jobs(name: str) -> None:
+    job = read_job(Path(__file__).parents[2] / "examples" / "plan" / f"{name}.yaml")
+    assert len(legal_candidates(job, job.shape)) > 100
+
+
+def test_groups_that_fit_in_no_domain_are_said() -> None:
+    job = cluster_job(
+        make_cluster(num_nodes=4, per_node=2),
+        model={"num_experts": 8},
+        search={"expert_parallel": 4, "inside": "expert", "micro_batch_size": 1},
+    )
+    with pytest.raises(InfeasibleError, match="expert parallel groups inside a scale-up domain"):
+        rank(job)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_small_placement_is_the_best_of_all_by_the_whole_prediction(seed: int) -> None:
+    draw = random.Random(seed)
+    num_nodes, per_node = draw.choice([(2, 3), (3, 2), (1, 6)])
+    slow = {
+        (node, local): draw.choice([1.0, 1.5, 3.0]) for node in range(num_nodes) for local in range(per_node)
+    }
+    rates = [[draw.choice([2e9, 2.5e10]) for _ in range(num_nodes)] for _ in range(num_nodes)]
+    cluster = make_cluster(
+        num_nodes=num_nodes,
+        per_node=per_node,
+        slowdown=slow,
+        links={"matrix": {"bandwidth_bytes_per_s": rates}},
+    )
+    job = cluster_job(cluster, model={"num_layers": 6}, batch={"global_batch_size": 12})
+    layout = layout_of(1, 1, *draw.choice([(2, 3), (3, 2), (6, 1)]), 1, 1, 0, 0)
+    split = even_split(6, layout.num_stages)
+    places = places_of_job(job, fitted())
+    found = assign(job, job.shape, layout, split, constants=fitted(), places=places, may_split=False)
+    assert found is not None
+    run = AssignedRun(planned_run(job, job.shape, layout, split), fitted(), places)
+    least = min(
+        run.predict(slots).iter_time_s
+        for slots in itertools.permutations(range(6))
+        if places.slots[slots[0]].node == 0
+    )
+    assert found.found.iter_time_s <= least * 1.01
+
+
+def test_what_a_probe_found_can_be_planned_for(tmp_path: Path) -> None:
+    ranks = tuple(
+        ProbedRank(
+            host=f"host-{at // 2}",
+            local_rank=at % 2,
+            name="some processor",
+            memory_bytes=8 * 10**9,
+            compute_units=1,
+            power_watts=None,
+            matmul_flops={"fp32": 4e10 if at else 2e10},
+            copy_bytes_per_s=8e9,
+        )
+        for at in range(4)
+    )
+    link = Link(bandwidth_bytes_per_s=1e9, latency_s=1e-4)
+    links = ProbedLinks(scale_up=link, network=replace(link, bandwidth_bytes_per_s=1e8), pairs=None)
+    found = cluster_of(Findings(schema_version=1, device="cpu", ranks=ranks, links=links))
+    write_cluster(found, path=tmp_path / "cluster.json")
+    data = job_data(model={"precision": "fp32", "hidden_size": 256, "num_attention_heads": 4})
+    job = parse_job({**data, "cluster": {"file": str(tmp_path / "cluster.json")}}, where="job")
+    assert job.cluster is not None
+    assert job.cluster.slowdown.tolist() == [2.0, 1.0, 1.0, 1.0]
+    assert job.machines.device.ceiling("fp32") == 4e10
+    assert best_plans(job).best[0].iteration_s > 0

@@ -1,0 +1,213 @@
+"""Experts, fp8, written splits and context parallelism in the planner, and what it refuses."""
+
+from typing import Any
+
+import pytest
+
+from quartet_plugin.cost.constants import fitted
+from quartet_plugin.cost.memory import peak_memory
+from quartet_plugin.cost.predict import predict
+from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.planner.assignment_search import planned_run
+from quartet_plugin.planner.bounds import bounds_of
+from quartet_plugin.planner.candidates import degrees, fault_of_degrees, legal_candidates
+from quartet_plugin.planner.job import PlanRequest, parse_job
+from quartet_plugin.planner.ranking import rank, refusals
+from quartet_plugin.planner.refusals import refused_degrees
+from tests.planner.planning import job_data
+
+EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 2048}
+
+
+def parsed(**changes: dict[str, Any]) -> PlanRequest:
+    return parse_job(job_data(**changes), where="job")
+
+
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "experts": {"model": EXPERTS, "search": {"micro_batch_size": [1, 2]}},
+    "dense layers first": {"model": {**EXPERTS, "num_dense_layers": 3}, "search": {"micro_batch_size": [1]}},
+    "a shared expert": {
+        "model": {**EXPERTS, "shared_expert_ffn_hidden_size": 2048},
+        "search": {"context_parallel": "auto", "micro_batch_size": [1]},
+    },
+    "fp8": {"model": {"precision": "fp8"}, "cluster": {"device": "H100-SXM-80GB"}},
+    "splits": {"search": {"split": ["even", "5+3", "3+5", "2+2+2+2"], "micro_batch_size": [1, 2]}},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pruning_keeps_the_optimum(name: str) -> None:
+    job = parsed(**CASES[name])
+    quick, every = rank(job, top=3), rank(job, top=3, exhaustive=True)
+    assert [(b.layout, b.split) for b in quick.best] == [(b.layout, b.split) for b in every.best]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_prediction_is_under_its_bounds(name: str) -> None:
+    job = parsed(**CASES[name])
+    candidates = legal_candidates(job, job.shape)
+    bounds = bounds_of(job, job.shape, candidates, constants=fitted())
+    for row in range(0, len(candidates), max(1, len(candidates) // 120)):
+        split = bounds.split(job, job.shape, candidates, row)
+        run = planned_run(job, job.shape, candidates.layout(row), split)
+        assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, candidates.layout(row)
+        assert bounds.memory_bytes[row] <= peak_memory(run).total, candidates.layout(row)
+
+
+def test_expert_parallel_divides_experts_and_replicas() -> None:
+    job = parsed(model={**EXPERTS, "num_experts": 12})
+    found = [
+        legal_candidates(job, job.shape).layout(row) for row in range(len(legal_candidates(job, job.shape)))
+    ]
+    assert {layout.expert_parallel for layout in found} == {1, 2, 4}
+    for layout in found:
+        assert layout.data_parallel * layout.context_parallel % layout.expert_parallel == 0
+
+
+def test_expert_parallel_saves_memory() -> None:
+    layouts = {
+        ep: rank(
+            parsed(model={**EXPERTS, "num_experts": 64}, search={"expert_parallel": ep, "data_parallel": 8})
+        )
+        for ep in (1, 8)
+    }
+    assert layouts[8].best[0].memory.total < layouts[1].best[0].memory.total
+
+
+def test_dense_models_have_no_expert_parallel() -> None:
+    job = parsed()
+    candidates = legal_candidates(job, job.shape)
+    assert {candidates.layout(row).expert_parallel for row in range(len(candidates))} == {1}
+
+
+def test_fp8_is_faster_where_the_device_has_it() -> None:
+    wide = {"hidden_size": 8192, "num_attention_heads": 64}
+    fast, plain = (
+        rank(parsed(cluster={"device": "H100-SXM-80GB"}, model={**wide, "precision": precision}))
+        for precision in ("fp8", "bf16")
+    )
+    assert fast.best[0].iteration_s < plain.best[0].iteration_s
+
+
+def test_written_splits_are_the_only_ones() -> None:
+    found = rank(parsed(search={"split": ["5+3", "3+5"]}), top=50)
+    assert {ranked.split for ranked in found.best} <= {(5, 3), (3, 5)}
+    assert {ranked.layout.num_stages for ranked in found.best} == {2}
+
+
+def test_context_parallel_cuts_sequences() -> None:
+    job = parsed(search={"context_parallel": [2, 4]}, model={"seq_length": 1028})
+    candidates = legal_candidates(job, job.shape)
+    assert {candidates.layout(row).context_parallel for row in range(len(candidates))} == {2}
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "words"),
+    [
+        ("search", {"split": "6+3"}, "must sum to num_layers"),
+        ("search", {"expert_parallel": 2}, "needs model.num_experts"),
+        ("search", {"schedule": "zb-h1"}, "search.schedule"),
+        ("search", {"mapping": "tp-pp-dp"}, "auto .solved. or stock"),
+        ("search", {"inside": "data"}, "inside"),
+        ("model", {"num_experts": 1}, "num_experts"),
+        ("model", {"num_experts": 4, "experts_per_token": 8}, "experts_per_token"),
+        ("model", {"num_experts": 4, "num_dense_layers": 8}, "num_dense_layers"),
+        ("model", {"precision": "int8"}, "precision"),
+    ],
+)
+def test_what_a_job_may_not_say(section: str, values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        parsed(**{section: values})
+    assert "\n" not in str(caught.value)
+
+
+def test_experts_are_not_scaled() -> None:
+    with pytest.raises(ConfigError, match=r"search.scaling"):
+        parsed(model=EXPERTS, search={"scaling": {}})
+
+
+def test_refused_degrees_and_legal_ones_are_all_degrees() -> None:
+    job = parsed(
+        model={"num_attention_heads": 12, "hidden_size": 1536, "num_layers": 6},
+        batch={"global_batch_size": 12},
+        search={"context_parallel": "auto"},
+    )
+    refused = refused_degrees(job, job.shape)
+    legal = {tuple(row) for row in legal_candidates(job, job.shape).columns[:, :3].tolist()}
+    assert sum(one.count for one in refused) + len(legal) == len(list(degrees(job)))
+    reasons = {one.reason for one in refused}
+    assert "TP 8 does not divide 12 heads" in reasons
+    assert "PP 8 has more stages than 6 layers" in reasons
+    assert "DP 8 does not divide a batch of 12" in reasons
+    assert [one.count for one in refused] == sorted((one.count for one in refused), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "words"),
+    [
+        ({"num_query_groups": 2}, 4, "query groups"),
+        ({"ffn_hidden_size": 1022}, 4, "of the FFN"),
+        ({**EXPERTS, "expert_ffn_hidden_size": 1002}, 4, "of an expert's FFN"),
+        ({"precision": "fp8", "hidden_size": 1032, "num_attention_heads": 8}, 1, "multiples of 16"),
+        ({"seq_length": 1023}, 4, "sequences of 1023"),
+    ],
+)
+def test_each_constraint_names_itself(model: dict[str, Any], tp: int, words: str) -> None:
+    job = parsed(model=model)
+    fault = fault_of_degrees(job, job.shape, tp, 1, 1)
+    assert fault is not None
+    assert words in fault
+
+
+def test_memory_refusals_are_grouped_and_counted() -> None:
+    job = parsed(cluster={"memory_bytes": 6 * 2**30}, model={"num_layers": 16})
+    found = rank(job)
+    memory = [one for one in refusals(job, found) if one.reason.startswith("memory")]
+    assert sum(one.count for one in memory) == found.num_too_large > 0
+    assert any("needs at least" in one.reason and "GB" in one.reason for one in memory)
+
+
+def test_no_legal_layout_names_the_commonest_reason() -> None:
+    with pytest.raises(InfeasibleError, match=r"none is legal .* most often: PP"):
+        rank(parsed(model={"num_layers": 1}, search={"pipeline_parallel": 2}))
+
+
+def layouts_of(job: PlanRequest) -> set[Layout]:
+    found = legal_candidates(job, job.shape)
+    return {found.layout(row) for row in range(len(found))}
+
+
+def test_forbidden_layouts_are_no_candidates() -> None:
+    rules = [
+        {"tensor_parallel": [4, 8]},
+        {"pipeline_parallel": 2, "micro_batch_size": 1},
+        {"schedule": "interleaved", "data_parallel": 1},
+    ]
+    free, job = parsed(), parsed(search={"forbid": rules})
+    every, kept = layouts_of(free), layouts_of(job)
+
+    def is_forbidden(layout: Layout) -> bool:
+        return (
+            layout.tensor_parallel >= 4
+            or (layout.pipeline_parallel == 2 and layout.micro_batch_size == 1)
+            or (layout.virtual_stages > 1 and layout.data_parallel == 1)
+        )
+
+    assert kept == {layout for layout in every if not is_forbidden(layout)}
+    assert any(is_forbidden(layout) for layout in every)
+    assert all(not is_forbidden(one.layout) for one in rank(job, top=3).best)
+
+
+@pytest.mark.parametrize(
+    ("search", "words"),
+    [
+        ({"forbid": {"mapping": "1,0"}}, "mapping; a plan without a run"),
+        ({"forbid": {"schedule": "zb-v"}}, "zb-v; a plan without a run has no-pipelining"),
+        ({"change_class": "C"}, "change_class: C"),
+        ({"scaling": {"shapes": "1x64"}}, "scaling.shapes: 1x64"),
+    ],
+)
+def test_what_takes_a_run_is_refused(search: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        rank(parsed(search=search), top=1)

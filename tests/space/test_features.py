@@ -1,0 +1,86 @@
+"""How far plans may change the training: what features keep, what is asked for, and what is labelled."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.report.tables import changes, plan_lines
+from quartet_plugin.space.features import Axis, locked_axes
+from quartet_plugin.space.param_sources import RandomParams
+from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.tuner.config import parse_config
+from tests.space.jobs import make_job, make_layout, make_nodes
+from tests.tuner.fakes import FakeMachine, Watching, begin, tune
+
+BATCHING = ("moe", "packing", "masked_tokens", "cyclic_data", "external_data")
+LAYOUT = make_layout(data_parallel=2, micro_batch_size=2)
+
+
+def space_of(feature: str | None, *, expert_parallel: int = 1, **search: object) -> Space:
+    layout = replace(LAYOUT, expert_parallel=expert_parallel)
+    job = make_job(layout=layout, features=(feature,) if feature else ())
+    config = parse_config({"search": search}, where="q.yaml").search
+    return build_space(job, nodes=make_nodes(4), search=config, run="r", seed=0)
+
+
+def plans_of(space: Space, *, num: int = 150) -> list[Plan]:
+    generator = random.Random(0)
+    return [space.decode(RandomParams(generator), trial=at + 1) for at in range(num)]
+
+
+def batching(plan: Plan) -> tuple[int, int]:
+    return plan.layout.micro_batch_size, plan.layout.data_parallel
+
+
+@pytest.mark.parametrize("feature", BATCHING)
+def test_what_can_change_the_objective_is_kept_unless_it_is_asked_for(feature: str) -> None:
+    kept = plans_of(space_of(feature))
+    assert {batching(plan) for plan in kept} == {(2, 2)}
+    asked = plans_of(space_of(feature, change_class="C"))
+    assert len({batching(plan) for plan in asked}) > 3
+    for plan in asked:
+        is_other = batching(plan) != (2, 2)
+        assert any(change.change_class == "C" for change in changes(plan)) == is_other
+        # The parity gate compares with the command as it is, which such a plan need not agree with.
+        assert not is_other or plan.schedule.custom is None
+    assert any(plan.schedule.custom is not None for plan in asked) == (feature != "moe")
+    labelled = next(plan for plan in asked if batching(plan) != (2, 2))
+    assert any("class C: can change the objective" in line for line in plan_lines(labelled))
+
+
+def test_without_such_a_feature_class_c_is_class_b() -> None:
+    plans = plans_of(space_of(None, change_class="C"))
+    assert {change.change_class for plan in plans for change in changes(plan)} == {"A", "B"}
+
+
+def test_class_a_keeps_what_rounds_reductions_otherwise() -> None:
+    space = space_of(None, change_class="A")
+    plans = plans_of(space)
+    assert {change.change_class for plan in plans for change in changes(plan)} == {"A"}
+    assert {plan.layout.label for plan in plans} > {LAYOUT.label}  # virtual stages
+    assert len({plan.mapping for plan in plans}) > 1
+    assert set(space.locked) == {Axis.DEGREES, Axis.MICRO_BATCH}
+
+
+def test_experts_stay_inside_the_ranks_of_equal_dense_weights() -> None:
+    plans = plans_of(space_of("moe", expert_parallel=2, change_class="C"))
+    assert {plan.layout.data_parallel for plan in plans} == {2, 4}
+    assert {plan.layout.tensor_parallel for plan in plans} == {1}
+
+
+def test_an_unknown_feature_keeps_everything_whatever_is_asked_for() -> None:
+    assert set(locked_axes(["something-new"], change_class="C")) == set(Axis)
+
+
+def test_the_tuner_says_what_is_kept_and_how_it_is_asked_for(tmp_path: Path) -> None:
+    kept, asked = Watching(), Watching()
+    job = make_job(features=("packing",))
+    tune(begin(tmp_path / "a", study={"trials": 2}), FakeMachine(job=job), observer=kept)
+    how = "(search.change_class: C tunes degrees and micro_batch)"
+    assert f"packing keeps as they are: degrees, micro_batch {how}" in kept.messages
+    search = {"change_class": "C"}
+    tune(begin(tmp_path / "b", search=search, study={"trials": 2}), FakeMachine(job=job), observer=asked)
+    assert not any("keeps" in text for text in asked.messages)

@@ -1,0 +1,221 @@
+"""The search space: whatever is chosen is a legal plan, and nothing legal is out of reach."""
+
+import random
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.space.config import ScalingConfig, SearchConfig
+from quartet_plugin.space.features import Axis
+from quartet_plugin.space.layouts import LayoutRules, is_legal_group, legal_groups, legal_layouts
+from quartet_plugin.space.param_sources import FixedParams, RandomParams, degree_label
+from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.split.weighted import is_legal_split, weighted_split, weights_of
+from quartet_plugin.tuner.config import parse_config
+from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
+
+
+def space_of(search: object = None, **job: object) -> Space:
+    config = parse_config({"search": search or {}}, where="test").search
+    layout = job.get("layout") or make_layout()
+    nodes = make_nodes(layout.world_size)  # type: ignore[attr-defined]
+    return build_space(make_job(**job), nodes=nodes, search=config, run="r", seed=0)  # type: ignore[arg-type]
+
+
+def sample(space: Space, *, num: int) -> list[Plan]:
+    generator = random.Random(0)
+    return [space.decode(RandomParams(generator), trial=at) for at in range(num)]
+
+
+@st.composite
+def spaces(draw: st.DrawFn) -> Space:
+    tensor = draw(st.sampled_from([1, 2]))
+    pipeline = draw(st.sampled_from([1, 2, 3, 4]))
+    data = draw(st.sampled_from([1, 2]))
+    layout = make_layout(
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        data_parallel=data,
+        micro_batch_size=draw(st.sampled_from([1, 2, 4])),
+    )
+    shape = make_shape(num_layers=draw(st.integers(pipeline, 16)))
+    batch = layout.micro_batch_size * data * draw(st.integers(1, 12))
+    scaling = draw(st.sampled_from([None, ScalingConfig(tolerance=0.1)]))
+    nodes = draw(
+        st.sampled_from(
+            [
+                make_nodes(layout.world_size),
+                *([make_nodes(layout.world_size // 2, layout.world_size // 2)] * (layout.world_size > 1)),
+            ]
+        )
+        if layout.world_size % 2 == 0 and (layout.world_size // 2) % tensor == 0
+        else st.just(make_nodes(layout.world_size))
+    )
+    return build_space(
+        make_job(layout=layout, shape=shape, global_batch_size=batch),
+        nodes=nodes,
+        search=SearchConfig(scaling=scaling),
+        run="r",
+        seed=0,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(spaces(), st.integers(0, 2**31))
+def test_every_choice_is_a_legal_plan_and_can_be_repeated(space: Space, seed: int) -> None:
+    chooser = RandomParams(random.Random(seed))
+    plan = space.decode(chooser, trial=7)
+    assert plan.layout.world_size == space.job.layout.world_size
+    assert plan.made_for == space.baseline.made_for
+    again = space.decode(FixedParams(chooser.params), trial=7)
+    assert again == plan
+    if plan.schedule.group is not None:
+        assert is_legal_group(plan.schedule.group, plan.layout, num_microbatches=plan.num_microbatches)
+
+
+@settings(max_examples=60, deadline=None)
+@given(spaces())
+def test_the_users_own_configuration_is_in_the_default_space(space: Space) -> None:
+    params = space.params_of(space.baseline)
+    assert params is not None
+    assert space.decode(FixedParams(params), trial=0).key == space.baseline.key
+
+
+@settings(max_examples=40, deadline=None)
+@given(spaces(), st.integers(0, 2**31))
+def test_choices_of_one_name_never_change(space: Space, seed: int) -> None:
+    generator = random.Random(seed)
+    seen: dict[str, tuple[str, ...]] = {}
+
+    class Checking(RandomParams):
+        def category(self, name: str, choices: Sequence[str]) -> str:
+            assert len(choices) > 1
+            assert seen.setdefault(name, tuple(choices)) == tuple(choices)
+            return super().category(name, choices)
+
+    for at in range(20):
+        space.decode(Checking(generator), trial=at)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 7, 12])
+def test_every_split_of_two_stages_can_be_reached(num_layers: int) -> None:
+    for first in range(num_layers + 1):
+        counts = (first, num_layers - first)
+        weights = weights_of(counts, num_devices=2)
+        assert weights is not None
+        assert max(abs(weight) for weight in weights) <= num_layers
+        made = weighted_split(num_layers, num_devices=2, embedding=weights[0], head=weights[1])
+        assert made == counts
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(0, 30), st.floats(-1.0, 1.0), st.floats(-1.0, 1.0))
+def test_weighted_splits_are_legal(
+    devices: int, chunks: int, more: int, embedding: float, head: float
+) -> None:
+    stages = devices * chunks
+    layers = max(1, stages - 2) + more
+    counts = weighted_split(
+        layers, num_devices=devices, chunks=chunks, embedding=embedding * layers, head=head * layers
+    )
+    assert is_legal_split(counts, num_layers=layers, num_stages=stages)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 4), st.integers(1, 9), st.floats(-4.0, 8.0), st.floats(-4.0, 8.0))
+def test_weighted_splits_are_optimal(stages: int, more: int, embedding: float, head: float) -> None:
+    layers = stages + more
+
+    def worst(counts: tuple[int, ...]) -> float:
+        loads = [float(count) for count in counts]
+        loads[0] += embedding
+        loads[-1] += head
+        return max(loads)
+
+    every = [
+        counts
+        for counts in product(range(layers + 1), repeat=stages)
+        if is_legal_split(counts, num_layers=layers, num_stages=stages)
+    ]
+    made = weighted_split(layers, num_devices=stages, embedding=embedding, head=head)
+    assert worst(made) == pytest.approx(min(worst(counts) for counts in every))
+
+
+def test_two_processes_vary_every_axis() -> None:
+    plans = sample(space_of({"scaling": {"tolerance": 0.05}}), num=300)
+    assert len({plan.shape for plan in plans}) > 1
+    assert len({plan.split for plan in plans if plan.shape == plans[0].shape}) > 4
+    assert {plan.schedule.name for plan in plans} == {"no-pipelining", "1f1b", "interleaved", "custom"}
+    assert {plan.mapping.label for plan in plans} == {"stock", "1,0"}
+    assert {degree_label(plan.layout) for plan in plans} == {"pp2", "pp2 v2", "pp2 v4", "dp2", "tp2"}
+
+
+def test_four_processes_have_more_mappings_than_the_swap() -> None:
+    plans = sample(space_of(layout=make_layout(pipeline_parallel=4)), num=400)
+    assert len({plan.mapping for plan in plans if plan.layout.pipeline_parallel == 4}) > 10
+
+
+def test_a_literal_fixes_an_axis() -> None:
+    space = space_of(
+        {
+            "pipeline_parallel": 2,
+            "virtual_stages": 1,
+            "micro_batch_size": 4,
+            "mapping": "stock",
+            "split": "6+2",
+            "schedule": "1f1b",
+        }
+    )
+    assert {plan.key for plan in sample(space, num=20)} == {sample(space, num=1)[0].key}
+    assert sample(space, num=1)[0].split == Split(transformer_layers_per_stage=(6, 2))
+
+
+def test_a_literal_shape_is_the_only_one() -> None:
+    others = [shape.label for shape in space_of({"scaling": {"tolerance": 0.05}}).shapes[1:]]
+    space = space_of({"scaling": {"tolerance": 0.05, "shapes": others[0]}})
+    assert {plan.shape.label for plan in sample(space, num=20)} == {others[0]}
+    assert space.params_of(space.baseline) is None  # measured as trial 0, and not a choice
+
+
+def test_a_list_is_searched() -> None:
+    space = space_of({"split": ["6+2", "7+1", "even"], "virtual_stages": 1, "schedule": "1f1b"})
+    assert {plan.split.label for plan in sample(space, num=60)} == {"6+2", "7+1", "4+4"}
+
+
+@pytest.mark.parametrize(
+    "search",
+    [
+        {"tensor_parallel": 3},
+        {"split": "9+9", "pipeline_parallel": 2},
+        {"micro_batch_size": 5},
+        {"schedule": "interleaved", "pipeline_parallel": 1},
+        {"group": 3, "virtual_stages": 2, "pipeline_parallel": 2, "micro_batch_size": 16},
+    ],
+)
+def test_a_wish_that_leaves_nothing_is_refused(search: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="fits what is asked"):
+        space_of(search)
+
+
+def test_an_unknown_feature_keeps_every_axis() -> None:
+    space = space_of({"scaling": {"tolerance": 0.05}}, features=("something-new",))
+    assert set(space.locked) == set(Axis)
+    assert {plan.key for plan in sample(space, num=20)} == {space.baseline.key}
+
+
+def test_tensor_parallel_groups_stay_on_a_node() -> None:
+    job = make_job(layout=make_layout(pipeline_parallel=3))
+    rules = LayoutRules(job=job, nodes=make_nodes(1, 2), search=SearchConfig(), locked=frozenset())
+    assert {layout.tensor_parallel for layout in legal_layouts(job.shape, rules=rules)} == {1}
+
+
+def test_groups_follow_the_frameworks_rule() -> None:
+    layout = make_layout(pipeline_parallel=4, virtual_stages=2)
+    assert legal_groups(layout, num_microbatches=8) == (4, 8)
+    assert legal_groups(layout, num_microbatches=9) == (9,)
+    assert legal_groups(layout, num_microbatches=3) == ()

@@ -1,0 +1,249 @@
+"""Schedules of our own in the space: legal, made the same again, and found again from the plan."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet_plugin.cost.estimate import relative_cost
+from quartet_plugin.cost.iteration import StageLoads as CandidateEnds
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.planner.candidate_plans import PlanCandidates
+from quartet_plugin.runtime.programs import make_schedule
+from quartet_plugin.runtime.recipe import schedule_spec_of
+from quartet_plugin.schedule.choice import costs_of
+from quartet_plugin.schedule.placement import PlacementKind, kind_of
+from quartet_plugin.schedule.simulate import simulate
+from quartet_plugin.space.param_sources import FixedParams, RandomParams
+from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.space.schedules import (
+    BY_DEFAULT,
+    CUSTOM_NAMES,
+    SEARCHED,
+    STOCK_NAMES,
+    custom_order,
+    custom_schedules_of,
+    flops_end_loads,
+)
+from quartet_plugin.split.end_loads import EndLoads
+from quartet_plugin.split.weighted import even_counts, is_legal_split
+from quartet_plugin.tuner.config import parse_config
+from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
+
+# It needs twice as many microbatches as devices, which a drawn job may not have.
+SMALLEST = "dualpipev"
+
+
+def space_of(search: dict[str, Any] | None = None, **job: Any) -> Space:
+    config = parse_config({"search": search or {}}, where="test").search
+    layout = job.get("layout") or make_layout()
+    nodes = make_nodes(layout.world_size)
+    return build_space(
+        make_job(**job), nodes=nodes, search=config, run="r", seed=0, relative_cost=relative_cost
+    )
+
+
+def sample(space: Space, *, num: int) -> list[Plan]:
+    generator = random.Random(0)
+    return [space.decode(RandomParams(generator), trial=at) for at in range(num)]
+
+
+@st.composite
+def own_spaces(draw: st.DrawFn) -> Space:
+    """Jobs with a pipeline whose search is of our schedules alone."""
+    pipeline = draw(st.sampled_from([2, 3, 4]))
+    layout = make_layout(
+        pipeline_parallel=pipeline,
+        data_parallel=draw(st.sampled_from([1, 2])),
+        micro_batch_size=draw(st.sampled_from([1, 2])),
+    )
+    shape = make_shape(
+        num_layers=draw(st.integers(2 * pipeline, 14)), vocab_size=draw(st.sampled_from([128, 4096, 32768]))
+    )
+    batch = layout.micro_batch_size * layout.data_parallel * draw(st.integers(1, 9))
+    names = draw(
+        st.lists(st.sampled_from([n for n in CUSTOM_NAMES if n != "dualpipev"]), min_size=1, unique=True)
+    )
+    wish: dict[str, Any] = {"schedule": names, "pipeline_parallel": pipeline}
+    if draw(st.booleans()):
+        wish["split"] = "even"
+    return space_of(wish, layout=layout, shape=shape, global_batch_size=batch)
+
+
+@settings(max_examples=60, deadline=None)
+@given(own_spaces(), st.integers(0, 2**31))
+def test_every_plan_of_ours_is_legal_and_runs(space: Space, seed: int) -> None:
+    plan = space.decode(RandomParams(random.Random(seed)), trial=3)
+    custom = plan.schedule.custom
+    assert custom is not None
+    assert is_legal_split(
+        plan.split.transformer_layers_per_stage,
+        num_layers=plan.shape.num_layers,
+        num_stages=plan.layout.num_stages,
+    )
+    chunks = plan.layout.virtual_stages
+    kind = kind_of(custom.placement, num_devices=custom.num_devices)
+    assert (kind is PlacementKind.LINEAR) == (chunks == 1)
+    # Raises for an order that breaks a rule, and where devices would wait for one another.
+    schedule = make_schedule(
+        schedule_spec_of(custom, num_microbatches=plan.num_microbatches), plan.num_microbatches
+    )
+    assert simulate(schedule, costs_of(custom)).makespan_s > 0
+    assert plan.prediction is not None
+    assert plan.prediction.relative_cost is not None
+    assert plan.prediction.relative_cost > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(own_spaces(), st.integers(0, 2**31))
+def test_choices_make_the_same_plan_again_and_can_be_read_off_it(space: Space, seed: int) -> None:
+    chooser = RandomParams(random.Random(seed))
+    plan = space.decode(chooser, trial=3)
+    custom_order.cache_clear()
+    assert space.decode(FixedParams(chooser.params), trial=3) == plan
+    params = space.params_of(plan)
+    # What the ends of an order of ours were said to weigh can be guessed nearly always.
+    assert params is None or space.decode(FixedParams(params), trial=3).key == plan.key
+
+
+def test_nearly_every_plan_can_be_read_off() -> None:
+    space = space_of({"pipeline_parallel": 2})
+    plans = sample(space, num=40)
+    assert sum(space.params_of(plan) is not None for plan in plans) >= 38
+
+
+def test_a_plan_of_another_model_is_not_in_the_space() -> None:
+    other = sample(space_of({"schedule": "zb-h1"}, shape=make_shape(vocab_size=32768)), num=1)[0]
+    assert space_of({"schedule": "zb-h1"}).params_of(other) is None
+
+
+def test_by_default_ours_are_tried_beside_the_frameworks() -> None:
+    space = space_of()
+    offered = {
+        (name, layout.virtual_stages)
+        for layouts in space.layouts.values()
+        for layout in layouts
+        for name in space.schedules_of(layout)
+    }
+    assert {name for name, _ in offered} == {*STOCK_NAMES, *BY_DEFAULT}
+    assert {chunks for name, chunks in offered if name in ("zb-h1", "zb-h2", "1f1b")} == {1}
+    assert {chunks for name, chunks in offered if name in ("zb-v", "v-half", "v-min")} == {2}
+    plans = sample(space, num=120)
+    assert {plan.schedule.name for plan in plans} == {*STOCK_NAMES, "custom"}
+    assert any(
+        plan.schedule.custom is not None and plan.schedule.custom.placement == (0, 1, 1, 0) for plan in plans
+    )
+
+
+def test_what_is_asked_for_is_what_is_tried() -> None:
+    plans = sample(space_of({"schedule": ["1f1b", "gpipe"]}), num=60)
+    assert {plan.schedule.label for plan in plans} == {"1f1b", "gpipe"}
+    only = sample(space_of({"schedule": "zb-v"}), num=20)
+    assert {(plan.schedule.label, plan.layout.virtual_stages) for plan in only} == {("zb-v", 2)}
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        "distributed_optimizer_instances",
+        "inprocess_restart",
+        "hierarchical_context_parallel",
+        "cuda_graphs",
+        "mtp",
+    ],
+)
+@pytest.mark.parametrize("wish", [{}, {"schedule": ["zb-h1", "zb-v"]}])
+def test_where_our_runtime_steps_aside_stock_stays(feature: str, wish: dict[str, Any]) -> None:
+    plans = sample(space_of(wish, features=(feature,)), num=60)
+    assert all(plan.schedule.custom is None for plan in plans)
+
+
+def test_every_flag_that_the_runtime_refuses_and_a_job_tells_keeps_stock() -> None:
+    """The flags that the runtime refuses are told as features, as far as they are told at all."""
+    from quartet_plugin.megatron.describe import _SWITCHES
+    from quartet_plugin.megatron.runtime.refusals import REFUSED
+
+    refused = {one.dest for one in REFUSED}
+    told = {feature for feature, dests in _SWITCHES.items() if refused & set(dests)}
+    assert len(told) >= 5
+    for feature in told:
+        plans = sample(space_of(features=(feature,)), num=40)
+        assert all(plan.schedule.custom is None for plan in plans), feature
+
+
+def test_a_wish_that_no_pipeline_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="fits what is asked"):
+        space_of({"schedule": "zb-v", "pipeline_parallel": 1})
+    with pytest.raises(ConfigError, match="fits what is asked"):
+        space_of({"schedule": "zb-v", "virtual_stages": 1})
+
+
+def test_recomputing_jobs_get_no_schedule_that_they_cannot_use() -> None:
+    asked: dict[str, Any] = {"num_microbatches": 8, "asked": None}
+    plain = make_layout(pipeline_parallel=2)
+    assert custom_schedules_of(plain, splits_backward=True, **asked) == ("zb-h1", "zb-h2", SEARCHED)
+    assert custom_schedules_of(plain, splits_backward=False, **asked) == ()
+    saving = make_layout(pipeline_parallel=2, recompute="selective")
+    assert custom_schedules_of(saving, splits_backward=True, **asked) == ("zb-h1", SEARCHED)
+    folded = make_layout(pipeline_parallel=2, virtual_stages=2)
+    assert custom_schedules_of(folded, splits_backward=True, **asked) == ("zb-v", "v-half", "v-min", SEARCHED)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([2, 3, 4]), st.integers(0, 8), st.integers(1, 12), st.sampled_from([1, 2]))
+def test_a_searched_order_is_no_slower_than_zb_h1_and_holds_no_more_than_1f1b(
+    devices: int, more: int, microbatches: int, chunks: int
+) -> None:
+    shape = make_shape(num_layers=devices * chunks + more)
+    sizes: dict[str, Any] = {
+        "shape": shape, "num_devices": devices, "num_microbatches": microbatches, "ends": None
+    }  # fmt: skip
+    even = even_counts(shape.num_layers, num_stages=devices * chunks)
+    found = custom_order(SEARCHED, chunks=chunks, split=even, **sizes)
+    named = custom_order("zb-h1" if chunks == 1 else "v-half", chunks=chunks, split=even, **sizes)
+    assert found.split == named.split == even
+    if chunks == 1:
+        assert found.makespan <= named.makespan * (1 + 1e-9)
+    free = custom_order(SEARCHED, chunks=chunks, split=None, **sizes)
+    schedule = make_schedule(schedule_spec_of(free.custom, num_microbatches=microbatches), microbatches)
+    peak = simulate(schedule, costs_of(free.custom)).peak_activation_bytes
+    assert peak.max() <= min(devices, microbatches) * shape.num_layers
+
+
+def test_a_heavier_head_takes_layers_off_its_device() -> None:
+    shape = make_shape(num_layers=12)
+    sizes: dict[str, Any] = {
+        "shape": shape, "num_devices": 2, "chunks": 1, "num_microbatches": 8, "split": None
+    }  # fmt: skip
+    for name in ("zb-h1", SEARCHED):
+        light = custom_order(name, ends=EndLoads(embedding=0.0, head=0.0), **sizes)
+        heavy = custom_order(name, ends=EndLoads(embedding=0.0, head=6.0), **sizes)
+        spare = custom_order(name, ends=EndLoads(embedding=0.0, head=-6.0), **sizes)
+        assert heavy.split[-1] < light.split[-1] < spare.split[-1]
+
+
+def test_the_split_that_fits_the_flops_is_predicted_to_be_fastest() -> None:
+    shape = make_shape(num_layers=12, vocab_size=32768)
+    sizes: dict[str, Any] = {"num_devices": 2, "chunks": 1, "num_microbatches": 8, "split": None}
+    right = custom_order("zb-h1", shape=shape, ends=flops_end_loads(shape), **sizes)
+    wrong = custom_order("zb-h1", shape=shape, ends=EndLoads(embedding=6.0, head=0.0), **sizes)
+    assert right.makespan < wrong.makespan
+
+
+def test_schedules_of_ours_are_among_the_candidates_of_a_study() -> None:
+    def ends(plan: Plan) -> CandidateEnds:
+        return CandidateEnds(embedding=0.5, head=2.0, paces=(1.0,) * plan.layout.pipeline_parallel)
+
+    def rate(plans: Sequence[Plan]) -> list[float]:
+        return [float(plan.num_microbatches) for plan in plans]
+
+    for batch in (8, 32):
+        space = space_of({"pipeline_parallel": 2}, global_batch_size=batch)
+        found = PlanCandidates(space, knows=lambda plan: True).best(rate=rate, ends_of=ends)
+        own = {one.plan.schedule.label for one in found if one.plan.schedule.custom is not None}
+        assert len(own) > 1
+    assert set(BY_DEFAULT) < set(CUSTOM_NAMES)

@@ -1,0 +1,323 @@
+"""Where a study is kept: what is accepted, what is never shown, and what is left after a torn write."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet_plugin.errors import ConfigError, InterruptedByUserError, StorageError
+from quartet_plugin.study.storage import (
+    StudyStorage,
+    check_address,
+    passwords_of,
+    without_password,
+)
+from quartet_plugin.study.tune_study import TuneStudy
+from quartet_plugin.tuner.config import parse_config
+from quartet_plugin.tuner.coordinator import TuneResult
+from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
+
+STUDY = {"trials": 7, "rounds": 3, "top_k": 1}
+# What the messages say anyway: a password that is part of it cannot be told apart.
+SHOWN = "postgresql://tuner@db.example:5432/studies?sslmode=require FATAL and <redacted> were refused"
+PASSWORDS = st.text(
+    st.characters(min_codepoint=33, max_codepoint=0x2FF, blacklist_categories=("Cs", "Cc")),
+    min_size=4,
+    max_size=20,
+).filter(lambda text: text not in SHOWN)
+
+
+def outcomes(result: TuneResult) -> set[tuple[Any, ...]]:
+    return {
+        (trial.number, trial.plan.key, trial.record.verdict, trial.record.value, trial.record.repeats)
+        for trial in result.trials
+    }
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["sqlite", "journal", "postgresql://u@h/d", "postgresql+psycopg://u:p@h:5/d", "grpc://127.0.0.1:13000"],
+)
+def test_addresses_that_are_taken(address: str) -> None:
+    assert parse_config({"study": {"storage": address}}, where="q").study.storage == address
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("redis://:hunter22@h/0", "pickled"),
+        ("rediss://h/0", "pickled"),
+        ("mysql://u:hunter22@h/d", "must be sqlite, journal"),
+        ("postgresql://u:hunter22@h", "names no database"),
+        ("postgresql://u:hunter22@h:port/d", "not a URL"),
+        ("grpc://host", "host and port"),
+        ("grpc://u:hunter22@host:1", "host and port"),
+        ("sqlite:///elsewhere.db", "must be sqlite, journal"),
+        ("", "must be sqlite, journal"),
+        (["postgresql://u:hunter22@h/d"], "must be sqlite, journal"),
+        (5, "must be sqlite, journal"),
+    ],
+)
+def test_others_are_refused_in_one_line_without_the_password(address: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=r"q: study\.storage: ") as caught:
+        parse_config({"study": {"storage": address}}, where="q")
+    assert says in str(caught.value)
+    assert "hunter22" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@settings(deadline=None, max_examples=60)
+@given(PASSWORDS)
+def test_a_password_is_in_nothing_that_is_shown_or_written(password: str) -> None:
+    from urllib.parse import quote
+
+    address = f"postgresql://tuner:{quote(password, safe='')}@db.example:5432/studies?sslmode=require"
+    shown = without_password(check_address(address))
+    assert shown == "postgresql://tuner@db.example:5432/studies?sslmode=require"
+    config = parse_config({"study": {"storage": address}}, where="q")
+    assert config.study.storage == address
+    assert config.model_dump(mode="json")["study"]["storage"] == shown
+    place = StudyStorage(folder=Path("/nowhere"), run="r", address=address)
+    assert place.shown == shown
+    assert password not in place.scrubbed(f"FATAL: {password} and {quote(password, safe='')} were refused")
+
+
+def test_a_password_in_the_query_goes_too() -> None:
+    address = "postgresql://h/d?user=u&password=hunter22&sslmode=require"
+    assert without_password(address) == "postgresql://h/d?user=u&sslmode=require"
+    assert passwords_of(address) == ("hunter22",)
+
+
+def test_a_run_is_resumed_with_the_password_or_without_it(tmp_path: Path) -> None:
+    from quartet_plugin.tuner.run_folder import resume_run
+
+    address = "postgresql://u:hunter22@127.0.0.1:1/d"
+    run = begin(tmp_path / "r", study={"storage": address})
+    assert "hunter22" not in (tmp_path / "r" / "config.json").read_text()
+    assert resume(run.folder.path).config.study.storage == "postgresql://u@127.0.0.1:1/d"
+    again = resume_run(run.folder.path, config=run.config, command=run.command)
+    assert again.storage.address == address
+    other = parse_config({"study": {"storage": "journal"}}, where="q")
+    with pytest.raises(ConfigError, match=r"study\.storage: journal; the run was begun with postgresql://u@"):
+        resume_run(run.folder.path, config=other, command=run.command)
+
+
+@pytest.mark.parametrize("address", ["sqlite", "journal"])
+def test_every_file_holds_the_same_study(tmp_path: Path, address: str) -> None:
+    import optuna
+
+    watching = Watching()
+    run = begin(tmp_path / "r", study={**STUDY, "storage": address})
+    result = tune(run, FakeMachine(), observer=watching)
+    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
+    assert outcomes(result) == outcomes(reference)
+    assert f"optuna-dashboard {run.storage.shown}" in watching.messages
+    storage: Any = run.storage.shown
+    if address == "journal":
+        storage = optuna.storages.JournalStorage(
+            optuna.storages.journal.JournalFileBackend(run.storage.shown)
+        )
+    assert len(optuna.load_study(study_name="r", storage=storage).trials) >= len(result.trials)
+
+
+@pytest.mark.parametrize("address", ["sqlite", "journal"])
+def test_a_killed_tuner_goes_on_where_it_was(tmp_path: Path, address: str) -> None:
+    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
+    machine = FakeMachine(dies_at=4, dies_before_result=False)
+    with pytest.raises(Killed):
+        tune(begin(tmp_path / "r", study={**STUDY, "storage": address}), machine)
+    machine.dies_at = None
+    assert outcomes(tune(resume(tmp_path / "r"), machine)) == outcomes(reference)
+
+
+def test_a_run_with_a_journal_is_not_begun_again(tmp_path: Path) -> None:
+    tune(begin(tmp_path / "r", study={**STUDY, "storage": "journal"}), FakeMachine())
+    with pytest.raises(ConfigError, match="the run exists"):
+        begin(tmp_path / "r", study={**STUDY, "storage": "journal"})
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_a_torn_journal_loses_its_last_record_alone(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("torn")
+    said: list[str] = []
+    place = StudyStorage(folder=folder, run="r", address="journal", say=said.append)
+    trials = data.draw(st.lists(st.dictionaries(st.text(max_size=5), st.integers(), max_size=3), max_size=6))
+    lines = [json.dumps(record).encode() + b"\n" for record in [*trials, {"op": 1, "name": "whole"}]]
+    whole = b"".join(lines[:-1])
+    torn = lines[-1][: data.draw(st.integers(1, len(lines[-1]) - 1))]
+    assert place.file is not None
+    place.file.write_bytes(whole + torn)
+    with pytest.raises(StorageError, match="torn"):
+        place.check()
+    place.mend()
+    assert place.file.read_bytes() == whole
+    assert (folder / "study.journal.torn-1").read_bytes() == whole + torn
+    assert f"{len(torn)} bytes were cut off" in said[0]
+    place.mend()
+    place.check()
+    assert len(said) == 1
+
+
+def test_a_torn_journal_is_mended_and_its_trial_told_again(tmp_path: Path) -> None:
+    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
+    run = begin(tmp_path / "r", study={**STUDY, "storage": "journal"})
+    machine = FakeMachine()
+    tune(run, machine)
+    file = run.folder.path / "study.journal"
+    content = file.read_bytes()
+    for cut in (len(content) // 3, len(content) // 2, len(content) - 9):
+        file.write_bytes(content[:cut])
+        watching = Watching()
+        num_launched = len(machine.launched)
+        assert outcomes(tune(resume(tmp_path / "r"), machine, observer=watching)) == outcomes(reference)
+        assert len(machine.launched) == num_launched  # told from the folders
+        assert any("its end was torn" in text for text in watching.messages)
+
+
+def test_damage_inside_a_journal_is_refused_and_repaired(tmp_path: Path) -> None:
+    run = begin(tmp_path / "r", study={**STUDY, "storage": "journal"})
+    machine = FakeMachine()
+    reference = tune(run, machine)
+    file = run.folder.path / "study.journal"
+    lines = file.read_bytes().splitlines(keepends=True)
+    middle = len(lines) // 2
+    file.write_bytes(b"".join([*lines[:middle], b"\x00" * 20 + b"\n", *lines[middle + 1 :]]))
+    with pytest.raises(StorageError, match=rf"record {middle + 1} is damaged.*quartet repair"):
+        tune(resume(tmp_path / "r"), machine)
+    lost = replace(run.storage, say=lambda text: None).repair()
+    assert lost == 21 + sum(map(len, lines[middle + 1 :]))
+    assert outcomes(tune(resume(tmp_path / "r"), machine)) == outcomes(reference)
+
+
+def test_the_lock_of_a_killed_writer_does_not_stall(tmp_path: Path) -> None:
+    import time
+
+    run = begin(tmp_path / "r", study={**STUDY, "storage": "journal"})
+    tune(run, FakeMachine())
+    lock = run.folder.path / "study.journal.lock"
+    lock.symlink_to(run.folder.path / "study.journal")
+    began = time.monotonic()
+    run.storage.mend()
+    assert not lock.is_symlink()
+    assert time.monotonic() - began < 25  # Optuna itself waits 30 s
+
+
+@pytest.mark.parametrize("content", [b"", b"no database at all, but long enough for its header" * 40])
+def test_a_damaged_sqlite_file_is_one_line(tmp_path: Path, content: bytes) -> None:
+    run = begin(tmp_path / "r", study=STUDY)
+    machine = FakeMachine()
+    tune(run, machine)
+    run.folder.study_file.write_bytes(content)
+    with pytest.raises(StorageError, match=r"study\.sqlite3: (damaged|not a study)") as caught:
+        run.storage.check()
+    assert "\n" not in str(caught.value)
+    if content:
+        with pytest.raises(StorageError, match=r"study\.sqlite3: cannot be read or written") as caught:
+            tune(resume(tmp_path / "r"), machine)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_link_is_no_study(tmp_path: Path) -> None:
+    run = begin(tmp_path / "r", study=STUDY)
+    (tmp_path / "elsewhere").write_bytes(b"")
+    run.folder.study_file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="a link"):
+        tune(resume(tmp_path / "r"), FakeMachine())
+
+
+# A server that is lost
+
+
+def server(folder: Path, **options: Any) -> StudyStorage:
+    return StudyStorage(folder=folder, run="r", address="postgresql://u:hunter22@127.0.0.1:1/d", **options)
+
+
+def test_a_lost_server_is_asked_again_with_growing_pauses(tmp_path: Path) -> None:
+    slept: list[float] = []
+    said: list[str] = []
+    place = server(tmp_path, sleep=slept.append, say=said.append)
+    lost: list[StorageError | str] = [StorageError("lost")] * 3
+    answers = iter([*lost, "back"])
+    seen: list[bool] = []
+
+    def action(is_again: bool) -> str:
+        seen.append(is_again)
+        answer = next(answers)
+        if isinstance(answer, StorageError):
+            raise answer
+        return answer
+
+    assert place.patiently(action) == "back"
+    assert seen == [False, True, True, True]
+    assert sum(slept) == pytest.approx(1 + 2 + 4)
+    assert len(said) == 1
+
+
+def test_patience_ends(tmp_path: Path) -> None:
+    slept: list[float] = []
+    place = server(tmp_path, sleep=slept.append)
+
+    def action(is_again: bool) -> None:
+        raise StorageError("lost")
+
+    with pytest.raises(StorageError, match="lost"):
+        place.patiently(action)
+    assert sum(slept) == pytest.approx(600.0)
+
+
+def test_waiting_for_a_server_ends_when_asked_to(tmp_path: Path) -> None:
+    slept: list[float] = []
+    place = server(tmp_path, sleep=slept.append, should_stop=lambda: len(slept) >= 3)
+
+    def action(is_again: bool) -> None:
+        raise StorageError("lost")
+
+    with pytest.raises(InterruptedByUserError, match="--resume"):
+        place.patiently(action)
+    assert len(slept) == 3
+
+
+def test_a_file_that_fails_is_not_waited_for(tmp_path: Path) -> None:
+    slept: list[float] = []
+    place = StudyStorage(folder=tmp_path, run="r", sleep=slept.append)
+
+    def action(is_again: bool) -> None:
+        raise StorageError("full")
+
+    with pytest.raises(StorageError, match="full"):
+        place.patiently(action)
+    assert slept == []
+
+
+def test_a_storage_that_fails_mid_run_ends_it_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The n-th telling fails, for every n: what was measured is told by the next tuner."""
+    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
+    tell = TuneStudy._tell
+    for fails_at in range(1, 5):
+        machine, calls = FakeMachine(), iter(range(fails_at, 0, -1))
+
+        def failing(self: TuneStudy, *args: Any, _calls: Any = calls, **options: Any) -> None:
+            if next(_calls) == 1:
+                raise StorageError("study.sqlite3: cannot be read or written: disk I/O error")
+            tell(self, *args, **options)
+
+        folder = tmp_path / f"r{fails_at}"
+        run = begin(folder, study=STUDY)
+        monkeypatch.setattr(TuneStudy, "_tell", failing)
+        with pytest.raises(StorageError, match="disk I/O"):
+            tune(run, machine)
+        monkeypatch.setattr(TuneStudy, "_tell", tell)
+        num_launched = len(machine.launched)
+        result = tune(resume(folder), machine)
+        assert outcomes(result) == outcomes(reference)
+        searched = [name for name, _ in machine.launched if "round" not in name]
+        assert len(searched) == len(set(searched)) >= num_launched

@@ -1,0 +1,122 @@
+"""A study that begins with what another run has measured."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.study.view import read_study
+from quartet_plugin.trial.request import Outcome
+from quartet_plugin.tuner.history import read_history
+from tests.cli.runs import kept_run
+from tests.space.jobs import make_nodes
+from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
+from tests.tuner.run_folders import WritingMachine, no_data_parallel, write_run
+
+STUDY = {"trials": 4, "rounds": 3, "top_k": 2}
+
+
+@pytest.fixture(scope="module")
+def earlier() -> Iterator[Path]:
+    with kept_run(run="earlier", study={"trials": 10, "rounds": 3}) as path:
+        yield path
+
+
+def test_the_same_cluster_is_told_what_was_measured(tmp_path: Path, earlier: Path) -> None:
+    """It costs no budget, carries its source, and is launched again in the final rounds alone."""
+    machine, watching = FakeMachine(outcome=no_data_parallel), Watching()
+    result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier, observer=watching)
+    prior = [r for r in result.trials if r.record.source and r.record.repeats is None]
+    assert len(prior) >= 6
+    assert {trial.record.verdict for trial in prior} == {"measured", "infeasible"}
+    assert all((trial.record.source or "").startswith("earlier:") for trial in prior)
+    own = [r for r in result.trials if r.number and r.record.source is None and r.record.repeats is None]
+    assert len(own) == 4
+    searched = {key for name, key in machine.launched if "round" not in name}
+    assert not searched & {trial.plan.key for trial in prior}
+    assert any(f"from earlier: {len(prior)} of its measurements" in text for text in watching.messages)
+    assert result.winner is not None
+    assert result.winner.comparison.plan.num_launches >= 3
+
+
+def test_a_machine_that_became_slower_does_not_count(tmp_path: Path, earlier: Path) -> None:
+    def slower(plan: Plan) -> float:
+        return 3.0 * by_formula(plan)
+
+    machine = FakeMachine(outcome=no_data_parallel, seconds=slower, noise=0.0)
+    result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier)
+    for trial in result.trials:
+        if trial.record.source and trial.record.iteration_s is not None:
+            assert trial.record.iteration_s == pytest.approx(slower(trial.plan), rel=0.15)
+
+
+def test_what_the_other_run_measured_on_a_slower_machine_counts_as_it_would_have_before(
+    tmp_path: Path,
+) -> None:
+    drifting = WritingMachine(noise=0.0)
+    drifting.seconds = lambda plan: by_formula(plan) * (1.5 if len(drifting.launched) > 4 else 1.0)
+    run, result = write_run(tmp_path / "drifted", drifting, study={"trials": 8, "rounds": 3, "control": 3})
+    drifts = {r.number: r.record.drift for r in result.trials if r.record.repeats is None}
+    assert min(drifts.values()) == pytest.approx(1.0 / 1.5)
+    for study in (None, read_study(run.storage)):
+        rows = read_history(tmp_path / "drifted", study=study).trials
+        assert {row.number: row.drift for row in rows if row.repeats is None} == drifts
+    found = tune(begin(tmp_path / "r", study=STUDY), FakeMachine(noise=0.0), prior=tmp_path / "drifted")
+    record = [r for r in found.trials if r.record.source and r.record.iteration_s is not None]
+    assert len(record) >= 6
+    for trial in record:
+        assert trial.record.iteration_s == pytest.approx(by_formula(trial.plan))
+
+
+def test_another_cluster_only_says_what_to_try_first(tmp_path: Path, earlier: Path) -> None:
+    machine, watching = FakeMachine(cluster=make_nodes(1, 1)), Watching()
+    result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier, observer=watching)
+    assert not any(trial.record.source for trial in result.trials)
+    assert any("another job or cluster; 5 of its best plans come first" in text for text in watching.messages)
+    first = result.trials[1].plan
+    assert first.made_for.nodes == machine.cluster
+    found = read_history(earlier)
+    best = found.best
+    assert best is not None
+    assert best.plan is not None
+    assert (first.layout, first.split) == (best.plan.layout, best.plan.split)
+
+
+def test_a_resumed_run_has_it_already(tmp_path: Path, earlier: Path) -> None:
+    reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine(), prior=earlier)
+    machine = FakeMachine(dies_at=3)
+    with pytest.raises(Killed):
+        tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier)
+    machine.dies_at = None
+    result = tune(resume(tmp_path / "r"), machine)
+    assert [replace(r.record, attempt_id="") for r in result.trials] == [
+        replace(r.record, attempt_id="") for r in reference.trials
+    ]
+
+
+def test_a_run_without_a_baseline_is_refused(tmp_path: Path) -> None:
+    other = begin(tmp_path / "other")
+    with pytest.raises(ConfigError, match="its baseline was not measured"):
+        tune(begin(tmp_path / "r", study=STUDY), FakeMachine(), prior=other.folder.path)
+    with pytest.raises(ConfigError, match="no such run"):
+        tune(begin(tmp_path / "s", study=STUDY), FakeMachine(), prior=tmp_path / "nowhere")
+
+
+def test_many_that_did_not_fit_elsewhere_end_no_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quartet_plugin.tuner.sequential_search.MAX_INFEASIBLE_IN_A_ROW", 6)
+
+    def outcome(plan: Plan) -> Outcome:
+        return Outcome.OK if plan.layout == plan.made_for.baseline.layout else Outcome.INFEASIBLE
+
+    earlier, _ = write_run(
+        tmp_path / "earlier", WritingMachine(outcome=outcome), run="earlier", study={"trials": 5, "rounds": 3}
+    )
+    machine = FakeMachine(outcome=outcome)
+    result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier.folder.path)
+    own = [r for r in result.trials if r.number and r.record.source is None and r.record.repeats is None]
+    assert len(own) == 4

@@ -1,0 +1,178 @@
+"""The final rounds' arithmetic: pairs, intervals and who may win."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
+from quartet_plugin.trial.request import Outcome, TrialResult
+from quartet_plugin.tuner.best_plan import command_text, write_best
+from quartet_plugin.tuner.config import parse_config
+from quartet_plugin.tuner.coordinator import TuneResult
+from quartet_plugin.tuner.finalists import FinalistResult, candidates, rank
+from quartet_plugin.tuner.intervals import bootstrap_median
+from quartet_plugin.tuner.run_folder import TuningRun, create_run
+from tests.model.plans import PLAN
+
+
+def trial(number: int, *, value: float | None, repeats: int | None = None, layers: int = 6) -> FinishedTrial:
+    plan = replace(PLAN, split=Split(transformer_layers_per_stage=(layers, 8 - layers)))
+    verdict = "measured" if value is not None else "infeasible"
+    record = TrialRecord(
+        verdict="measured" if value is not None else "infeasible",
+        outcome=verdict,
+        reason="",
+        attempt_id="",
+        value=value,
+        repeats=repeats,
+    )
+    return FinishedTrial(number=number, plan=plan, record=record)
+
+
+def launch(seconds: float) -> TrialResult:
+    return TrialResult(
+        attempt_id="",
+        plan_key=None,
+        outcome=Outcome.OK,
+        reason="",
+        phase="done",
+        iteration_s=(seconds, seconds, seconds),
+        peak_memory_bytes=7,
+        folder=Path(),
+    )
+
+
+def ranked(own: list[float], theirs: list[float], *, num_asked: int = 5) -> list[FinalistResult]:
+    launches = {
+        0: {at: launch(seconds) for at, seconds in enumerate(own)},
+        3: {at: launch(seconds) for at, seconds in enumerate(theirs)},
+    }
+    baseline: Plan = trial(0, value=1.0, layers=4).plan
+    return rank(
+        [trial(3, value=1.0)],
+        baseline=baseline,
+        launches=launches,
+        objective="tokens_per_s",
+        seed=0,
+        num_asked=num_asked,
+    )
+
+
+def test_candidates_are_the_best_plans_once_and_never_the_baseline() -> None:
+    trials = [
+        trial(0, value=100.0, layers=4),
+        trial(1, value=99.0, layers=5),
+        trial(2, value=None, layers=6),
+        trial(3, value=120.0, layers=7),
+        trial(4, value=120.0, layers=7, repeats=3),
+        trial(5, value=130.0, layers=4),
+        trial(6, value=60.0, layers=8),
+        trial(7, value=110.0, layers=3),
+    ]
+    chosen = candidates(trials, baseline_value=100.0, top_k=5)
+    assert [one.number for one in chosen] == [3, 7, 1]
+    assert [one.number for one in candidates(trials, baseline_value=100.0, top_k=1)] == [3]
+
+
+def test_what_more_is_known_of_counts_before_a_lucky_launch() -> None:
+    trials = [
+        trial(0, value=100.0, layers=4),
+        trial(1, value=150.0, layers=5),
+        trial(2, value=120.0, layers=6),
+        trial(3, value=110.0, layers=7),
+    ]
+    chosen = candidates(trials, baseline_value=100.0, top_k=5, believed={1: 118.0, 3: 80.0})
+    assert [one.number for one in chosen] == [2, 1, 3]
+
+
+def test_ratios_are_inside_rounds_so_drift_does_not_count() -> None:
+    drift = [1.0, 1.5, 2.0, 3.0, 1.2]
+    one = ranked(drift, [seconds / 1.2 for seconds in drift])[0]
+    assert one.ratios == pytest.approx([1.2] * 5)
+    assert one.is_win
+    assert one.comparison.speedup.low == pytest.approx(1.2)
+    assert one.comparison.plan.num_launches == 5
+    assert one.comparison.plan.num_iterations == 15
+
+
+def test_one_round_that_went_the_other_way_can_decide() -> None:
+    assert not ranked([1.0] * 3, [0.9, 0.9, 1.1])[0].is_win
+    assert not ranked([1.0] * 5, [1.0] * 5)[0].is_win
+
+
+def test_a_lead_that_is_not_certain_is_worth_more_rounds_and_those_ask_for_more() -> None:
+    early = ranked([1.0] * 5, [0.8, 0.8, 0.8, 0.8, 1.1])[0]
+    assert not early.is_win
+    assert early.is_contender
+    assert not ranked([1.0] * 5, [1.0, 1.0, 0.99, 1.1, 0.99])[0].is_contender
+    times = [0.8 - 0.01 * at for at in range(6)] + [1.1, 1.11]
+    asked, later = (ranked([1.0] * 8, times, num_asked=num)[0] for num in (8, 5))
+    assert asked.comparison == later.comparison
+    assert later.surely < 1.0 < later.comparison.speedup.low == asked.surely
+    assert asked.is_win
+    assert not later.is_win
+    assert ranked([1.0] * 8, [0.8] * 7 + [1.1], num_asked=5)[0].is_win
+
+
+def test_too_few_rounds_are_no_ranking() -> None:
+    assert ranked([1.0, 1.0], [0.5, 0.5]) == []
+    assert ranked([1.0] * 5, [0.5, 0.5]) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=9), st.integers(0, 100))
+def test_intervals_hold_the_median_and_stay_inside_the_values(values: list[float], seed: int) -> None:
+    found = bootstrap_median(values, seed=seed, num_resamples=400)
+    assert min(values) <= found.low <= found.median <= found.high <= max(values)
+    assert found == bootstrap_median(values, seed=seed, num_resamples=400)
+
+
+def test_intervals_cover_the_true_median() -> None:
+    import random
+
+    generator = random.Random(0)
+    hits = 0
+    for at in range(200):
+        sample = [generator.gauss(1.0, 0.05) for _ in range(10)]
+        found = bootstrap_median(sample, seed=at, num_resamples=300)
+        hits += found.low <= 1.0 <= found.high
+    assert hits >= 175
+
+
+def a_run(folder: Path, *words: str) -> TuningRun:
+    return create_run(
+        folder / "r", config=parse_config({"run": "r", "device": "cpu"}, where="x"), command=words
+    )
+
+
+def test_the_shell_line_says_exactly_the_users_words(tmp_path: Path) -> None:
+    import subprocess
+
+    words = ("torchrun", "--nproc-per-node", "2", "a b.py", "--x", "$(touch owned)", "it's", "new\nline", "")
+    run = a_run(tmp_path, *words)
+    text = command_text(PLAN, run=run, path=run.folder.best_plan)
+    shown = tmp_path / "shown.sh"
+    shown.write_text(text.replace("exec quartet", "exec printf '%s\\0'"))
+    done = subprocess.run(["sh", str(shown)], capture_output=True, check=True)
+    given = done.stdout.decode().split("\0")[:-1]
+    assert given[given.index("--") + 1 :] == list(words)
+    assert given[:5] == ["train", "--plan", str(run.folder.best_plan), "--device", "cpu"]
+    assert not Path("owned").exists()
+
+
+def test_without_a_winner_no_plan_is_left(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "python", "x.py")
+    win = ranked([1.0] * 5, [0.5] * 5)[0]
+    found = TuneResult(objective="tokens_per_s", baseline=PLAN, trials=(), rankings=(win,), winner=win)
+    plan = write_best(found, run=run)
+    assert plan is not None
+    assert plan.measurement == win.comparison
+    assert run.folder.best_plan.is_file()
+    assert run.folder.best_command.is_file()
+    assert write_best(replace(found, winner=None), run=run) is None
+    assert not run.folder.best_plan.exists()
+    assert not run.folder.best_command.exists()

@@ -1,0 +1,120 @@
+"""Workers without processes: they take, renew and finish as a test says, and measure what a machine says."""
+
+import os
+import secrets
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from quartet_plugin.trial.processes import Identity
+from quartet_plugin.trial.request import Outcome, TrialResult
+from quartet_plugin.tuner.launches import SETTLED
+from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial, SliceRecord
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
+
+HERE, ELSEWHERE = "here", "elsewhere"
+COORDINATOR = Identity(pid=2, process_start=1.0, boot_id="b")
+_TICKS = count(1)
+
+
+def identity(pid: int) -> Identity:
+    """A process that only tests know."""
+    return Identity(pid=pid, process_start=float(pid), boot_id="b")
+
+
+def member(name: str, *, pid: int, host: str = HERE, is_joined: bool = False) -> Member:
+    """A worker that enlisted."""
+    return Member(
+        name=name,
+        host=host,
+        identity=identity(pid),
+        parent=COORDINATOR,
+        share=SliceRecord(device="cpu", cores=(0, 1)),
+        is_joined=is_joined,
+    )
+
+
+@dataclass
+class Disk:
+    """What attempts left; the part of the launches that a desk needs."""
+
+    results: dict[Path, TrialResult] = field(default_factory=dict)
+    recovered: list[Path] = field(default_factory=list)
+
+    def read(self, attempt: Path) -> TrialResult | None:
+        """The result of an attempt."""
+        return self.results.get(attempt)
+
+    def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
+        """The settled result of a trial's folder, as `Launches.recorded` finds it."""
+        for attempt in sorted(self.results, key=lambda path: path.name, reverse=True):
+            result = self.results[attempt]
+            if attempt.parent == folder and result.plan_key == plan_key and result.outcome in SETTLED:
+                return result
+        return None
+
+    def recover(self, folder: Path, **options: Any) -> None:
+        """Nothing runs, so nothing is ended."""
+        self.recovered.append(folder)
+
+
+@dataclass
+class Hand:
+    """One worker's hands."""
+
+    board: WorkQueue
+    disk: Disk
+    member: Member
+    order: QueuedTrial | None = None
+    claim: Claim | None = None
+
+    def take(self) -> bool:
+        """Take an order; whether there was one."""
+        assert self.claim is None
+        taken = self.board.take(self.member)
+        if taken is not None:
+            self.order, self.claim = taken
+        return taken is not None
+
+    def renew(self) -> bool:
+        """Say that it lives. The time of a file is set apart from every other by hand: tests are fast."""
+        assert self.claim is not None
+        is_held = self.board.renew(self.claim)
+        if is_held:
+            tick = next(_TICKS) * 1_000_000_000
+            os.utime(self.board.path / "claims" / f"{self.claim.stem}.json", ns=(tick, tick))
+        return is_held
+
+    def measure(self, outcome: Outcome = Outcome.OK) -> TrialResult:
+        """Leave a result in an attempt's folder of the trial."""
+        assert self.order is not None
+        folder = self.board.trial_folder(self.order.trial) / f"attempt-{self.order.attempt}"
+        folder.mkdir(parents=True, exist_ok=True)
+        result = TrialResult(
+            attempt_id=self.order.fence + secrets.token_hex(8),
+            plan_key=self.order.plan_key,
+            outcome=outcome,
+            reason=outcome.value,
+            phase="done",
+            iteration_s=(0.1, 0.1) if outcome is Outcome.OK else (),
+            folder=folder,
+        )
+        self.disk.results[folder] = result
+        return result
+
+    def report(self) -> bool:
+        """Say that it is done; whether that counts."""
+        assert self.order is not None
+        assert self.claim is not None
+        is_told = self.board.finish(self.claim, Done(fence=self.order.fence, attempt=self.order.attempt))
+        self.order = self.claim = None
+        return is_told
+
+    def give_up(self, error: str) -> bool:
+        """Say that trials cannot be run here."""
+        assert self.claim is not None
+        done = Done(fence=self.claim.fence, attempt=None, error=error, exit_code=6)
+        is_told = self.board.finish(self.claim, done)
+        self.order = self.claim = None
+        return is_told

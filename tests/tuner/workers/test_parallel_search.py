@@ -1,0 +1,339 @@
+"""A whole run whose trials are measured by several workers, on a machine made of arithmetic."""
+
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.errors import InfeasibleError, InterruptedByUserError, SeamError
+from quartet_plugin.launchers.device_slices import DeviceSlice
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.trial.processes import own_identity
+from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
+from quartet_plugin.tuner import coordinator
+from quartet_plugin.tuner.coordinator import TuneResult
+from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial, SliceRecord
+from quartet_plugin.tuner.workers.parallel_search import ParallelSearch
+from quartet_plugin.tuner.workers.work_queue import WorkQueue
+from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
+
+HOST = "node-0"  # the fake cluster's
+SLICES = tuple(DeviceSlice(device="cpu", index=index, count=4, cores=(index,)) for index in range(4))
+OWN = {"pipeline_parallel": 2, "mapping": "stock", "schedule": ["1f1b", "zb-h1", "zb-v"]}
+
+
+@dataclass
+class Shop(FakeMachine):
+    """A machine whose workers take a step, in random order, whenever the coordinator waits."""
+
+    num_workers: int = 4
+    seed: int = 0
+    dies_after: int | None = None
+    attempts: dict[Path, TrialResult] = field(default_factory=dict)
+    holding: dict[str, tuple[QueuedTrial, Claim]] = field(default_factory=dict)
+    most_at_once: int = 0
+    num_done: int = 0
+    num_started: int = 0
+    board: Any = None
+
+    def __post_init__(self) -> None:
+        self.generator = random.Random(self.seed)
+        self.on_launch = lambda request: self.alone()
+
+    def alone(self) -> None:
+        """What the coordinator launches itself is launched beside nothing."""
+        assert not self.holding
+
+    def check(self, *args: Any, **options: Any) -> Any:
+        """A parity check."""
+        self.alone()
+        return super().check(*args, **options)
+
+    def members(self) -> list[Member]:
+        """The workers."""
+        return [
+            Member(
+                name=f"w{index}",
+                host=HOST,
+                identity=own_identity(),
+                parent=own_identity(),
+                share=SliceRecord(device="cpu", cores=(index,)),
+                is_joined=False,
+            )
+            for index in range(self.num_workers)
+        ]
+
+    def step(self, seconds: float) -> None:
+        """One worker does something."""
+        if not self.num_started:
+            return
+        if self.dies_after is not None and self.num_done >= self.dies_after and len(self.holding) > 1:
+            raise Killed
+        worker = self.generator.choice(self.members())
+        if worker.name not in self.holding:
+            taken = self.board.take(worker)
+            if taken is not None:
+                self.holding[worker.name] = taken
+                self.most_at_once = max(self.most_at_once, len(self.holding))
+            return
+        order, claim = self.holding.pop(worker.name)
+        self.measure(order)
+        self.board.finish(claim, Done(fence=order.fence, attempt=order.attempt))
+        self.num_done += 1
+
+    def measure(self, order: QueuedTrial) -> None:
+        """Leave a result."""
+        folder = self.board.trial_folder(order.trial)
+        plan = self.board.plan(order)
+        request = TrialRequest(folder=folder, command=self.command, plan=plan, measure=order.measure)
+        self.launched.append((folder.name, plan.key))
+        found = self._result(request)
+        result = replace(found, attempt_id=order.fence + found.attempt_id[16:])
+        self.disk[folder] = self.attempts[folder / f"attempt-{order.attempt}"] = result
+
+    @property
+    def command(self) -> Any:
+        """Any command."""
+        from quartet_plugin.launchers.command import parse_command
+        from tests.tuner.fakes import COMMAND
+
+        return parse_command(COMMAND, environment={})
+
+
+class Hands:
+    """Stands for the processes of the workers."""
+
+    last_code = 0
+    last_words = ""
+
+    def __init__(self, shop: Shop, *, board: WorkQueue, **options: Any) -> None:
+        self.shop = shop
+        self.shop.board = board
+
+    @property
+    def num_running(self) -> int:
+        return self.shop.num_started
+
+    def look(self) -> None:
+        self.shop.num_started = self.shop.num_workers
+        for member in self.shop.members():
+            self.shop.board.enlist(member)
+
+    def close(self, *, at_once: bool = False) -> bool:
+        for member in self.shop.members():
+            self.shop.board.forget(member.name)
+        self.shop.holding.clear()
+        self.shop.num_started = 0
+        return True
+
+
+def run_shared(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, shop: Shop, *, is_resumed: bool = False, **config: Any
+) -> TuneResult:
+    """Tune with workers. The sampler is left alone, which takes a fraction of the planner's time."""
+    options = config.pop("options", {})
+    config["study"] = {"starts": "none", **config.get("study", {})}
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator, "WorkerPool", lambda **given: Hands(shop, **given))
+        patch.setattr(coordinator, "ParallelSearch", lambda **given: ParallelSearch(**given, sleep=shop.step))
+        patch.setattr(coordinator, "read_judged", shop.attempts.get)
+        run = resume(folder) if is_resumed else begin(folder, **config)
+        return tune(run, shop, slices=SLICES, **options)
+
+
+def killed(monkeypatch: pytest.MonkeyPatch, folder: Path, shop: Shop) -> None:
+    """A run whose coordinator is killed with several trials under way: nothing is cleaned up."""
+    with monkeypatch.context() as patch:
+        patch.setattr(ParallelSearch, "_close", lambda self: None)
+        with pytest.raises(Killed):
+            run_shared(patch, folder, shop, study={"trials": 8, "rounds": 3, "top_k": 1})
+    assert len(shop.holding) > 1
+
+
+def spent(result: TuneResult) -> list[int]:
+    return [
+        trial.number
+        for trial in result.trials[1:]
+        if trial.record.repeats is None and trial.record.verdict != "lost"
+    ]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_trial_is_measured_once_and_the_budget_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    shop = Shop(seed=seed)
+    result = run_shared(monkeypatch, tmp_path / "r", shop, study={"trials": 14, "rounds": 3, "top_k": 1})
+    assert len(spent(result)) == 14
+    searched = [key for folder, key in shop.launched if "round" not in folder and key is not None]
+    assert len(searched) == len(set(searched)) == 14
+    assert shop.most_at_once >= 3
+    assert [trial.number for trial in result.trials] == list(range(len(result.trials)))
+    assert not list((tmp_path / "r/workers/orders").iterdir())
+    assert not list((tmp_path / "r/workers/claims").iterdir())
+    assert not (tmp_path / "r/workers/board.json").exists()
+
+
+def test_one_worker_spends_a_study_as_a_tuner_without_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Any = {"study": {"starts": "none", "trials": 9, "rounds": 3, "top_k": 2, "control": 4}}
+    alone = tune(begin(tmp_path / "a" / "r", **config), FakeMachine())
+    shared = run_shared(monkeypatch, tmp_path / "b" / "r", Shop(num_workers=1), **config)
+    assert [(r.plan.key, r.record.value, r.record.repeats) for r in shared.trials] == [
+        (r.plan.key, r.record.value, r.record.repeats) for r in alone.trials
+    ]
+    assert shared.controls == alone.controls
+    assert [one.comparison for one in shared.rankings] == [one.comparison for one in alone.rankings]
+
+
+def test_controls_are_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = Shop(seed=1)
+    result = run_shared(
+        monkeypatch, tmp_path / "r", shop, study={"trials": 12, "control": 4, "rounds": 3, "top_k": 1}
+    )
+    assert [control.num_tried for control in result.controls] == [4, 8]
+    assert len(spent(result)) == 12
+
+
+def test_parity_checks_run_alone_and_what_they_refuse_is_not_handed_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop = Shop(gate=lambda plan: plan.schedule.label != "zb-v")
+    result = run_shared(
+        monkeypatch, tmp_path / "r", shop, search=OWN, study={"trials": 8, "rounds": 3, "top_k": 1}
+    )
+    assert len(spent(result)) == 8
+    assert shop.checked
+    verdicts = {trial.plan.schedule.label: trial.record.verdict for trial in result.trials}
+    assert verdicts["zb-h1"] == "measured"
+    assert verdicts["zb-v"] == "wrong"
+
+
+@pytest.mark.parametrize("dies_after", [0, 1, 4])
+def test_a_killed_coordinators_trials_are_adopted_or_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_after: int
+) -> None:
+    """One result lies there without having been told, one with its report, the others are under way."""
+    shop = Shop(dies_after=dies_after, seed=2)
+    folder = tmp_path / "r"
+    killed(monkeypatch, folder, shop)
+    (first, _), (second, claim) = list(shop.holding.values())[:2]
+    shop.measure(first)
+    shop.measure(second)
+    shop.board.finish(claim, Done(fence=second.fence, attempt=second.attempt))
+    shop.holding.clear()
+    shop.num_started = 0
+    shop.dies_after = None
+    before = list(shop.launched)
+    for one in shop.members():
+        shop.board.forget(one.name)
+    for one in shop.board.claims():  # their processes have ended with the host
+        if one.fence != second.fence:
+            (shop.board.path / "claims" / f"{one.stem}.json").unlink()
+    result = run_shared(monkeypatch, folder, shop, is_resumed=True)
+    assert len(spent(result)) == 8
+    assert [trial.number for trial in result.trials] == list(range(len(result.trials)))
+    again = [name for name, _ in shop.launched[len(before) :] if "round" not in name]
+    assert {f"{first.trial:06d}", f"{second.trial:06d}"}.isdisjoint(again)
+    measured = [name for name, key in shop.launched if "round" not in name and key is not None]
+    assert len(measured) == len(set(measured)) == 8
+
+
+def test_stopping_takes_every_hand_out_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = Shop(seed=3)
+    with pytest.raises(InterruptedByUserError, match="--resume"):
+        run_shared(
+            monkeypatch,
+            tmp_path / "r",
+            shop,
+            study={"trials": 8, "rounds": 3, "top_k": 1},
+            options={"should_stop": lambda: shop.num_done >= 3},
+        )
+    assert all(order.is_closed for order in shop.board.orders())
+    assert shop.board.orders()
+    shop.seed = 4
+    result = run_shared(monkeypatch, tmp_path / "r", shop, is_resumed=True)
+    assert len(spent(result)) == 8
+
+
+def test_a_run_with_workers_may_go_on_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = Shop(dies_after=3)
+    killed(monkeypatch, tmp_path / "r", shop)
+    holding = dict(shop.holding)
+    shop.holding.clear()
+    result = tune(resume(tmp_path / "r"), shop)
+    assert len(spent(result)) == 8
+    assert {order.trial for order, _ in holding.values()} <= set(spent(result))
+    assert not any(shop.board.renew(claim) for _, claim in holding.values())
+
+
+def test_what_ends_a_study_ends_it_with_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def harness(plan: Plan) -> Outcome:
+        return Outcome.HARNESS if plan.layout.data_parallel == 2 else Outcome.OK
+
+    with pytest.raises(SeamError, match="trial"):
+        run_shared(monkeypatch, tmp_path / "a" / "r", Shop(outcome=harness), study={"trials": 12})
+
+    def infeasible(plan: Plan) -> Outcome:
+        fits = plan.split == plan.made_for.baseline.split and plan.layout == plan.made_for.baseline.layout
+        return Outcome.OK if fits else Outcome.INFEASIBLE
+
+    with pytest.raises(InfeasibleError, match="in a row did not fit"):
+        run_shared(monkeypatch, tmp_path / "b" / "r", Shop(outcome=infeasible), study={"trials": 90})
+
+
+def test_the_time_limit_holds_over_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop, watching = Shop(wall_s=10.0), Watching()
+    now = [0.0]
+    step = shop.step
+
+    def passing(seconds: float) -> None:
+        now[0] += 5.0
+        step(seconds)
+
+    shop.step = passing  # type: ignore[method-assign]
+    result = run_shared(
+        monkeypatch,
+        tmp_path / "r",
+        shop,
+        study={"trials": 90, "rounds": 3, "top_k": 2},
+        options={"max_minutes": 4.0, "clock": lambda: now[0], "observer": watching},
+    )
+    assert now[0] <= 240.0
+    assert 0 < len(spent(result)) < 90
+    assert any("kept for the final rounds" in text for text in watching.messages)
+
+
+def test_a_worker_on_other_devices_is_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop, watching = Shop(seed=5), Watching()
+    own = shop.cluster
+    strange: set[str] = set()
+
+    def nodes(result: TrialResult) -> Any:
+        if result.attempt_id in strange:
+            return tuple(replace(node, node_class="another x2") for node in own)
+        return own
+
+    measure = shop.measure
+
+    def measured(order: QueuedTrial) -> None:
+        measure(order)
+        if not strange:
+            strange.add(shop.disk[shop.board.trial_folder(order.trial)].attempt_id)
+
+    monkeypatch.setattr(shop, "nodes", nodes)
+    monkeypatch.setattr(shop, "measure", measured)
+    result = run_shared(
+        monkeypatch,
+        tmp_path / "r",
+        shop,
+        study={"trials": 6, "rounds": 3, "top_k": 1},
+        options={"observer": watching},
+    )
+    assert len(spent(result)) == 6
+    assert any("times do not compare" in text for text in watching.messages)
+    attempts = {trial.record.attempt_id for trial in result.trials}
+    assert attempts.isdisjoint(strange)
