@@ -6,7 +6,9 @@ Three forms hold for every axis: `auto` is tuned, a literal is fixed, a list is 
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from quartet_plugin.model.sections import Section
 
 MAX_CHOICES = 64
 
@@ -104,10 +106,6 @@ Schedules = Annotated[
     BeforeValidator(lambda v: _tuple(_as_list(v))),
     AfterValidator(distinct),
 ]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class ScalingConfig(Section):
