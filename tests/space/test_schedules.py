@@ -27,10 +27,8 @@ from quartet_plugin.space.schedules import (
     STOCK_NAMES,
     custom_order,
     custom_schedules_of,
-    flops_end_loads,
 )
-from quartet_plugin.split.end_loads import EndLoads
-from quartet_plugin.split.weighted import even_counts, is_legal_split
+from quartet_plugin.split.layers import EndLoads, even_split, flops_end_loads, is_legal_split
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
 
@@ -202,7 +200,7 @@ def test_a_searched_order_is_no_slower_than_zb_h1_and_holds_no_more_than_1f1b(
     sizes: dict[str, Any] = {
         "shape": shape, "num_devices": devices, "num_microbatches": microbatches, "ends": None
     }  # fmt: skip
-    even = even_counts(shape.num_layers, num_stages=devices * chunks)
+    even = even_split(shape.num_layers, num_stages=devices * chunks)
     found = custom_order(SEARCHED, chunks=chunks, split=even, **sizes)
     named = custom_order("zb-h1" if chunks == 1 else "v-half", chunks=chunks, split=even, **sizes)
     assert found.split == named.split == even
@@ -229,7 +227,7 @@ def test_a_heavier_head_takes_layers_off_its_device() -> None:
 def test_the_split_that_fits_the_flops_is_predicted_to_be_fastest() -> None:
     shape = make_shape(num_layers=12, vocab_size=32768)
     sizes: dict[str, Any] = {"num_devices": 2, "chunks": 1, "num_microbatches": 8, "split": None}
-    right = custom_order("zb-h1", shape=shape, ends=flops_end_loads(shape), **sizes)
+    right = custom_order("zb-h1", shape=shape, ends=flops_end_loads(shape).rounded(), **sizes)
     wrong = custom_order("zb-h1", shape=shape, ends=EndLoads(embedding=6.0, head=0.0), **sizes)
     assert right.makespan < wrong.makespan
 
