@@ -8,16 +8,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.plan import Plan, ScheduleName
 from quartet_plugin.model.schema import Bounds, Length, Matches, Number, as_number, read_record, record
 
 MAX_STEPS = 10_000
 MAX_BYTES = 16 * 2**20
-STOCK_SCHEDULES = frozenset({"no-pipelining", "1f1b", "interleaved"})
+STOCK_SCHEDULES = frozenset(get_args(ScheduleName)) - {"custom"}
 
 # The difference grows when the last half of the steps is worse than this many times the first half.
 GROWTH = 4.0

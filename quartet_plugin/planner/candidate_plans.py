@@ -13,9 +13,9 @@ from quartet_plugin.calibration.predictor import identity
 from quartet_plugin.cost.iteration import StageLoads
 from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.space.config import SEARCHED, STOCK_NAMES
 from quartet_plugin.space.param_sources import SPLIT_EMBEDDING, SPLIT_HEAD, FixedParams, Params
 from quartet_plugin.space.plan_space import Space
-from quartet_plugin.space.schedules import SEARCHED, STOCK_NAMES
 from quartet_plugin.split.layers import EndLoads, end_loads_with_slowdowns, flops_end_loads
 
 # Layouts that are predicted at all, and where none has a schedule of the framework's own; layouts whose other

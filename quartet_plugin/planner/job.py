@@ -24,8 +24,7 @@ from quartet_plugin.model.plan import MAX_RANKS
 from quartet_plugin.model.sections import Section, load_yaml, validate
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.columns import check_rules
-from quartet_plugin.space.config import Degrees, ScalingConfig, SearchConfig, distinct
-from quartet_plugin.space.schedules import STOCK_NAMES
+from quartet_plugin.space.config import STOCK_NAMES, Degrees, ScalingConfig, SearchConfig, distinct
 
 Precision = Literal["bf16", "fp16", "fp8", "fp32"]
 Size = Annotated[int, Field(ge=1, le=2**31)]

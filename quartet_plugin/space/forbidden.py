@@ -13,8 +13,7 @@ from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import STOCK, NodeInfo, Plan
 from quartet_plugin.model.training_job import TrainingJob
-from quartet_plugin.space.config import Forbidden
-from quartet_plugin.space.schedules import SEARCHED
+from quartet_plugin.space.config import SEARCHED, Forbidden
 from quartet_plugin.split.layers import even_split
 
 _LAYOUT = ("tensor_parallel", "pipeline_parallel", "data_parallel", "virtual_stages", "micro_batch_size")

@@ -9,7 +9,8 @@ from typing import Protocol
 from quartet_plugin.mapping.orders import RankOrder
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.space.schedules import SEARCHED, end_load_candidates
+from quartet_plugin.space.config import SEARCHED
+from quartet_plugin.space.schedules import end_load_candidates
 from quartet_plugin.split.layers import EndLoads, end_loads_for_split
 
 type Params = MappingABC[str, str | int | float]

@@ -20,7 +20,7 @@ from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.space.baseline import baseline_plan
-from quartet_plugin.space.config import SearchConfig
+from quartet_plugin.space.config import STOCK_NAMES, SearchConfig
 from quartet_plugin.space.features import Axis, locked_axes, no_custom_schedules
 from quartet_plugin.space.layouts import (
     LayoutRules,
@@ -40,7 +40,7 @@ from quartet_plugin.space.param_sources import (
     optimizer_label,
     param_encoders,
 )
-from quartet_plugin.space.schedules import STOCK_NAMES, CustomOrder, custom_order
+from quartet_plugin.space.schedules import CustomOrder, custom_order
 from quartet_plugin.split.layers import EndLoads, even_split, is_legal_split, split_for_end_loads
 
 

@@ -24,16 +24,9 @@ from quartet_plugin.schedule.search.baseline import NamedStart, unscored
 from quartet_plugin.schedule.search.engine import search
 from quartet_plugin.schedule.search.problem import ScheduleProblem
 from quartet_plugin.schedule.search.space import AUTO, splits_for
+from quartet_plugin.space.config import CUSTOM_NAMES, DEFAULT_NAMES, SEARCHED
 from quartet_plugin.split.entries import Entries, balanced_entries
 from quartet_plugin.split.layers import QUANTUM, EndLoads, entries_of, flops_end_loads, layers_of
-
-SEARCHED = "searched"
-STOCK_NAMES = ("no-pipelining", "1f1b", "interleaved")
-# Those that are tried without being asked for, and those that must be: they hold every microbatch, or are
-# no better than the ones above.
-BY_DEFAULT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", SEARCHED)
-ASKED_ONLY = ("gpipe", "breadth-first", "dualpipev")
-CUSTOM_NAMES = (*BY_DEFAULT, *ASKED_ONLY)
 
 # Actions of a step up to which an order is searched: a plan is made in some tenths of a second.
 MAX_SEARCHED_ACTIONS = 2_500
@@ -67,7 +60,7 @@ def custom_schedules_of(
         return ()
     if asked is None and not splits_backward:
         return ()
-    names = BY_DEFAULT if asked is None else [name for name in CUSTOM_NAMES if name in asked]
+    names = DEFAULT_NAMES if asked is None else [name for name in CUSTOM_NAMES if name in asked]
     found = [name for name in names if _is_legal(name, layout, num_microbatches=num_microbatches)]
     if asked is None and layout.recompute != "none":
         found = [name for name in found if name != "zb-h2"]
