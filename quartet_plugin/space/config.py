@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from quartet_plugin.model.sections import Section
-
 from quartet_plugin.schedule.named import NAMED, Offer
 
 MAX_CHOICES = 64
