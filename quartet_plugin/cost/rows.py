@@ -6,7 +6,6 @@ a prediction cannot lean on them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from quartet_plugin.cost.devices import DeviceSpec, device_named
@@ -25,6 +24,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.schema import Bounds, Length, parse, record
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.split.layers import even_split, even_split_with_ends
 
 _Count = Annotated[int, Bounds(ge=1, le=2**31)]
 _Rate = Annotated[float, Bounds(gt=0, le=1e9)]
@@ -138,11 +138,9 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
     The second where only that divides, as published runs with L + 2 divisible did.
     """
-    if num_layers % num_stages and (num_layers + 2) % num_stages == 0 and num_stages > 1:
-        each = (num_layers + 2) // num_stages
-        return (each - 1, *([each] * (num_stages - 2)), each - 1)
-    cuts = [stage * num_layers // num_stages for stage in range(num_stages + 1)]
-    return tuple(after - before for before, after in pairwise(cuts))
+    if num_layers % num_stages and (num_layers + 2) % num_stages == 0:
+        return even_split_with_ends(num_layers, num_stages=num_stages, embedding=1, head=1)
+    return even_split(num_layers, num_stages=num_stages)
 
 
 def _software(row: Row, assumed: dict[str, Any]) -> Software:

@@ -7,10 +7,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import read_json, validate
+from quartet_plugin.model.files import read_json
+from quartet_plugin.model.sections import Section, validate
 
 SECTION = "quartet"
 AUTO = "auto"
@@ -18,9 +19,7 @@ _FLAGS = ("--deepspeed_config", "--deepspeed-config")
 MAX_BYTES = 16 * 2**20
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
+class _PlanSection(Section):
     plan: str | None = Field(default=None, min_length=1, max_length=4096)
     schedule: str | None = Field(default=None, min_length=1, max_length=4096)
 
@@ -52,7 +51,7 @@ def parse_settings(config: Mapping[str, Any], *, where: str = "ds_config") -> Se
     data = config[SECTION]
     if not isinstance(data, Mapping):
         raise ConfigError(f'{where}: {SECTION}: must be an object like {{"plan": "plan.json"}}')
-    section = validate(_Section, dict(data), where=f"{where}: {SECTION}")
+    section = validate(_PlanSection, dict(data), where=f"{where}: {SECTION}")
     if section.plan is None and section.schedule is None:
         raise ConfigError(f"{where}: {SECTION}: names nothing; give plan, the file of a plan, or auto")
     return Settings(

@@ -13,13 +13,9 @@ import secrets
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quartet_plugin.errors import ConfigError, StorageError
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-    from pydantic_core import ErrorDetails
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_DEPTH = 32
@@ -121,35 +117,6 @@ def write_bytes_atomic(path: str | os.PathLike[str], content: bytes) -> None:
         raise kind(
             f"{path}: cannot be written: {error.strerror}; name a file in a writable folder"
         ) from error
-
-
-def validate[M: "BaseModel"](model: type[M], data: Any, *, where: str) -> M:
-    """`data` as a `model`; raises one ConfigError line, `where: field: value: rule`, for the first fault."""
-    from pydantic import ValidationError
-
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        faults = error.errors(include_url=False)
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise ConfigError(f"{where}: {_fault_line(faults[0])}{more}") from error
-
-
-def _fault_line(fault: "ErrorDetails") -> str:
-    """`field: value: rule`; a validator of ours (type "rule") has written all three itself."""
-    prefix = field_path(fault["loc"])
-    rule = fault["msg"]
-    if fault["type"] == "rule":
-        return rule
-    field = prefix or "the file"
-    if fault["type"] == "missing":
-        return f"{field}: missing; the key is required"
-    if fault["type"] == "extra_forbidden":
-        return f"{field}: {shown(fault['input'])}: unknown key; remove it"
-    if fault["type"] in ("model_type", "dict_type"):
-        return f"{field}: {shown(fault['input'])}: must be a JSON object"
-    rule = rule.removeprefix("Value error, ").removeprefix("Input ")
-    return f"{field}: {shown(fault['input'])}: {rule[:1].lower()}{rule[1:]}"
 
 
 def field_path(parts: Sequence[str | int]) -> str:

@@ -9,10 +9,10 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo, ScheduleName
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
-from quartet_plugin.space.config import SearchConfig
+from quartet_plugin.space.config import CUSTOM_NAMES, SearchConfig
 from quartet_plugin.space.features import Axis, batching_features
 from quartet_plugin.space.forbidden import Prohibitions
-from quartet_plugin.space.schedules import CUSTOM_NAMES, custom_schedules_of
+from quartet_plugin.space.schedules import custom_schedules_of
 
 MAX_VIRTUAL_STAGES = 4
 MAX_MICRO_BATCH_FACTOR = 8

@@ -37,6 +37,7 @@ from quartet_plugin.protocol.attempt_files import (
     RankFileReader,
     read_sheet,
 )
+from quartet_plugin.split.layers import even_split
 from quartet_plugin.trial.attempt import PREFIX
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.request import Device, Outcome, Progress, Timeouts, TrialRequest, TrialResult
@@ -184,8 +185,7 @@ def stock_of(plan: Plan) -> Plan:
     """
     layout = replace(plan.layout, virtual_stages=1)
     stages = layout.num_stages
-    num_layers = plan.shape.num_layers
-    counts = tuple((s + 1) * num_layers // stages - s * num_layers // stages for s in range(stages))
+    counts = even_split(plan.shape.num_layers, num_stages=stages)
     return replace(
         plan,
         layout=layout,

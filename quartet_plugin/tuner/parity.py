@@ -25,7 +25,7 @@ from quartet_plugin.model.receipt import Receipt, needs_receipt, read_receipt, r
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, Verdict
 from quartet_plugin.schedule.placement import PlacementKind, kind_of, loop
-from quartet_plugin.space.schedules import SEARCHED
+from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
 from quartet_plugin.trial.parity import ParityUnavailableError
 from quartet_plugin.trial.request import Progress

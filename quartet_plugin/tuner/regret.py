@@ -22,9 +22,9 @@ from quartet_plugin.model.measurement import Interval, Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.regret import NOTABLE, Regret
 from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.space.param_sources import Params, RandomParams
 from quartet_plugin.space.plan_space import Space
-from quartet_plugin.space.schedules import SEARCHED
 from quartet_plugin.tuner.finalists import BASELINE, FinalistResult
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.planner.candidate_plans import PlanCandidates
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
-from quartet_plugin.split.weighted import even_counts
+from quartet_plugin.split.layers import even_split
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import FakeMachine, begin, resume, tune
@@ -66,7 +66,7 @@ def is_met(plan: Plan, rule: dict[str, Any]) -> bool:
     words["schedule"] = {name, *(["stock"] if name == job.schedule.name else [])}
     words["group"] = {plan.schedule.group}
     counts = plan.split.transformer_layers_per_stage
-    even = even_counts(plan.shape.num_layers, num_stages=len(counts))
+    even = even_split(plan.shape.num_layers, num_stages=len(counts))
     words["split"] = {plan.split.label, *(["even"] if counts == even else [])}
     words["split"] |= {"stock"} if plan.split == job.split else set()
     words["mapping"] = {plan.mapping.label}

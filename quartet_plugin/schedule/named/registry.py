@@ -5,6 +5,7 @@ Orders depend on the numbers of devices, microbatches and chunks alone, never on
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -30,6 +31,15 @@ class Sizes(NamedTuple):
     group: int
 
 
+class Offer(StrEnum):
+    """Whether a tuning run tries a schedule."""
+
+    STOCK = "stock"  # what an unmodified framework runs
+    DEFAULT = "default"  # without being requested
+    REQUESTED = "requested"  # on request only: it holds every microbatch, or another is never worse
+    NEVER = "never"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSchedule:
     """What one named schedule needs.
@@ -37,7 +47,8 @@ class NamedSchedule:
     `make` writes one order a device. `chunks` is the legal number of stages a device, None for any number
     from 2. `has_group`: takes a group size. `split_backward`: uses I and W. `copies` of the model it carries;
     two-copy schedules can only be simulated (`executable` is False), their parameters count twice.
-    `requirement` says in words which sizes it needs where it does not exist for some.
+    `requirement` says in words which sizes it needs where it does not exist for some. `offer` is whether a
+    tuning run tries it.
     """
 
     name: str
@@ -49,6 +60,7 @@ class NamedSchedule:
     copies: int = 1
     even_chunks: bool = False
     requirement: Callable[[int, int], str | None] = lambda p, m: None  # noqa: ARG005
+    offer: Offer = Offer.NEVER
 
     @property
     def default_chunks(self) -> int:
@@ -124,17 +136,17 @@ _LOOP = partial(NamedSchedule, placement=PlacementKind.LOOP, chunks=None)
 _V = partial(NamedSchedule, placement=PlacementKind.V, chunks=2, split_backward=True)
 _TWO_COPIES = partial(_LINEAR, copies=2)
 _ALL = (
-    _LINEAR(name="gpipe", make=_phased(rules.gpipe)),
-    _LINEAR(name="1f1b", make=_phased(rules.one_f_one_b)),
-    _LOOP(name="interleaved", make=_looped(rules.interleaved), has_group=True),
-    _LOOP(name="breadth-first", make=_looped(rules.breadth_first)),
-    _LINEAR(name="zb-h1", make=_phased(rules.zb_h1), split_backward=True),
-    _LINEAR(name="zb-h2", make=_phased(rules.zb_h2), split_backward=True),
+    _LINEAR(name="gpipe", make=_phased(rules.gpipe), offer=Offer.REQUESTED),
+    _LINEAR(name="1f1b", make=_phased(rules.one_f_one_b), offer=Offer.STOCK),
+    _LOOP(name="interleaved", make=_looped(rules.interleaved), has_group=True, offer=Offer.STOCK),
+    _LOOP(name="breadth-first", make=_looped(rules.breadth_first), offer=Offer.REQUESTED),
+    _LINEAR(name="zb-h1", make=_phased(rules.zb_h1), split_backward=True, offer=Offer.DEFAULT),
+    _LINEAR(name="zb-h2", make=_phased(rules.zb_h2), split_backward=True, offer=Offer.DEFAULT),
     _LOOP(name="zb-interleaved", make=_looped(rules.zb_interleaved), has_group=True, split_backward=True),
-    _V(name="zb-v", make=_phased(rules.zb_v)),
-    _V(name="v-half", make=lambda size: keyed.v_half(size.p, size.m)),
-    _V(name="v-min", make=lambda size: keyed.v_min(size.p, size.m)),
-    _V(name="dualpipev", make=_phased(rules.dual_phases), requirement=_at_least_2p),
+    _V(name="zb-v", make=_phased(rules.zb_v), offer=Offer.DEFAULT),
+    _V(name="v-half", make=lambda size: keyed.v_half(size.p, size.m), offer=Offer.DEFAULT),
+    _V(name="v-min", make=lambda size: keyed.v_min(size.p, size.m), offer=Offer.DEFAULT),
+    _V(name="dualpipev", make=_phased(rules.dual_phases), requirement=_at_least_2p, offer=Offer.REQUESTED),
     NamedSchedule(
         name="hanayo",
         placement=PlacementKind.SNAKE,
