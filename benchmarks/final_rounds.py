@@ -17,7 +17,7 @@ from benchmarks.search_cost.grounds import small
 from benchmarks.search_cost.replay import Silent
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.score import score
-from quartet_plugin.model.trial_record import Record, TrialRecord
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.config import StudyConfig
 from quartet_plugin.tuner.final_rounds import FinalRounds, winner_of
@@ -79,7 +79,7 @@ def decided(gain: float, *, noise: float, seed: int, rounds: int) -> tuple[bool,
     yardstick = BaselineScore(
         plan=baseline, score=score(baseline, iteration_s=(1.0,)), objective="tokens_per_s"
     )
-    told = TrialRecord(verdict="measured", outcome="ok", reason="", attempt_id="", value=1.0)
+    record = TrialRecord(verdict="measured", outcome="ok", reason="", attempt_id="", value=1.0)
     launching = NoisyLaunching(gain=gain, noise=noise, seed=seed)
     study = StudyConfig(rounds=rounds, top_k=1, seed=seed)
     folder = SimpleNamespace(final_launch=lambda *_, **__: Path())
@@ -89,7 +89,7 @@ def decided(gain: float, *, noise: float, seed: int, rounds: int) -> tuple[bool,
         budget=TimeBudget(limit_s=None, clock=lambda: 0.0),
         observer=cast(Any, Silent()),
     )
-    rankings = finals.measure([Record(number=1, plan=baseline, told=told)], yardstick=yardstick)
+    rankings = finals.measure([FinishedTrial(number=1, plan=baseline, record=record)], yardstick=yardstick)
     return winner_of(rankings) is not None, launching.num_rounds
 
 

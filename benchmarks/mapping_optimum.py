@@ -18,8 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.planner.assigned_prediction import AssignedRun
 from quartet_plugin.planner.assignment_search import assign, places_of_job, planned_run
-from quartet_plugin.planner.candidates import even_split, legal_candidates
+from quartet_plugin.planner.candidates import legal_candidates
 from quartet_plugin.planner.job import PlanRequest, parse_job
+from quartet_plugin.split.layers import even_split
 
 SMALL = ((2, 3), (3, 2), (6, 1), (1, 6))
 LARGE = ((4, 4), (8, 2), (2, 8), (4, 8))
@@ -64,7 +65,7 @@ def compared(seed: int, sizes: tuple[tuple[int, int], ...], *, every: bool) -> t
     candidates = legal_candidates(job, job.shape)
     layouts = [candidates.layout(row) for row in range(len(candidates))]
     layout = draw.choice([one for one in layouts if one.pipeline_parallel > 1])
-    split = even_split(job.shape.num_layers, layout.num_stages)
+    split = even_split(job.shape.num_layers, num_stages=layout.num_stages)
     places = places_of_job(job, fitted())
     found = assign(job, job.shape, layout, split, constants=fitted(), places=places, may_split=False)
     assert found is not None

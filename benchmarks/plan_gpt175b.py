@@ -21,9 +21,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from quartet_plugin.cost import pipeline
-from quartet_plugin.planner.candidates import balanced_split
 from quartet_plugin.planner.job import parse_job
 from quartet_plugin.planner.ranking import Ranking, best_plans
+from quartet_plugin.split.layers import even_split_with_ends
 
 JOB = {
     "model": {
@@ -54,7 +54,7 @@ JOB = {
 def planned(top: int) -> tuple[float, float, Ranking]:
     """Wall and CPU seconds from the job's data to the ranking, schedules not cached."""
     pipeline.order.cache_clear()
-    balanced_split.cache_clear()
+    even_split_with_ends.cache_clear()
     start, cpu = time.perf_counter(), time.process_time()
     job = parse_job(JOB, where="job")
     found = best_plans(job, top=top)

@@ -214,7 +214,8 @@ def searched(scenario: Scenario) -> Any:
     from quartet_plugin.model.shape import ModelShape
     from quartet_plugin.runtime.programs import ScheduleSpec
     from quartet_plugin.schedule.search import search
-    from quartet_plugin.space.schedules import cost_table, flops_end_loads, memory_limit
+    from quartet_plugin.space.schedules import cost_table, memory_limit
+    from quartet_plugin.split.layers import entries_of, flops_end_loads
 
     shape = ModelShape(
         num_layers=sum(scenario.split),
@@ -232,13 +233,13 @@ def searched(scenario: Scenario) -> Any:
     )
     costs = cost_table(
         shape,
-        ends=flops_end_loads(shape),
+        ends=flops_end_loads(shape).rounded(),
         placement=scenario.placement,
         num_devices=2,
         num_microbatches=scenario.num_microbatches,
     )
     limit = MORE_MEMORY * memory_limit(costs, scenario.placement)
-    entries = (scenario.split[0] + 1, *scenario.split[1:-1], scenario.split[-1] + 1)
+    entries = entries_of(scenario.split)
     found = search(
         replace(costs, memory_limit_bytes=limit),
         placement=scenario.placement,

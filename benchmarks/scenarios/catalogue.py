@@ -4,6 +4,8 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
+from quartet_plugin.space.config import STOCK_NAMES
+
 SCRIPT = "benchmarks/scenarios/script.py"
 _COMMON = (
     "--mock-data --tokenizer-type NullTokenizer --train-iters 100000 --lr 1e-4 --min-lr 1e-5 "
@@ -12,7 +14,6 @@ _COMMON = (
     "--seq-length 64 --max-position-embeddings 64 "
 )
 # What stock flags offer: layouts, native uneven splits, group sizes, and Megatron's two orders of ranks.
-STOCK_SCHEDULES = ["no-pipelining", "1f1b", "interleaved"]
 STOCK_ORDERS = ["stock", "tp-pp-dp"]
 
 
@@ -43,7 +44,7 @@ class Scenario:
         """The search over stock flags."""
         kept = {key: value for key, value in self.search.items() if key != "scaling"}
         if self.search.get("schedule", "auto") == "auto":
-            kept["schedule"] = STOCK_SCHEDULES
+            kept["schedule"] = list(STOCK_NAMES)
         if self.search.get("mapping", "auto") == "auto":
             kept["mapping"] = STOCK_ORDERS
         return kept

@@ -311,7 +311,7 @@ def regret_of(ground: Ground, *, seed: int, trials: int) -> RegretCheck:
     """Run a whole search and compare its estimate with what it really missed."""
     launches = ReplayingLaunches(ground=ground, seed=seed)
     result = tuned(launches, study={"trials": trials, "rounds": 5, "top_k": 3})
-    best = result.baseline if result.winner is None else result.winner.record.plan
+    best = result.baseline if result.winner is None else result.winner.trial.plan
     truth = ground.oracle.truth_s(best)
     if truth is None:
         raise QuartetError("a plan that was refused won")

@@ -1,51 +1,45 @@
 """`calibration.json`: a cluster's calibration as a file; docs/formats.md describes it."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, TypeAdapter
 
 from quartet_plugin.calibration.constants_fit import Calibration, Term
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import read_json, write_json_atomic
-from quartet_plugin.model.schema import parse
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.schema import Bounds, Length, read_record, record
 
-_STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 _NAMES = frozenset(known.name for known in fields(ClusterConstants))
 # Every file has these; what came later is neutral where a file lacks it.
 _REQUIRED = frozenset(known.name for known in fields(Constants))
 
-Positive = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, le=2**31)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Bounds(gt=0, lt=1e20)]
+Count = Annotated[int, Bounds(ge=0, le=2**31)]
+Number = float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class _TermFile:
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     name: str
     value: Positive
     low: Positive
     high: Positive
     prior: Positive
     num_measurements: Count
-    learned: Annotated[float, Field(ge=0, le=1)]
+    learned: Annotated[float, Bounds(ge=0, le=1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class _File:
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     schema_version: Literal[1]
-    source: Annotated[str, Field(max_length=500)]
-    constants: dict[str, Annotated[float, Field(ge=0, lt=1e20, allow_inf_nan=False)]]
-    terms: Annotated[tuple[_TermFile, ...], Field(max_length=len(_NAMES))]
+    source: Annotated[str, Length(most=500)]
+    constants: dict[str, Annotated[float, Bounds(ge=0, lt=1e20)]]
+    terms: Annotated[tuple[_TermFile, ...], Length(most=len(_NAMES))]
     covariance: tuple[tuple[Number, ...], ...]
-    iteration_error: Annotated[float, Field(ge=0, le=10)]
+    iteration_error: Annotated[float, Bounds(ge=0, le=10)]
     num_iterations: Count
     num_parts: Count
 
@@ -56,9 +50,6 @@ class _File:
         size = len(self.terms)
         if len(self.covariance) != size or any(len(row) != size for row in self.covariance):
             raise ConfigError(f"covariance: must have {size} rows and columns, one a term")
-
-
-_ADAPTER: TypeAdapter[_File] = TypeAdapter(_File)
 
 
 def write_calibration(calibration: Calibration, *, path: Path, source: str) -> None:
@@ -78,10 +69,7 @@ def write_calibration(calibration: Calibration, *, path: Path, source: str) -> N
 
 def read_calibration(path: Path) -> Calibration:
     """The calibration in `path`. Raises ConfigError in one line: the field, the value and the rule."""
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a calibration is a JSON object; this is a {type(data).__name__}")
-    file = parse(_ADAPTER, data, where=str(path))
+    file = read_record(_File, path)
     missing = sorted(_REQUIRED - set(file.constants))
     if missing:
         raise ConfigError(f"{path}: constants.{missing[0]}: missing; the key is required")

@@ -8,7 +8,7 @@ from quartet_plugin.cost.jobs import schedule_kind
 from quartet_plugin.cost.memory import Memory, peak_memory
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.trial_record import Record
+from quartet_plugin.model.trial_record import FinishedTrial
 
 # What plans like one that did not fit, or computed something else, are taken for: those with its layout and
 # schedule, those with its layout.
@@ -30,17 +30,17 @@ class FeasibilityModel:
         self._ratios: list[float] = []
         self._memory: dict[object, Memory | None] = {}
 
-    def learn(self, record: Record) -> None:
+    def learn(self, trial: FinishedTrial) -> None:
         """Take in a record, once."""
-        if record.told.is_depth_proxy:
+        if trial.record.is_depth_proxy:
             return
-        if record.told.verdict == "measured":
-            self._ran.append(record.plan)
-            memory = self.memory(record.plan)
-            if memory is not None and record.told.peak_memory_bytes > 0:
-                self._ratios.append(record.told.peak_memory_bytes / memory.total)
-        elif record.told.verdict in ("infeasible", "wrong"):
-            self._failed.append(record.plan)
+        if trial.record.verdict == "measured":
+            self._ran.append(trial.plan)
+            memory = self.memory(trial.plan)
+            if memory is not None and trial.record.peak_memory_bytes > 0:
+                self._ratios.append(trial.record.peak_memory_bytes / memory.total)
+        elif trial.record.verdict in ("infeasible", "wrong"):
+            self._failed.append(trial.plan)
 
     def chance(self, plan: Plan) -> float:
         """From 0 to 1."""

@@ -21,8 +21,8 @@ def launch_noise(trials: Iterable[TrialRecord]) -> float:
     A trial's `spread` is the robust standard error of its iterations.
     """
     found, num = _ASSUMED * LEAST**2, float(_ASSUMED)
-    for told in trials:
-        if told.spread is not None and told.num_iterations:
-            found += told.num_iterations * (told.spread**2 * told.num_iterations)
-            num += told.num_iterations
+    for record in trials:
+        if record.spread is not None and record.num_iterations:
+            found += record.num_iterations * (record.spread**2 * record.num_iterations)
+            num += record.num_iterations
     return max(LEAST, math.sqrt(found / num))

@@ -23,7 +23,7 @@ from quartet_plugin.cost.iteration import IterationModel, IterationModelCache, S
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.trial_record import Record
+from quartet_plugin.model.trial_record import FinishedTrial
 
 # Deviations, relative, beside those of two launches of one plan: more where one was cut short, or ran in
 # another study.
@@ -117,7 +117,7 @@ class PlanPredictor:
         self._folder_of = folder_of
         self._residuals = Residuals()
         self._learned: dict[int, tuple[_Time, ...]] = {}
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, FinishedTrial] = {}
         self._seen: set[int] = set()
         self._cropped: dict[int, tuple[Plan, _Time]] = {}
         self.odds = FeasibilityModel(ground)
@@ -126,18 +126,18 @@ class PlanPredictor:
         self._views: list[PosteriorSample] = []
         self._groups: Groups | None = None
 
-    def learn(self, records: Sequence[Record]) -> None:
+    def learn(self, trials: Sequence[FinishedTrial]) -> None:
         """Take in the records that are new; those of plans that were answered from others add nothing."""
-        for record in records:
-            told = record.told
-            if record.number in self._seen or told.repeats is not None:
+        for trial in trials:
+            record = trial.record
+            if trial.number in self._seen or record.repeats is not None:
                 continue
-            self._seen.add(record.number)
-            self.odds.learn(record)
-            is_whole = told.verdict == "measured" and not told.is_depth_proxy
-            if is_whole and told.iteration_s is not None and self.knows(record.plan):
-                self._records[record.number] = record
-                self._learned[record.number] = tuple(self._times_of(record))
+            self._seen.add(trial.number)
+            self.odds.learn(trial)
+            is_whole = record.verdict == "measured" and not record.is_depth_proxy
+            if is_whole and record.iteration_s is not None and self.knows(trial.plan):
+                self._records[trial.number] = trial
+                self._learned[trial.number] = tuple(self._times_of(trial))
                 self._views = []
 
     def learn_cropped(self, found: DepthProxyTime) -> None:
@@ -219,18 +219,18 @@ class PlanPredictor:
             Correction(name=names[at], ratio=math.exp(mean[at]), spread=float(spreads[at])) for at in order
         ]
 
-    def _times_of(self, record: Record) -> list[_Time]:
-        told, plan = record.told, record.plan
-        assert told.iteration_s is not None
+    def _times_of(self, trial: FinishedTrial) -> list[_Time]:
+        record, plan = trial.record, trial.plan
+        assert record.iteration_s is not None
         anatomy = self._anatomy(plan)
-        is_cut = told.num_iterations is not None and told.num_iterations < self._num_iterations
-        extra = math.hypot(CUT_NOISE * is_cut, OTHER_RUN_NOISE * (told.source is not None))
-        drift = math.log(told.drift)
-        log_s, noise = math.log(told.iteration_s) + drift, math.hypot(LEAST, told.spread or 0.0)
+        is_cut = record.num_iterations is not None and record.num_iterations < self._num_iterations
+        extra = math.hypot(CUT_NOISE * is_cut, OTHER_RUN_NOISE * (record.source is not None))
+        drift = math.log(record.drift)
+        log_s, noise = math.log(record.iteration_s) + drift, math.hypot(LEAST, record.spread or 0.0)
         found = [_Time(log_s=log_s, noise=noise, extra=extra, anatomy=anatomy)]
-        if self._folder_of is None or told.source is not None or plan.schedule.custom is None:
+        if self._folder_of is None or record.source is not None or plan.schedule.custom is None:
             return found
-        for action in action_times(self._folder_of(record.number), attempt_id=told.attempt_id):
+        for action in action_times(self._folder_of(trial.number), attempt_id=record.attempt_id):
             if action.stage < plan.layout.num_stages and not anatomy.is_crowded(action.stage):
                 log_s = math.log(action.seconds) + drift
                 found.append(_Time(log_s=log_s, noise=ACTION_NOISE, anatomy=anatomy, action=action))
@@ -262,7 +262,7 @@ class PlanPredictor:
         )
         noise = np.array([one.noise for one in times])
         noise[: len(wholes)] = np.maximum(
-            noise[: len(wholes)], launch_noise(one.told for one in self._records.values())
+            noise[: len(wholes)], launch_noise(one.record for one in self._records.values())
         )
         noise = np.hypot(noise, [one.extra for one in times])
         covariance = np.zeros((len(times), len(times)))

@@ -6,19 +6,16 @@ docs/formats.md. The table is a `COSTS.json` of the profiled job.
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, TypeAdapter
 
 from quartet_plugin.calibration.constants_fit import Direction, Observation, Quantity
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import EMBEDDING, HEAD, Costs, LayerCost
-from quartet_plugin.model.schema import parse
+from quartet_plugin.model.schema import Bounds, Length, Matches, parse, record
 
-_STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 _PREFIX = "layer."
 # Medians of intervals of a few milliseconds, on ranks that share a machine, repeat to about this.
 PART_SPREAD = 0.03
@@ -27,18 +24,16 @@ HALF_SPREAD, STEP_SPREAD = 0.06, 0.1
 # An embedding is some kernel starts and hooks, too short to say what a layer's kernels take to start.
 EMBEDDING_SPREAD = 0.5
 
-Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, le=2**53)]
-Rank = Annotated[int, Field(ge=0, lt=65_536)]
-PartName = Annotated[str, Field(pattern=r"^(embedding|head|other|layer\.[0-9]{1,6})$")]
+Seconds = Annotated[float, Bounds(ge=0, le=1e6)]
+Count = Annotated[int, Bounds(ge=0, le=2**53)]
+Rank = Annotated[int, Bounds(ge=0, lt=65_536)]
+PartName = Annotated[str, Matches(pattern=r"(embedding|head|other|layer\.[0-9]{1,6})")]
 StepName = Literal["iteration", "forward_backward", "finalize", "optimizer"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PartTimes:
     """A part of the model on one rank, seconds for a microbatch; None for what was not told apart."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     name: PartName
     forward_s: Seconds | None
@@ -49,31 +44,26 @@ class PartTimes:
     activation_bytes: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RankProfile:
     """rank-K.profile.json."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     schema_version: Literal[1]
-    attempt_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    attempt_id: Annotated[str, Matches(pattern=r"[0-9a-f]{32}")]
     launch_rank: Rank
     rank: Rank
     pipeline_rank: Rank
     tensor_rank: Rank
-    device: Annotated[str, Field(max_length=512)]
+    device: Annotated[str, Length(most=512)]
     peak_memory_bytes: Count
-    parts: Annotated[tuple[PartTimes, ...], Field(max_length=100_000)]
+    parts: Annotated[tuple[PartTimes, ...], Length(most=100_000)]
     steps: Mapping[StepName, Seconds | None]
     job: Mapping[str, Any]
 
 
-_ADAPTER: TypeAdapter[RankProfile] = TypeAdapter(RankProfile)
-
-
 def parse_rank(data: Mapping[str, Any], *, where: str) -> RankProfile:
     """A rank's file as a checked object. Raises ConfigError in one line."""
-    return parse(_ADAPTER, data, where=where)
+    return parse(RankProfile, data, where=where)
 
 
 def merged_parts(ranks: Sequence[RankProfile]) -> dict[str, PartTimes]:

@@ -62,9 +62,10 @@ def export(plan: "Plan") -> dict[str, Any]:
     `flags` (name -> value, True for a switch), `leave_out` (the command's own flags that contradict them)
     and `ranks`: where each RANK runs. Raises PlanError for a schedule that stock Megatron has no flags for.
     """
+    from quartet_plugin.model.frameworks import capabilities
     from quartet_plugin.model.receipt import needs_receipt
 
-    if plan.made_for.framework == "deepspeed":
+    if not capabilities(plan.made_for.framework).has_flags:
         return _about(plan) | {
             "ds_config": ds_config_of(plan),
             "num_stages": plan.layout.pipeline_parallel,
@@ -118,8 +119,9 @@ def merged_ds_config(plan: "Plan", path: Path) -> dict[str, Any]:
     Raises PlanError for a plan of another framework, ConfigError for a file that is no ds_config.
     """
     from quartet_plugin.model.files import read_json
+    from quartet_plugin.model.frameworks import capabilities
 
-    if plan.made_for.framework != "deepspeed":
+    if capabilities(plan.made_for.framework).has_flags:
         raise PlanError(f"--ds-config: the plan is for {plan.made_for.framework}, which has no ds_config")
     config = read_json(path)
     if not isinstance(config, dict):

@@ -136,7 +136,7 @@ def _launcher(words: Sequence[str]) -> list[str]:
     Raises ConfigError for anything else.
     """
     from quartet_plugin.launchers.command import is_starter
-    from quartet_plugin.launchers.options import TORCHRUN_FLAGS, TORCHRUN_VALUES, read_options
+    from quartet_plugin.launchers.starter_options import TORCHRUN_FLAGS, TORCHRUN_VALUES, read_options
 
     name = words[0].rpartition("/")[2] if words else ""
     at = 1

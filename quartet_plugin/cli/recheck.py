@@ -34,13 +34,14 @@ def recheck(plan_file: Path) -> list[str]:
     Raises SeamError for a Megatron that is not as known, PlanError for a plan or receipt of another version.
     """
     from quartet_plugin.cli.train import framework_version
+    from quartet_plugin.model.frameworks import capabilities
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.model.receipt import needs_receipt, require_receipt
 
     plan = read_plan(plan_file)
     made_for = plan.made_for
-    if made_for.framework != "megatron-core":
-        raise PlanError(f"{plan_file}: made for {made_for.framework}; only Megatron has seams to check")
+    if not capabilities(made_for.framework).has_recheck:
+        raise PlanError(f"{plan_file}: made for {made_for.framework}; only Megatron's seams are rechecked")
     needs_runtime = needs_receipt(plan)
     found = _report(with_runtime=needs_runtime)
     fault = fault_of(found)

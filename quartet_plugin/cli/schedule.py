@@ -186,7 +186,7 @@ def named(
     from quartet_plugin.report.summary import schedule_summary
     from quartet_plugin.schedule.files import read_costs
     from quartet_plugin.schedule.named import named as make
-    from quartet_plugin.split import balanced_split
+    from quartet_plugin.split.entries import balanced_entries
 
     table = read_costs(costs)
     order = make(
@@ -197,7 +197,7 @@ def named(
         group=group,
     )
     if counts == AUTO:
-        layers = balanced_split(table, order.placement, allow_empty=allow_empty)
+        layers = balanced_entries(table, order.placement, allow_empty=allow_empty)
     else:
         layers = layers_of(counts, table, order.num_stages, allow_empty=allow_empty)
     schedule = replace(order, layers_per_stage=layers)
@@ -302,7 +302,7 @@ def list_named(
     rows = [["name", "placement", "chunks", "backward", ">makespan", ">memory", "can be run"]]
     for name, spec in NAMED.items():
         makespan, memory = _at_unit_costs(name, devices, microbatches)
-        chunks = "2 or more" if not spec.chunks else " or ".join(map(str, spec.chunks))
+        chunks = str(spec.chunks or "2 or more")
         rows.append(
             [
                 name,

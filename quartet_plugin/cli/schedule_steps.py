@@ -152,15 +152,15 @@ def layers_of(
     split: "str | Counts", costs: "Costs", num_stages: int | None, *, allow_empty: bool
 ) -> "Counts":
     """The layers of each stage that `--split even` or `--split COUNTS` asks for, checked."""
-    from quartet_plugin.split import check_split, even_split
+    from quartet_plugin.split.entries import check_entries, even_entries
 
     if isinstance(split, str):
         if num_stages is None:
             raise UsageError("--split even: the number of stages is open; add --placement or --chunks")
-        return even_split(costs, num_stages, allow_empty=allow_empty)
+        return even_entries(costs, num_stages, allow_empty=allow_empty)
     if len(split) % costs.num_devices:
         raise UsageError(
             f"--split: {len(split)} counts on {costs.num_devices} devices; give one a stage, and every "
             "device holds equally many stages"
         )
-    return check_split(costs, split, num_stages=num_stages or len(split), allow_empty=allow_empty)
+    return check_entries(costs, split, num_stages=num_stages or len(split), allow_empty=allow_empty)

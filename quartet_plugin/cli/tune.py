@@ -97,7 +97,7 @@ def tune(
     from quartet_plugin.cli.native import write_native
     from quartet_plugin.cli.report import report_line
     from quartet_plugin.cli.versions import check_versions
-    from quartet_plugin.cli.workers import shares_of
+    from quartet_plugin.cli.workers import slices_of
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
     from quartet_plugin.report.live import reporter
@@ -122,7 +122,7 @@ def tune(
     if not is_resumed:
         check_start(command, cwd=Path.cwd(), environment=os.environ)
         machine_of(config.machine, cwd=Path.cwd())
-        shares_of(config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
+        slices_of(config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
     folder = prepare_folder(path, is_resumed=is_resumed)
     with (
         failure_reported(folder),
@@ -134,19 +134,19 @@ def tune(
         else:
             keep_machine(config.machine, cwd=Path.cwd(), folder=RunFolder(path=folder))
             run = create_run(folder, config=config.model_copy(update={"run": path.name}), command=words)
-        shares = shares_of(run.config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
+        slices = slices_of(run.config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
         with reporter(Console()) as shown, stop_on_signals(shown.message) as should_stop:
             shown.message(f"run {run.name} in {path}; the command: {shlex.join(redacted_argv(words))}")
             result = Coordinator(
                 run,
                 command=command,
-                launches=LocalLaunches(share=shares[0] if shares else None),
+                launches=LocalLaunches(device_slice=slices[0] if slices else None),
                 observer=watched(shown, run=run),
                 should_stop=should_stop,
                 fence=lease.check,
                 max_minutes=max_minutes,
                 prior=prior,
-                shares=shares,
+                slices=slices,
                 make_room=kept.drop,
             ).tune()
         plan = write_best(result, run=run)
@@ -196,8 +196,8 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
     from quartet_plugin.report.tables import change_lines, comparison_lines
 
     if plan is None or result.winner is None:
-        tried = [record for record in result.records if record.told.repeats is None][1:]
-        failed = sum(record.told.verdict != "measured" for record in tried)
+        tried = [trial for trial in result.trials if trial.record.repeats is None][1:]
+        failed = sum(trial.record.verdict != "measured" for trial in tried)
         note = f" ({failed} could not be measured, see {_shown(run.folder.events_file)})" if failed else ""
         lines = [
             f"no better plan was found: {len(tried)} plans were tried{note}, your own command stays as it is"
@@ -211,7 +211,7 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
             f"parity    {_shown(receipt_path(run.folder.best_plan))}: it trains as your own command does"
         ]
     return [
-        f"trial {result.winner.record.number} is faster than your own command",
+        f"trial {result.winner.trial.number} is faster than your own command",
         *comparison_lines(result.winner.comparison, names=("your own", "best")),
         *change_lines(plan),
         *study_lines(result),
@@ -228,7 +228,7 @@ def study_lines(result: "TuneResult") -> list[str]:
     from quartet_plugin.report.regret import regret_lines
     from quartet_plugin.report.tables import changes
 
-    tried = [record.plan for record in result.records[1:] if record.told.repeats is None]
+    tried = [trial.plan for trial in result.trials[1:] if trial.record.repeats is None]
     classes = Counter(max((c.change_class for c in changes(plan)), default="A") for plan in tried)
     parts = [f"class {name} {100 * count / len(tried):.0f} %" for name, count in sorted(classes.items())]
     lines = [f"tried     {len(tried)} plans: {', '.join(parts)}"] if tried else []

@@ -16,7 +16,7 @@ from quartet_plugin.errors import ConfigError, InterruptedByUserError, StorageEr
 
 if TYPE_CHECKING:
     from quartet_plugin.launchers.command import Command
-    from quartet_plugin.launchers.shares import DeviceSlice
+    from quartet_plugin.launchers.device_slices import DeviceSlice
     from quartet_plugin.tuner.config import TuneConfig
     from quartet_plugin.tuner.run_folder import TuningRun
     from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -38,18 +38,18 @@ def register(app: typer.Typer) -> None:
         work(run, name=name, task=sys.stdin.buffer.read())
 
 
-def shares_of(
+def slices_of(
     config: "TuneConfig", *, num_workers: int | None, command: "Command", oversubscribe: bool
 ) -> "tuple[DeviceSlice, ...]":
     """This host divided between `num_workers`; nothing without a number. Raises ConfigError."""
+    from quartet_plugin.launchers.device_slices import divide
     from quartet_plugin.launchers.local import resolve_device
-    from quartet_plugin.launchers.shares import divide
 
     if num_workers is None:
         return ()
     return divide(
         resolve_device(config.device, environment=os.environ),
-        num_shares=num_workers,
+        num_slices=num_workers,
         command=command,
         environment=os.environ,
         oversubscribe=oversubscribe,
@@ -63,8 +63,8 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     InterruptedByUserError after Ctrl-C.
     """
     from quartet_plugin.launchers.command import parse_command
+    from quartet_plugin.launchers.device_slices import divide
     from quartet_plugin.launchers.local import check_start
-    from quartet_plugin.launchers.shares import divide
     from quartet_plugin.tuner.run_folder import resume_run
     from quartet_plugin.tuner.workers.messages import worker_name
     from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -81,25 +81,23 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
         )
     _check_place(run, command)
     check_start(command, cwd=run.cwd, environment=os.environ)
-    shares = divide(
+    slices = divide(
         offer.device,
-        num_shares=num_workers,
+        num_slices=num_workers,
         command=command,
         environment=os.environ,
         size=offer.num_devices,
         oversubscribe=oversubscribe,
     )
-    _refuse_taken(shares, board)
+    _refuse_taken(slices, board)
     found = end_left_behind(board)
     if found:
         typer.echo(f"ended {len(found)} processes that a lost worker had left on this host")
-    names = tuple(worker_name(socket.gethostname(), os.getpid(), share.index) for share in shares)
+    names = tuple(worker_name(socket.gethostname(), os.getpid(), part.index) for part in slices)
     crew = WorkerPool(
-        board=board, command=command.words, shares=shares, names=names, say=typer.echo, is_joined=True
+        board=board, command=command.words, slices=slices, names=names, say=typer.echo, is_joined=True
     )
-    typer.echo(
-        f"run {run.name}: workers here: {len(shares)}, on {'; '.join(share.label for share in shares)}"
-    )
+    typer.echo(f"run {run.name}: workers here: {len(slices)}, on {'; '.join(part.label for part in slices)}")
     with stop_on_signals(typer.echo) as should_stop:
         try:
             crew.look()
@@ -134,14 +132,14 @@ def _check_place(run: "TuningRun", command: "Command") -> None:
         raise ConfigError(f"{run.cwd / command.target}: not on this host; mount the folder it is in here")
 
 
-def _refuse_taken(shares: "tuple[DeviceSlice, ...]", board: "WorkQueue") -> None:
+def _refuse_taken(slices: "tuple[DeviceSlice, ...]", board: "WorkQueue") -> None:
     """Two workers on one device would measure each other."""
     host = socket.gethostname()
     for member in board.members():
         if member.host != host or not member.identity.is_alive:
             continue
-        other = member.share.share
-        if any(share.overlaps(other) for share in shares):
+        other = member.share.device_slice
+        if any(part.overlaps(other) for part in slices):
             raise ConfigError(
                 f"--join: {other.label} of this host are worker {member.name}'s; name others with taskset or "
                 "CUDA_VISIBLE_DEVICES, or join from another host"
@@ -174,11 +172,11 @@ def work(path: Path, *, name: str, task: bytes) -> None:
             command=parse_command(told.command),
             member=member,
             board=WorkQueue(folder=run.folder.path),
-            launches=LocalLaunches(share=told.share.share),
+            launches=LocalLaunches(device_slice=told.share.device_slice),
             should_stop=should_stop,
             say=_say,
         )
-        _say(f"worker {name} on {told.share.share.label}: {worker.work()}")
+        _say(f"worker {name} on {told.share.device_slice.label}: {worker.work()}")
 
 
 def _say(text: str) -> None:

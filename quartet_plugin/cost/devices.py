@@ -8,22 +8,19 @@ measured matrix product as a fraction of the nominal peak (peaks are power-limit
 import functools
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field, TypeAdapter
+from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import read_json
-from quartet_plugin.model.schema import parse
+from quartet_plugin.model.schema import Bounds, Length, read_record, record
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
 Topology = Literal["switch", "mesh"]
-Positive = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, le=2**20)]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
+Positive = Annotated[float, Bounds(gt=0, lt=1e20)]
+Count = Annotated[int, Bounds(ge=1, le=2**20)]
+Name = Annotated[str, Length(least=1, most=200)]
 
 DEFAULT_MATMUL_CEILING = 0.85
 # fp8 over bf16, as fractions of nominal: 0.88 on H100, 0.98 on B200.
@@ -32,7 +29,7 @@ NARROW_FORMAT = 0.93
 SINGLE_PRECISION = 1 / 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class DeviceSpec:
     """One kind of accelerator, with the links it usually comes with.
 
@@ -41,13 +38,11 @@ class DeviceSpec:
     `compute_units` how many tiles of a matrix product it works on at once.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
-
     schema_version: Literal[1]
     name: Name
     generation: Name
     peak_flops: Mapping[Precision, Positive]
-    memory_bytes: Annotated[int, Field(ge=1, le=2**50)]
+    memory_bytes: Annotated[int, Bounds(ge=1, le=2**50)]
     memory_bandwidth_bytes_per_s: Positive
     scale_up_bandwidth_bytes_per_s: Positive
     scale_up_topology: Topology
@@ -57,7 +52,7 @@ class DeviceSpec:
     compute_units: Count
     source: Name
     power_watts: Positive | None = None
-    matmul_ceiling: Mapping[Precision, Annotated[float, Field(gt=0, le=1)]] = field(default_factory=dict)
+    matmul_ceiling: Mapping[Precision, Annotated[float, Bounds(gt=0, le=1)]] = field(default_factory=dict)
     aliases: tuple[Name, ...] = ()
 
     def peak(self, precision: Precision) -> float:
@@ -88,12 +83,9 @@ class DeviceSpec:
         return self.peak(precision) * fraction * narrow
 
 
-_ADAPTER: TypeAdapter[DeviceSpec] = TypeAdapter(DeviceSpec)
-
-
 def read_device(path: str | os.PathLike[str]) -> DeviceSpec:
     """The device in the JSON file `path`; raises ConfigError naming field, value and rule."""
-    return parse(_ADAPTER, read_json(path), where=str(path))
+    return read_record(DeviceSpec, path)
 
 
 @functools.cache

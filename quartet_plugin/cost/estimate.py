@@ -8,8 +8,7 @@ is likely faster, not how long either takes.
 from dataclasses import replace
 
 from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
-from quartet_plugin.split.end_loads import layer_weights
-from quartet_plugin.split.weighted import weighted_split
+from quartet_plugin.split.layers import flops_end_loads, split_for_end_loads
 
 # Prices in FLOP-equivalents. An element of a blocking tensor-parallel all-reduce, a gradient element of the
 # data-parallel one (mostly hidden or once an iteration), a boundary element between stages.
@@ -38,10 +37,8 @@ def relative_cost(plan: Plan, *, baseline: Plan, makespan: float | None = None) 
 def _as_1f1b(plan: Plan, makespan: float) -> tuple[Plan, float]:
     """The plan with 1F1B and a balanced split, and `makespan` over its makespan."""
     shape, layout = plan.shape, plan.layout
-    ends = layer_weights(shape)
-    split = weighted_split(
-        shape.num_layers, num_devices=layout.pipeline_parallel, embedding=ends.embedding, head=ends.head
-    )
+    ends = flops_end_loads(shape)
+    split = split_for_end_loads(shape.num_layers, num_devices=layout.pipeline_parallel, ends=ends)
     loads = [float(count) for count in split]
     loads[0] += ends.embedding
     loads[-1] += ends.head
@@ -70,7 +67,7 @@ def iteration_flops(plan: Plan) -> float:
 def _device_loads(plan: Plan) -> list[float]:
     """FLOP-equivalents of one microbatch on each pipeline rank, forward and backward."""
     shape, layout = plan.shape, plan.layout
-    weights = layer_weights(shape)
+    weights = flops_end_loads(shape)
     loads = [0.0] * layout.pipeline_parallel
     for stage, num_layers in enumerate(plan.split.transformer_layers_per_stage):
         load = float(num_layers)

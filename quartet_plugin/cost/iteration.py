@@ -5,7 +5,6 @@ the plan's own order, on the paces of the slots that its mapping gives it, so th
 time and its slopes by every coefficient's logarithm: all that their posterior needs. See docs/search.md.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -383,17 +382,3 @@ def _step_terms(
     }
     found[Coefficient.NETWORK if is_far else Coefficient.GRADIENTS] = gradients
     return found
-
-
-def split_for_loads(ends: StageLoads, *, num_layers: int, num_ranks: int) -> tuple[float, float]:
-    """End weights, in layers, that balance these ends and paces: what a slower end's device cannot take.
-
-    See `schedules.cost_table`: an end of pace q beside the others' r weighs (1 - r / q) of a device's share.
-    """
-    share = num_layers / num_ranks
-    inner = ends.paces[1:-1] or ends.paces
-    usual = len(inner) / math.fsum(1.0 / pace for pace in inner)
-    limit = float(num_layers)
-    first = ends.embedding + share * (1.0 - usual / ends.paces[0])
-    last = ends.head + share * (1.0 - usual / ends.paces[-1])
-    return min(limit, max(-limit, first)), min(limit, max(-limit, last))

@@ -1,14 +1,10 @@
 """What `quartet probe` found, as a cluster: names the library knows, measured figures for all others."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field, TypeAdapter
+from typing import Annotated, Literal
 
 from quartet_plugin.cost.devices import DeviceSpec, library
-from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import (
     Cluster,
     ClusterLinks,
@@ -18,67 +14,53 @@ from quartet_plugin.model.cluster import (
     LinkMatrix,
     Precision,
 )
-from quartet_plugin.model.files import read_json
-from quartet_plugin.model.schema import parse
+from quartet_plugin.model.schema import Bounds, Length, read_record, record
 
-_STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 # How far a device's memory may be from the data sheet's, of which a driver keeps some.
 MEMORY_TOLERANCE = 0.12
 # Slower than the fastest of its name by more than this is a slowdown, not noise.
 SLOWDOWN_TOLERANCE = 0.15
 
-Positive = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
+Positive = Annotated[float, Bounds(gt=0, lt=1e20)]
+Name = Annotated[str, Length(least=1, most=200)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ProbedRank:
     """One rank's device: what it is, the fastest product by format, and bytes read and written in a copy."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     host: Name
-    local_rank: Annotated[int, Field(ge=0, lt=1024)]
+    local_rank: Annotated[int, Bounds(ge=0, lt=1024)]
     name: Name
-    memory_bytes: Annotated[int, Field(ge=1, le=2**50)]
-    compute_units: Annotated[int, Field(ge=1, le=2**20)]
+    memory_bytes: Annotated[int, Bounds(ge=1, le=2**50)]
+    compute_units: Annotated[int, Bounds(ge=1, le=2**20)]
     power_watts: Positive | None
     matmul_flops: Mapping[Precision, Positive]
     copy_bytes_per_s: Positive
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ProbedLinks:
     """Each level's figures; `pairs` are bytes/s from node to node, in the order of the hosts."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     scale_up: Link | None
     network: Link | None
-    pairs: tuple[tuple[Annotated[float, Field(ge=0, lt=1e20)], ...], ...] | None
+    pairs: tuple[tuple[Annotated[float, Bounds(ge=0, lt=1e20)], ...], ...] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Findings:
     """The file that the probe's rank 0 writes."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     schema_version: Literal[1]
     device: Literal["cpu", "cuda"]
-    ranks: Annotated[tuple[ProbedRank, ...], Field(min_length=1, max_length=65_536)]
+    ranks: Annotated[tuple[ProbedRank, ...], Length(least=1, most=65_536)]
     links: ProbedLinks
-
-
-_ADAPTER: TypeAdapter[Findings] = TypeAdapter(Findings)
 
 
 def read_findings(path: Path) -> Findings:
     """The probe's file. Raises ConfigError in one line."""
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: findings are a JSON object; this is a {type(data).__name__}")
-    return parse(_ADAPTER, data, where=str(path))
+    return read_record(Findings, path)
 
 
 def cluster_of(findings: Findings) -> Cluster:

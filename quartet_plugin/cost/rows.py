@@ -5,11 +5,8 @@ a prediction cannot lean on them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import Field, TypeAdapter
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
 
 from quartet_plugin.cost.devices import DeviceSpec, device_named
 from quartet_plugin.cost.run import (
@@ -25,19 +22,18 @@ from quartet_plugin.cost.run import (
 from quartet_plugin.cost.software import software_named
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.layout import Layout, Recompute
-from quartet_plugin.model.schema import parse
+from quartet_plugin.model.schema import Bounds, Length, parse, record
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.split.layers import even_split, even_split_with_ends
 
-_Count = Annotated[int, Field(ge=1, le=2**31)]
-_Rate = Annotated[float, Field(gt=0, le=1e9)]
-_Words = Annotated[str, Field(max_length=400)]
+_Count = Annotated[int, Bounds(ge=1, le=2**31)]
+_Rate = Annotated[float, Bounds(gt=0, le=1e9)]
+_Words = Annotated[str, Length(most=400)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Row:
     """The allowed fields of a row, with the names and units of the published table; None is not printed."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     arch: Literal["dense", "moe", "moe-mla"] | None = None
     layers: _Count
@@ -64,7 +60,7 @@ class Row:
     cp: _Count | None = None
     ep: _Count | None = None
     sp: bool | None = None
-    zero: Annotated[int, Field(ge=0, le=3)] | None = None
+    zero: Annotated[int, Bounds(ge=0, le=3)] | None = None
     fsdp: _Count | None = None
     precision: _Words | None = None
     schedule: _Words | None = None
@@ -78,8 +74,7 @@ class Row:
     inter_bw_Gbps_per_gpu: _Rate | None = None  # noqa: N815
 
 
-ALLOWED: frozenset[str] = frozenset(Row.__slots__)
-_ADAPTER: TypeAdapter[Row] = TypeAdapter(Row)
+ALLOWED: frozenset[str] = frozenset(known.name for known in fields(Row))
 
 
 @dataclass(slots=True)
@@ -93,7 +88,7 @@ class Resolved:
 
 def read_row(data: Mapping[str, Any]) -> Row:
     """The allowed fields of `data`; every other key is dropped unread. Raises ConfigError."""
-    return parse(_ADAPTER, {key: data[key] for key in sorted(ALLOWED & set(data))}, where="row")
+    return parse(Row, {key: data[key] for key in sorted(ALLOWED & set(data))}, where="row")
 
 
 def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Resolved:
@@ -143,11 +138,9 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
     The second where only that divides, as published runs with L + 2 divisible did.
     """
-    if num_layers % num_stages and (num_layers + 2) % num_stages == 0 and num_stages > 1:
-        each = (num_layers + 2) // num_stages
-        return (each - 1, *([each] * (num_stages - 2)), each - 1)
-    cuts = [stage * num_layers // num_stages for stage in range(num_stages + 1)]
-    return tuple(after - before for before, after in pairwise(cuts))
+    if num_layers % num_stages and (num_layers + 2) % num_stages == 0:
+        return even_split_with_ends(num_layers, num_stages=num_stages, embedding=1, head=1)
+    return even_split(num_layers, num_stages=num_stages)
 
 
 def _software(row: Row, assumed: dict[str, Any]) -> Software:

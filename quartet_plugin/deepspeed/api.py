@@ -10,6 +10,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 
+from quartet_plugin.deepspeed import seams
 from quartet_plugin.deepspeed.choice import Choice
 from quartet_plugin.deepspeed.config import clipping_notice, clips_by_first_stage, planned_config
 from quartet_plugin.deepspeed.engine import adopt
@@ -20,32 +21,29 @@ from quartet_plugin.deepspeed.settings import AUTO, SECTION, Settings, as_config
 from quartet_plugin.errors import ConfigError, PlanError, QuartetError
 from quartet_plugin.rank.session import leave_error
 
-# DeepSpeed's own, whatever an entry has put in its place since.
-_initialize = deepspeed.initialize
 _ARGUMENTS = ("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler")
-
-
-# Where the script runs under our entry: what that has put in the place of `deepspeed.initialize`.
-_in_session: Callable[..., Any] | None = None
+# Arguments of PipelineModule's constructor that the module keeps under the same name.
+_CONSTRUCTOR_ATTRIBUTES = (
+    *("loss_fn", "seed_layers", "seed_fn", "base_seed", "dynamic_shape", "checkpointable_layers"),
+    *("activation_checkpoint_interval", "activation_checkpoint_func"),
+)
 
 Edit = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
 
 
 def initialize(*positional: Any, **call: Any) -> Any:
     """See `quartet_plugin.deepspeed.initialize`. Leaves the error where `quartet train` asks for it."""
-    if _in_session is not None:
-        return _in_session(*positional, **call)
+    if session_initialize is not None:
+        return session_initialize(*positional, **call)
     try:
-        return initialize_planned(named_arguments(positional, call))
+        return initialize_planned(deepspeed.initialize, named_arguments(positional, call))
     except QuartetError as error:
         leave_error(error, place=place_of())
         raise
 
 
-def enter_session(replacement: Callable[..., Any]) -> None:
-    """From now on a script that calls our `initialize` gets the entry's, as if it called DeepSpeed's."""
-    global _in_session
-    _in_session = replacement
+# Under the plugin's entry: the replacement of `deepspeed.initialize`, for scripts that call `initialize`.
+session_initialize: Callable[..., Any] | None = None
 
 
 def named_arguments(positional: tuple[Any, ...], call: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,16 +52,17 @@ def named_arguments(positional: tuple[Any, ...], call: Mapping[str, Any]) -> dic
 
 
 def initialize_planned(
+    stock_initialize: Callable[..., Any],
     call: dict[str, Any],
     *,
     settings: Settings | None = None,
     edit: Edit | None = None,
     on_module: Callable[[Any], None] | None = None,
 ) -> Any:
-    """The call, by keywords, with whatever plan its config, `settings` or its module has.
+    """`stock_initialize(**call)` with the plan that the call's config, `settings` or its module names.
 
     `edit` makes a trial's config and names what it leaves out. `on_module` gets the module with the stages
-    it will have, before DeepSpeed's engine does. The results are `deepspeed.initialize`'s.
+    it will have, before DeepSpeed's engine does. The results are those of `deepspeed.initialize`.
     """
     model, config = call.get("model"), _config_of(call)
     if config is None or not isinstance(model, PipelineModule):
@@ -71,7 +70,7 @@ def initialize_planned(
             raise PlanError(
                 f"{type(model).__name__}: a plan needs a deepspeed.pipe.PipelineModule and a config"
             )
-        return _initialize(**call)
+        return stock_initialize(**call)
     planned: Planned | None = getattr(model, "quartet_planned", None)
     if planned is None:
         planned = _plan_of(settings or parse_settings(config), model=model, config=config)
@@ -86,7 +85,7 @@ def initialize_planned(
     given, left_out = (changed, []) if edit is None else edit(changed)
     if on_module is not None:
         on_module(model)
-    results = _initialize(**{**_without_config(call), "config": given})
+    results = stock_initialize(**{**_without_config(call), "config": given})
     engine = results[0]
     if planned is not None and hasattr(model, "quartet_choice"):
         adopt(engine, planned.choice)
@@ -103,11 +102,12 @@ def _plan_of(settings: Settings, *, model: Any, config: Mapping[str, Any]) -> Pl
         raise ConfigError(
             f"{SECTION}.plan: {AUTO!r} is for trials of `quartet tune`; name a plan file to train with it"
         )
+    seams.check()
     return decide(
         settings,
         specs=model._layer_specs,
         config=config,
-        own_stages=model.num_stages,
+        script_stages=model.num_stages,
         place=place_of(),
     )
 
@@ -124,7 +124,7 @@ def make_planned(model: Any, planned: Planned, constructor: Any, arguments: dict
 
 
 def _take(model: Any, planned: Planned, call: dict[str, Any]) -> None:
-    """Give a finished module the plan's stages: as it is where they are its own, else made again."""
+    """Give a finished module the plan's stages: kept where they are the module's already, else made again."""
     choice = planned.choice
     if _has_stages_of(model, choice):
         if choice.recipe is not None:
@@ -138,7 +138,7 @@ def _take(model: Any, planned: Planned, call: dict[str, Any]) -> None:
         raise PlanError(f"optimizer: made for the module's own stages; {hint}")
     if parameters is not None:
         parameters = list(parameters)
-        if any(isinstance(one, Mapping) for one in parameters):
+        if any(isinstance(group, Mapping) for group in parameters):
             raise PlanError(f"model_parameters: groups of the module's own stages; {hint}")
     make_planned(
         model,
@@ -146,15 +146,8 @@ def _take(model: Any, planned: Planned, call: dict[str, Any]) -> None:
         PipelineModule.__init__,
         {
             "layers": model._layer_specs,
-            "loss_fn": model.loss_fn,
-            "seed_layers": model.seed_layers,
-            "seed_fn": model.seed_fn,
-            "base_seed": model.base_seed,
             "partition_method": "uniform",
-            "activation_checkpoint_interval": model.activation_checkpoint_interval,
-            "activation_checkpoint_func": model.activation_checkpoint_func,
-            "checkpointable_layers": model.checkpointable_layers,
-            "dynamic_shape": model.dynamic_shape,
+            **{name: getattr(model, name) for name in _CONSTRUCTOR_ATTRIBUTES},
         },
     )
     if parameters is not None:

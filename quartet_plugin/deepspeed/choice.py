@@ -1,4 +1,4 @@
-"""What a plan or a schedule file means for one PipelineModule: bounds, placement, schedule and rank order."""
+"""A plan or a schedule file applied to one PipelineModule: bounds, placement, schedule and rank order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ import numpy as np
 from quartet_plugin.deepspeed.layers import LayerList
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import StageCosts
-from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.runtime.programs import ScheduleSpec, make_schedule
 from quartet_plugin.runtime.recipe import schedule_spec_of
@@ -23,15 +22,13 @@ class Choice:
     """`bounds` are the entry boundaries of the stages, `placement` the device of each.
 
     `recipe` is None where DeepSpeed's own schedule runs. `rank_of[c]` is the launcher's rank that plays the
-    c-th process of DeepSpeed's topology; None for the launcher's order. `layout` is the plan's, None where
-    the command's own stays.
+    c-th process of DeepSpeed's topology; None for the launcher's order.
     """
 
     bounds: tuple[int, ...]
     placement: tuple[int, ...]
     recipe: ScheduleSpec | None
     rank_of: tuple[int, ...] | None = None
-    layout: Layout | None = None
 
     @property
     def num_devices(self) -> int:
@@ -70,7 +67,7 @@ def choice_of_plan(plan: Plan, *, layers: LayerList, rank_of: tuple[int, ...] | 
         )
     if recipe is not None:
         make_schedule(recipe, plan.num_microbatches)
-    return Choice(bounds=bounds, placement=placement, recipe=recipe, rank_of=rank_of, layout=layout)
+    return Choice(bounds=bounds, placement=placement, recipe=recipe, rank_of=rank_of)
 
 
 def choice_of_schedule(
@@ -79,7 +76,6 @@ def choice_of_schedule(
     layers: LayerList,
     num_microbatches: int | None = None,
     rank_of: tuple[int, ...] | None = None,
-    layout: Layout | None = None,
 ) -> Choice:
     """The choice that a schedule file makes.
 
@@ -99,7 +95,7 @@ def choice_of_schedule(
     bounds = layers.bounds(layers.counts_of_entries(schedule.layers_per_stage))
     recipe = ScheduleSpec(costs=unit_costs(bounds, placement), written=schedule)
     make_schedule(recipe, schedule.num_microbatches)
-    return Choice(bounds=bounds, placement=placement, recipe=recipe, rank_of=rank_of, layout=layout)
+    return Choice(bounds=bounds, placement=placement, recipe=recipe, rank_of=rank_of)
 
 
 def _check_ends(placement: Sequence[int]) -> None:

@@ -1,6 +1,5 @@
-"""The parts of a ds_config that a plan is about: batch sizes, ZeRO stage, clipping; and the plan in one."""
+"""The parts of a ds_config that a plan or a trial reads: batch sizes, ZeRO stage, clipping, side effects."""
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +13,22 @@ DEFAULT_CLIPPING = 1.0
 
 # Sizes, in elements, of what ZeRO 1 reduces and gathers at once: tuned where a plan says them.
 BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
+
+# Sections that start services, profilers or writers.
+_SECTIONS = (
+    "tensorboard",
+    "wandb",
+    "comet",
+    "csv_monitor",
+    "flops_profiler",
+    "comms_logger",
+    "monitor_config",
+)
+_SWITCHES = ("wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_breakdown")
+_REFUSED = {
+    "autotuning": "DeepSpeed's own tuner would start processes of its own",
+    "elasticity": "the number of processes would change",
+}
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -65,7 +80,7 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 
 def precision(config: Mapping[str, Any]) -> Precision:
-    """What the weights are computed in."""
+    """The number format that the forward pass computes in."""
     for name in ("bf16", "bfloat16", "fp16"):
         section = config.get(name)
         if isinstance(section, Mapping) and section.get("enabled") in (True, "auto"):
@@ -116,7 +131,7 @@ def clipping_notice(config: Mapping[str, Any]) -> str:
 
 def planned_config(config: Mapping[str, Any], *, layout: Layout, global_batch_size: int) -> dict[str, Any]:
     """The ds_config with a plan's layout in it, without the `quartet` section: a plain one of DeepSpeed's."""
-    planned = copy.copy(dict(config))
+    planned = dict(config)
     planned.pop(SECTION, None)
     planned |= {
         "train_batch_size": global_batch_size,
@@ -129,3 +144,18 @@ def planned_config(config: Mapping[str, Any], *, layout: Layout, global_batch_si
     if zero_stage(config) != stage or len(zero) > 1:
         planned["zero_optimization"] = {**(section if isinstance(section, Mapping) else {}), **zero}
     return planned
+
+
+def strip_side_effects(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The ds_config of a trial, which starts no service, profiler or writer, and the names of what it lacks.
+
+    Raises ConfigError for a section beside which no trial could run.
+    """
+    for name, reason in _REFUSED.items():
+        section = config.get(name)
+        if isinstance(section, Mapping) and section.get("enabled"):
+            raise ConfigError(f"{name}: {reason}; leave it out")
+    changed = dict(config)
+    removed = [name for name in (*_SECTIONS, *_SWITCHES) if changed.pop(name, None)]
+    changed["steps_per_print"] = 10**9
+    return changed, removed

@@ -1,11 +1,10 @@
-"""What a PipelineModule and its engine say about model, layout and split, as the plan's own types.
+"""Model, layout and split of a PipelineModule and its engine, as the types of a plan.
 
 DeepSpeed knows no model sizes, so they are read off the layers themselves, built without memory: as far as
 the cost model needs them, and the same on every rank.
 """
 
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -13,7 +12,9 @@ from torch import nn
 
 from quartet_plugin.deepspeed.config import clips_by_first_stage, clips_in_fp32, precision
 from quartet_plugin.deepspeed.layers import layer_list
+from quartet_plugin.deepspeed.seams import DEEPSPEED
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model import frameworks
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.schema import dump
@@ -30,7 +31,7 @@ def shape_of(specs: Sequence[Any], *, seq_length: int) -> ModelShape:
     """
     layers = layer_list(specs)
     block = build_without_memory(specs[layers.blocks[len(layers.blocks) // 2]])
-    ends = [build_without_memory(spec) for at, spec in enumerate(specs) if at not in layers.blocks]
+    ends = [build_without_memory(spec) for index, spec in enumerate(specs) if index not in layers.blocks]
     embeddings = [
         module.weight
         for end in ends
@@ -44,8 +45,8 @@ def shape_of(specs: Sequence[Any], *, seq_length: int) -> ModelShape:
     )
     if not matrices:
         raise ConfigError("the PipelineModule's layers hold no matrices: their size cannot be told")
-    width = int(table.shape[1]) if table is not None else int(min(min(one.shape) for one in matrices))
-    per_block = sum(one.numel() for one in matrices)
+    width = int(table.shape[1]) if table is not None else int(min(min(matrix.shape) for matrix in matrices))
+    per_block = sum(matrix.numel() for matrix in matrices)
     ffn = max(1, (per_block - 4 * width * width) // (2 * width))
     heads = _heads(block, width)
     return ModelShape(
@@ -99,19 +100,15 @@ def _is_tied(specs: Sequence[Any]) -> bool:
 
 
 def features_of(engine: Any, config: Mapping[str, Any]) -> list[str]:
-    """What limits the plans that fit, by name."""
-    found = []
-    if clips_by_first_stage(config, pipeline_parallel=engine.num_stages):
-        found.append("clips_by_first_stage")
-    if clips_in_fp32(config):
-        found.append("clips_in_fp32")
-    if engine.grid.model_parallel_size > 1:
-        found.append("tensor_parallel_topology")
-    if getattr(engine, "quartet_own_data", False):
-        found.append("own_data_iterator")
-    if engine.module.dynamic_shape:
-        found.append("dynamic_shape")
-    return sorted(found)
+    """The names of the properties that limit which plans fit."""
+    has = {
+        "clips_by_first_stage": clips_by_first_stage(config, pipeline_parallel=engine.num_stages),
+        "clips_in_fp32": clips_in_fp32(config),
+        "tensor_parallel_topology": engine.grid.model_parallel_size > 1,
+        "own_data_iterator": getattr(engine, "quartet_own_data", False),
+        "dynamic_shape": engine.module.dynamic_shape,
+    }
+    return sorted(name for name, value in has.items() if value)
 
 
 def describe_job(
@@ -146,8 +143,8 @@ def describe_job(
         group=grid.pipe_parallel_size if name == "interleaved" else None,
     )
     return {
-        "framework": "deepspeed",
-        "framework_version": version("deepspeed").partition("+")[0],
+        "framework": frameworks.DEEPSPEED.framework,
+        "framework_version": DEEPSPEED.installed_version(),
         "torch_version": str(torch.__version__).partition("+")[0],
         "shape": dump(shape_of(module._layer_specs, seq_length=seq_length)),
         "layout": dump(layout),

@@ -6,7 +6,6 @@ the passes and transfers of all microbatches replaced by one: `RunProgram`.
 
 import contextlib
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 from deepspeed.runtime.pipe import schedule as stock
@@ -40,12 +39,10 @@ class PlannedSchedule(stock.PipeSchedule):  # type: ignore[misc]
     def steps(self) -> Iterator[list[Any]]:
         """The instructions, in one step."""
         run = RunProgram(program=self._program, forward_only=self._forward_only)
-        ending = (
-            []
-            if self._forward_only
-            else [stock.ReduceTiedGrads(), stock.ReduceGrads(), stock.OptimizerStep()]
-        )
-        yield [run, *ending]
+        if self._forward_only:
+            yield [run]
+        else:
+            yield [run, stock.ReduceTiedGrads(), stock.ReduceGrads(), stock.OptimizerStep()]
 
     def num_pipe_buffers(self) -> int:
         """A buffer a microbatch, for what is loaded; none is allocated before it is used."""
@@ -144,8 +141,8 @@ class PlannedEngine(PipelineEngine):  # type: ignore[misc]
             self._quartet_transport.forget()
 
 
-def adopt(engine: Any, choice: Choice, *, timeout: timedelta | None = None) -> Any:
-    """Make the engine a planned one. Every process calls it at the same time. Returns it.
+def adopt(engine: Any, choice: Choice) -> None:
+    """Make the engine a planned one. Every process calls `adopt` at the same time.
 
     Raises PlanError for a schedule that is not valid for its number of microbatches.
     """
@@ -163,13 +160,12 @@ def adopt(engine: Any, choice: Choice, *, timeout: timedelta | None = None) -> A
         if _splits(program):
             split_backward.install(engine.module, engine._quartet_gradients)
         ranks = [engine.grid.stage_to_global(device) for device in range(choice.num_devices)]
-        channels = Channels.open(GROUP_NAMES, ranks=ranks, timeout=timeout)
+        channels = Channels.open(GROUP_NAMES, ranks=ranks)
         engine._quartet_transport = ValueTransport(
             channels, device=engine.device, is_dynamic=bool(engine.module.dynamic_shape)
         )
     engine._INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, RunProgram: PlannedEngine._exec_program}
     engine.__class__ = PlannedEngine
-    return engine
 
 
 def _splits(program: Program) -> bool:

@@ -3,8 +3,8 @@
     torchrun ... -m quartet_plugin.deepspeed SCRIPT ARGS...
     deepspeed --num_gpus N --module quartet_plugin.deepspeed SCRIPT ARGS...
 
-The plan is named by the `quartet` section of the ds_config, or by `--quartet-plan`. What is replaced are the
-constructor of PipelineModule and `deepspeed.initialize`, both called by whatever the script does.
+The plan is named by the `quartet` section of the ds_config, or by `--quartet-plan`. The entry replaces the
+constructor of PipelineModule and `deepspeed.initialize`, and in a trial a few methods of engines.
 """
 
 import faulthandler
@@ -26,14 +26,13 @@ from quartet_plugin.deepspeed.settings import (
     parse_settings,
     read_config,
 )
-from quartet_plugin.errors import ConfigError, QuartetError, SeamError
+from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.model.accelerator import shows_accelerator
-from quartet_plugin.rank.options import EntryOptions, read_command
+from quartet_plugin.rank.entry_options import EntryOptions, read_command
 from quartet_plugin.rank.program import run_program
 from quartet_plugin.rank.session import Session
 
 USAGE = "python -m quartet_plugin.deepspeed [-m MODULE | SCRIPT] ARGS... [--quartet-plan FILE]"
-SUPPORTED = ((0, 19),)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,11 +60,11 @@ def main() -> None:
 
 
 def _launcher_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What the deepspeed launcher puts before the script, which is for the script."""
-    at = 0
-    while at < len(words) and words[at].startswith(("--local_rank=", "--local-rank=")):
-        at += 1
-    return list(words[:at]), list(words[at:])
+    """The script's arguments that the deepspeed launcher puts before the script, and the rest."""
+    count = 0
+    while count < len(words) and words[count].startswith(("--local_rank=", "--local-rank=")):
+        count += 1
+    return list(words[:count]), list(words[count:])
 
 
 def run(session: DeepSpeedSession) -> None:
@@ -76,7 +75,7 @@ def run(session: DeepSpeedSession) -> None:
         run_program(session.command, list(session.command.arguments))
 
     # A refusal leaves the interpreter aside: communicator threads may wait there for peers that refused too.
-    session.run(work, end_well=session.end_of_script, refuse=_leave)
+    session.run(work, end_well=session.end_of_script, refuse=_exit_now)
 
 
 def prepare(session: DeepSpeedSession) -> None:
@@ -89,16 +88,8 @@ def prepare(session: DeepSpeedSession) -> None:
         session.settings = parse_settings(session.config, where=str(file))
     session.settings = _settled(session.settings, options, in_trial=session.files is not None)
     _use_device(options)
-    check_version()
     _install(session)
     if session.files is not None:
-        from quartet_plugin.deepspeed.measure import BatchMeter
-
-        session.meter = BatchMeter(session.files, started_at=time.time())
-        if session.files.order.is_compared:
-            from quartet_plugin.deepspeed.parity import switch_dropout_off
-
-            switch_dropout_off()
         session.files.move("init", 0)
 
 
@@ -107,7 +98,7 @@ def _settled(settings: Settings, options: EntryOptions, *, in_trial: bool) -> Se
     if options.plan is not None:
         return replace(settings, plan=options.plan, is_auto=False)
     if in_trial:
-        # Trial 0 measures the user's own configuration; a schedule of theirs is part of it.
+        # Trial 0 measures the user's configuration; a schedule file in it is part of that.
         return replace(settings, plan=None, is_auto=False)
     if settings.is_auto:
         raise ConfigError(
@@ -127,74 +118,78 @@ def _use_device(options: EntryOptions) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def check_version() -> str:
-    """The installed DeepSpeed, or SeamError for one that is not known."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        found = version("deepspeed").partition("+")[0]
-    except PackageNotFoundError as error:
-        raise SeamError("deepspeed: not installed; pip install 'quartet-plugin[deepspeed]'") from error
-    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
-    if numbers not in SUPPORTED:
-        raise SeamError(f"deepspeed {found}: not supported; install 0.19")
-    return found
-
-
 def _install(session: DeepSpeedSession) -> None:
-    """Put our constructor and our initialize where the script will find them."""
+    """Check every seam; then replace those of a plan, and in a trial those that are measured or left out."""
     import deepspeed
-    from deepspeed.runtime.pipe.module import PipelineModule
 
-    from quartet_plugin.deepspeed import api
-    from quartet_plugin.deepspeed.planning import decide
+    from quartet_plugin.deepspeed import api, seams
 
-    constructor = PipelineModule.__init__
+    seams.check()
+    wrappers: dict[seams.Seam, seams.Wrapper] = {
+        seams.CONSTRUCTOR: lambda construct: _planned_constructor(session, construct),
+        seams.INITIALIZE: lambda initialize: _planned_initialize(session, initialize),
+    }
+    if session.files is not None:
+        from quartet_plugin.deepspeed.measure import BatchMeter
+
+        session.meter = BatchMeter(session.files, started_at=time.time())
+        wrappers |= session.meter.wrappers
+        if session.files.order.is_compared:
+            from quartet_plugin.deepspeed.parity import switch_dropout_off
+
+            switch_dropout_off()
+    seams.install(wrappers)
+    api.session_initialize = deepspeed.initialize
+
+
+def _planned_constructor(session: DeepSpeedSession, constructor: Any) -> Any:
+    """`PipelineModule.__init__` with the plan's stages."""
     signature = inspect.signature(constructor)
-    expected = ("layers", "num_stages", "topology", "loss_fn", "partition_method")
-    if any(name not in signature.parameters for name in expected):
-        raise SeamError(f"PipelineModule.__init__{signature}: not the known one; use DeepSpeed 0.19")
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        from quartet_plugin.deepspeed import api
+        from quartet_plugin.deepspeed.planning import decide
+
         if session.config is None or session.settings.is_empty or hasattr(type(self), "quartet_choice"):
             constructor(self, *args, **kwargs)
             return
-        bound = signature.bind(self, *args, **kwargs)
-        arguments = {name: value for name, value in bound.arguments.items() if name != "self"}
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        del arguments["self"]
         topology = arguments.get("topology")
-        own_stages = topology.get_dim("pipe") if topology is not None else arguments.get("num_stages") or 1
         arguments["layers"] = list(arguments["layers"])
         planned = decide(
             session.settings,
             specs=arguments["layers"],
             config=session.config,
-            own_stages=own_stages,
+            script_stages=arguments.get("num_stages") or 1 if topology is None else topology.get_dim("pipe"),
             place=session.place,
         )
         api.tell(planned)
         api.make_planned(self, planned, constructor, arguments)
 
+    return construct
+
+
+def _planned_initialize(session: DeepSpeedSession, stock_initialize: Any) -> Any:
+    """`deepspeed.initialize` with the plan's engine; in a trial the config loses its side effects."""
+
     def initialize(*args: Any, **kwargs: Any) -> Any:
-        call = api.named_arguments(args, kwargs)
+        from quartet_plugin.deepspeed import api
+        from quartet_plugin.deepspeed.config import strip_side_effects
+
         results = api.initialize_planned(
-            call, settings=session.settings, edit=_edit_of(session), on_module=_start_of(session)
+            stock_initialize,
+            api.named_arguments(args, kwargs),
+            settings=session.settings,
+            edit=None if session.files is None else strip_side_effects,
+            on_module=_start_of(session),
         )
         if session.meter is not None:
-            _watch(session, results[0])
+            session.files.plan_key = results[0].quartet_plan_key
+            session.meter.watch(results[0])
         return results
 
-    PipelineModule.__init__ = construct
-    deepspeed.initialize = initialize
-    api.enter_session(initialize)
-
-
-def _edit_of(session: DeepSpeedSession) -> Any:
-    """In a trial the config loses its side effects."""
-    if session.files is None:
-        return None
-    from quartet_plugin.deepspeed.neutralise import neutralise
-
-    return neutralise
+    return initialize
 
 
 def _start_of(session: DeepSpeedSession) -> Any:
@@ -213,15 +208,7 @@ def _start_of(session: DeepSpeedSession) -> Any:
     return start
 
 
-def _watch(session: DeepSpeedSession, engine: Any) -> None:
-    from quartet_plugin.deepspeed.neutralise import silence
-
-    session.files.plan_key = engine.quartet_plan_key
-    neutralised = [*getattr(engine, "quartet_neutralised", []), *silence(engine)]
-    session.meter.watch(engine, neutralised=neutralised)
-
-
-def _leave(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -21,11 +21,6 @@ class LayerList:
     num_entries: int
     blocks: tuple[int, ...]
 
-    @property
-    def has_first(self) -> bool:
-        """Whether something, an embedding as a rule, comes before the like layers."""
-        return self.blocks[0] > 0
-
     def bounds(self, layers_per_stage: Sequence[int]) -> tuple[int, ...]:
         """Entry boundaries, one more than stages, of a split that counts like layers.
 
@@ -61,14 +56,14 @@ class LayerList:
     def counts_of_entries(self, entries_per_stage: Sequence[int]) -> tuple[int, ...]:
         """Like layers a stage from a schedule file's counts, where embedding and head are entries too."""
         counts = list(entries_per_stage)
-        ends = self.has_first, self._after() < self.num_entries
+        ends = self.blocks[0] > 0, self._after() < self.num_entries
         if sum(counts) == len(self.blocks) + sum(ends):
             counts[0] -= ends[0]
             counts[-1] -= ends[1]
         return tuple(counts)
 
     def _after(self) -> int:
-        """Where what comes behind the like layers begins."""
+        """The index of the first entry behind the like layers."""
         return self.blocks[-1] + 1
 
 
@@ -81,7 +76,7 @@ def layer_list(specs: Sequence[Any]) -> LayerList:
         raise PlanError("the PipelineModule has no layers")
     names = [type_of(spec) for spec in specs]
     name, count = Counter(names).most_common(1)[0]
-    blocks = tuple(at for at, one in enumerate(names) if one == name)
+    blocks = tuple(index for index, other in enumerate(names) if other == name)
     between = blocks[-1] + 1 - blocks[0] - count
     if count < 2 or between > count:
         return LayerList(num_entries=len(specs), blocks=tuple(range(len(specs))))

@@ -3,60 +3,73 @@
 from collections.abc import Callable
 from typing import Any
 
+from quartet_plugin.deepspeed import seams
 from quartet_plugin.deepspeed.describe import describe_job
 from quartet_plugin.deepspeed.engine import PlannedEngine
 from quartet_plugin.deepspeed.parity import ParityMeter
+from quartet_plugin.deepspeed.seams import Seam, Wrapper
 from quartet_plugin.rank.actions import write_actions
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.step_meter import StepMeter, rank_now
 
 # DeepSpeed is not told how long a run is.
 _TRAIN_ITERS = 0
+# What a trial leaves out, and the result that the caller gets.
+_LEFT_OUT: dict[Seam, Any] = {seams.SAVE: True, seams.LOAD: (None, {}), seams.SAVE_16BIT: True}
 
 
 class BatchMeter(StepMeter):
-    """The meter of one rank: an engine's `train_batch` in place of Megatron's `train_step`."""
+    """The meter of one rank: an engine's `train_batch` for a training step."""
 
     def __init__(self, files: RankFileWriter, *, started_at: float) -> None:
         super().__init__(files, neutralised=[], started_at=started_at)
         self._engine: Any = None
-        self._seq_length = 1
+        self._compared = ParityMeter(files) if files.order.is_compared else None
+        self._seq_length: int | None = None
 
-    def watch(self, engine: Any, *, neutralised: list[str]) -> None:
+    @property
+    def wrappers(self) -> dict[Seam, Wrapper]:
+        """The methods of engines to replace: steps are measured, checkpoints neither written nor read."""
+        left_out = {
+            seam: lambda _, result=result: lambda *_, **__: result for seam, result in _LEFT_OUT.items()
+        }
+        return {seams.TRAIN_BATCH: self._measured, seams.NEXT_BATCH: self._with_length, **left_out}
+
+    def watch(self, engine: Any) -> None:
         """Measure this engine from its first step on."""
         self._engine = engine
-        self._neutralised = neutralised
-        compared = ParityMeter(self._files) if self._files.order.is_compared else None
-        if compared is not None:
-            compared.watch(engine)
+        checkpoints = [seam.name.rpartition(".")[2] for seam in _LEFT_OUT]
+        self._neutralised = [*engine.quartet_neutralised, *checkpoints]
+        if self._compared is not None:
+            self._compared.watch(engine)
         if isinstance(engine, PlannedEngine):
             engine.quartet_record()
-        train_batch: Callable[..., Any] = engine.train_batch
-        next_batch = engine._next_batch
 
-        def looked_at() -> Any:
-            batch = next_batch()
-            self._seq_length = _length_of(batch)
-            engine._next_batch = next_batch
-            return batch
-
-        def step(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def _measured(self, train_batch: Callable[..., Any]) -> Callable[..., Any]:
+        def step(engine: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
             if args or kwargs.get("data_iter") is not None:
                 engine.quartet_own_data = True
             skipped = engine.skipped_steps
-            loss = train_batch(*args, **kwargs)
+            loss = train_batch(engine, *args, **kwargs)
             losses = {"loss": loss} if engine.is_last_stage() else {}
             norm = engine.get_global_grad_norm()
-            if compared is not None:
-                norm = compared.step_done(norm)
+            if self._compared is not None:
+                norm = self._compared.step_done(norm)
             return losses, engine.skipped_steps > skipped, loss, None, None, norm
 
-        engine._next_batch = looked_at
         measured = self.wrap(step)
-        engine.train_batch = lambda *args, **kwargs: measured(*args, **kwargs)[2]
+        return lambda engine, *args, **kwargs: measured(engine, *args, **kwargs)[2]
+
+    def _with_length(self, next_batch: Callable[..., Any]) -> Callable[..., Any]:
+        def take(engine: Any) -> Any:
+            batch = next_batch(engine)
+            self._seq_length = self._seq_length or _length_of(batch)
+            return batch
+
+        return take
 
     def write(self) -> None:
-        """Write what was measured so far, and the actions of the last step where the schedule is ours."""
+        """Write the measurements so far, and the last step's actions where the plan has a custom schedule."""
         super().write()
         engine = self._engine
         if not isinstance(engine, PlannedEngine) or engine.quartet_actions is None:
@@ -76,7 +89,7 @@ class BatchMeter(StepMeter):
             self._engine,
             config=self._engine.quartet_config,
             train_iters=_TRAIN_ITERS,
-            seq_length=self._seq_length,
+            seq_length=self._seq_length or 1,
             neutralised=self._neutralised,
         )
 

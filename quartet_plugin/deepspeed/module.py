@@ -26,13 +26,13 @@ class PlannedModule(PipelineModule):  # type: ignore[misc]
     _local_stop: int
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        # Stock's own first: by parameters it builds layers, which moves the random generator on.
+        # Stock first: by parameters it builds layers, which moves the random generator on.
         with contextlib.redirect_stdout(io.StringIO()):
             super()._partition_layers(method)
         choice = self.quartet_choice
         self.parts = list(choice.bounds)
-        own = [self._stage_bounds(stage) for stage in choice.stages_of(self.stage_id)]
-        self._set_bounds(start=own[0][0], stop=own[-1][1])
+        edges = [self._stage_bounds(stage) for stage in choice.stages_of(self.stage_id)]
+        self._set_bounds(start=edges[0][0], stop=edges[-1][1])
 
     def _stage_bounds(self, stage: int) -> tuple[int, int]:
         return self.quartet_choice.bounds[stage], self.quartet_choice.bounds[stage + 1]

@@ -1,4 +1,4 @@
-"""A rank's side of the parity gate: the weights both sides start from, and what every step gave.
+"""A rank's side of the parity gate: the weights both sides start from, and the gradients of every step.
 
 Weights are written and read a layer at a time by the layer's number in the whole model, before DeepSpeed
 makes its own copies of them, so that they fit any stages. Beside loss and gradient norm each rank leaves the
@@ -15,12 +15,13 @@ import torch
 from deepspeed.runtime.pipe import schedule as stock
 from deepspeed.utils import safe_get_full_grad
 from torch import nn
-from torch.nn import functional
 
 from quartet_plugin.deepspeed.layers import LayerList, layer_list
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.rank.files import RankFileWriter, number
+from quartet_plugin.model.schema import as_number
+from quartet_plugin.rank.files import RankFileWriter
+from quartet_plugin.rank.seams import Installation, Redirect, redirect
 
 # The gate looks for it before it runs anything from the folder: written last.
 _COMPLETE = "latest_checkpointed_iteration.txt"
@@ -49,8 +50,8 @@ class ParityMeter:
 
         def compared_step(running: Any, **kwargs: Any) -> None:
             squares = part_squares(running, part_of)
-            own = squares if running.grid.get_data_parallel_id() == 0 else {}
-            self._steps.append({"squares": {part: number(value) for part, value in own.items()}})
+            counted = squares if running.grid.get_data_parallel_id() == 0 else {}
+            self._steps.append({"squares": {part: as_number(value) for part, value in counted.items()}})
             self._norm = _norm_over_stages(running, squares) if _is_plain(running) else None
             step(running, **kwargs)
 
@@ -99,17 +100,17 @@ def _norm_over_stages(engine: Any, squares: dict[str, float]) -> float:
 def _parts(module: Any) -> Iterator[tuple[int, str]]:
     """Every parameter of this process by its id, with its part: `embedding`, `layer.N` or `head`."""
     layers = layer_list(module._layer_specs)
-    for at, layer in _modules(module):
+    for index, layer in _modules(module):
         for parameter in layer.parameters():
-            yield id(parameter), part_name(layers, at)
+            yield id(parameter), part_name(layers, index)
 
 
-def part_name(layers: LayerList, at: int) -> str:
-    """What a layer specification is part of, as a plan's stages are told."""
-    before = sum(block <= at for block in layers.blocks)
+def part_name(layers: LayerList, index: int) -> str:
+    """The part of the model that a layer specification belongs to: `embedding`, `layer.N` or `head`."""
+    before = sum(block <= index for block in layers.blocks)
     if before == 0:
         return "embedding"
-    is_after = at > layers.blocks[-1]
+    is_after = index > layers.blocks[-1]
     return "head" if is_after else f"layer.{before - 1}"
 
 
@@ -119,14 +120,14 @@ def _modules(module: Any) -> Iterator[tuple[int, nn.Module]]:
     A tied module goes by the number of its first use.
     """
     numbers = getattr(module, "_numbers", None) or range(module._local_start, module._local_stop)
-    tied = {id(one) for one in module.tied_modules.values()}
-    for at, layer in zip(numbers, module.forward_funcs, strict=True):
+    tied = {id(layer) for layer in module.tied_modules.values()}
+    for index, layer in zip(numbers, module.forward_funcs, strict=True):
         if isinstance(layer, nn.Module) and id(layer) not in tied:
-            yield at, layer
+            yield index, layer
     first: dict[str, int] = {}
-    for at, spec in enumerate(module._layer_specs):
+    for index, spec in enumerate(module._layer_specs):
         if hasattr(spec, "tied_weight_attr"):
-            first.setdefault(spec.key, at)
+            first.setdefault(spec.key, index)
     for key, layer in module.tied_modules.items():
         yield first[key], layer
 
@@ -136,9 +137,9 @@ def save_weights(module: Any, folder: Path) -> None:
     grid = module._grid
     if grid.get_data_parallel_id() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        for at, layer in _modules(module):
-            if module.stage_owner(at) == module.stage_id:
-                torch.save(layer.state_dict(), _weights_file(folder, at))
+        for index, layer in _modules(module):
+            if module.stage_owner(index) == module.stage_id:
+                torch.save(layer.state_dict(), _weights_file(folder, index))
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         (folder / _COMPLETE).write_text("0", encoding="ascii")
@@ -150,31 +151,33 @@ def load_weights(module: Any, folder: Path) -> None:
 
     Raises ConfigError for a layer that is missing or of another form.
     """
-    for at, layer in _modules(module):
-        path = _weights_file(folder, at)
+    for index, layer in _modules(module):
+        path = _weights_file(folder, index)
         try:
             layer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
         except (OSError, RuntimeError) as error:
             line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(f"{path}: layer {at} cannot start from it: {line}") from error
+            raise ConfigError(f"{path}: layer {index} cannot start from it: {line}") from error
 
 
-def _weights_file(folder: Path, at: int) -> Path:
-    return folder / f"layer-{at}.pt"
+def _weights_file(folder: Path, index: int) -> Path:
+    return folder / f"layer-{index}.pt"
 
 
-def switch_dropout_off() -> None:
-    """For the rest of this process: other stages draw other masks, and would be compared with them."""
-    attend = functional.scaled_dot_product_attention
+def switch_dropout_off() -> Installation:
+    """No dropout from now on: other stages would draw other masks, and the losses would differ."""
 
-    def keep(layer_input: Any, *_: Any, **__: Any) -> Any:
-        return layer_input
+    def without_dropout(attend: Any) -> Any:
+        def attend_to_all(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            # The mask is the fourth argument, the dropout the fifth.
+            if len(args) > 1:
+                return attend(query, key, value, args[0], 0.0, *args[2:], **kwargs)
+            return attend(query, key, value, *args, **{**kwargs, "dropout_p": 0.0})
 
-    def attend_to_all(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        # The mask is the fourth argument, the dropout the fifth.
-        rest = (*args[:1], 0.0, *args[2:]) if len(args) > 1 else args
-        return attend(query, key, value, *rest, **{**kwargs, **({} if len(args) > 1 else {"dropout_p": 0.0})})
+        return attend_to_all
 
-    for name in _DROPOUTS:
-        setattr(functional, name, keep)
-    functional.scaled_dot_product_attention = attend_to_all
+    def keep(_dropout: Any) -> Any:
+        return lambda layer_input, *_, **__: layer_input
+
+    wrappers = {**dict.fromkeys(_DROPOUTS, keep), "scaled_dot_product_attention": without_dropout}
+    return redirect(Redirect("torch.nn.functional", name, wrap) for name, wrap in wrappers.items())

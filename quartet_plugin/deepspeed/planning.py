@@ -3,12 +3,12 @@
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from quartet_plugin.deepspeed import seams
 from quartet_plugin.deepspeed.choice import Choice, choice_of_plan, choice_of_schedule
 from quartet_plugin.deepspeed.config import (
     batch_sizes,
@@ -21,13 +21,13 @@ from quartet_plugin.deepspeed.describe import shape_of
 from quartet_plugin.deepspeed.layers import LayerList, layer_list
 from quartet_plugin.deepspeed.settings import Settings
 from quartet_plugin.errors import InfrastructureError, PlanError, QuartetError
+from quartet_plugin.model import frameworks
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.schema import dump
 from quartet_plugin.rank.mapping import Process, assign, gather_processes, table_of
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous, agree_on_plan
 from quartet_plugin.schedule.files import read_schedule
 
-FRAMEWORK = "deepspeed"
 # The sequence's length is the data's, which is not there when the module is made.
 _NOT_COMPARED = ("seq_length", "max_position_embeddings")
 
@@ -64,10 +64,11 @@ def decide(
     *,
     specs: Sequence[Any],
     config: Mapping[str, Any],
-    own_stages: int,
+    script_stages: int,
     place: RankEnv,
 ) -> Planned:
-    """What all ranks will do with the module's layers; `own_stages` are the script's own pipeline stages.
+    """The plan that all ranks follow for the module's layers; `script_stages` are the pipeline stages that
+    the script asks for.
 
     Collective. Raises PlanError (or ConfigError), on all ranks alike, for what does not fit.
     """
@@ -88,7 +89,7 @@ def decide(
                 specs=specs,
                 layers=layers,
                 config=config,
-                own_stages=own_stages,
+                script_stages=script_stages,
                 processes=processes,
             )
     except QuartetError as error:
@@ -105,10 +106,10 @@ def _of_plan(
     specs: Sequence[Any],
     layers: LayerList,
     config: Mapping[str, Any],
-    own_stages: int,
+    script_stages: int,
     processes: Sequence[Process],
 ) -> Planned:
-    _check_fit(plan, specs=specs, config=config, own_stages=own_stages, world_size=len(processes))
+    _check_fit(plan, specs=specs, config=config, script_stages=script_stages, world_size=len(processes))
     assignment = assign(plan, processes, args=Namespace())
     notes = [] if assignment.note is None else [assignment.note]
     rank_of = None
@@ -127,11 +128,7 @@ def _of_plan(
                 f"{plan.layout.pipeline_parallel}"
             )
         choice = choice_of_schedule(
-            schedule,
-            layers=layers,
-            num_microbatches=plan.num_microbatches,
-            rank_of=rank_of,
-            layout=plan.layout,
+            schedule, layers=layers, num_microbatches=plan.num_microbatches, rank_of=rank_of
         )
     _check_clipping(plan, choice, layers=layers, config=config)
     return Planned(choice=choice, plan=plan, notes=tuple(notes))
@@ -153,7 +150,7 @@ def _of_schedule(
 
 
 def _check_fit(
-    plan: Plan, *, specs: Sequence[Any], config: Mapping[str, Any], own_stages: int, world_size: int
+    plan: Plan, *, specs: Sequence[Any], config: Mapping[str, Any], script_stages: int, world_size: int
 ) -> None:
     made_for, layout = plan.made_for, plan.layout
     if plan.shape != made_for.shape:
@@ -162,11 +159,10 @@ def _check_fit(
         if getattr(layout, name) > 1:
             raise PlanError(f"layout.{name}: {getattr(layout, name)}; DeepSpeed pipelines here take 1")
     shape = dump(shape_of(specs, seq_length=made_for.shape.seq_length))
-    own_data = max(1, world_size // max(1, own_stages))
-    sizes = batch_sizes(config, data_parallel=own_data)
+    sizes = batch_sizes(config, data_parallel=max(1, world_size // max(1, script_stages)))
     stated = {
-        "framework": (made_for.framework, FRAMEWORK),
-        "framework_version": (made_for.framework_version, version("deepspeed").partition("+")[0]),
+        "framework": (made_for.framework, frameworks.DEEPSPEED.framework),
+        "framework_version": (made_for.framework_version, seams.DEEPSPEED.installed_version()),
         "world_size": (made_for.world_size, world_size),
         "global_batch_size": (made_for.global_batch_size, sizes.global_batch_size),
         "zero_optimization.stage": (int(made_for.baseline.layout.distributed_optimizer), zero_stage(config)),
@@ -194,10 +190,10 @@ def _check_clipping(plan: Plan, choice: Choice, *, layers: LayerList, config: Ma
     if not any(affected):
         return
     counts = baseline.split.transformer_layers_per_stage
-    own = tuple(counts[stage] for stage in range(0, len(counts), before))
+    on_first_before = tuple(counts[stage] for stage in range(0, len(counts), before))
     planned = layers.counts(choice.bounds)
-    ours = tuple(planned[stage] for stage in choice.stages_of(0))
-    if affected[0] != affected[1] or own != ours or before != after:
+    on_first_after = tuple(planned[stage] for stage in choice.stages_of(0))
+    if affected[0] != affected[1] or on_first_before != on_first_after or before != after:
         raise PlanError(
             "gradient_clipping: in fp32 with ZeRO 0 DeepSpeed clips all stages by the first stage's norm "
             "alone, so this plan would train something else; set zero_optimization.stage 1 or "

@@ -1,15 +1,17 @@
 """The `quartet` section of a ds_config, and where a command line names its ds_config."""
 
-import json
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import read_json, validate
+from quartet_plugin.model.files import read_json
+from quartet_plugin.model.sections import Section, validate
 
 SECTION = "quartet"
 AUTO = "auto"
@@ -17,16 +19,14 @@ _FLAGS = ("--deepspeed_config", "--deepspeed-config")
 MAX_BYTES = 16 * 2**20
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
+class _PlanSection(Section):
     plan: str | None = Field(default=None, min_length=1, max_length=4096)
     schedule: str | None = Field(default=None, min_length=1, max_length=4096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is asked for: a plan file, or a schedule file with its split and placement; `is_auto`: a trial's.
+    """The user's choice: a plan file, or a schedule file with its split and placement; `is_auto`: a trial's.
 
     A schedule file replaces the plan's schedule and split.
     """
@@ -51,7 +51,7 @@ def parse_settings(config: Mapping[str, Any], *, where: str = "ds_config") -> Se
     data = config[SECTION]
     if not isinstance(data, Mapping):
         raise ConfigError(f'{where}: {SECTION}: must be an object like {{"plan": "plan.json"}}')
-    section = validate(_Section, dict(data), where=f"{where}: {SECTION}")
+    section = validate(_PlanSection, dict(data), where=f"{where}: {SECTION}")
     if section.plan is None and section.schedule is None:
         raise ConfigError(f"{where}: {SECTION}: names nothing; give plan, the file of a plan, or auto")
     return Settings(
@@ -63,13 +63,13 @@ def parse_settings(config: Mapping[str, Any], *, where: str = "ds_config") -> Se
 
 def config_file_of(words: Sequence[str]) -> Path | None:
     """The ds_config that a script's arguments name; None where they name none. The last one counts."""
-    found = None
-    for at, word in enumerate(words):
+    path = None
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
         flag, has_value, value = word.partition("=")
         if flag in _FLAGS:
-            text = value if has_value else (words[at + 1] if at + 1 < len(words) else "")
-            found = Path(text) if text else None
-    return found
+            text = value if has_value else following
+            path = Path(text) if text else None
+    return path
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -81,20 +81,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def as_config(value: Any) -> dict[str, Any] | None:
-    """What `deepspeed.initialize` takes as config, as a dictionary of its own; None for anything else.
+    """A config argument of `deepspeed.initialize` as a copied dictionary; None if no file or mapping.
 
     Raises ConfigError for a file that cannot be read.
     """
     if isinstance(value, Mapping):
-        return json.loads(json.dumps(value)) if _is_plain(value) else dict(value)
+        return copy.deepcopy(dict(value))
     if isinstance(value, str | Path) and Path(value).is_file():
         return read_config(Path(value))
     return None
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True

@@ -65,14 +65,14 @@ class _SplitLinear(torch.autograd.Function):  # type: ignore[misc]
 def install(module: nn.Module, gradients: WeightGradients) -> int:
     """Let the plain linear layers of a model defer; returns how many they are.
 
-    Only `torch.nn.Linear` itself, with no forward of its own: everything else keeps its backward whole.
+    Only `torch.nn.Linear` itself, without a forward of the instance: other layers keep their full backward.
     """
-    found = 0
+    count = 0
     for layer in module.modules():
         if type(layer) is nn.Linear and "forward" not in vars(layer) and layer.weight.requires_grad:
             layer.forward = _forward_of(layer, gradients)
-            found += 1
-    return found
+            count += 1
+    return count
 
 
 def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Any:

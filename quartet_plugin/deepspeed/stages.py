@@ -3,7 +3,9 @@
 Loss, inputs and outputs are kept for every stage and microbatch: an order may hold any number of them.
 """
 
+import contextlib
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,13 +67,8 @@ class EngineStages:
     def weight_grad(self, stage: int, microbatch: int) -> None:
         """W: what the linear layers left out."""
         engine = self._engine
-        if engine.using_bf16_optimizer:
-            engine.optimizer.clear_lp_grads()
-        engine._running_engine_backward = True
-        try:
+        with self._engine_backward():
             self._gradients.run(stage, microbatch)
-        finally:
-            engine._running_engine_backward = False
         if engine.using_bf16_optimizer:
             engine.optimizer.update_hp_grads(clear_lp_grads=False)
         elif engine.zero_optimization():
@@ -110,23 +107,31 @@ class EngineStages:
         loss: Any = engine.module.loss_fn(outputs, labels) if has_function else outputs
         if engine.eval_return_logits:
             engine.outputs = outputs
-        is_one = isinstance(loss, torch.Tensor)
-        engine.fwd_outputs.append(loss.detach() if is_one else [one.detach() for one in loss])
+        is_tensor = isinstance(loss, torch.Tensor)
+        engine.fwd_outputs.append(loss.detach() if is_tensor else [part.detach() for part in loss])
         engine.total_loss = _added(engine.total_loss, loss)
         additional = engine.module.get_additional_losses()
         if additional is not None:
             totals = engine.total_additional_losses or OrderedDict()
-            for name, one in additional.items():
-                totals[name] = _added(totals.get(name), one)
+            for name, value in additional.items():
+                totals[name] = _added(totals.get(name), value)
             engine.total_additional_losses = totals
         return loss
 
-    def _backward_from(self, outputs: Value, received: Value) -> None:
+    @contextlib.contextmanager
+    def _engine_backward(self) -> Iterator[None]:
         engine = self._engine
         if engine.using_bf16_optimizer:
             engine.optimizer.clear_lp_grads()
         engine._running_engine_backward = True
         try:
+            yield
+        finally:
+            engine._running_engine_backward = False
+
+    def _backward_from(self, outputs: Value, received: Value) -> None:
+        engine = self._engine
+        with self._engine_backward():
             tensors = [tensor for tensor in parts(outputs) if tensor.is_floating_point()]
             if not all(tensor.requires_grad for tensor in tensors):
                 raise ConfigError(
@@ -134,8 +139,6 @@ class EngineStages:
                     "behind integer inputs needs pipeline.use_reentrant false in the ds_config"
                 )
             torch.autograd.backward(tensors, list(parts(received)))
-        finally:
-            engine._running_engine_backward = False
         if engine.using_bf16_optimizer and not engine._config.bfloat16_config.immediate_grad_update:
             engine.optimizer.update_hp_grads(clear_lp_grads=False)
 
@@ -157,5 +160,5 @@ def _gradients_of(value: Value) -> tuple[torch.Tensor, ...]:
 def _added(total: Any, loss: Any) -> Any:
     if isinstance(loss, torch.Tensor):
         return (torch.zeros_like(loss) if total is None else total) + loss.detach()
-    totals = [torch.zeros_like(one) for one in loss] if total is None else total
-    return [one + part.detach() for one, part in zip(totals, loss, strict=True)]
+    totals = [torch.zeros_like(part) for part in loss] if total is None else total
+    return [before + part.detach() for before, part in zip(totals, loss, strict=True)]

@@ -34,16 +34,16 @@ _META_WORDS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """What a value consists of: the shape and type of each tensor, and whether it is a tuple."""
+class ValueSpec:
+    """The shape and type of each tensor of a value, and whether the value is a tuple."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     is_tuple: bool
 
     @classmethod
-    def of(cls, value: Value) -> "Form":
-        """The form of a value."""
+    def of(cls, value: Value) -> "ValueSpec":
+        """The spec of a value."""
         tensors = parts(value)
         return cls(
             shapes=tuple(tuple(tensor.shape) for tensor in tensors),
@@ -52,12 +52,12 @@ class Form:
         )
 
     @property
-    def gradients(self) -> "Form":
-        """The form of what comes back for it: a gradient for every floating-point tensor."""
-        kept = [at for at, dtype in enumerate(self.dtypes) if dtype.is_floating_point]
-        return Form(
-            shapes=tuple(self.shapes[at] for at in kept),
-            dtypes=tuple(self.dtypes[at] for at in kept),
+    def gradients(self) -> "ValueSpec":
+        """The spec of the gradients that come back: one for every floating-point tensor."""
+        kept = [index for index, dtype in enumerate(self.dtypes) if dtype.is_floating_point]
+        return ValueSpec(
+            shapes=tuple(self.shapes[index] for index in kept),
+            dtypes=tuple(self.dtypes[index] for index in kept),
             is_tuple=True,
         )
 
@@ -71,14 +71,14 @@ class Form:
         return torch.tensor(words + [0] * (_META_WORDS - len(words)), dtype=torch.int64)
 
     @classmethod
-    def decode(cls, words: Sequence[int]) -> "Form":
+    def decode(cls, words: Sequence[int]) -> "ValueSpec":
         """The exact inverse of `encode`."""
-        shapes, dtypes, at = [], [], 2
+        shapes, dtypes, start = [], [], 2
         for _ in range(words[1]):
-            dtypes.append(_DTYPES[words[at]])
-            num_dims = words[at + 1]
-            shapes.append(tuple(words[at + 2 : at + 2 + num_dims]))
-            at += 2 + num_dims
+            dtypes.append(_DTYPES[words[start]])
+            stop = start + 2 + words[start + 1]
+            shapes.append(tuple(words[start + 2 : stop]))
+            start = stop
         return cls(shapes=tuple(shapes), dtypes=tuple(dtypes), is_tuple=bool(words[0]))
 
 
@@ -91,11 +91,11 @@ def parts(value: Value) -> tuple[torch.Tensor, ...]:
 class _Pending:
     works: list[Any]
     tensors: list[torch.Tensor]
-    form: Form | None
+    spec: ValueSpec | None
 
 
 class ValueTransport:
-    """The executor's transport for values of any form, which it learns in its first run."""
+    """The executor's transport for values of any spec, which are learnt in the first run."""
 
     def __init__(self, channels: Channels, *, device: torch.device, is_dynamic: bool) -> None:
         """`is_dynamic`: shapes may change at any microbatch, so that every message is described."""
@@ -104,8 +104,8 @@ class ValueTransport:
         self._is_dynamic = is_dynamic
         self._is_described = True
         # Forward values by the stage that sends or receives them, and by microbatch where that matters.
-        self._sent: dict[tuple[int, int], Form] = {}
-        self._received: dict[int, Form] = {}
+        self._sent: dict[tuple[int, int], ValueSpec] = {}
+        self._received: dict[int, ValueSpec] = {}
         self._pending: dict[Transfer, _Pending] = {}
         self._expected: dict[tuple[int, int], list[Transfer]] = {}
         self._arrived: dict[Transfer, Value] = {}
@@ -126,7 +126,7 @@ class ValueTransport:
             elif self._is_described:
                 self._expected.setdefault(self._line(transfer), []).append(transfer)
             else:
-                self._pending[transfer] = self._receive(transfer.message, self._form(transfer.message))
+                self._pending[transfer] = self._receive(transfer.message, self._spec(transfer.message))
 
     def wait(self, transfer: Transfer) -> Value | None:
         """Until it is over; returns what a receive brought."""
@@ -160,21 +160,21 @@ class ValueTransport:
     def _send(self, transfer: Transfer, value: Value) -> None:
         message = transfer.message
         tensors = [_plain(tensor.detach()) for tensor in parts(value)]
-        form = Form.of(value)
+        spec = ValueSpec.of(value)
         if message.is_forward:
             key = self._key(message.source_stage, message)
-            if not self._is_dynamic and self._sent.get(key, form) != form:
+            if not self._is_dynamic and self._sent.get(key, spec) != spec:
                 known = self._sent[key]
                 raise ValueError(
-                    f"{transfer}: shapes changed from {known.shapes} to {form.shapes}; "
+                    f"{transfer}: shapes changed from {known.shapes} to {spec.shapes}; "
                     "build the PipelineModule with dynamic_shape=True"
                 )
-            self._sent[key] = form
+            self._sent[key] = spec
             if self._is_described:
-                tensors.insert(0, form.encode().to(self._device))
+                tensors.insert(0, spec.encode().to(self._device))
         peer, group = self._address(transfer)
         works = [dist.isend(tensor, peer, group=group) for tensor in tensors]
-        self._pending[transfer] = _Pending(works=works, tensors=tensors, form=None)
+        self._pending[transfer] = _Pending(works=works, tensors=tensors, spec=None)
 
     def _wait_in_line(self, transfer: Transfer) -> Value:
         """Receive what was posted before it on the same line, in that order, then itself."""
@@ -187,26 +187,26 @@ class ValueTransport:
     def _receive_now(self, transfer: Transfer) -> Value:
         message = transfer.message
         if not message.is_forward:
-            return _value(self._receive(message, self._form(message)))
+            return _value(self._receive(message, self._spec(message)))
         words = torch.empty(_META_WORDS, dtype=torch.int64, device=self._device)
         peer, group = self._address(transfer)
         dist.irecv(words, peer, group=group).wait()
-        form = Form.decode(words.tolist())
-        self._received[message.target_stage] = form
-        return _value(self._receive(message, form))
+        spec = ValueSpec.decode(words.tolist())
+        self._received[message.target_stage] = spec
+        return _value(self._receive(message, spec))
 
-    def _receive(self, message: Message, form: Form) -> _Pending:
+    def _receive(self, message: Message, spec: ValueSpec) -> _Pending:
         peer = self._channels.ranks[message.source_device]
         group = self._channels.groups[message.group]
         # Not from a pool: autograd keeps a received activation until its backward has run.
         tensors = [
             torch.empty(shape, dtype=_wire(dtype), device=self._device)
-            for shape, dtype in zip(form.shapes, form.dtypes, strict=True)
+            for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
         ]
         works = [dist.irecv(tensor, peer, group=group) for tensor in tensors]
-        return _Pending(works=works, tensors=tensors, form=form)
+        return _Pending(works=works, tensors=tensors, spec=spec)
 
-    def _form(self, message: Message) -> Form:
+    def _spec(self, message: Message) -> ValueSpec:
         if message.is_forward:
             return self._received[message.target_stage]
         return self._sent[self._key(message.target_stage, message)].gradients
@@ -228,13 +228,13 @@ def _finish(pending: _Pending) -> None:
 
 def _value(pending: _Pending) -> Value:
     _finish(pending)
-    form = pending.form
-    assert form is not None
+    spec = pending.spec
+    assert spec is not None
     tensors = tuple(
         tensor.bool() if dtype is torch.bool else tensor
-        for tensor, dtype in zip(pending.tensors, form.dtypes, strict=True)
+        for tensor, dtype in zip(pending.tensors, spec.dtypes, strict=True)
     )
-    return tensors if form.is_tuple else tensors[0]
+    return tensors if spec.is_tuple else tensors[0]
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.launchers.options import (
+from quartet_plugin.launchers.starter_options import (
     DEEPSPEED_FLAGS,
     DEEPSPEED_VALUES,
     PYTHON_FLAGS,

@@ -26,32 +26,14 @@ _MODULE = "megatron.training.checkpointing"
 _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space", "fsdp_dtensor")
 
 SAVE = Seam(
-    module=_MODULE,
-    name="save_checkpoint",
-    parameters=(
-        "iteration",
-        "model",
-        "optimizer",
-        "opt_param_scheduler",
-        "num_floating_point_operations_so_far",
-        "checkpointing_context",
-        "pipeline_rank",
-        "expert_rank",
-        "tensor_rank",
-        "pipeline_parallel",
-        "expert_parallel",
-        "non_persistent_ckpt",
-        "train_data_iterator",
-        "preprocess_common_state_dict_fn",
-        "release",
-        "tp_group",
-        "pp_group",
-        "dp_cp_group",
-        "dp_group",
-        "expt_dp_group",
-        "rng_state_key_prefix",
-    ),
-    sources={"0.19.2": "6603fc8453aa808a"},
+    _MODULE,
+    "save_checkpoint",
+    "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far "
+    "checkpointing_context pipeline_rank expert_rank tensor_rank pipeline_parallel "
+    "expert_parallel non_persistent_ckpt train_data_iterator "
+    "preprocess_common_state_dict_fn release tp_group pp_group dp_cp_group dp_group "
+    "expt_dp_group rng_state_key_prefix",
+    {"0.19.2": "6603fc8453aa808a"},
     aliases=("megatron.training.training",),
     use_sites=(
         "megatron.training.training:save_checkpoint_and_time",
@@ -60,19 +42,11 @@ SAVE = Seam(
     ),
 )
 LOAD = Seam(
-    module=_MODULE,
-    name="_load_base_checkpoint",
-    parameters=(
-        "load_dir",
-        "args",
-        "rank0",
-        "sharded_state_dict",
-        "checkpointing_context",
-        "dp_cp_group",
-        "expt_dp_group",
-        "gpt_compat_layer_maps",
-    ),
-    sources={"0.19.2": "b0687dd0cc82ed9a"},
+    _MODULE,
+    "_load_base_checkpoint",
+    "load_dir args rank0 sharded_state_dict checkpointing_context dp_cp_group "
+    "expt_dp_group gpt_compat_layer_maps",
+    {"0.19.2": "b0687dd0cc82ed9a"},
     use_sites=(
         "megatron.training.checkpointing:load_args_from_checkpoint",
         "megatron.training.checkpointing:load_checkpoint",

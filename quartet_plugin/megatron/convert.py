@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quartet_plugin.megatron.arguments import Flags
-from quartet_plugin.megatron.neutralise import neutralise
+from quartet_plugin.megatron.side_effects import strip_side_effects
 from quartet_plugin.model.conversion import FORMAT, Conversion
 
 # What a start from weights alone has; here it would drop the iteration, or what is to be kept.
@@ -22,7 +22,7 @@ def conversion_words(conversion: Conversion, *, flags: Flags, words: Sequence[st
     Optimizer state is saved in the form that loads onto any stages. Raises ConfigError for a command whose
     model comes from a checkpoint.
     """
-    edited, _ = neutralise(flags, words)
+    edited, _ = strip_side_effects(flags, words)
     values: dict[str, Any] = {
         "load": conversion.load,
         "exit_on_missing_checkpoint": True,

@@ -8,11 +8,12 @@ from argparse import Namespace
 from typing import Any
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.plan import ScheduleChoice, ScheduleName, Split
 from quartet_plugin.model.shape import ModelShape, PositionEmbedding
 
-FRAMEWORK = "megatron-core"
+FRAMEWORK = MEGATRON.framework
 
 # Feature -> whether these arguments use it. Names are explained in docs/support.md.
 _SWITCHES = {

@@ -22,8 +22,8 @@ from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
 from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.model.conversion import VARIABLE
+from quartet_plugin.rank.entry_options import USAGE, EntryOptions, add_group, read_command
 from quartet_plugin.rank.failure import show_script_error
-from quartet_plugin.rank.options import USAGE, EntryOptions, add_group, read_command
 from quartet_plugin.rank.program import run_program
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous, agree_on_plan
 from quartet_plugin.rank.session import Session
@@ -172,10 +172,10 @@ def _measured(
     """The arguments of a trial, which is measured, and compared or profiled where that is asked for."""
     from quartet_plugin.megatron import seams
     from quartet_plugin.megatron.measure import MegatronMeter
-    from quartet_plugin.megatron.neutralise import compare_from, neutralise
     from quartet_plugin.megatron.parity import ParityMeter
+    from quartet_plugin.megatron.side_effects import compare_from, strip_side_effects
 
-    words, session.neutralised = neutralise(flags, words)
+    words, session.neutralised = strip_side_effects(flags, words)
     order = session.files.order
     if order.is_compared:
         words = compare_from(flags, words, weights=order.weights, save_weights=order.save_weights)
@@ -292,4 +292,4 @@ def _end_well(session: MegatronSession) -> None:
     """The script ended without an error; on the CPU device the process ends here too."""
     session.end_of_script()
     if cpu_device.is_installed():
-        cpu_device.leave()
+        cpu_device.exit_now()

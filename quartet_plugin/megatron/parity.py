@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.rank.files import RankFileWriter, number
+from quartet_plugin.model.schema import Number, as_number
+from quartet_plugin.rank.files import RankFileWriter
 
 # Megatron takes 0 for "no checkpoint"; a run that starts from weights alone counts from 0 whatever they say.
 _ITERATION = 1
@@ -131,5 +132,5 @@ def _gradient(param: Any, optimizer: Any) -> Any:
     return holder.grad if decoupled is None else decoupled
 
 
-def _as_numbers(squares: dict[str, float]) -> dict[str, float | str | None]:
-    return {part: number(value) for part, value in squares.items()}
+def _as_numbers(squares: dict[str, float]) -> dict[str, Number]:
+    return {part: as_number(value) for part, value in squares.items()}

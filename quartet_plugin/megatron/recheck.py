@@ -57,7 +57,7 @@ def main(words: list[str]) -> int:
     from quartet_plugin.megatron import cpu_device
     from quartet_plugin.megatron.entry import use_cpu
     from quartet_plugin.model.files import write_json_atomic
-    from quartet_plugin.rank.options import EntryOptions
+    from quartet_plugin.rank.entry_options import EntryOptions
 
     target, runtime = words
     if use_cpu(EntryOptions()):

@@ -17,7 +17,7 @@ def start() -> None:
         return
     from quartet_plugin.errors import QuartetError
     from quartet_plugin.megatron.entry import MegatronSession, prepare
-    from quartet_plugin.rank.options import EntryCommand, take_options
+    from quartet_plugin.rank.entry_options import EntryCommand, take_options
     from quartet_plugin.rank.rendezvous import RankEnv
 
     session = None

@@ -5,29 +5,26 @@ latency is that of one message, in seconds. A slot is one device's place; slots 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field, TypeAdapter
+from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import read_json, write_json_atomic
-from quartet_plugin.model.schema import dump, parse
+from quartet_plugin.model.schema import Bounds, Length, dump, parse, record
 
 MAX_NODES = 65_536
 MAX_MATRIX_NODES = 1024
 MAX_SLOTS = 65_536
-_STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
-Positive = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
-Latency = Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)]
-Slowdown = Annotated[float, Field(ge=1, le=1000, allow_inf_nan=False)]
+Name = Annotated[str, Length(least=1, most=200)]
+Positive = Annotated[float, Bounds(gt=0, lt=1e20)]
+Latency = Annotated[float, Bounds(ge=0, le=60)]
+Slowdown = Annotated[float, Bounds(ge=1, le=1000)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class DeviceValues:
     """What a cluster's device of some name has: for a device of the library only what differs there.
 
@@ -35,22 +32,18 @@ class DeviceValues:
     `memory_bandwidth_bytes_per_s`. `compute_units` is how many tiles of a matrix product it works on at once.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     peak_flops: Mapping[Precision, Positive] = field(default_factory=dict)
-    memory_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = None
+    memory_bytes: Annotated[int, Bounds(ge=1, le=2**50)] | None = None
     memory_bandwidth_bytes_per_s: Positive | None = None
-    compute_units: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    compute_units: Annotated[int, Bounds(ge=1, le=2**20)] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ClusterNode:
     """One node: the device's name of each slot, and how many times slower each is than its name says."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     name: Name
-    devices: Annotated[tuple[Name, ...], Field(min_length=1, max_length=1024)]
+    devices: Annotated[tuple[Name, ...], Length(least=1, most=1024)]
     slowdown: tuple[Slowdown, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -66,27 +59,23 @@ class ClusterNode:
         return (1.0,) * len(self.devices) if self.slowdown is None else self.slowdown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Link:
     """One level of links."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     bandwidth_bytes_per_s: Positive
     latency_s: Latency
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class LinkMatrix:
     """Links between nodes where they are not all alike, [node, node]; the diagonals are not read."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    bandwidth_bytes_per_s: tuple[tuple[Annotated[float, Field(ge=0, lt=1e20)], ...], ...]
+    bandwidth_bytes_per_s: tuple[tuple[Annotated[float, Bounds(ge=0, lt=1e20)], ...], ...]
     latency_s: tuple[tuple[Latency, ...], ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ClusterLinks:
     """The levels: inside a scale-up domain, inside a node across domains, between nodes.
 
@@ -94,29 +83,25 @@ class ClusterLinks:
     `measured`: bandwidths are what collectives reached, not what the data sheet says.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     scale_up: Link
     node: Link | None = None
     network: Link | None = None
-    scale_up_devices: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    scale_up_devices: Annotated[int, Bounds(ge=1, le=2**20)] | None = None
     matrix: LinkMatrix | None = None
     measured: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Cluster:
     """Devices, nodes and links. See docs/formats.md for the file.
 
     Raises ConfigError where the parts contradict each other.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    nodes: Annotated[tuple[ClusterNode, ...], Field(min_length=1, max_length=MAX_NODES)]
+    nodes: Annotated[tuple[ClusterNode, ...], Length(least=1, most=MAX_NODES)]
     links: ClusterLinks
     devices: Mapping[Name, DeviceValues] = field(default_factory=dict)
-    source: Annotated[str, Field(max_length=500)] = ""
+    source: Annotated[str, Length(most=500)] = ""
     schema_version: Literal[1] = 1
 
     def __post_init__(self) -> None:
@@ -170,9 +155,6 @@ def _check_matrix(matrix: LinkMatrix, count: int) -> None:
                 )
 
 
-_ADAPTER: TypeAdapter[Cluster] = TypeAdapter(Cluster)
-
-
 def read_cluster(path: Path) -> Cluster:
     """The cluster in the JSON file `path`. Raises ConfigError in one line: field, value and rule."""
     return parse_cluster(read_json(path), where=str(path))
@@ -182,11 +164,7 @@ def parse_cluster(data: object, *, where: str) -> Cluster:
     """Plain data as a cluster. Raises ConfigError in one line."""
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: a cluster is an object with nodes and links, not {type(data).__name__}")
-    try:
-        return parse(_ADAPTER, data, where=where)
-    except ConfigError as error:
-        words = str(error)
-        raise ConfigError(words if words.startswith(where) else f"{where}: {words}") from error
+    return parse(Cluster, data, where=where)
 
 
 def write_cluster(cluster: Cluster, *, path: Path) -> None:

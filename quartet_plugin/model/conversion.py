@@ -1,14 +1,10 @@
 """What the ranks are told when a checkpoint is to be saved again for other stages."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
-
-from pydantic import TypeAdapter
+from typing import Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import read_json
-from quartet_plugin.model.schema import parse
+from quartet_plugin.model.schema import read_record, record
 
 # Names the file for every rank: they have no flag for it, because nobody starts them so by hand.
 VARIABLE = "QUARTET_CONVERT"
@@ -18,14 +14,12 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _MAX_STEP = 10_000_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Conversion:
     """The checkpoint in `load` (of iteration `step`, None for the latest), to be saved in `save`/torch_dist.
 
     `is_weights_only`: without optimizer and random state. Raises ConfigError.
     """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     schema_version: Literal[1] = 1
     load: str
@@ -42,12 +36,6 @@ class Conversion:
             raise ConfigError(f"step: {self.step}; must be from 0 to {_MAX_STEP}")
 
 
-_ADAPTER: TypeAdapter[Conversion] = TypeAdapter(Conversion)
-
-
 def read_conversion(path: Path) -> Conversion:
     """Read a conversion.json. Raises ConfigError in one line: the field, the value and the rule."""
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a conversion is a JSON object; this is a {type(data).__name__}")
-    return parse(_ADAPTER, data, where=str(path))
+    return read_record(Conversion, path)

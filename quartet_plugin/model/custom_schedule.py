@@ -7,21 +7,19 @@ plan's own number.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
-
-from pydantic import JsonValue
+from dataclasses import field, replace
+from typing import Any
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.model.schema import record
 
 MAX_STAGES = 4_096
 MAX_ACTIONS = 5_000_000
-_STRICT: dict[str, object] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 _ACTION = re.compile(r"(0|[1-9][0-9]{0,4})[FIWB](0|[1-9][0-9]{0,5})", re.ASCII)
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StageProfile:
     """What one microbatch costs on each stage, in stage order; seconds and bytes.
 
@@ -30,8 +28,6 @@ class StageProfile:
     `memory_limit_bytes` is for the activations of each device, None for no limit. Times place receives and
     make the family's orders; they never decide whether an order is correct. Raises PlanError.
     """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     forward_s: tuple[float, ...]
     input_grad_s: tuple[float, ...]
@@ -71,7 +67,7 @@ PER_STAGE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CustomSchedule:
     """A schedule that our runtime executes.
 
@@ -82,13 +78,11 @@ class CustomSchedule:
     a schedule that nothing makes.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     placement: tuple[int, ...]
     profile: StageProfile
     named: str | None = None
     group: int | None = None
-    family: Mapping[str, JsonValue] | None = field(default=None, hash=False)
+    family: Mapping[str, Any] | None = field(default=None, hash=False)
     orders: tuple[tuple[str, ...], ...] | None = None
 
     def __post_init__(self) -> None:

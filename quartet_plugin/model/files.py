@@ -13,18 +13,16 @@ import secrets
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quartet_plugin.errors import ConfigError, StorageError
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-    from pydantic_core import ErrorDetails
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_DEPTH = 32
 
 _LINE_WIDTH = 140
+_MAY_OVERFLOW = re.compile(r"[eE]\+?[0-9]{3}|[0-9]{200}")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}:,]|[^\s\[\]{}:,"]+', re.DOTALL)
 _USERS_FAULT = {
     errno.ENOENT,
@@ -50,18 +48,36 @@ def read_json(
     `max_bytes`, is not UTF-8 or not JSON, nests deeper than `max_depth` objects and arrays, repeats a key
     of an object, or holds a number that is not finite.
     """
-    text = _read_text(path, max_bytes=max_bytes)
+    return parse_json(_read_bytes(path, max_bytes=max_bytes), where=path, max_depth=max_depth)
+
+
+def parse_json(content: bytes, *, where: str | os.PathLike[str], max_depth: int = MAX_DEPTH) -> Any:
+    """The JSON value in the bytes of the file `where`. Raises ConfigError as `read_json` does."""
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        column = error.start - content.rfind(b"\n", 0, error.start)
+        byte = content[error.start]
+        raise ConfigError(f"{where}:{line}:{column}: byte {byte:#04x}: the file must be UTF-8") from error
+    # Only a long exponent, or very many digits, make a number infinite: a hook for each number is slow.
+    parse_float = _finite if _MAY_OVERFLOW.search(text) else None
     try:
         value = json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
+            text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=parse_float
         )
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
+        raise ConfigError(f"{where}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
+    except UnicodeEncodeError as error:
+        character = error.object[error.start]
+        raise ConfigError(f"{where}: {character!a}: text must be UTF-8, so no lone surrogate") from error
     except (_RefusedError, RecursionError, ValueError) as error:
         fault = _first_fault(text, max_depth=max_depth) or f"1:1: {error}"
-        raise ConfigError(f"{path}:{fault}") from error
+        raise ConfigError(f"{where}:{fault}") from error
     if _depth_exceeds(value, max_depth):
-        raise ConfigError(f"{path}:{_first_fault(text, max_depth=max_depth)}")
+        raise ConfigError(f"{where}:{_first_fault(text, max_depth=max_depth)}")
     return value
 
 
@@ -103,35 +119,6 @@ def write_bytes_atomic(path: str | os.PathLike[str], content: bytes) -> None:
         ) from error
 
 
-def validate[M: "BaseModel"](model: type[M], data: Any, *, where: str) -> M:
-    """`data` as a `model`; raises one ConfigError line, `where: field: value: rule`, for the first fault."""
-    from pydantic import ValidationError
-
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        faults = error.errors(include_url=False)
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise ConfigError(f"{where}: {_fault_line(faults[0])}{more}") from error
-
-
-def _fault_line(fault: "ErrorDetails") -> str:
-    """`field: value: rule`; a validator of ours (type "rule") has written all three itself."""
-    prefix = field_path(fault["loc"])
-    rule = fault["msg"]
-    if fault["type"] == "rule":
-        return rule
-    field = prefix or "the file"
-    if fault["type"] == "missing":
-        return f"{field}: missing; the key is required"
-    if fault["type"] == "extra_forbidden":
-        return f"{field}: {shown(fault['input'])}: unknown key; remove it"
-    if fault["type"] in ("model_type", "dict_type"):
-        return f"{field}: {shown(fault['input'])}: must be a JSON object"
-    rule = rule.removeprefix("Value error, ").removeprefix("Input ")
-    return f"{field}: {shown(fault['input'])}: {rule[:1].lower()}{rule[1:]}"
-
-
 def field_path(parts: Sequence[str | int]) -> str:
     """A place in a JSON value the way one writes it: `layers[3].forward_s`."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{_inline(part)}" for part in parts)
@@ -148,7 +135,7 @@ def _inline(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[:200])
 
 
-def _read_text(path: str | os.PathLike[str], *, max_bytes: int) -> str:
+def _read_bytes(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
     try:
         with Path(path).open("rb") as file:
             content = file.read(max_bytes + 1)
@@ -158,13 +145,7 @@ def _read_text(path: str | os.PathLike[str], *, max_bytes: int) -> str:
         raise ConfigError(f"{shown(os.fspath(path))}: not a path: {error}") from error
     if len(content) > max_bytes:
         raise ConfigError(f"{path}: longer than {max_bytes} bytes; a file of ours is at most that long")
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        column = error.start - content.rfind(b"\n", 0, error.start)
-        byte = content[error.start]
-        raise ConfigError(f"{path}:{line}:{column}: byte {byte:#04x}: the file must be UTF-8") from error
+    return content
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """How a model is spread over devices: the degrees of parallelism and what goes with them."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import field
+from typing import Literal
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.schema import ADDED, record
 
 Recompute = Literal["none", "selective", "full"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Layout:
     """Degrees of parallelism, micro-batch size and memory options of one job.
 
@@ -16,8 +17,6 @@ class Layout:
     DeepSpeed's, in elements, where a sharded optimizer reduces and gathers in buckets; None leaves the
     ds_config's own. Raises ConfigError for a degree below 1.
     """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     tensor_parallel: int
     pipeline_parallel: int
@@ -29,8 +28,8 @@ class Layout:
     sequence_parallel: bool
     distributed_optimizer: bool
     recompute: Recompute
-    reduce_bucket_size: int | None = None
-    allgather_bucket_size: int | None = None
+    reduce_bucket_size: int | None = field(default=None, metadata=ADDED)
+    allgather_bucket_size: int | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         for name in (

@@ -4,11 +4,9 @@ A plan file is shared between people, so it is not trusted: strict schema, size 
 over its canonical JSON, no code, no paths to code and no free command-line words.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Literal
-
-from pydantic import TypeAdapter
+from typing import Literal
 
 from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.model.canonical import digest
@@ -16,7 +14,7 @@ from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Comparison, Prediction
-from quartet_plugin.model.schema import dump, parse
+from quartet_plugin.model.schema import ADDED, dump, parse, record
 from quartet_plugin.model.shape import ModelShape
 
 MAX_RANKS = 65_536
@@ -24,39 +22,32 @@ MAX_BYTES = 64 * 2**20
 STOCK = "stock"
 
 ScheduleName = Literal["no-pipelining", "1f1b", "interleaved", "custom"]
-_STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CoreGroup:
     """Slots of a node, by local index, whose processes share fewer processor cores than they are."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     locals: tuple[int, ...]
     num_cores: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class NodeInfo:
     """One node of the cluster a plan was made on: its host name, what it is, and its slots.
 
     `crowds` are those of its slots that train on processor cores and share them.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     host: str
     node_class: str
     num_slots: int
-    crowds: tuple[CoreGroup, ...] | None = None
+    crowds: tuple[CoreGroup, ...] | None = field(default=None, metadata=ADDED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Split:
     """Transformer layers of each stage, in stage order; embedding first, head last, not counted."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     transformer_layers_per_stage: tuple[int, ...]
 
@@ -71,18 +62,16 @@ class Split:
         return f"E{'|'.join('t' * count for count in self.transformer_layers_per_stage)}L"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ScheduleChoice:
     """The pipeline schedule by name; `group` (interleaved): microbatches a chunk before the next chunk.
 
     `custom` goes with the name "custom": a schedule that our own runtime executes.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     name: ScheduleName
     group: int | None = None
-    custom: CustomSchedule | None = None
+    custom: CustomSchedule | None = field(default=None, metadata=ADDED)
 
     @property
     def placement(self) -> tuple[int, ...] | None:
@@ -97,25 +86,21 @@ class ScheduleChoice:
         return self.name if self.group is None else f"{self.name} g{self.group}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Baseline:
     """The user's own configuration, which a plan is compared with; its mapping is the launcher's order."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     layout: Layout
     split: Split
     schedule: ScheduleChoice
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class MadeFor:
     """What a plan fits: the user's own model, batch and configuration, the framework and the cluster.
 
     `batching_features` of the job are those by which another micro-batch or DP can change the objective.
     """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     framework: str
     framework_version: str
@@ -124,24 +109,20 @@ class MadeFor:
     baseline: Baseline
     world_size: int
     nodes: tuple[NodeInfo, ...]
-    batching_features: tuple[str, ...] | None = None
+    batching_features: tuple[str, ...] | None = field(default=None, metadata=ADDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Slot:
     """A physical place for one process: the node's index in `made_for.nodes` and the local index on it."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     node: int
     local: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Mapping:
     """`slots[r]` plays Megatron's RANK r."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     slots: tuple[Slot, ...]
 
@@ -162,11 +143,9 @@ class Mapping:
         return ",".join(str(order.index(slot)) for slot in self.slots)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Provenance:
     """Where a plan came from."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     run: str
     trial: int
@@ -174,14 +153,12 @@ class Provenance:
     quartet_version: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Plan:
     """Everything chosen for one job. See docs/formats.md for the file.
 
     Raises PlanError when the parts contradict each other.
     """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     made_for: MadeFor
     shape: ModelShape
@@ -313,9 +290,6 @@ def _check_mapping(plan: Plan) -> None:
         )
 
 
-_ADAPTER: TypeAdapter[Plan] = TypeAdapter(Plan)
-
-
 def read_plan(path: Path) -> Plan:
     """Read and check a plan file. Raises PlanError in one line: the field, the value and the rule."""
     try:
@@ -329,7 +303,7 @@ def read_plan(path: Path) -> Plan:
                 f"{path}: digest {str(stated)[:12]!r} does not match its content ({actual[:12]}); "
                 "the file was edited or damaged: make it again with `quartet tune`"
             )
-        return parse(_ADAPTER, data, where=str(path))
+        return parse(Plan, data, where=str(path))
     except PlanError:
         raise
     except QuartetError as error:

@@ -6,49 +6,41 @@ that `quartet train` asks for where a plan uses our own runtime.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field, TypeAdapter
+from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError, PlanError
-from quartet_plugin.model.files import read_json, write_json_atomic
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.schema import parse
+from quartet_plugin.model.schema import Bounds, Length, Matches, Number, as_number, read_record, record
 
 MAX_STEPS = 10_000
 MAX_BYTES = 16 * 2**20
-STOCK_SCHEDULES = frozenset({"no-pipelining", "1f1b", "interleaved"})
 
 # The difference grows when the last half of the steps is worse than this many times the first half.
 GROWTH = 4.0
 
-_STRICT: dict[str, object] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
-_Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-_Name = Annotated[str, Field(max_length=512)]
-_Number = float | Literal["nan", "inf", "-inf"]
+_Hash = Annotated[str, Matches(pattern=r"[0-9a-f]{64}")]
+_Name = Annotated[str, Length(most=512)]
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Quantity = Literal["loss", "grad_norm"]
 _QUANTITIES: tuple[Quantity, ...] = ("loss", "grad_norm")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Tolerance:
     """The largest relative differences allowed."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    loss: Annotated[float, Field(gt=0, lt=1)]
-    grad_norm: Annotated[float, Field(gt=0, lt=1)]
+    loss: Annotated[float, Bounds(gt=0, lt=1)]
+    grad_norm: Annotated[float, Bounds(gt=0, lt=1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Versions:
     """What the check was run with."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     framework: _Name
     framework_version: _Name
@@ -56,41 +48,35 @@ class Versions:
     quartet_version: _Name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StepComparison:
     """One step on both sides; deviations are relative to the reference, infinite where one has no number."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    step: Annotated[int, Field(ge=1, le=MAX_STEPS)]
-    loss: _Number
-    reference_loss: _Number
-    loss_deviation: _Number
-    grad_norm: _Number
-    reference_grad_norm: _Number
-    grad_norm_deviation: _Number
+    step: Annotated[int, Bounds(ge=1, le=MAX_STEPS)]
+    loss: Number
+    reference_loss: Number
+    loss_deviation: Number
+    grad_norm: Number
+    reference_grad_norm: Number
+    grad_norm_deviation: Number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Failure:
     """The first step that differs, in what, and the stage where it begins (None: not known)."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    step: Annotated[int, Field(ge=1, le=MAX_STEPS)]
+    step: Annotated[int, Bounds(ge=1, le=MAX_STEPS)]
     quantity: Quantity
     grows: bool
-    stage: Annotated[int, Field(ge=0, le=2**20)] | None
+    stage: Annotated[int, Bounds(ge=0, le=2**20)] | None
     reason: _Name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Receipt:
     """What `quartet check` found. `reference` is what the plan was compared with: the user's own command,
     or stock parallelism of the plan's own shape. See docs/formats.md for the file.
     """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     plan_digest: _Hash
     plan_key: _Hash
@@ -98,7 +84,7 @@ class Receipt:
     versions: Versions
     precision: Precision
     tolerance: Tolerance
-    steps: Annotated[tuple[StepComparison, ...], Field(max_length=MAX_STEPS)]
+    steps: Annotated[tuple[StepComparison, ...], Length(most=MAX_STEPS)]
     verdict: Literal["passed", "failed"]
     failure: Failure | None
     schema_version: Literal[1] = 1
@@ -110,7 +96,7 @@ class Receipt:
             raise ConfigError("steps: must be numbered from 1 on, at least one")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class StepValues:
     """What one step gave. `parts` has the gradient norm of each part of the model: `embedding`, `layer.0`
     ..., `head`; it may be empty, and serves only to name the stage that differs.
@@ -136,12 +122,12 @@ def compare(reference: Sequence[StepValues], measured: Sequence[StepValues]) -> 
     return tuple(
         StepComparison(
             step=step,
-            loss=_number(ours.loss),
-            reference_loss=_number(theirs.loss),
-            loss_deviation=_number(_deviation(ours.loss, theirs.loss)),
-            grad_norm=_number(ours.grad_norm),
-            reference_grad_norm=_number(theirs.grad_norm),
-            grad_norm_deviation=_number(_deviation(ours.grad_norm, theirs.grad_norm)),
+            loss=as_number(ours.loss),
+            reference_loss=as_number(theirs.loss),
+            loss_deviation=as_number(_deviation(ours.loss, theirs.loss)),
+            grad_norm=as_number(ours.grad_norm),
+            reference_grad_norm=as_number(theirs.grad_norm),
+            grad_norm_deviation=as_number(_deviation(ours.grad_norm, theirs.grad_norm)),
         )
         for step, (theirs, ours) in enumerate(zip(reference, measured, strict=True), start=1)
     )
@@ -258,19 +244,9 @@ def _deviation(value: float, reference: float) -> float:
     return abs(value - reference) / abs(reference) if reference else math.inf
 
 
-def _number(value: float) -> _Number:
-    if math.isfinite(value):
-        return value
-    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-
-
 def needs_receipt(plan: Plan) -> bool:
-    """Whether the plan uses our own runtime; stock schedules by native flags are exempt.
-
-    DeepSpeed has no interleaved schedule: there it is ours.
-    """
-    is_deepspeed = plan.made_for.framework == "deepspeed"
-    return plan.schedule.name not in (STOCK_SCHEDULES - {"interleaved"} if is_deepspeed else STOCK_SCHEDULES)
+    """Whether the plugin's runtime executes the plan's schedule; stock schedules are exempt."""
+    return plan.schedule.name not in capabilities(plan.made_for.framework).stock_schedules
 
 
 def receipt_path(plan_path: Path) -> Path:
@@ -279,15 +255,9 @@ def receipt_path(plan_path: Path) -> Path:
     return plan_path.with_name(f"{stem}.parity.json")
 
 
-_ADAPTER: TypeAdapter[Receipt] = TypeAdapter(Receipt)
-
-
 def read_receipt(path: Path) -> Receipt:
     """Read and check a receipt. Raises ConfigError in one line: the field, the value and the rule."""
-    data = read_json(path, max_bytes=MAX_BYTES)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a receipt is a JSON object; this is a {type(data).__name__}")
-    return parse(_ADAPTER, data, where=str(path))
+    return read_record(Receipt, path, max_bytes=MAX_BYTES)
 
 
 def write_receipt(receipt: Receipt, *, path: Path) -> None:

@@ -1,22 +1,20 @@
 """The shape of a GPT-like model, its parameters and its FLOPs."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.schema import record
 
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ModelShape:
     """What is trained: everything that changes parameters or FLOPs, and nothing about how it is run.
 
     `vocab_size` is the padded one that the embedding really has. `kv_channels` is a head's size.
     Raises ConfigError for sizes that no transformer can have.
     """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     num_layers: int
     hidden_size: int

@@ -62,15 +62,15 @@ class TrialRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """A trial that was told."""
+class FinishedTrial:
+    """A trial whose record the study holds."""
 
     number: int
     plan: Plan
-    told: TrialRecord
+    record: TrialRecord
 
     @property
     def is_spent(self) -> bool:
         """Whether it used up one of the study's trials; the baseline, number 0, did not."""
-        is_own = self.told.repeats is None and self.told.source is None
-        return self.number != 0 and is_own and self.told.verdict != "lost"
+        is_own = self.record.repeats is None and self.record.source is None
+        return self.number != 0 and is_own and self.record.verdict != "lost"

@@ -25,7 +25,8 @@ from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.assigned_prediction import COLLECTIVES, AssignedRun
 from quartet_plugin.planner.bounds import probe
 from quartet_plugin.planner.job import PlanRequest
-from quartet_plugin.split.layers import balanced_split
+from quartet_plugin.split.entries import balanced_entries
+from quartet_plugin.split.layers import layers_of
 
 # Rounds of solving the mapping for a split and the split for a mapping.
 MAX_ROUNDS = 4
@@ -372,9 +373,7 @@ def _split_for(
         backward_fused_s=None,
     )
     placement = list(range(layout.pipeline_parallel)) * layout.virtual_stages
-    counts = list(balanced_split(costs, placement))
-    counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
-    return tuple(counts)
+    return layers_of(balanced_entries(costs, placement))
 
 
 def _layer_seconds(

@@ -30,13 +30,12 @@ from quartet_plugin.planner.candidates import (
     EVEN,
     GIVEN,
     LayoutCandidates,
-    balanced_split,
-    even_split,
     given_splits,
     layout_of,
 )
 from quartet_plugin.planner.columns import CP, DP, EP, MODE, PP, SHARDED, SIZE, SPLIT, TP, VIRTUAL
 from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.split.layers import even_split, even_split_with_ends
 
 # Rounding, and for pipelines that the cost model extrapolates the error of doing so.
 ROUNDING, EXTRAPOLATION = 1e-9, 2e-3
@@ -67,8 +66,9 @@ def split_of(
     if kind >= GIVEN:
         return given_splits(job)[kind - GIVEN]
     if kind == EVEN:
-        return even_split(shape.num_layers, pp * virtual)
-    return balanced_split(shape.num_layers, pp, virtual, *ends)
+        return even_split(shape.num_layers, num_stages=pp * virtual)
+    embedding, head = ends
+    return even_split_with_ends(shape.num_layers, num_stages=pp * virtual, embedding=embedding, head=head)
 
 
 def bounds_of(

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quartet_plugin.calibration.predictor import identity
-from quartet_plugin.cost.iteration import StageLoads, split_for_loads
+from quartet_plugin.cost.iteration import StageLoads
 from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.space.config import SEARCHED, STOCK_NAMES
 from quartet_plugin.space.param_sources import SPLIT_EMBEDDING, SPLIT_HEAD, FixedParams, Params
 from quartet_plugin.space.plan_space import Space
-from quartet_plugin.space.schedules import SEARCHED, STOCK_NAMES
-from quartet_plugin.split.end_loads import layer_weights
+from quartet_plugin.split.layers import EndLoads, end_loads_with_slowdowns, flops_end_loads
 
 # Layouts that are predicted at all, and where none has a schedule of the framework's own; layouts whose other
 # choices are enumerated, and how many choices in all.
@@ -157,8 +157,8 @@ class PlanCandidates:
         """The choice with the ends that the ranker's constants balance."""
         if SPLIT_HEAD not in one.params:
             return one
-        first, last = _wanted(one.plan, ends_of)
-        return self._with_ends(one, first, last)
+        ends = _balancing(one.plan, ends_of)
+        return self._with_ends(one, ends.embedding, ends.head)
 
     def _varied(
         self, one: Candidate, ends_of: EndsOf, *, around: Sequence[tuple[float, float]]
@@ -166,9 +166,9 @@ class PlanCandidates:
         """The choice with ends around the balanced ones."""
         if SPLIT_HEAD not in one.params:
             return
-        first, last = _wanted(one.plan, ends_of)
-        for more, most in around:
-            yield self._with_ends(one, first + more, last + most)
+        ends = _balancing(one.plan, ends_of)
+        for embedding, head in around:
+            yield self._with_ends(one, ends.embedding + embedding, ends.head + head)
 
     def _with_ends(self, one: Candidate, first: float, last: float) -> Candidate:
         layers, quantum = one.plan.shape.num_layers, 1.0 if _is_searched(one) else QUANTUM
@@ -208,7 +208,7 @@ class _PathParams:
         return choices[at]
 
     def unit_float(self, name: str) -> float:
-        weights = layer_weights(self._shape)
+        weights = flops_end_loads(self._shape)
         layers = weights.head if name == SPLIT_HEAD else weights.embedding
         self.params[name] = weight = _share(layers, self._shape.num_layers)
         return weight
@@ -227,10 +227,11 @@ def _num_of_layout(one: Candidate) -> int:
     return sum(_kind(name) in _LAYOUT_KINDS for name in one.names)
 
 
-def _wanted(plan: Plan, ends_of: EndsOf) -> tuple[float, float]:
-    return split_for_loads(
-        ends_of(plan), num_layers=plan.shape.num_layers, num_ranks=plan.layout.pipeline_parallel
-    )
+def _balancing(plan: Plan, ends_of: EndsOf) -> EndLoads:
+    """The end loads that balance the plan's stages by the predictor's coefficients."""
+    loads = ends_of(plan)
+    ends = EndLoads(embedding=loads.embedding, head=loads.head)
+    return end_loads_with_slowdowns(ends, slowdowns=loads.paces, num_layers=plan.shape.num_layers)
 
 
 def _is_searched(one: Candidate) -> bool:

@@ -1,6 +1,5 @@
 """Every legal layout of a job, as columns, and the one split that goes with each."""
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -74,39 +73,6 @@ def legal_candidates(job: PlanRequest, shape: ModelShape) -> LayoutCandidates:
 def asked[T](choices: Sequence[T] | None, value: T) -> bool:
     """Whether the job allows `value`; None is `auto`."""
     return choices is None or value in choices
-
-
-@functools.lru_cache(maxsize=4096)
-def balanced_split(
-    num_layers: int, pipeline_parallel: int, virtual_stages: int, first: int, last: int
-) -> tuple[int, ...]:
-    """Layers of each stage when the embedding weighs `first` layers and the head `last`.
-
-    As even as whole layers allow; what is left over goes to the stages before the last one, which hold
-    fewer microbatches than the first ones.
-    """
-    stages = pipeline_parallel * virtual_stages
-    if stages == 1:
-        return (num_layers,)
-    base, rest = divmod(num_layers + first + last, stages)
-    counts = [base] * stages
-    for stage in [*range(stages - 2, -1, -1), stages - 1][:rest]:
-        counts[stage] += 1
-    counts[0], counts[-1] = counts[0] - first, counts[-1] - last
-    for end in (0, -1):
-        while counts[end] < 0:
-            # More weight at an end than a stage's share: the others carry fewer layers.
-            counts[counts.index(max(counts))] -= 1
-            counts[end] += 1
-    while min(counts[1:-1], default=1) == 0 and max(counts) > 1:
-        counts[counts.index(max(counts))] -= 1
-        counts[1 + counts[1:-1].index(0)] += 1
-    return tuple(counts)
-
-
-def even_split(num_layers: int, stages: int) -> tuple[int, ...]:
-    """Stage s gets floor((s+1) L / S) - floor(s L / S) layers."""
-    return tuple((s + 1) * num_layers // stages - s * num_layers // stages for s in range(stages))
 
 
 def divisors(number: int) -> list[int]:

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import IntArray
-from quartet_plugin.space.config import Forbidden
-from quartet_plugin.space.schedules import STOCK_NAMES
+from quartet_plugin.space.config import STOCK_NAMES, Forbidden
 
 # The columns of a candidate.
 TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED = range(10)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from quartet_plugin.cost.cluster import ResolvedCluster, look_up, uniform_cluster_of
 from quartet_plugin.cost.constants import fitted
@@ -18,14 +18,13 @@ from quartet_plugin.cost.run import Experts, HalfPrecision, Software, UniformClu
 from quartet_plugin.cost.software import ON_CPU
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import parse_cluster, read_cluster
-from quartet_plugin.model.files import shown, validate
+from quartet_plugin.model.files import shown
 from quartet_plugin.model.layout import Recompute
 from quartet_plugin.model.plan import MAX_RANKS
+from quartet_plugin.model.sections import Section, load_yaml, validate
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.model.yaml_file import load_yaml
 from quartet_plugin.planner.columns import check_rules
-from quartet_plugin.space.config import Degrees, ScalingConfig, SearchConfig, distinct
-from quartet_plugin.space.schedules import STOCK_NAMES
+from quartet_plugin.space.config import STOCK_NAMES, Degrees, ScalingConfig, SearchConfig, distinct
 
 Precision = Literal["bf16", "fp16", "fp8", "fp32"]
 Size = Annotated[int, Field(ge=1, le=2**31)]
@@ -49,11 +48,7 @@ Groups = Annotated[
 ]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class ModelSection(_Section):
+class ModelSection(Section):
     """The model. What is left open: an FFN of 4 x hidden, as many query groups as heads, no gated FFN.
 
     Embeddings are tied, and positions learned, where the FFN is not gated and queries are not grouped.
@@ -81,7 +76,7 @@ class ModelSection(_Section):
     num_dense_layers: Annotated[int, Field(ge=0, le=2**20)] = 0
 
 
-class ClusterSection(_Section):
+class ClusterSection(Section):
     """The devices, by name; bandwidths a device and direction where they are not the device's usual ones."""
 
     device: Annotated[str, Field(min_length=1, max_length=200)]
@@ -92,7 +87,7 @@ class ClusterSection(_Section):
     memory_bytes: Annotated[int, Field(ge=1, le=2**50)] | None = None
 
 
-class BatchSection(_Section):
+class BatchSection(Section):
     """Sequences an iteration."""
 
     global_batch_size: Size
@@ -120,13 +115,13 @@ class PlanSearch(SearchConfig):
     distributed_optimizer: Switches = None
 
 
-class ClusterFileSection(_Section):
+class ClusterFileSection(Section):
     """A cluster file; a relative path starts at the job's folder."""
 
     file: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class _JobFile(_Section):
+class _JobFile(Section):
     model: ModelSection
     batch: BatchSection
     search: PlanSearch = PlanSearch()

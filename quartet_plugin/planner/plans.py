@@ -7,6 +7,7 @@ from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Prediction
 from quartet_plugin.model.plan import (
@@ -22,11 +23,12 @@ from quartet_plugin.model.plan import (
 )
 from quartet_plugin.planner.assigned_prediction import AssignedRun
 from quartet_plugin.planner.assignment_search import places_of_job, planned_run
-from quartet_plugin.planner.candidates import RECOMPUTE, even_split, legal_candidates
+from quartet_plugin.planner.candidates import RECOMPUTE, legal_candidates
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.ranking import Ranked
+from quartet_plugin.split.layers import even_split
 
-FRAMEWORK, FRAMEWORK_VERSION = "megatron-core", "0.19.2"
+FRAMEWORK, FRAMEWORK_VERSION = MEGATRON.framework, "0.19.2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +58,13 @@ def plain_layout(job: PlanRequest, *, best: Ranked, constants: Constants | None 
         )
     )
     for layout in layouts:
-        split = even_split(job.shape.num_layers, layout.num_stages)
+        split = even_split(job.shape.num_layers, num_stages=layout.num_stages)
         run = planned_run(job, job.shape, layout, split)
         if peak_memory(run).fits:
             return Plain(layout=layout, split=split, iteration_s=stock_time_s(job, run, used))
     if best.shape == job.shape:
         return Plain(layout=best.layout, split=best.split, iteration_s=best.iteration_s)
-    split = even_split(job.shape.num_layers, best.layout.num_stages)
+    split = even_split(job.shape.num_layers, num_stages=best.layout.num_stages)
     run = planned_run(job, job.shape, best.layout, split)
     return Plain(layout=best.layout, split=split, iteration_s=stock_time_s(job, run, used))
 

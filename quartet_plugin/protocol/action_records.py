@@ -2,27 +2,23 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
-
-from pydantic import Field, TypeAdapter
+from typing import Annotated
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.schema import Bounds, Length, record
 from quartet_plugin.protocol.attempt_files import AttemptId, Rank, Seconds, Version, read_sheet
 
 MAX_ACTIONS = 5_000_000
 
 _ACTION = re.compile(r"([0-9]{1,5})([FIWB])[0-9]{1,6}", re.ASCII)
-_Text = Annotated[str, Field(max_length=32)]
-_Times = Annotated[tuple[Seconds, ...], Field(max_length=MAX_ACTIONS)]
+_Text = Annotated[str, Length(most=32)]
+_Times = Annotated[tuple[Seconds, ...], Length(most=MAX_ACTIONS)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ActionsSheet:
     """rank-K.actions.json: one device's actions in the last step, in seconds since `begin_at`."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     schema_version: Version
     attempt_id: AttemptId
@@ -30,11 +26,11 @@ class ActionsSheet:
     device: Rank
     replica: Rank
     begin_at: Seconds
-    actions: Annotated[tuple[_Text, ...], Field(max_length=MAX_ACTIONS)]
+    actions: Annotated[tuple[_Text, ...], Length(most=MAX_ACTIONS)]
     start_s: _Times
     end_s: _Times
     waiting_s: _Times
-    peak_activation_bytes: Annotated[int, Field(ge=0)] | None = None
+    peak_activation_bytes: Annotated[int, Bounds(ge=0)] | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.actions), len(self.start_s), len(self.end_s), len(self.waiting_s)}
@@ -42,12 +38,9 @@ class ActionsSheet:
             raise ConfigError(f"actions: {len(self.actions)}; each needs one start, end and waiting time")
 
 
-ACTIONS: TypeAdapter[ActionsSheet] = TypeAdapter(ActionsSheet)
-
-
 def read_actions(folder: Path) -> list[ActionsSheet]:
     """The sheets of one pipeline (replica 0), by device. Raises ConfigError where one is missing or torn."""
-    sheets = [read_sheet(ACTIONS, path) for path in sorted(folder.glob("rank-*.actions.json"))]
+    sheets = [read_sheet(ActionsSheet, path) for path in sorted(folder.glob("rank-*.actions.json"))]
     found = {sheet.device: sheet for sheet in sheets if sheet.replica == 0}
     if not found:
         raise ConfigError(

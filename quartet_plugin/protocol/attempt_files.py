@@ -5,19 +5,17 @@ is one ConfigError line that names the file, the field, the value and the rule.
 """
 
 import errno
-import math
 import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import Field, TypeAdapter, ValidationError
+from typing import Annotated, Any, Literal
 
 from quartet_plugin.errors import ConfigError, StorageError
-from quartet_plugin.model.files import field_path, shown
+from quartet_plugin.model.files import parse_json
+from quartet_plugin.model.schema import ADDED, Bounds, Length, Matches, Number, parse, record
 
 MAX_RANKS = 65_536
 MAX_BEAT_BYTES = 64 * 1024
@@ -26,26 +24,22 @@ MAX_BYTES = 64 * 2**20
 RankPhase = Literal["import", "init", "warmup", "measure", "done"]
 ErrorKind = Literal["out-of-memory", "refused", "plan", "seam", "network", "error"]
 
-_STRICT: dict[str, object] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 _NAME = re.compile(r"rank-(0|[1-9][0-9]{0,4})(\.beat|\.err|)\.json", re.ASCII)
 
 Version = Literal[1]
-AttemptId = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-PlanKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
-Count = Annotated[int, Field(ge=0, le=2**53)]
-Pid = Annotated[int, Field(ge=1, le=2**31)]
-Seconds = Annotated[float, Field(ge=0, le=1e10)]
-Name = Annotated[str, Field(max_length=512)]
-Text = Annotated[str, Field(max_length=100_000)]
-Number = float | Literal["nan", "inf", "-inf"]
+AttemptId = Annotated[str, Matches(pattern=r"[0-9a-f]{32}")]
+PlanKey = Annotated[str, Matches(pattern=r"[0-9a-f]{64}")]
+Rank = Annotated[int, Bounds(ge=0, lt=MAX_RANKS)]
+Count = Annotated[int, Bounds(ge=0, le=2**53)]
+Pid = Annotated[int, Bounds(ge=1, le=2**31)]
+Seconds = Annotated[float, Bounds(ge=0, le=1e10)]
+Name = Annotated[str, Length(most=512)]
+Text = Annotated[str, Length(most=100_000)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Beat:
     """rank-K.beat.json: where a rank's process is. `rank` is the launcher's."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     schema_version: Version
     attempt_id: AttemptId
@@ -59,11 +53,9 @@ class Beat:
     time: Seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Iteration:
     """One iteration as a rank saw it; `loss` only on ranks of the last stage."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     iteration: Count
     iteration_s: Seconds
@@ -72,14 +64,12 @@ class Iteration:
     skipped: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RankReport:
     """rank-K.json: what a rank measured, warm-up included. `job` is on RANK 0 alone.
 
     `cores` are the processor cores that a rank that trains on them may use.
     """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     schema_version: Version
     attempt_id: AttemptId
@@ -90,18 +80,16 @@ class RankReport:
     pid: Pid
     plan_key: PlanKey | None
     device: Name
-    phases_s: Annotated[dict[Name, Seconds], Field(max_length=64)]
-    iterations: Annotated[tuple[Iteration, ...], Field(max_length=200_000)]
+    phases_s: Annotated[dict[Name, Seconds], Length(most=64)]
+    iterations: Annotated[tuple[Iteration, ...], Length(most=200_000)]
     peak_memory_bytes: Count
     job: dict[str, Any] | None
-    cores: Annotated[tuple[Count, ...], Field(max_length=65_536)] | None = None
+    cores: Annotated[tuple[Count, ...], Length(most=65_536)] | None = field(default=None, metadata=ADDED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ErrReport:
     """rank-K.err.json: how a rank failed."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     schema_version: Version
     attempt_id: AttemptId
@@ -114,40 +102,36 @@ class ErrReport:
     kind: ErrorKind
     type: Name
     message: Text
-    exit_code: Annotated[int, Field(ge=0, le=255)]
+    exit_code: Annotated[int, Bounds(ge=0, le=255)]
     peak_memory_bytes: Count
     wanted_bytes: Count
-    traceback: Annotated[tuple[Text, ...], Field(max_length=10_000)]
+    traceback: Annotated[tuple[Text, ...], Length(most=10_000)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TrialSheet:
     """trial.json: what the ranks were told."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     attempt_id: AttemptId
-    folder: Annotated[str, Field(max_length=4096)]
-    warmup: Annotated[int, Field(ge=0, le=100_000)]
-    measure: Annotated[int, Field(ge=1, le=100_000)]
+    folder: Annotated[str, Length(most=4096)]
+    warmup: Annotated[int, Bounds(ge=0, le=100_000)]
+    measure: Annotated[int, Bounds(ge=1, le=100_000)]
     plan_key: PlanKey | None
-    weights: Annotated[str, Field(max_length=4096)] | None = None
-    save_weights: Annotated[str, Field(max_length=4096)] | None = None
+    weights: Annotated[str, Length(most=4096)] | None = None
+    save_weights: Annotated[str, Length(most=4096)] | None = None
     schema_version: Version = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class CommandSheet:
     """command.json: what was started (secrets blanked), when (seconds since 1970) and its limits."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     attempt_id: AttemptId
-    argv: Annotated[tuple[Text, ...], Field(max_length=100_000)]
-    cwd: Annotated[str, Field(max_length=4096)]
+    argv: Annotated[tuple[Text, ...], Length(most=100_000)]
+    cwd: Annotated[str, Length(most=4096)]
     environment: dict[Name, Text]
     starter: Literal["torchrun", "python", "deepspeed"]
-    num_processes: Annotated[int, Field(ge=1, le=MAX_RANKS)] | None
+    num_processes: Annotated[int, Bounds(ge=1, le=MAX_RANKS)] | None
     time: Seconds
     deadline_s: Seconds
     predicted_iteration_s: Seconds | None
@@ -156,11 +140,9 @@ class CommandSheet:
     schema_version: Version = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ResultSheet:
     """result.json: the outcome of an attempt."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     attempt_id: AttemptId
     plan_key: PlanKey | None
@@ -176,46 +158,21 @@ class ResultSheet:
     schema_version: Version = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class PartSquares:
     """One step's squared gradient norms of a rank's share of every part of the model."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    squares: Annotated[dict[Name, Number], Field(max_length=100_000)]
+    squares: Annotated[dict[Name, Number], Length(most=100_000)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ParitySheet:
     """rank-K.parity.json: what the parity gate compares beside loss and gradient norm."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     schema_version: Version
     attempt_id: AttemptId
     launch_rank: Rank
-    steps: Annotated[tuple[PartSquares, ...], Field(max_length=100_000)]
-
-
-_BEAT: TypeAdapter[Beat] = TypeAdapter(Beat)
-_REPORT: TypeAdapter[RankReport] = TypeAdapter(RankReport)
-_ERR: TypeAdapter[ErrReport] = TypeAdapter(ErrReport)
-TRIAL: TypeAdapter[TrialSheet] = TypeAdapter(TrialSheet)
-COMMAND: TypeAdapter[CommandSheet] = TypeAdapter(CommandSheet)
-RESULT: TypeAdapter[ResultSheet] = TypeAdapter(ResultSheet)
-PARITY: TypeAdapter[ParitySheet] = TypeAdapter(ParitySheet)
-
-
-def as_float(number: Number) -> float:
-    """A number as it was: the words for NaN and the infinities become floats again."""
-    return float(number)
-
-
-def as_number(value: float) -> Number:
-    """A float as JSON can hold it."""
-    if math.isfinite(value):
-        return value
-    return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    steps: Annotated[tuple[PartSquares, ...], Length(most=100_000)]
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
@@ -244,20 +201,12 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     return content
 
 
-def read_sheet[T](adapter: TypeAdapter[T], path: Path, *, max_bytes: int = MAX_BYTES) -> T:
-    """The file `path` as a checked object. Raises FileNotFoundError, ConfigError or StorageError."""
-    content = read_bytes(path, max_bytes=max_bytes)
-    try:
-        return adapter.validate_json(content)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        place = field_path(fault["loc"]) or "the file"
-        rule = fault["msg"]
-        value = "" if fault["type"] in ("missing", "json_invalid") else f" {shown(fault['input'])}:"
-        raise ConfigError(f"{path}: {place}:{value} {rule[:1].lower()}{rule[1:]}") from error
+def read_sheet[T](kind: type[T], path: Path, *, max_bytes: int = MAX_BYTES) -> T:
+    """The record in the file `path`. Raises FileNotFoundError, ConfigError or StorageError."""
+    return parse(kind, parse_json(read_bytes(path, max_bytes=max_bytes), where=path), where=str(path))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Snapshot:
     """What the ranks have written, by the launcher's rank. `faults` are files that break the format.
 
@@ -309,13 +258,13 @@ class RankFileReader:
         item: Beat | RankReport | ErrReport
         try:
             if name.endswith(".beat.json"):
-                item = read_sheet(_BEAT, path, max_bytes=MAX_BEAT_BYTES)
+                item = read_sheet(Beat, path, max_bytes=MAX_BEAT_BYTES)
                 stated = item.rank
             elif name.endswith(".err.json"):
-                item = read_sheet(_ERR, path)
+                item = read_sheet(ErrReport, path)
                 stated = item.launch_rank
             else:
-                item = read_sheet(_REPORT, path)
+                item = read_sheet(RankReport, path)
                 stated = item.launch_rank
         except ConfigError as error:
             return str(error)

@@ -1,20 +1,17 @@
 """The files of a trial that a rank reads and writes; docs/formats.md is their contract."""
 
-import math
 import os
 import re
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import psutil
-from pydantic import TypeAdapter
 
 from quartet_plugin.errors import ConfigError, QuartetError
-from quartet_plugin.model.files import read_json, write_json_atomic
-from quartet_plugin.model.schema import parse
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.schema import read_record, record
 from quartet_plugin.rank.rendezvous import RankEnv
 
 Phase = Literal["import", "init", "warmup", "measure", "done"]
@@ -24,7 +21,7 @@ _BEAT_S = 1.0
 _MAX_ITERATIONS = 100_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class TrialSpec:
     """A trial.json: what the ranks were told.
 
@@ -32,8 +29,6 @@ class TrialSpec:
     is written before the first step; with either, dropout and jitter are off and the ranks leave what the
     parity gate compares. Raises ConfigError for what no trial can be.
     """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     schema_version: Literal[1]
     attempt_id: str
@@ -68,19 +63,9 @@ class TrialSpec:
         return self.weights is not None or self.save_weights is not None
 
 
-_ADAPTER: TypeAdapter[TrialSpec] = TypeAdapter(TrialSpec)
-
-
 def read_trial_spec(path: Path) -> TrialSpec:
     """Read a trial.json. Raises ConfigError in one line: the field, the value and the rule."""
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a trial is a JSON object; this is a {type(data).__name__}")
-    try:
-        order = parse(_ADAPTER, data, where=str(path))
-    except ConfigError as error:
-        text = str(error)
-        raise error if text.startswith(str(path)) else ConfigError(f"{path}: {text}") from error
+    order = read_record(TrialSpec, path)
     if not Path(order.folder).is_dir():
         raise ConfigError(f"{path}: folder: {order.folder}: is not a folder")
     return order
@@ -192,12 +177,3 @@ class RankFileWriter:
         except QuartetError:
             # A full disk must not end training by way of its heartbeat; the result's own write will tell.
             return
-
-
-def number(value: float | None) -> float | str | None:
-    """A float as the files have it: NaN and infinities as text."""
-    if value is None or math.isfinite(value):
-        return value
-    if math.isnan(value):
-        return "nan"
-    return "inf" if value > 0 else "-inf"

@@ -4,7 +4,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from quartet_plugin.rank.options import EntryCommand
+from quartet_plugin.rank.entry_options import EntryCommand
 
 
 def run_program(command: EntryCommand, arguments: list[str]) -> None:

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.rank.device import peak_memory_bytes
+from quartet_plugin.rank.entry_options import EntryCommand, EntryOptions
 from quartet_plugin.rank.failure import describe_failure
-from quartet_plugin.rank.options import EntryCommand, EntryOptions
 from quartet_plugin.rank.rendezvous import AgreedRefusalError, RankEnv
 
 # As `quartet train` sets it: no launcher passes a rank's exit code on.

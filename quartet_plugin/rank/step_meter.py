@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from quartet_plugin.model.schema import as_number
 from quartet_plugin.rank.device import device_name, peak_memory_bytes
-from quartet_plugin.rank.files import RankFileWriter, number
+from quartet_plugin.rank.files import RankFileWriter
 
 _STOP_KEY = "quartet/stop-after"
 
@@ -149,7 +150,7 @@ def _main_loss(losses: Any) -> Any:
 
 
 def _as_number(value: Any) -> float | str | None:
-    return None if value is None else number(float(value))
+    return None if value is None else as_number(float(value))
 
 
 def rank_now() -> int:

@@ -12,7 +12,7 @@ from quartet_plugin.schedule.choice import costs_of, family_of, written_of
 from quartet_plugin.schedule.family import generate
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.split.end_loads import layer_weights
+from quartet_plugin.split.layers import flops_end_loads
 
 if TYPE_CHECKING:
     from quartet_plugin.schedule.simulate import Simulation
@@ -58,7 +58,7 @@ def simulated_plan(plan: Plan, *, iteration_s: float | None) -> "tuple[Schedule,
 
 def flop_costs(plan: Plan) -> StageCosts:
     """Stage costs in units of a layer's forward: the split's layers, the embedding and the head."""
-    weights = layer_weights(plan.shape)
+    weights = flops_end_loads(plan.shape)
     loads = np.array(plan.split.transformer_layers_per_stage, dtype=np.float64)
     loads[0] += weights.embedding
     loads[-1] += weights.head

@@ -11,8 +11,6 @@ from typing import Annotated, Any, Self
 import numpy as np
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
     StringConstraints,
@@ -22,7 +20,8 @@ from pydantic_core import PydanticCustomError
 
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.model.costs import Costs, LayerCost
-from quartet_plugin.model.files import read_json, shown, validate, write_json_atomic
+from quartet_plugin.model.files import read_json, shown, write_json_atomic
+from quartet_plugin.model.sections import Section, validate
 from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, MAX_STAGES, Action, ActionKind
 from quartet_plugin.schedule.schedule import CodeArray, Schedule
 from quartet_plugin.schedule.validate import check_placement
@@ -56,11 +55,7 @@ _ORDER = re.compile(r"(?:(?:0|[1-9][0-9]{0,4})[FIWB](?:0|[1-9][0-9]{0,5}),)*+", 
 _TO_NUMBERS = str.maketrans({kind.name: f" {int(kind)} " for kind in ActionKind} | {",": " "})
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class _Layer(_Strict):
+class _Layer(Section):
     name: _Name
     forward_s: _Seconds
     input_grad_s: _Seconds
@@ -68,7 +63,7 @@ class _Layer(_Strict):
     activation_bytes: _Bytes
 
 
-class _CostsFile(_Strict):
+class _CostsFile(Section):
     schema_version: _Version
     num_devices: _Devices
     num_microbatches: _Microbatches
@@ -97,7 +92,7 @@ class _CostsFile(_Strict):
         return self
 
 
-class _Origin(_Strict):
+class _Origin(Section):
     name: _Name | None = None
     family: dict[str, JsonValue] | None = None
 
@@ -108,14 +103,14 @@ class _Origin(_Strict):
         return self
 
 
-class _Predicted(_Strict):
+class _Predicted(Section):
     makespan_s: Annotated[float, Field(ge=0)]
     period_s: Annotated[float, Field(ge=0)]
     bubble_fraction: Annotated[float, Field(ge=-1e-6, le=1)]
     peak_activation_bytes: list[Annotated[float, Field(ge=-1e-3)]]
 
 
-class _ScheduleFile(_Strict):
+class _ScheduleFile(Section):
     schema_version: _Version
     num_devices: _Devices
     num_microbatches: _Microbatches

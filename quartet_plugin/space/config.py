@@ -4,19 +4,32 @@ Three forms hold for every axis: `auto` is tuned, a literal is fixed, a list is 
 """
 
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from quartet_plugin.model.sections import Section
+from quartet_plugin.schedule.named import NAMED, Offer
 
 MAX_CHOICES = 64
 
 
+def _offered(offer: Offer) -> tuple[str, ...]:
+    return tuple(name for name, schedule in NAMED.items() if schedule.offer is offer)
+
+
+SEARCHED = "searched"
+STOCK_NAMES = ("no-pipelining", *_offered(Offer.STOCK))
+DEFAULT_NAMES = (*_offered(Offer.DEFAULT), SEARCHED)
+CUSTOM_NAMES = (*DEFAULT_NAMES, *_offered(Offer.REQUESTED))
+
+if TYPE_CHECKING:
+    ScheduleRequest = str
+else:
+    ScheduleRequest = Literal["stock", *STOCK_NAMES, *CUSTOM_NAMES]
+
 _SPLIT = re.compile(r"auto|stock|even|\d{1,4}(\+\d{1,4}){0,1023}")
-
-
 _ORDER = re.compile(r"auto|stock|[a-z][a-z0-9-]{0,39}|\d{1,5}(,\d{1,5}){0,65535}")
-
-
 _SHAPE = re.compile(r"\d{1,6}x\d{1,7}")
 
 
@@ -53,61 +66,24 @@ def _tuple(value: Any) -> Any:
 
 
 _Degree = Annotated[int, Field(ge=1, le=2**20)]
-
-
 Degrees = Annotated[
     tuple[_Degree, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(distinct)
 ]
-
-
 _BucketSize = Annotated[int, Field(ge=2, le=2**40, multiple_of=2)]
-
-
 BucketSizes = Annotated[
     tuple[_BucketSize, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(distinct)
 ]
-
-
 _Names = Annotated[
     tuple[str, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(distinct)
 ]
-
-
 Splits = Annotated[_Names, _matching(_SPLIT, "auto, stock, even, or counts like 6+2")]
-
-
 Orders = Annotated[_Names, _matching(_ORDER, "auto, stock, the name of an order, or slots like 1,0")]
-
-
 Shapes = Annotated[_Names, _matching(_SHAPE, "layers x hidden size, like 24x2048")]
-
-
-ScheduleWish = Literal[
-    "stock",
-    "no-pipelining",
-    "1f1b",
-    "interleaved",
-    "gpipe",
-    "breadth-first",
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-    "v-half",
-    "v-min",
-    "dualpipev",
-    "searched",
-]
-
-
 Schedules = Annotated[
-    tuple[ScheduleWish, ...] | None,
+    tuple[ScheduleRequest, ...] | None,
     BeforeValidator(lambda v: _tuple(_as_list(v))),
     AfterValidator(distinct),
 ]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class ScalingConfig(Section):

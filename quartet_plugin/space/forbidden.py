@@ -13,9 +13,8 @@ from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import STOCK, NodeInfo, Plan
 from quartet_plugin.model.training_job import TrainingJob
-from quartet_plugin.space.config import Forbidden
-from quartet_plugin.space.schedules import SEARCHED
-from quartet_plugin.split.weighted import even_counts
+from quartet_plugin.space.config import SEARCHED, Forbidden
+from quartet_plugin.split.layers import even_split
 
 _LAYOUT = ("tensor_parallel", "pipeline_parallel", "data_parallel", "virtual_stages", "micro_batch_size")
 
@@ -71,7 +70,7 @@ class Prohibitions:
         if word == STOCK:
             return self.job.split is not None and counts == self.job.split.transformer_layers_per_stage
         if word == "even":
-            return counts == even_counts(plan.shape.num_layers, num_stages=len(counts))
+            return counts == even_split(plan.shape.num_layers, num_stages=len(counts))
         return plan.split.label == word
 
     def _is_mapped(self, plan: Plan, word: str) -> bool:

@@ -4,14 +4,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo, ScheduleName
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
-from quartet_plugin.space.config import SearchConfig
+from quartet_plugin.space.config import CUSTOM_NAMES, SearchConfig
 from quartet_plugin.space.features import Axis, batching_features
 from quartet_plugin.space.forbidden import Prohibitions
-from quartet_plugin.space.schedules import CUSTOM_NAMES, custom_schedules_of
+from quartet_plugin.space.schedules import custom_schedules_of
 
 MAX_VIRTUAL_STAGES = 4
 MAX_MICRO_BATCH_FACTOR = 8
@@ -96,7 +97,7 @@ def _degrees(rules: LayoutRules) -> list[Layout]:
     found = []
     for tensor in _divisors(processes):
         if tensor != own.tensor_parallel and (
-            rules.slots_per_node % tensor or rules.job.framework == "deepspeed"
+            rules.slots_per_node % tensor or not capabilities(rules.job.framework).changes_tensor_parallel
         ):
             continue
         for pipeline in _divisors(processes // tensor):
@@ -150,7 +151,8 @@ def _optimizers(layout: Layout, *, rules: LayoutRules) -> list[Layout]:
     In fp32 with clipping DeepSpeed clips otherwise with ZeRO 0 on several stages, so the user's own stays.
     """
     job = rules.job
-    is_free = job.framework == "deepspeed" and layout.data_parallel > 1 and Axis.DEGREES not in rules.locked
+    can_change = capabilities(job.framework).changes_zero_stage
+    is_free = can_change and layout.data_parallel > 1 and Axis.DEGREES not in rules.locked
     if not is_free or {"clips_in_fp32", "clips_by_first_stage"} & set(job.features):
         return [layout]
     return [layout, replace(layout, distributed_optimizer=not layout.distributed_optimizer)]
@@ -165,7 +167,7 @@ def bucket_sizes(
     """
     is_kept = rules.search.change_class == "A" or set(rules.locked) == set(Axis)
     has_buckets = layout.distributed_optimizer and layout.data_parallel > 1
-    if rules.job.framework != "deepspeed" or is_kept or not has_buckets:
+    if not capabilities(rules.job.framework).has_zero_buckets or is_kept or not has_buckets:
         return {}
     share = shape.num_parameters // layout.pipeline_parallel
     unasked: tuple[int | None, ...] = (None, *(size for size in BUCKET_SIZES if size < share))

@@ -9,9 +9,9 @@ from typing import Protocol
 from quartet_plugin.mapping.orders import RankOrder
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.space.schedules import SEARCHED, end_load_candidates
-from quartet_plugin.split.end_loads import EndLoads
-from quartet_plugin.split.weighted import weights_of
+from quartet_plugin.space.config import SEARCHED
+from quartet_plugin.space.schedules import end_load_candidates
+from quartet_plugin.split.layers import EndLoads, end_loads_for_split
 
 type Params = MappingABC[str, str | int | float]
 type OrdersOf = Callable[[Layout], Sequence[RankOrder]]
@@ -79,7 +79,7 @@ class ParamEncoder:
         self._plan = plan
         self._orders_of = orders_of
         self._schedule = schedule
-        self._weights = None if ends is None else (ends.embedding, ends.head)
+        self._ends = ends
         self.params: dict[str, str | int | float] = {}
 
     def category(self, name: str, choices: Sequence[str]) -> str:
@@ -91,17 +91,18 @@ class ParamEncoder:
         return wanted
 
     def unit_float(self, name: str) -> float:
-        """What the plan's split says of its ends. A KeyError is a split that says nothing."""
+        """The end load that the plan's split implies, over all layers. A KeyError is a split without one."""
         plan = self._plan
-        if self._weights is None and plan.schedule.custom is None:
-            self._weights = weights_of(
+        if self._ends is None and plan.schedule.custom is None:
+            self._ends = end_loads_for_split(
                 plan.split.transformer_layers_per_stage,
                 num_devices=plan.layout.pipeline_parallel,
                 chunks=plan.layout.virtual_stages,
             )
-        if self._weights is None:
+        if self._ends is None:
             raise KeyError(name)
-        value = self._weights[name == SPLIT_HEAD] / plan.shape.num_layers
+        load = self._ends.head if name == SPLIT_HEAD else self._ends.embedding
+        value = load / plan.shape.num_layers
         if not -1.0 <= value <= 1.0:
             raise KeyError(name)
         self.params[name] = value

@@ -20,7 +20,7 @@ from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.space.baseline import baseline_plan
-from quartet_plugin.space.config import SearchConfig
+from quartet_plugin.space.config import STOCK_NAMES, SearchConfig
 from quartet_plugin.space.features import Axis, locked_axes, no_custom_schedules
 from quartet_plugin.space.layouts import (
     LayoutRules,
@@ -40,9 +40,8 @@ from quartet_plugin.space.param_sources import (
     optimizer_label,
     param_encoders,
 )
-from quartet_plugin.space.schedules import STOCK_NAMES, CustomOrder, custom_order
-from quartet_plugin.split.end_loads import EndLoads
-from quartet_plugin.split.weighted import even_counts, is_legal_split, weighted_split
+from quartet_plugin.space.schedules import CustomOrder, custom_order
+from quartet_plugin.split.layers import EndLoads, even_split, is_legal_split, split_for_end_loads
 
 
 class RelativeCost(Protocol):
@@ -194,12 +193,11 @@ class Space:
         fixed = self._fixed_split(choose, shape, layout)
         if fixed is not None:
             return fixed
-        return weighted_split(
+        return split_for_end_loads(
             shape.num_layers,
             num_devices=layout.pipeline_parallel,
             chunks=layout.virtual_stages,
-            embedding=choose.unit_float(SPLIT_EMBEDDING) * shape.num_layers,
-            head=choose.unit_float(SPLIT_HEAD) * shape.num_layers,
+            ends=_end_loads(choose, shape),
         )
 
     def _fixed_split(self, choose: ParamSource, shape: ModelShape, layout: Layout) -> tuple[int, ...] | None:
@@ -217,8 +215,7 @@ class Space:
         fixed = self._fixed_split(choose, shape, layout)
         ends = None
         if fixed is None:
-            embedding, head = choose.unit_float(SPLIT_EMBEDDING), choose.unit_float(SPLIT_HEAD)
-            ends = EndLoads.rounded(embedding * shape.num_layers, head * shape.num_layers)
+            ends = _end_loads(choose, shape).rounded()
         return custom_order(
             name,
             shape=shape,
@@ -239,9 +236,9 @@ class Space:
             if name == "stock":
                 counts = self.baseline.split.transformer_layers_per_stage
                 if not is_legal_split(counts, num_layers=shape.num_layers, num_stages=layout.num_stages):
-                    counts = even_counts(shape.num_layers, num_stages=layout.num_stages)
+                    counts = even_split(shape.num_layers, num_stages=layout.num_stages)
             elif name == "even":
-                counts = even_counts(shape.num_layers, num_stages=layout.num_stages)
+                counts = even_split(shape.num_layers, num_stages=layout.num_stages)
             else:
                 counts = tuple(int(count) for count in name.split("+"))
             if is_legal_split(counts, num_layers=shape.num_layers, num_stages=layout.num_stages):
@@ -312,6 +309,11 @@ def build_space(
 
 def _degree_labels(layouts: Sequence[Layout]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(degree_label(layout) for layout in layouts))
+
+
+def _end_loads(choose: ParamSource, shape: ModelShape) -> EndLoads:
+    embedding, head = choose.unit_float(SPLIT_EMBEDDING), choose.unit_float(SPLIT_HEAD)
+    return EndLoads(embedding=embedding * shape.num_layers, head=head * shape.num_layers)
 
 
 def _choose(choose: ParamSource, name: str, choices: Sequence[str]) -> str:

@@ -24,16 +24,9 @@ from quartet_plugin.schedule.search.baseline import NamedStart, unscored
 from quartet_plugin.schedule.search.engine import search
 from quartet_plugin.schedule.search.problem import ScheduleProblem
 from quartet_plugin.schedule.search.space import AUTO, splits_for
-from quartet_plugin.split import Split, balanced_split
-from quartet_plugin.split.end_loads import QUANTUM, EndLoads, layer_weights
-
-SEARCHED = "searched"
-STOCK_NAMES = ("no-pipelining", "1f1b", "interleaved")
-# Those that are tried without being asked for, and those that must be: they hold every microbatch, or are
-# no better than the ones above.
-BY_DEFAULT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", SEARCHED)
-ASKED_ONLY = ("gpipe", "breadth-first", "dualpipev")
-CUSTOM_NAMES = (*BY_DEFAULT, *ASKED_ONLY)
+from quartet_plugin.space.config import CUSTOM_NAMES, DEFAULT_NAMES, SEARCHED
+from quartet_plugin.split.entries import Entries, balanced_entries
+from quartet_plugin.split.layers import QUANTUM, EndLoads, entries_of, flops_end_loads, layers_of
 
 # Actions of a step up to which an order is searched: a plan is made in some tenths of a second.
 MAX_SEARCHED_ACTIONS = 2_500
@@ -67,7 +60,7 @@ def custom_schedules_of(
         return ()
     if asked is None and not splits_backward:
         return ()
-    names = BY_DEFAULT if asked is None else [name for name in CUSTOM_NAMES if name in asked]
+    names = DEFAULT_NAMES if asked is None else [name for name in CUSTOM_NAMES if name in asked]
     found = [name for name in names if _is_legal(name, layout, num_microbatches=num_microbatches)]
     if asked is None and layout.recompute != "none":
         found = [name for name in found if name != "zb-h2"]
@@ -101,19 +94,19 @@ def custom_order(
 
     `ends` are what the sampler says, None for what FLOPs say.
     """
-    by_flops = flops_end_loads(shape)
+    by_flops = flops_end_loads(shape).rounded()
     placement = placement_of(name, num_devices=num_devices, chunks=chunks)
     table = partial(
         cost_table, shape, placement=placement, num_devices=num_devices, num_microbatches=num_microbatches
     )
     costs = table(ends=ends or by_flops)
-    entries = None if split is None else _entries(split)
+    entries = None if split is None else entries_of(split)
     limit = None
     if name == SEARCHED:
         limit = memory_limit(costs, placement)
-        schedule = _searched(replace(costs, memory_limit_bytes=limit), placement, split=entries)
+        schedule = _searched(replace(costs, memory_limit_bytes=limit), placement, entries=entries)
     else:
-        schedule = _named(name, costs, placement, split=entries)
+        schedule = _named(name, costs, placement, entries=entries)
     assert schedule.layers_per_stage is not None
     counts = tuple(schedule.layers_per_stage)
     problem = _problem(costs, is_free=False)
@@ -121,16 +114,10 @@ def custom_order(
     custom = choice_of(schedule, problem.stage_costs(placement, counts), memory_limit_bytes=limited)
     true = _problem(table(ends=by_flops), is_free=False)
     return CustomOrder(
-        split=(counts[0] - 1, *counts[1:-1], counts[-1] - 1),
+        split=layers_of(counts),
         custom=custom,
         makespan=unscored(schedule, counts).climbed(true, steps=0, seed=0).score,
     )
-
-
-def flops_end_loads(shape: ModelShape) -> EndLoads:
-    """What the ends weigh by their FLOPs."""
-    weights = layer_weights(shape)
-    return EndLoads.rounded(weights.embedding, weights.head)
 
 
 def placement_of(name: str, *, num_devices: int, chunks: int) -> Placement:
@@ -188,35 +175,25 @@ def core_share(shape: ModelShape) -> float:
 
 def memory_limit(costs: Costs, placement: Placement) -> FloatArray:
     """What 1F1B may hold: as many microbatches as devices, of the fullest device of the balanced split."""
-    split = balanced_split(costs, placement)
     held = np.zeros(costs.num_devices)
-    for device, count, extra in zip(placement, split, _extras(len(split)), strict=True):
-        held[device] += count - extra
+    for device, count in zip(placement, layers_of(balanced_entries(costs, placement)), strict=True):
+        held[device] += count
     fullest = max(1.0, float(held.max()))
     return np.full(costs.num_devices, min(costs.num_devices, costs.num_microbatches) * fullest)
-
-
-def _extras(num_stages: int) -> list[int]:
-    return [int(stage == 0) + int(stage == num_stages - 1) for stage in range(num_stages)]
-
-
-def _entries(split: tuple[int, ...]) -> Split:
-    """Counts with embedding and head."""
-    return tuple(count + extra for count, extra in zip(split, _extras(len(split)), strict=True))
 
 
 def _problem(costs: Costs, *, is_free: bool) -> ScheduleProblem:
     return ScheduleProblem.of(costs, want_period=False, allow_empty=False, free_split=is_free)
 
 
-def _named(name: str, costs: Costs, placement: Placement, *, split: Split | None) -> Schedule:
+def _named(name: str, costs: Costs, placement: Placement, *, entries: Entries | None) -> Schedule:
     """The named order under the split that serves it best."""
     chunks = len(placement) // costs.num_devices
     schedule = named(
         name, num_devices=costs.num_devices, num_microbatches=costs.num_microbatches, chunks=chunks
     )
-    if split is not None:
-        return replace(schedule, layers_per_stage=split)
+    if entries is not None:
+        return replace(schedule, layers_per_stage=entries)
     problem = _problem(costs, is_free=True)
     steps = min(_MAX_CLIMB, _CLIMB_WORK // _num_actions(placement, costs.num_microbatches))
     found: list[NamedStart] = [
@@ -227,13 +204,13 @@ def _named(name: str, costs: Costs, placement: Placement, *, split: Split | None
     return replace(schedule, layers_per_stage=best.split)
 
 
-def _searched(costs: Costs, placement: Placement, *, split: Split | None) -> Schedule:
+def _searched(costs: Costs, placement: Placement, *, entries: Entries | None) -> Schedule:
     """The best order found, never worse than the named ones that fit; memory as 1F1B's."""
     work = _SEARCH_WORK // _num_actions(placement, costs.num_microbatches)
     return search(
         costs,
         placement=placement,
-        split=AUTO if split is None else split,
+        split=AUTO if entries is None else entries,
         evaluations=max(1, min(_MAX_EVALUATIONS, work)),
         seed=0,
     ).schedule
@@ -253,24 +230,27 @@ def end_load_candidates(plan: Plan) -> list[EndLoads]:
     layers = (counts[0], counts[-1])
     if custom.placement[0] != custom.placement[-1]:
         either = [
-            [_weight(time, count, speed, share) for speed in _speeds(plan, stage)]
+            [_end_load(time, count, speed, share) for speed in _speeds(plan, stage)]
             for stage, time, count in zip((0, -1), forward, layers, strict=True)
         ]
-        return [EndLoads.rounded(first, last) for first in either[0] for last in either[1]]
+        return [EndLoads(embedding=first, head=last).rounded() for first in either[0] for last in either[1]]
     found = []
     for speed in dict.fromkeys((*_speeds(plan, 0), *_speeds(plan, -1))):
-        first, last = (_weight(time, count, speed, 0.0) for time, count in zip(forward, layers, strict=True))
-        spare = EndLoads.rounded(share * (1.0 - 1.0 / speed), 0.0).embedding
+        first, last = (
+            _end_load(time, count, speed, 0.0) for time, count in zip(forward, layers, strict=True)
+        )
+        spare = EndLoads(embedding=share * (1.0 - 1.0 / speed)).rounded().embedding
         # The device's spare time may be of both ends, and of each no more than all the layers.
         if first <= QUANTUM / 2:
             first = spare if last > QUANTUM / 2 else max(spare, -float(plan.shape.num_layers))
             spare -= first
-        found.append(EndLoads.rounded(first, last if last > QUANTUM / 2 else spare))
+        head = last if last > QUANTUM / 2 else spare
+        found.append(EndLoads(embedding=first, head=head).rounded())
     return found
 
 
-def _weight(forward: float, num_layers: int, speed: float, share: float) -> float:
-    """What an end weighs: its time beyond its layers, or what its device could take more."""
+def _end_load(forward: float, num_layers: int, speed: float, share: float) -> float:
+    """The load of an end: its time beyond its layers, or the layers that its device could take more."""
     beyond = forward / speed - num_layers
     return beyond if beyond > QUANTUM / 2 else share * (1.0 - 1.0 / speed)
 

@@ -1,184 +1,165 @@
-"""Axis 2: how many entries of the cost table each stage holds.
+"""Axis 2: how many transformer layers each stage holds.
 
-A split counts entries of `Costs.layers`, embedding and head included, one number a stage in model order.
-Stage 0 holds the embedding and the last stage the head; a stage is empty when it holds no entry at all.
+A split is a tuple of layer counts, one a stage in model order; embedding and head are not counted. Where they
+are counted, as in a cost table, the tuple holds entries (`split.entries`); `entries_of` and `layers_of`
+convert between the two.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import fsum
 
-import numpy as np
+from quartet_plugin.model.shape import ModelShape
 
-from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.costs import Costs, FloatArray
-
-Split = tuple[int, ...]
+# The loads of the ends are rounded to this part of a layer, so that nearly equal plans are one plan.
+QUANTUM = 1.0 / 16.0
 
 
-def even_split(costs: Costs, num_stages: int, *, allow_empty: bool = False) -> Split:
-    """Stage s gets floor((s+1) L / S) - floor(s L / S) transformer layers, the ends their extra entries.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndLoads:
+    """The loads of embedding and head, in transformer layers.
 
-    Raises ConfigError for an empty stage unless `allow_empty`.
+    A load below 0 stands for an end's device that can take more than its share of the layers.
     """
-    layers = costs.num_transformer_layers
-    counts = [(s + 1) * layers // num_stages - s * layers // num_stages for s in range(num_stages)]
-    counts[0] += costs.has_embedding
-    counts[-1] += costs.has_head
-    return check_split(costs, counts, num_stages=num_stages, allow_empty=allow_empty)
 
+    embedding: float = 0.0
+    head: float = 0.0
 
-def check_split(costs: Costs, counts: Sequence[int], *, num_stages: int, allow_empty: bool = False) -> Split:
-    """Return `counts` as a tuple; raises ConfigError unless it is a legal split of the table's entries."""
-    split = tuple(counts)
-    if len(split) != num_stages:
-        raise ConfigError(f"split: {len(split)} counts for {num_stages} stages; give one a stage")
-    if min(split) < 0 or sum(split) != len(costs.layers):
-        raise ConfigError(
-            f"split: {','.join(map(str, split[:16]))} sums to {sum(split)}; the counts must be >= 0 and sum "
-            f"to the {len(costs.layers)} layers, embedding and head included"
+    def rounded(self) -> "EndLoads":
+        """The nearest multiples of `QUANTUM`."""
+        return EndLoads(
+            embedding=round(self.embedding / QUANTUM) * QUANTUM, head=round(self.head / QUANTUM) * QUANTUM
         )
-    least = minimum_counts(costs, num_stages, allow_empty=allow_empty)
-    for stage, (count, needed) in enumerate(zip(split, least, strict=True)):
-        if count < needed:
-            special = {0: costs.has_embedding and "embedding", num_stages - 1: costs.has_head and "head"}
-            name = special.get(stage)
-            rule = (
-                f"it must hold the {name}" if name else "use fewer chunks, or --allow-empty (simulate-only)"
-            )
-            raise ConfigError(f"split: stage {stage} is empty; {rule}")
-    return split
 
 
-def minimum_counts(costs: Costs, num_stages: int, *, allow_empty: bool) -> Split:
-    """The fewest entries each stage may hold."""
-    least = [0 if allow_empty else 1] * num_stages
-    least[0] = max(least[0], int(costs.has_embedding))
-    least[-1] = max(least[-1], int(costs.has_head))
+def flops_end_loads(shape: ModelShape) -> EndLoads:
+    """The end loads by forward FLOPs; the embedding's is the FLOPs that its memory traffic stands for."""
+    per_layer = shape.forward_flops_per_layer
+    lookup = 20.0 * shape.seq_length * shape.hidden_size
+    return EndLoads(embedding=lookup / per_layer, head=shape.forward_flops_of_head / per_layer)
+
+
+def entries_of(layers: Sequence[int], *, embedding: bool = True, head: bool = True) -> tuple[int, ...]:
+    """The split with embedding and head counted on the stages that hold them."""
+    entries = list(layers)
+    entries[0] += embedding
+    entries[-1] += head
+    return tuple(entries)
+
+
+def layers_of(entries: Sequence[int]) -> tuple[int, ...]:
+    """The inverse of `entries_of` for a model with both embedding and head."""
+    layers = list(entries)
+    layers[0] -= 1
+    layers[-1] -= 1
+    return tuple(layers)
+
+
+def even_split(num_layers: int, *, num_stages: int) -> tuple[int, ...]:
+    """The even split: stage s of S holds floor((s+1) L / S) - floor(s L / S) layers."""
+    return tuple(
+        (stage + 1) * num_layers // num_stages - stage * num_layers // num_stages
+        for stage in range(num_stages)
+    )
+
+
+@lru_cache(maxsize=4096)
+def even_split_with_ends(num_layers: int, *, num_stages: int, embedding: int, head: int) -> tuple[int, ...]:
+    """The even split when the embedding counts as `embedding` whole layers and the head as `head`.
+
+    Leftover layers go to the stages before the last one, which hold fewer microbatches than the first ones.
+    `split_for_end_loads` takes fractions of a layer and balances devices instead of stages.
+    """
     if num_stages == 1:
-        least[0] = len(costs.layers)
-    return tuple(least)
+        return (num_layers,)
+    base, rest = divmod(num_layers + embedding + head, num_stages)
+    counts = [base] * num_stages
+    for stage in [*range(num_stages - 2, -1, -1), num_stages - 1][:rest]:
+        counts[stage] += 1
+    counts[0], counts[-1] = counts[0] - embedding, counts[-1] - head
+    for end in (0, -1):
+        while counts[end] < 0:
+            # The end alone is more than a stage's share: the other stages carry fewer layers.
+            counts[counts.index(max(counts))] -= 1
+            counts[end] += 1
+    while min(counts[1:-1], default=1) == 0 and max(counts) > 1:
+        counts[counts.index(max(counts))] -= 1
+        counts[1 + counts[1:-1].index(0)] += 1
+    return tuple(counts)
 
 
-def work_of_layers(costs: Costs) -> FloatArray:
-    """Seconds of all compute of one microbatch, an entry at slowdown 1 [len(layers)]."""
-    split = np.array([x.forward_s + x.input_grad_s + x.weight_grad_s for x in costs.layers])
-    if costs.backward_fused_s is None:
-        return split
-    whole = np.array([x.forward_s for x in costs.layers]) + np.array(costs.backward_fused_s)
-    best: FloatArray = np.minimum(split, whole)
-    return best
+def split_for_end_loads(
+    num_layers: int, *, num_devices: int, chunks: int = 1, ends: EndLoads
+) -> tuple[int, ...]:
+    """The split of equal layers that balances devices under `ends`; stage k lies on device k % num_devices.
 
-
-def device_loads(costs: Costs, placement: Sequence[int], split: Sequence[int]) -> FloatArray:
-    """Seconds of compute a microbatch on each device [num_devices]."""
-    edges = np.concatenate(([0], np.cumsum(split)))
-    total = np.concatenate(([0.0], np.cumsum(work_of_layers(costs))))
-    stages = (total[edges[1:]] - total[edges[:-1]]) * costs.device_slowdown[list(placement)]
-    loads: FloatArray = np.bincount(list(placement), weights=stages, minlength=costs.num_devices)
-    return loads
-
-
-def balanced_split(costs: Costs, placement: Sequence[int], *, allow_empty: bool = False) -> Split:
-    """A split whose busiest device is as little busy as can be found; exact with one stage a device.
-
-    Several stages a device: a device's amount of layers comes from the exact split of its merged stages,
-    is shared evenly among its chunks, and then improved by single moves. Raises ConfigError when there
-    are more stages than entries.
+    Layers go one by one to the least loaded device, ties to the inner stages, then to the first. As the end
+    loads vary, all splits that are optimal for some end loads appear; for two stages these are all splits.
+    Only the first and the last stage may end up empty. `num_layers` must fill the inner stages.
     """
-    num_stages = len(placement)
-    least = minimum_counts(costs, num_stages, allow_empty=allow_empty)
-    if sum(least) > len(costs.layers):
-        raise ConfigError(
-            f"{num_stages} stages for {len(costs.layers)} layers; use fewer chunks, or --allow-empty"
-        )
-    if num_stages == costs.num_devices:
-        return _exact(costs, placement, least)
-    return _improve(costs, placement, _shared(costs, placement, least), least)
+    num_stages = num_devices * chunks
+    inner = range(1, num_stages - 1)
+    assert num_layers >= len(inner), "fewer layers than inner stages"
+    counts = [0] * num_stages
+    loads = [0.0] * num_devices
+    loads[0] += ends.embedding
+    loads[(num_stages - 1) % num_devices] += ends.head
+    end_load = {0: ends.embedding, num_stages - 1: ends.head}
+    order = [*inner, *sorted({0, num_stages - 1})]
 
+    def add(stage: int) -> None:
+        counts[stage] += 1
+        loads[stage % num_devices] += 1.0
 
-def _exact(costs: Costs, placement: Sequence[int], least: Sequence[int]) -> Split:
-    """Min-max over contiguous runs by dynamic programming, O(stages * layers^2)."""
-    work = np.concatenate(([0.0], np.cumsum(work_of_layers(costs))))
-    num_layers, num_stages = len(work) - 1, len(placement)
-    best = np.full((num_stages + 1, num_layers + 1), np.inf)
-    best[0, 0] = 0.0
-    choice = np.zeros((num_stages + 1, num_layers + 1), dtype=np.int64)
-    for stage in range(num_stages):
-        slow = float(costs.device_slowdown[placement[stage]])
-        for end in range(least[stage], num_layers + 1):
-            starts = np.arange(0, end - least[stage] + 1)
-            top = np.maximum(best[stage, starts], (work[end] - work[starts]) * slow)
-            pick = int(np.argmin(top))
-            best[stage + 1, end], choice[stage + 1, end] = top[pick], pick
-    counts, end = [], num_layers
-    for stage in range(num_stages, 0, -1):
-        start = int(choice[stage, end])
-        counts.append(end - start)
-        end = start
-    return tuple(reversed(counts))
-
-
-def _shared(costs: Costs, placement: Sequence[int], least: Sequence[int]) -> Split:
-    """Give layers one by one to the device that would be least busy, to its smallest stage."""
-    num_stages = len(placement)
-    counts = list(least)
-    mean = float(work_of_layers(costs)[1:-1].mean()) if len(costs.layers) > 2 else 1.0
-    for _ in range(len(costs.layers) - sum(counts)):
-        loads = _loads_by_count(costs, placement, counts, mean)
-        after = [
-            loads[placement[s]] + mean * float(costs.device_slowdown[placement[s]]) for s in range(num_stages)
-        ]
-        counts[min(range(num_stages), key=lambda s: (round(after[s], 9), counts[s], s))] += 1
+    for stage in inner:
+        add(stage)
+    for _ in range(num_layers - len(inner)):
+        add(min(order, key=lambda s: (loads[s % num_devices], counts[s] + max(0.0, end_load.get(s, 0.0)))))
     return tuple(counts)
 
 
-def _loads_by_count(
-    costs: Costs, placement: Sequence[int], counts: Sequence[int], mean: float
-) -> list[float]:
-    """Loads while only counts are known: every entry costs `mean`, the ends their own special entries."""
-    work = work_of_layers(costs)
-    loads = [0.0] * costs.num_devices
-    for stage, device in enumerate(placement):
-        extra = 0.0
-        if stage == 0 and costs.has_embedding:
-            extra += float(work[0]) - mean
-        if stage == len(placement) - 1 and costs.has_head:
-            extra += float(work[-1]) - mean
-        loads[device] += (counts[stage] * mean + extra) * float(costs.device_slowdown[device])
-    return loads
+def end_loads_for_split(split: Sequence[int], *, num_devices: int, chunks: int = 1) -> EndLoads | None:
+    """End loads from which `split_for_end_loads` makes `split`; None where the grid of guesses has none."""
+    num_layers = sum(split)
+    if len(split) == 2:
+        first = (0.0, float(split[0] - split[-1]))
+    else:
+        inner = split[1:-1]
+        usual = sum(inner) / len(inner) if inner else sum(split) / len(split)
+        first = (usual - split[0], usual - split[-1])
+    offsets = (0.0, 0.25, -0.25, 0.5, -0.5, 1.0, -1.0, 1.5, -1.5)
+    grid = [(first[0] + a, first[1] + b) for a in offsets for b in offsets]
+    grid += [(a / 2, b / 2) for a in range(-8, 9) for b in range(-8, 2 * min(num_layers, 24) + 1)]
+    for embedding, head in grid:
+        if max(abs(embedding), abs(head)) > num_layers:
+            continue
+        ends = EndLoads(embedding=embedding, head=head)
+        if split_for_end_loads(num_layers, num_devices=num_devices, chunks=chunks, ends=ends) == tuple(split):
+            return ends
+    return None
 
 
-def _improve(costs: Costs, placement: Sequence[int], split: Split, least: Sequence[int]) -> Split:
-    """Move single layers from the busiest device while that lowers the sorted loads."""
-    current = split
-    score = _score(costs, placement, current)
-    for _ in range(4 * len(costs.layers)):
-        busiest = int(np.argmax(device_loads(costs, placement, current)))
-        options = [
-            moved
-            for source in range(len(placement))
-            if placement[source] == busiest and current[source] > least[source]
-            for target in range(len(placement))
-            if placement[target] != busiest
-            for moved in (move(current, source, target),)
-        ]
-        if not options:
-            break
-        scores = [_score(costs, placement, option) for option in options]
-        pick = min(range(len(options)), key=lambda k: scores[k])
-        if scores[pick] >= score:
-            break
-        current, score = options[pick], scores[pick]
-    return current
+def end_loads_with_slowdowns(ends: EndLoads, *, slowdowns: Sequence[float], num_layers: int) -> EndLoads:
+    """The end loads with what the first and the last device, by their slowdowns, take less than the others.
+
+    Against the usual slowdown r of the inner devices, one of slowdown q adds (1 - r / q) of a device's share
+    of the layers. Each load is limited to `num_layers` either way. `slowdowns` has one entry a pipeline rank.
+    """
+    share = num_layers / len(slowdowns)
+    inner = slowdowns[1:-1] or slowdowns
+    usual = len(inner) / fsum(1.0 / slowdown for slowdown in inner)
+    limit = float(num_layers)
+    first = ends.embedding + share * (1.0 - usual / slowdowns[0])
+    last = ends.head + share * (1.0 - usual / slowdowns[-1])
+    return EndLoads(embedding=min(limit, max(-limit, first)), head=min(limit, max(-limit, last)))
 
 
-def _score(costs: Costs, placement: Sequence[int], split: Split) -> tuple[float, float]:
-    loads = device_loads(costs, placement, split)
-    return round(float(loads.max()), 12), float((loads**2).sum())
-
-
-def move(split: Split, source: int, target: int) -> Split:
-    """One entry fewer on stage `source`, one more on `target`; the runs between shift by one."""
-    counts = list(split)
-    counts[source] -= 1
-    counts[target] += 1
-    return tuple(counts)
+def is_legal_split(split: Sequence[int], *, num_layers: int, num_stages: int) -> bool:
+    """Whether the split has one count a stage, holds all layers, and leaves no inner stage empty."""
+    return (
+        len(split) == num_stages
+        and sum(split) == num_layers
+        and all(count >= 0 for count in split)
+        and all(count > 0 for count in split[1:-1])
+    )

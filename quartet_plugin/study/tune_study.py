@@ -15,7 +15,7 @@ from quartet_plugin.errors import StorageError
 from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.trial_record import Record, TrialRecord
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.space.param_sources import FixedParams, Params, RandomParams
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.samplers import DEFAULT, SamplerName, make
@@ -61,7 +61,7 @@ class TuneStudy:
         self._space = space
         self._seed = seed
         self._sampler = sampler
-        self._records: dict[int, Record] = {}
+        self._finished: dict[int, FinishedTrial] = {}
         self._open: set[int] = set()  # given out and not yet told
 
     @classmethod
@@ -94,9 +94,9 @@ class TuneStudy:
             if params is not None:
                 space.decode(_TrialParams(trial, reseed=lambda _: None), trial=0)
             made.tell(Proposal(number=trial.number, plan=space.baseline, trial=trial), baseline)
-            for point, told in prior:
+            for point, record in prior:
                 made._study.enqueue_trial(dict(point))
-                made.tell(made.ask(), told)
+                made.tell(made.ask(), record)
             for point in starts:
                 made._study.enqueue_trial(dict(point))
             made._study.set_user_attr(COMPLETE, True)
@@ -128,7 +128,7 @@ class TuneStudy:
             if not found._study.user_attrs.get(COMPLETE):
                 found.close()
                 return None
-            found._read_records()
+            found._read_finished()
             return found
 
     @classmethod
@@ -150,21 +150,21 @@ class TuneStudy:
         """Let go of the file."""
         close(self._storage)
 
-    def records(self) -> list[Record]:
+    def trials(self) -> list[FinishedTrial]:
         """Every told trial, in order."""
-        return [self._records[number] for number in sorted(self._records)]
+        return [self._finished[number] for number in sorted(self._finished)]
 
-    def _read_records(self) -> None:
+    def _read_finished(self) -> None:
         """What was told before; from then on this object knows, since nobody else writes."""
-        for frozen in self._trials():
+        for frozen in self._optuna_trials():
             if frozen.state.is_finished():
-                self._records[frozen.number] = self._record(frozen)
+                self._finished[frozen.number] = self._finished_trial(frozen)
 
     def unfinished(self) -> Proposal | None:
         """A trial that an earlier process asked for and did not live to tell; each is given once."""
         import optuna
 
-        for frozen in self._trials():
+        for frozen in self._optuna_trials():
             if frozen.state == optuna.trial.TrialState.RUNNING and frozen.number not in self._open:
                 return self._proposal(optuna.trial.Trial(self._study, frozen._trial_id))
         return None
@@ -177,7 +177,7 @@ class TuneStudy:
         begun = self.unfinished() if is_again else None
         if begun is not None:
             return begun
-        trials = self._trials()
+        trials = self._optuna_trials()
         number = next((one.number for one in trials if one.state.name == "WAITING"), len(trials))
         self._reseed(number, "trial")
         with self._where.errors():
@@ -186,7 +186,7 @@ class TuneStudy:
     @property
     def has_waiting(self) -> bool:
         """Whether a point waits: the next trial will be that one."""
-        return any(one.state.name == "WAITING" for one in self._trials())
+        return any(one.state.name == "WAITING" for one in self._optuna_trials())
 
     def enqueue(self, point: Params) -> None:
         """Let the next trial be `point`. Asked for where none waits, a resumed study asks for it just so."""
@@ -195,7 +195,7 @@ class TuneStudy:
 
     def enqueue_fresh(self, *, is_known: Callable[[Plan], bool]) -> bool:
         """Let the next trial be a random plan that is not known; False where none is found."""
-        generator = random.Random(derived_seed(self._seed, len(self._trials()), "fresh"))  # noqa: S311
+        generator = random.Random(derived_seed(self._seed, len(self._optuna_trials()), "fresh"))  # noqa: S311
         for _ in range(MAX_FRESH_TRIES):
             chooser = RandomParams(generator)
             if not is_known(self._space.decode(chooser, trial=0)):
@@ -204,47 +204,49 @@ class TuneStudy:
                 return True
         return False
 
-    def tell(self, proposal: Proposal, told: TrialRecord) -> None:
+    def tell(self, proposal: Proposal, record: TrialRecord) -> None:
         """Record what came of a proposal. Telling a finished trial again changes nothing.
 
         A lost server is waited for; what was measured is in the trial's folder meanwhile.
         """
         if proposal.predicted_s is not None:
-            told = replace(told, predicted_s=proposal.predicted_s, predicted_spread=proposal.predicted_spread)
-        self._where.patiently(lambda is_again: self._tell(proposal, told, is_again=is_again))
+            record = replace(
+                record, predicted_s=proposal.predicted_s, predicted_spread=proposal.predicted_spread
+            )
+        self._where.patiently(lambda is_again: self._tell(proposal, record, is_again=is_again))
 
-    def _tell(self, proposal: Proposal, told: TrialRecord, *, is_again: bool) -> None:
+    def _tell(self, proposal: Proposal, record: TrialRecord, *, is_again: bool) -> None:
         from optuna.trial import TrialState
 
         with self._where.errors():
             trial = proposal.trial
-            if proposal.number in self._records:
+            if proposal.number in self._finished:
                 return
             self._open.discard(proposal.number)
-            record = Record(number=proposal.number, plan=proposal.plan, told=told)
-            if is_again and self._trials()[proposal.number].state.is_finished():
-                self._records[proposal.number] = record  # the server did it before it was lost
+            finished = FinishedTrial(number=proposal.number, plan=proposal.plan, record=record)
+            if is_again and self._optuna_trials()[proposal.number].state.is_finished():
+                self._finished[proposal.number] = finished  # the server did it before it was lost
                 return
             # Few attributes: each is a transaction with its own flush to the disk.
-            trial.set_user_attr(TOLD, asdict(told))
+            trial.set_user_attr(TOLD, asdict(record))
             trial.set_user_attr(PLAN, _readable(proposal.plan))
             state = {"measured": TrialState.COMPLETE, "infeasible": TrialState.COMPLETE}.get(
-                told.verdict, TrialState.PRUNED if told.verdict == "wrong" else TrialState.FAIL
+                record.verdict, TrialState.PRUNED if record.verdict == "wrong" else TrialState.FAIL
             )
-            if told.verdict != "lost" and not trial.constraints:
-                trial.set_constraint(_constraint_name(told), told.excess)
-            value = told.value
-            if told.verdict == "infeasible":
+            if record.verdict != "lost" and not trial.constraints:
+                trial.set_constraint(_constraint_name(record), record.excess)
+            value = record.value
+            if record.verdict == "infeasible":
                 value = self._worst()
             self._study.tell(trial, value if state == TrialState.COMPLETE else None, state=state)
-            self._records[proposal.number] = record
+            self._finished[proposal.number] = finished
 
     def _worst(self) -> float:
         """The worst objective measured so far: what is told for a plan that does not fit."""
-        values = [r.told.value for r in self.records() if r.told.value is not None]
+        values = [r.record.value for r in self.trials() if r.record.value is not None]
         return min(values, default=0.0)
 
-    def _trials(self) -> list[Any]:
+    def _optuna_trials(self) -> list[Any]:
         with self._where.errors():
             trials: list[Any] = self._study.get_trials(deepcopy=False)
             return trials
@@ -264,9 +266,9 @@ class TuneStudy:
         is_parallel = bool(self._open - {number})
         self._study.sampler = make(self._sampler, seed=seed, study_seed=self._seed, is_parallel=is_parallel)
 
-    def _record(self, frozen: Any) -> Record:
+    def _finished_trial(self, frozen: Any) -> FinishedTrial:
         try:
-            told = TrialRecord(**frozen.user_attrs[TOLD])
+            record = TrialRecord(**frozen.user_attrs[TOLD])
             plan = self._space.baseline
             if frozen.number > 0:
                 plan = self._space.decode(FixedParams(frozen.params), trial=frozen.number)
@@ -275,7 +277,7 @@ class TuneStudy:
                 f"study: trial {frozen.number} lacks {error}; it was written by something else: "
                 "start a new run"
             ) from error
-        return Record(number=frozen.number, plan=plan, told=told)
+        return FinishedTrial(number=frozen.number, plan=plan, record=record)
 
 
 class _TrialParams:
@@ -308,7 +310,7 @@ def _readable(plan: Plan) -> dict[str, str]:
     }
 
 
-def _constraint_name(told: TrialRecord) -> str:
-    if told.verdict == "wrong":
+def _constraint_name(record: TrialRecord) -> str:
+    if record.verdict == "wrong":
         return "wrong"
-    return "refused" if told.excess == REFUSED_EXCESS else "memory_excess"
+    return "refused" if record.excess == REFUSED_EXCESS else "memory_excess"

@@ -15,7 +15,7 @@ class StudyRow:
 
     number: int
     is_finished: bool
-    told: Mapping[str, Any]
+    record: Mapping[str, Any]
     labels: Mapping[str, str]
 
 
@@ -57,11 +57,11 @@ def read_study(place: StudyStorage, *, min_trials: int = 8) -> StudyView | None:
 
 
 def _study_row(trial: Any) -> StudyRow:
-    told, labels = trial.user_attrs.get(TOLD), trial.user_attrs.get(PLAN)
+    record, labels = trial.user_attrs.get(TOLD), trial.user_attrs.get(PLAN)
     return StudyRow(
         number=trial.number,
         is_finished=trial.state.is_finished(),
-        told=told if isinstance(told, dict) else {},
+        record=record if isinstance(record, dict) else {},
         labels=labels if isinstance(labels, dict) else {},
     )
 

@@ -12,17 +12,12 @@ from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.launchers.local import child_environment, resolve_device
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import write_plan
-from quartet_plugin.model.schema import dump
+from quartet_plugin.model.schema import as_number, dump
 from quartet_plugin.protocol.attempt_files import (
-    COMMAND,
-    RESULT,
-    TRIAL,
     CommandSheet,
     RankFileReader,
     ResultSheet,
     TrialSheet,
-    as_float,
-    as_number,
     read_sheet,
 )
 from quartet_plugin.trial.log import last_lines, read_tail
@@ -148,8 +143,8 @@ def open_attempt(folder: Path) -> Attempt | None:
     Raises ConfigError for files that break their format or belong to another folder.
     """
     try:
-        sheet = read_sheet(TRIAL, folder / "trial.json")
-        command = read_sheet(COMMAND, folder / "command.json")
+        sheet = read_sheet(TrialSheet, folder / "trial.json")
+        command = read_sheet(CommandSheet, folder / "command.json")
     except FileNotFoundError:
         return None
     if command.attempt_id != sheet.attempt_id:
@@ -179,7 +174,7 @@ def write_result(attempt: Attempt, verdict: Verdict, *, wall_s: float) -> TrialR
 def read_result(folder: Path) -> TrialResult | None:
     """The result of an attempt's folder, None where there is none. Raises ConfigError, StorageError."""
     try:
-        sheet = read_sheet(RESULT, folder / "result.json")
+        sheet = read_sheet(ResultSheet, folder / "result.json")
     except FileNotFoundError:
         return None
     return _result(sheet, folder=folder)
@@ -197,8 +192,8 @@ def _result(sheet: ResultSheet, *, folder: Path) -> TrialResult:
         phase=sheet.phase,
         memory_excess_bytes=sheet.memory_excess_bytes,
         iteration_s=sheet.iteration_s,
-        loss=tuple(as_float(value) for value in sheet.loss),
-        grad_norm=tuple(as_float(value) for value in sheet.grad_norm),
+        loss=tuple(float(value) for value in sheet.loss),
+        grad_norm=tuple(float(value) for value in sheet.grad_norm),
         peak_memory_bytes=sheet.peak_memory_bytes,
         wall_s=sheet.wall_s,
         job=jobs[0] if jobs else None,

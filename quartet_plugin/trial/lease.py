@@ -12,15 +12,12 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
-
-from pydantic import Field, TypeAdapter
+from typing import Annotated
 
 from quartet_plugin.errors import StorageError
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.schema import dump
+from quartet_plugin.model.schema import Bounds, dump, record
 from quartet_plugin.protocol.attempt_files import Name, Pid, Seconds, Version, read_sheet
 from quartet_plugin.trial.processes import Identity, own_identity
 
@@ -32,19 +29,17 @@ _GUARD_NAME = ".lock.guard"
 _GUARD_WAIT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Holder:
     """lock.json: the process that holds the run, and how often the run has changed hands."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
 
     host: Name
     pid: Pid
     process_start: Seconds
     boot_id: Name
-    generation: Annotated[int, Field(ge=1, le=2**53)]
+    generation: Annotated[int, Bounds(ge=1, le=2**53)]
     schema_version: Version = 1
-    start_ticks: Annotated[int, Field(ge=0)] | None = None
+    start_ticks: Annotated[int, Bounds(ge=0)] | None = None
 
     @property
     def identity(self) -> Identity:
@@ -59,9 +54,6 @@ class Holder:
     def __str__(self) -> str:
         """Who it is, for the user."""
         return f"process {self.pid} on {self.host}"
-
-
-_HOLDER: TypeAdapter[Holder] = TypeAdapter(Holder)
 
 
 class Lease:
@@ -157,7 +149,7 @@ class Lease:
 
 def _read(folder: Path) -> Holder | None:
     try:
-        return read_sheet(_HOLDER, folder / LOCK_NAME, max_bytes=64 * 1024)
+        return read_sheet(Holder, folder / LOCK_NAME, max_bytes=64 * 1024)
     except FileNotFoundError:
         return None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from quartet_plugin.protocol.attempt_files import ErrReport, RankReport, Snapshot, TrialSheet, as_float
+from quartet_plugin.protocol.attempt_files import ErrReport, RankReport, Snapshot, TrialSheet
 from quartet_plugin.trial.log import has_address_in_use, root_cause
 from quartet_plugin.trial.request import PHASES, Outcome, Phase
 from quartet_plugin.trial.watchdog import Expiry
@@ -309,8 +309,8 @@ def _not_finite(report: RankReport) -> str | None:
     """Iterations that mixed precision skips have no finite gradient by design."""
     for one in report.iterations:
         for name, value in (("loss", one.loss), ("gradient norm", one.grad_norm)):
-            if value is not None and not one.skipped and not math.isfinite(as_float(value)):
-                return f"{name} is {as_float(value)} at iteration {one.iteration}"
+            if value is not None and not one.skipped and not math.isfinite(float(value)):
+                return f"{name} is {float(value)} at iteration {one.iteration}"
     return None
 
 
@@ -324,6 +324,6 @@ def _with_numbers(verdict: Verdict, reports: Sequence[RankReport], sheet: TrialS
     return replace(
         verdict,
         iteration_s=tuple(max(one.iteration_s for one in row) for row in rows),
-        loss=tuple(as_float(value) for value in losses if value is not None),
-        grad_norm=tuple(as_float(value) for value in norms if value is not None),
+        loss=tuple(float(value) for value in losses if value is not None),
+        grad_norm=tuple(float(value) for value in norms if value is not None),
     )

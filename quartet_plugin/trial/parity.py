@@ -30,15 +30,14 @@ from quartet_plugin.model.receipt import (
     find_failure,
     tolerance_for,
 )
+from quartet_plugin.model.schema import Number
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.protocol.attempt_files import (
-    PARITY,
-    Number,
     ParitySheet,
     RankFileReader,
-    as_float,
     read_sheet,
 )
+from quartet_plugin.split.layers import even_split
 from quartet_plugin.trial.attempt import PREFIX
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.request import Device, Outcome, Progress, Timeouts, TrialRequest, TrialResult
@@ -186,8 +185,7 @@ def stock_of(plan: Plan) -> Plan:
     """
     layout = replace(plan.layout, virtual_stages=1)
     stages = layout.num_stages
-    num_layers = plan.shape.num_layers
-    counts = tuple((s + 1) * num_layers // stages - s * num_layers // stages for s in range(stages))
+    counts = even_split(plan.shape.num_layers, num_stages=stages)
     return replace(
         plan,
         layout=layout,
@@ -253,7 +251,7 @@ def read_parts(folder: Path, *, attempt_id: str) -> list[dict[str, float]]:
     sheets: list[ParitySheet] = []
     for path in sorted(folder.glob("rank-*.parity.json")):
         try:
-            sheet = read_sheet(PARITY, path)
+            sheet = read_sheet(ParitySheet, path)
         except (QuartetError, FileNotFoundError):
             return []
         if sheet.attempt_id == attempt_id:
@@ -264,4 +262,4 @@ def read_parts(folder: Path, *, attempt_id: str) -> list[dict[str, float]]:
 
 def _norms(squares: Sequence[dict[str, Number]]) -> dict[str, float]:
     names = sorted({name for one in squares for name in one})
-    return {name: math.sqrt(sum(as_float(one.get(name, 0.0)) for one in squares)) for name in names}
+    return {name: math.sqrt(sum(float(one.get(name, 0.0)) for one in squares)) for name in names}

@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import psutil
-from pydantic import Field, TypeAdapter
 
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.schema import dump
+from quartet_plugin.model.schema import Bounds, Length, dump, record
 from quartet_plugin.protocol.attempt_files import AttemptId, Name, Pid, Seconds, Version, read_sheet
 
 MARK = "QUARTET_ATTEMPT_ID"
@@ -45,12 +44,10 @@ class Identity:
     where nobody has looked. `process_start` is the same in seconds since 1970.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
-
     pid: Pid
     process_start: Seconds
     boot_id: Name
-    start_ticks: Annotated[int, Field(ge=0)] | None = field(default=None, compare=False)
+    start_ticks: Annotated[int, Bounds(ge=0)] | None = field(default=None, compare=False)
 
     def find(self) -> psutil.Process | None:
         """The running process, None when it has ended (a zombie has)."""
@@ -145,18 +142,13 @@ def _carries(process: psutil.Process, attempt_id: str) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class _Sheet:
     """processes.json."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
-
     attempt_id: AttemptId
-    processes: Annotated[tuple[Identity, ...], Field(max_length=1_000_000)]
+    processes: Annotated[tuple[Identity, ...], Length(most=1_000_000)]
     schema_version: Version = 1
-
-
-_SHEET: TypeAdapter[_Sheet] = TypeAdapter(_Sheet)
 
 
 class ProcessBook:
@@ -175,7 +167,7 @@ class ProcessBook:
         """The book of an earlier tuner; empty where it had not written one."""
         book = cls(path, attempt_id=attempt_id)
         with contextlib.suppress(FileNotFoundError):
-            sheet = read_sheet(_SHEET, path)
+            sheet = read_sheet(_Sheet, path)
             if sheet.attempt_id == attempt_id:
                 book._known = set(sheet.processes)
         return book

@@ -6,8 +6,6 @@ import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow, WorkerRow
 from quartet_plugin.model.plan import Plan, read_plan
@@ -17,8 +15,6 @@ from quartet_plugin.trial.lease import LOCK_NAME, Holder
 from quartet_plugin.trial.request import PHASES, TrialResult
 from quartet_plugin.tuner.launches import SETTLED
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
-
-_HOLDER: TypeAdapter[Holder] = TypeAdapter(Holder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +133,7 @@ def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
     """Who holds the run; None where nobody does, or where lock.json says nothing."""
     path = folder / LOCK_NAME
     with contextlib.suppress(FileNotFoundError, QuartetError):
-        holder = read_sheet(_HOLDER, path, max_bytes=64 * 1024)
+        holder = read_sheet(Holder, path, max_bytes=64 * 1024)
         is_here = holder.host == socket.gethostname()
         return LeaseHolder(
             host=holder.host,
@@ -161,7 +157,7 @@ def workers_of(folder: Path, *, now: float) -> tuple[WorkerRow, ...]:
                 name=one.name,
                 host=one.host,
                 pid=one.identity.pid,
-                devices=one.share.share.label,
+                devices=one.share.device_slice.label,
                 trial=held.get(one.name),
                 renewed_s=max(0.0, now - (board.beat_of(one) or 0) / 1e9),
             )

@@ -33,7 +33,7 @@ def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
         for path in (folder.best_plan, folder.best_command):
             path.unlink(missing_ok=True)
         return None
-    plan = replace(result.winner.record.plan, measurement=result.winner.comparison)
+    plan = replace(result.winner.trial.plan, measurement=result.winner.comparison)
     folder.best_plan.parent.mkdir(mode=0o700, exist_ok=True)
     if result.receipt is not None:
         assert result.receipt.plan_key == plan.key

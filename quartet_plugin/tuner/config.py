@@ -18,9 +18,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import shown, validate
-from quartet_plugin.model.yaml_file import load_yaml
-from quartet_plugin.space.config import SearchConfig, Section
+from quartet_plugin.model.files import shown
+from quartet_plugin.model.sections import Section, load_yaml, validate
+from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.study.samplers import DEFAULT, SamplerName, check_name
 from quartet_plugin.study.storage import FORMS, SQLITE, check_address, without_password
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from quartet_plugin.cost.estimate import relative_cost
 from quartet_plugin.errors import InfrastructureError, QuartetError, SeamError, StorageError
 from quartet_plugin.launchers.command import Command
-from quartet_plugin.launchers.shares import DeviceSlice
+from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import NodeInfo, Plan
@@ -25,7 +25,7 @@ from quartet_plugin.model.regret import Regret
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.score import objective_of, score
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.model.trial_record import Record
+from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.space.features import Axis, batching_features
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.study.tune_study import TuneStudy
@@ -62,7 +62,7 @@ class TuneResult:
 
     objective: Objective
     baseline: Plan
-    records: tuple[Record, ...]
+    trials: tuple[FinishedTrial, ...]
     rankings: tuple[FinalistResult, ...]
     winner: FinalistResult | None
     receipt: Receipt | None = None
@@ -74,7 +74,7 @@ class Coordinator:
     """Runs one tuning run, from its baseline to its winner.
 
     `fence` is called before every write and raises where another tuner has taken the run. `prior` is the
-    folder of another run, whose measurements a study that begins is given. With `shares` of this host trials
+    folder of another run, whose measurements a study that begins is given. With `slices` of this host trials
     run beside each other, a worker on each (docs/workers.md). `make_room` frees disk space that
     was kept for the last words.
     """
@@ -90,7 +90,7 @@ class Coordinator:
         fence: Callable[[], None] = lambda: None,
         max_minutes: float | None = None,
         prior: Path | None = None,
-        shares: tuple[DeviceSlice, ...] = (),
+        slices: tuple[DeviceSlice, ...] = (),
         make_room: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -102,7 +102,7 @@ class Coordinator:
         self._fence = fence
         self._prior = prior
         self._make_room = make_room
-        self._shares = shares
+        self._slices = slices
         self._command = command.words
         self._events = EventLog(run.folder.events_file)
         limit_s = None if max_minutes is None else 60.0 * max_minutes
@@ -167,7 +167,7 @@ class Coordinator:
     def _tune(self) -> TuneResult:
         self._events.add("begin", run=self._run.name)
         places = self._run.folder
-        in_work = end_earlier(WorkQueue(folder=places.path), keeps_joined=bool(self._shares))
+        in_work = end_earlier(WorkQueue(folder=places.path), keeps_joined=bool(self._slices))
         for folder in (places.trials, places.croppings, places.controls, places.final, places.parity):
             self._launches.recover(folder, should_stop=self._should_stop, skip=in_work)
         self._open_board()
@@ -187,7 +187,7 @@ class Coordinator:
             found = self._spend(space, result, yardstick)
         finally:
             self._parity.close()
-        self._events.add("end", winner=None if found.winner is None else found.winner.record.number)
+        self._events.add("end", winner=None if found.winner is None else found.winner.trial.number)
         return found
 
     def _spend(self, space: Space, result: TrialResult, yardstick: BaselineScore) -> TuneResult:
@@ -199,7 +199,7 @@ class Coordinator:
             result,
             run=self._run,
             proposer=proposer,
-            is_alone=not self._shares,
+            is_alone=not self._slices,
             launches=self._launches,
             launching=self._launching,
             observer=self._observer,
@@ -209,26 +209,26 @@ class Coordinator:
             self._search, proposer=proposer, cropping=cropping, why_forbidden=space.refusal_of
         )
         try:
-            self._parity.restore(study.records())
+            self._parity.restore(study.trials())
             self._observer.message(self._spender().spend(study))
-            records = study.records()
+            trials = study.trials()
         finally:
             study.close()
-        return self._finish(space, records, yardstick)
+        return self._finish(space, trials, yardstick)
 
     # Workers
 
     def _open_board(self) -> None:
         """Let workers come, where there are to be any."""
-        if not self._shares:
+        if not self._slices:
             return
-        first = self._shares[0]
+        first = self._slices[0]
         WorkQueue(folder=self._run.folder.path).open(
             Offer(device=first.device, num_devices=first.num_devices)
         )
-        labels = "; ".join(dict.fromkeys(share.label for share in self._shares))
-        self._observer.message(f"workers on this host: {len(self._shares)}, on {labels}")
-        if len(self._shares) > 1 and first.device == "cpu":
+        labels = "; ".join(dict.fromkeys(part.label for part in self._slices))
+        self._observer.message(f"workers on this host: {len(self._slices)}, on {labels}")
+        if len(self._slices) > 1 and first.device == "cpu":
             self._observer.message(
                 "workers of one machine share its memory bandwidth: times are noisier than those of one "
                 "alone; the baseline and the final rounds are measured alone"
@@ -236,7 +236,7 @@ class Coordinator:
 
     def _spender(self) -> SequentialSearch | ParallelSearch:
         """What spends the trials: this process alone, or its workers."""
-        if not self._shares:
+        if not self._slices:
             return self._search
         board, host = WorkQueue(folder=self._run.folder.path), socket.gethostname()
         say = self._observer.message
@@ -248,8 +248,8 @@ class Coordinator:
             say=say,
             events=self._events,
         )
-        names = tuple(worker_name(host, os.getpid(), share.index) for share in self._shares)
-        crew = WorkerPool(board=board, command=self._command, shares=self._shares, names=names, say=say)
+        names = tuple(worker_name(host, os.getpid(), part.index) for part in self._slices)
+        crew = WorkerPool(board=board, command=self._command, slices=self._slices, names=names, say=say)
         return ParallelSearch(search=self._search, desk=desk, crew=crew, observer=self._observer)
 
     # Trial 0 and what it opens
@@ -322,11 +322,11 @@ class Coordinator:
         )
         if study is not None:
             self._observer.message(place.tool_line)
-            for record in study.records():
-                if record.told.repeats is None and record.told.source is None:
-                    self._budget.add(record.told.wall_s)
-                    if record.number != BASELINE:
-                        self._launching.show_told(record)
+            for trial in study.trials():
+                if trial.record.repeats is None and trial.record.source is None:
+                    self._budget.add(trial.record.wall_s)
+                    if trial.number != BASELINE:
+                        self._launching.show_told(trial)
             return study
         prior = Prior()
         if self._prior is not None:
@@ -342,7 +342,7 @@ class Coordinator:
             objective=yardstick.objective,
             baseline=record_of(space.baseline, result, objective=yardstick.objective),
             starts=prior.starts,
-            prior=[(one.params, one.told) for one in prior.trials],
+            prior=[(one.params, one.record) for one in prior.trials],
             sampler=config.sampler,
         )
         self._observer.message(place.tool_line)
@@ -355,15 +355,15 @@ class Coordinator:
 
     # The final rounds
 
-    def _finish(self, space: Space, records: list[Record], yardstick: BaselineScore) -> TuneResult:
+    def _finish(self, space: Space, trials: list[FinishedTrial], yardstick: BaselineScore) -> TuneResult:
         rounds = FinalRounds(
             run=self._run, launching=self._launching, budget=self._budget, observer=self._observer
         )
-        rankings = rounds.measure(self._proven(records, yardstick), yardstick=yardstick)
+        rankings = rounds.measure(self._proven(trials, yardstick), yardstick=yardstick)
         winner = winner_of(rankings)
         ended = FinishedSearch(
             baseline=yardstick.plan,
-            records=records,
+            trials=trials,
             rankings=rankings,
             winner=winner,
             objective=yardstick.objective,
@@ -372,38 +372,38 @@ class Coordinator:
         return TuneResult(
             objective=yardstick.objective,
             baseline=yardstick.plan,
-            records=tuple(records),
+            trials=tuple(trials),
             rankings=tuple(rankings),
             winner=winner,
-            receipt=None if winner is None else self._parity.receipt_of(winner.record.plan),
+            receipt=None if winner is None else self._parity.receipt_of(winner.trial.plan),
             controls=tuple(self._controls.found),
             regret=regret_of(space, ended, proposer=self._search.proposer),
         )
 
-    def _proven(self, records: list[Record], yardstick: BaselineScore) -> list[Record]:
+    def _proven(self, trials: list[FinishedTrial], yardstick: BaselineScore) -> list[FinishedTrial]:
         """The best plans, each of ours checked by itself: what cannot win is not measured again."""
-        chosen: list[Record] = []
-        believed = self._search.posterior_means(records)
-        ranked = candidates(records, baseline_value=yardstick.value, top_k=len(records), believed=believed)
-        for record in ranked:
+        chosen: list[FinishedTrial] = []
+        believed = self._search.posterior_means(trials)
+        ranked = candidates(trials, baseline_value=yardstick.value, top_k=len(trials), believed=believed)
+        for trial in ranked:
             if len(chosen) == self._config.top_k:
                 break
             self._launching.check_stop()
-            refusal = self._parity.prove(record.plan, trial=record.number)
+            refusal = self._parity.prove(trial.plan, trial=trial.number)
             if refusal is None:
-                chosen.append(record)
+                chosen.append(trial)
             else:
-                self._observer.message(f"trial {record.number} is out: {refusal.reason}")
+                self._observer.message(f"trial {trial.number} is out: {refusal.reason}")
                 chosen = self._still_in(chosen)
         return chosen
 
-    def _still_in(self, chosen: list[Record]) -> list[Record]:
+    def _still_in(self, chosen: list[FinishedTrial]) -> list[FinishedTrial]:
         """Without those that had passed before another plan of their kind failed."""
-        kept: list[Record] = []
-        for record in chosen:
-            refusal = self._parity.refusal_of(record.plan)
+        kept: list[FinishedTrial] = []
+        for trial in chosen:
+            refusal = self._parity.refusal_of(trial.plan)
             if refusal is None:
-                kept.append(record)
+                kept.append(trial)
             else:
-                self._observer.message(f"trial {record.number} is out: {refusal.reason}")
+                self._observer.message(f"trial {trial.number} is out: {refusal.reason}")
         return kept

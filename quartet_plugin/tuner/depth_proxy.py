@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 from quartet_plugin.calibration.observations import spread_of
 from quartet_plugin.calibration.predictor import DepthProxyTime
+from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.launched import CROPPED
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.score import score_of_median
-from quartet_plugin.model.trial_record import Record, TrialRecord
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import Proposal
@@ -100,8 +101,9 @@ def layers_to_keep(space: Space, result: TrialResult, *, asked: str | int) -> tu
     largest = _largest_stage(space.baseline)
     if asked == "none":
         return None, ""
-    if Axis.SCALING in space.locked or space.baseline.made_for.framework == "deepspeed":
-        why = space.locked.get(Axis.SCALING, "DeepSpeed")
+    framework = capabilities(space.baseline.made_for.framework)
+    if Axis.SCALING in space.locked or not framework.changes_num_layers:
+        why = space.locked.get(Axis.SCALING, framework.title)
         return None, "" if asked == "auto" else f"trial.crop: {asked}; {why} keeps the number of layers"
     if isinstance(asked, int):
         is_less = asked < largest
@@ -135,20 +137,20 @@ class DepthProxy:
         """Whether an earlier process has cropped models measured."""
         return self._is_recorded(self.baseline, number=BASELINE)
 
-    def open(self, records: list[Record], *, num_left: int) -> None:
+    def open(self, trials: list[FinishedTrial], *, num_left: int) -> None:
         """Measure the baseline cropped, and take in what an earlier process measured."""
         self.is_open = True
-        self.proposer.ranker.learn(records)
+        self.proposer.ranker.learn(trials)
         self.observer.message(
             f"plans are tried with {self.layers} of {_largest_stage(self.baseline)} layers a stage first"
         )
         drift = 1.0 if self.is_begun else self.launching.drift
         if not self._measure(self.baseline, number=BASELINE, num_left=num_left, drift=drift):
             self._end("the cropped baseline could not be measured")
-        for record in records:
-            plan, number = record.plan, record.number
+        for trial in trials:
+            plan, number = trial.plan, trial.number
             if self.is_on and number != BASELINE and self._is_recorded(plan, number=number):
-                self._measure(plan, number=number, num_left=num_left, drift=record.told.drift)
+                self._measure(plan, number=number, num_left=num_left, drift=trial.record.drift)
 
     def judge(self, proposal: Proposal, *, num_left: int) -> TrialRecord | None:
         """What to tell of a proposal that its cropped model shows to be behind; None for one worth more."""
@@ -165,7 +167,7 @@ class DepthProxy:
             return None
         own = self.launching.yardstick
         assert own is not None
-        told = TrialRecord(
+        record = TrialRecord(
             verdict="measured",
             outcome=CROPPED,
             reason=(
@@ -178,7 +180,7 @@ class DepthProxy:
             drift=drift,
         )
         scored = score_of_median(plan, iteration_s=forecast.iteration_s / drift)
-        return told.scored(scored, objective=own.objective)
+        return record.scored(scored, objective=own.objective)
 
     def _measure(self, plan: Plan, *, number: int, num_left: int, drift: float) -> TrialResult | None:
         """Launch the plan's cropped model, or find it measured, and learn from it; None without a time.

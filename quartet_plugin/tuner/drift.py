@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from quartet_plugin.calibration.launch_noise import launch_noise
 from quartet_plugin.model.score import score
-from quartet_plugin.model.trial_record import Record
+from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.tuner.events import EventLog
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.launches import Launches
@@ -46,7 +46,7 @@ class DriftMonitor:
     found: list[DriftMeasurement] = field(default_factory=list)
     _asked: set[int] = field(default_factory=set)
 
-    def after(self, num_tried: int, *, records: Sequence[Record], num_left: int, is_over: bool) -> None:
+    def after(self, num_tried: int, *, trials: Sequence[FinishedTrial], num_left: int, is_over: bool) -> None:
         """Measure again where it is time to and there is time; `num_left` launches are still to come.
 
         A search that is over only gets what was measured before: the final rounds measure the baseline next.
@@ -56,11 +56,11 @@ class DriftMonitor:
             is_now = due == num_tried and not is_over and self.budget.fits(num_launches=1, then=num_left)
             if due not in self._asked and (is_now or self._is_recorded(due)):
                 self._asked.add(due)
-                self._measure(due, noise=_noise_at(due, records), num_left=num_left)
+                self._measure(due, noise=_noise_at(due, trials), num_left=num_left)
 
-    def restore(self, num_tried: int, *, records: Sequence[Record]) -> None:
+    def restore(self, num_tried: int, *, trials: Sequence[FinishedTrial]) -> None:
         """Take in what an earlier process measured, and measure nothing."""
-        self.after(num_tried, records=records, num_left=0, is_over=True)
+        self.after(num_tried, trials=trials, num_left=0, is_over=True)
 
     def _is_recorded(self, due: int) -> bool:
         return self.launches.recorded(self.run.folder.control(due), plan_key=None) is not None
@@ -95,13 +95,13 @@ def is_drift(ratio: float, *, noise: float) -> bool:
     return abs(math.log(ratio)) > max(math.log1p(DRIFT), DEVIATIONS * math.sqrt(2.0) * noise)
 
 
-def _noise_at(due: int, records: Sequence[Record]) -> float:
+def _noise_at(due: int, trials: Sequence[FinishedTrial]) -> float:
     """How far launches lay apart in the first `due` trials: the same when it is asked again later."""
-    told, num_spent = [], 0
-    for record in records:
-        num_spent += record.is_spent
+    measured, num_spent = [], 0
+    for trial in trials:
+        num_spent += trial.is_spent
         if num_spent > due:
             break
-        if record.told.repeats is None:
-            told.append(record.told)
-    return launch_noise(told)
+        if trial.record.repeats is None:
+            measured.append(trial.record)
+    return launch_noise(measured)

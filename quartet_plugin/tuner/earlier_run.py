@@ -29,7 +29,7 @@ class PriorTrial:
     """A trial of another run that holds here: the choices that lead to its plan, and what to tell."""
 
     params: Params
-    told: TrialRecord
+    record: TrialRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +87,11 @@ def _trials(other: RunHistory, space: Space, *, ratio: float, objective: Objecti
             or len(seen) > MAX_TOLD
         ):
             continue
-        told = _told(row, plan, source=f"{other.name}:{row.number}", ratio=ratio, objective=objective)
-        params = None if told is None or space.refusal_of(plan) else space.params_of(plan)
-        if told is not None and params is not None:
+        record = _told(row, plan, source=f"{other.name}:{row.number}", ratio=ratio, objective=objective)
+        params = None if record is None or space.refusal_of(plan) else space.params_of(plan)
+        if record is not None and params is not None:
             seen.add(plan.key)
-            yield PriorTrial(params=params, told=told)
+            yield PriorTrial(params=params, record=record)
 
 
 def _told(

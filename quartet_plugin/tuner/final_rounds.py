@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quartet_plugin.errors import InfrastructureError
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.trial_record import Record
+from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.finalists import (
     BASELINE,
@@ -33,10 +33,10 @@ class FinalRounds:
     budget: TimeBudget
     observer: Observer
 
-    def measure(self, chosen: Sequence[Record], *, yardstick: BaselineScore) -> list[FinalistResult]:
+    def measure(self, chosen: Sequence[FinishedTrial], *, yardstick: BaselineScore) -> list[FinalistResult]:
         """The candidates, ranked. A leader by little, over few rounds or unsurely is measured again."""
         config = self.run.config.study
-        every = {BASELINE: yardstick.plan, **{record.number: record.plan for record in chosen}}
+        every = {BASELINE: yardstick.plan, **{trial.number: trial.plan for trial in chosen}}
         plans = every
         found: Found = {number: {} for number in plans}
         rankings: list[FinalistResult] = []
@@ -46,7 +46,7 @@ class FinalRounds:
         while chosen:
             self._launch_rounds(plans, found, failed, rounds=rounds)
             rankings = rank(
-                [record for record in chosen if record.number not in failed],
+                [trial for trial in chosen if trial.number not in failed],
                 baseline=yardstick.plan,
                 launches=found,
                 objective=yardstick.objective,
@@ -56,7 +56,7 @@ class FinalRounds:
             leader = self._to_measure_again(rankings, confirmed, num_rounds=rounds.stop)
             if leader is None:
                 break
-            plans = {number: every[number] for number in (BASELINE, leader.record.number)}
+            plans = {number: every[number] for number in (BASELINE, leader.trial.number)}
             rounds = range(rounds.stop, rounds.stop + config.rounds)
         return rankings
 
@@ -68,9 +68,9 @@ class FinalRounds:
             return None
         leader = winner_of(rankings)
         if leader is not None:
-            if leader.is_certain or leader.record.number in confirmed:
+            if leader.is_certain or leader.trial.number in confirmed:
                 return None
-            confirmed.add(leader.record.number)
+            confirmed.add(leader.trial.number)
             why = "leads by little, or over few rounds"
         else:
             contenders = [one for one in rankings if one.is_contender]
@@ -78,7 +78,7 @@ class FinalRounds:
                 return None
             leader = max(contenders, key=lambda one: one.comparison.speedup.median)
             why = "leads, but launches scatter too much to be certain"
-        self.observer.message(f"trial {leader.record.number} {why}: it and the baseline are measured again")
+        self.observer.message(f"trial {leader.trial.number} {why}: it and the baseline are measured again")
         return leader
 
     def _launch_rounds(

@@ -13,7 +13,7 @@ from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.measurement import Comparison, Interval, Measurement, Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.score import Score, score, score_of_median
-from quartet_plugin.model.trial_record import Record
+from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.intervals import bootstrap_median
 
@@ -44,7 +44,7 @@ class FinalistResult:
     were asked for.
     """
 
-    record: Record
+    trial: FinishedTrial
     comparison: Comparison
     ratios: tuple[float, ...]
     surely: float
@@ -66,12 +66,12 @@ class FinalistResult:
 
 
 def candidates(
-    records: Sequence[Record],
+    trials: Sequence[FinishedTrial],
     *,
     baseline_value: float,
     top_k: int,
     believed: Mapping[int, float] | None = None,
-) -> list[Record]:
+) -> list[FinishedTrial]:
     """The best measured plans, each once and without the baseline; none that was clearly slower than it.
 
     `believed` are values by trial number that know more than the trial's own launch, which may have been
@@ -79,23 +79,23 @@ def candidates(
     """
     values = believed or {}
 
-    def worth(record: Record) -> float:
-        return values.get(record.number, record.told.value or 0.0)
+    def worth(trial: FinishedTrial) -> float:
+        return values.get(trial.number, trial.record.value or 0.0)
 
-    baseline = next((r.plan.execution for r in records if r.number == BASELINE), None)
-    best: dict[str, Record] = {}
-    for record in records:
-        told = record.told
+    baseline = next((r.plan.execution for r in trials if r.number == BASELINE), None)
+    best: dict[str, FinishedTrial] = {}
+    for trial in trials:
+        record = trial.record
         if (
-            told.verdict != "measured"
-            or told.value is None
-            or told.repeats is not None
-            or told.is_depth_proxy
+            record.verdict != "measured"
+            or record.value is None
+            or record.repeats is not None
+            or record.is_depth_proxy
         ):
             continue
-        if record.plan.execution == baseline or told.value < CANDIDATE_MARGIN * baseline_value:
+        if trial.plan.execution == baseline or record.value < CANDIDATE_MARGIN * baseline_value:
             continue
-        best.setdefault(record.plan.execution, record)
+        best.setdefault(trial.plan.execution, trial)
     ranked = sorted(best.values(), key=lambda one: (-worth(one), one.number))
     return ranked[:top_k]
 
@@ -108,7 +108,7 @@ def order_of_round(numbers: Sequence[int], *, seed: int, round_number: int) -> l
 
 
 def rank(
-    records: Sequence[Record],
+    trials: Sequence[FinishedTrial],
     *,
     baseline: Plan,
     launches: Mapping[int, Mapping[int, TrialResult]],
@@ -123,25 +123,25 @@ def rank(
     """
     ranked = []
     own = launches.get(BASELINE, {})
-    for record in records:
-        theirs = launches.get(record.number, {})
+    for trial in trials:
+        theirs = launches.get(trial.number, {})
         rounds = sorted(own.keys() & theirs.keys())
         if len(rounds) < MIN_ROUNDS:
             continue
         ratios = tuple(
-            _value(record.plan, theirs[at], objective) / _value(baseline, own[at], objective) for at in rounds
+            _value(trial.plan, theirs[at], objective) / _value(baseline, own[at], objective) for at in rounds
         )
         comparison = Comparison(
             objective=objective,
-            plan=_measurement(record.plan, [theirs[at] for at in rounds], seed=seed),
+            plan=_measurement(trial.plan, [theirs[at] for at in rounds], seed=seed),
             baseline=_measurement(baseline, [own[at] for at in rounds], seed=seed),
             speedup=bootstrap_median(ratios, seed=seed),
         )
         surely = comparison.speedup.low
         if rounds[-1] >= num_asked:
             surely = bootstrap_median(ratios, seed=seed, level=LATER_LEVEL).low
-        ranked.append(FinalistResult(record=record, comparison=comparison, ratios=ratios, surely=surely))
-    return sorted(ranked, key=lambda r: (-r.comparison.speedup.low, r.record.number))
+        ranked.append(FinalistResult(trial=trial, comparison=comparison, ratios=ratios, surely=surely))
+    return sorted(ranked, key=lambda r: (-r.comparison.speedup.low, r.trial.number))
 
 
 def _value(plan: Plan, result: TrialResult, objective: Objective) -> float:

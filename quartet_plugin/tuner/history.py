@@ -24,7 +24,7 @@ from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
 from quartet_plugin.model.regret import Regret, read_regret
 from quartet_plugin.model.score import score
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.model.trial_record import Record, TrialRecord
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.space.baseline import baseline_plan
 from quartet_plugin.space.features import locked_axes
 from quartet_plugin.study.view import StudyView
@@ -267,14 +267,14 @@ class _Reader:
             number: {at: one.result for at, one in per.items() if one.result and one.result.is_measured}
             for number, per in finals.items()
         }
-        records = []
+        trials = []
         for number, per in finals.items():
             plan = next((launch.plan for launch in per.values() if launch.plan), None)
             if number != BASELINE and plan is not None:
-                told = TrialRecord(verdict="measured", outcome="OK", reason="", attempt_id="")
-                records.append(Record(number=number, plan=plan, told=told))
+                record = TrialRecord(verdict="measured", outcome="OK", reason="", attempt_id="")
+                trials.append(FinishedTrial(number=number, plan=plan, record=record))
         rankings = rank(
-            records,
+            trials,
             baseline=self._baseline,
             launches=results,
             objective=objective,
@@ -282,7 +282,7 @@ class _Reader:
             num_asked=self._run.config.study.rounds,
         )
         return tuple(
-            Finalist(number=one.record.number, comparison=one.comparison, ratios=one.ratios)
+            Finalist(number=one.trial.number, comparison=one.comparison, ratios=one.ratios)
             for one in rankings
         )
 

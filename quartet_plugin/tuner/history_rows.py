@@ -60,28 +60,28 @@ def labels_of(plan: Plan) -> dict[str, str]:
 
 def with_told(row: TrialRow, in_study: StudyRow) -> TrialRow:
     """What the study was told goes before what the folder says: it has judged the result."""
-    told = in_study.told
+    record = in_study.record
     row = replace(row, labels=dict(in_study.labels) or row.labels)
-    if not told or not in_study.is_finished:
+    if not record or not in_study.is_finished:
         return row
     numbers = {
-        name: float(told[name])
+        name: float(record[name])
         for name in ("value", "iteration_s", "tokens_per_s", "model_flops_per_s_per_device", "drift")
-        if isinstance(told.get(name), int | float)
+        if isinstance(record.get(name), int | float)
     }
-    if told.get("outcome") == CROPPED:
+    if record.get("outcome") == CROPPED:
         # What the study was told is a prediction.
         numbers = {"predicted_iteration_s": numbers["iteration_s"]} if "iteration_s" in numbers else {}
-    repeats = told.get("repeats")
-    source = told.get("source")
-    memory = told.get("peak_memory_bytes")
-    wall_s = told.get("wall_s")
+    repeats = record.get("repeats")
+    source = record.get("source")
+    memory = record.get("peak_memory_bytes")
+    wall_s = record.get("wall_s")
     return replace(
         row,
         is_running=False,
-        verdict=str(told.get("verdict", row.verdict)),
-        outcome=str(told.get("outcome", row.outcome)),
-        reason=str(told.get("reason", row.reason)),
+        verdict=str(record.get("verdict", row.verdict)),
+        outcome=str(record.get("outcome", row.outcome)),
+        reason=str(record.get("reason", row.reason)),
         repeats=repeats if isinstance(repeats, int) else None,
         source=source if isinstance(source, str) else None,
         peak_memory_bytes=memory if isinstance(memory, int) else row.peak_memory_bytes,
@@ -100,12 +100,12 @@ def with_events(rows: list[TrialRow], events: list[dict[str, Any]]) -> list[Tria
         if row is None and isinstance(number, int) and event.get("outcome") == CROPPED:
             row = TrialRow(number=number, outcome=CROPPED)
         if event["kind"] == "told" and row is not None and isinstance(verdict, str):
-            told = float(value) if isinstance(value, int | float) else None
+            objective = float(value) if isinstance(value, int | float) else None
             drift = event.get("drift")
             known[row.number] = replace(
                 row,
                 verdict=verdict,
-                value=told,
+                value=objective,
                 drift=float(drift) if isinstance(drift, int | float) else 1.0,
             )
     for number, of in repeats.items():

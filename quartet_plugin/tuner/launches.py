@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from quartet_plugin.errors import ConfigError, InterruptedByUserError, QuartetError
 from quartet_plugin.launchers.command import Command
+from quartet_plugin.launchers.device_slices import DeviceSlice, SliceLauncher
 from quartet_plugin.launchers.local import LocalLauncher, free_port
-from quartet_plugin.launchers.shares import DeviceSlice, SliceLauncher
 from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
 from quartet_plugin.protocol.attempt_files import RankReport
@@ -73,15 +73,15 @@ class Launches(Protocol):
 
 
 class LocalLaunches:
-    """Runs plans with `trial.runner` on this machine, or on a share of it.
+    """Runs plans with `trial.runner` on this machine, or on a slice of it.
 
     One parity gate, of one command, serves a study.
     """
 
-    def __init__(self, *, share: DeviceSlice | None = None) -> None:
-        self._share = share
-        self._launcher = LocalLauncher() if share is None else SliceLauncher(share)
-        self._devices = DeviceGuard(shown=None if share is None else share.environment)
+    def __init__(self, *, device_slice: DeviceSlice | None = None) -> None:
+        self._slice = device_slice
+        self._launcher = LocalLauncher() if device_slice is None else SliceLauncher(device_slice)
+        self._devices = DeviceGuard(shown=None if device_slice is None else device_slice.environment)
         self._gate: ParityGate | None = None
 
     def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
@@ -118,7 +118,7 @@ class LocalLaunches:
                 devices=self._devices,
                 on_progress=on_progress,
                 stop=should_stop,
-                pick_port=free_port if self._share is None else self._share.free_port,
+                pick_port=free_port if self._slice is None else self._slice.free_port,
             )
         )
 

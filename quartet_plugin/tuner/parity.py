@@ -23,9 +23,9 @@ from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.receipt import Receipt, needs_receipt, read_receipt, receipt_path, write_receipt
 from quartet_plugin.model.training_job import TrainingJob
-from quartet_plugin.model.trial_record import Record, TrialRecord, Verdict
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, Verdict
 from quartet_plugin.schedule.placement import PlacementKind, kind_of, loop
-from quartet_plugin.space.schedules import SEARCHED
+from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
 from quartet_plugin.trial.parity import ParityUnavailableError
 from quartet_plugin.trial.request import Progress
@@ -161,11 +161,11 @@ class ParityKeeper:
             self.fence()
             shutil.rmtree(self.run.folder.parity_weights, ignore_errors=True)
 
-    def restore(self, records: Iterable[Record]) -> None:
+    def restore(self, trials: Iterable[FinishedTrial]) -> None:
         """Quarantine again what an earlier process found to be wrong in its trials."""
-        for record in records:
-            if record.told.verdict == "wrong" and record.told.repeats is None and needs_receipt(record.plan):
-                self._put_away(record.plan, record.told.reason)
+        for trial in trials:
+            if trial.record.verdict == "wrong" and trial.record.repeats is None and needs_receipt(trial.plan):
+                self._put_away(trial.plan, trial.record.reason)
 
     def receipt_of(self, plan: Plan) -> Receipt | None:
         """The receipt of a plan that passed."""

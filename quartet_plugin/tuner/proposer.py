@@ -15,7 +15,7 @@ from quartet_plugin.calibration.predictor import PlanPrediction, PlanPredictor
 from quartet_plugin.model.measurement import Objective, Prediction
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.score import score_of_median
-from quartet_plugin.model.trial_record import Record
+from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
@@ -67,7 +67,7 @@ class Proposer:
     def prepare(
         self,
         study: TuneStudy,
-        records: Sequence[Record],
+        trials: Sequence[FinishedTrial],
         *,
         is_known: Callable[[Plan], bool],
         pending: Sequence[Plan] = (),
@@ -77,8 +77,8 @@ class Proposer:
         `is_known` plans were told, are under way, or are refused: they are not proposed. Plans like the
         `pending` ones promise less: what those measure will be known soon.
         """
-        self._ranker.learn(records)
-        if study.has_waiting or not self._ranker.is_ready or self._is_samplers_turn(records):
+        self._ranker.learn(trials)
+        if study.has_waiting or not self._ranker.is_ready or self._is_samplers_turn(trials):
             return None
         best = next((one for one in self.scored_plans(pending) if not is_known(one.candidate.plan)), None)
         if best is not None:
@@ -100,9 +100,9 @@ class Proposer:
         order = sorted(range(len(promises)), key=lambda at: (-promises[at].gain, at))
         return [promises[at] for at in order]
 
-    def predict(self, proposal: Proposal, records: Sequence[Record]) -> Proposal:
+    def predict(self, proposal: Proposal, trials: Sequence[FinishedTrial]) -> Proposal:
         """The proposal with its predicted iteration in its plan, and how sure that is."""
-        self._ranker.learn(records)
+        self._ranker.learn(trials)
         if not (self._ranker.is_ready and self._ranker.knows(proposal.plan)):
             return proposal
         forecast = self._ranker.forecast([proposal.plan])[0]
@@ -119,18 +119,18 @@ class Proposer:
             proposal, plan=plan, predicted_s=forecast.iteration_s, predicted_spread=forecast.spread
         )
 
-    def posterior_means(self, records: Sequence[Record]) -> dict[int, float]:
+    def posterior_means(self, trials: Sequence[FinishedTrial]) -> dict[int, float]:
         """The objective of every measured plan by its trial's number, as the posterior has it."""
-        self._ranker.learn(records)
+        self._ranker.learn(trials)
         return {number: math.exp(value) for number, value in self._believed().items()}
 
-    def _is_samplers_turn(self, records: Sequence[Record]) -> bool:
+    def _is_samplers_turn(self, trials: Sequence[FinishedTrial]) -> bool:
         """Every `explore`-th trial of the study's own; one that repeated a plan used its turn up."""
         if not self._explore:
             return False
-        own = [one for one in records if one.number > 0 and one.told.source is None]
-        spent = sum(one.told.repeats is None for one in own)
-        repeated = bool(own) and own[-1].told.repeats is not None
+        own = [one for one in trials if one.number > 0 and one.record.source is None]
+        spent = sum(one.record.repeats is None for one in own)
+        repeated = bool(own) and own[-1].record.repeats is not None
         return spent % self._explore == self._explore - 1 and not repeated
 
     def lead(self, plan: Plan, forecast: PlanPrediction) -> float:

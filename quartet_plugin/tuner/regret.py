@@ -21,10 +21,10 @@ from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.measurement import Interval, Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.regret import NOTABLE, Regret
-from quartet_plugin.model.trial_record import Record
+from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.space.param_sources import Params, RandomParams
 from quartet_plugin.space.plan_space import Space
-from quartet_plugin.space.schedules import SEARCHED
 from quartet_plugin.tuner.finalists import BASELINE, FinalistResult
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class FinishedSearch:
     """What a search ended with. `winner` is None where the baseline stays."""
 
     baseline: Plan
-    records: Sequence[Record]
+    trials: Sequence[FinishedTrial]
     rankings: Sequence[FinalistResult]
     winner: FinalistResult | None
     objective: Objective
@@ -63,7 +63,7 @@ class FinishedSearch:
     @property
     def best(self) -> Plan:
         """What one would train with."""
-        return self.baseline if self.winner is None else self.winner.record.plan
+        return self.baseline if self.winner is None else self.winner.trial.plan
 
 
 def estimate_regret(
@@ -79,13 +79,13 @@ def estimate_regret(
     calibrated seconds; without it a process is fitted to what was measured.
     """
     measured = {
-        record.plan.key
-        for record in search.records
-        if record.told.verdict == "measured" and record.told.repeats is None
+        trial.plan.key
+        for trial in search.trials
+        if trial.record.verdict == "measured" and trial.record.repeats is None
     }
     if len(measured - {search.baseline.key}) < MIN_MEASURED:
         return None
-    known = {one.execution for one in (search.baseline, *(record.plan for record in search.records))}
+    known = {one.execution for one in (search.baseline, *(trial.plan for trial in search.trials))}
     wanted = untried_plans(space, search) if untried is None else untried
     distinct = {plan.execution: plan for plan in wanted}
     plans = [plan for what, plan in distinct.items() if what not in known][:MAX_UNTRIED]
@@ -100,7 +100,7 @@ def estimate_regret(
             num_measured=len(measured),
             source="every plan was tried",
         )
-    generator = np.random.default_rng(derived_seed(search.seed, len(search.records), "regret"))
+    generator = np.random.default_rng(derived_seed(search.seed, len(search.trials), "regret"))
     if forecasts is None:
         draws, best = _by_process(search, plans, generator)
     else:
@@ -116,7 +116,7 @@ def regret_of(space: Space, search: FinishedSearch, *, proposer: "Proposer | Non
     if proposer is None:
         return estimate_regret(space, search)
     ranker = proposer.ranker
-    ranker.learn(search.records)
+    ranker.learn(search.trials)
     if not ranker.is_ready or not all(ranker.knows(plan) for plan in (search.baseline, search.best)):
         return estimate_regret(space, search)
     # The most promising first, so that those that are left out are the least.
@@ -172,8 +172,8 @@ def _by_process(
 ) -> tuple[FloatArray, FloatArray]:
     """Draws of the untried plans [draws, plans] and of the best [draws], fitted to what was measured."""
     every = {search.baseline.key: search.baseline}
-    for record in search.records:
-        every.setdefault(record.plan.key, record.plan)
+    for trial in search.trials:
+        every.setdefault(trial.plan.key, trial.plan)
     measured = list(every.values())
     at = {key: index for index, key in enumerate(every)}
     together = [*measured, *plans]
@@ -204,18 +204,18 @@ def _work(plan: Plan, search: FinishedSearch) -> float:
 
 def _evidence(search: FinishedSearch, at: dict[str, int]) -> GpObservations:
     """The search's measurements, those of the final rounds, and that the baseline is 1 of itself."""
-    own = next(record.told.value for record in search.records if record.number == BASELINE)
+    own = next(trial.record.value for trial in search.trials if trial.number == BASELINE)
     assert own is not None, "the baseline of a search was measured"
     rows = [(at[search.baseline.key], 0.0, 1e-8, 0.0)]
-    for record in search.records:
-        told = record.told
-        if record.number == BASELINE or told.value is None or told.repeats is not None:
+    for trial in search.trials:
+        record = trial.record
+        if trial.number == BASELINE or record.value is None or record.repeats is not None:
             continue
-        variance = (told.spread or 0.0) ** 2 if told.is_depth_proxy else 0.0
-        rows.append((at[record.plan.key], math.log(told.value / own), variance, 1.0))
+        variance = (record.spread or 0.0) ** 2 if record.is_depth_proxy else 0.0
+        rows.append((at[trial.plan.key], math.log(record.value / own), variance, 1.0))
     for ranking in search.rankings:
         value = math.log(ranking.comparison.speedup.median)
-        rows.append((at[ranking.record.plan.key], value, ranking_error(ranking) ** 2, 0.0))
+        rows.append((at[ranking.trial.plan.key], value, ranking_error(ranking) ** 2, 0.0))
     top = max(row[1] for row in rows)
     wide = [variance + (0.5 * max(0.0, top - value - FAR)) ** 2 for _, value, variance, _ in rows]
     return GpObservations(
@@ -274,10 +274,10 @@ def _fits(search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Ge
 
     What one layout lacks all of its plans do, so they fit together or not at all.
     """
-    tried = [r for r in search.records if r.told.repeats is None and not r.told.is_depth_proxy]
-    could = np.array([record.told.verdict == "measured" for record in tried], dtype=np.float64)
-    could_not = np.array([r.told.verdict in ("infeasible", "wrong") for r in tried], dtype=np.float64)
-    together = features_of([*(record.plan for record in tried), *plans])
+    tried = [r for r in search.trials if r.record.repeats is None and not r.record.is_depth_proxy]
+    could = np.array([trial.record.verdict == "measured" for trial in tried], dtype=np.float64)
+    could_not = np.array([r.record.verdict in ("infeasible", "wrong") for r in tried], dtype=np.float64)
+    together = features_of([*(trial.plan for trial in tried), *plans])
     rows = PlanFeatures(codes=together.codes[len(tried) :], ends=together.ends[len(tried) :])
     columns = PlanFeatures(codes=together.codes[: len(tried)], ends=together.ends[: len(tried)])
     alike = rows.fits_alike(columns)
@@ -294,11 +294,11 @@ def _fits(search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Ge
 
 def untried_plans(space: Space, search: FinishedSearch) -> list[Plan]:
     """Plans of the space that were not tried: neighbours of the best ones and any, in turns."""
-    generator = random.Random(derived_seed(search.seed, len(search.records), "untried"))  # noqa: S311
-    known = {one.execution for one in (search.baseline, *(record.plan for record in search.records))}
+    generator = random.Random(derived_seed(search.seed, len(search.trials), "untried"))  # noqa: S311
+    known = {one.execution for one in (search.baseline, *(trial.plan for trial in search.trials))}
     ranked = sorted(
-        (r for r in search.records if r.told.value is not None and r.told.repeats is None),
-        key=lambda record: (-(record.told.value or 0.0), record.number),
+        (r for r in search.trials if r.record.value is not None and r.record.repeats is None),
+        key=lambda trial: (-(trial.record.value or 0.0), trial.number),
     )
     points = [space.params_of(plan) for plan in (search.best, *(one.plan for one in ranked[:NUM_VARIED]))]
     near = [params for params in points if params is not None]

@@ -11,7 +11,7 @@ from quartet_plugin.model.launched import Launched, Stage
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.score import Score, score, score_of_median
-from quartet_plugin.model.trial_record import Record, TrialRecord, Verdict
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, Verdict
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.tuner.events import EventLog
@@ -221,18 +221,18 @@ class TrialLauncher:
             )
         )
 
-    def show_told(self, record: Record) -> None:
+    def show_told(self, trial: FinishedTrial) -> None:
         """Tell the observer of a trial that an earlier process told the study."""
-        told, own = record.told, self.yardstick
+        record, own = trial.record, self.yardstick
         self._observer.plan_finished(
             Launched(
-                label=str(record.number),
-                plan=record.plan,
-                outcome=told.outcome,
-                reason=told.reason,
-                iteration_s=told.iteration_s,
-                tokens_per_s=told.tokens_per_s,
-                versus_baseline=told.value / own.value if told.value is not None and own else None,
+                label=str(trial.number),
+                plan=trial.plan,
+                outcome=record.outcome,
+                reason=record.reason,
+                iteration_s=record.iteration_s,
+                tokens_per_s=record.tokens_per_s,
+                versus_baseline=record.value / own.value if record.value is not None and own else None,
             )
         )
 

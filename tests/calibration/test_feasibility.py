@@ -8,7 +8,7 @@ import pytest
 from quartet_plugin.calibration.feasibility import OVER_CHANCE, SAME_LAYOUT, SAME_SCHEDULE, FeasibilityModel
 from quartet_plugin.calibration.machine_prior import machine_model_of
 from quartet_plugin.model.plan import NodeInfo, Plan
-from quartet_plugin.model.trial_record import Record, TrialRecord
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
@@ -28,9 +28,9 @@ def gpus(*, num: int) -> tuple[NodeInfo, ...]:
     return tuple(replace(node, node_class=f"NVIDIA H100 80GB HBM3 x{num}") for node in make_nodes(num))
 
 
-def record(plan: Plan, verdict: str, *, peak: int = 0) -> Record:
-    told = TrialRecord(verdict=verdict, outcome="", reason="", attempt_id="", peak_memory_bytes=peak)  # type: ignore[arg-type]
-    return Record(number=1, plan=plan, told=told)
+def trial(plan: Plan, verdict: str, *, peak: int = 0) -> FinishedTrial:
+    record = TrialRecord(verdict=verdict, outcome="", reason="", attempt_id="", peak_memory_bytes=peak)  # type: ignore[arg-type]
+    return FinishedTrial(number=1, plan=plan, record=record)
 
 
 def test_neighbours_of_what_did_not_fit_are_less_likely_to() -> None:
@@ -40,10 +40,10 @@ def test_neighbours_of_what_did_not_fit_are_less_likely_to() -> None:
     plans = [space.decode(RandomParams(generator), trial=0) for _ in range(60)]
     bad = next(plan for plan in plans if plan.layout.virtual_stages > 1)
     assert odds.chance(bad) == 1.0
-    odds.learn(record(bad, "infeasible"))
+    odds.learn(trial(bad, "infeasible"))
     assert odds.chance(bad) == SAME_SCHEDULE
     assert odds.chance(space.baseline) == 1.0
-    odds.learn(record(bad, "measured"))
+    odds.learn(trial(bad, "measured"))
     assert odds.chance(bad) == SAME_LAYOUT
 
 
@@ -62,7 +62,7 @@ def test_measured_memory_corrects_what_is_expected() -> None:
     odds = FeasibilityModel(machine_model_of(space.nodes, precision="bf16"))
     expected = odds.peak_bytes(space.baseline)
     assert expected is not None
-    odds.learn(record(space.baseline, "measured", peak=round(1.5 * expected)))
+    odds.learn(trial(space.baseline, "measured", peak=round(1.5 * expected)))
     assert odds.peak_bytes(space.baseline) == pytest.approx(1.5 * expected, rel=1e-6)
 
 

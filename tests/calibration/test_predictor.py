@@ -12,7 +12,7 @@ import pytest
 from quartet_plugin.calibration.observations import action_times, spread_of
 from quartet_plugin.calibration.predictor import PlanPredictor
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.trial_record import Record, TrialRecord
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
@@ -35,7 +35,7 @@ def sampled(space: Space, *, num: int, seed: int = 0) -> list[Plan]:
     return [space.decode(RandomParams(generator), trial=0) for _ in range(num)]
 
 
-def record(number: int, plan: Plan, seconds: float, **told: object) -> Record:
+def trial(number: int, plan: Plan, seconds: float, **record: object) -> FinishedTrial:
     common = TrialRecord(
         verdict="measured",
         outcome="OK",
@@ -46,12 +46,12 @@ def record(number: int, plan: Plan, seconds: float, **told: object) -> Record:
         num_iterations=10,
         spread=0.002,
     )
-    return Record(number=number, plan=plan, told=replace(common, **told))  # type: ignore[arg-type]
+    return FinishedTrial(number=number, plan=plan, record=replace(common, **record))  # type: ignore[arg-type]
 
 
-def told(space: Space, truth: Truth, *, num: int, seed: int = 0) -> list[Record]:
+def outcomes(space: Space, truth: Truth, *, num: int, seed: int = 0) -> list[FinishedTrial]:
     plans = [space.baseline, *sampled(space, num=num - 1, seed=seed)]
-    return [record(at, plan, truth(plan)) for at, plan in enumerate(plans)]
+    return [trial(at, plan, truth(plan)) for at, plan in enumerate(plans)]
 
 
 def ranker_of(truth: Truth, folder: Path | None = None) -> PlanPredictor:
@@ -71,7 +71,7 @@ def test_wrong_constants_are_corrected_and_the_prediction_converges() -> None:
     off = {}
     for num in (1, 8, 30):
         ranker = ranker_of(truth)
-        ranker.learn(told(space, truth, num=num))
+        ranker.learn(outcomes(space, truth, num=num))
         off[num] = float(np.abs(errors(ranker, truth, unseen)).mean())
     assert off[30] < off[8] < off[1]
     assert off[30] < 0.03
@@ -82,7 +82,7 @@ def test_it_says_how_sure_it_is() -> None:
     space = space_of(2)
     truth = Truth(space.nodes, residual=0.05, **WRONG)
     ranker = ranker_of(truth)
-    ranker.learn(told(space, truth, num=6))
+    ranker.learn(outcomes(space, truth, num=6))
     unseen = sampled(space, num=60, seed=99)
     spreads = np.array([one.spread for one in ranker.forecast(unseen)])
     inside = np.abs(errors(ranker, truth, unseen)) < 2.0 * np.hypot(spreads, 0.03)
@@ -94,11 +94,11 @@ def test_it_says_how_sure_it_is() -> None:
 def test_it_depends_on_what_was_told_alone() -> None:
     space = space_of(2)
     truth = Truth(space.nodes, residual=0.05, **WRONG)
-    records, plans = told(space, truth, num=8), sampled(space, num=10, seed=5)
+    trials, plans = outcomes(space, truth, num=8), sampled(space, num=10, seed=5)
     at_once, one_by_one = ranker_of(truth), ranker_of(truth)
-    at_once.learn(records)
-    for at in range(len(records)):
-        one_by_one.learn(records[: at + 1])
+    at_once.learn(trials)
+    for at in range(len(trials)):
+        one_by_one.learn(trials[: at + 1])
         one_by_one.forecast(plans)
     assert at_once.forecast(plans) == one_by_one.forecast(plans)
 
@@ -107,7 +107,7 @@ def test_paces_of_slots_are_told_apart_by_their_mappings() -> None:
     space = space_of(3, pipeline_parallel=3)
     truth = Truth(space.nodes, paces=(0.6, 1.2, 1.2), speed=2.0)
     ranker = ranker_of(truth)
-    ranker.learn(told(space, truth, num=20))
+    ranker.learn(outcomes(space, truth, num=20))
     ratio = {one.name: one.ratio for one in ranker.corrections()}
     assert ratio["pace 0"] < 0.85 * ratio["pace 1"]
     assert ratio["pace 1"] == pytest.approx(ratio["pace 2"], rel=0.25)
@@ -120,7 +120,7 @@ def test_a_trial_that_was_cut_short_or_ran_elsewhere_says_less() -> None:
 
     def spread(**changes: object) -> float:
         ranker = ranker_of(truth)
-        ranker.learn([*told(space, truth, num=1), record(1, plan, truth(plan), **changes)])
+        ranker.learn([*outcomes(space, truth, num=1), trial(1, plan, truth(plan), **changes)])
         return ranker.forecast([plan])[0].spread
 
     assert spread() < spread(num_iterations=3)
@@ -130,13 +130,13 @@ def test_a_trial_that_was_cut_short_or_ran_elsewhere_says_less() -> None:
 def test_a_lucky_launch_counts_less_where_iterations_scatter() -> None:
     space = space_of(2)
     truth = Truth(space.nodes)
-    records = told(space, truth, num=5)
+    trials = outcomes(space, truth, num=5)
     lucky = sampled(space, num=1, seed=3)[0]
 
     def posterior_mean(spread: float) -> float:
         ranker = ranker_of(truth)
-        known = [record(one.number, one.plan, truth(one.plan), spread=spread) for one in records]
-        ranker.learn([*known, record(9, lucky, 0.8 * truth(lucky), spread=spread)])
+        known = [trial(one.number, one.plan, truth(one.plan), spread=spread) for one in trials]
+        ranker.learn([*known, trial(9, lucky, 0.8 * truth(lucky), spread=spread)])
         return ranker.forecast([lucky])[0].iteration_s / truth(lucky)
 
     assert posterior_mean(0.001) + 0.03 < posterior_mean(0.05) < 1.0
@@ -149,10 +149,10 @@ def test_what_a_kind_of_plan_is_off_by_is_learned_with_shrinkage() -> None:
     own = [plan for plan in plans if plan.schedule.label == "zb-h1"]
     stock = [plan for plan in plans if plan.schedule.label == "1f1b"]
     ranker = ranker_of(truth)
-    records = [record(at, plan, truth(plan)) for at, plan in enumerate([space.baseline, *stock[:6]])]
-    ranker.learn(records)
+    trials = [trial(at, plan, truth(plan)) for at, plan in enumerate([space.baseline, *stock[:6]])]
+    ranker.learn(trials)
     before = errors(ranker, truth, own[-1:])[0]
-    ranker.learn([*records, *(record(20 + at, plan, 1.3 * truth(plan)) for at, plan in enumerate(own[:1]))])
+    ranker.learn([*trials, *(trial(20 + at, plan, 1.3 * truth(plan)) for at, plan in enumerate(own[:1]))])
     after = errors(ranker, truth, own[-1:])[0]
     assert before + 0.03 < after < np.log(1.3)
     assert abs(errors(ranker, truth, stock[-1:])[0]) < 0.05
@@ -161,15 +161,15 @@ def test_what_a_kind_of_plan_is_off_by_is_learned_with_shrinkage() -> None:
 def test_records_of_repeats_lost_trials_and_other_kinds_add_nothing_to_the_times() -> None:
     space = space_of(2)
     truth = Truth(space.nodes)
-    first = told(space, truth, num=3)
+    first = outcomes(space, truth, num=3)
     plain, noisy = ranker_of(truth), ranker_of(truth)
     plain.learn(first)
     extra = [
-        record(7, space.baseline, 99.0, repeats=0),
-        Record(
+        trial(7, space.baseline, 99.0, repeats=0),
+        FinishedTrial(
             number=8,
             plan=space.baseline,
-            told=TrialRecord(verdict="lost", outcome="INFRA", reason="", attempt_id=""),
+            record=TrialRecord(verdict="lost", outcome="INFRA", reason="", attempt_id=""),
         ),
     ]
     noisy.learn([*first, *extra])
@@ -211,12 +211,12 @@ def test_recorded_actions_say_what_whole_iterations_cannot(tmp_path: Path) -> No
     space = space_of(2, schedule="zb-h1", pipeline_parallel=2, virtual_stages=1, mapping="stock")
     truth = Truth(space.nodes, speed=2.0, head=3.0)
     plan = sampled(space, num=1)[0]
-    records = [record(1, plan, truth(plan))]
+    trials = [trial(1, plan, truth(plan))]
     blind = ranker_of(truth)
-    blind.learn(records)
+    blind.learn(trials)
     write_actions(tmp_path / "000001" / "attempt-1", plan, truth)
     seeing = ranker_of(truth, tmp_path)
-    seeing.learn(records)
+    seeing.learn(trials)
 
     def head(ranker: PlanPredictor) -> tuple[float, float]:
         found = next(one for one in ranker.corrections() if one.name == "head")

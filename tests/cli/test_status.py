@@ -82,8 +82,8 @@ def test_every_trial_is_listed_with_what_came_of_it(run: Path, capsys: pytest.Ca
     assert [row["trial"] for row in rows] == [one.number for one in study.rows if one.is_finished]
     assert rows[0]["versus_baseline"] == 1.0
     for row, one in zip(rows, study.rows, strict=False):
-        assert row["verdict"] == one.told["verdict"]
-        assert row["iteration_s"] == pytest.approx(one.told["iteration_s"])
+        assert row["verdict"] == one.record["verdict"]
+        assert row["iteration_s"] == pytest.approx(one.record["iteration_s"])
         assert row["plan"] == {name: one.labels[name] for name in row["plan"]}
         assert row["class"] in ("-", "A", "B", "C", "D")
     measured = [row for row in rows if row["verdict"] == "measured"]

@@ -105,7 +105,7 @@ def test_plans_that_could_not_be_measured_are_counted(tmp_path: Path) -> None:
 
     run = begin(tmp_path / "r", search={"pipeline_parallel": 2}, study={"trials": 6})
     result = search(run, FakeMachine(outcome=outcome))
-    failed = sum(record.told.verdict == "infeasible" for record in result.records)
+    failed = sum(trial.record.verdict == "infeasible" for trial in result.trials)
     assert failed
     line = summary_lines(replace(result, winner=None), plan=None, run=run)[0]
     assert f"({failed} could not be measured" in line

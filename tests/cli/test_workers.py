@@ -124,12 +124,12 @@ class Tuner:
         assert view is not None
         assert all(row.is_finished for row in view.rows)
         assert [row.number for row in view.rows] == list(range(len(view.rows)))
-        own = [row for row in view.rows if row.told["repeats"] is None]
-        assert [row.told["verdict"] for row in own] == ["measured"] * (NUM_TRIALS + 1)
+        own = [row for row in view.rows if row.record["repeats"] is None]
+        assert [row.record["verdict"] for row in own] == ["measured"] * (NUM_TRIALS + 1)
         keys = Counter(row.labels["plan_key"] for row in own)
         assert set(keys.values()) == {1}
         for row in own:
-            assert row.told["attempt_id"] in self.results(row.number)
+            assert row.record["attempt_id"] in self.results(row.number)
 
     def results(self, trial: int) -> dict[str, str]:
         """Outcomes of a trial's attempts by their ids."""

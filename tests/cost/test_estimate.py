@@ -4,7 +4,7 @@ import pytest
 
 from quartet_plugin.cost.estimate import iteration_flops, relative_cost
 from quartet_plugin.model.plan import Plan, Split
-from quartet_plugin.split.end_loads import layer_weights
+from quartet_plugin.split.layers import flops_end_loads
 from tests.model.plans import plan_with
 from tests.space.jobs import make_shape
 
@@ -33,12 +33,12 @@ def test_a_heavy_head_wants_fewer_layers_on_the_last_stage() -> None:
 
 def test_the_head_weighs_its_flops_in_layers() -> None:
     shape = make_shape(hidden_size=384, ffn_hidden_size=1536, num_attention_heads=6, num_query_groups=6)
-    weights = layer_weights(make_shape())
+    weights = flops_end_loads(make_shape())
     assert weights.head == pytest.approx(
         make_shape().forward_flops_of_head / make_shape().forward_flops_per_layer
     )
     assert 0 < weights.embedding < 0.1
-    assert layer_weights(shape).head < weights.head
+    assert flops_end_loads(shape).head < weights.head
 
 
 def test_a_pipeline_of_one_stage_has_no_bubble() -> None:

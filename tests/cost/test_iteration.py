@@ -9,7 +9,7 @@ import pytest
 from quartet_plugin.calibration.machine_prior import machine_model_of
 from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient
 from quartet_plugin.cost.constants import fitted
-from quartet_plugin.cost.iteration import IterationModelCache, StageLoads, split_for_loads
+from quartet_plugin.cost.iteration import IterationModelCache
 from quartet_plugin.cost.jobs import run_of
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.software import ON_CPU
@@ -148,19 +148,6 @@ def test_a_device_of_the_library_is_known_better_than_a_processor() -> None:
     assert not known.on_cpu
     assert unknown.on_cpu
     assert (known.spreads < unknown.spreads).all()
-
-
-def test_the_wanted_split_balances_ends_and_paces() -> None:
-    equal = split_for_loads(StageLoads(embedding=0.5, head=3.0, paces=(1.0, 1.0)), num_layers=8, num_ranks=2)
-    assert equal == pytest.approx((0.5, 3.0))
-    slow_end = split_for_loads(
-        StageLoads(embedding=0.0, head=0.0, paces=(1.0, 1.0, 2.0)), num_layers=12, num_ranks=3
-    )
-    assert slow_end == pytest.approx((0.0, 2.0))
-    fast_first = split_for_loads(
-        StageLoads(embedding=0.0, head=0.0, paces=(0.5, 1.0, 1.0)), num_layers=12, num_ranks=3
-    )
-    assert fast_first == pytest.approx((-4.0, 0.0))
 
 
 def test_schedules_of_ours_run_in_their_own_order() -> None:

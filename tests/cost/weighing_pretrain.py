@@ -23,7 +23,7 @@ def main() -> None:
     seams.install({seams.TRAIN_STEP: lambda train_step: _weighed(train_step, folder)})
     sys.argv[1:] = [*sys.argv[1:], *cpu_device.required_flags(set(sys.argv[1:]))]
     runpy.run_path(str(EXAMPLE), run_name="__main__")
-    cpu_device.leave()
+    cpu_device.exit_now()
 
 
 def _weighed(train_step: Callable[..., Any], folder: Path) -> Callable[..., Any]:

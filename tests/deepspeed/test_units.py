@@ -18,14 +18,14 @@ from quartet_plugin.deepspeed.config import (
     check_zero,
     clips_by_first_stage,
     planned_config,
+    strip_side_effects,
 )
 from quartet_plugin.deepspeed.layers import layer_list
-from quartet_plugin.deepspeed.neutralise import neutralise
 from quartet_plugin.deepspeed.parity import part_name
 from quartet_plugin.deepspeed.place import place_of
 from quartet_plugin.deepspeed.settings import Settings, config_file_of, parse_settings
 from quartet_plugin.deepspeed.split_backward import WeightGradients, install
-from quartet_plugin.deepspeed.transport import Form
+from quartet_plugin.deepspeed.transport import ValueSpec
 from quartet_plugin.errors import ConfigError, PlanError
 from tests.deepspeed.support import environment, layout
 
@@ -192,13 +192,13 @@ assert torch.equal(attention(ones, ones, ones)[0], attention(ones, ones, ones)[0
 
 
 def test_a_trial_leaves_services_out() -> None:
-    config, names = neutralise(
+    config, names = strip_side_effects(
         {"wandb": {"enabled": True}, "wall_clock_breakdown": True, "train_batch_size": 4}
     )
     assert names == ["wandb", "wall_clock_breakdown"]
     assert config == {"train_batch_size": 4, "steps_per_print": 10**9}
     with pytest.raises(ConfigError, match="autotuning"):
-        neutralise({"autotuning": {"enabled": True}})
+        strip_side_effects({"autotuning": {"enabled": True}})
 
 
 _DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -208,10 +208,10 @@ _DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.boo
 @given(tensors=st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=4), _DTYPES), min_size=1, max_size=6))
 def test_forms_are_encoded_and_decoded(tensors: list[tuple[list[int], torch.dtype]]) -> None:
     value: Any = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in tensors)
-    form = Form.of(value)
-    assert Form.decode(form.encode().tolist()) == form
-    assert len(form.gradients.shapes) == sum(dtype.is_floating_point for _, dtype in tensors)
-    assert Form.of(value[0]).is_tuple is False
+    spec = ValueSpec.of(value)
+    assert ValueSpec.decode(spec.encode().tolist()) == spec
+    assert len(spec.gradients.shapes) == sum(dtype.is_floating_point for _, dtype in tensors)
+    assert ValueSpec.of(value[0]).is_tuple is False
 
 
 def test_weight_gradients_come_later_and_are_the_same() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.command import ENTRY_MODULE, Command, parse_command
-from quartet_plugin.launchers.options import (
+from quartet_plugin.launchers.starter_options import (
     DEEPSPEED_FLAGS,
     DEEPSPEED_VALUES,
     PYTHON_FLAGS,

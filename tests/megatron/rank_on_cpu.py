@@ -23,7 +23,7 @@ def main() -> None:
         record_steps(Path(folder))
     sys.argv = [script, *arguments, *cpu_device.required_flags(set(arguments))]
     runpy.run_path(script, run_name="__main__")
-    cpu_device.leave()
+    cpu_device.exit_now()
 
 
 def record_steps(folder: Path) -> None:

@@ -16,8 +16,9 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.megatron import seams
 from quartet_plugin.megatron.recheck import declared
 from quartet_plugin.megatron.seams import Seam
-from quartet_plugin.megatron.sources import find_definition, node_hash
 from quartet_plugin.model.plan import write_plan
+from quartet_plugin.rank.seams import node_hash
+from tests.definitions import find_definition
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, make_plan
 from tests.megatron.support import REPOSITORY, rank_environment
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.megatron import cpu_device
-from quartet_plugin.megatron.cpu_device.environment import missing_settings
+from quartet_plugin.megatron.cpu_device.process import missing_settings
 from tests.megatron import support
 
 
@@ -168,7 +168,7 @@ _SEND_AND_FREE = """
             wrong += int((tensor != value).sum())
     if sys.argv[1] == "held":
         from quartet_plugin.megatron.cpu_device.collectives import PendingSend
-        assert PendingSend.num_pending() == 0
+        assert not PendingSend._pending
     if rank == 1:
         print(f"wrong elements: {wrong}", flush=True)
     dist.destroy_process_group()
@@ -250,3 +250,68 @@ def test_a_flag_is_added_at_most_once_and_asking_again_adds_nothing(command: set
     flags = [argument for argument in added if argument.startswith("--")]
     assert len(flags) == len(set(flags))
     assert cpu_device.required_flags(command | set(added)) == []
+
+
+def test_every_redirected_name_exists_and_comes_back(tmp_path: Path) -> None:
+    answers = answer(
+        tmp_path,
+        """
+        import functools, importlib, json
+        from quartet_plugin.errors import SeamError
+        from quartet_plugin.megatron.cpu_device import startup
+        from quartet_plugin.megatron.cpu_device.installation import redirects
+        from quartet_plugin.rank.seams import Redirect, redirect
+        declared = [*redirects(), *startup._WHILE_IMPORTED]
+        places = [(module, entry.name) for entry in declared for module in (entry.module, *entry.aliases)]
+        def values():
+            return {
+                place: functools.reduce(getattr, place[1].split("."), importlib.import_module(place[0]))
+                for place in places
+            }
+        def changed(before):
+            return [place for place, value in values().items() if value is not before[place]]
+        before = values()
+        members = set(vars(importlib.import_module("torch").Tensor))
+        try:
+            redirect([*declared, Redirect("torch", "no_such_name", lambda original: original)])
+        except SeamError as error:
+            refusal, touched = str(error), changed(before)
+        installation = redirect(declared)
+        replaced = changed(before)
+        installation.uninstall()
+        print(json.dumps({
+            "refusal": refusal,
+            "touched": touched,
+            "declared twice": len(places) - len(set(places)),
+            "left alone": len(places) - len(replaced),
+            "not restored": changed(before),
+            "left behind": sorted(set(vars(importlib.import_module("torch").Tensor)) - members),
+        }))
+        """,
+    )
+    assert answers.pop("refusal").startswith("torch.no_such_name: not in torch 2.")
+    assert answers == {
+        "touched": [],
+        "declared twice": 0,
+        "left alone": 0,
+        "not restored": [],
+        "left behind": [],
+    }
+
+
+def test_the_device_goes_as_it_came(tmp_path: Path) -> None:
+    answers = answer(
+        tmp_path,
+        """
+        import json
+        import torch
+        zeros, to, is_available = torch.zeros, torch.Tensor.to, torch.cuda.is_available
+        from quartet_plugin.megatron import cpu_device
+        cpu_device.install()
+        installed = [cpu_device.is_installed(), torch.zeros is not zeros, torch.cuda.is_available()]
+        cpu_device.uninstall()
+        restored = [torch.zeros is zeros, torch.Tensor.to is to, torch.cuda.is_available is is_available]
+        print(json.dumps([installed, restored, cpu_device.is_installed()]))
+        """,
+    )
+    assert answers == [[True] * 3, [True] * 3, False]

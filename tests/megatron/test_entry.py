@@ -11,7 +11,7 @@ import pytest
 from quartet_plugin.errors import UsageError
 from quartet_plugin.model.plan import write_plan
 from quartet_plugin.model.schema import dump
-from quartet_plugin.rank.options import read_command
+from quartet_plugin.rank.entry_options import read_command
 from tests.megatron.entry_launch import MEGATRON_FLAGS, ROOT, SHAPE, Launch, launch, make_plan, write_trial
 
 PER_RANK = (str(ROOT / "tests" / "megatron" / "entry_per_rank.py"),)

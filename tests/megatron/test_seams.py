@@ -14,9 +14,9 @@ import pytest
 
 from quartet_plugin.errors import SeamError
 from quartet_plugin.megatron import seams
-from quartet_plugin.megatron.leftovers import leftovers
 from quartet_plugin.megatron.seams import Seam, check_version, install, installed_version, resolve
-from quartet_plugin.megatron.sources import find_definition, node_hash, source_hash
+from quartet_plugin.rank.seams import node_hash, source_hash, stale_refs
+from tests.definitions import find_definition
 
 NAME = "quartet_test_framework"
 SOURCE = '''
@@ -46,7 +46,11 @@ def declared(name: str, *parameters: str, source: str = SOURCE, **changes: Any) 
     definition = find_definition(ast.parse(source), name)
     assert definition is not None
     return Seam(
-        module=NAME, name=name, parameters=parameters, sources={"1.0": node_hash(definition)}, **changes
+        module=NAME,
+        name=name,
+        parameters=" ".join(parameters),
+        sources={"1.0": node_hash(definition)},
+        **changes,
     )
 
 
@@ -80,7 +84,7 @@ def test_wraps_and_takes_back(framework: Any) -> None:
 
 def test_nothing_is_touched_when_one_does_not_fit(framework: Any) -> None:
     one = framework.one
-    changed = replace(TWO, parameters=("was",))
+    changed = replace(TWO, parameters="was")
     with pytest.raises(SeamError, match=r"two: takes \(\) in megatron-core [\d.]+, \(was\) is known"):
         install({ONE: doubled, changed: doubled})
     assert framework.one is one
@@ -182,7 +186,7 @@ def test_what_keeps_an_original_is_found_and_nothing_stays_replaced(
     with pytest.raises(SeamError, match=r"one: quartet_test_user\.kept.* keeps Megatron's own \("):
         install({ONE: doubled})
     assert framework.one is one
-    assert {place.split(".")[0] for _, place in leftovers([one])} == {NAME, user.__name__}
+    assert {place.split(".")[0] for _, place in stale_refs([one])} == {NAME, user.__name__}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def main() -> None:
     del sys.argv[0]
     sys.argv += cpu_device.required_flags(set(sys.argv))
     runpy.run_path(sys.argv[0], run_name="__main__")
-    cpu_device.leave()
+    cpu_device.exit_now()
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from quartet_plugin.model.files import (
     field_path,
     read_json,
     shown,
-    validate,
     write_bytes_atomic,
     write_json_atomic,
 )
+from quartet_plugin.model.sections import validate
 from tests.model.test_canonical import values
 
 

@@ -18,10 +18,11 @@ from quartet_plugin.model.plan import read_plan, write_plan
 from quartet_plugin.planner.assigned_prediction import AssignedRun
 from quartet_plugin.planner.assignment_search import QUICK, THOROUGH, assign, places_of_job, planned_run
 from quartet_plugin.planner.bounds import bounds_of
-from quartet_plugin.planner.candidates import even_split, layout_of, legal_candidates
+from quartet_plugin.planner.candidates import layout_of, legal_candidates
 from quartet_plugin.planner.job import PlanRequest, parse_job, read_job
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import best_plans, rank, refine, slowdown_of
+from quartet_plugin.split.layers import even_split
 from tests.model.clusters import make_cluster
 from tests.planner.planning import cluster_job, job_data, random_cluster_job
 
@@ -299,7 +300,7 @@ def test_a_small_placement_is_the_best_of_all_by_the_whole_prediction(seed: int)
     )
     job = cluster_job(cluster, model={"num_layers": 6}, batch={"global_batch_size": 12})
     layout = layout_of(1, 1, *draw.choice([(2, 3), (3, 2), (6, 1)]), 1, 1, 0, 0)
-    split = even_split(6, layout.num_stages)
+    split = even_split(6, num_stages=layout.num_stages)
     places = places_of_job(job, fitted())
     found = assign(job, job.shape, layout, split, constants=fitted(), places=places, may_split=False)
     assert found is not None

@@ -11,7 +11,7 @@ from quartet_plugin.cost.predict import predict
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.planner.assignment_search import planned_run
 from quartet_plugin.planner.bounds import bounds_of
-from quartet_plugin.planner.candidates import balanced_split, legal_candidates
+from quartet_plugin.planner.candidates import legal_candidates
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import rank, refine
@@ -99,24 +99,6 @@ def test_a_bound_is_tight_without_a_pipeline() -> None:
     bounds = bounds_of(job, job.shape, candidates, constants=fitted())
     run = planned_run(job, job.shape, candidates.layout(0), (8,))
     assert bounds.time_s[0] > 0.8 * predict(run, fitted()).iter_time_s
-
-
-@pytest.mark.parametrize(
-    ("layers", "pp", "virtual", "first", "last"),
-    [(8, 4, 1, 0, 0), (9, 4, 2, 0, 1), (96, 8, 12, 0, 1), (4, 4, 1, 0, 3), (3, 2, 1, 1, 5), (5, 1, 1, 0, 1)],
-)
-def test_a_split_has_all_layers_and_no_empty_stage_inside(
-    layers: int, pp: int, virtual: int, first: int, last: int
-) -> None:
-    split = balanced_split(layers, pp, virtual, first, last)
-    assert len(split) == pp * virtual
-    assert sum(split) == layers
-    assert min(split) >= 0
-    assert min(split[1:-1], default=1) >= 1
-
-
-def test_a_heavy_head_takes_layers_off_its_stage() -> None:
-    assert balanced_split(12, 4, 1, 0, 2) == (3, 4, 4, 1)
 
 
 def test_the_three_forms() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from quartet_plugin.errors import ConfigError, InfrastructureError, PlanError, SeamError
+from quartet_plugin.model.schema import as_number
 from quartet_plugin.rank.failure import describe_failure, exit_code_of, kind_of, wanted_bytes_of
-from quartet_plugin.rank.files import RankFileWriter, number, read_trial_spec
+from quartet_plugin.rank.files import RankFileWriter, read_trial_spec
 from quartet_plugin.rank.rendezvous import RankEnv
 from tests.megatron.entry_launch import write_trial
 
@@ -61,8 +62,8 @@ def test_heartbeat_tells_progress_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_lacks() -> None:
-    values = [1.5, None, math.nan, math.inf, -math.inf]
-    assert [number(value) for value in values] == [1.5, None, "nan", "inf", "-inf"]
+    values = [1.5, math.nan, math.inf, -math.inf]
+    assert [as_number(value) for value in values] == [1.5, "nan", "inf", "-inf"]
 
 
 def test_place_without_a_launcher() -> None:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from pydantic import TypeAdapter
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import StageCosts
@@ -46,7 +45,7 @@ FAMILY = Family(
 
 def through_file(choice: CustomSchedule) -> CustomSchedule:
     data = json.loads(json.dumps(dump(choice)))
-    return parse(TypeAdapter(CustomSchedule), data, where="test")
+    return parse(CustomSchedule, data, where="test")
 
 
 def test_a_named_schedule_is_its_name() -> None:
@@ -131,7 +130,7 @@ def test_a_wrong_profile_is_refused(name: str, value: object) -> None:
     [{"slack": 1}, {**FAMILY.to_json(), "slack": "x"}, {**FAMILY.to_json(), "stretch_forward": [1.0]}],
 )
 def test_parameters_that_are_no_point_of_the_family_are_refused(family: dict[str, object]) -> None:
-    choice = replace(BASE, named=None, family=family)  # type: ignore[arg-type]
+    choice = replace(BASE, named=None, family=family)
     with pytest.raises(PlanError, match="family"):
         family_of(choice)
 

@@ -18,7 +18,7 @@ from quartet_plugin.schedule.named import NAMED, named, refusal_of
 from quartet_plugin.schedule.search.problem import Point, ScheduleProblem
 from quartet_plugin.schedule.search.starts import starts
 from quartet_plugin.schedule.simulate import simulate, simulate_costs
-from quartet_plugin.split import balanced_split, even_split
+from quartet_plugin.split.entries import balanced_entries, even_entries
 from tests.schedule.sample_costs import random_costs, uneven, uniform
 
 numbers = st.floats(0.0, 4.0)
@@ -155,7 +155,7 @@ def test_json_refuses_unknown_keys() -> None:
 def test_the_climbs_evaluation_is_the_familys(seed: int, v: int, data: st.DataObject) -> None:
     costs = random_costs(num_devices=3, num_microbatches=6, num_layers=12, seed=seed, cap_shares=3.0)
     placement = places.snake(3, v)
-    split = balanced_split(costs, placement)
+    split = balanced_entries(costs, placement)
     family = data.draw(families(v, 3 * v))
     problem = ScheduleProblem.of(costs, want_period=False, allow_empty=False, free_split=True)
     point = Point(
@@ -177,7 +177,7 @@ def test_the_climbs_evaluation_is_the_familys(seed: int, v: int, data: st.DataOb
 
 def test_the_climb_can_minimize_the_period() -> None:
     costs = random_costs(num_devices=3, num_microbatches=6, num_layers=12, seed=3)
-    split = even_split(costs, 3)
+    split = even_entries(costs, 3)
     problem = ScheduleProblem.of(costs, want_period=True, allow_empty=False, free_split=False)
     family = starts(1, 3, 6)[5]
     point = Point(

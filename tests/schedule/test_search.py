@@ -24,7 +24,7 @@ from quartet_plugin.schedule.search import SearchResult, compile_kernels, search
 from quartet_plugin.schedule.search.insertion import improve_orders
 from quartet_plugin.schedule.search.noise import NoisyCosts
 from quartet_plugin.schedule.simulate import flatten, simulate, simulate_costs
-from quartet_plugin.split import even_split
+from quartet_plugin.split.entries import even_entries
 from tests.schedule.sample_costs import random_costs, uneven
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -108,7 +108,7 @@ def test_the_time_limit_is_kept() -> None:
 def test_tiny_cases_reach_the_proven_optimum(kind: str, m: int, cap: float | None) -> None:
     placement = places.build(kind, num_devices=4)
     costs = costs_for(4, m, seed=11 * m, cap=cap, layers=14)
-    split = even_split(costs, len(placement))
+    split = even_entries(costs, len(placement))
     optimum = exact_optimum(costs, placement=placement, layers_per_stage=split, time_limit_s=30.0)
     assert optimum.proven
     result = search(costs, placement=placement, split=split, evaluations=20_000)
@@ -176,7 +176,7 @@ def test_a_found_order_must_win_under_noise() -> None:
 def test_noise_scales_costs_by_at_most_a_tenth() -> None:
     costs = costs_for(3, 5, seed=2)
     schedule = replace(
-        named("1f1b", num_devices=3, num_microbatches=5), layers_per_stage=even_split(costs, 3)
+        named("1f1b", num_devices=3, num_microbatches=5), layers_per_stage=even_entries(costs, 3)
     )
     plain = simulate_costs(schedule, replace(costs, transfer_s=np.zeros((3, 3)))).makespan_s
     noisy = NoisyCosts.draw(replace(costs, transfer_s=np.zeros((3, 3))), np.random.default_rng(0))

@@ -7,7 +7,7 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo, ScheduleChoice, Split
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
-from quartet_plugin.split.weighted import even_counts
+from quartet_plugin.split.layers import even_split
 from tests.model.plans import LAYOUT, SHAPE
 
 
@@ -42,7 +42,7 @@ def make_job(
         torch_version="2.11.0",
         shape=shape,
         layout=layout,
-        split=Split(transformer_layers_per_stage=even_counts(shape.num_layers, num_stages=layout.num_stages)),
+        split=Split(transformer_layers_per_stage=even_split(shape.num_layers, num_stages=layout.num_stages)),
         schedule=schedule,
         global_batch_size=global_batch_size,
         train_iters=100,

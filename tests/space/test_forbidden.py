@@ -14,7 +14,7 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.planner.candidate_plans import PlanCandidates
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
-from quartet_plugin.split.weighted import even_counts
+from quartet_plugin.split.layers import even_split
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import FakeMachine, begin, resume, tune
@@ -66,7 +66,7 @@ def is_met(plan: Plan, rule: dict[str, Any]) -> bool:
     words["schedule"] = {name, *(["stock"] if name == job.schedule.name else [])}
     words["group"] = {plan.schedule.group}
     counts = plan.split.transformer_layers_per_stage
-    even = even_counts(plan.shape.num_layers, num_stages=len(counts))
+    even = even_split(plan.shape.num_layers, num_stages=len(counts))
     words["split"] = {plan.split.label, *(["even"] if counts == even else [])}
     words["split"] |= {"stock"} if plan.split == job.split else set()
     words["mapping"] = {plan.mapping.label}
@@ -141,14 +141,14 @@ def test_what_is_forbidden_is_never_launched_and_costs_no_trial(tmp_path: Path, 
         study={"trials": 10, "starts": starts},
     )
     result = tune(run, machine)
-    tried = [one for one in result.records[1:] if one.told.repeats is None]
+    tried = [one for one in result.trials[1:] if one.record.repeats is None]
     assert len(tried) == 10
     for one in tried:
         assert one.plan.mapping.is_stock
         assert one.plan.layout.virtual_stages != 2
         assert one.plan.schedule.custom is None or one.plan.schedule.custom.named not in ("zb-h1", "zb-h2")
-    refused = [one for one in result.records if one.told.outcome == "FORBIDDEN"]
-    assert all("search.forbid" in one.told.reason for one in refused)
+    refused = [one for one in result.trials if one.record.outcome == "FORBIDDEN"]
+    assert all("search.forbid" in one.record.reason for one in refused)
     assert starts == "auto" or refused  # the sampler does not know it before
     launched = {key for _, key in machine.launched if key is not None}
     assert not launched & {one.plan.key for one in refused}
@@ -159,7 +159,7 @@ def test_the_own_command_is_measured_whatever_is_forbidden(tmp_path: Path) -> No
     run = begin(tmp_path / "r", search={"forbid": {"pipeline_parallel": 2}}, study={"trials": 3})
     result = tune(run, FakeMachine())
     assert result.baseline.layout.pipeline_parallel == 2
-    assert all(one.plan.layout.pipeline_parallel == 1 for one in result.records[1:])
+    assert all(one.plan.layout.pipeline_parallel == 1 for one in result.trials[1:])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +14,6 @@ from quartet_plugin.space.features import Axis
 from quartet_plugin.space.layouts import LayoutRules, is_legal_group, legal_groups, legal_layouts
 from quartet_plugin.space.param_sources import FixedParams, RandomParams, degree_label
 from quartet_plugin.space.plan_space import Space, build_space
-from quartet_plugin.split.weighted import is_legal_split, weighted_split, weights_of
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
 
@@ -100,50 +98,6 @@ def test_choices_of_one_name_never_change(space: Space, seed: int) -> None:
 
     for at in range(20):
         space.decode(Checking(generator), trial=at)
-
-
-@pytest.mark.parametrize("num_layers", [1, 2, 7, 12])
-def test_every_split_of_two_stages_can_be_reached(num_layers: int) -> None:
-    for first in range(num_layers + 1):
-        counts = (first, num_layers - first)
-        weights = weights_of(counts, num_devices=2)
-        assert weights is not None
-        assert max(abs(weight) for weight in weights) <= num_layers
-        made = weighted_split(num_layers, num_devices=2, embedding=weights[0], head=weights[1])
-        assert made == counts
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 5), st.integers(1, 3), st.integers(0, 30), st.floats(-1.0, 1.0), st.floats(-1.0, 1.0))
-def test_weighted_splits_are_legal(
-    devices: int, chunks: int, more: int, embedding: float, head: float
-) -> None:
-    stages = devices * chunks
-    layers = max(1, stages - 2) + more
-    counts = weighted_split(
-        layers, num_devices=devices, chunks=chunks, embedding=embedding * layers, head=head * layers
-    )
-    assert is_legal_split(counts, num_layers=layers, num_stages=stages)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(2, 4), st.integers(1, 9), st.floats(-4.0, 8.0), st.floats(-4.0, 8.0))
-def test_weighted_splits_are_optimal(stages: int, more: int, embedding: float, head: float) -> None:
-    layers = stages + more
-
-    def worst(counts: tuple[int, ...]) -> float:
-        loads = [float(count) for count in counts]
-        loads[0] += embedding
-        loads[-1] += head
-        return max(loads)
-
-    every = [
-        counts
-        for counts in product(range(layers + 1), repeat=stages)
-        if is_legal_split(counts, num_layers=layers, num_stages=stages)
-    ]
-    made = weighted_split(layers, num_devices=stages, embedding=embedding, head=head)
-    assert worst(made) == pytest.approx(min(worst(counts) for counts in every))
 
 
 def test_two_processes_vary_every_axis() -> None:

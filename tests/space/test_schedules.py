@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -11,26 +11,19 @@ from hypothesis import strategies as st
 from quartet_plugin.cost.estimate import relative_cost
 from quartet_plugin.cost.iteration import StageLoads as CandidateEnds
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.model.plan import Plan, ScheduleName
 from quartet_plugin.planner.candidate_plans import PlanCandidates
 from quartet_plugin.runtime.programs import make_schedule
 from quartet_plugin.runtime.recipe import schedule_spec_of
 from quartet_plugin.schedule.choice import costs_of
 from quartet_plugin.schedule.placement import PlacementKind, kind_of
 from quartet_plugin.schedule.simulate import simulate
+from quartet_plugin.space.config import CUSTOM_NAMES, DEFAULT_NAMES, SEARCHED, STOCK_NAMES
 from quartet_plugin.space.param_sources import FixedParams, RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
-from quartet_plugin.space.schedules import (
-    BY_DEFAULT,
-    CUSTOM_NAMES,
-    SEARCHED,
-    STOCK_NAMES,
-    custom_order,
-    custom_schedules_of,
-    flops_end_loads,
-)
-from quartet_plugin.split.end_loads import EndLoads
-from quartet_plugin.split.weighted import even_counts, is_legal_split
+from quartet_plugin.space.schedules import custom_order, custom_schedules_of
+from quartet_plugin.split.layers import EndLoads, even_split, flops_end_loads, is_legal_split
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
 
@@ -129,7 +122,7 @@ def test_by_default_ours_are_tried_beside_the_frameworks() -> None:
         for layout in layouts
         for name in space.schedules_of(layout)
     }
-    assert {name for name, _ in offered} == {*STOCK_NAMES, *BY_DEFAULT}
+    assert {name for name, _ in offered} == {*STOCK_NAMES, *DEFAULT_NAMES}
     assert {chunks for name, chunks in offered if name in ("zb-h1", "zb-h2", "1f1b")} == {1}
     assert {chunks for name, chunks in offered if name in ("zb-v", "v-half", "v-min")} == {2}
     plans = sample(space, num=120)
@@ -202,7 +195,7 @@ def test_a_searched_order_is_no_slower_than_zb_h1_and_holds_no_more_than_1f1b(
     sizes: dict[str, Any] = {
         "shape": shape, "num_devices": devices, "num_microbatches": microbatches, "ends": None
     }  # fmt: skip
-    even = even_counts(shape.num_layers, num_stages=devices * chunks)
+    even = even_split(shape.num_layers, num_stages=devices * chunks)
     found = custom_order(SEARCHED, chunks=chunks, split=even, **sizes)
     named = custom_order("zb-h1" if chunks == 1 else "v-half", chunks=chunks, split=even, **sizes)
     assert found.split == named.split == even
@@ -229,7 +222,7 @@ def test_a_heavier_head_takes_layers_off_its_device() -> None:
 def test_the_split_that_fits_the_flops_is_predicted_to_be_fastest() -> None:
     shape = make_shape(num_layers=12, vocab_size=32768)
     sizes: dict[str, Any] = {"num_devices": 2, "chunks": 1, "num_microbatches": 8, "split": None}
-    right = custom_order("zb-h1", shape=shape, ends=flops_end_loads(shape), **sizes)
+    right = custom_order("zb-h1", shape=shape, ends=flops_end_loads(shape).rounded(), **sizes)
     wrong = custom_order("zb-h1", shape=shape, ends=EndLoads(embedding=6.0, head=0.0), **sizes)
     assert right.makespan < wrong.makespan
 
@@ -246,4 +239,11 @@ def test_schedules_of_ours_are_among_the_candidates_of_a_study() -> None:
         found = PlanCandidates(space, knows=lambda plan: True).best(rate=rate, ends_of=ends)
         own = {one.plan.schedule.label for one in found if one.plan.schedule.custom is not None}
         assert len(own) > 1
-    assert set(BY_DEFAULT) < set(CUSTOM_NAMES)
+
+
+def test_the_names_of_a_plan_file_are_those_of_the_registry() -> None:
+    assert get_args(ScheduleName) == (*STOCK_NAMES, "custom")
+    assert set(STOCK_NAMES) == MEGATRON.stock_schedules
+    assert STOCK_NAMES == ("no-pipelining", "1f1b", "interleaved")
+    assert DEFAULT_NAMES == ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", SEARCHED)
+    assert (*DEFAULT_NAMES, "gpipe", "breadth-first", "dualpipev") == CUSTOM_NAMES

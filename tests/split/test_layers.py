@@ -1,97 +1,84 @@
-"""Splits: the even rule, the balanced one against brute force, and what is refused."""
+"""Splits by end loads: every split can be reached, all are legal, and equal devices are balanced."""
 
-from dataclasses import replace
-from itertools import combinations_with_replacement, pairwise
+from itertools import product
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.costs import Costs
-from quartet_plugin.schedule import placement as places
-from quartet_plugin.split import balanced_split, check_split, device_loads, even_split, minimum_counts
-from tests.schedule.sample_costs import random_costs
+from quartet_plugin.split.layers import (
+    EndLoads,
+    end_loads_for_split,
+    end_loads_with_slowdowns,
+    even_split_with_ends,
+    is_legal_split,
+    split_for_end_loads,
+)
 
 
-def costs_for(p: int, layers: int, seed: int = 0) -> Costs:
-    return random_costs(num_devices=p, num_microbatches=4, num_layers=layers, seed=seed, head=3.0)
+@pytest.mark.parametrize("num_layers", [1, 2, 7, 12])
+def test_every_split_of_two_stages_can_be_reached(num_layers: int) -> None:
+    for first in range(num_layers + 1):
+        split = (first, num_layers - first)
+        ends = end_loads_for_split(split, num_devices=2)
+        assert ends is not None
+        assert max(abs(ends.embedding), abs(ends.head)) <= num_layers
+        assert split_for_end_loads(num_layers, num_devices=2, ends=ends) == split
 
 
-@given(stages=st.integers(1, 12), layers=st.integers(12, 60))
-@settings(deadline=None, max_examples=40)
-def test_even_split_follows_the_rule(stages: int, layers: int) -> None:
-    split = even_split(costs_for(2, layers), stages)
-    assert sum(split) == layers + 2
-    inner = [split[0] - 1, *split[1:]]
-    inner[-1] -= 1
-    assert max(inner) - min(inner) <= 1
-    assert inner == [(s + 1) * layers // stages - s * layers // stages for s in range(stages)]
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(0, 30), st.floats(-1.0, 1.0), st.floats(-1.0, 1.0))
+def test_splits_for_end_loads_are_legal(
+    devices: int, chunks: int, more: int, embedding: float, head: float
+) -> None:
+    stages = devices * chunks
+    layers = max(1, stages - 2) + more
+    ends = EndLoads(embedding=embedding * layers, head=head * layers)
+    split = split_for_end_loads(layers, num_devices=devices, chunks=chunks, ends=ends)
+    assert is_legal_split(split, num_layers=layers, num_stages=stages)
 
 
-def brute_force(costs: Costs, placement: tuple[int, ...]) -> float:
-    total, stages = len(costs.layers), len(placement)
-    best = np.inf
-    for cuts in combinations_with_replacement(range(total + 1), stages - 1):
-        edges = (0, *cuts, total)
-        counts = [b - a for a, b in pairwise(edges)]
-        if min(counts) >= 1:
-            best = min(best, float(device_loads(costs, placement, counts).max()))
-    return best
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 4), st.integers(1, 9), st.floats(-4.0, 8.0), st.floats(-4.0, 8.0))
+def test_splits_for_end_loads_are_optimal(stages: int, more: int, embedding: float, head: float) -> None:
+    layers = stages + more
+
+    def worst(split: tuple[int, ...]) -> float:
+        loads = [float(count) for count in split]
+        loads[0] += embedding
+        loads[-1] += head
+        return max(loads)
+
+    every = [
+        split
+        for split in product(range(layers + 1), repeat=stages)
+        if is_legal_split(split, num_layers=layers, num_stages=stages)
+    ]
+    ends = EndLoads(embedding=embedding, head=head)
+    best = split_for_end_loads(layers, num_devices=stages, ends=ends)
+    assert worst(best) == pytest.approx(min(worst(split) for split in every))
 
 
-@given(p=st.integers(2, 3), layers=st.integers(6, 9), seed=st.integers(0, 50))
-@settings(deadline=None, max_examples=20)
-def test_balanced_split_is_exact_with_one_stage_a_device(p: int, layers: int, seed: int) -> None:
-    costs = costs_for(p, layers, seed)
-    placement = places.linear(p)
-    split = balanced_split(costs, placement)
-    assert device_loads(costs, placement, split).max() == pytest.approx(brute_force(costs, placement))
+def test_slow_ends_weigh_more_and_fast_ones_less() -> None:
+    def loads(ends: EndLoads, slowdowns: tuple[float, ...], num_layers: int) -> tuple[float, float]:
+        balanced = end_loads_with_slowdowns(ends, slowdowns=slowdowns, num_layers=num_layers)
+        return balanced.embedding, balanced.head
 
-
-@given(layers=st.integers(6, 10), seed=st.integers(0, 50))
-@settings(deadline=None, max_examples=20)
-def test_balanced_split_is_near_the_best_with_two_stages_a_device(layers: int, seed: int) -> None:
-    costs = costs_for(2, layers, seed)
-    placement = places.v_shape(2)
-    split = balanced_split(costs, placement)
-    loads = device_loads(costs, placement, split)
-    assert loads.max() <= 1.25 * brute_force(costs, placement)
-    even = device_loads(costs, placement, even_split(costs, 4)).max()
-    assert loads.max() <= even + 1e-9 or loads.max() <= 1.1 * brute_force(costs, placement)
-
-
-def test_a_heavy_head_and_a_slow_device_get_fewer_layers() -> None:
-    costs = replace(costs_for(4, 20), device_slowdown=np.array([1.0, 2.0, 1.0, 1.0]))
-    split = balanced_split(costs, places.linear(4))
-    assert split[1] < split[0]
-    assert split[1] < split[2]
-    assert split[3] < split[2]
+    assert loads(EndLoads(embedding=0.5, head=3.0), (1.0, 1.0), 8) == pytest.approx((0.5, 3.0))
+    assert loads(EndLoads(), (1.0, 1.0, 2.0), 12) == pytest.approx((0.0, 2.0))
+    assert loads(EndLoads(), (0.5, 1.0, 1.0), 12) == pytest.approx((-4.0, 0.0))
 
 
 @pytest.mark.parametrize(
-    ("counts", "words"),
-    [
-        ((4, 4, 4), "for 4 stages"),
-        ((3, 3, 3, 4), "sums to 13"),
-        ((-1, 5, 4, 4), "sums to 12"),
-        ((0, 4, 4, 4), "embedding"),
-        ((4, 4, 4, 0), "head"),
-        ((4, 0, 4, 4), "allow-empty"),
-    ],
+    ("layers", "stages", "embedding", "head"),
+    [(8, 4, 0, 0), (9, 8, 0, 1), (96, 96, 0, 1), (4, 4, 0, 3), (3, 2, 1, 5), (5, 1, 0, 1)],
 )
-def test_refuses_illegal_splits(counts: tuple[int, ...], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_split(costs_for(4, 10), counts, num_stages=4)
+def test_an_even_split_with_ends_has_all_layers_and_no_empty_stage_inside(
+    layers: int, stages: int, embedding: int, head: int
+) -> None:
+    split = even_split_with_ends(layers, num_stages=stages, embedding=embedding, head=head)
+    assert is_legal_split(split, num_layers=layers, num_stages=stages)
 
 
-def test_empty_stages_only_when_asked() -> None:
-    costs = costs_for(2, 2)
-    with pytest.raises(ConfigError, match="allow-empty"):
-        balanced_split(costs, places.loop(2, 3))
-    with pytest.raises(ConfigError, match="allow-empty"):
-        even_split(costs, 6)
-    assert sum(balanced_split(costs, places.loop(2, 3), allow_empty=True)) == 4
-    assert sum(even_split(costs, 6, allow_empty=True)) == 4
-    assert minimum_counts(costs, 6, allow_empty=True) == (1, 0, 0, 0, 0, 1)
+def test_a_heavy_head_takes_layers_off_its_stage() -> None:
+    assert even_split_with_ends(12, num_stages=4, embedding=0, head=2) == (3, 4, 4, 1)

@@ -36,19 +36,19 @@ def a_machine(**options: Any) -> FakeMachine:
     return FakeMachine(outcome=outcome, **options)
 
 
-def told(result: TuneResult) -> list[tuple[Any, ...]]:
-    return [(r.number, r.plan.key, r.told.verdict, r.told.value, r.told.repeats) for r in result.records]
+def outcomes(result: TuneResult) -> list[tuple[Any, ...]]:
+    return [(r.number, r.plan.key, r.record.verdict, r.record.value, r.record.repeats) for r in result.trials]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_sampler_proposes_the_same_after_a_resume(tmp_path: Path, name: SamplerName) -> None:
     whole = tune(begin(tmp_path / "whole" / "r", **config(name)), a_machine())
-    assert len({record.plan.key for record in whole.records}) == 11
+    assert len({trial.plan.key for trial in whole.trials}) == 11
     machine, folder = a_machine(dies_at=9), tmp_path / "killed" / "r"
     with pytest.raises(Killed):
         tune(begin(folder, **config(name)), machine)
     machine.dies_at = None
-    assert told(tune(resume(folder), machine)) == told(whole)
+    assert outcomes(tune(resume(folder), machine)) == outcomes(whole)
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_samplers_propose_differently(tmp_path: Path) -> None:
     found = {}
     for name in NAMES:
         result = tune(begin(tmp_path / name / "r", **config(name, trials=10)), a_machine())
-        found[name] = tuple(record.plan.key for record in result.records)
+        found[name] = tuple(trial.plan.key for trial in result.trials)
     assert len(set(found.values())) == len(NAMES)
 
 

@@ -31,10 +31,10 @@ PASSWORDS = st.text(
 ).filter(lambda text: text not in SHOWN)
 
 
-def told(result: TuneResult) -> set[tuple[Any, ...]]:
+def outcomes(result: TuneResult) -> set[tuple[Any, ...]]:
     return {
-        (record.number, record.plan.key, record.told.verdict, record.told.value, record.told.repeats)
-        for record in result.records
+        (trial.number, trial.plan.key, trial.record.verdict, trial.record.value, trial.record.repeats)
+        for trial in result.trials
     }
 
 
@@ -114,14 +114,14 @@ def test_every_file_holds_the_same_study(tmp_path: Path, address: str) -> None:
     run = begin(tmp_path / "r", study={**STUDY, "storage": address})
     result = tune(run, FakeMachine(), observer=watching)
     reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
-    assert told(result) == told(reference)
+    assert outcomes(result) == outcomes(reference)
     assert f"optuna-dashboard {run.storage.shown}" in watching.messages
     storage: Any = run.storage.shown
     if address == "journal":
         storage = optuna.storages.JournalStorage(
             optuna.storages.journal.JournalFileBackend(run.storage.shown)
         )
-    assert len(optuna.load_study(study_name="r", storage=storage).trials) >= len(result.records)
+    assert len(optuna.load_study(study_name="r", storage=storage).trials) >= len(result.trials)
 
 
 @pytest.mark.parametrize("address", ["sqlite", "journal"])
@@ -131,7 +131,7 @@ def test_a_killed_tuner_goes_on_where_it_was(tmp_path: Path, address: str) -> No
     with pytest.raises(Killed):
         tune(begin(tmp_path / "r", study={**STUDY, "storage": address}), machine)
     machine.dies_at = None
-    assert told(tune(resume(tmp_path / "r"), machine)) == told(reference)
+    assert outcomes(tune(resume(tmp_path / "r"), machine)) == outcomes(reference)
 
 
 def test_a_run_with_a_journal_is_not_begun_again(tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_a_torn_journal_loses_its_last_record_alone(
     folder = tmp_path_factory.mktemp("torn")
     said: list[str] = []
     place = StudyStorage(folder=folder, run="r", address="journal", say=said.append)
-    records = data.draw(st.lists(st.dictionaries(st.text(max_size=5), st.integers(), max_size=3), max_size=6))
-    lines = [json.dumps(record).encode() + b"\n" for record in [*records, {"op": 1, "name": "whole"}]]
+    trials = data.draw(st.lists(st.dictionaries(st.text(max_size=5), st.integers(), max_size=3), max_size=6))
+    lines = [json.dumps(record).encode() + b"\n" for record in [*trials, {"op": 1, "name": "whole"}]]
     whole = b"".join(lines[:-1])
     torn = lines[-1][: data.draw(st.integers(1, len(lines[-1]) - 1))]
     assert place.file is not None
@@ -176,7 +176,7 @@ def test_a_torn_journal_is_mended_and_its_trial_told_again(tmp_path: Path) -> No
         file.write_bytes(content[:cut])
         watching = Watching()
         num_launched = len(machine.launched)
-        assert told(tune(resume(tmp_path / "r"), machine, observer=watching)) == told(reference)
+        assert outcomes(tune(resume(tmp_path / "r"), machine, observer=watching)) == outcomes(reference)
         assert len(machine.launched) == num_launched  # told from the folders
         assert any("its end was torn" in text for text in watching.messages)
 
@@ -193,7 +193,7 @@ def test_damage_inside_a_journal_is_refused_and_repaired(tmp_path: Path) -> None
         tune(resume(tmp_path / "r"), machine)
     lost = replace(run.storage, say=lambda text: None).repair()
     assert lost == 21 + sum(map(len, lines[middle + 1 :]))
-    assert told(tune(resume(tmp_path / "r"), machine)) == told(reference)
+    assert outcomes(tune(resume(tmp_path / "r"), machine)) == outcomes(reference)
 
 
 def test_the_lock_of_a_killed_writer_does_not_stall(tmp_path: Path) -> None:
@@ -318,6 +318,6 @@ def test_a_storage_that_fails_mid_run_ends_it_and_nothing_is_lost(
         monkeypatch.setattr(TuneStudy, "_tell", tell)
         num_launched = len(machine.launched)
         result = tune(resume(folder), machine)
-        assert told(result) == told(reference)
+        assert outcomes(result) == outcomes(reference)
         searched = [name for name, _ in machine.launched if "round" not in name]
         assert len(searched) == len(set(searched)) >= num_launched

@@ -12,7 +12,7 @@ from quartet_plugin.study.storage import StudyStorage
 from quartet_plugin.study.view import read_study
 from quartet_plugin.tuner.run_folder import TuningRun
 from tests.study.servers import PASSWORD, Postgres, Proxy, postgres
-from tests.study.test_storage import STUDY, told
+from tests.study.test_storage import STUDY, outcomes
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 
 
@@ -58,11 +58,11 @@ def test_a_server_holds_the_same_study_as_a_file(tmp_path: Path, url: str) -> No
     watching = Watching()
     run = begin_at(tmp_path / "r", url)
     result = tune(run, FakeMachine(), observer=watching)
-    assert told(result) == told(reference)
+    assert outcomes(result) == outcomes(reference)
     found = read_study(run.storage)
     assert found is not None
     assert {row.number for row in found.rows if row.is_finished} == {
-        record.number for record in result.records
+        record.number for record in result.trials
     }
     assert any("optuna-dashboard" in text and run.storage.study_name in text for text in watching.messages)
 
@@ -75,14 +75,14 @@ def test_a_killed_tuner_goes_on_where_it_was(tmp_path: Path, url: str) -> None:
     machine.dies_at = None
     again = resume(tmp_path / "r")
     config = again.config.model_copy(update={"study": again.config.study.model_copy(update={"storage": url})})
-    assert told(tune(replace(again, config=config), machine)) == told(reference)
+    assert outcomes(tune(replace(again, config=config), machine)) == outcomes(reference)
 
 
 def test_runs_of_one_name_share_a_server(tmp_path: Path, server: Postgres) -> None:
     first = begin_at(tmp_path / "a" / "r", server.url)
     second = begin_at(tmp_path / "b" / "r", server.url)
     results = [tune(run, FakeMachine()) for run in (first, second)]
-    assert told(results[0]) == told(results[1])
+    assert outcomes(results[0]) == outcomes(results[1])
     assert first.storage.study_name != second.storage.study_name
 
 
@@ -108,7 +108,7 @@ def test_the_password_may_come_from_the_environment(
         tune(begin_at(tmp_path / "without", address), FakeMachine())
     assert "\n" not in str(caught.value)
     monkeypatch.setenv("PGPASSWORD", PASSWORD)
-    assert tune(begin_at(tmp_path / "with", address), FakeMachine()).records
+    assert tune(begin_at(tmp_path / "with", address), FakeMachine()).trials
 
 
 def test_a_wrong_password_is_not_repeated(tmp_path: Path, server: Postgres) -> None:
@@ -134,7 +134,7 @@ def test_a_server_lost_mid_run_ends_it_and_the_next_tuner_tells_what_was_measure
         own.start()
         again = resume(tmp_path / "r")
         monkeypatch.setenv("PGPASSWORD", PASSWORD)
-        assert told(tune(again, machine)) == told(reference)
+        assert outcomes(tune(again, machine)) == outcomes(reference)
         names = [name for name, _ in machine.launched if "round" not in name]
         assert len(names) == len(set(names))
         assert num_launched == 4
@@ -154,7 +154,7 @@ def test_a_server_that_comes_back_is_waited_for(tmp_path: Path, monkeypatch: pyt
 
         with_storage(monkeypatch, sleep=sleep)
         result = tune(begin_at(tmp_path / "r", own.url), machine, observer=watching)
-        assert told(result) == told(reference)
+        assert outcomes(result) == outcomes(reference)
         assert slept
         assert any("it is asked again" in text for text in watching.messages)
 
@@ -171,7 +171,7 @@ def test_a_proxy_that_is_away_is_one_line(
     assert "\n" not in str(caught.value)
     proxy.start()
     reference = tune(begin(tmp_path / "s", study=STUDY), FakeMachine())
-    assert told(tune(resume(tmp_path / "r"), machine)) == told(reference)
+    assert outcomes(tune(resume(tmp_path / "r"), machine)) == outcomes(reference)
 
 
 def test_nothing_is_pickled(tmp_path: Path, server: Postgres) -> None:

@@ -5,16 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import parse_training_job
-from quartet_plugin.protocol.attempt_files import COMMAND, RESULT, TRIAL, RankFileReader, read_sheet
+from quartet_plugin.protocol.attempt_files import (
+    CommandSheet,
+    RankFileReader,
+    ResultSheet,
+    TrialSheet,
+    read_sheet,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "attempt"
 ATTEMPT = "0123456789abcdef" * 2
-SHEETS: dict[str, TypeAdapter[Any]] = {"trial": TRIAL, "command": COMMAND, "result": RESULT}
+SHEETS: dict[str, type[Any]] = {"trial": TrialSheet, "command": CommandSheet, "result": ResultSheet}
 
 
 @pytest.mark.parametrize("name", SHEETS)

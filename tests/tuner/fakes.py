@@ -198,7 +198,7 @@ def coordinator(run: TuningRun, machine: Any, **options: Any) -> Coordinator:
 def outcome(result: TuneResult) -> Any:
     """What a run comes to."""
     trials = [
-        (record.number, record.plan.key, record.told.verdict, record.told.value, record.told.repeats)
-        for record in result.records
+        (trial.number, trial.plan.key, trial.record.verdict, trial.record.value, trial.record.repeats)
+        for trial in result.trials
     ]
     return trials, [ranking.comparison for ranking in result.rankings], result.receipt

@@ -31,17 +31,17 @@ def finished(study: Any) -> list[Any]:
     return [trial for trial in study.trials if trial.state.is_finished()]
 
 
-def told(result: TuneResult) -> list[tuple[Any, ...]]:
+def outcomes(result: TuneResult) -> list[tuple[Any, ...]]:
     return [
-        (record.number, record.plan.key, record.told.verdict, record.told.value, record.told.repeats)
-        for record in result.records
+        (trial.number, trial.plan.key, trial.record.verdict, trial.record.value, trial.record.repeats)
+        for trial in result.trials
     ]
 
 
 def test_a_study_tries_every_axis_early_and_finds_a_faster_plan(tmp_path: Path) -> None:
     machine = FakeMachine()
     result = tune(begin(tmp_path / "r", search=SCALING, study={"trials": 14}), machine)
-    plans = [record.plan for record in result.records]
+    plans = [trial.plan for trial in result.trials]
     assert plans[0].key == result.baseline.key
     early = plans[:9]
     assert len({plan.shape for plan in early}) > 1
@@ -51,7 +51,7 @@ def test_a_study_tries_every_axis_early_and_finds_a_faster_plan(tmp_path: Path) 
     assert result.winner is not None
     assert result.winner.comparison.speedup.low > 1
     assert result.objective == "model_flops_per_s_per_device"
-    tried = [record for record in result.records[1:] if record.told.repeats is None]
+    tried = [trial for trial in result.trials[1:] if trial.record.repeats is None]
     assert len(tried) == 14
 
 
@@ -60,15 +60,15 @@ def test_one_other_shape_is_compared_with_the_own_one_by_model_flops(tmp_path: P
     search = {"scaling": {"tolerance": 0.05, "shapes": other.label}}
     result = tune(begin(tmp_path / "r", search=search, study={"trials": 5}), FakeMachine())
     assert result.objective == "model_flops_per_s_per_device"
-    assert {record.plan.shape for record in result.records[1:]} == {other}
+    assert {trial.plan.shape for trial in result.trials[1:]} == {other}
 
 
 def test_the_sampler_can_be_left_alone(tmp_path: Path) -> None:
     planned = tune(begin(tmp_path / "a", study={"trials": 4}), FakeMachine())
     alone = tune(begin(tmp_path / "b", study={"trials": 4, "starts": "none"}), FakeMachine())
-    first = planned.records[1].plan
-    assert first.key not in {record.plan.key for record in alone.records}
-    assert len(alone.records) >= len(planned.records)
+    first = planned.trials[1].plan
+    assert first.key not in {trial.plan.key for trial in alone.trials}
+    assert len(alone.trials) >= len(planned.trials)
 
 
 def test_no_plan_is_launched_twice_in_the_search(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_small_space_ends_when_nothing_new_is_left(tmp_path: Path) -> None:
         "schedule": "1f1b",
     }
     result = tune(begin(tmp_path / "r", search=fixed), machine, observer=watching)
-    assert len({record.plan.key for record in result.records}) == 5  # two splits, two mappings, the baseline
+    assert len({trial.plan.key for trial in result.trials}) == 5  # two splits, two mappings, the baseline
     assert any("no others" in text for text in watching.messages)
 
 
@@ -238,7 +238,7 @@ def test_plans_that_do_not_fit_are_told_with_a_constraint_and_never_win(tmp_path
         assert trial.state == optuna.trial.TrialState.COMPLETE
         assert trial.constraints == {"memory_excess": float(1 << 20)}
     assert study.best_trial.user_attrs["told"]["outcome"] == "OK"
-    assert all(r.record.plan.layout.data_parallel == 1 for r in result.rankings)
+    assert all(r.trial.plan.layout.data_parallel == 1 for r in result.rankings)
 
 
 def test_wrong_results_are_never_scored(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_trials_that_cannot_be_run_cost_no_budget_but_end_in_a_row(tmp_path: Pat
         return Outcome.INFRA if len(seen) in (3, 6) else Outcome.OK
 
     result = tune(begin(tmp_path / "r", study={"trials": 10}), FakeMachine(outcome=outcome))
-    verdicts = [record.told.verdict for record in result.records if record.told.repeats is None]
+    verdicts = [trial.record.verdict for trial in result.trials if trial.record.repeats is None]
     assert verdicts.count("lost") == 2
     assert len(verdicts) == 1 + 10 + 2
 
@@ -316,9 +316,9 @@ def test_a_deadline_that_is_too_short_for_the_own_command_is_named(tmp_path: Pat
 def test_a_run_is_the_same_again(tmp_path: Path) -> None:
     first = tune(begin(tmp_path / "a" / "r", study={"trials": 12}), FakeMachine())
     second = tune(begin(tmp_path / "b" / "r", study={"trials": 12}), FakeMachine())
-    assert told(first) == told(second)
+    assert outcomes(first) == outcomes(second)
     other = tune(begin(tmp_path / "c" / "r", study={"trials": 12, "seed": 1}), FakeMachine())
-    assert told(other) != told(first)
+    assert outcomes(other) != outcomes(first)
 
 
 @pytest.mark.slow
@@ -335,7 +335,7 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path, is_written: bool) -> None:
         with pytest.raises(Killed):
             tune(begin(folder, **config), machine)
         result = tune(resume(folder), machine)
-        assert told(result) == told(expected)
+        assert outcomes(result) == outcomes(expected)
         assert [r.comparison for r in result.rankings] == [r.comparison for r in expected.rankings]
         repeated = 0 if is_written else 1
         assert len(machine.launched) == len(whole.launched) + repeated
@@ -357,7 +357,7 @@ def test_stopping_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
     stops.clear()
     machine.on_launch = lambda request: None
     seen = Watching()
-    assert told(tune(resume(tmp_path / "r"), machine, observer=seen)) == told(expected)
+    assert outcomes(tune(resume(tmp_path / "r"), machine, observer=seen)) == outcomes(expected)
     for number in range(1, 5):  # what was measured before is shown again
         assert sum(line.startswith(f"trial {number}: ") and "tokens/s" in line for line in seen.messages) == 1
 
@@ -384,7 +384,7 @@ def test_the_baseline_is_measured_again_during_the_search_and_drift_counts(tmp_p
     assert result.controls[0].ratio == pytest.approx(1.0, abs=0.05)
     assert result.controls[1].ratio == pytest.approx(1 / 1.5, abs=0.05)
     assert sum("the machine has changed" in line for line in watching.messages) == 1
-    drifts = [record.told.drift for record in result.records if record.told.repeats is None]
+    drifts = [trial.record.drift for trial in result.trials if trial.record.repeats is None]
     assert drifts == [1.0] * 7 + [result.controls[1].ratio] * 3
     folders = [folder for folder, key in machine.launched if key is None and "round" not in folder]
     assert folders == ["000000", "000003", "000006"]
@@ -406,22 +406,22 @@ def test_what_is_measured_on_a_machine_that_has_slowed_down_is_compared_with_tha
     requests.clear()
     watching = Watching()
     found = tune(begin(tmp_path / "b" / "r", study=study), slower, observer=watching)
-    for one, other in zip(expected.records, found.records, strict=True):
+    for one, other in zip(expected.trials, found.trials, strict=True):
         assert one.plan.key == other.plan.key
-        assert other.told.value == pytest.approx(one.told.value)
-        assert one.told.iteration_s is not None
-        assert other.told.iteration_s == pytest.approx(one.told.iteration_s / other.told.drift)
+        assert other.record.value == pytest.approx(one.record.value)
+        assert one.record.iteration_s is not None
+        assert other.record.iteration_s == pytest.approx(one.record.iteration_s / other.record.drift)
     drifted = [one.slow_above_s for one in requests if one.folder.parent.name == "trials"]
-    for limit, before, record in zip(drifted[1:], limits[1:], found.records[1:], strict=True):
+    for limit, before, trial in zip(drifted[1:], limits[1:], found.trials[1:], strict=True):
         assert before is not None
-        assert limit == pytest.approx(before / record.told.drift)
+        assert limit == pytest.approx(before / trial.record.drift)
     shown = [re.fullmatch(r"trial (\d+): .* ([\d.]+)x the baseline", line) for line in watching.messages]
-    own_value = found.records[0].told.value
+    own_value = found.trials[0].record.value
     assert own_value is not None
     assert {int(one[1]): float(one[2]) for one in shown if one} == {
-        one.number: pytest.approx(one.told.value / own_value, abs=0.006)
-        for one in found.records
-        if one.told.value is not None and one.told.repeats is None
+        one.number: pytest.approx(one.record.value / own_value, abs=0.006)
+        for one in found.trials
+        if one.record.value is not None and one.record.repeats is None
     }
 
 
@@ -439,17 +439,17 @@ def test_what_is_far_behind_the_best_is_cut_short(tmp_path: Path) -> None:
     machine = FakeMachine(on_launch=requests.append, noise=0.0)
     result = tune(begin(tmp_path / "r", search=SCALING, study={"trials": 8}), machine)
     best = 0.0
-    for record in [one for one in result.records if one.told.repeats is None]:
-        request = next(one for one in requests if one.folder.name == f"{record.number:06d}")
-        if record.number == 0:
+    for trial in [one for one in result.trials if one.record.repeats is None]:
+        request = next(one for one in requests if one.folder.name == f"{trial.number:06d}")
+        if trial.number == 0:
             assert request.slow_above_s is None
         else:
             assert request.slow_above_s is not None
-            assert record.told.value is not None
-            assert record.told.iteration_s is not None
-            at_limit = record.told.value * record.told.iteration_s / request.slow_above_s
+            assert trial.record.value is not None
+            assert trial.record.iteration_s is not None
+            at_limit = trial.record.value * trial.record.iteration_s / request.slow_above_s
             assert at_limit == pytest.approx(best / 1.5)
-        best = max(best, record.told.value or 0.0)
+        best = max(best, trial.record.value or 0.0)
     assert all(one.slow_above_s is None for one in requests if "round" in one.folder.name)
 
 

@@ -38,9 +38,9 @@ class Writes:
         self._dies_before = dies_before
         self._connections: list[Any] = []
 
-    def connected(self, connection: Any, record: Any) -> None:
+    def connected(self, connection: Any, trial: Any) -> None:
         """A connection was made, and would end with its process."""
-        del record
+        del trial
         self._connections.append(connection)
 
     def let_go(self) -> None:
@@ -93,7 +93,7 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int, se
     folder = tmp_path / "whole" / "r"
     with watched(monkeypatch) as writes:
         result = whole_run(folder, machine())
-    assert {record.told.verdict for record in result.records} == {"measured", "wrong"}
+    assert {trial.record.verdict for trial in result.trials} == {"measured", "wrong"}
     assert result.winner is not None
     return outcome(result), writes.count, left(folder)
 

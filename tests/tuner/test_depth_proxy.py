@@ -81,7 +81,7 @@ def crop_launches(machine: FakeMachine) -> int:
 
 
 def ended_cropped(result: TuneResult) -> list[int]:
-    return [record.number for record in result.records if record.told.outcome == CROPPED]
+    return [trial.number for trial in result.trials if trial.record.outcome == CROPPED]
 
 
 def test_plans_that_are_behind_end_at_their_cropped_model(tmp_path: Path) -> None:
@@ -94,19 +94,19 @@ def test_plans_that_are_behind_end_at_their_cropped_model(tmp_path: Path) -> Non
     assert any("2 of 4 layers a stage first" in text for text in watching.messages)
     assert whole_launches(machine) == 13 - len(behind), "their whole models were not launched"
     assert crop_launches(machine) > len(behind), "the baseline is cropped too"
-    by_number = {record.number: record for record in result.records}
-    best_s = min(one.told.iteration_s or 9e9 for one in result.records if one.told.outcome == "OK")
+    by_number = {trial.number: trial for trial in result.trials}
+    best_s = min(one.record.iteration_s or 9e9 for one in result.trials if one.record.outcome == "OK")
     for number in behind:
-        record = by_number[number]
-        truth_s = steep(record.plan)
+        trial = by_number[number]
+        truth_s = steep(trial.plan)
         assert truth_s > best_s
-        assert record.told.iteration_s == pytest.approx(truth_s, rel=0.25)
-        assert record.told.num_iterations == 0
-    assert not set(behind) & {ranking.record.number for ranking in result.rankings}
+        assert trial.record.iteration_s == pytest.approx(truth_s, rel=0.25)
+        assert trial.record.num_iterations == 0
+    assert not set(behind) & {ranking.trial.number for ranking in result.rankings}
     assert result.winner is not None
-    told = read_study(run.storage)
-    assert read_history(run.folder.path, study=told).num_spent == 12, "they are trials of the study"
-    for view in (told, None):
+    record = read_study(run.storage)
+    assert read_history(run.folder.path, study=record).num_spent == 12, "they are trials of the study"
+    for view in (record, None):
         history = read_history(run.folder.path, study=view)
         rows = [row for row in history.trials if row.outcome == CROPPED]
         assert [row.number for row in rows] == behind
@@ -145,10 +145,10 @@ def test_cropped_models_of_a_machine_that_has_slowed_down_say_the_same(tmp_path:
     steady = tune(begin(tmp_path / "a", **config), FakeMachine(seconds=steep, noise=0.0))
     slowing = tune(begin(tmp_path / "b", **config), Slowing(seconds=steep, noise=0.0))
     assert [number for number in ended_cropped(slowing) if number > DRIFTS_AFTER]
-    assert slowing.records[-1].told.drift == pytest.approx(1.0 / 1.5)
-    for one, other in zip(steady.records, slowing.records, strict=True):
-        assert (one.plan.key, one.told.outcome) == (other.plan.key, other.told.outcome)
-        assert other.told.value == pytest.approx(one.told.value)
+    assert slowing.trials[-1].record.drift == pytest.approx(1.0 / 1.5)
+    for one, other in zip(steady.trials, slowing.trials, strict=True):
+        assert (one.plan.key, one.record.outcome) == (other.plan.key, other.record.outcome)
+        assert other.record.value == pytest.approx(one.record.value)
 
 
 @pytest.mark.slow

@@ -29,14 +29,14 @@ def test_the_same_cluster_is_told_what_was_measured(tmp_path: Path, earlier: Pat
     """It costs no budget, carries its source, and is launched again in the final rounds alone."""
     machine, watching = FakeMachine(outcome=no_data_parallel), Watching()
     result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier, observer=watching)
-    prior = [r for r in result.records if r.told.source and r.told.repeats is None]
+    prior = [r for r in result.trials if r.record.source and r.record.repeats is None]
     assert len(prior) >= 6
-    assert {record.told.verdict for record in prior} == {"measured", "infeasible"}
-    assert all((record.told.source or "").startswith("earlier:") for record in prior)
-    own = [r for r in result.records if r.number and r.told.source is None and r.told.repeats is None]
+    assert {trial.record.verdict for trial in prior} == {"measured", "infeasible"}
+    assert all((trial.record.source or "").startswith("earlier:") for trial in prior)
+    own = [r for r in result.trials if r.number and r.record.source is None and r.record.repeats is None]
     assert len(own) == 4
     searched = {key for name, key in machine.launched if "round" not in name}
-    assert not searched & {record.plan.key for record in prior}
+    assert not searched & {trial.plan.key for trial in prior}
     assert any(f"from earlier: {len(prior)} of its measurements" in text for text in watching.messages)
     assert result.winner is not None
     assert result.winner.comparison.plan.num_launches >= 3
@@ -48,9 +48,9 @@ def test_a_machine_that_became_slower_does_not_count(tmp_path: Path, earlier: Pa
 
     machine = FakeMachine(outcome=no_data_parallel, seconds=slower, noise=0.0)
     result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier)
-    for record in result.records:
-        if record.told.source and record.told.iteration_s is not None:
-            assert record.told.iteration_s == pytest.approx(slower(record.plan), rel=0.15)
+    for trial in result.trials:
+        if trial.record.source and trial.record.iteration_s is not None:
+            assert trial.record.iteration_s == pytest.approx(slower(trial.plan), rel=0.15)
 
 
 def test_what_the_other_run_measured_on_a_slower_machine_counts_as_it_would_have_before(
@@ -59,24 +59,24 @@ def test_what_the_other_run_measured_on_a_slower_machine_counts_as_it_would_have
     drifting = WritingMachine(noise=0.0)
     drifting.seconds = lambda plan: by_formula(plan) * (1.5 if len(drifting.launched) > 4 else 1.0)
     run, result = write_run(tmp_path / "drifted", drifting, study={"trials": 8, "rounds": 3, "control": 3})
-    drifts = {r.number: r.told.drift for r in result.records if r.told.repeats is None}
+    drifts = {r.number: r.record.drift for r in result.trials if r.record.repeats is None}
     assert min(drifts.values()) == pytest.approx(1.0 / 1.5)
     for study in (None, read_study(run.storage)):
         rows = read_history(tmp_path / "drifted", study=study).trials
         assert {row.number: row.drift for row in rows if row.repeats is None} == drifts
     found = tune(begin(tmp_path / "r", study=STUDY), FakeMachine(noise=0.0), prior=tmp_path / "drifted")
-    told = [r for r in found.records if r.told.source and r.told.iteration_s is not None]
-    assert len(told) >= 6
-    for record in told:
-        assert record.told.iteration_s == pytest.approx(by_formula(record.plan))
+    record = [r for r in found.trials if r.record.source and r.record.iteration_s is not None]
+    assert len(record) >= 6
+    for trial in record:
+        assert trial.record.iteration_s == pytest.approx(by_formula(trial.plan))
 
 
 def test_another_cluster_only_says_what_to_try_first(tmp_path: Path, earlier: Path) -> None:
     machine, watching = FakeMachine(cluster=make_nodes(1, 1)), Watching()
     result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier, observer=watching)
-    assert not any(record.told.source for record in result.records)
+    assert not any(trial.record.source for trial in result.trials)
     assert any("another job or cluster; 5 of its best plans come first" in text for text in watching.messages)
-    first = result.records[1].plan
+    first = result.trials[1].plan
     assert first.made_for.nodes == machine.cluster
     found = read_history(earlier)
     best = found.best
@@ -92,8 +92,8 @@ def test_a_resumed_run_has_it_already(tmp_path: Path, earlier: Path) -> None:
         tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier)
     machine.dies_at = None
     result = tune(resume(tmp_path / "r"), machine)
-    assert [replace(r.told, attempt_id="") for r in result.records] == [
-        replace(r.told, attempt_id="") for r in reference.records
+    assert [replace(r.record, attempt_id="") for r in result.trials] == [
+        replace(r.record, attempt_id="") for r in reference.trials
     ]
 
 
@@ -118,5 +118,5 @@ def test_many_that_did_not_fit_elsewhere_end_no_search(
     )
     machine = FakeMachine(outcome=outcome)
     result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier.folder.path)
-    own = [r for r in result.records if r.number and r.told.source is None and r.told.repeats is None]
+    own = [r for r in result.trials if r.number and r.record.source is None and r.record.repeats is None]
     assert len(own) == 4

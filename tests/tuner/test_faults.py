@@ -34,7 +34,7 @@ from quartet_plugin.tuner.run_folder import RunFolder, create_run, resume_run
 from quartet_plugin.tuner.time_budget import TimeBudget
 from tests.space.jobs import make_job
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
-from tests.tuner.test_finalists import launch, record
+from tests.tuner.test_finalists import launch, trial
 
 
 def is_own(plan: Plan) -> bool:
@@ -74,11 +74,11 @@ def test_row_17_a_run_that_lost_its_trials_goes_on_when_that_is_mended(tmp_path:
     is_broken.clear()
     machine.on_launch = lambda request: None
     result = tune(resume(tmp_path / "r"), machine)
-    verdicts = [record.told.verdict for record in result.records if record.told.repeats is None]
+    verdicts = [trial.record.verdict for trial in result.trials if trial.record.repeats is None]
     assert verdicts.count("lost") == 3
     assert verdicts.count("measured") == 1 + 8
-    kept = [(record.number, record.told.value) for record in expected.records[:4]]
-    assert [(record.number, record.told.value) for record in result.records[:4]] == kept
+    kept = [(trial.number, trial.record.value) for trial in expected.trials[:4]]
+    assert [(trial.number, trial.record.value) for trial in result.trials[:4]] == kept
 
 
 def test_row_17_final_rounds_that_cannot_be_run_are_not_nothing_better(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_row_17_one_lost_launch_of_the_final_rounds_costs_that_round_alone(tmp_p
     machine.on_launch = lose
     result = tune(begin(tmp_path / "r", study={"trials": 6, "rounds": 5}), machine)
     (name,) = lost
-    short = next(ranking for ranking in result.rankings if ranking.record.number == int(name[:6]))
+    short = next(ranking for ranking in result.rankings if ranking.trial.number == int(name[:6]))
     assert short.comparison.plan.num_launches in (4, 9)  # with or without a confirmation
 
 
@@ -131,9 +131,9 @@ def test_row_15_a_plan_that_was_lost_may_be_tried_again(tmp_path: Path) -> None:
         return Outcome.OK
 
     result = tune(begin(tmp_path / "r", **config), FakeMachine(outcome=outcome))
-    told = [record.told.verdict for record in result.records if record.plan.key == lost[0]]
-    assert told[0] == "lost"
-    assert "measured" in told[1:]
+    record = [trial.record.verdict for trial in result.trials if trial.plan.key == lost[0]]
+    assert record[0] == "lost"
+    assert "measured" in record[1:]
 
 
 # Row 16: the time of a run
@@ -226,7 +226,7 @@ def test_row_29_a_full_disk_ends_the_run_with_its_last_words(
     assert "No space left" in last["reason"]
     num_launched = len(machine.launched)
     result = tune(resume(folder), machine)
-    assert [record.told.value for record in result.records] == [r.told.value for r in expected.records]
+    assert [trial.record.value for trial in result.trials] == [r.record.value for r in expected.trials]
     assert machine.launched[num_launched][0] != machine.launched[num_launched - 1][0]  # it was on the disk
 
 
@@ -265,7 +265,7 @@ def test_row_36_times_of_other_devices_are_not_told(tmp_path: Path) -> None:
     assert caught.value.exit_code is ExitCode.INFRASTRUCTURE
     place[0] = home
     result = tune(resume(tmp_path / "r"), machine)
-    assert [record.told.value for record in result.records] == [r.told.value for r in expected.records]
+    assert [trial.record.value for trial in result.trials] == [r.record.value for r in expected.trials]
     assert [name for name, _ in machine.launched].count("000003") == 3
 
 
@@ -338,7 +338,7 @@ def test_row_41_a_plan_that_failed_never_wins(tmp_path: Path) -> None:
     machine.seconds, machine.outcome, machine.on_launch = seconds, outcome, look
     run = begin(tmp_path / "r", study={"trials": 8})
     result = tune(run, machine)
-    assert any(record.plan.layout.data_parallel == 2 for record in result.records)
+    assert any(trial.plan.layout.data_parallel == 2 for trial in result.trials)
     assert result.winner is None
     assert write_best(result, run=run) is None
     assert not run.folder.best_plan.exists()
@@ -363,7 +363,7 @@ def test_row_42_an_own_command_that_was_mended_is_launched_again(
         tune(begin(tmp_path / "r", study={"trials": 2}), machine)
     machine.outcome = lambda plan: Outcome.OK
     run = resume(tmp_path / "r") if is_resumed else begin(tmp_path / "r", study={"trials": 2})
-    assert len(tune(run, machine).records) >= 3
+    assert len(tune(run, machine).trials) >= 3
 
 
 def test_row_6_an_own_command_that_only_starts_slowly_is_told_what_to_raise(tmp_path: Path) -> None:
@@ -424,8 +424,8 @@ def num_winners(
             budget=TimeBudget(limit_s=None, clock=lambda: 0.0),
             observer=Watching(),
         )
-        own = SimpleNamespace(plan=record(0, value=1.0, layers=4).plan, objective="tokens_per_s", value=1.0)
-        chosen = [record(number, value=1.0, layers=4 + number) for number in (1, 2, 3)]
+        own = SimpleNamespace(plan=trial(0, value=1.0, layers=4).plan, objective="tokens_per_s", value=1.0)
+        chosen = [trial(number, value=1.0, layers=4 + number) for number in (1, 2, 3)]
         winners += winner_of(played.measure(chosen, yardstick=own)) is not None  # type: ignore[arg-type]
     return winners
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.model.plan import Plan, Split
-from quartet_plugin.model.trial_record import Record, TrialRecord
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.best_plan import command_text, write_best
 from quartet_plugin.tuner.config import parse_config
@@ -19,10 +19,10 @@ from quartet_plugin.tuner.run_folder import TuningRun, create_run
 from tests.model.plans import PLAN
 
 
-def record(number: int, *, value: float | None, repeats: int | None = None, layers: int = 6) -> Record:
+def trial(number: int, *, value: float | None, repeats: int | None = None, layers: int = 6) -> FinishedTrial:
     plan = replace(PLAN, split=Split(transformer_layers_per_stage=(layers, 8 - layers)))
     verdict = "measured" if value is not None else "infeasible"
-    told = TrialRecord(
+    record = TrialRecord(
         verdict="measured" if value is not None else "infeasible",
         outcome=verdict,
         reason="",
@@ -30,7 +30,7 @@ def record(number: int, *, value: float | None, repeats: int | None = None, laye
         value=value,
         repeats=repeats,
     )
-    return Record(number=number, plan=plan, told=told)
+    return FinishedTrial(number=number, plan=plan, record=record)
 
 
 def launch(seconds: float) -> TrialResult:
@@ -51,9 +51,9 @@ def ranked(own: list[float], theirs: list[float], *, num_asked: int = 5) -> list
         0: {at: launch(seconds) for at, seconds in enumerate(own)},
         3: {at: launch(seconds) for at, seconds in enumerate(theirs)},
     }
-    baseline: Plan = record(0, value=1.0, layers=4).plan
+    baseline: Plan = trial(0, value=1.0, layers=4).plan
     return rank(
-        [record(3, value=1.0)],
+        [trial(3, value=1.0)],
         baseline=baseline,
         launches=launches,
         objective="tokens_per_s",
@@ -63,29 +63,29 @@ def ranked(own: list[float], theirs: list[float], *, num_asked: int = 5) -> list
 
 
 def test_candidates_are_the_best_plans_once_and_never_the_baseline() -> None:
-    records = [
-        record(0, value=100.0, layers=4),
-        record(1, value=99.0, layers=5),
-        record(2, value=None, layers=6),
-        record(3, value=120.0, layers=7),
-        record(4, value=120.0, layers=7, repeats=3),
-        record(5, value=130.0, layers=4),
-        record(6, value=60.0, layers=8),
-        record(7, value=110.0, layers=3),
+    trials = [
+        trial(0, value=100.0, layers=4),
+        trial(1, value=99.0, layers=5),
+        trial(2, value=None, layers=6),
+        trial(3, value=120.0, layers=7),
+        trial(4, value=120.0, layers=7, repeats=3),
+        trial(5, value=130.0, layers=4),
+        trial(6, value=60.0, layers=8),
+        trial(7, value=110.0, layers=3),
     ]
-    chosen = candidates(records, baseline_value=100.0, top_k=5)
+    chosen = candidates(trials, baseline_value=100.0, top_k=5)
     assert [one.number for one in chosen] == [3, 7, 1]
-    assert [one.number for one in candidates(records, baseline_value=100.0, top_k=1)] == [3]
+    assert [one.number for one in candidates(trials, baseline_value=100.0, top_k=1)] == [3]
 
 
 def test_what_more_is_known_of_counts_before_a_lucky_launch() -> None:
-    records = [
-        record(0, value=100.0, layers=4),
-        record(1, value=150.0, layers=5),
-        record(2, value=120.0, layers=6),
-        record(3, value=110.0, layers=7),
+    trials = [
+        trial(0, value=100.0, layers=4),
+        trial(1, value=150.0, layers=5),
+        trial(2, value=120.0, layers=6),
+        trial(3, value=110.0, layers=7),
     ]
-    chosen = candidates(records, baseline_value=100.0, top_k=5, believed={1: 118.0, 3: 80.0})
+    chosen = candidates(trials, baseline_value=100.0, top_k=5, believed={1: 118.0, 3: 80.0})
     assert [one.number for one in chosen] == [2, 1, 3]
 
 
@@ -167,7 +167,7 @@ def test_the_shell_line_says_exactly_the_users_words(tmp_path: Path) -> None:
 def test_without_a_winner_no_plan_is_left(tmp_path: Path) -> None:
     run = a_run(tmp_path, "python", "x.py")
     win = ranked([1.0] * 5, [0.5] * 5)[0]
-    found = TuneResult(objective="tokens_per_s", baseline=PLAN, records=(), rankings=(win,), winner=win)
+    found = TuneResult(objective="tokens_per_s", baseline=PLAN, trials=(), rankings=(win,), winner=win)
     plan = write_best(found, run=run)
     assert plan is not None
     assert plan.measurement == win.comparison

@@ -131,7 +131,7 @@ def test_a_study_stands_on_it(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text(json.dumps(probed()))
     keep_machine(MachineConfig(cluster="cluster.json"), cwd=tmp_path, folder=run.folder)
     result = tune(run, FakeMachine())
-    assert len(result.records) == 4
+    assert len(result.trials) == 4
     (tmp_path / "cluster.json").write_text(json.dumps(probed(nodes=[{"name": "here", "devices": ["core"]}])))
     other = begin(tmp_path / "other", study={"trials": 3})
     keep_machine(MachineConfig(cluster="cluster.json"), cwd=tmp_path, folder=other.folder)

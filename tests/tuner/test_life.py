@@ -59,7 +59,7 @@ class Life(RuleBasedStateMachine):
     def begin(self) -> None:
         """A run whose baseline was measured."""
         self.folder = Path(tempfile.mkdtemp(prefix="quartet-life-", dir=PLACE))
-        self.told: dict[int, tuple[str, float | None, str]] = {}
+        self.record: dict[int, tuple[str, float | None, str]] = {}
         self.generations: list[int] = []
         self.stale: list[Tuner] = []
         self.late: list[Attempt] = []
@@ -94,7 +94,7 @@ class Life(RuleBasedStateMachine):
         """First the trial that an earlier tuner did not live to tell."""
         self.now.lease.check()
         self.now.proposal = self.now.study.unfinished() or self.now.study.ask()
-        assert self.now.proposal.number not in self.told
+        assert self.now.proposal.number not in self.record
 
     @precondition(lambda self: self.now.proposal is not None and self.now.attempt is None)
     @rule()
@@ -136,10 +136,10 @@ class Life(RuleBasedStateMachine):
         if result is None:
             return
         self.now.lease.check()
-        told = record_of(proposal.plan, result, objective="tokens_per_s")
-        self.now.study.tell(proposal, told)
-        assert proposal.number not in self.told, "told twice"
-        self.told[proposal.number] = (told.attempt_id, told.value, told.verdict)
+        record = record_of(proposal.plan, result, objective="tokens_per_s")
+        self.now.study.tell(proposal, record)
+        assert proposal.number not in self.record, "told twice"
+        self.record[proposal.number] = (record.attempt_id, record.value, record.verdict)
         self.now.study.tell(proposal, replace(BASELINE, value=1e9))  # changes nothing
         self.now.proposal = None
 
@@ -213,10 +213,10 @@ class Life(RuleBasedStateMachine):
     def every_trial_is_told_once_and_stays_as_it_was_told(self) -> None:
         """By its number: the attempt, the value and the verdict."""
         if hasattr(self, "now"):
-            records = [record for record in self.now.study.records() if record.number > 0]
-            found = {r.number: (r.told.attempt_id, r.told.value, r.told.verdict) for r in records}
-            assert found == self.told
-            assert num_spent(self.now.study.records()) == sum(one[2] != "lost" for one in self.told.values())
+            trials = [trial for trial in self.now.study.trials() if trial.number > 0]
+            found = {r.number: (r.record.attempt_id, r.record.value, r.record.verdict) for r in trials}
+            assert found == self.record
+            assert num_spent(self.now.study.trials()) == sum(one[2] != "lost" for one in self.record.values())
 
     @invariant()
     def one_generation_writes_and_each_is_newer(self) -> None:

@@ -59,10 +59,10 @@ def zb_v_is_wrong(plan: Plan) -> bool:
     return plan.schedule.label != "zb-v"
 
 
-def told(result: TuneResult) -> list[tuple[Any, ...]]:
+def outcomes(result: TuneResult) -> list[tuple[Any, ...]]:
     return [
-        (record.number, record.plan.key, record.told.verdict, record.told.value, record.told.repeats)
-        for record in result.records
+        (trial.number, trial.plan.key, trial.record.verdict, trial.record.value, trial.record.repeats)
+        for trial in result.trials
     ]
 
 
@@ -86,7 +86,7 @@ def test_a_kind_is_checked_once_before_its_first_timing_and_a_plan_before_it_win
 
     machine.gate = gate
     result = tune(run, machine)
-    in_search = [r.plan for r in result.records if is_ours(r.plan) and r.told.repeats is None]
+    in_search = [r.plan for r in result.trials if is_ours(r.plan) and r.record.repeats is None]
     assert len({kind_of(plan) for plan in in_search}) >= 3
     for kind in {kind_of(plan) for plan in in_search}:
         first = next(plan for plan in in_search if kind_of(plan) == kind)
@@ -95,7 +95,7 @@ def test_a_kind_is_checked_once_before_its_first_timing_and_a_plan_before_it_win
         siblings = {plan.key for plan in in_search if kind_of(plan) == kind}
         assert all(("timed", key) not in order[:at] for key in siblings)
     assert result.winner is not None
-    winner = result.winner.record.plan
+    winner = result.winner.trial.plan
     assert is_ours(winner)
     final = next(at for at, (what, _) in enumerate(order) if what == "final")
     assert ("checked", winner.key) in order[:final]
@@ -122,20 +122,20 @@ def test_what_fails_is_quarantined_and_the_study_goes_on(tmp_path: Path) -> None
     machine, watching = FakeMachine(seconds=ours_is_faster, gate=zb_v_is_wrong), Watching()
     run = begin(tmp_path / "r", **OURS)
     result = tune(run, machine, observer=watching)
-    wrong = [record for record in result.records if record.plan.schedule.label == "zb-v"]
+    wrong = [trial for trial in result.trials if trial.plan.schedule.label == "zb-v"]
     assert wrong
-    assert {record.told.verdict for record in wrong} == {"wrong"}
-    assert all(record.told.value is None for record in wrong)
-    assert [record.told.repeats is None for record in wrong] == [True] + [False] * (len(wrong) - 1)
-    assert {record.told.repeats for record in wrong[1:]} <= {wrong[0].number}
-    keys = {record.plan.key for record in wrong}
+    assert {trial.record.verdict for trial in wrong} == {"wrong"}
+    assert all(trial.record.value is None for trial in wrong)
+    assert [trial.record.repeats is None for trial in wrong] == [True] + [False] * (len(wrong) - 1)
+    assert {trial.record.repeats for trial in wrong[1:]} <= {wrong[0].number}
+    keys = {trial.plan.key for trial in wrong}
     assert not keys & {key for _, key in machine.launched}
     assert sum(plan.schedule.label == "zb-v" for plan in machine.checked) == 1
-    assert len([r for r in result.records[1:] if r.told.repeats is None]) == 12
+    assert len([r for r in result.trials[1:] if r.record.repeats is None]) == 12
     assert [event["trial"] for event in events(run, "quarantine")] == [wrong[0].number]
     assert sum("zb-v (v) does not train as stock does" in line for line in watching.messages) == 1
     assert result.winner is not None
-    assert result.winner.record.plan.schedule.label != "zb-v"
+    assert result.winner.trial.plan.schedule.label != "zb-v"
 
 
 def test_a_leader_that_fails_by_itself_cannot_win(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_leader_that_fails_by_itself_cannot_win(tmp_path: Path) -> None:
     failed = [plan for plan in machine.checked if first[kind_of(plan)] != plan.key]
     assert failed
     assert any(" is out: " in line and "does not train as stock does" in line for line in watching.messages)
-    assert result.winner is None or kind_of_any(result.winner.record.plan) not in {*map(kind_of, failed)}
+    assert result.winner is None or kind_of_any(result.winner.trial.plan) not in {*map(kind_of, failed)}
 
 
 def test_a_trial_that_diverges_quarantines_its_kind(tmp_path: Path) -> None:
@@ -163,12 +163,12 @@ def test_a_trial_that_diverges_quarantines_its_kind(tmp_path: Path) -> None:
     machine = FakeMachine(outcome=outcome)
     run = begin(tmp_path / "r", **OF_EVERY_KIND)
     result = tune(run, machine)
-    diverged = [record for record in result.records if record.plan.schedule.label == "zb-h1"]
-    assert {record.told.verdict for record in diverged} == {"wrong"}
+    diverged = [trial for trial in result.trials if trial.plan.schedule.label == "zb-h1"]
+    assert {trial.record.verdict for trial in diverged} == {"wrong"}
     launched = {key for _, key in machine.launched}
-    assert sum(record.plan.key in launched for record in diverged) == 1
+    assert sum(trial.plan.key in launched for trial in diverged) == 1
     again = tune(resume(tmp_path / "r"), machine)
-    assert told(again) == told(result)
+    assert outcomes(again) == outcomes(result)
 
 
 @pytest.mark.parametrize(
@@ -187,13 +187,13 @@ def test_a_check_that_says_nothing_does_not_stop_the_study(
 
     machine = FakeMachine(gate=gate)
     result = tune(begin(tmp_path / "r", **OURS), machine)
-    own = [record for record in result.records if is_ours(record.plan)]
+    own = [trial for trial in result.trials if is_ours(trial.plan)]
     assert own
-    assert {record.told.verdict for record in own} == {verdict}
-    assert not {record.plan.key for record in own} & {key for _, key in machine.launched}
-    assert any(record.told.repeats is None for record in own) == is_spent
+    assert {trial.record.verdict for trial in own} == {verdict}
+    assert not {trial.plan.key for trial in own} & {key for _, key in machine.launched}
+    assert any(trial.record.repeats is None for trial in own) == is_spent
     assert len(machine.checked) == 1 or is_spent
-    assert any(record.told.verdict == "measured" for record in result.records[1:])
+    assert any(trial.record.verdict == "measured" for trial in result.trials[1:])
 
 
 def test_a_check_that_was_broken_is_infrastructure(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_killed_in_a_check_the_run_resumes_exactly(tmp_path: Path, is_failing: b
         weights.mkdir(parents=True, exist_ok=True)
         (weights / "torn").write_bytes(b"half")
         result = tune(resume(folder), killed)
-        assert told(result) == told(expected)
+        assert outcomes(result) == outcomes(expected)
         assert [r.comparison for r in result.rankings] == [r.comparison for r in expected.rankings]
         assert [plan.key for plan in killed.checked] == [
             plan.key for at, plan in enumerate(whole.checked) for _ in range(2 if at == dies_in else 1)
@@ -248,7 +248,7 @@ def test_a_finished_run_checks_nothing_again(tmp_path: Path) -> None:
     first = tune(begin(tmp_path / "r", **OURS), machine)
     count = len(machine.checked)
     again = tune(resume(tmp_path / "r"), machine)
-    assert told(again) == told(first)
+    assert outcomes(again) == outcomes(first)
     assert len(machine.checked) == count
     assert again.receipt == first.receipt is not None
 
@@ -258,7 +258,7 @@ def test_a_torn_receipt_is_made_again(tmp_path: Path) -> None:
     run = begin(tmp_path / "r", **OURS)
     first = tune(run, machine)
     assert first.winner is not None
-    key = first.winner.record.plan.key
+    key = first.winner.trial.plan.key
     (run.folder.parity / f"plan-{key[:12]}" / "plan.parity.json").write_text('{"schema_version": 1, "pl')
     count = len(machine.checked)
     again = tune(resume(tmp_path / "r"), machine)
@@ -301,4 +301,4 @@ def test_ctrl_c_in_a_check_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
         tune(run, machine)
     assert not run.folder.parity_weights.exists()
     assert events(run, "interrupted")
-    assert told(tune(resume(tmp_path / "r"), machine)) == told(expected)
+    assert outcomes(tune(resume(tmp_path / "r"), machine)) == outcomes(expected)

@@ -55,9 +55,9 @@ def best_of(*nodes: int, **truth: Any) -> float:
 
 def trials_until_near(result: TuneResult, machine: FakeMachine, *, best: float) -> int:
     """Finished trials, the baseline not counted, until a plan within 2 % of the best was measured."""
-    own = [record for record in result.records[1:] if record.told.repeats is None]
-    for count, record in enumerate(own, start=1):
-        if machine.seconds(record.plan) <= NEAR * best:
+    own = [trial for trial in result.trials[1:] if trial.record.repeats is None]
+    for count, trial in enumerate(own, start=1):
+        if machine.seconds(trial.plan) <= NEAR * best:
             return count
     return len(own) + 1
 
@@ -98,16 +98,16 @@ def test_the_sampler_alone_needs_five_times_as_many(tmp_path: Path) -> None:
     assert 5 * statistics.median(counts["auto"]) <= statistics.median(counts["none"]), counts
 
 
-def told(result: TuneResult) -> list[tuple[Any, ...]]:
+def outcomes(result: TuneResult) -> list[tuple[Any, ...]]:
     return [
         (
-            record.number,
-            record.plan.key,
-            record.told.value,
-            record.told.predicted_s,
-            record.told.predicted_spread,
+            trial.number,
+            trial.plan.key,
+            trial.record.value,
+            trial.record.predicted_s,
+            trial.record.predicted_spread,
         )
-        for record in result.records
+        for trial in result.trials
     ]
 
 
@@ -122,7 +122,7 @@ def test_a_killed_study_proposes_as_if_it_had_not_been(tmp_path: Path, is_writte
         folder = tmp_path / f"{dies_at}" / "r"
         with pytest.raises(Killed):
             tune(begin(folder, **config), machine)
-        assert told(tune(resume(folder), machine)) == told(expected)
+        assert outcomes(tune(resume(folder), machine)) == outcomes(expected)
 
 
 def test_no_plan_is_proposed_twice_and_the_sampler_has_its_turns(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_no_plan_is_proposed_twice_and_the_sampler_has_its_turns(tmp_path: Path)
     assert enqueued[:2] == [True, True]
     assert not enqueued[2]
     assert all(
-        record.told.repeats is None for record, was in zip(result.records[1:], enqueued, strict=True) if was
+        trial.record.repeats is None for trial, was in zip(result.trials[1:], enqueued, strict=True) if was
     )
 
 
@@ -146,8 +146,8 @@ def test_without_turns_for_the_sampler_every_trial_is_the_rankers(tmp_path: Path
     machine, _ = machine_of(2, **WRONG)
     run = begin(tmp_path / "r", search=SEARCH, study={"trials": 6, "explore": 0, "rounds": 3, "top_k": 1})
     result = tune(run, machine)
-    assert all(record.told.predicted_s is not None for record in result.records[1:])
-    assert all(record.told.repeats is None for record in result.records)
+    assert all(trial.record.predicted_s is not None for trial in result.trials[1:])
+    assert all(trial.record.repeats is None for trial in result.trials)
 
 
 def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
@@ -156,13 +156,13 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
     machine.on_launch = lambda request: seen.append(request.plan) if request.plan is not None else None
     run = begin(tmp_path / "r", search=SEARCH, study={"trials": 8, "explore": 0, "rounds": 3, "top_k": 1})
     result = tune(run, machine)
-    for record, plan in zip(result.records[1:], seen, strict=False):
+    for trial, plan in zip(result.trials[1:], seen, strict=False):
         assert plan.prediction is not None
-        assert plan.prediction.iteration_s == record.told.predicted_s
+        assert plan.prediction.iteration_s == trial.record.predicted_s
     off = [
-        abs(np.log(record.told.predicted_s / record.told.iteration_s))
-        for record in result.records[1:]
-        if record.told.predicted_s and record.told.iteration_s
+        abs(np.log(trial.record.predicted_s / trial.record.iteration_s))
+        for trial in result.trials[1:]
+        if trial.record.predicted_s and trial.record.iteration_s
     ]
     assert statistics.mean(off[-3:]) < statistics.mean(off[:3])
 

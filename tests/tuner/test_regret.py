@@ -18,7 +18,7 @@ from quartet_plugin.cost.estimate import relative_cost
 from quartet_plugin.model.measurement import Comparison, Interval, Measurement
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.regret import Regret, read_regret
-from quartet_plugin.model.trial_record import Record, TrialRecord
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.best_plan import write_best
@@ -52,19 +52,19 @@ def some_plans() -> tuple[Plan, ...]:
     return tuple(found.values())[:60]
 
 
-def record(number: int, plan: Plan, value: float | None) -> Record:
+def trial(number: int, plan: Plan, value: float | None) -> FinishedTrial:
     is_measured = value is not None
-    told = TrialRecord(
+    record = TrialRecord(
         verdict="measured" if is_measured else "infeasible",
         outcome="OK" if is_measured else "INFEASIBLE",
         reason="",
         attempt_id="",
         value=value,
     )
-    return Record(number=number, plan=plan, told=told)
+    return FinishedTrial(number=number, plan=plan, record=record)
 
 
-def ranking(one: Record, ratios: Sequence[float]) -> FinalistResult:
+def ranking(one: FinishedTrial, ratios: Sequence[float]) -> FinalistResult:
     flat = Interval(median=1.0, low=1.0, high=1.0)
     measured = Measurement(
         iteration_s=flat,
@@ -77,7 +77,7 @@ def ranking(one: Record, ratios: Sequence[float]) -> FinalistResult:
     compared = Comparison(
         objective="tokens_per_s", plan=measured, baseline=measured, speedup=bootstrap_median(ratios, seed=0)
     )
-    return FinalistResult(record=one, comparison=compared, ratios=tuple(ratios), surely=compared.speedup.low)
+    return FinalistResult(trial=one, comparison=compared, ratios=tuple(ratios), surely=compared.speedup.low)
 
 
 def ended(
@@ -85,14 +85,14 @@ def ended(
 ) -> FinishedSearch:
     """A search that measured `values` (over the baseline's) and a winner with its final ratios."""
     space = a_space()
-    records = [record(0, space.baseline, 1.0)]
-    records += [record(at, plan, value) for at, (plan, value) in enumerate(values.items(), 1)]
+    trials = [trial(0, space.baseline, 1.0)]
+    trials += [trial(at, plan, value) for at, (plan, value) in enumerate(values.items(), 1)]
     won = None
     if winner is not None:
-        won = ranking(next(one for one in records if one.plan.key == winner.key), ratios)
+        won = ranking(next(one for one in trials if one.plan.key == winner.key), ratios)
     return FinishedSearch(
         baseline=space.baseline,
-        records=records,
+        trials=trials,
         rankings=[] if won is None else [won],
         winner=won,
         objective="tokens_per_s",
@@ -120,7 +120,7 @@ def test_too_few_trials_say_nothing() -> None:
 
 def test_where_every_plan_was_tried_nothing_is_left() -> None:
     search = four_tried()
-    found = estimated(search, untried=[one.plan for one in search.records])
+    found = estimated(search, untried=[one.plan for one in search.trials])
     assert (found.gain.high, found.num_untried, found.source) == (0.0, 0, "every plan was tried")
 
 
@@ -246,7 +246,7 @@ def _cost(plan: Plan) -> float:
 
 def test_the_noise_of_a_launch_is_read_off_the_final_rounds() -> None:
     generator = random.Random(1)
-    one = record(1, some_plans()[0], 1.0)
+    one = trial(1, some_plans()[0], 1.0)
     ratios = [math.exp(generator.gauss(0.1, 0.05 * math.sqrt(2))) for _ in range(400)]
     found = noise_of_rounds([ranking(one, ratios)])
     assert found == pytest.approx(0.05, rel=0.15)
@@ -260,7 +260,7 @@ def test_untried_plans_are_new_and_near_the_best_as_well() -> None:
         found = untried_plans(space, search)
         keys = [plan.key for plan in found]
         assert len(keys) == len(set(keys)) > 50
-        assert not {one.plan.key for one in search.records} & set(keys)
+        assert not {one.plan.key for one in search.trials} & set(keys)
         assert found == untried_plans(space, search)
         by_chance = sum(plan.layout == best.layout for plan in plans) / len(plans)
         assert sum(plan.layout == best.layout for plan in found) > 2.0 * by_chance * len(found)

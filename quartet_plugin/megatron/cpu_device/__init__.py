@@ -6,14 +6,21 @@ Importing this package does nothing and imports neither torch nor Megatron. A ra
    a process starts;
 2. `install()`, before Megatron is imported: torch's CUDA surface then answers for the CPU;
 3. the training script, with `required_flags()` appended to its arguments;
-4. `leave()`, when the script has ended well.
+4. `exit_now()`, when the script has ended well.
 
-There is no way back inside a process: what Megatron imports binds the redirected names.
+`uninstall()` restores every redirected name; modules that have imported one by name meanwhile keep it.
 """
 
-from quartet_plugin.megatron.cpu_device.ending import leave
-from quartet_plugin.megatron.cpu_device.environment import ensure_environment, environment
 from quartet_plugin.megatron.cpu_device.flags import required_flags
-from quartet_plugin.megatron.cpu_device.installation import install, is_installed
+from quartet_plugin.megatron.cpu_device.installation import install, is_installed, uninstall
+from quartet_plugin.megatron.cpu_device.process import ensure_environment, environment, exit_now
 
-__all__ = ["ensure_environment", "environment", "install", "is_installed", "leave", "required_flags"]
+__all__ = [
+    "ensure_environment",
+    "environment",
+    "exit_now",
+    "install",
+    "is_installed",
+    "required_flags",
+    "uninstall",
+]

@@ -7,17 +7,26 @@ With Apex's and Transformer Engine's Adam a run resumes as if it had never stopp
 import functools
 from typing import Any
 
+from quartet_plugin.rank.seams import Redirect
 
-def resume_with_torch_adam() -> None:
-    """Rebind the three methods of Megatron's `DistributedOptimizer` that loading goes through."""
-    import torch
-    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 
-    if HAVE_APEX_OR_TE:
-        return
-    sharded_state_dict = DistributedOptimizer.sharded_state_dict
-    load_state_dict = DistributedOptimizer.load_state_dict
+def redirects() -> list[Redirect]:
+    """The three methods of Megatron's `DistributedOptimizer` that loading goes through."""
+    from megatron.core.optimizer import distrib_optimizer
 
+    wrappers = {
+        "sharded_state_dict": _with_state,
+        "load_state_dict": _with_step_counts,
+        "_set_main_param_and_optimizer_states": _all_but_the_step,
+    }
+    return [
+        Redirect(distrib_optimizer.__name__, f"DistributedOptimizer.{name}", wrap)
+        for name, wrap in wrappers.items()
+        if not distrib_optimizer.HAVE_APEX_OR_TE
+    ]
+
+
+def _with_state(sharded_state_dict: Any) -> Any:
     @functools.wraps(sharded_state_dict)
     def with_state(self: Any, model: Any, is_loading: bool = False, *args: Any, **kwargs: Any) -> Any:
         # The step count is read from the state before anything is loaded, and torch's Adam has no state
@@ -27,8 +36,14 @@ def resume_with_torch_adam() -> None:
             self._init_optimizer_states_with_dummy_values()
         return sharded_state_dict(self, model, is_loading, *args, **kwargs)
 
+    return with_state
+
+
+def _with_step_counts(load_state_dict: Any) -> Any:
+    import torch
+
     @functools.wraps(load_state_dict)
-    def with_own_step_counts(self: Any, state_dict: Any) -> Any:
+    def load(self: Any, state_dict: Any) -> Any:
         result = load_state_dict(self, state_dict)
         # Every parameter was given one and the same tensor as its step count, and then an old value in it.
         (step,) = {group["step"] for group in state_dict["optimizer"]["param_groups"]}
@@ -36,9 +51,11 @@ def resume_with_torch_adam() -> None:
             state["step"] = torch.tensor(float(step))
         return result
 
-    DistributedOptimizer.sharded_state_dict = with_state
-    DistributedOptimizer.load_state_dict = with_own_step_counts
-    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+    return load
+
+
+def _all_but_the_step(set_states: Any) -> Any:
+    import torch
 
     @functools.wraps(set_states)
     def set_all_but_the_step(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
@@ -47,4 +64,4 @@ def resume_with_torch_adam() -> None:
         with torch.no_grad():
             return set_states(self, model_param, {"step": None, **tensors})
 
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_all_but_the_step
+    return set_all_but_the_step

@@ -8,8 +8,7 @@ and sends whatever the allocator put there: training goes on with wrong numbers 
 import functools
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from quartet_plugin.rank.seams import Redirect
 
 
 class PendingSend:
@@ -36,24 +35,6 @@ class PendingSend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
-    @classmethod
-    def num_pending(cls) -> int:
-        """Sends that were issued and not waited for."""
-        return len(cls._pending)
-
-
-def redirect() -> None:
-    """Rebind the asynchronous send and the functions whose arguments name CUDA or NCCL."""
-    # `batch_isend_irecv` calls, and its check compares, the names in distributed_c10d: both are rebound.
-    for function in (
-        _gloo_group(dist.init_process_group),
-        _gloo_group(dist.new_group),
-        _without(dist.barrier, "device_ids"),
-        _holding(dist.isend),
-    ):
-        setattr(dist, function.__name__, function)
-        setattr(distributed_c10d, function.__name__, function)
-
 
 def _gloo_group(make: Any) -> Any:
     @functools.wraps(make)
@@ -68,11 +49,11 @@ def _gloo_group(make: Any) -> Any:
     return make_on_gloo
 
 
-def _without(function: Any, name: str) -> Any:
-    @functools.wraps(function)
+def _without_device_ids(barrier: Any) -> Any:
+    @functools.wraps(barrier)
     def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop(name, None)
-        return function(*args, **kwargs)
+        kwargs.pop("device_ids", None)
+        return barrier(*args, **kwargs)
 
     return call
 
@@ -85,3 +66,16 @@ def _holding(isend: Any) -> Any:
         return work if work is None else PendingSend(work, alias)
 
     return isend_and_hold
+
+
+# The asynchronous send, and the functions whose arguments name CUDA or NCCL. `batch_isend_irecv` calls the
+# names in distributed_c10d, and its check compares them.
+REDIRECTS = tuple(
+    Redirect("torch.distributed.distributed_c10d", name, wrap, aliases=("torch.distributed",))
+    for name, wrap in {
+        "init_process_group": _gloo_group,
+        "new_group": _gloo_group,
+        "barrier": _without_device_ids,
+        "isend": _holding,
+    }.items()
+)

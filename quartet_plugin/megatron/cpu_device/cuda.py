@@ -1,17 +1,20 @@
 """`torch.cuda` as Megatron asks it: one device a rank, which is the CPU."""
 
+import contextlib
 import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
-from types import SimpleNamespace, TracebackType
-from typing import Any, Self
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import torch
 
 from quartet_plugin.megatron.cpu_device import memory
+from quartet_plugin.rank.seams import Redirect
 
 # bf16 is allowed from 8.0 on and FP8 from 8.9 on: a CPU has the first and not the second.
 _CAPABILITY = (8, 0)
@@ -29,16 +32,14 @@ class Stream:
     def priority_range() -> tuple[int, int]:
         return (0, -1)
 
-    def wait_stream(self, stream: "Stream") -> None: ...
+    def synchronize(self, *_awaited: Any) -> None: ...
 
-    def wait_event(self, event: "Event") -> None: ...
+    wait_stream = wait_event = synchronize
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         event = Event() if event is None else event
         event.record(self)
         return event
-
-    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -57,41 +58,32 @@ class Event:
     def elapsed_time(self, end: "Event") -> float:
         return (end._recorded_s - self._recorded_s) * 1e3
 
-    def wait(self, stream: Stream | None = None) -> None: ...
+    def synchronize(self, *_stream: Any) -> None: ...
 
-    def synchronize(self) -> None: ...
+    wait = synchronize
 
     def query(self) -> bool:
         return True
 
 
-class _Context:
-    """Stands for `torch.cuda.stream(...)` and `torch.cuda.device(...)`."""
-
-    def __init__(self, target: Any = None) -> None:
-        self.target = target
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-def redirect() -> None:
-    """Rebind the functions of `torch.cuda` and of its modules for RNG, memory and NVTX."""
-    for target, functions in (
-        (torch.cuda, {**_identity(), **_execution(), **_random(), **_memory()}),
-        (torch.cuda.random, _random()),
-        (torch.accelerator, _no_accelerator()),
-        (torch.cuda.memory, _memory()),
-        (torch.cuda.nvtx, {name: _always(None) for name in ("range_push", "range_pop", "mark")}),
-    ):
-        for name, function in functions.items():
-            setattr(target, name, function)
-    _allow_fork_to_advance_the_generator()
-    _keep_data_loaders_off_the_generator()
+def redirects() -> list[Redirect]:
+    """The functions of `torch.cuda` and its modules for RNG, memory and NVTX; the data loader's start."""
+    torch_cuda = ("torch.cuda",)
+    tables: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+        ("torch.cuda", (), _identity() | _execution() | _without_module()),
+        ("torch.cuda.random", torch_cuda, _random()),
+        ("torch.cuda.memory", torch_cuda, _memory()),
+        ("torch.cuda.nvtx", (), {name: _always(None) for name in ("range_push", "range_pop", "mark")}),
+        ("torch.accelerator", (), _no_accelerator()),
+    )
+    return [
+        *(
+            Redirect(module, name, _always(replacement), aliases)
+            for module, aliases, table in tables
+            for name, replacement in table.items()
+        ),
+        Redirect("torch.utils.data.dataloader", "_BaseDataLoaderIter.__init__", _restoring_generator),
+    ]
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -143,8 +135,8 @@ def _execution() -> dict[str, Any]:
     return {
         "Stream": Stream,
         "Event": Event,
-        "stream": _Context,
-        "device": _Context,
+        "stream": contextlib.nullcontext,
+        "device": contextlib.nullcontext,
         "current_stream": _always(stream),
         "default_stream": _always(stream),
         "set_stream": _always(None),
@@ -154,46 +146,27 @@ def _execution() -> dict[str, Any]:
     }
 
 
-def _random() -> dict[str, Any]:
-    """The CPU's one generator is the device's: dropout on CPU tensors draws from it."""
-
-    def get_rng_state(device: Any = None) -> Any:
-        del device
-        return torch.get_rng_state()
-
-    def set_rng_state(new_state: Any, device: Any = None) -> None:
-        del device
-        torch.set_rng_state(new_state)
-
-    def get_rng_state_all() -> list[Any]:
-        return [torch.get_rng_state()]
-
-    def set_rng_state_all(new_states: Iterable[Any]) -> None:
-        for state in new_states:
-            torch.set_rng_state(state)
-
-    def manual_seed(seed: int) -> None:
-        torch.default_generator.manual_seed(int(seed))
-
+def _without_module() -> dict[str, Any]:
+    """Names of generators and memory that are in `torch.cuda` alone."""
     return {
-        "default_generators": _SameForEveryDevice(torch.default_generator),
-        "get_rng_state": get_rng_state,
-        "set_rng_state": set_rng_state,
-        "get_rng_state_all": get_rng_state_all,
-        "set_rng_state_all": set_rng_state_all,
-        "manual_seed": manual_seed,
-        "manual_seed_all": manual_seed,
-        "initial_seed": torch.default_generator.initial_seed,
+        "default_generators": defaultdict(lambda: torch.default_generator),
+        "device_memory_used": memory.resident_bytes,
+        "ipc_collect": _always(None),
     }
 
 
-class _SameForEveryDevice:
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __getitem__(self, index: int) -> Any:
-        del index
-        return self._value
+def _random() -> dict[str, Any]:
+    """The CPU's one generator is the device's: dropout on CPU tensors draws from it."""
+    generator = torch.default_generator
+    return {
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda new_state, *_, **__: torch.set_rng_state(new_state),
+        "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "set_rng_state_all": lambda new_states: [torch.set_rng_state(state) for state in new_states],
+        "manual_seed": lambda seed: generator.manual_seed(int(seed)),
+        "manual_seed_all": lambda seed: generator.manual_seed(int(seed)),
+        "initial_seed": generator.initial_seed,
+    }
 
 
 def _memory() -> dict[str, Any]:
@@ -202,35 +175,30 @@ def _memory() -> dict[str, Any]:
         "memory_reserved": memory.resident_bytes,
         "max_memory_allocated": memory.peak_resident_bytes,
         "max_memory_reserved": memory.peak_resident_bytes,
-        "device_memory_used": memory.resident_bytes,
         "memory_stats": memory.statistics,
         "mem_get_info": memory.free_and_total_bytes,
         "reset_peak_memory_stats": memory.reset_peak,
         "reset_max_memory_allocated": memory.reset_peak,
         "empty_cache": _always(None),
-        "ipc_collect": _always(None),
     }
 
 
-def _keep_data_loaders_off_the_generator() -> None:
-    """Let a data loader that is started leave the state as it was.
+def _restoring_generator(start: Any) -> Any:
+    """The start of a data loader that leaves the generator's state as it was.
 
     It draws a seed from the CPU's generator. On a GPU that leaves dropout's generator alone; here it would
     give a run that resumes from a checkpoint other masks than the run that goes on.
     """
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    start = _BaseDataLoaderIter.__init__
 
     @functools.wraps(start)
     def start_and_restore(self: Any, *args: Any, **kwargs: Any) -> None:
         with torch.random.fork_rng(devices=()):
             start(self, *args, **kwargs)
 
-    _BaseDataLoaderIter.__init__ = start_and_restore
+    return start_and_restore
 
 
-def _allow_fork_to_advance_the_generator() -> None:
+def silence_fork_warning() -> None:
     """Silence Megatron's warning that its CUDA generator's context advanced the CPU's: they are one here."""
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()

@@ -8,24 +8,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quartet_plugin.errors import SeamError
+from quartet_plugin.rank.seams import Installation, Redirect, redirect
 
-_installed = False
+_installations: list[Installation] = []
 
 
 def is_installed() -> bool:
     """Whether this process trains on the CPU device."""
-    return _installed
+    return bool(_installations)
+
+
+def uninstall() -> None:
+    """Restore every name that `install` has redirected. Raises SeamError where one was replaced since."""
+    while _installations:
+        _installations[-1].uninstall()
+        _installations.pop()
 
 
 def install() -> None:
     """Redirect torch's CUDA surface to the CPU, in this process and in what it spawns, and import Megatron.
 
     Must run before Megatron is imported, because Megatron binds torch's names when it is imported; best also
-    before torch, part of whose import is then left out. A second call changes nothing. Raises `SeamError`
-    when Megatron came first or is not installed.
+    before torch, part of whose import is then left out. A second call changes nothing. Raises `SeamError`,
+    with nothing redirected, when Megatron came first or is not installed, or when a name is missing.
     """
-    global _installed
-    if _installed:
+    if _installations:
         return
     if "megatron.core" in sys.modules:
         raise SeamError(
@@ -38,30 +45,44 @@ def install() -> None:
                 f"{name} is not installed, and the CPU device trains Megatron: "
                 "pip install 'quartet-plugin[megatron]'"
             )
-    with _collector_at_rest():
-        _redirect_and_import()
-    _installed = True
+    try:
+        with _collector_at_rest():
+            _redirect_and_import()
+    except BaseException:
+        uninstall()
+        raise
 
 
 def _redirect_and_import() -> None:
     from quartet_plugin.megatron.cpu_device import startup
 
-    startup.leave_out_compilers()
+    startup.defer_compilers(_installations.append)
     import torch
 
-    from quartet_plugin.megatron.cpu_device import checkpoints, collectives, cuda, spawn, tensors
+    from quartet_plugin.megatron.cpu_device import checkpoints, cuda
     from quartet_plugin.rank import device
 
     device.declare_cpu()
     torch.set_num_threads(1)
     # Megatron asserts it with tensor or context parallelism; it means nothing to a CPU.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    tensors.redirect()
-    cuda.redirect()
-    collectives.redirect()
-    spawn.carry_to_children()
+    _installations.append(redirect(redirects()))
+    cuda.silence_fork_warning()
     startup.import_megatron()
-    checkpoints.resume_with_torch_adam()
+    _installations.append(redirect([startup.COMPILE_HELPERS, *checkpoints.redirects()]))
+
+
+def redirects() -> list[Redirect]:
+    """Every name of torch, and one of multiprocessing, that answers for the CPU."""
+    from quartet_plugin.megatron.cpu_device import collectives, cuda, spawn, startup, tensors
+
+    return [
+        *startup.COMPILERS,
+        *tensors.redirects(),
+        *cuda.redirects(),
+        *collectives.REDIRECTS,
+        spawn.REDIRECT,
+    ]
 
 
 @contextmanager

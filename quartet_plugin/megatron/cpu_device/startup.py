@@ -15,34 +15,25 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from quartet_plugin.rank.seams import Installation, Redirect, redirect
 
-def leave_out_compilers() -> None:
-    """Leave functions as they are written; to be called before torch is imported, or it saves less."""
+
+def defer_compilers(keep: Callable[[Installation], None]) -> None:
+    """Put off or leave out imports of compilers; to be called before torch is imported, or it saves less.
+
+    `keep` gets what is redirected while torch is imported.
+    """
     _defer("triton")
-    after_import("torch._compile", _never_disable)
-    after_import("torch.optim.optimizer", _step_without_graph_break)
-    import torch
-
-    torch.compile = _identity_decorator
-    torch.compiler.disable = _identity_decorator
+    for entry in _WHILE_IMPORTED:
+        after_import(entry.module, lambda _, entry=entry: keep(redirect([entry])))  # type: ignore[misc]
 
 
 def import_megatron() -> None:
-    """Import what every training script imports, and keep the dataset helper that the wheel holds."""
+    """Import what every training script imports."""
     with warnings.catch_warnings():
         # A dozen lines a rank say that Transformer Engine and Apex are missing, as they must be here.
         warnings.simplefilter("ignore", UserWarning)
         import megatron.training.training  # noqa: F401
-    from megatron.core.datasets import utils
-
-    compile_helpers = utils.compile_helpers
-
-    def compile_unless_installed() -> None:
-        # The wheel has the compiled helper but not the Makefile that `compile_helpers` calls.
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            compile_helpers()
-
-    utils.compile_helpers = compile_unless_installed
 
 
 def _defer(name: str) -> None:
@@ -62,16 +53,12 @@ def _identity_decorator(function: Any = None, *_args: Any, **_kwargs: Any) -> An
     return function
 
 
-def _never_disable(torch_compile: ModuleType) -> None:
-    """torch keeps the compiler away from its optimizers by a wrapper that imports the compiler to do so."""
-    torch_compile._disable_dynamo = _identity_decorator  # type: ignore[attr-defined]
-
-
-def _step_without_graph_break(optimizer: ModuleType) -> None:
-    """The wrapper of an optimizer's step asks the compiler for a graph break around it; ours has no graph."""
-    import torch
+def _without_graph_break(_decorate: Any) -> Any:
+    """The wrapper of an optimizer's step asks the compiler for a graph break around it; here is no graph."""
 
     def with_grad_as_asked(step: Callable[..., Any]) -> Callable[..., Any]:
+        import torch
+
         @functools.wraps(step)
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
             with torch.set_grad_enabled(self.defaults["differentiable"]):
@@ -79,7 +66,30 @@ def _step_without_graph_break(optimizer: ModuleType) -> None:
 
         return wrapped
 
-    optimizer._use_grad_for_differentiable = with_grad_as_asked  # type: ignore[attr-defined]
+    return with_grad_as_asked
+
+
+def _unless_installed(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+    """The wheel has the compiled dataset helper, but not the Makefile that `compile_helpers` calls."""
+
+    def compile_unless_installed() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            compile_helpers()
+
+    return compile_unless_installed
+
+
+COMPILERS = (
+    Redirect("torch", "compile", lambda _: _identity_decorator),
+    Redirect("torch.compiler", "disable", lambda _: _identity_decorator),
+)
+# torch keeps the compiler away from its optimizers by a wrapper that imports the compiler to do so. Both
+# names are decorators, used while torch is imported.
+_WHILE_IMPORTED = (
+    Redirect("torch._compile", "_disable_dynamo", lambda _: _identity_decorator),
+    Redirect("torch.optim.optimizer", "_use_grad_for_differentiable", _without_graph_break),
+)
+COMPILE_HELPERS = Redirect("megatron.core.datasets.utils", "compile_helpers", _unless_installed)
 
 
 def after_import(name: str, change: Callable[[ModuleType], None]) -> None:

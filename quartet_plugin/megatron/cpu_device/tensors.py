@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from quartet_plugin.rank.seams import Redirect
+
 _FACTORIES = (
     "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like",
     "linspace", "logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn",
@@ -24,18 +26,25 @@ def is_cuda(device: object) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-def redirect() -> None:
-    """Rebind torch's factories and the methods that move a tensor."""
+def redirects() -> list[Redirect]:
+    """torch's factories, and the methods that make or move a tensor."""
     from torch.utils._device import _device_constructors
 
     # `with torch.device("meta")` finds the factories in this cached set: fill it with the originals, which
     # are what arrives there.
     _device_constructors()
-    for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    for name in _TENSOR_FACTORIES:
-        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
-    _redirect_methods()
+    methods = {
+        **dict.fromkeys(_TENSOR_FACTORIES, _on_cpu),
+        "to": _to_cpu,
+        "type": _cuda_type,
+        "cuda": _unmoved,
+        "pin_memory": _unmoved,
+        "record_stream": lambda _: lambda *_tensor_and_stream: None,
+    }
+    return [
+        *(Redirect("torch", name, _on_cpu) for name in _FACTORIES),
+        *(Redirect("torch", f"Tensor.{name}", wrap) for name, wrap in methods.items()),
+    ]
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,9 +60,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _redirect_methods() -> None:
-    tensor_to, tensor_type = torch.Tensor.to, torch.Tensor.type
-
+def _to_cpu(tensor_to: Any) -> Any:
     @functools.wraps(tensor_to)
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and is_cuda(args[0]):
@@ -62,6 +69,10 @@ def _redirect_methods() -> None:
             kwargs["device"] = "cpu"
         return tensor_to(self, *args, **kwargs)
 
+    return to
+
+
+def _cuda_type(tensor_type: Any) -> Any:
     @functools.wraps(tensor_type)
     def type_(self: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
@@ -71,17 +82,8 @@ def _redirect_methods() -> None:
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
         return tensor_type(self, dtype, *args, **kwargs)
 
-    def cuda(self: Any, *_args: Any, **_kwargs: Any) -> Any:
-        return self
+    return type_
 
-    def pin_memory(self: Any, *_args: Any, **_kwargs: Any) -> Any:
-        return self
 
-    def record_stream(self: Any, stream: Any) -> None:
-        del self, stream
-
-    torch.Tensor.to = to
-    torch.Tensor.type = type_
-    torch.Tensor.cuda = cuda
-    torch.Tensor.pin_memory = pin_memory
-    torch.Tensor.record_stream = record_stream
+def _unmoved(_move: Any) -> Any:
+    return lambda self, *_args, **_kwargs: self

@@ -19,10 +19,10 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 
 IS_PP_LAST_STAGE = Seam(
-    module=_UTILS,
-    name="is_pp_last_stage",
-    parameters=("pp_group",),
-    sources={"0.19.2": "0e54b14f8b140458"},
+    _UTILS,
+    "is_pp_last_stage",
+    "pp_group",
+    {"0.19.2": "0e54b14f8b140458"},
     aliases=(
         _FINALIZE,
         "megatron.core.models.common.language_module.language_module",
@@ -41,18 +41,18 @@ IS_PP_LAST_STAGE = Seam(
     ),
 )
 GET_PP_LAST_RANK = Seam(
-    module=_UTILS,
-    name="get_pp_last_rank",
-    parameters=("pp_group",),
-    sources={"0.19.2": "2371c5354a8b952f"},
+    _UTILS,
+    "get_pp_last_rank",
+    "pp_group",
+    {"0.19.2": "2371c5354a8b952f"},
     aliases=(_FINALIZE,),
     use_sites=(f"{_FINALIZE}:finalize_model_grads",),
 )
 IS_FIRST = Seam(
-    module=_STATE,
-    name="is_pipeline_first_stage",
-    parameters=("ignore_virtual", "vp_stage"),
-    sources={"0.19.2": "be1cd28213ddca50"},
+    _STATE,
+    "is_pipeline_first_stage",
+    "ignore_virtual vp_stage",
+    {"0.19.2": "be1cd28213ddca50"},
     use_sites=(
         "megatron.core.parallel_state:is_rank_in_embedding_group",
         "megatron.core.utils:get_batch_on_this_tp_rank",
@@ -61,10 +61,10 @@ IS_FIRST = Seam(
     ),
 )
 IS_LAST = Seam(
-    module=_STATE,
-    name="is_pipeline_last_stage",
-    parameters=("ignore_virtual", "vp_stage"),
-    sources={"0.19.2": "788166e876056f89"},
+    _STATE,
+    "is_pipeline_last_stage",
+    "ignore_virtual vp_stage",
+    {"0.19.2": "788166e876056f89"},
     use_sites=(
         "megatron.core.parallel_state:is_rank_in_embedding_group",
         f"{_SCHEDULES}:forward_step_calc_loss",
@@ -72,34 +72,18 @@ IS_LAST = Seam(
     ),
 )
 INITIALIZE = Seam(
-    module=_STATE,
-    name="initialize_model_parallel",
-    parameters=(
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "pipeline_model_parallel_comm_backend",
-        "use_sharp",
-        "context_parallel_size",
-        "hierarchical_context_parallel_sizes",
-        "hybrid_context_parallel",
-        "expert_model_parallel_size",
-        "gtp_remat_size",
-        "expert_gtp_remat_size",
-        "num_distributed_optimizer_instances",
-        "expert_tensor_parallel_size",
-        "nccl_communicator_config_path",
-        "distributed_timeout_minutes",
-        "order",
-        "get_embedding_ranks",
-        "get_position_embedding_ranks",
-        "create_gloo_process_groups",
-        "high_priority_stream_groups",
-        "sharp_enabled_group",
-        "rank_offset",
-        "local_world_size",
-    ),
-    sources={"0.19.2": "3f3ab8a44ca9f942"},
+    _STATE,
+    "initialize_model_parallel",
+    "tensor_model_parallel_size pipeline_model_parallel_size "
+    "virtual_pipeline_model_parallel_size pipeline_model_parallel_comm_backend "
+    "use_sharp context_parallel_size hierarchical_context_parallel_sizes "
+    "hybrid_context_parallel expert_model_parallel_size gtp_remat_size "
+    "expert_gtp_remat_size num_distributed_optimizer_instances "
+    "expert_tensor_parallel_size nccl_communicator_config_path "
+    "distributed_timeout_minutes order get_embedding_ranks "
+    "get_position_embedding_ranks create_gloo_process_groups "
+    "high_priority_stream_groups sharp_enabled_group rank_offset local_world_size",
+    {"0.19.2": "3f3ab8a44ca9f942"},
     use_sites=("megatron.training.initialize:_initialize_distributed",),
 )
 

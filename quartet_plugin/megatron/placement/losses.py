@@ -7,21 +7,11 @@ from quartet_plugin.megatron.placement.state import Placed
 from quartet_plugin.megatron.seams import TRAIN_STEP, Seam, Wrapper
 
 EVALUATE = Seam(
-    module="megatron.training.training",
-    name="evaluate",
-    parameters=(
-        "forward_step_func",
-        "data_iterator",
-        "model",
-        "process_non_loss_data_func",
-        "config",
-        "verbose",
-        "non_loss_data_func",
-        "eval_iters",
-        "pg_collection",
-        "p2p_communicator",
-    ),
-    sources={"0.19.2": "a8cf24e3ae7bcd32"},
+    "megatron.training.training",
+    "evaluate",
+    "forward_step_func data_iterator model process_non_loss_data_func config verbose "
+    "non_loss_data_func eval_iters pg_collection p2p_communicator",
+    {"0.19.2": "a8cf24e3ae7bcd32"},
     use_sites=("megatron.training.training:evaluate_and_print_results",),
 )
 

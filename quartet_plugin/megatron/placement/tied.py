@@ -10,17 +10,11 @@ from typing import Any
 from quartet_plugin.megatron.seams import Seam, Wrapper
 
 GET_OPTIMIZER = Seam(
-    module="megatron.core.optimizer",
-    name="get_megatron_optimizer",
-    parameters=(
-        "config",
-        "model_chunks",
-        "config_overrides",
-        "use_gloo_process_groups",
-        "pg_collection",
-        "dump_param_to_param_group_map",
-    ),
-    sources={"0.19.2": "c11b62974b83fb53"},
+    "megatron.core.optimizer",
+    "get_megatron_optimizer",
+    "config model_chunks config_overrides use_gloo_process_groups pg_collection "
+    "dump_param_to_param_group_map",
+    {"0.19.2": "c11b62974b83fb53"},
     aliases=("megatron.training.training",),
     use_sites=(
         "megatron.core.models.mimo.optimizer:get_mimo_optimizer",
@@ -29,10 +23,10 @@ GET_OPTIMIZER = Seam(
     ),
 )
 WORD_EMBEDDING_GRADS = Seam(
-    module="megatron.core.distributed.finalize_model_grads",
-    name="_allreduce_word_embedding_grads",
-    parameters=("model", "config", "embd_group", "pp_group"),
-    sources={"0.19.2": "38fe55c399e89e57"},
+    "megatron.core.distributed.finalize_model_grads",
+    "_allreduce_word_embedding_grads",
+    "model config embd_group pp_group",
+    {"0.19.2": "38fe55c399e89e57"},
     use_sites=("megatron.core.distributed.finalize_model_grads:finalize_model_grads",),
 )
 

@@ -20,28 +20,17 @@ _CHECKED_INSTRUCTIONS = 500_000
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _PARAMETERS = (
-    "forward_step_func",
-    "data_iterator",
-    "model",
-    "num_microbatches",
-    "seq_length",
-    "micro_batch_size",
-    "decoder_seq_length",
-    "forward_only",
-    "collect_non_loss_data",
-    "first_val_step",
-    "adjust_tensor_shapes_fn",
-    "p2p_communicator",
-    "pg_collection",
-    "force_all_reduce",
+    "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size "
+    "decoder_seq_length forward_only collect_non_loss_data first_val_step adjust_tensor_shapes_fn "
+    "p2p_communicator pg_collection force_all_reduce"
 )
 # get_forward_backward_func looks both up when it is called, for training and for every evaluation.
 SCHEDULES = tuple(
     Seam(
-        module=_SCHEDULES,
-        name=f"forward_backward_pipelining_{how}_interleaving",
-        parameters=_PARAMETERS,
-        sources={"0.19.2": source},
+        _SCHEDULES,
+        f"forward_backward_pipelining_{how}_interleaving",
+        _PARAMETERS,
+        {"0.19.2": source},
         use_sites=(f"{_SCHEDULES}:get_forward_backward_func",),
     )
     for how, source in (("with", "56b43eb5f2ad6e2a"), ("without", "e595617e6f13ec33"))
@@ -52,75 +41,55 @@ _DDP = "megatron.core.distributed.distributed_data_parallel"
 # Called, not replaced: what the runtime relies on is pinned all the same.
 CALLED = (
     Seam(
-        module=_SCHEDULES,
-        name="forward_step",
-        parameters=(
-            "forward_step_func",
-            "data_iterator",
-            "model",
-            "num_microbatches",
-            "input_tensor",
-            "forward_data_store",
-            "config",
-            "cp_group_size",
-            "collect_non_loss_data",
-            "checkpoint_activations_microbatch",
-            "is_first_microbatch",
-            "current_microbatch",
-            "vp_stage",
-            "is_last_stage",
-        ),
-        sources={"0.19.2": "1dd0a96de3f402ea"},
+        _SCHEDULES,
+        "forward_step",
+        "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store "
+        "config cp_group_size collect_non_loss_data checkpoint_activations_microbatch "
+        "is_first_microbatch current_microbatch vp_stage is_last_stage",
+        {"0.19.2": "1dd0a96de3f402ea"},
         use_sites=(_NO_PIPELINING, f"{_WITH}.forward_step_helper", _WITHOUT),
     ),
     Seam(
-        module=_SCHEDULES,
-        name="backward_step",
-        parameters=("input_tensor", "output_tensor", "output_tensor_grad", "config"),
-        sources={"0.19.2": "3b4d923349ae4ce9"},
+        _SCHEDULES,
+        "backward_step",
+        "input_tensor output_tensor output_tensor_grad config",
+        {"0.19.2": "3b4d923349ae4ce9"},
         use_sites=(_NO_PIPELINING, f"{_WITH}.backward_step_helper", _WITHOUT),
     ),
     Seam(
-        module=_SCHEDULES,
-        name="deallocate_output_tensor",
-        parameters=("out", "deallocate_pipeline_outputs"),
-        sources={"0.19.2": "2cc0990e5a5657e8"},
+        _SCHEDULES,
+        "deallocate_output_tensor",
+        "out deallocate_pipeline_outputs",
+        {"0.19.2": "2cc0990e5a5657e8"},
         use_sites=(_WITH, _WITHOUT),
     ),
     Seam(
-        module=_SCHEDULES,
-        name="get_tensor_shapes",
-        parameters=(
-            "seq_length",
-            "micro_batch_size",
-            "decoder_seq_length",
-            "config",
-            "tp_group",
-            "cp_group",
-        ),
-        sources={"0.19.2": "f281c8574ec324a0"},
+        _SCHEDULES,
+        "get_tensor_shapes",
+        "seq_length micro_batch_size decoder_seq_length config tp_group cp_group",
+        {"0.19.2": "f281c8574ec324a0"},
         use_sites=(_WITHOUT,),
     ),
     Seam(
-        module=_SCHEDULES,
-        name="_build_default_pg_collection",
-        parameters=(),
-        sources={"0.19.2": "969089c6f542b267"},
+        _SCHEDULES,
+        "_build_default_pg_collection",
+        "",
+        {"0.19.2": "969089c6f542b267"},
         use_sites=(_NO_PIPELINING, _WITH, _WITHOUT),
     ),
     Seam(
-        module=_SCHEDULES,
-        name="check_first_val_step",
-        parameters=("first_val_step", "forward_only", "cond"),
-        sources={"0.19.2": "480ae12f2fdce899"},
+        _SCHEDULES,
+        "check_first_val_step",
+        "first_val_step forward_only cond",
+        {"0.19.2": "480ae12f2fdce899"},
         use_sites=(_NO_PIPELINING, _WITHOUT),
     ),
     # The reduction of a chunk's gradients, started when its last microbatch is through.
     Seam(
-        module=_DDP,
-        name="DistributedDataParallel.start_grad_sync",
-        parameters=("self", "unused"),
-        sources={"0.19.2": "c6d70fc248dead30"},
+        _DDP,
+        "DistributedDataParallel.start_grad_sync",
+        "self unused",
+        {"0.19.2": "c6d70fc248dead30"},
         use_sites=("megatron.training.training:train",),
     ),
 )

@@ -13,7 +13,6 @@ import numpy as np
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.action import ActionKind
-from quartet_plugin.schedule.generator import generate_orders
 
 SLOTS = 6
 
@@ -32,6 +31,9 @@ def list_schedule(
     """Orders by keys [num_lanes] at unit costs; `cap` in stages held, split microbatches over the routes."""
     num_stages, num_routes = len(routes[0]), len(routes)
     num_lanes = num_stages * num_routes
+    # Compiled: who needs the names of schedules alone does not wait for numba.
+    from quartet_plugin.schedule.generator import generate_orders
+
     lane_route = np.repeat(np.arange(num_routes), num_stages)
     count = num_microbatches // num_routes
     lane_device = np.concatenate([np.asarray(r, dtype=np.int64) for r in routes])

@@ -5,7 +5,10 @@ Orders depend on the numbers of devices, microbatches and chunks alone, never on
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import IntArray
@@ -16,28 +19,53 @@ from quartet_plugin.schedule.named.phases import Phase, order_of_slots, slots_of
 from quartet_plugin.schedule.placement import PlacementKind
 from quartet_plugin.schedule.schedule import Schedule
 
-Orders = Sequence[IntArray]
+DeviceOrders = Sequence[IntArray]
+
+
+class Sizes(NamedTuple):
+    """What an order depends on: p devices, m microbatches, v chunks a device, microbatches a group."""
+
+    p: int
+    m: int
+    v: int
+    group: int
+
+
+class Offer(StrEnum):
+    """Whether a tuning run tries a schedule."""
+
+    STOCK = "stock"  # what an unmodified framework runs
+    DEFAULT = "default"  # without being requested
+    REQUESTED = "requested"  # on request only: it holds every microbatch, or another is never worse
+    NEVER = "never"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSchedule:
     """What one named schedule needs.
 
-    `chunks` are the legal numbers of stages a device, empty for any number from 2. `has_group`: takes a
-    group size. `split_backward`: uses I and W. `copies` of the model it carries; two-copy schedules can
-    only be simulated (`executable` is False), their parameters count twice.
+    `make` writes one order a device. `chunks` is the legal number of stages a device, None for any number
+    from 2. `has_group`: takes a group size. `split_backward`: uses I and W. `copies` of the model it carries;
+    two-copy schedules can only be simulated (`executable` is False), their parameters count twice.
+    `requirement` says in words which sizes it needs where it does not exist for some. `offer` is whether a
+    tuning run tries it.
     """
 
     name: str
     placement: PlacementKind
-    make: Callable[[int, int, int, int], Orders]
-    chunks: tuple[int, ...] = (1,)
-    default_chunks: int = 1
+    make: Callable[[Sizes], DeviceOrders]
+    chunks: int | None = 1
     has_group: bool = False
     split_backward: bool = False
     copies: int = 1
     even_chunks: bool = False
     requirement: Callable[[int, int], str | None] = lambda p, m: None  # noqa: ARG005
+    offer: Offer = Offer.NEVER
+
+    @property
+    def default_chunks(self) -> int:
+        """Stages a device where none are asked for."""
+        return self.chunks or 2
 
     @property
     def executable(self) -> bool:
@@ -45,30 +73,34 @@ class NamedSchedule:
         return self.copies == 1
 
 
-def _phased(
-    rule: Callable[[int, int, int], list[Phase]], num_chunks: int
-) -> Callable[[int, int, int, int], Orders]:
-    def make(p: int, m: int, v: int, group: int) -> Orders:  # noqa: ARG001
-        stages = places.stages_of_device(places.snake(p, num_chunks), p)
+def _phased(rule: Callable[[int, int, int], list[Phase]]) -> Callable[[Sizes], DeviceOrders]:
+    """Orders from phases of chunks that go to and fro."""
+
+    def make(size: Sizes) -> DeviceOrders:
+        stages = places.stages_of_device(places.snake(size.p, size.v), size.p)
         return [
-            order_of_slots(slots_of(rule(p, m, d)), stages=stages[d], num_microbatches=m) for d in range(p)
+            order_of_slots(slots_of(rule(size.p, size.m, d)), stages=stages[d], num_microbatches=size.m)
+            for d in range(size.p)
         ]
 
     return make
 
 
-def _looped(rule: Callable[..., IntArray], *, grouped: bool) -> Callable[[int, int, int, int], Orders]:
-    def make(p: int, m: int, v: int, group: int) -> Orders:
+def _looped(rule: Callable[[int, int, int, int, int], IntArray]) -> Callable[[Sizes], DeviceOrders]:
+    """Orders from slots of chunks that all go the same way."""
+
+    def make(size: Sizes) -> DeviceOrders:
+        p, m, v, group = size
         stages = places.stages_of_device(places.loop(p, v), p)
-        extra = (group,) if grouped else ()
         return [
-            order_of_slots(rule(p, m, d, v, *extra), stages=stages[d], num_microbatches=m) for d in range(p)
+            order_of_slots(rule(p, m, d, v, group), stages=stages[d], num_microbatches=m) for d in range(p)
         ]
 
     return make
 
 
-def _dual_pipe(p: int, m: int, v: int, group: int) -> Orders:  # noqa: ARG001
+def _dual_pipe(size: Sizes) -> DeviceOrders:
+    p, m = size.p, size.m
     orders = []
     for device in range(p):
         half = min(device, p - 1 - device)
@@ -98,102 +130,33 @@ def _dual(p: int, m: int) -> str | None:
     return _even_both(p, m) or _at_least_2p(p, m)
 
 
+# One row a schedule that runs on every placement of its shape, in the order that users see them.
+_LINEAR = partial(NamedSchedule, placement=PlacementKind.LINEAR)
+_LOOP = partial(NamedSchedule, placement=PlacementKind.LOOP, chunks=None)
+_V = partial(NamedSchedule, placement=PlacementKind.V, chunks=2, split_backward=True)
+_TWO_COPIES = partial(_LINEAR, copies=2)
 _ALL = (
-    NamedSchedule(name="gpipe", placement=PlacementKind.LINEAR, make=_phased(rules.gpipe, 1)),
-    NamedSchedule(name="1f1b", placement=PlacementKind.LINEAR, make=_phased(rules.one_f_one_b, 1)),
-    NamedSchedule(
-        name="interleaved",
-        placement=PlacementKind.LOOP,
-        make=_looped(rules.interleaved, grouped=True),
-        chunks=(),
-        default_chunks=2,
-        has_group=True,
-    ),
-    NamedSchedule(
-        name="breadth-first",
-        placement=PlacementKind.LOOP,
-        make=_looped(rules.breadth_first, grouped=False),
-        chunks=(),
-        default_chunks=2,
-    ),
-    NamedSchedule(
-        name="zb-h1", placement=PlacementKind.LINEAR, make=_phased(rules.zb_h1, 1), split_backward=True
-    ),
-    NamedSchedule(
-        name="zb-h2", placement=PlacementKind.LINEAR, make=_phased(rules.zb_h2, 1), split_backward=True
-    ),
-    NamedSchedule(
-        name="zb-interleaved",
-        placement=PlacementKind.LOOP,
-        make=_looped(rules.zb_interleaved, grouped=True),
-        chunks=(),
-        default_chunks=2,
-        has_group=True,
-        split_backward=True,
-    ),
-    NamedSchedule(
-        name="zb-v",
-        placement=PlacementKind.V,
-        make=_phased(rules.zb_v, 2),
-        chunks=(2,),
-        default_chunks=2,
-        split_backward=True,
-    ),
-    NamedSchedule(
-        name="v-half",
-        placement=PlacementKind.V,
-        make=lambda p, m, v, group: keyed.v_half(p, m),  # noqa: ARG005
-        chunks=(2,),
-        default_chunks=2,
-        split_backward=True,
-    ),
-    NamedSchedule(
-        name="v-min",
-        placement=PlacementKind.V,
-        make=lambda p, m, v, group: keyed.v_min(p, m),  # noqa: ARG005
-        chunks=(2,),
-        default_chunks=2,
-        split_backward=True,
-    ),
-    NamedSchedule(
-        name="dualpipev",
-        placement=PlacementKind.V,
-        make=_phased(rules.dual_pipe_v, 2),
-        chunks=(2,),
-        default_chunks=2,
-        split_backward=True,
-        requirement=_at_least_2p,
-    ),
+    _LINEAR(name="gpipe", make=_phased(rules.gpipe), offer=Offer.REQUESTED),
+    _LINEAR(name="1f1b", make=_phased(rules.one_f_one_b), offer=Offer.STOCK),
+    _LOOP(name="interleaved", make=_looped(rules.interleaved), has_group=True, offer=Offer.STOCK),
+    _LOOP(name="breadth-first", make=_looped(rules.breadth_first), offer=Offer.REQUESTED),
+    _LINEAR(name="zb-h1", make=_phased(rules.zb_h1), split_backward=True, offer=Offer.DEFAULT),
+    _LINEAR(name="zb-h2", make=_phased(rules.zb_h2), split_backward=True, offer=Offer.DEFAULT),
+    _LOOP(name="zb-interleaved", make=_looped(rules.zb_interleaved), has_group=True, split_backward=True),
+    _V(name="zb-v", make=_phased(rules.zb_v), offer=Offer.DEFAULT),
+    _V(name="v-half", make=lambda size: keyed.v_half(size.p, size.m), offer=Offer.DEFAULT),
+    _V(name="v-min", make=lambda size: keyed.v_min(size.p, size.m), offer=Offer.DEFAULT),
+    _V(name="dualpipev", make=_phased(rules.dual_phases), requirement=_at_least_2p, offer=Offer.REQUESTED),
     NamedSchedule(
         name="hanayo",
         placement=PlacementKind.SNAKE,
-        make=lambda p, m, v, group: keyed.hanayo(p, m, v),  # noqa: ARG005
-        chunks=(),
-        default_chunks=2,
+        make=lambda size: keyed.hanayo(size.p, size.m, size.v),
+        chunks=None,
         even_chunks=True,
     ),
-    NamedSchedule(
-        name="chimera",
-        placement=PlacementKind.LINEAR,
-        make=lambda p, m, v, group: keyed.chimera(p, m),  # noqa: ARG005
-        copies=2,
-        requirement=_even_both,
-    ),
-    NamedSchedule(
-        name="dualpipe",
-        placement=PlacementKind.LINEAR,
-        make=_dual_pipe,
-        copies=2,
-        split_backward=True,
-        requirement=_dual,
-    ),
-    NamedSchedule(
-        name="mixpipe",
-        placement=PlacementKind.LINEAR,
-        make=lambda p, m, v, group: keyed.mix_pipe(p, m),  # noqa: ARG005
-        copies=2,
-        requirement=_even_both,
-    ),
+    _TWO_COPIES(name="chimera", make=lambda size: keyed.chimera(size.p, size.m), requirement=_even_both),
+    _TWO_COPIES(name="dualpipe", make=_dual_pipe, split_backward=True, requirement=_dual),
+    _TWO_COPIES(name="mixpipe", make=lambda size: keyed.mix_pipe(size.p, size.m), requirement=_even_both),
 )
 NAMED = MappingProxyType({schedule.name: schedule for schedule in _ALL})
 
@@ -213,8 +176,8 @@ def refusal_of(
     if num_devices < 1 or not 1 <= num_microbatches <= MAX_MICROBATCHES:
         return f"{num_devices} devices and {num_microbatches} microbatches; need 1 or more of each"
     count = spec.default_chunks if chunks is None else chunks
-    if spec.chunks and count not in spec.chunks:
-        return f"chunks: {count} with {name}; it has exactly {spec.chunks[0]} a device"
+    if spec.chunks and count != spec.chunks:
+        return f"chunks: {count} with {name}; it has exactly {spec.chunks} a device"
     if not spec.chunks and (count < 2 or (spec.even_chunks and count % 2)):
         return (
             f"chunks: {count} with {name}; it needs {'an even number' if spec.even_chunks else '2 or more'}"
@@ -251,25 +214,14 @@ def named(
     if reason is not None:
         raise ConfigError(reason)
     count = spec.default_chunks if chunks is None else chunks
-    size = num_devices if group is None else group
-    orders = spec.make(num_devices, num_microbatches, count, size)
-    placement = places.build(spec.placement, num_devices=num_devices, num_chunks=count)
-    origin = {"name": name} | ({"group": size} if spec.has_group else {})
-    if spec.copies == 1:
-        return Schedule(
-            num_devices=num_devices,
-            num_microbatches=num_microbatches,
-            placement=placement,
-            orders=tuple(orders),
-            origin=origin,
-        )
+    size = Sizes(num_devices, num_microbatches, count, num_devices if group is None else group)
     half = num_microbatches // 2
     return Schedule(
         num_devices=num_devices,
         num_microbatches=num_microbatches,
-        placement=placement,
-        orders=tuple(orders),
-        origin=origin,
-        routes=keyed.two_routes(num_devices),
-        route_of_microbatch=(0,) * half + (1,) * half,
+        placement=places.build(spec.placement, num_devices=num_devices, num_chunks=count),
+        orders=tuple(spec.make(size)),
+        origin={"name": name} | ({"group": size.group} if spec.has_group else {}),
+        routes=None if spec.executable else keyed.two_routes(num_devices),
+        route_of_microbatch=None if spec.executable else (0,) * half + (1,) * half,
     )

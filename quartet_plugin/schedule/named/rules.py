@@ -44,13 +44,11 @@ def zb_v(p: int, m: int, d: int) -> list[Phase]:
     ]
 
 
-def dual_pipe_v(p: int, m: int, d: int) -> list[Phase]:
-    """DualPipeV (DeepSeek and Sea AI Lab 2025), its eight phases; m >= 2p. Memory p + 1/2."""
-    return dual_phases(p, m, d)
-
-
 def dual_phases(p: int, m: int, d: int) -> list[Phase]:
-    """The phases DualPipe and DualPipeV share: 2p stages, m microbatches a direction."""
+    """DualPipeV (DeepSeek and Sea AI Lab 2025), its eight phases; m >= 2p. Memory p + 1/2.
+
+    DualPipe has the same phases on 2p devices: 2p stages, m microbatches a direction.
+    """
     half = (d + 1) // 2
     return [
         ("f", 2 * (p - d - 1)),
@@ -66,7 +64,7 @@ def dual_phases(p: int, m: int, d: int) -> list[Phase]:
     ]
 
 
-def interleaved_chunks(p: int, m: int, v: int, group: int) -> IntArray:  # noqa: ARG001
+def interleaved_chunks(m: int, v: int, group: int) -> IntArray:
     """The chunk of every forward in Megatron's interleaved order: `group` microbatches a chunk in turn."""
     parts = [np.repeat(np.arange(v), min(group, m - first)) for first in range(0, m, group)]
     return np.concatenate(parts)
@@ -77,7 +75,7 @@ def interleaved(p: int, m: int, d: int, v: int, group: int) -> IntArray:
 
     With group p: bubble (p-1)(F+I+W)/v, memory p + (p-1)/v.
     """
-    chunks = interleaved_chunks(p, m, v, group)
+    chunks = interleaved_chunks(m, v, group)
     return _alternate(
         chunks * 4 + ActionKind.F, (v - 1 - chunks) * 4 + ActionKind.B, 2 * (p - d - 1) + (v - 1) * group
     )
@@ -93,15 +91,15 @@ def _alternate(forward: IntArray, backward: IntArray, warm: int) -> IntArray:
     return np.concatenate((forward[:warm], body, backward[total - warm :]))
 
 
-def breadth_first(p: int, m: int, d: int, v: int) -> IntArray:  # noqa: ARG001
+def breadth_first(p: int, m: int, d: int, v: int, group: int) -> IntArray:  # noqa: ARG001
     """Breadth-first (Lamy-Poirier 2023): all microbatches of a chunk before the next. Memory m."""
-    chunks = interleaved_chunks(p, m, v, m)
+    chunks = interleaved_chunks(m, v, m)
     return np.concatenate((chunks * 4 + ActionKind.F, (v - 1 - chunks) * 4 + ActionKind.B))
 
 
 def zb_interleaved(p: int, m: int, d: int, v: int, group: int) -> IntArray:
     """Interleaved 1F1B with split backward: device d defers d weight gradients. Bubble (p-1)(F+I-W)/v."""
-    chunks = interleaved_chunks(p, m, v, group)
+    chunks = interleaved_chunks(m, v, group)
     forward, backward = chunks * 4 + ActionKind.F, (v - 1 - chunks) * 4 + ActionKind.I
     total = len(forward)
     warm = min(2 * (p - d - 1) + (v - 1) * group, total)

@@ -14,7 +14,7 @@ from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search.climb import _move_layers, stage_arrays
 from quartet_plugin.schedule.search.problem import ScheduleProblem
 from quartet_plugin.schedule.simulate import flatten
-from quartet_plugin.split import Split, minimum_counts
+from quartet_plugin.split.entries import Entries, minimum_entries
 
 _TOO_BIG = 1e30
 
@@ -124,7 +124,7 @@ class NamedStart:
     """A named schedule with a split; `score` in seconds, at least 1e30 while it does not fit."""
 
     schedule: Schedule
-    split: Split
+    split: Entries
     score: float
 
     @property
@@ -144,7 +144,7 @@ class NamedStart:
         """The same schedule after `steps` moves of layers."""
         orders, offsets = flatten(self.schedule)
         counts = np.array(self.split, dtype=np.int64)
-        least = minimum_counts(problem.costs, len(counts), allow_empty=problem.allow_empty)
+        least = minimum_entries(problem.costs, len(counts), allow_empty=problem.allow_empty)
         score = climb_split(
             orders,
             offsets,
@@ -181,6 +181,6 @@ def named_schedules(
                     yield schedule
 
 
-def unscored(schedule: Schedule, split: Split) -> NamedStart:
+def unscored(schedule: Schedule, split: Entries) -> NamedStart:
     """A candidate that has not been simulated yet."""
     return NamedStart(schedule=schedule, split=split, score=math.inf)

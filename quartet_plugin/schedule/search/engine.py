@@ -35,7 +35,7 @@ from quartet_plugin.schedule.search.result import Named, SearchResult
 from quartet_plugin.schedule.search.space import AUTO, placements_for, splits_for
 from quartet_plugin.schedule.search.starts import starts
 from quartet_plugin.schedule.simulate import simulate_costs
-from quartet_plugin.split import Split
+from quartet_plugin.split.entries import Entries
 
 DEFAULT_TIME_LIMIT_S = 10.0
 _ROUND_WIDTH = 8
@@ -111,7 +111,7 @@ def compile_kernels() -> None:
 
 
 def _run(
-    problem: ScheduleProblem, effort: Effort, options: dict[Placement, list[Split]], seed: int
+    problem: ScheduleProblem, effort: Effort, options: dict[Placement, list[Entries]], seed: int
 ) -> SearchResult:
     with ThreadPoolExecutor(max_workers=num_cores()) as pool:
         job = _Job(problem=problem, effort=effort, pool=pool, rng=np.random.default_rng(seed))
@@ -130,7 +130,7 @@ class _Job:
     climb_rate: Rate = field(default_factory=lambda: Rate(1.5e-7))
     insert_rate: Rate = field(default_factory=lambda: Rate(1.5e-7))
 
-    def search(self, options: dict[Placement, list[Split]]) -> SearchResult:
+    def search(self, options: dict[Placement, list[Entries]]) -> SearchResult:
         named = self.named(options)
         family = self.family(options, named)
         named = self.crossed(named, family[:3])
@@ -139,7 +139,7 @@ class _Job:
 
     # Named schedules.
 
-    def named(self, options: dict[Placement, list[Split]]) -> list[NamedStart]:
+    def named(self, options: dict[Placement, list[Entries]]) -> list[NamedStart]:
         """Every named schedule under every start split, then layers moved where that is free."""
         costs = self.problem.costs
         schedules = named_schedules(
@@ -185,7 +185,7 @@ class _Job:
 
     # The family.
 
-    def family(self, options: dict[Placement, list[Split]], named: list[NamedStart]) -> list[Point]:
+    def family(self, options: dict[Placement, list[Entries]], named: list[NamedStart]) -> list[Point]:
         """Structured starts, then hill climbs from the best points found so far."""
         m = self.problem.costs.num_microbatches
         short = min(m, max(16, 4 * self.problem.costs.num_devices))
@@ -212,7 +212,7 @@ class _Job:
         return _pruned([p for p in done if math.isfinite(p.score)])
 
     def start_points(
-        self, options: dict[Placement, list[Split]], named: list[NamedStart], num_microbatches: int
+        self, options: dict[Placement, list[Entries]], named: list[NamedStart], num_microbatches: int
     ) -> list[Point]:
         """Every structured start, best guesses first, with the split that served named schedules."""
         devices = self.problem.costs.num_devices
@@ -388,7 +388,7 @@ def _pruned(points: list[Point]) -> list[Point]:
     """The best distinct points, at most a few of each placement."""
     kept: list[Point] = []
     count: dict[Placement, int] = {}
-    seen: set[tuple[float, bytes, Split]] = set()
+    seen: set[tuple[float, bytes, Entries]] = set()
     for point in sorted(points, key=lambda p: p.score):
         key = (point.score, point.params.tobytes(), point.split)
         if key in seen or count.get(point.placement, 0) >= _PER_PLACEMENT:

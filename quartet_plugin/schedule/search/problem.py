@@ -12,7 +12,7 @@ from quartet_plugin.schedule.family import Family, Pipeline, run
 from quartet_plugin.schedule.placement import Placement, chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search import climb
-from quartet_plugin.split import Split, minimum_counts
+from quartet_plugin.split.entries import Entries, minimum_entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class ScheduleProblem:
         """Whether a whole backward is cheaper than I and W somewhere."""
         return bool(np.any(np.diff(self.prefix[3]) < np.diff(self.prefix[1] + self.prefix[2]) * (1 - 1e-9)))
 
-    def stage_costs(self, placement: Sequence[int], split: Split) -> StageCosts:
+    def stage_costs(self, placement: Sequence[int], split: Entries) -> StageCosts:
         """The simulator's input for a placement and a split."""
         return stage_costs(self.costs, placement=placement, layers_per_stage=split)
 
@@ -71,7 +71,7 @@ class Point:
     """One candidate of the family, with its score in seconds (inf: not evaluated, or not feasible)."""
 
     placement: Placement
-    split: Split
+    split: Entries
     params: FloatArray
     whole: IntArray
     score: float = math.inf
@@ -119,7 +119,7 @@ class Point:
         )
         score = float(climb.evaluate(params, whole, counts, *arrays))
         if steps > 0:
-            least = minimum_counts(problem.costs, len(counts), allow_empty=problem.allow_empty)
+            least = minimum_entries(problem.costs, len(counts), allow_empty=problem.allow_empty)
             score = climb.climb(
                 params,
                 whole,

@@ -6,7 +6,13 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import Costs
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.placement import Placement, PlacementKind
-from quartet_plugin.split import Split, balanced_split, check_split, even_split, minimum_counts
+from quartet_plugin.split.entries import (
+    Entries,
+    balanced_entries,
+    check_entries,
+    even_entries,
+    minimum_entries,
+)
 
 AUTO = "auto"
 EVEN = "even"
@@ -55,7 +61,7 @@ def placements_for(
         dict.fromkeys(
             shape
             for shape in shapes
-            if sum(minimum_counts(costs, len(shape), allow_empty=allow_empty)) <= len(costs.layers)
+            if sum(minimum_entries(costs, len(shape), allow_empty=allow_empty)) <= len(costs.layers)
             and _splits(costs, shape, split, allow_empty=allow_empty, strict=len(shapes) == 1)
         )
     )
@@ -68,22 +74,22 @@ def placements_for(
 
 def splits_for(
     costs: Costs, placement: Placement, split: str | Sequence[int], *, allow_empty: bool
-) -> list[Split]:
+) -> list[Entries]:
     """The splits to start from: the balanced and the even one when free, else the given one."""
     return _splits(costs, placement, split, allow_empty=allow_empty, strict=True)
 
 
 def _splits(
     costs: Costs, placement: Placement, split: str | Sequence[int], *, allow_empty: bool, strict: bool
-) -> list[Split]:
+) -> list[Entries]:
     stages = len(placement)
     if not isinstance(split, str):
-        return [check_split(costs, split, num_stages=stages, allow_empty=allow_empty)]
+        return [check_entries(costs, split, num_stages=stages, allow_empty=allow_empty)]
     if split not in (AUTO, EVEN):
         raise ConfigError(f"split: {split[:40]!r}; expected auto, even, or one count a stage")
-    found = [balanced_split(costs, placement, allow_empty=allow_empty)] if split == AUTO else []
+    found = [balanced_entries(costs, placement, allow_empty=allow_empty)] if split == AUTO else []
     try:
-        found.append(even_split(costs, stages, allow_empty=allow_empty))
+        found.append(even_entries(costs, stages, allow_empty=allow_empty))
     except ConfigError:
         if strict and not found:
             raise

@@ -1,43 +1,39 @@
 """What the board of a run holds, a dataclass a file: offers, orders, claims, what came of them, workers."""
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field, TypeAdapter, ValidationError
+from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.launchers.shares import DeviceSlice
+from quartet_plugin.launchers.device_slices import DeviceSlice
+from quartet_plugin.model.files import parse_json
+from quartet_plugin.model.schema import Bounds, Length, Matches, dump, parse, record
 from quartet_plugin.protocol.attempt_files import Count, Name, PlanKey, Seconds, Text, Version, read_sheet
 from quartet_plugin.trial.processes import Identity
 
 _MAX_BYTES = 1 << 20
 
-_STRICT: dict[str, object] = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 
-Fence = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-Generation = Annotated[int, Field(ge=1, le=2**31)]
-WorkerName = Annotated[str, Field(pattern=rf"^{WORKER_NAME.pattern}$")]
+Fence = Annotated[str, Matches(pattern=r"[0-9a-f]{16}")]
+Generation = Annotated[int, Bounds(ge=1, le=2**31)]
+WorkerName = Annotated[str, Matches(pattern=rf"{WORKER_NAME.pattern}")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Offer:
     """board.json: what a worker of this run must have, so that its times compare with the baseline's."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     device: Literal["cpu", "cuda"]
-    num_devices: Annotated[int, Field(ge=0, le=65_536)]
+    num_devices: Annotated[int, Bounds(ge=0, le=65_536)]
     schema_version: Version = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class _HandOut:
     """What an order and the claims to it have in common: which plan is handed out, for which time."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     trial: Count
     generation: Generation
@@ -49,33 +45,29 @@ class _HandOut:
         return f"{self.trial:06d}-{self.generation}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class QueuedTrial(_HandOut):
     """A plan to be measured once. `fence` begins the ids of its attempts, the first of them `attempt`.
 
     `host` is the only one that may take it, where the plan's mapping names slots there.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    attempt: Annotated[int, Field(ge=1, le=100_000)]
+    attempt: Annotated[int, Bounds(ge=1, le=100_000)]
     plan_key: PlanKey
     host: Name | None
     warmup: Count
-    measure: Annotated[int, Field(ge=1, le=100_000)]
+    measure: Annotated[int, Bounds(ge=1, le=100_000)]
     deadline_s: Seconds
     predicted_iteration_s: Seconds | None
     slow_above_s: Seconds | None
-    timeouts: Annotated[dict[Name, Seconds], Field(max_length=64)]
+    timeouts: Annotated[dict[Name, Seconds], Length(most=64)]
     is_closed: bool = False
     schema_version: Version = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Claim(_HandOut):
     """Who took an order."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     worker: WorkerName
     host: Name
@@ -87,50 +79,44 @@ class Claim(_HandOut):
         return f"worker {self.worker} (process {self.identity.pid} on {self.host})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Done:
     """What came of a claim: the attempt that counts, or why the worker gave up."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     fence: Fence
-    attempt: Annotated[int, Field(ge=1, le=2**31)] | None
+    attempt: Annotated[int, Bounds(ge=1, le=2**31)] | None
     error: Text | None = None
-    exit_code: Annotated[int, Field(ge=0, le=255)] = 0
+    exit_code: Annotated[int, Bounds(ge=0, le=255)] = 0
     schema_version: Version = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class SliceRecord:
     """The devices of a worker, as its file names them."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
     device: Literal["cpu", "cuda"]
-    index: Annotated[int, Field(ge=0, le=65_536)] = 0
-    count: Annotated[int, Field(ge=1, le=65_536)] = 1
-    cores: Annotated[tuple[Count, ...], Field(max_length=65_536)] = ()
-    devices: Annotated[tuple[Name, ...], Field(max_length=65_536)] = ()
+    index: Annotated[int, Bounds(ge=0, le=65_536)] = 0
+    count: Annotated[int, Bounds(ge=1, le=65_536)] = 1
+    cores: Annotated[tuple[Count, ...], Length(most=65_536)] = ()
+    devices: Annotated[tuple[Name, ...], Length(most=65_536)] = ()
     is_alone: bool = True
 
     @property
-    def share(self) -> DeviceSlice:
+    def device_slice(self) -> DeviceSlice:
         """The devices themselves."""
-        return DeviceSlice(
-            device=self.device,
-            index=self.index,
-            count=self.count,
-            cores=self.cores,
-            devices=self.devices,
-            is_alone=self.is_alone,
-        )
+        values = asdict(self)
+        return DeviceSlice(exclusive=values.pop("is_alone"), **values)
+
+    @classmethod
+    def of(cls, device_slice: DeviceSlice) -> "SliceRecord":
+        """The record of a slice."""
+        values = asdict(device_slice)
+        return cls(is_alone=values.pop("exclusive"), **values)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Member:
     """crew/NAME.json: a worker. `parent` started it and is a coordinator, or the process that joined."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
 
     name: WorkerName
     host: Name
@@ -141,42 +127,32 @@ class Member:
     schema_version: Version = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Task:
     """What a worker's process is told when it starts; never written down, for the command's secrets."""
 
-    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
-
-    command: Annotated[tuple[str, ...], Field(max_length=100_000)]
+    command: Annotated[tuple[str, ...], Length(most=100_000)]
     share: SliceRecord
     parent: Identity
     is_joined: bool
     schema_version: Version = 1
 
 
-OFFER: TypeAdapter[Offer] = TypeAdapter(Offer)
-ORDER: TypeAdapter[QueuedTrial] = TypeAdapter(QueuedTrial)
-CLAIM: TypeAdapter[Claim] = TypeAdapter(Claim)
-DONE: TypeAdapter[Done] = TypeAdapter(Done)
-MEMBER: TypeAdapter[Member] = TypeAdapter(Member)
-_TASK: TypeAdapter[Task] = TypeAdapter(Task)
-
-
-def read[Sheet](form: TypeAdapter[Sheet], path: Path) -> Sheet:
-    """A sheet of the board. Raises FileNotFoundError, and what `read_sheet` does."""
-    return read_sheet(form, path, max_bytes=_MAX_BYTES)
+def read[Message](kind: type[Message], path: Path) -> Message:
+    """A message of the queue. Raises FileNotFoundError, and what `read_sheet` does."""
+    return read_sheet(kind, path, max_bytes=_MAX_BYTES)
 
 
 def task_text(task: Task) -> bytes:
     """A task as it is sent."""
-    return _TASK.dump_json(task)
+    return json.dumps(dump(task)).encode()
 
 
 def read_task(text: bytes) -> Task:
     """A task as it was sent. Raises ConfigError."""
     try:
-        return _TASK.validate_json(text)
-    except ValidationError as error:
+        return parse(Task, parse_json(text, where="work"), where="work")
+    except ConfigError as error:
         raise ConfigError("work: no task on the standard input; it is started by quartet tune") from error
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, StorageError
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.trial_record import Record
+from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
 from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.observer import Observer
@@ -48,16 +48,16 @@ class ParallelSearch:
     def spend(self, study: TuneStudy) -> str:
         """Spend the trials; returns why the search ended."""
         try:
-            records = study.records()
-            self.search.controls.restore(num_spent(records), records=records)
+            trials = study.trials()
+            self.search.controls.restore(num_spent(trials), trials=trials)
             self._adopt(study)
-            num_before = len(study.records())
+            num_before = len(study.trials())
             why = self._fill(study)
             while why is None or self._flying:
                 self.sleep(_POLL_S)
                 # A new worker comes behind the end of what a killed one left, so that it has its share.
                 if self._turn(study):
-                    check_rows(study.records(), num_before=num_before)
+                    check_rows(study.trials(), num_before=num_before)
                     why = self._fill(study)
             return why
         finally:
@@ -67,17 +67,17 @@ class ParallelSearch:
 
     def _adopt(self, study: TuneStudy) -> None:
         """Trials that an earlier coordinator handed out: some workers have them still."""
-        records = study.records()
-        told = {record.number for record in records}
+        trials = study.trials()
+        finished = {trial.number for trial in trials}
         for order in self.desk.board.orders():
-            if order.trial in told:
+            if order.trial in finished:
                 self.desk.board.withdraw(order.trial)
         for proposal in all_unfinished(study):
             if self.desk.adopt(proposal.number, proposal.plan):
-                self._flying[proposal.number] = self.search.predict(proposal, records)
+                self._flying[proposal.number] = self.search.predict(proposal, trials)
             elif found := self.desk.recorded(proposal.number, proposal.plan):
                 # Before a control that is due by now.
-                self._take(study, self.search.predict(proposal, records), found)
+                self._take(study, self.search.predict(proposal, trials), found)
             else:
                 self._waiting.append(proposal)
 
@@ -148,28 +148,28 @@ class ParallelSearch:
         """Give every worker something to do; why there is nothing more, where that is so."""
         self._answer_twins(study)
         while True:
-            records = study.records()
-            tried = num_spent(records)
+            trials = study.trials()
+            tried = num_spent(trials)
             if self.search.is_over(tried):
                 return f"{tried} plans were tried"
             if self._is_control_due(tried):
                 if self._flying:
                     return None
-                self._control(records, tried=tried)
+                self._control(trials, tried=tried)
             no_time = f"{tried} plans were tried; the time that is left is kept for the final rounds"
-            if not self.search.has_time(records):
+            if not self.search.has_time(trials):
                 return no_time
             if not self._num_workers:
                 self._see_to_crew()
             if self._is_full(tried):
                 return None
-            proposal = self._next(study, records)
+            proposal = self._next(study, trials)
             if proposal is None:
                 return f"{tried} plans were tried; there are no others to try"
-            if not self.search.has_time(records, then_try=proposal.plan):
+            if not self.search.has_time(trials, then_try=proposal.plan):
                 self._alone = proposal  # it stays open, for a run that is resumed with more time
                 return no_time
-            if not self._place(study, proposal, records, tried=tried):
+            if not self._place(study, proposal, trials, tried=tried):
                 return None
 
     def _is_full(self, tried: int) -> bool:
@@ -178,21 +178,23 @@ class ParallelSearch:
         num_asked = len(self._flying) + num_held
         return num_asked >= self._num_workers or tried + num_asked >= self.search.run.config.study.trials
 
-    def _next(self, study: TuneStudy, records: list[Record]) -> Proposal | None:
+    def _next(self, study: TuneStudy, trials: list[FinishedTrial]) -> Proposal | None:
         if self._alone is not None:
             held, self._alone = self._alone, None
             return held
         if self._waiting:
-            return self.search.predict(self._waiting.popleft(), records)
-        if self._num_exhausted == len(records):
+            return self.search.predict(self._waiting.popleft(), trials)
+        if self._num_exhausted == len(trials):
             return None  # nothing was told since
         pending = [*self._plans(), *(twin.plan for twin in self._twins)]
-        proposal = self.search.ask(study, records, pending=pending)
+        proposal = self.search.ask(study, trials, pending=pending)
         if proposal is None:
-            self._num_exhausted = len(records)
+            self._num_exhausted = len(trials)
         return proposal
 
-    def _place(self, study: TuneStudy, proposal: Proposal, records: list[Record], *, tried: int) -> bool:
+    def _place(
+        self, study: TuneStudy, proposal: Proposal, trials: list[FinishedTrial], *, tried: int
+    ) -> bool:
         """Answer a proposal, hand it out, or hold it back; False where nothing else may be begun now."""
         if proposal.plan.execution in {plan.execution for plan in self._plans()}:
             self._twins.append(proposal)
@@ -201,7 +203,7 @@ class ParallelSearch:
         if found is None and self._flying and self.search.parity.num_runs_to_admit(proposal.plan):
             self._alone = proposal
             return False
-        if self.search.answer(study, proposal, records):
+        if self.search.answer(study, proposal, trials):
             return True
         if found is None:
             self._hand_out(proposal, tried=tried)
@@ -220,7 +222,7 @@ class ParallelSearch:
         begun = {plan.execution for plan in self._plans()}
         for twin in [one for one in self._twins if one.plan.execution not in begun]:
             self._twins.remove(twin)
-            if not self.search.answer(study, twin, study.records()):
+            if not self.search.answer(study, twin, study.trials()):
                 self._waiting.append(twin)
 
     def _plans(self) -> list[Plan]:
@@ -232,13 +234,13 @@ class ParallelSearch:
         every = self.search.run.config.study.control
         return bool(every) and tried // every > self._num_controlled
 
-    def _control(self, records: list[Record], *, tried: int) -> None:
+    def _control(self, trials: list[FinishedTrial], *, tried: int) -> None:
         """The baseline again, after as many trials as it was due, though more have ended meanwhile."""
         every = self.search.run.config.study.control
         self._num_controlled = tried // every
         self.search.controls.after(
             every * self._num_controlled,
-            records=records,
+            trials=trials,
             num_left=self.search.num_left(tried=tried),
             is_over=False,
         )

@@ -24,11 +24,6 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.schema import dump
 from quartet_plugin.tuner.workers.messages import (
-    CLAIM,
-    DONE,
-    MEMBER,
-    OFFER,
-    ORDER,
     WORKER_NAME,
     Claim,
     Done,
@@ -80,7 +75,7 @@ class WorkQueue:
     def offer(self) -> Offer | None:
         """What workers must have; None where the run takes none now."""
         with contextlib.suppress(FileNotFoundError):
-            return read(OFFER, self.path / "board.json")
+            return read(Offer, self.path / "board.json")
         return None
 
     def publish(self, order: QueuedTrial, plan: Plan) -> None:
@@ -134,7 +129,7 @@ class WorkQueue:
     def order(self, trial: int) -> QueuedTrial | None:
         """The order of a trial as it is now."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
-            return read(ORDER, self._order_file(trial))
+            return read(QueuedTrial, self._order_file(trial))
         return None
 
     def plan(self, order: QueuedTrial) -> Plan:
@@ -153,20 +148,20 @@ class WorkQueue:
             if f".{ending}" in endings and (trial is None or stem.startswith(f"{trial:06d}-")):
                 with contextlib.suppress(FileNotFoundError, ConfigError):
                     path = self.path / "claims" / name
-                    found.append(read(CLAIM, path))
+                    found.append(read(Claim, path))
         return found
 
     def claim_of(self, order: QueuedTrial) -> Claim | None:
         """Who has the order now."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
-            claim = read(CLAIM, self._claim_file(order))
+            claim = read(Claim, self._claim_file(order))
             return claim if claim.fence == order.fence else None
         return None
 
     def done_of(self, order: QueuedTrial) -> Done | None:
         """What came of the order's present generation."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
-            done = read(DONE, self._claim_file(order, "done."))
+            done = read(Done, self._claim_file(order, "done."))
             return done if done.fence == order.fence else None
         return None
 
@@ -176,7 +171,7 @@ class WorkQueue:
         for name in self._names("crew"):
             if name.endswith(".json"):
                 with contextlib.suppress(FileNotFoundError, ConfigError):
-                    found.append(read(MEMBER, self.path / "crew" / name))
+                    found.append(read(Member, self.path / "crew" / name))
         return found
 
     def beat_of(self, one: Claim | Member) -> int | None:

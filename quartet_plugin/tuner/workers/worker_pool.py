@@ -1,4 +1,4 @@
-"""The workers of this host: processes of their own, one a share, started again where one is killed."""
+"""The workers of this host: processes of their own, one a slice, started again where one is killed."""
 
 import contextlib
 import os
@@ -7,13 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from quartet_plugin.errors import InfrastructureError, StorageError
-from quartet_plugin.launchers.shares import DeviceSlice
+from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.trial.processes import Identity, descendants, own_identity, reap
 from quartet_plugin.tuner.workers.messages import SliceRecord, Task, task_text
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -31,7 +31,7 @@ _ENTRY = "from quartet_plugin.cli.main import entry; entry()"
 
 @dataclass(slots=True, kw_only=True)
 class WorkerPool:
-    """Starts a worker for each of `shares`, under the names in `names`, and sees to them.
+    """Starts a worker for each of `slices`, under the names in `names`, and sees to them.
 
     `command` is the user's, with its secrets; workers are told it through a pipe. `say` has a line for the
     user. A worker that gives up by itself is not started again.
@@ -39,7 +39,7 @@ class WorkerPool:
 
     board: WorkQueue
     command: tuple[str, ...]
-    shares: tuple[DeviceSlice, ...]
+    slices: tuple[DeviceSlice, ...]
     names: tuple[str, ...]
     say: Callable[[str], None]
     is_joined: bool = False
@@ -71,9 +71,9 @@ class WorkerPool:
                 del self._running[name]
                 self.board.forget(name)
                 self._ended(name, code)
-        for name, share in zip(self.names, self.shares, strict=True):
+        for name, device_slice in zip(self.names, self.slices, strict=True):
             if name not in self._running and name not in self._given_up:
-                self._running[name] = self._start(name, share)
+                self._running[name] = self._start(name, device_slice)
 
     def close(self, *, at_once: bool = False) -> bool:
         """End every worker, and with it its trial; `at_once`, or a Ctrl-C meanwhile, kills the trials.
@@ -95,18 +95,18 @@ class WorkerPool:
         """What a worker's end means."""
         if code == 0:
             self._given_up[name] = code
-        elif code < 0 and self._num_restarts < MAX_RESTARTS * len(self.shares):
+        elif code < 0 and self._num_restarts < MAX_RESTARTS * len(self.slices):
             self._num_restarts += 1
             self.say(f"worker {name} was killed by signal {-code}; it is started again")
         else:
             self._given_up[name] = code
             self.say(f"worker {name} has given up: {_last_line(self._log(name))}")
 
-    def _start(self, name: str, share: DeviceSlice) -> "subprocess.Popen[bytes]":
+    def _start(self, name: str, device_slice: DeviceSlice) -> "subprocess.Popen[bytes]":
         words = [sys.executable, "-P", "-c", _ENTRY, "work", str(self.board.folder), "--name", name]
         task = Task(
             command=self.command,
-            share=SliceRecord(**asdict(share)),
+            share=SliceRecord.of(device_slice),
             parent=own_identity(),
             is_joined=self.is_joined,
         )

@@ -32,7 +32,7 @@ def main() -> None:
     given = set(arguments) - {"--sequence-parallel"}
     sys.argv = [script, *arguments, *cpu_device.required_flags(given)]
     runpy.run_path(script, run_name="__main__")
-    cpu_device.leave()
+    cpu_device.exit_now()
 
 
 def install(order: str, arguments: list[str], folder: Path) -> None:

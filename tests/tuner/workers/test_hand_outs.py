@@ -43,7 +43,7 @@ class HandOuts(RuleBasedStateMachine):
         self.dead: set[int] = set()
         self.num_started = 0
         self.asked: set[int] = set()
-        self.told: dict[int, TrialResult] = {}
+        self.record: dict[int, TrialResult] = {}
         self.desk = self.new_desk()
         self.hands = [self.new_hand(index) for index in range(NUM_HANDS)]
 
@@ -83,11 +83,11 @@ class HandOuts(RuleBasedStateMachine):
     @rule()
     def tell(self) -> None:
         for ended in self.desk.look():
-            assert ended.number not in self.told
+            assert ended.number not in self.record
             order = self.board.order(ended.number)
             assert order is not None
             assert ended.result.attempt_id.startswith(order.fence)
-            self.told[ended.number] = ended.result
+            self.record[ended.number] = ended.result
             self.desk.told(ended.number)
 
     @rule(dies_between=st.booleans())
@@ -95,20 +95,20 @@ class HandOuts(RuleBasedStateMachine):
         """The coordinator dies, between two steps or after it has told the study and before its files."""
         if dies_between:
             for ended in self.desk.look()[:1]:
-                assert ended.number not in self.told
-                self.told[ended.number] = ended.result
+                assert ended.number not in self.record
+                self.record[ended.number] = ended.result
         self.desk = self.new_desk()
         for order in self.board.orders():
-            if order.trial in self.told:
+            if order.trial in self.record:
                 self.board.withdraw(order.trial)
-        for number in sorted(self.asked - set(self.told)):
+        for number in sorted(self.asked - set(self.record)):
             if self.desk.adopt(number, PLAN):
                 continue
             found = self.desk.recorded(number, PLAN)
             if found is None:
                 self.desk.publish(number, self.request(number), host=None)
             else:
-                self.told[number] = found
+                self.record[number] = found
                 self.desk.told(number)
 
     @rule(seconds=st.sampled_from([1.0, EXPIRY_S / 2, EXPIRY_S + 1]))
@@ -160,7 +160,7 @@ class HandOuts(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        assert set(self.told) | set(self.desk.flying) >= self.asked
+        assert set(self.record) | set(self.desk.flying) >= self.asked
         assert len(self.asked) <= BUDGET
 
     @invariant()
@@ -185,7 +185,7 @@ class HandOuts(RuleBasedStateMachine):
                     hand.measure()
                     assert hand.report()
             self.tell()
-            assert set(self.told) == self.asked
+            assert set(self.record) == self.asked
             assert not self.desk.flying
             assert not list((self.board.path / "orders").iterdir())
             assert not list((self.board.path / "claims").iterdir())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.errors import InfeasibleError, InterruptedByUserError, SeamError
-from quartet_plugin.launchers.shares import DeviceSlice
+from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.trial.processes import own_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
@@ -20,7 +20,7 @@ from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 
 HOST = "node-0"  # the fake cluster's
-SHARES = tuple(DeviceSlice(device="cpu", index=index, count=4, cores=(index,)) for index in range(4))
+SLICES = tuple(DeviceSlice(device="cpu", index=index, count=4, cores=(index,)) for index in range(4))
 OWN = {"pipeline_parallel": 2, "mapping": "stock", "schedule": ["1f1b", "zb-h1", "zb-v"]}
 
 
@@ -140,7 +140,7 @@ def run_shared(
         patch.setattr(coordinator, "ParallelSearch", lambda **given: ParallelSearch(**given, sleep=shop.step))
         patch.setattr(coordinator, "read_judged", shop.attempts.get)
         run = resume(folder) if is_resumed else begin(folder, **config)
-        return tune(run, shop, shares=SHARES, **options)
+        return tune(run, shop, slices=SLICES, **options)
 
 
 def killed(monkeypatch: pytest.MonkeyPatch, folder: Path, shop: Shop) -> None:
@@ -154,9 +154,9 @@ def killed(monkeypatch: pytest.MonkeyPatch, folder: Path, shop: Shop) -> None:
 
 def spent(result: TuneResult) -> list[int]:
     return [
-        record.number
-        for record in result.records[1:]
-        if record.told.repeats is None and record.told.verdict != "lost"
+        trial.number
+        for trial in result.trials[1:]
+        if trial.record.repeats is None and trial.record.verdict != "lost"
     ]
 
 
@@ -170,7 +170,7 @@ def test_every_trial_is_measured_once_and_the_budget_is_kept(
     searched = [key for folder, key in shop.launched if "round" not in folder and key is not None]
     assert len(searched) == len(set(searched)) == 14
     assert shop.most_at_once >= 3
-    assert [record.number for record in result.records] == list(range(len(result.records)))
+    assert [trial.number for trial in result.trials] == list(range(len(result.trials)))
     assert not list((tmp_path / "r/workers/orders").iterdir())
     assert not list((tmp_path / "r/workers/claims").iterdir())
     assert not (tmp_path / "r/workers/board.json").exists()
@@ -182,8 +182,8 @@ def test_one_worker_spends_a_study_as_a_tuner_without_does(
     config: Any = {"study": {"starts": "none", "trials": 9, "rounds": 3, "top_k": 2, "control": 4}}
     alone = tune(begin(tmp_path / "a" / "r", **config), FakeMachine())
     shared = run_shared(monkeypatch, tmp_path / "b" / "r", Shop(num_workers=1), **config)
-    assert [(r.plan.key, r.told.value, r.told.repeats) for r in shared.records] == [
-        (r.plan.key, r.told.value, r.told.repeats) for r in alone.records
+    assert [(r.plan.key, r.record.value, r.record.repeats) for r in shared.trials] == [
+        (r.plan.key, r.record.value, r.record.repeats) for r in alone.trials
     ]
     assert shared.controls == alone.controls
     assert [one.comparison for one in shared.rankings] == [one.comparison for one in alone.rankings]
@@ -207,7 +207,7 @@ def test_parity_checks_run_alone_and_what_they_refuse_is_not_handed_out(
     )
     assert len(spent(result)) == 8
     assert shop.checked
-    verdicts = {record.plan.schedule.label: record.told.verdict for record in result.records}
+    verdicts = {trial.plan.schedule.label: trial.record.verdict for trial in result.trials}
     assert verdicts["zb-h1"] == "measured"
     assert verdicts["zb-v"] == "wrong"
 
@@ -235,7 +235,7 @@ def test_a_killed_coordinators_trials_are_adopted_or_run_again(
             (shop.board.path / "claims" / f"{one.stem}.json").unlink()
     result = run_shared(monkeypatch, folder, shop, is_resumed=True)
     assert len(spent(result)) == 8
-    assert [record.number for record in result.records] == list(range(len(result.records)))
+    assert [trial.number for trial in result.trials] == list(range(len(result.trials)))
     again = [name for name, _ in shop.launched[len(before) :] if "round" not in name]
     assert {f"{first.trial:06d}", f"{second.trial:06d}"}.isdisjoint(again)
     measured = [name for name, key in shop.launched if "round" not in name and key is not None]
@@ -335,5 +335,5 @@ def test_a_worker_on_other_devices_is_sent_away(tmp_path: Path, monkeypatch: pyt
     )
     assert len(spent(result)) == 6
     assert any("times do not compare" in text for text in watching.messages)
-    attempts = {record.told.attempt_id for record in result.records}
+    attempts = {trial.record.attempt_id for trial in result.trials}
     assert attempts.isdisjoint(strange)

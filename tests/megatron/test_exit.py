@@ -20,7 +20,7 @@ class Aborts:
         (folder / "teardown").touch()
 kept = Aborts()
 print("done", end="")
-cpu_device.leave()
+cpu_device.exit_now()
 """
 
 

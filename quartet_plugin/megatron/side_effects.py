@@ -1,7 +1,7 @@
-"""What a trial leaves out of the user's command: everything that writes, loads, serves or evaluates.
+"""The flags that a trial leaves out of the user's command: those that write, load, serve or evaluate.
 
-The list is fixed and shown. What decides about the training itself stays: `--train-iters` in particular, on
-which the learning rate and the order of the data depend.
+The list is fixed and shown. Flags that decide about the training itself stay, `--train-iters` in
+particular, on which the learning rate and the order of the data depend.
 """
 
 from collections.abc import Sequence
@@ -84,8 +84,8 @@ _REFUSED = {
 }
 
 
-def neutralise(flags: Flags, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a trial, and the flags of the user's that it leaves out or sets.
+def strip_side_effects(flags: Flags, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a trial, and the user's flags that the trial leaves out or sets.
 
     Raises ConfigError for a command whose model or layout no trial could know.
     """
@@ -94,9 +94,8 @@ def neutralise(flags: Flags, words: Sequence[str]) -> tuple[list[str], list[str]
         if given.get(dest):
             raise ConfigError(f"{flags.flag_of(dest)}: {reason}")
     settings = {**SET, **{dest: value for dest, value in SET_UNLESS_GIVEN.items() if dest not in given}}
-    edited, taken = flags.edit(words, remove={*REMOVED, *SET}, append=flags.words_for(settings))
-    names = [item.flag for item in taken]
-    return edited, list(dict.fromkeys(names))
+    edited, removed = flags.edit(words, remove={*REMOVED, *SET}, append=flags.words_for(settings))
+    return edited, list(dict.fromkeys(item.flag for item in removed))
 
 
 def compare_from(

@@ -3,7 +3,13 @@
 import pytest
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.megatron.neutralise import REMOVED, SET, SET_UNLESS_GIVEN, compare_from, neutralise
+from quartet_plugin.megatron.side_effects import (
+    REMOVED,
+    SET,
+    SET_UNLESS_GIVEN,
+    compare_from,
+    strip_side_effects,
+)
 from tests.megatron.entry_launch import MEGATRON_FLAGS
 from tests.megatron.native import native_flags
 
@@ -21,7 +27,7 @@ def test_nothing_that_writes_or_loads_is_left() -> None:
         *("--profile", "--record-memory-history", "--exit-interval", "7", "--exit-duration-in-mins", "9"),
         *("--distributed-timeout-minutes", "60", "--script-flag", "x"),
     ]
-    edited, names = neutralise(native_flags(), words)
+    edited, names = strip_side_effects(native_flags(), words)
     found = native_flags().given(edited)
     assert not set(found) & set(REMOVED)
     assert (found["eval_iters"], found["enable_one_logger"]) == (0, False)
@@ -40,14 +46,14 @@ def test_nothing_that_writes_or_loads_is_left() -> None:
 
 
 def test_timeout_is_shortened_unless_given() -> None:
-    edited, _ = neutralise(native_flags(), MEGATRON_FLAGS)
+    edited, _ = strip_side_effects(native_flags(), MEGATRON_FLAGS)
     assert native_flags().given(edited)["distributed_timeout_minutes"] == 5
 
 
 def test_commands_whose_model_is_not_in_flags() -> None:
     for flag in ("--use-checkpoint-args", "--skip-train"):
         with pytest.raises(ConfigError, match=flag):
-            neutralise(native_flags(), [*MEGATRON_FLAGS, flag])
+            strip_side_effects(native_flags(), [*MEGATRON_FLAGS, flag])
 
 
 def test_comparisons_start_from_weights_without_dropout() -> None:

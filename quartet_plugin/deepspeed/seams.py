@@ -1,0 +1,120 @@
+"""DeepSpeed's releases, and every function of DeepSpeed that the adapter replaces or relies on.
+
+What `worker.seams` says of a seam holds here too. `check` comes before anything of DeepSpeed is changed.
+"""
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+from quartet_plugin.errors import SeamError
+from quartet_plugin.rank import seams
+from quartet_plugin.rank.seams import Framework, Wrapper, install, resolve
+
+__all__ = ["DEEPSPEED", "Seam", "Wrapper", "check", "install", "resolve"]
+
+
+def _installed_version() -> str:
+    try:
+        return version("deepspeed").partition("+")[0]
+    except PackageNotFoundError as error:
+        raise SeamError("deepspeed: not installed; pip install 'quartet-plugin[deepspeed]'") from error
+
+
+DEEPSPEED = Framework(
+    name="DeepSpeed",
+    package="deepspeed",
+    oldest=(0, 19, 8),
+    before=(0, 20, 0),
+    installed_version=_installed_version,
+)
+
+
+class Seam(seams.Seam):
+    """A function of DeepSpeed."""
+
+    framework = DEEPSPEED
+
+
+def _seam(module: str, name: str, parameters: str, source: str, *callers: str) -> Seam:
+    """`callers`: methods of the same class that call the seam."""
+    sites = tuple(f"{module}:{name.partition('.')[0]}.{caller}" for caller in callers)
+    return Seam(module=module, name=name, parameters=parameters, sources={"0.19.8": source}, use_sites=sites)
+
+
+def _base(name: str, *declared: str) -> Seam:
+    return _seam("deepspeed.runtime.engine", f"DeepSpeedEngine.{name}", *declared)
+
+
+def _engine(name: str, *declared: str) -> Seam:
+    return _seam("deepspeed.runtime.pipe.engine", f"PipelineEngine.{name}", *declared)
+
+
+def _module(name: str, *declared: str) -> Seam:
+    return _seam("deepspeed.runtime.pipe.module", f"PipelineModule.{name}", *declared)
+
+
+# Replaced: the first two for every plan, the others in a trial.
+INITIALIZE = _seam(
+    "deepspeed",
+    "initialize",
+    "args model optimizer model_parameters training_data lr_scheduler distributed_port mpu "
+    "dist_init_required collate_fn config mesh_param config_params",
+    "7311d2dd74b7628a",
+)
+CONSTRUCTOR = _module(
+    "__init__",
+    "self layers num_stages topology loss_fn seed_layers seed_fn base_seed partition_method "
+    "activation_checkpoint_interval activation_checkpoint_func checkpointable_layers dynamic_shape",
+    "b117888b0f4d1c54",
+)
+TRAIN_BATCH = _engine("train_batch", "self data_iter", "a055fcc3f34e1958")
+NEXT_BATCH = _engine("_next_batch", "self", "22f37859ba1c9c29", "_exec_load_micro_batch")
+SAVE = _base(
+    "save_checkpoint",
+    "self save_dir tag client_state save_latest exclude_frozen_parameters",
+    "4a52ba6c01fb1bf8",
+)
+LOAD = _base(
+    "load_checkpoint",
+    "self load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states "
+    "load_module_only custom_load_fn",
+    "1272ffebde16c076",
+)
+SAVE_16BIT = _base(
+    "save_16bit_model", "self save_dir save_filename exclude_frozen_parameters", "e7c026217e29c8e5"
+)
+SEAMS = (
+    *(INITIALIZE, CONSTRUCTOR, TRAIN_BATCH, NEXT_BATCH, SAVE, LOAD, SAVE_16BIT),
+    # Overridden by PlannedModule and PlannedEngine.
+    _module("_partition_layers", "self method", "7863964978e93664", "__init__"),
+    _module("_build", "self", "0678f208d6586e20", "__init__"),
+    _module("stage_owner", "self layer_idx", "d4b5ec39e67511f2", "_index_tied_modules"),
+    _module("_precompute_checkpointable_values", "self", "369e31623a3a627a", "set_checkpoint_interval"),
+    _module("ckpt_layer_path", "self ckpt_dir local_layer_idx", "9647f48298d20844", "save_state_dict"),
+    _module("ckpt_layer_path_list", "self ckpt_dir local_layer_idx", "ca42d0cb4b07b8b5", "load_state_dir"),
+    _engine("_train_schedule", "self", "3989f15a2f1a41e2", "train_batch"),
+    _engine("_inference_schedule", "self micro_batches", "d1161b7b06e52789", "eval_batch"),
+    _engine("is_first_stage", "self", "c14db1ac5589f524", "_exec_load_micro_batch"),
+    _engine("is_last_stage", "self", "dc307f547867a1b4", "_exec_load_micro_batch", "_aggregate_total_loss"),
+    _engine("_loss_stage_global_rank", "self", "562325bdfdc9d476", "_aggregate_total_loss"),
+    _engine("reset_activation_shape", "self", "6cfc19f98b864541"),
+    # Called.
+    _module("_set_bounds", "self start stop", "a62126a801d42ab6", "_partition_layers"),
+    _engine("_exec_schedule", "self pipe_schedule", "37c06cd97479c2d7", "train_batch", "eval_batch"),
+    _engine("_exec_load_micro_batch", "self buffer_id", "50dfde0a302abacb"),
+    _engine("_exec_optimizer_step", "self lr_kwargs", "923cdf5310179502"),
+    # Done by EngineStages for one stage.
+    _engine("_exec_forward_pass", "self buffer_id", "7e67ae799a874b08"),
+    _engine("_exec_backward_pass", "self buffer_id", "a5708aecadada145"),
+)
+
+
+@cache
+def check() -> None:
+    """Hold release and seams against what is declared, once a process: later some of them are replaced.
+
+    Raises SeamError, naming function and release, for what is not as known.
+    """
+    DEEPSPEED.check_version()
+    for seam in SEAMS:
+        resolve(seam)

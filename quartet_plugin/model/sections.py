@@ -1,0 +1,91 @@
+"""Sections of files that people write: read from YAML by a safe loader, checked by pydantic models."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.files import field_path, shown
+
+MAX_CONFIG_BYTES = 1 << 20
+
+
+class Section(BaseModel):
+    """One object of such a file, frozen; unknown keys, other types, NaN and infinity are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+def validate[M: BaseModel](model: type[M], data: Any, *, where: str) -> M:
+    """`data` as a `model`; raises one ConfigError line, `where: field: value: rule`, for the first fault."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise ConfigError(f"{where}: {_fault_line(faults[0])}{more}") from error
+
+
+def _fault_line(fault: ErrorDetails) -> str:
+    """`field: value: rule`; a validator of this package (type "rule") has written all three."""
+    prefix = field_path(fault["loc"])
+    rule = fault["msg"]
+    if fault["type"] == "rule":
+        return rule
+    field = prefix or "the file"
+    if fault["type"] == "missing":
+        return f"{field}: missing; the key is required"
+    if fault["type"] == "extra_forbidden":
+        return f"{field}: {shown(fault['input'])}: unknown key; remove it"
+    if fault["type"] in ("model_type", "dict_type"):
+        return f"{field}: {shown(fault['input'])}: must be a JSON object"
+    rule = rule.removeprefix("Value error, ").removeprefix("Input ")
+    return f"{field}: {shown(fault['input'])}: {rule[:1].lower()}{rule[1:]}"
+
+
+def load_yaml(path: Path) -> Any:
+    """The data in a short YAML file, read by a safe loader. Raises ConfigError in one line."""
+    import yaml
+
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ConfigError(f"{path}: longer than {MAX_CONFIG_BYTES} bytes; a configuration is short")
+    try:
+        return yaml.load(text, Loader=_unique_loader())  # noqa: S506 (a SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        position = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{position}: not YAML that is safe to read: {error.problem}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        words = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{path}: not YAML that is safe to read: {words}") from error
+
+
+def _unique_loader() -> type[Any]:
+    """A safe loader that refuses a key given twice, and aliases, which can blow a small file up."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.events.AliasEvent):
+                mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+                raise yaml.constructor.ConstructorError(None, None, "aliases are not read", mark)
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            for index, key in enumerate(keys):
+                if key in keys[:index]:
+                    mark = node.value[index][0].start_mark
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {str(key)[:60]!r} appears twice", mark
+                    )
+            return super().construct_mapping(node, deep=deep)
+
+    return Loader

@@ -1,0 +1,156 @@
+"""The seams that are declared about DeepSpeed, held against the installed release."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import deepspeed
+import pytest
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+
+from quartet_plugin.deepspeed import seams
+from quartet_plugin.deepspeed.engine import PlannedEngine
+from quartet_plugin.deepspeed.measure import BatchMeter
+from quartet_plugin.deepspeed.module import PlannedModule
+from quartet_plugin.deepspeed.parity import switch_dropout_off
+from quartet_plugin.deepspeed.seams import DEEPSPEED, SEAMS, Seam, install, resolve
+from quartet_plugin.errors import SeamError
+from quartet_plugin.rank.seams import node_hash
+from tests.deepspeed.support import environment
+from tests.definitions import find_definition
+
+REPLACED = SEAMS[:7]
+
+
+@cache
+def parsed(module: str) -> ast.Module:
+    """The installed source of a module."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+
+
+def test_every_place_is_declared_once() -> None:
+    paths = [seam.path for seam in SEAMS]
+    assert len(paths) == len(set(paths))
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.path)
+def test_the_installed_source_is_the_one_that_was_tried(seam: Seam) -> None:
+    definition = find_definition(parsed(seam.module), seam.name)
+    assert definition is not None
+    assert seam.sources[DEEPSPEED.installed_version()] == node_hash(definition)
+    resolve(seam)
+
+
+@pytest.mark.parametrize("seam", [seam for seam in SEAMS if seam.use_sites], ids=lambda seam: seam.path)
+def test_it_is_used_where_that_is_said(seam: Seam) -> None:
+    for site in seam.use_sites:
+        definition = find_definition(parsed(seam.module), site.partition(":")[2])
+        assert definition is not None
+        used = {node.attr for node in ast.walk(definition) if isinstance(node, ast.Attribute)}
+        assert seam.name.rpartition(".")[2] in used, site
+
+
+@pytest.mark.parametrize(
+    ("planned", "stock"), [(PlannedEngine, PipelineEngine), (PlannedModule, PipelineModule)]
+)
+def test_every_override_is_declared(planned: type, stock: type) -> None:
+    overridden = {name for name in vars(planned) if callable(vars(stock).get(name))}
+    assert overridden
+    assert {f"{stock.__name__}.{name}" for name in overridden} <= {seam.name for seam in SEAMS}
+
+
+def test_what_is_replaced_is_declared() -> None:
+    meter = BatchMeter.__new__(BatchMeter)
+    assert set(REPLACED) == {seams.INITIALIZE, seams.CONSTRUCTOR, *meter.wrappers}
+
+
+@pytest.fixture
+def importer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module that has imported `deepspeed.initialize` by name."""
+    module = ModuleType("quartet_test_importer")
+    module.begin = deepspeed.initialize  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_all_are_replaced_and_restored(importer: ModuleType) -> None:
+    def values() -> list[Any]:
+        return [*(vars(holder)[name] for holder, name in holders), importer.begin]
+
+    holders = [(resolve(seam)[0], seam.name.rpartition(".")[2]) for seam in REPLACED]
+    before = values()
+    installation = install({seam: lambda original: lambda *args: original(*args) for seam in REPLACED})
+    assert not [name for (_, name), old, new in zip(holders, before, values(), strict=False) if old is new]
+    assert importer.begin is deepspeed.initialize is not before[0]
+    with pytest.raises(SeamError, match=r"deepspeed\.initialize: already replaced by tests\.deepspeed"):
+        resolve(seams.INITIALIZE)
+    installation.uninstall()
+    assert values() == before
+
+
+@pytest.mark.parametrize("seam", REPLACED, ids=lambda seam: seam.path)
+def test_a_changed_source_is_named_and_nothing_is_touched(seam: Seam, importer: ModuleType) -> None:
+    changed = replace(seam, sources={"0.19.8": "0" * 16})
+    others = {other: lambda original: print for other in REPLACED if other is not seam}
+    with pytest.raises(SeamError, match=rf"{seam.path}: its source is another one in deepspeed 0\.19\.8"):
+        install({**others, changed: lambda original: print})
+    for other in REPLACED:
+        resolve(other)
+    assert importer.begin is deepspeed.initialize
+
+
+def test_other_releases_are_refused() -> None:
+    assert DEEPSPEED.check_version("0.19.9") == "0.19.9"
+    for version in ("0.19.7", "0.18.0", "0.20.0"):
+        with pytest.raises(
+            SeamError, match=rf"deepspeed {version}: not supported; install deepspeed >= 0.19.8"
+        ):
+            DEEPSPEED.check_version(version)
+
+
+def test_the_entry_ends_with_4_where_a_function_was_changed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('script ran')")
+    code = (
+        "import sys\n"
+        "from deepspeed.runtime.pipe.engine import PipelineEngine\n"
+        "PipelineEngine._exec_schedule = lambda self, pipe_schedule: None\n"
+        "from quartet_plugin.deepspeed.entry import main\n"
+        "sys.argv[1:] = ['script.py']\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 4, done.stderr[-2000:]
+    assert (
+        "PipelineEngine._exec_schedule: already replaced by __main__ (here is deepspeed 0.19.8)"
+        in done.stderr
+    )
+    assert "script ran" not in done.stdout
+
+
+def test_dropout_comes_back() -> None:
+    import torch
+    from torch.nn import functional
+
+    before = dict(vars(functional))
+    off = switch_dropout_off()
+    assert torch.equal(functional.dropout(torch.ones(9), 1.0), torch.ones(9))
+    off.uninstall()
+    assert dict(vars(functional)) == before
