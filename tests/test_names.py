@@ -1,0 +1,91 @@
+"""The laws of docs/glossary.md that a program can hold, over the syntax tree of every file of the package."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "quartet_plugin"
+# Words that say nothing of what they name.
+WITHOUT_CONTENT = frozenset({"found", "one", "at", "it", "own", "what", "told", "mine", "ours"})
+# Parts that both adapters have, under one name.
+ADAPTER_TWINS = frozenset({"WeightGradients", "ParityMeter"})
+ADAPTERS = ("megatron", "deepspeed")
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """Every file of the package with its syntax tree."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def defined_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Every name that a file gives to something, with its line: variables, parameters, functions, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield (node.id if isinstance(node, ast.Name) else node.attr), node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+
+
+def retired_names() -> set[str]:
+    """The left column of the glossary's table of retired names."""
+    table = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").partition("## Retired names")[2]
+    rows = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+def test_names_have_content() -> None:
+    without = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path, tree in trees().items()
+        for name, line in defined_names(tree)
+        if name.strip("_") in WITHOUT_CONTENT
+    ]
+    assert not without, "\n".join(without)
+
+
+def test_public_classes_are_defined_once() -> None:
+    places: dict[str, list[str]] = {}
+    for path, tree in trees().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    several = {name: paths for name, paths in places.items() if len(paths) > 1}
+    twins = {name: several.pop(name) for name in ADAPTER_TWINS & set(several)}
+    assert not several
+    for name, paths in twins.items():
+        assert {path.split("/")[0] for path in paths} == set(ADAPTERS), name
+
+
+def test_the_listed_twins_are_twins() -> None:
+    names = [node.name for tree in trees().values() for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert {name for name in ADAPTER_TWINS if names.count(name) != 2} == set()
+
+
+def test_retired_names_are_not_defined() -> None:
+    retired = retired_names()
+    assert len(retired) > 20
+    defined = {
+        node.name: path.relative_to(ROOT)
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in retired
+    }
+    assert not defined
+
+
+@pytest.mark.parametrize("document", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_documents_name_files_that_are_there(document: str) -> None:
+    """A path of the package or of its tests, benchmarks and tools in backquotes is a file or a folder."""
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    rooms = "|".join(sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name.isidentifier()))
+    paths = re.findall(rf"`((?:{rooms})/[\w/.]*)`", text)
+    missing = [path for path in paths if not (PACKAGE / path).exists() and not (ROOT / "tests" / path).exists()]
+    assert not missing
