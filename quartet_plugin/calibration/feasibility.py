@@ -23,8 +23,8 @@ MOST_OFF = 2.0
 class FeasibilityModel:
     """Learns from told records which plans run; says it of any plan."""
 
-    def __init__(self, ground: MachineModel) -> None:
-        self._ground = ground
+    def __init__(self, machine_model: MachineModel) -> None:
+        self._machine_model = machine_model
         self._ran: list[Plan] = []
         self._failed: list[Plan] = []
         self._ratios: list[float] = []
@@ -64,12 +64,12 @@ class FeasibilityModel:
 
     def memory(self, plan: Plan) -> Memory | None:
         """What the cost model says; None on a device whose memory is not known."""
-        if not self._ground.is_known:
+        if not self._machine_model.is_known:
             return None
         key = (plan.shape, plan.layout, plan.split, plan.schedule.label)
         if key not in self._memory:
             try:
-                run = run_of_plan(plan, self._ground, schedule=schedule_kind(plan.schedule))
+                run = run_of_plan(plan, self._machine_model, schedule=schedule_kind(plan.schedule))
                 self._memory[key] = peak_memory(run)
             except QuartetError:
                 self._memory[key] = None

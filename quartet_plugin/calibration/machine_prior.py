@@ -91,7 +91,7 @@ class KnownMachine:
 def machine_model_of(
     nodes: Sequence[NodeInfo], *, precision: HalfPrecision, machine: KnownMachine | None = None
 ) -> MachineModel:
-    """The ground of a run on `nodes`; `machine` is what the run was told of it.
+    """The machine_model of a run on `nodes`; `machine` is what the run was told of it.
 
     Raises ConfigError where that is another machine.
     """
@@ -111,8 +111,8 @@ def machine_model_of(
     paces = _paces(nodes)
     return MachineModel(
         nodes=tuple(nodes),
-        near=replace(machines, scale_up_devices=max(num_devices, 1)),
-        far=replace(machines, scale_up_devices=1),
+        intra_node=replace(machines, scale_up_devices=max(num_devices, 1)),
+        inter_node=replace(machines, scale_up_devices=1),
         constants=constants,
         precision=precision,
         on_cpu=on_cpu,
@@ -121,7 +121,7 @@ def machine_model_of(
             _factor_spreads(told, planned, is_known=is_known, is_crowded=any(node.crowds for node in nodes))
             + [_pace_spread(planned, on_cpu=on_cpu)] * (int(paces.max(initial=-1)) + 1)
         ),
-        pace_of_slot=np.where(paces >= 0, paces + len(COEFFICIENTS), -1),
+        slowdown_index_of_slot=np.where(paces >= 0, paces + len(COEFFICIENTS), -1),
     )
 
 

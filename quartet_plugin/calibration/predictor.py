@@ -18,7 +18,7 @@ from quartet_plugin.calibration.machine_prior import LINKS
 from quartet_plugin.calibration.observations import MeasuredAction, action_times
 from quartet_plugin.calibration.posterior import Measured, PosteriorSample, fit
 from quartet_plugin.calibration.residuals import Groups, Residuals
-from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient, MachineModel, coefficient_names
+from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient, MachineModel
 from quartet_plugin.cost.iteration import IterationModel, IterationModelCache, StageLoads
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.costs import FloatArray
@@ -35,7 +35,7 @@ CROP_NOISE = 0.03
 ACTION_NOISE = 0.06
 # Finished trials whose times are used: the latest, besides the baseline.
 MAX_MEASURED = 200
-# Plans whose anatomy is kept.
+# Plans whose iteration_model is kept.
 MAX_KEPT = 20_000
 
 # Where the search for the factors begins: at what is assumed, and where the ends or the links are far off it.
@@ -57,21 +57,12 @@ FolderOf = Callable[[int], Path]
 class PlanPrediction:
     """A predicted iteration; `spread` is a standard deviation of its logarithm, without a launch's noise.
 
-    `views` is what each explanation of the measurements says: weight, logarithm of seconds, spread.
+    `posterior_samples` holds each sample's weight, logarithm of seconds and spread of that logarithm.
     """
 
     iteration_s: float
     spread: float
-    views: tuple[tuple[float, float, float], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """A factor of the cost model as the trials have it: how many times what was assumed, and how sure."""
-
-    name: str
-    ratio: float
-    spread: float
+    posterior_samples: tuple[tuple[float, float, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +89,7 @@ class _Time:
     log_s: float
     noise: float
     extra: float = 0.0
-    anatomy: IterationModel
+    iteration_model: IterationModel
     action: MeasuredAction | None = None
 
 
@@ -109,10 +100,10 @@ class PlanPredictor:
     """
 
     def __init__(
-        self, ground: MachineModel, *, num_iterations: int, folder_of: FolderOf | None = None
+        self, machine_model: MachineModel, *, num_iterations: int, folder_of: FolderOf | None = None
     ) -> None:
-        self._ground = ground
-        self._anatomies = IterationModelCache(ground)
+        self._machine_model = machine_model
+        self._iteration_models = IterationModelCache(machine_model)
         self._num_iterations = num_iterations
         self._folder_of = folder_of
         self._residuals = Residuals()
@@ -120,7 +111,7 @@ class PlanPredictor:
         self._records: dict[int, FinishedTrial] = {}
         self._seen: set[int] = set()
         self._cropped: dict[int, tuple[Plan, _Time]] = {}
-        self.odds = FeasibilityModel(ground)
+        self.feasibility = FeasibilityModel(machine_model)
         self._known: dict[object, IterationModel] = {}
         self._runs: dict[object, bool] = {}
         self._views: list[PosteriorSample] = []
@@ -133,20 +124,20 @@ class PlanPredictor:
             if trial.number in self._seen or record.repeats is not None:
                 continue
             self._seen.add(trial.number)
-            self.odds.learn(trial)
+            self.feasibility.learn(trial)
             is_whole = record.verdict == "measured" and not record.is_depth_proxy
             if is_whole and record.iteration_s is not None and self.knows(trial.plan):
                 self._records[trial.number] = trial
                 self._learned[trial.number] = tuple(self._times_of(trial))
                 self._views = []
 
-    def learn_cropped(self, found: DepthProxyTime) -> None:
+    def learn_depth_proxy(self, found: DepthProxyTime) -> None:
         """Take in what a cropped model says of its plan, once a trial; `knows` must take both apart."""
         time = _Time(
             log_s=math.log(found.iteration_s),
             noise=math.hypot(LEAST, found.spread),
             extra=CROP_NOISE,
-            anatomy=self._anatomy(found.small),
+            iteration_model=self._iteration_model(found.small),
         )
         self._cropped[found.number] = (found.plan, time)
         self._views = []
@@ -156,7 +147,10 @@ class PlanPredictor:
         key = identity(plan)
         if key not in self._runs:
             try:
-                self._runs[key] = self._anatomy(plan).evaluate(np.zeros(self._ground.num_factors))[0] > 0.0
+                self._runs[key] = (
+                    self._iteration_model(plan).evaluate(np.zeros(self._machine_model.num_coefficients))[0]
+                    > 0.0
+                )
             except QuartetError:
                 self._runs[key] = False
         return self._runs[key]
@@ -171,33 +165,35 @@ class PlanPredictor:
         """The plans that were measured, by their trials in order."""
         return {number: self._records[number].plan for number in sorted(self._records)}
 
-    def forecast(self, plans: Sequence[Plan]) -> list[PlanPrediction]:
+    def predict(self, plans: Sequence[Plan]) -> list[PlanPrediction]:
         """What each iteration will take, of plans that are known. Something must have been measured."""
         if not plans:
             return []
-        views = self._fitted()
+        views = self.posterior_samples()
         assert self._groups is not None
-        anatomies = [self._anatomy(plan) for plan in plans]
+        iteration_models = [self._iteration_model(plan) for plan in plans]
         groups = self._residuals.groups(plans)
         shared = np.zeros((len(plans), len(views[0].weighted)))
         shared[:, : len(self._groups)] = self._residuals.covariance(groups, self._groups)
         own = self._residuals.variance(groups)
         log_s, spread = np.empty((len(views), len(plans))), np.empty((len(views), len(plans)))
         for at, view in enumerate(views):
-            seconds = np.array([anatomy.evaluate(view.point)[0] for anatomy in anatomies])
+            seconds = np.array(
+                [iteration_model.evaluate(view.point)[0] for iteration_model in iteration_models]
+            )
             log_s[at], spread[at] = view.correct(np.log(seconds), shared=shared, own=own)
         return _mixed(np.array([view.weight for view in views]), log_s, spread)
 
-    def likeliest(self, plans: Sequence[Plan]) -> list[float]:
+    def most_likely_s(self, plans: Sequence[Plan]) -> list[float]:
         """Seconds an iteration as the likeliest explanation has it, without residuals: for ordering."""
-        point = self._fitted()[0].point
-        return [self._anatomy(plan).evaluate(point)[0] for plan in plans]
+        point = self.posterior_samples()[0].point
+        return [self._iteration_model(plan).evaluate(point)[0] for plan in plans]
 
-    def ends(self, plan: Plan) -> StageLoads:
-        """What the ends of the plan's model weigh, and the paces of its ranks, as far as is known."""
-        return self._anatomies.ends(plan, self._fitted()[0].point)
+    def end_loads(self, plan: Plan) -> StageLoads:
+        """The plan's end loads and its ranks' slowdowns under the most likely coefficients."""
+        return self._iteration_models.end_loads(plan, self.posterior_samples()[0].point)
 
-    def likeness(self, plans: Sequence[Plan], others: Sequence[Plan]) -> FloatArray:
+    def similarity(self, plans: Sequence[Plan], others: Sequence[Plan]) -> FloatArray:
         """How much of each plan's residual it shares with the nearest of `others`, from 0 to 1 [plans]."""
         if not plans or not others:
             return np.zeros(len(plans))
@@ -206,49 +202,38 @@ class PlanPredictor:
         found: FloatArray = shared / self._residuals.variance(groups)
         return found
 
-    def corrections(self) -> list[Correction]:
-        """Every factor as it is now, the surest and largest corrections first."""
-        views = self._fitted()
-        weights = np.array([view.weight for view in views])
-        points = np.stack([view.point for view in views])
-        mean = weights @ points
-        spreads = np.sqrt(weights @ (points - mean) ** 2)
-        names = coefficient_names(self._ground.num_factors - len(COEFFICIENTS))
-        order = np.argsort(-np.abs(mean) / (spreads + 0.01), kind="stable").tolist()
-        return [
-            Correction(name=names[at], ratio=math.exp(mean[at]), spread=float(spreads[at])) for at in order
-        ]
+    def posterior_samples(self) -> list[PosteriorSample]:
+        """The samples of the coefficients' posterior, the most likely one first."""
+        if not self._views:
+            self._views = self._fit()
+        return self._views
 
     def _times_of(self, trial: FinishedTrial) -> list[_Time]:
         record, plan = trial.record, trial.plan
         assert record.iteration_s is not None
-        anatomy = self._anatomy(plan)
+        iteration_model = self._iteration_model(plan)
         is_cut = record.num_iterations is not None and record.num_iterations < self._num_iterations
         extra = math.hypot(CUT_NOISE * is_cut, OTHER_RUN_NOISE * (record.source is not None))
         drift = math.log(record.drift)
         log_s, noise = math.log(record.iteration_s) + drift, math.hypot(LEAST, record.spread or 0.0)
-        found = [_Time(log_s=log_s, noise=noise, extra=extra, anatomy=anatomy)]
+        found = [_Time(log_s=log_s, noise=noise, extra=extra, iteration_model=iteration_model)]
         if self._folder_of is None or record.source is not None or plan.schedule.custom is None:
             return found
         for action in action_times(self._folder_of(trial.number), attempt_id=record.attempt_id):
-            if action.stage < plan.layout.num_stages and not anatomy.is_crowded(action.stage):
+            if action.stage < plan.layout.num_stages and not iteration_model.is_crowded(action.stage):
                 log_s = math.log(action.seconds) + drift
-                found.append(_Time(log_s=log_s, noise=ACTION_NOISE, anatomy=anatomy, action=action))
+                found.append(
+                    _Time(log_s=log_s, noise=ACTION_NOISE, iteration_model=iteration_model, action=action)
+                )
         return found
 
-    def _anatomy(self, plan: Plan) -> IterationModel:
+    def _iteration_model(self, plan: Plan) -> IterationModel:
         key = identity(plan)
         if key not in self._known:
             if len(self._known) >= MAX_KEPT:
                 self._known.clear()
-            self._known[key] = self._anatomies.of(plan)
+            self._known[key] = self._iteration_models.of(plan)
         return self._known[key]
-
-    def _fitted(self) -> list[PosteriorSample]:
-        """What the measurements may mean, the likeliest first."""
-        if not self._views:
-            self._views = self._fit()
-        return self._views
 
     def _fit(self) -> list[PosteriorSample]:
         numbers = sorted(self._records)
@@ -275,20 +260,20 @@ class PlanPredictor:
                 covariance=covariance,
             ),
             starts=[self._anchored(wholes[0], one) for one in self._starts()],
-            spreads=self._ground.spreads,
+            spreads=self._machine_model.spreads,
         )
 
     def _starts(self) -> list[FloatArray]:
         found = []
         for factors in STARTS:
-            point = np.zeros(self._ground.num_factors)
+            point = np.zeros(self._machine_model.num_coefficients)
             for factor, ratio in factors.items():
                 point[INDEX[factor]] = math.log(ratio)
             found.append(point)
         for at in range(
-            len(COEFFICIENTS), min(self._ground.num_factors, len(COEFFICIENTS) + MAX_PACE_STARTS)
+            len(COEFFICIENTS), min(self._machine_model.num_coefficients, len(COEFFICIENTS) + MAX_PACE_STARTS)
         ):
-            point = np.zeros(self._ground.num_factors)
+            point = np.zeros(self._machine_model.num_coefficients)
             point[at] = math.log(FAST_PACE)
             found.append(point)
         return found
@@ -296,7 +281,9 @@ class PlanPredictor:
     def _anchored(self, baseline: _Time, point: FloatArray) -> FloatArray:
         """Factors to begin with; how fast the machine is was only assumed: the first trial says it."""
         found = point.copy()
-        found[INDEX[Coefficient.SPEED]] = baseline.log_s - math.log(baseline.anatomy.evaluate(point)[0])
+        found[INDEX[Coefficient.SPEED]] = baseline.log_s - math.log(
+            baseline.iteration_model.evaluate(point)[0]
+        )
         return found
 
 
@@ -308,7 +295,9 @@ def _mixed(weights: FloatArray, log_s: FloatArray, spread: FloatArray) -> list[P
         PlanPrediction(
             iteration_s=math.exp(mean[at]),
             spread=float(wide[at]),
-            views=tuple(zip(weights.tolist(), log_s[:, at].tolist(), spread[:, at].tolist(), strict=True)),
+            posterior_samples=tuple(
+                zip(weights.tolist(), log_s[:, at].tolist(), spread[:, at].tolist(), strict=True)
+            ),
         )
         for at in range(len(mean))
     ]
@@ -319,9 +308,11 @@ def _modelled(times: Sequence[_Time], point: FloatArray) -> tuple[FloatArray, Fl
     log_s, slopes = np.empty(len(times)), np.empty((len(times), len(point)))
     for at, one in enumerate(times):
         if one.action is None:
-            seconds, each = one.anatomy.evaluate(point)
+            seconds, each = one.iteration_model.evaluate(point)
         else:
-            seconds, each = one.anatomy.stage(point, stage=one.action.stage, directions=one.action.directions)
+            seconds, each = one.iteration_model.stage(
+                point, stage=one.action.stage, directions=one.action.directions
+            )
         log_s[at], slopes[at] = math.log(seconds), each / seconds
     return log_s, slopes
 

@@ -160,16 +160,16 @@ def _launcher(words: Sequence[str]) -> list[str]:
 def _run(argv: Sequence[str], *, folder: Path, device: Literal["cpu", "cuda"], deadline_s: float) -> None:
     """Start `argv`, wait for its end, and leave no process of it behind. Raises InfrastructureError."""
     from quartet_plugin.launchers.local import LocalLauncher, child_environment
-    from quartet_plugin.trial.processes import MARK, descendants, marked, reap
+    from quartet_plugin.trial.processes import ATTEMPT_VARIABLE, descendants, marked_processes, reap
 
     mark = secrets.token_hex(16)
-    environment = {**child_environment(device, environment=os.environ), MARK: mark}
+    environment = {**child_environment(device, environment=os.environ), ATTEMPT_VARIABLE: mark}
     log = folder / "log"
     handle = LocalLauncher().start(argv, env=environment, cwd=Path.cwd(), stdout=log)
     try:
         code = _wait(handle, deadline_s=deadline_s)
     finally:
-        reap(descendants({handle.pid}) | marked(mark), grace_s=_GRACE_S)
+        reap(descendants({handle.pid}) | marked_processes(mark), grace_s=_GRACE_S)
         handle.kill()
         _wait(handle, deadline_s=_GRACE_S)
     if code != 0:

@@ -149,7 +149,7 @@ def _refuse_taken(slices: "tuple[DeviceSlice, ...]", board: "WorkQueue") -> None
 def work(path: Path, *, name: str, task: bytes) -> None:
     """One worker, until nobody needs it. Raises QuartetError where trials cannot be run here."""
     from quartet_plugin.launchers.command import parse_command
-    from quartet_plugin.trial.processes import own_identity
+    from quartet_plugin.trial.processes import current_identity
     from quartet_plugin.tuner.launches import LocalLaunches
     from quartet_plugin.tuner.run_folder import resume_run
     from quartet_plugin.tuner.workers.messages import Member, read_task
@@ -161,7 +161,7 @@ def work(path: Path, *, name: str, task: bytes) -> None:
     member = Member(
         name=name,
         host=socket.gethostname(),
-        identity=own_identity(),
+        identity=current_identity(),
         parent=told.parent,
         share=told.share,
         is_joined=told.is_joined,

@@ -1,4 +1,4 @@
-"""The coefficients of the iteration model, and the machines that it is computed for."""
+"""The coefficients of the iteration model, and the machine model that all plans of a run share."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +10,7 @@ from quartet_plugin.model.plan import NodeInfo
 
 
 class Coefficient(StrEnum):
-    """What a correction multiplies; the first ones are causes of a stage's own compute."""
+    """A multiplier of predicted seconds; those before `SPEED` are causes of a stage's compute."""
 
     PRODUCTS = "products"
     ATTENTION = "attention"
@@ -35,39 +35,31 @@ class Coefficient(StrEnum):
 
 
 COEFFICIENTS = tuple(Coefficient)
-
-
 CAUSES = COEFFICIENTS[: COEFFICIENTS.index(Coefficient.SPEED)]
-
-
-INDEX = {factor: at for at, factor in enumerate(COEFFICIENTS)}
+INDEX = {coefficient: index for index, coefficient in enumerate(COEFFICIENTS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MachineModel:
-    """What all plans of a run stand on: nodes, machines and constants.
+    """The nodes, links and constants of a run before anything is measured, with the coefficients' priors.
 
-    `near` are machines whose every link is inside a node, `far` those without such a link. `pace_of_slot`
-    [num_slots] is the index of a slot's pace among the factors, -1 where paces are not told apart.
-    `is_known`: the library has the device.
+    `intra_node` has every link inside a node, `inter_node` none. `spreads` [num_coefficients] are the prior
+    standard deviations of the coefficients' logarithms: of the named ones, then of the slowdowns of slots or
+    nodes. `slowdown_index_of_slot` [num_slots] is the index of a slot's slowdown among the coefficients, -1
+    where slots are not told apart. `is_known`: the library has the device.
     """
 
     nodes: tuple[NodeInfo, ...]
-    near: UniformCluster
-    far: UniformCluster
+    intra_node: UniformCluster
+    inter_node: UniformCluster
     constants: Constants
     precision: HalfPrecision
     on_cpu: bool
     is_known: bool
     spreads: FloatArray
-    pace_of_slot: IntArray
+    slowdown_index_of_slot: IntArray
 
     @property
-    def num_factors(self) -> int:
-        """The named factors, and one pace a slot or node."""
+    def num_coefficients(self) -> int:
+        """The number of named coefficients and of slowdowns together."""
         return len(self.spreads)
-
-
-def coefficient_names(num_paces: int) -> tuple[str, ...]:
-    """The factors' names in their order."""
-    return (*(factor.value for factor in COEFFICIENTS), *(f"pace {at}" for at in range(num_paces)))

@@ -67,26 +67,26 @@ class StageLoads:
 
 
 class IterationModelCache:
-    """The anatomy of any plan of a run; what plans share is computed once."""
+    """The iteration_model of any plan of a run; what plans share is computed once."""
 
-    def __init__(self, ground: MachineModel) -> None:
-        self.ground = ground
+    def __init__(self, machine_model: MachineModel) -> None:
+        self.machine_model = machine_model
         self._layers: dict[tuple[ModelShape, Layout], LayerCosts] = {}
         self._links: dict[tuple[ModelShape, Layout], tuple[float, float, float]] = {}
         self._orders: dict[object, tuple[tuple[OrderedActions, float], ...]] = {}
 
     def of(self, plan: Plan) -> "IterationModel":
-        """The plan's anatomy."""
+        """The plan's iteration_model."""
         return IterationModel(
             plan,
-            ground=self.ground,
-            run=run_of_plan(plan, self.ground),
+            machine_model=self.machine_model,
+            run=run_of_plan(plan, self.machine_model),
             layers=self._layers_of(plan),
             links=self._links_of(plan),
             orders=self._orders_of(plan),
         )
 
-    def ends(self, plan: Plan, theta: FloatArray) -> StageLoads:
+    def end_loads(self, plan: Plan, theta: FloatArray) -> StageLoads:
         """What the plan's ends weigh under the factors whose logarithms are `theta`."""
         costs = self._layers_of(plan)
         scale = np.exp(theta)
@@ -100,9 +100,9 @@ class IterationModelCache:
         first = speed * scale[INDEX[Coefficient.EMBEDDING]] * float(costs.embedding @ directions)
         last = speed * scale[INDEX[Coefficient.HEAD]] * float(costs.head @ directions)
         ends = tensor * costs.ends.sum(axis=1)
-        members = _members(plan, self.ground)
+        members = _members(plan, self.machine_model)
         paces = np.ones(plan.layout.pipeline_parallel) if members is None else scale[_slowest(members, scale)]
-        crowding = core_sharing_of(plan, self.ground.nodes)
+        crowding = core_sharing_of(plan, self.machine_model.nodes)
         if crowding is not None:
             paces = paces * crowding.most
         return StageLoads(
@@ -114,18 +114,20 @@ class IterationModelCache:
     def _layers_of(self, plan: Plan) -> LayerCosts:
         key = (plan.shape, plan.layout)
         if key not in self._layers:
-            self._layers[key] = layer_costs(run_of_plan(plan, self.ground), self.ground.constants)
+            self._layers[key] = layer_costs(
+                run_of_plan(plan, self.machine_model), self.machine_model.constants
+            )
         return self._layers[key]
 
     def _links_of(self, plan: Plan) -> tuple[float, float, float]:
         """Seconds of a boundary tensor inside a node and between nodes, without latency, and the latency."""
         key = (plan.shape, plan.layout)
         if key not in self._links:
-            run, constants = run_of_plan(plan, self.ground), self.ground.constants
+            run, constants = run_of_plan(plan, self.machine_model), self.machine_model.constants
             latency = communication.transfer_latency_s(constants)
             near = communication.transfer_s(run, constants, sender=0, receiver=1)
             far = communication.transfer_s(
-                replace(run, machines=self.ground.far), constants, sender=0, receiver=1
+                replace(run, machines=self.machine_model.inter_node), constants, sender=0, receiver=1
             )
             self._links[key] = (near - latency, far - latency, latency)
         return self._links[key]
@@ -150,17 +152,19 @@ class IterationModelCache:
         return self._orders[key]
 
 
-def run_of_plan(plan: Plan, ground: MachineModel, *, schedule: ScheduleKind | None = None) -> TrainingRun:
+def run_of_plan(
+    plan: Plan, machine_model: MachineModel, *, schedule: ScheduleKind | None = None
+) -> TrainingRun:
     """The plan in the cost model's terms, every link inside a node."""
     return run_of(
         plan.shape,
         plan.layout,
         global_batch_size=plan.made_for.global_batch_size,
         layers_per_stage=plan.split.transformer_layers_per_stage,
-        machines=ground.near,
+        machines=machine_model.intra_node,
         schedule=schedule,
-        precision=ground.precision,
-        software=ON_CPU if ground.on_cpu else None,
+        precision=machine_model.precision,
+        software=ON_CPU if machine_model.on_cpu else None,
     )
 
 
@@ -193,12 +197,12 @@ def _slowest(members: IntArray, scale: FloatArray) -> IntArray:
     return found
 
 
-def _members(plan: Plan, ground: MachineModel) -> IntArray | None:
+def _members(plan: Plan, machine_model: MachineModel) -> IntArray | None:
     """The pace factors of each pipeline rank's slots [pp, slots a rank]; None where none are told apart."""
-    if (ground.pace_of_slot < 0).any():
+    if (machine_model.slowdown_index_of_slot < 0).any():
         return None
-    index = {slot: at for at, slot in enumerate(slots_of(ground.nodes))}
-    each = ground.pace_of_slot[[index[slot] for slot in plan.mapping.slots]]
+    index = {slot: at for at, slot in enumerate(slots_of(machine_model.nodes))}
+    each = machine_model.slowdown_index_of_slot[[index[slot] for slot in plan.mapping.slots]]
     # Megatron numbers pipeline ranks slowest.
     return each.reshape(plan.layout.pipeline_parallel, -1)
 
@@ -210,7 +214,7 @@ class IterationModel:
         self,
         plan: Plan,
         *,
-        ground: MachineModel,
+        machine_model: MachineModel,
         run: TrainingRun,
         layers: LayerCosts,
         links: tuple[float, float, float],
@@ -232,19 +236,19 @@ class IterationModel:
         tensor[:, -1] += layers.ends[1]
         action = np.array([[ACTION_S], [ACTION_S], [0.0]]) * np.ones(num_stages)
         self._beside = np.stack([tensor, layers.context[:, None] * counts, action])
-        self._crowding = core_sharing_of(plan, ground.nodes)
+        self._crowding = core_sharing_of(plan, machine_model.nodes)
         self._alone = np.ones(ranks)
         self._stretched: tuple[bytes, FloatArray] | None = None
-        members = _members(plan, ground)
+        members = _members(plan, machine_model)
         self._members = np.zeros((0, 0), dtype=np.int64) if members is None else members
         self._sends = _sends(plan, placement, links)
-        self._step = np.zeros(ground.num_factors)
-        for factor, seconds in _step_terms(plan, run, placement, ground, compute_s).items():
+        self._step = np.zeros(machine_model.num_coefficients)
+        for factor, seconds in _step_terms(plan, run, placement, machine_model, compute_s).items():
             self._step[INDEX[factor]] = seconds
         self._always = np.full((3, num_stages), float(plan.num_microbatches))
 
     def evaluate(self, theta: FloatArray) -> tuple[float, FloatArray]:
-        """Seconds an iteration, and their slopes by the factors' logarithms `theta` [num_factors].
+        """Seconds an iteration, and their slopes by the factors' logarithms `theta` [num_coefficients].
 
         Raises PlanError for orders that do not run.
         """
@@ -344,10 +348,10 @@ def _sends(plan: Plan, placement: IntArray, links: tuple[float, float, float]) -
 
 
 def _step_terms(
-    plan: Plan, run: TrainingRun, placement: IntArray, ground: MachineModel, compute_s: FloatArray
+    plan: Plan, run: TrainingRun, placement: IntArray, machine_model: MachineModel, compute_s: FloatArray
 ) -> Mapping[Coefficient, float]:
     """Seconds once an iteration, by the factor that corrects them."""
-    layout, constants = plan.layout, ground.constants
+    layout, constants = plan.layout, machine_model.constants
     ranks = layout.pipeline_parallel
     weights = weights_of_stages(run)
     held = [
@@ -363,7 +367,7 @@ def _step_terms(
     )
     is_far = bool((nodes != nodes[:, :1]).any())
     per_stage = compute_s.sum(axis=0)
-    linked = replace(run, machines=ground.far) if is_far else run
+    linked = replace(run, machines=machine_model.inter_node) if is_far else run
     gradients = communication.data_parallel(
         linked,
         constants,
@@ -374,7 +378,9 @@ def _step_terms(
     )
     if placement[0] != placement[-1]:
         apart = bool((nodes[placement[0]] != nodes[placement[-1]]).any())
-        gradients += communication.tied_ends_s(replace(run, machines=ground.far) if apart else run, constants)
+        gradients += communication.tied_ends_s(
+            replace(run, machines=machine_model.inter_node) if apart else run, constants
+        )
     found = {
         Coefficient.GRADIENTS: 0.0,
         Coefficient.OPTIMIZER: optimizer_s(run, constants, fullest),

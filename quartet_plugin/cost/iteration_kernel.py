@@ -1,4 +1,4 @@
-"""The compiled part of an anatomy: a plan's time under factors, and its slopes by their logarithms."""
+"""The compiled part of the iteration model: seconds and their slopes by the coefficients' logarithms."""
 
 import numpy as np
 
@@ -34,9 +34,9 @@ def pipeline_time(
     num_microbatches: int,
     slopes: FloatArray,
 ) -> float:
-    """Seconds, -1 where the orders do not run; adds to `slopes` [num_factors].
+    """Seconds, -1 where the orders do not run; adds to `slopes` [num_coefficients].
 
-    `scale` [num_factors] are the factors; `compute` [num_causes, 3, S] and `beside` [3, 3, S] (tensor
+    `scale` [num_coefficients] are the factors; `compute` [num_causes, 3, S] and `beside` [3, 3, S] (tensor
     parallel, context parallel, action) the work of the stages by direction, `sends` [3, S] (near, far,
     latency) what each stage's transfer to the next takes; `members` [pp, slots a rank] the pace factors,
     empty where there are none, `stretch` [pp] how many times as long compute takes beside others

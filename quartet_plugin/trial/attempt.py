@@ -1,4 +1,4 @@
-"""The folder of one attempt: what is written before the launch, and the result after it."""
+"""The folder of one attempt: the files written before its launch, and its result."""
 
 import os
 import secrets
@@ -22,7 +22,7 @@ from quartet_plugin.protocol.attempt_files import (
 )
 from quartet_plugin.trial.log import last_lines, read_tail
 from quartet_plugin.trial.outcome import Verdict
-from quartet_plugin.trial.processes import MARK
+from quartet_plugin.trial.processes import ATTEMPT_VARIABLE
 from quartet_plugin.trial.redact import recorded_environment, redacted_argv
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 
@@ -31,31 +31,31 @@ PREFIX = "attempt-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """An attempt that is written down and may be started."""
+    """An attempt whose files are written and whose processes may be started."""
 
     folder: Path
-    sheet: TrialSheet
+    spec: TrialSheet
     command: CommandSheet
 
     @property
     def log(self) -> Path:
-        """Where the processes print to."""
+        """The file that the processes print to."""
         return self.folder / "stdout.log"
 
     @property
     def stop_file(self) -> Path:
-        """Its existence asks the ranks to end at their next iteration."""
+        """The file whose existence asks the ranks to end at their next iteration."""
         return self.folder / "STOP"
 
     @property
     def processes_file(self) -> Path:
-        """Which processes were started."""
+        """The file that lists the processes of the attempt."""
         return self.folder / "processes.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What to start for an attempt; it holds the whole environment and is never written down."""
+    """The command of an attempt with its whole environment; never written to a file."""
 
     attempt: Attempt
     argv: tuple[str, ...]
@@ -64,7 +64,7 @@ class Launch:
 
 
 def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> Launch:
-    """Make the first free attempt folder from `number` on, and write down what will be started.
+    """Make the first free attempt folder from `number` on, and write its trial.json and command.json.
 
     Raises StorageError when the disk is too full or fails, or the folder is not a plain one.
     """
@@ -77,10 +77,10 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
         flags += ["--quartet-plan", str(folder / "plan.json")]
     argv = request.command.wrapped(flags, port=port)
     environment = child_environment(device, environment=os.environ)
-    environment[MARK] = attempt_id
+    environment[ATTEMPT_VARIABLE] = attempt_id
     environment.setdefault("PYTHONFAULTHANDLER", "1")
     cwd = (request.cwd or Path()).absolute()
-    sheet = TrialSheet(
+    spec = TrialSheet(
         attempt_id=attempt_id,
         folder=str(folder),
         warmup=request.warmup,
@@ -102,9 +102,9 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
         timeouts=asdict(request.timeouts),
         max_spread=request.max_spread,
     )
-    write_json_atomic(folder / "trial.json", dump(sheet))
+    write_json_atomic(folder / "trial.json", dump(spec))
     write_json_atomic(folder / "command.json", dump(command))
-    attempt = Attempt(folder=folder, sheet=sheet, command=command)
+    attempt = Attempt(folder=folder, spec=spec, command=command)
     return Launch(attempt=attempt, argv=tuple(argv), environment=environment, cwd=cwd)
 
 
@@ -132,31 +132,31 @@ def _make_folder(request: TrialRequest, *, number: int) -> Path:
 
 
 def attempt_number(folder: Path) -> int:
-    """The number of an attempt's folder; 0 for a folder that is none."""
+    """The number of an attempt's folder; 0 for any other folder."""
     number = folder.name.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def open_attempt(folder: Path) -> Attempt | None:
-    """An attempt that an earlier tuner wrote down; None where it ended before that.
+    """An attempt whose files an earlier tuner wrote; None where the tuner ended before.
 
     Raises ConfigError for files that break their format or belong to another folder.
     """
     try:
-        sheet = read_sheet(TrialSheet, folder / "trial.json")
+        spec = read_sheet(TrialSheet, folder / "trial.json")
         command = read_sheet(CommandSheet, folder / "command.json")
     except FileNotFoundError:
         return None
-    if command.attempt_id != sheet.attempt_id:
+    if command.attempt_id != spec.attempt_id:
         raise ConfigError(f"{folder / 'command.json'}: attempt_id: not that of trial.json")
-    return Attempt(folder=folder, sheet=sheet, command=command)
+    return Attempt(folder=folder, spec=spec, command=command)
 
 
-def write_result(attempt: Attempt, verdict: Verdict, *, wall_s: float) -> TrialResult:
-    """Write result.json, whole or not at all, and return what it says. Raises StorageError."""
+def write_result(folder: Path, spec: TrialSheet, verdict: Verdict, *, wall_s: float) -> TrialResult:
+    """Write result.json atomically and return its content as a TrialResult. Raises StorageError."""
     sheet = ResultSheet(
-        attempt_id=attempt.sheet.attempt_id,
-        plan_key=attempt.sheet.plan_key,
+        attempt_id=spec.attempt_id,
+        plan_key=spec.plan_key,
         outcome=verdict.outcome.value,
         reason=verdict.reason,
         phase=verdict.phase,
@@ -167,12 +167,12 @@ def write_result(attempt: Attempt, verdict: Verdict, *, wall_s: float) -> TrialR
         peak_memory_bytes=verdict.peak_memory_bytes,
         wall_s=wall_s,
     )
-    write_json_atomic(attempt.folder / "result.json", dump(sheet))
-    return _result(sheet, folder=attempt.folder)
+    write_json_atomic(folder / "result.json", dump(sheet))
+    return _result(sheet, folder=folder)
 
 
 def read_result(folder: Path) -> TrialResult | None:
-    """The result of an attempt's folder, None where there is none. Raises ConfigError, StorageError."""
+    """The result in an attempt's folder, None where it has no result. Raises ConfigError, StorageError."""
     try:
         sheet = read_sheet(ResultSheet, folder / "result.json")
     except FileNotFoundError:
@@ -199,6 +199,6 @@ def _result(sheet: ResultSheet, *, folder: Path) -> TrialResult:
         job=jobs[0] if jobs else None,
         folder=folder,
         last_lines=last_lines(read_tail(folder / "stdout.log")),
-        start_s=max((one.get("import", 0.0) + one.get("init", 0.0) for one in phases), default=0.0),
-        first_step_s=max((one.get("first_step", 0.0) for one in phases), default=0.0),
+        start_s=max((rank.get("import", 0.0) + rank.get("init", 0.0) for rank in phases), default=0.0),
+        first_step_s=max((rank.get("first_step", 0.0) for rank in phases), default=0.0),
     )

@@ -1,7 +1,7 @@
-"""The accelerators of this machine around a launch: whether all are there, healthy, and given back.
+"""Checks the accelerators of this machine around a launch: present, healthy, and their memory released.
 
-Asked of the driver's own tool, since nothing here may open a device itself. Where there is no such tool
-(a CPU run, another vendor) nothing is checked. Other users' processes are named and never touched.
+The driver's tool answers, since this process must not open a device. Without such a tool (a CPU run, another
+vendor) nothing is checked. Other users' processes are named and never touched.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import psutil
 
 from quartet_plugin.errors import InfrastructureError
-from quartet_plugin.trial.processes import MARK
+from quartet_plugin.trial.processes import ATTEMPT_VARIABLE
 
 TOOL = "nvidia-smi"
-# How long the driver may take to give a killed process's memory back, and what may stay of it.
+# Seconds for the driver to release a killed process's memory, and the bytes that may stay held.
 RELEASE_S = 60.0
 MARGIN_BYTES = 512 * 2**20
 
@@ -31,7 +31,7 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceState:
-    """One device now. `num_errors` counts memory errors that were not corrected; `holders` bytes by pid."""
+    """A device now. `num_errors` counts uncorrected memory errors; `holders` has bytes by pid."""
 
     index: int
     uuid: str
@@ -41,17 +41,17 @@ class DeviceState:
     holders: Mapping[int, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """For the user."""
+        """The device's name for messages."""
         return f"device {self.index} ({self.name}, {self.uuid})"
 
 
-Read = Callable[[Mapping[str, str]], tuple[DeviceState, ...]]
+DeviceReader = Callable[[Mapping[str, str]], tuple[DeviceState, ...]]
 
 
 def read_devices(environment: Mapping[str, str]) -> tuple[DeviceState, ...]:
     """The devices that `environment` shows to a process; empty without the driver's tool.
 
-    Raises InfrastructureError where the tool itself fails: a device that is lost makes it do so.
+    Raises InfrastructureError where the tool fails, as it does for a lost device.
     """
     program = shutil.which(TOOL, path=environment.get("PATH"))
     if program is None:
@@ -60,7 +60,7 @@ def read_devices(environment: Mapping[str, str]) -> tuple[DeviceState, ...]:
     for row in _query(program, f"--query-compute-apps={','.join(_HOLDER_FIELDS)}", len(_HOLDER_FIELDS)):
         with contextlib.suppress(ValueError):
             holders.setdefault(row[0], {})[int(row[1])] = _number(row[2]) << 20
-    found = [
+    devices = [
         DeviceState(
             index=_number(row[0]),
             uuid=row[1],
@@ -71,11 +71,11 @@ def read_devices(environment: Mapping[str, str]) -> tuple[DeviceState, ...]:
         )
         for row in _query(program, f"--query-gpu={','.join(_FIELDS)}", len(_FIELDS))
     ]
-    return tuple(_visible(found, environment.get("CUDA_VISIBLE_DEVICES")))
+    return tuple(_visible(devices, environment.get("CUDA_VISIBLE_DEVICES")))
 
 
-def _query(program: str, what: str, num_fields: int) -> list[list[str]]:
-    argv = [program, what, "--format=csv,noheader,nounits"]
+def _query(program: str, query: str, num_fields: int) -> list[list[str]]:
+    argv = [program, query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_TOOL_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -94,12 +94,12 @@ def _query(program: str, what: str, num_fields: int) -> list[list[str]]:
 
 
 def _number(text: str) -> int:
-    """0 for `[N/A]` and the like: what a device does not count has not happened."""
+    """The number in a field; 0 for `[N/A]` and other words."""
     return int(text) if text.isdecimal() else 0
 
 
 def _visible(devices: Iterable[DeviceState], shown: str | None) -> list[DeviceState]:
-    """Those that CUDA_VISIBLE_DEVICES names by index or by the beginning of a UUID."""
+    """The devices that CUDA_VISIBLE_DEVICES names by index or by the beginning of a UUID."""
     devices = list(devices)
     if shown is None:
         return devices
@@ -111,34 +111,26 @@ def _visible(devices: Iterable[DeviceState], shown: str | None) -> list[DeviceSt
     ]
 
 
+@dataclass(kw_only=True)
 class DeviceGuard:
-    """Knows the devices that a run began with; `before` and `await_release` enclose every launch.
+    """Remembers the devices that a run began with; `before` and `await_release` enclose every launch.
 
-    `shown` is what the launcher adds to the environment, such as the part of the devices that is ours.
+    `shown` are variables that the launcher adds to the environment, such as this worker's devices.
     """
 
-    def __init__(
-        self,
-        *,
-        shown: Mapping[str, str] | None = None,
-        read: Read = read_devices,
-        release_s: float = RELEASE_S,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._shown = dict(shown or {})
-        self._read_all = read
-        self._release_s = release_s
-        self._clock = clock
-        self._sleep = sleep
-        self._known: dict[str, DeviceState] | None = None
-        self._before: dict[str, DeviceState] = {}
+    shown: Mapping[str, str] | None = None
+    read: DeviceReader = read_devices
+    release_s: float = RELEASE_S
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _known: dict[str, DeviceState] | None = field(init=False, default=None)
+    _before: dict[str, DeviceState] = field(init=False, default_factory=dict)
 
     def _read(self, environment: Mapping[str, str]) -> tuple[DeviceState, ...]:
-        return self._read_all({**environment, **self._shown})
+        return self.read({**environment, **(self.shown or {})})
 
     def before(self, environment: Mapping[str, str]) -> None:
-        """Look at the devices before a launch.
+        """Check the devices before a launch.
 
         Raises InfrastructureError where they are not those that the run began with: times of other devices
         cannot be compared.
@@ -148,11 +140,8 @@ class DeviceGuard:
         missing = [str(device) for uuid, device in known.items() if uuid not in now]
         added = [str(device) for uuid, device in now.items() if uuid not in known]
         if missing or added:
-            parts = [
-                f"{words} {', '.join(found)}"
-                for words, found in (("missing", missing), ("new", added))
-                if found
-            ]
+            changes = {"missing": missing, "new": added}
+            parts = [f"{change} {', '.join(names)}" for change, names in changes.items() if names]
             raise InfrastructureError(
                 f"the devices are not those that the run began with: {'; '.join(parts)}; bring them back and "
                 "--resume, or begin another run"
@@ -160,7 +149,7 @@ class DeviceGuard:
         self._known, self._before = known, now
 
     def fault(self, environment: Mapping[str, str]) -> str | None:
-        """What went wrong with a device since `before`; None where nothing did."""
+        """The fault of a device since `before`, in words; None without a fault."""
         for device in self._read(environment):
             then = self._before.get(device.uuid)
             if then is not None and device.num_errors > then.num_errors:
@@ -169,40 +158,40 @@ class DeviceGuard:
         return None
 
     def await_release(self, environment: Mapping[str, str]) -> None:
-        """Wait until what a launch held is given back.
+        """Wait until the memory of a launch is released.
 
         Raises InfrastructureError, naming device and processes, where it is still held after `release_s`: the
-        next trial would be told that it does not fit.
+        next trial would not fit.
         """
-        end = self._clock() + self._release_s
+        end = self.clock() + self.release_s
         while held := self._held(environment):
-            if self._clock() >= end:
+            if self.clock() >= end:
                 device, num_bytes = held[0]
                 pids = ", ".join(map(str, sorted(device.holders))) or "no process that can be seen"
                 raise InfrastructureError(
-                    f"{device}: {num_bytes >> 20} MiB are still held {self._release_s:g} s after the trial "
+                    f"{device}: {num_bytes >> 20} MiB are still held {self.release_s:g} s after the trial "
                     f"ended, by {pids}; end that or reset the device, then --resume"
                 )
-            self._sleep(_POLL_S)
+            self.sleep(_POLL_S)
 
     def _held(self, environment: Mapping[str, str]) -> list[tuple[DeviceState, int]]:
-        """Devices that hold more than before the launch, without what strangers have come to hold."""
+        """The devices that hold more bytes than before the launch, without those of unrelated processes."""
         held = []
         for device in self._read(environment):
             then = self._before.get(device.uuid)
             if then is None:
                 continue
             new = {pid: size for pid, size in device.holders.items() if pid not in then.holders}
-            strangers = sum(size for pid, size in new.items() if _is_strangers(pid))
-            num_bytes = device.used_bytes - strangers - then.used_bytes
+            unrelated = sum(size for pid, size in new.items() if _is_unrelated(pid))
+            num_bytes = device.used_bytes - unrelated - then.used_bytes
             if num_bytes > MARGIN_BYTES:
                 held.append((device, num_bytes))
         return held
 
 
-def _is_strangers(pid: int) -> bool:
-    """Whether no trial can have left it: another user's, or without a trial's mark. The unseen is ours."""
+def _is_unrelated(pid: int) -> bool:
+    """Whether the process is another user's or has no attempt's id; False where it cannot be read."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        return process.uids().real != os.getuid() or MARK not in process.environ()
+        return process.uids().real != os.getuid() or ATTEMPT_VARIABLE not in process.environ()
     return False

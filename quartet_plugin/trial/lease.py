@@ -1,4 +1,4 @@
-"""Who holds a run folder: one tuner at a time, and one that was replaced writes nothing any more.
+"""The lease of a run folder: one tuner holds it at a time, and a replaced tuner writes nothing more.
 
 `lock.json` names the holder (docs/formats.md) and counts generations. Its age is measured by the file
 server's own clock, as the difference of two modification times in the same folder.
@@ -12,14 +12,15 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from quartet_plugin.errors import StorageError
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import Bounds, dump, record
-from quartet_plugin.protocol.attempt_files import Name, Pid, Seconds, Version, read_sheet
-from quartet_plugin.trial.processes import Identity, own_identity
+from quartet_plugin.protocol.attempt_files import Name, Version, read_sheet
+from quartet_plugin.trial.processes import Identity, current_identity
 
 LOCK_NAME = "lock.json"
 EXPIRY_S = 120.0
@@ -30,29 +31,15 @@ _GUARD_WAIT_S = 30.0
 
 
 @record
-class Holder:
+class Holder(Identity):
     """lock.json: the process that holds the run, and how often the run has changed hands."""
 
     host: Name
-    pid: Pid
-    process_start: Seconds
-    boot_id: Name
     generation: Annotated[int, Bounds(ge=1, le=2**53)]
     schema_version: Version = 1
-    start_ticks: Annotated[int, Bounds(ge=0)] | None = None
-
-    @property
-    def identity(self) -> Identity:
-        """The process, as it is known on its own host."""
-        return Identity(
-            pid=self.pid,
-            process_start=self.process_start,
-            boot_id=self.boot_id,
-            start_ticks=self.start_ticks,
-        )
 
     def __str__(self) -> str:
-        """Who it is, for the user."""
+        """The holder's name for messages."""
         return f"process {self.pid} on {self.host}"
 
 
@@ -79,8 +66,8 @@ class Lease:
         """Take the run folder.
 
         A holder whose process has provably ended (same host; another boot, or no such process) is replaced
-        at once. Any other is replaced only when `takeover` is asked for and it has not renewed for
-        `expiry_s`. Raises StorageError naming the holder.
+        at once. Any other holder is replaced only with `takeover`, once it has not renewed for `expiry_s`.
+        Raises StorageError naming the holder.
         """
         with _guard(folder):
             before = _read(folder)
@@ -88,15 +75,8 @@ class Lease:
             if before is not None:
                 _refuse_living(folder, before, takeover=takeover, expiry_s=expiry_s)
                 generation = before.generation + 1
-            me = own_identity()
-            holder = Holder(
-                host=socket.gethostname(),
-                pid=me.pid,
-                process_start=me.process_start,
-                boot_id=me.boot_id,
-                start_ticks=me.start_ticks,
-                generation=generation,
-            )
+            process = asdict(current_identity())
+            holder = Holder(**process, host=socket.gethostname(), generation=generation)
             if before is None:
                 _create(folder, holder)
             else:
@@ -105,26 +85,26 @@ class Lease:
 
     @property
     def generation(self) -> int:
-        """How often the run has been taken, this time included."""
+        """The number of times that the run has been taken, this lease included."""
         return self._holder.generation
 
     def check(self) -> None:
         """Raise StorageError when another tuner holds the run now: a tuner that was stopped and woke up
-        must not write. Renews by itself when it is time.
+        must not write. Renews the lease every `renew_s`.
         """
         self._verify()
         if self._clock() - self._renewed_s >= self._renew_s:
             self.renew()
 
     def renew(self) -> None:
-        """Say that this tuner lives. Raises StorageError when another one holds the run now."""
+        """Record that this tuner lives. Raises StorageError when another tuner holds the run now."""
         with _guard(self._folder):
             self._verify()
             write_json_atomic(self._folder / LOCK_NAME, dump(self._holder))
         self._renewed_s = self._clock()
 
     def release(self) -> None:
-        """Give the run back; nothing when another one holds it."""
+        """Give the run back; no effect when another tuner holds it."""
         with _guard(self._folder):
             if _read(self._folder) == self._holder:
                 (self._folder / LOCK_NAME).unlink(missing_ok=True)
@@ -156,7 +136,7 @@ def _read(folder: Path) -> Holder | None:
 
 def _refuse_living(folder: Path, holder: Holder, *, takeover: bool, expiry_s: float) -> None:
     is_here = holder.host == socket.gethostname()
-    if is_here and not holder.identity.is_alive:
+    if is_here and not holder.is_alive:
         return
     age_s = _age_s(folder)
     if takeover and age_s > expiry_s:
@@ -186,7 +166,7 @@ def _age_s(folder: Path) -> float:
 
 
 def _create(folder: Path, holder: Holder) -> None:
-    """The first lock: whole or not at all, and never over one that is there."""
+    """Write the first lock atomically, and never over an existing lock."""
     draft = folder / f".lock.{secrets.token_hex(4)}.draft"
     try:
         write_json_atomic(draft, dump(holder))
@@ -201,7 +181,7 @@ def _create(folder: Path, holder: Holder) -> None:
 
 @contextlib.contextmanager
 def _guard(folder: Path) -> Iterator[None]:
-    """One process at a time; the system gives it back when a holder dies. The file stays, empty."""
+    """A block for one process at a time; the system ends it when the process dies. The file stays, empty."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(folder / _GUARD_NAME, flags, 0o600)

@@ -1,4 +1,4 @@
-"""stdout.log: what the processes printed, kept within a size, and its end for the user's eyes."""
+"""stdout.log, the output of the processes: kept within a size, and its last lines for the user."""
 
 import os
 import re
@@ -17,7 +17,7 @@ _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 
 
 class CappedLog:
-    """Keeps a file that others append to within `max_bytes`: its head and its tail stay."""
+    """Keeps a file that other processes append to within `max_bytes`: its head and its tail stay."""
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_LOG_BYTES, kept_bytes: int = _KEPT_BYTES) -> None:
         self._path = path
@@ -26,10 +26,10 @@ class CappedLog:
         self._num_left_out = 0
 
     def trim(self) -> bool:
-        """Cut the middle out once the file is half as long as it may be; whether it did.
+        """Cut the middle out once the file has half of `max_bytes`; True if it did.
 
-        Writers have it open for appending, so they go on behind what is left. What they write during the
-        cut may be lost.
+        Writers have the file open for appending, so they continue behind the tail. Output written during
+        the cut may be lost.
         """
         try:
             if self._path.lstat().st_size <= self._max_bytes // 2:
@@ -52,7 +52,7 @@ class CappedLog:
 
 
 def read_tail(path: Path, *, max_bytes: int = _TAIL_BYTES) -> str:
-    """The end of the log as text; empty where there is none."""
+    """The end of the log as text; empty where there is no log."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -64,7 +64,7 @@ def read_tail(path: Path, *, max_bytes: int = _TAIL_BYTES) -> str:
 
 
 def last_lines(text: str, *, num_lines: int = 20) -> tuple[str, ...]:
-    """The last lines that the program itself printed, safe for a terminal.
+    """The last lines that the program printed, safe for a terminal.
 
     Torchrun's own report is left out, and so are control characters: output is not trusted.
     """
@@ -79,11 +79,11 @@ def last_lines(text: str, *, num_lines: int = 20) -> tuple[str, ...]:
 
 
 def root_cause(text: str) -> tuple[int, int] | None:
-    """(exit code, pid) of the worker that torchrun saw fail first; a signal's code is negative."""
+    """(exit code, pid) of the rank that torchrun saw fail first; the code of a signal is negative."""
     matches = list(_ROOT_CAUSE.finditer(text))
     return (int(matches[-1][1]), int(matches[-1][2])) if matches else None
 
 
 def has_address_in_use(text: str) -> bool:
-    """Whether something could not bind its port."""
+    """Whether the log reports a port that could not be bound."""
     return _ADDRESS_IN_USE.search(text) is not None

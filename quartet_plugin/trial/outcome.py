@@ -1,7 +1,7 @@
-"""What came of an attempt, judged from the files its ranks wrote.
+"""The verdict on an attempt, from the files that its ranks wrote.
 
-The launcher's exit code says nothing (torchrun's is always 1). Its log is asked for two things only that
-no rank can report: the signal that killed a rank, and a port that could not be bound.
+The launcher's exit code says nothing (torchrun's is always 1). Its log is searched for the two facts that no
+rank can report: the signal that killed a rank, and a port that could not be bound.
 """
 
 import math
@@ -15,14 +15,14 @@ from typing import Literal
 
 from quartet_plugin.protocol.attempt_files import ErrReport, RankReport, Snapshot, TrialSheet
 from quartet_plugin.trial.log import has_address_in_use, root_cause
-from quartet_plugin.trial.request import PHASES, Outcome, Phase
+from quartet_plugin.trial.request import PHASES, AttemptOutcome, Outcome, Phase
 from quartet_plugin.trial.watchdog import Expiry
 
 StoppedBy = Literal["complete", "error", "exit", "hang", "cancel"]
 
 
 class Cause(StrEnum):
-    """Why an attempt ended as it did; it decides whether another one is made."""
+    """Why an attempt ended; the cause decides whether another attempt is made."""
 
     MEASURED = "measured"
     SPREAD = "spread"
@@ -58,13 +58,13 @@ _OUTCOMES: dict[Cause, Outcome] = {
     Cause.FORMAT: Outcome.HARNESS,
     Cause.CANCELLED: Outcome.CANCELLED,
 }
-# What CUDA, NCCL and the driver say of a device that is broken or lost, whatever ran on it.
+# Messages of CUDA, NCCL and the driver about a device that is broken or lost, whatever ran on it.
 _DEVICE_FAULT = re.compile(
     r"uncorrectable (ECC|NVLink) error|GPU is lost|fallen off the bus|\bXid\b|no CUDA-capable device"
     r"|CUDA-capable device\(s\) is/are busy or unavailable|hardware stack error",
     re.IGNORECASE,
 )
-_KINDS: dict[str, Cause] = {
+_CAUSES: dict[str, Cause] = {
     "out-of-memory": Cause.MEMORY,
     "refused": Cause.REFUSED,
     "plan": Cause.PLAN,
@@ -76,14 +76,14 @@ _KINDS: dict[str, Cause] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """All that is known at the end of an attempt.
+    """The observations at the end of an attempt.
 
-    `exit_code` is the launcher's, None where we ended it; `is_single` says that the launcher is the one
-    rank itself. `num_oom_kills` counts processes that the kernel killed for memory meanwhile. `is_cut`: the
-    ranks were told to end early because the plan was clearly slow.
+    `exit_code` is the launcher's, None where the tuner ended it; `is_single`: the launcher itself is the only
+    rank. `num_oom_kills` counts processes that the kernel killed for memory during the attempt. `is_cut`: the
+    ranks were asked to end early because the plan was clearly slow.
     """
 
-    sheet: TrialSheet
+    spec: TrialSheet
     snapshot: Snapshot
     num_processes: int | None
     stopped_by: StoppedBy
@@ -97,22 +97,14 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """The judgement; the numbers are filled where something was measured."""
+class Verdict(AttemptOutcome):
+    """The outcome of an attempt with its cause."""
 
     cause: Cause
-    outcome: Outcome
-    reason: str
-    phase: Phase
-    memory_excess_bytes: int = 0
-    iteration_s: tuple[float, ...] = ()
-    loss: tuple[float, ...] = ()
-    grad_norm: tuple[float, ...] = ()
-    peak_memory_bytes: int = 0
 
 
 def is_complete(snapshot: Snapshot, *, num_processes: int | None) -> bool:
-    """Whether every rank has left its report; where their number is unknown, every rank that was seen."""
+    """Whether every rank has left its report; where their number is unknown, every rank with a heartbeat."""
     if num_processes is not None:
         return len(snapshot.reports) >= num_processes
     ranks = set(snapshot.beats)
@@ -149,9 +141,9 @@ def _classify(evidence: Evidence) -> Verdict:
         return _reported(evidence, first)
     if has_address_in_use(evidence.log) or (first and has_address_in_use(first.message)):
         return _verdict(evidence, Cause.PORT, "a network port is in use already")
-    died = _signal_or_exit(evidence)
-    if died is not None:
-        return died
+    death = _death(evidence)
+    if death is not None:
+        return death
     if first is not None:
         return _reported(evidence, first)
     return _silent(evidence)
@@ -167,7 +159,7 @@ def _verdict(evidence: Evidence, cause: Cause, reason: str) -> Verdict:
 
 
 def device_fault(verdict: Verdict, fault: str) -> Verdict:
-    """The verdict where a device was faulty meanwhile: whatever came of it is not the plan's."""
+    """The verdict where a device failed during the attempt: nothing of it says anything about the plan."""
     reason = one_line(f"{fault}; the attempt's own end: {verdict.reason}")
     return Verdict(
         cause=Cause.DEVICE,
@@ -179,7 +171,7 @@ def device_fault(verdict: Verdict, fault: str) -> Verdict:
 
 
 def slowest_phase(snapshot: Snapshot) -> Phase:
-    """How far the attempt came: the phase of the rank that is furthest behind."""
+    """The phase of the rank that is furthest behind."""
     return min((beat.phase for beat in snapshot.beats.values()), key=PHASES.index, default="launch")
 
 
@@ -195,7 +187,7 @@ def _first_error(snapshot: Snapshot) -> ErrReport | None:
 
 
 def _reported(evidence: Evidence, err: ErrReport) -> Verdict:
-    cause = _KINDS[err.kind]
+    cause = _CAUSES[err.kind]
     if cause in (Cause.ERROR, Cause.NETWORK) and _DEVICE_FAULT.search(err.message):
         cause = Cause.DEVICE
     if cause is Cause.MEMORY:
@@ -210,19 +202,19 @@ def _reported(evidence: Evidence, err: ErrReport) -> Verdict:
     return replace(_verdict(evidence, cause, reason), phase=err.phase, memory_excess_bytes=excess)
 
 
-def _signal_or_exit(evidence: Evidence) -> Verdict | None:
-    """A rank that left without a report, as its parent saw it."""
+def _death(evidence: Evidence) -> Verdict | None:
+    """The verdict on a rank that ended without a report, as its parent observed it."""
     ranks = {beat.pid: rank for rank, beat in evidence.snapshot.beats.items()}
-    found = root_cause(evidence.log)
+    failed_first = root_cause(evidence.log)
     who = "a rank"
-    if found is not None and found[0] > 0 and ranks.get(found[1]) in evidence.snapshot.errs:
-        return None  # it has left a report, and only ended by it
+    if failed_first and failed_first[0] > 0 and ranks.get(failed_first[1]) in evidence.snapshot.errs:
+        return None  # the rank has left a report
     if evidence.is_single:
         code = evidence.exit_code
         who = "the process"
-    elif found is not None and (found[1] in ranks or not ranks):
-        code = found[0]
-        who = f"rank {ranks[found[1]]}" if ranks else who
+    elif failed_first is not None and (failed_first[1] in ranks or not ranks):
+        code = failed_first[0]
+        who = f"rank {ranks[failed_first[1]]}" if ranks else who
     elif evidence.exit_code is not None and evidence.exit_code < 0:
         name = _signal_name(evidence.exit_code)
         return _verdict(evidence, Cause.LAUNCHER, f"the launcher was ended by {name}")
@@ -248,7 +240,7 @@ def _signal_name(code: int) -> str:
 
 
 def _silent(evidence: Evidence) -> Verdict:
-    """The command ended and no rank says why."""
+    """The verdict on a command that ended without a report of any rank's failure."""
     snapshot = evidence.snapshot
     if not snapshot.beats and not snapshot.reports:
         code = "" if evidence.exit_code is None else f" (exit code {evidence.exit_code})"
@@ -266,25 +258,25 @@ def _silent(evidence: Evidence) -> Verdict:
 
 def _measured(evidence: Evidence) -> Verdict:
     reports = [report for _, report in sorted(evidence.snapshot.reports.items())]
-    sheet = evidence.sheet
-    odd = [report.launch_rank for report in reports if report.plan_key != sheet.plan_key]
+    spec = evidence.spec
+    odd = [report.launch_rank for report in reports if report.plan_key != spec.plan_key]
     if odd:
         return _verdict(evidence, Cause.FORMAT, f"rank {odd[0]} ran another plan than it was given")
-    wanted = sheet.warmup + sheet.measure
+    wanted = spec.warmup + spec.measure
     for report in reports:
         fault = _not_finite(report)
         if fault is not None:
-            return _with_numbers(_verdict(evidence, Cause.NOT_FINITE, fault), reports, sheet)
+            return _with_numbers(_verdict(evidence, Cause.NOT_FINITE, fault), reports, spec)
     short = min(reports, key=lambda report: len(report.iterations))
     is_short = len(short.iterations) < wanted
-    if is_short and not (evidence.is_cut and len(short.iterations) > sheet.warmup):
+    if is_short and not (evidence.is_cut and len(short.iterations) > spec.warmup):
         cause = Cause.CANCELLED if evidence.stopped_by == "cancel" else Cause.NOTHING
         reason = (
             f"rank {short.launch_rank} made {len(short.iterations)} of {wanted} iterations; "
             "the command must train for at least as many"
         )
         return _verdict(evidence, cause, reason)
-    measured = _with_numbers(_verdict(evidence, Cause.MEASURED, "measured"), reports, sheet)
+    measured = _with_numbers(_verdict(evidence, Cause.MEASURED, "measured"), reports, spec)
     if min(measured.iteration_s) <= 0:
         return _verdict(evidence, Cause.FORMAT, "an iteration took 0 s; the ranks' clocks cannot be right")
     if is_short:
@@ -306,24 +298,24 @@ def relative_spread(times: Sequence[float]) -> float:
 
 
 def _not_finite(report: RankReport) -> str | None:
-    """Iterations that mixed precision skips have no finite gradient by design."""
-    for one in report.iterations:
-        for name, value in (("loss", one.loss), ("gradient norm", one.grad_norm)):
-            if value is not None and not one.skipped and not math.isfinite(float(value)):
-                return f"{name} is {float(value)} at iteration {one.iteration}"
+    """The first value that is not finite; iterations that mixed precision skips have none by design."""
+    for step in report.iterations:
+        for name, value in (("loss", step.loss), ("gradient norm", step.grad_norm)):
+            if value is not None and not step.skipped and not math.isfinite(float(value)):
+                return f"{name} is {float(value)} at iteration {step.iteration}"
     return None
 
 
-def _with_numbers(verdict: Verdict, reports: Sequence[RankReport], sheet: TrialSheet) -> Verdict:
-    """Add the measured iterations: the slowest rank's time, the first loss there is, RANK 0's norm."""
+def _with_numbers(verdict: Verdict, reports: Sequence[RankReport], spec: TrialSheet) -> Verdict:
+    """Add the measured iterations: the slowest rank's time, the lowest RANK's loss and gradient norm."""
     reports = sorted(reports, key=lambda report: report.rank)
-    end = min(sheet.warmup + sheet.measure, *(len(report.iterations) for report in reports))
-    rows = [[report.iterations[index] for report in reports] for index in range(min(sheet.warmup, end), end)]
-    losses = [next((one.loss for one in row if one.loss is not None), None) for row in rows]
-    norms = [next((one.grad_norm for one in row if one.grad_norm is not None), None) for row in rows]
+    end = min(spec.warmup + spec.measure, *(len(report.iterations) for report in reports))
+    rows = [[report.iterations[index] for report in reports] for index in range(min(spec.warmup, end), end)]
+    losses = [next((step.loss for step in row if step.loss is not None), None) for row in rows]
+    norms = [next((step.grad_norm for step in row if step.grad_norm is not None), None) for row in rows]
     return replace(
         verdict,
-        iteration_s=tuple(max(one.iteration_s for one in row) for row in rows),
+        iteration_s=tuple(max(step.iteration_s for step in row) for row in rows),
         loss=tuple(float(value) for value in losses if value is not None),
         grad_norm=tuple(float(value) for value in norms if value is not None),
     )

@@ -1,8 +1,8 @@
-"""The parity gate: does a plan train as stock does, from the same weights and on the same data?
+"""The parity gate compares the training of a plan with a reference, from the same weights and the same data.
 
-The baseline writes its weights once, before its first step. Stock and plan both start from them, without
-dropout, and the loss and gradient norm of every step are compared. The same weights and the same reference
-serve every plan of one job.
+The reference is the baseline, or stock parallelism for a plan of another shape. It writes its weights once,
+before its first step. Reference and plan both start from them, without dropout, and the loss and gradient
+norm of every step are compared. One set of weights and one reference serve every plan of a job.
 """
 
 import math
@@ -48,15 +48,15 @@ _ANY_SPREAD = 1e9  # times do not matter here
 
 
 class ParityUnavailableError(InfrastructureError):
-    """The gate cannot be run for this command, whatever the plan."""
+    """The gate cannot run for this command, whatever the plan."""
 
 
-OnStage = Callable[[str, Progress], None]
+OnProgress = Callable[[str, Progress], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSeries:
-    """The steps of one run, and what the framework made of the command (None where no rank told)."""
+    """The steps of one run, and the job as the framework resolved it (None where no rank reported it)."""
 
     steps: tuple[StepValues, ...]
     job: TrainingJob | None
@@ -66,7 +66,7 @@ class LossSeries:
 class ParityGate:
     """The gate for one command: attempts go to `folder`, weights (large) to `weights`; all ranks read both.
 
-    `weights` must hold nothing of another command; whoever made it removes it.
+    `weights` must hold nothing of another command; the caller removes it.
     """
 
     command: Command
@@ -78,23 +78,23 @@ class ParityGate:
     launcher: Launcher | None = None
     devices: DeviceGuard | None = None
     stop: Stop | None = None
-    on_progress: OnStage | None = None
+    on_progress: OnProgress | None = None
     cwd: Path | None = None
     min_free_bytes: int | None = None
     _references: dict[str, LossSeries] = field(default_factory=dict)
 
     def attempt_of(self, plan: Plan) -> Path:
-        """The folder of the plan's latest run; a KeyError where it was never run."""
-        found = list((self.folder / _plan_name(plan)).glob(f"{PREFIX}*"))
-        if not found:
+        """The folder of the plan's latest run. Raises KeyError where the plan was never run."""
+        attempts = list((self.folder / _plan_name(plan)).glob(f"{PREFIX}*"))
+        if not attempts:
             raise KeyError(plan.key)
-        return max(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+        return max(attempts, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
     def check(self, plan: Plan) -> Receipt:
-        """Compare the plan with stock and return the receipt, passed or failed.
+        """Compare the plan with its reference and return the receipt, passed or failed.
 
         Raises InfeasibleError or PlanError for a plan that does not run here, InfrastructureError where its
-        run was broken, and ParityUnavailableError when the user's own command does not run or tell its loss.
+        run was broken, and ParityUnavailableError when the reference does not run or reports no loss.
         """
         reference_plan = None if plan.shape == plan.made_for.shape else stock_of(plan)
         reference = self._reference(reference_plan)
@@ -128,7 +128,7 @@ class ParityGate:
         return self.weights / _name(reference_plan)
 
     def _reference(self, reference_plan: Plan | None) -> LossSeries:
-        """Stock's series, run once: first the weights are written, then it starts from them like the plan."""
+        """The reference's series, run once: it writes the weights, then starts from them like the plan."""
         name = _name(reference_plan)
         if name not in self._references:
             weights = self._weights(reference_plan)
@@ -161,13 +161,13 @@ class ParityGate:
         )
         if self.min_free_bytes is not None:
             request = replace(request, min_free_bytes=self.min_free_bytes)
-        tell = self.on_progress
+        report = self.on_progress
         result = run_trial(
             request,
             launcher=self.launcher,
             devices=self.devices,
             stop=self.stop,
-            on_progress=None if tell is None else lambda progress: tell(name, progress),
+            on_progress=None if report is None else lambda progress: report(name, progress),
         )
         if result.outcome is Outcome.CANCELLED:
             raise KeyboardInterrupt
@@ -179,9 +179,9 @@ class ParityGate:
 
 
 def stock_of(plan: Plan) -> Plan:
-    """Stock parallelism of the plan's own shape, where it is another model than the user's.
+    """The plan's shape under stock parallelism, the reference of a plan that changes the shape.
 
-    The same degrees, an even split, no virtual stages, the launcher's order: what differs is ours alone.
+    The degrees of parallelism stay; the split is even, without virtual stages, in the launcher's order.
     """
     layout = replace(plan.layout, virtual_stages=1)
     stages = layout.num_stages
@@ -206,7 +206,7 @@ def _plan_name(plan: Plan) -> str:
 
 
 def _refusal(result: TrialResult, *, is_plan: bool) -> QuartetError:
-    """Why no series came of a run, with the exit code that says whose fault it is."""
+    """The error for a run without a series; its class says whether reference, plan or machine failed."""
     where = f"{result.reason}; see {result.folder / 'stdout.log'}"
     if not is_plan and _is_broken(result):
         return InfrastructureError(f"parity: stock's own run was broken: {where}")
@@ -221,22 +221,22 @@ def _refusal(result: TrialResult, *, is_plan: bool) -> QuartetError:
 
 
 def _is_broken(result: TrialResult) -> bool:
-    """Whether a peer or an address was lost, again and again: that says nothing about the command."""
+    """Whether every failure was of the network, which says nothing about the command."""
     errs = RankFileReader(result.folder, attempt_id=result.attempt_id).scan().errs.values()
     return result.outcome is Outcome.INFRA and {err.kind for err in errs} == {"network"}
 
 
 def _steps(result: TrialResult, *, num_steps: int, is_plan: bool) -> tuple[StepValues, ...]:
-    """The series of a run; a plan that gave up early has not-a-number for the steps it did not make."""
-    found = min(len(result.loss), len(result.grad_norm))
-    if not is_plan and found == 0:
+    """The series of a run; steps that a plan did not reach are not-a-number."""
+    num_reported = min(len(result.loss), len(result.grad_norm))
+    if not is_plan and num_reported == 0:
         raise ParityUnavailableError(f"{result.folder}: no rank reported a loss; parity cannot be checked")
     parts = read_parts(result.folder, attempt_id=result.attempt_id)
-    length = num_steps if is_plan else found
+    length = num_steps if is_plan else num_reported
     return tuple(
         StepValues(
-            loss=result.loss[step] if step < found else math.nan,
-            grad_norm=result.grad_norm[step] if step < found else math.nan,
+            loss=result.loss[step] if step < num_reported else math.nan,
+            grad_norm=result.grad_norm[step] if step < num_reported else math.nan,
             parts=parts[step] if step < len(parts) else {},
         )
         for step in range(length)
@@ -244,9 +244,9 @@ def _steps(result: TrialResult, *, num_steps: int, is_plan: bool) -> tuple[StepV
 
 
 def read_parts(folder: Path, *, attempt_id: str) -> list[dict[str, float]]:
-    """The gradient norm of every part of the model, step by step, over all ranks; [] where one left none.
+    """The gradient norm of every part of the model, step by step, over all ranks; [] without a file.
 
-    It only names the stage of a fault, so files that break their format are not used and not an error.
+    It only names the stage of a fault, so a file that breaks its format is no error and disables it.
     """
     sheets: list[ParitySheet] = []
     for path in sorted(folder.glob("rank-*.parity.json")):
@@ -261,5 +261,5 @@ def read_parts(folder: Path, *, attempt_id: str) -> list[dict[str, float]]:
 
 
 def _norms(squares: Sequence[dict[str, Number]]) -> dict[str, float]:
-    names = sorted({name for one in squares for name in one})
-    return {name: math.sqrt(sum(float(one.get(name, 0.0)) for one in squares)) for name in names}
+    names = sorted({name for rank in squares for name in rank})
+    return {name: math.sqrt(sum(float(rank.get(name, 0.0)) for rank in squares)) for name in names}

@@ -1,8 +1,8 @@
-"""Processes of a trial, told apart for certain: pid, start time and boot; never by name.
+"""Processes of a trial, identified by pid, start time and boot; never by name.
 
-Every process of a trial inherits `QUARTET_ATTEMPT_ID`, so one that left its parents behind is still
-known as ours. A process that a rank's file names is believed only if it carries the id or descends from
-the launcher.
+Every process of a trial inherits `QUARTET_ATTEMPT_ID`, so a process that left its parents behind is still
+recognised. A process that a rank's file names is believed only if it carries the id or descends from the
+launcher.
 """
 
 import contextlib
@@ -21,16 +21,18 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import Bounds, Length, dump, record
 from quartet_plugin.protocol.attempt_files import AttemptId, Name, Pid, Seconds, Version, read_sheet
 
-MARK = "QUARTET_ATTEMPT_ID"
+ATTEMPT_VARIABLE = "QUARTET_ATTEMPT_ID"
 
 # Only where the system does not count ticks: a start time in seconds moves when the clock is set.
 _START_TOLERANCE_S = 1.0
 _BOOT_FILE = Path("/proc/sys/kernel/random/boot_id")
+_CGROUP_FILE = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 @functools.cache
 def boot_id() -> str:
-    """What tells this start of the machine from every other."""
+    """The id of this boot of the machine."""
     with contextlib.suppress(OSError):
         return _BOOT_FILE.read_text().strip()
     return f"{psutil.boot_time():.0f}"
@@ -38,7 +40,7 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Identity:
-    """One process for certain: a pid that is used again has another start time or boot.
+    """The identity of a process: a pid that is used again has another start time or boot.
 
     `start_ticks` counts clock ticks from the boot to the start, which no setting of the clock changes; None
     where nobody has looked. `process_start` is the same in seconds since 1970.
@@ -69,19 +71,19 @@ class Identity:
 
     @property
     def age_s(self) -> float | None:
-        """Seconds since its start, if this boot's; None where the system does not tell."""
+        """Seconds since the process's start in this boot; None where the system does not report it."""
         if self.start_ticks is None or self.boot_id != boot_id() or not hasattr(time, "CLOCK_BOOTTIME"):
             return None
         return time.clock_gettime(time.CLOCK_BOOTTIME) - self.start_ticks / os.sysconf("SC_CLK_TCK")
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs on this machine."""
+        """Whether the process still runs on this machine."""
         return self.find() is not None
 
 
 def start_ticks_of(pid: int) -> int | None:
-    """Clock ticks from the boot to the process's start; None where the system does not tell."""
+    """Clock ticks from the boot to the process's start; None where the system does not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         # The name, in parentheses, may hold anything; behind it the start is the twentieth field.
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
@@ -98,20 +100,20 @@ def identify(process: psutil.Process) -> Identity | None:
         return None
 
 
-def own_identity() -> Identity:
-    """This process's."""
-    found = identify(psutil.Process())
-    assert found is not None
-    return found
+def current_identity() -> Identity:
+    """The identity of this process."""
+    identity = identify(psutil.Process())
+    assert identity is not None
+    return identity
 
 
 def descendants(pids: Iterable[int]) -> set[Identity]:
-    """The children of `pids`, theirs, and so on, as far as they run; one look at all processes."""
+    """The running descendants of `pids`, from one pass over all processes."""
     children: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             children.setdefault(process.ppid(), []).append(process)
-    found: set[Identity] = set()
+    descending: set[Identity] = set()
     open_pids = list(pids)
     seen = set(open_pids)
     while open_pids:
@@ -119,42 +121,38 @@ def descendants(pids: Iterable[int]) -> set[Identity]:
             identity = identify(child)
             if identity is not None and child.pid not in seen:
                 seen.add(child.pid)
-                found.add(identity)
+                descending.add(identity)
                 open_pids.append(child.pid)
-    return found
+    return descending
 
 
-def marked(attempt_id: str) -> set[Identity]:
+def marked_processes(attempt_id: str) -> set[Identity]:
     """Every running process of this user that inherited the attempt's id, whoever its parent is now."""
-    found = set()
-    for process in psutil.process_iter():
-        if process.pid != os.getpid() and _carries(process, attempt_id):
-            identity = identify(process)
-            if identity is not None and identity.is_alive:
-                found.add(identity)
-    return found
+    others = (process for process in psutil.process_iter() if process.pid != os.getpid())
+    identities = {identify(process) for process in others if _carries(process, attempt_id)}
+    return {identity for identity in identities if identity is not None and identity.is_alive}
 
 
 def _carries(process: psutil.Process, attempt_id: str) -> bool:
     try:
-        return process.uids().real == os.getuid() and process.environ().get(MARK) == attempt_id
+        return process.uids().real == os.getuid() and process.environ().get(ATTEMPT_VARIABLE) == attempt_id
     except (psutil.Error, OSError):
         return False
 
 
 @record
-class _Sheet:
-    """processes.json."""
+class _ProcessesFile:
+    """The content of processes.json."""
 
     attempt_id: AttemptId
     processes: Annotated[tuple[Identity, ...], Length(most=1_000_000)]
     schema_version: Version = 1
 
 
-class ProcessBook:
+class ProcessRegistry:
     """The processes of one attempt, written to `path` whenever one is added.
 
-    So whoever comes after a killed tuner can end exactly them.
+    A tuner that follows a killed one reads the file and ends exactly these processes.
     """
 
     def __init__(self, path: Path, *, attempt_id: str) -> None:
@@ -163,59 +161,58 @@ class ProcessBook:
         self._known: set[Identity] = set()
 
     @classmethod
-    def read(cls, path: Path, *, attempt_id: str) -> "ProcessBook":
-        """The book of an earlier tuner; empty where it had not written one."""
-        book = cls(path, attempt_id=attempt_id)
+    def read(cls, path: Path, *, attempt_id: str) -> "ProcessRegistry":
+        """The registry that an earlier tuner wrote; empty where it wrote none."""
+        registry = cls(path, attempt_id=attempt_id)
         with contextlib.suppress(FileNotFoundError):
-            sheet = read_sheet(_Sheet, path)
-            if sheet.attempt_id == attempt_id:
-                book._known = set(sheet.processes)
-        return book
+            content = read_sheet(_ProcessesFile, path)
+            if content.attempt_id == attempt_id:
+                registry._known = set(content.processes)
+        return registry
 
     @property
     def identities(self) -> frozenset[Identity]:
-        """Everything recorded so far, ended or not."""
+        """Every process recorded so far, ended or not."""
         return frozenset(self._known)
 
     @property
     def alive(self) -> frozenset[Identity]:
-        """What still runs of it."""
+        """The recorded processes that still run."""
         return frozenset(identity for identity in self._known if identity.is_alive)
 
     def rescan(self, launcher_pid: int, *, named: Iterable[tuple[int, float]] = ()) -> None:
-        """Add the launcher, its descendants, theirs, and of the `named` (pid, start) those that are ours."""
-        found = descendants({launcher_pid, *(known.pid for known in self.alive)} - {0})
+        """Add the launcher, its descendants, and every `named` (pid, start) that carries the attempt's id."""
+        parents = {launcher_pid, *(known.pid for known in self.alive)} - {0}
+        identities: set[Identity | None] = {*descendants(parents)}
         with contextlib.suppress(psutil.Error):
-            launcher = identify(psutil.Process(launcher_pid))
-            found |= {launcher} if launcher is not None else set()
+            identities.add(identify(psutil.Process(launcher_pid)))
         for pid, start in named:
             claimed = Identity(pid=pid, process_start=start, boot_id=boot_id())
             process = claimed.find()
             if process is not None and _carries(process, self._attempt_id):
-                identity = identify(process)
-                found |= {identity} if identity is not None else set()
-        self._add(found)
+                identities.add(identify(process))
+        self._add(identity for identity in identities if identity is not None)
 
     def search(self) -> None:
-        """Add whatever carries the attempt's id: it looks at every process, so not at each turn."""
-        self._add(marked(self._attempt_id))
+        """Add every process that carries the attempt's id. Expensive: reads every process of the host."""
+        self._add(marked_processes(self._attempt_id))
 
-    def _add(self, found: set[Identity]) -> None:
-        known = {(one.pid, one.boot_id): one for one in self._known}
-        new = {one for one in found if not _is_same(one, known.get((one.pid, one.boot_id)))}
+    def _add(self, identities: Iterable[Identity]) -> None:
+        known = {(process.pid, process.boot_id): process for process in self._known}
+        new = {new for new in identities if not _is_same(new, known.get((new.pid, new.boot_id)))}
         if new:
             self._known |= new
-            sheet = _Sheet(attempt_id=self._attempt_id, processes=tuple(sorted(self._known)))
-            write_json_atomic(self._path, dump(sheet))
+            content = _ProcessesFile(attempt_id=self._attempt_id, processes=tuple(sorted(self._known)))
+            write_json_atomic(self._path, dump(content))
 
 
-def _is_same(one: Identity, other: Identity | None) -> bool:
-    """Whether two looks at one pid, of one boot, saw one process."""
+def _is_same(identity: Identity, other: Identity | None) -> bool:
+    """Whether two identities of one pid and one boot are the same process."""
     if other is None:
         return False
-    if one.start_ticks is not None and other.start_ticks is not None:
-        return one.start_ticks == other.start_ticks
-    return abs(one.process_start - other.process_start) <= _START_TOLERANCE_S
+    if identity.start_ticks is not None and other.start_ticks is not None:
+        return identity.start_ticks == other.start_ticks
+    return abs(identity.process_start - other.process_start) <= _START_TOLERANCE_S
 
 
 def reap(
@@ -227,35 +224,36 @@ def reap(
 ) -> frozenset[Identity]:
     """End exactly these processes: SIGTERM, up to `grace_s` of waiting, SIGKILL.
 
-    Returns those that still run after it (in an uninterruptible wait, or another user's).
+    Returns the processes that still run (in an uninterruptible wait, or another user's).
     """
-    wanted = [identity for identity in identities if identity.is_alive]
-    _signal(wanted, signal.SIGTERM)
-    _wait_for(wanted, grace_s, clock=clock, sleep=sleep)
-    rest = [identity for identity in wanted if identity.is_alive]
-    _signal(rest, signal.SIGKILL)
+    running = [identity for identity in identities if identity.is_alive]
+    send_signal(running, signal.SIGTERM)
+    _wait_for(running, grace_s, clock=clock, sleep=sleep)
+    rest = [identity for identity in running if identity.is_alive]
+    send_signal(rest, signal.SIGKILL)
     _wait_for(rest, max(grace_s, 5.0) if rest else 0.0, clock=clock, sleep=sleep)
     return frozenset(identity for identity in rest if identity.is_alive)
 
 
 def ask_for_stacks(identity: Identity) -> None:
-    """SIGABRT: Python's fault handler prints the stacks of a process, be it `paused`, and ends it."""
-    _signal([identity], signal.SIGABRT)
-    _signal([identity], signal.SIGCONT)
+    """Send SIGABRT: the fault handler prints the stacks of a process, even a `paused` one, and ends it."""
+    send_signal([identity], signal.SIGABRT)
+    send_signal([identity], signal.SIGCONT)
 
 
 @contextlib.contextmanager
 def paused(identities: Iterable[Identity]) -> Iterator[None]:
-    """Hold these processes with SIGSTOP, and let them go on afterwards."""
+    """Stop these processes with SIGSTOP inside the block, and continue them after it."""
     held = list(identities)
-    _signal(held, signal.SIGSTOP)
+    send_signal(held, signal.SIGSTOP)
     try:
         yield
     finally:
-        _signal(held, signal.SIGCONT)
+        send_signal(held, signal.SIGCONT)
 
 
-def _signal(identities: Iterable[Identity], number: signal.Signals) -> None:
+def send_signal(identities: Iterable[Identity], number: signal.Signals) -> None:
+    """Send a signal to those of the processes that still run."""
     for identity in identities:
         process = identity.find()
         if process is not None:
@@ -273,3 +271,28 @@ def _wait_for(
     end = clock() + limit_s
     while any(identity.is_alive for identity in identities) and clock() < end:
         sleep(0.02)
+
+
+def num_oom_kills() -> int:
+    """Processes that the kernel killed for memory in this process's group so far; 0 where it cannot say.
+
+    Control groups of either version: `memory.events`, or `memory.oom_control` of the memory controller.
+    """
+    files = [_CGROUPS / "memory.events"]
+    with contextlib.suppress(OSError):
+        for line in _CGROUP_FILE.read_text().splitlines():
+            number, _, rest = line.partition(":")
+            controllers, _, path = rest.partition(":")
+            if number == "0":
+                files.insert(0, _CGROUPS / path.lstrip("/") / "memory.events")
+            elif "memory" in controllers.split(","):
+                # A container sees its own group as the root.
+                for folder in (_CGROUPS / "memory" / path.lstrip("/"), _CGROUPS / "memory"):
+                    files.append(folder / "memory.oom_control")
+    for file in files:
+        with contextlib.suppress(OSError, ValueError):
+            for line in file.read_text().splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+    return 0

@@ -1,4 +1,4 @@
-"""What of a command and its environment may be written down: no secrets, and no more than is of use."""
+"""Removes secrets from a command and its environment before they are written to a file."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ _FLAG = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)(=(.*))?", re.DOTALL)
 
 
 def is_secret(name: str) -> bool:
-    """Whether what `name` holds must not be shown."""
+    """Whether the value of the flag or variable `name` is a secret."""
     return _SECRET.search(name.replace("-", "_")) is not None
 
 
@@ -41,7 +41,7 @@ def redacted_argv(argv: Sequence[str]) -> list[str]:
 
 
 def shell_words(argv: Sequence[str]) -> str:
-    """The command as a shell reads it. A secret is taken from a variable that whoever runs it must set.
+    """The command as a shell reads it, each secret replaced by a variable that the user must set.
 
     `--api-key abc` is written as `--api-key "${API_KEY:?...}"`; `sh` names the variable where it is unset.
     """
@@ -58,7 +58,7 @@ def shell_words(argv: Sequence[str]) -> str:
 
 
 def recorded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that decide how a training runs, secrets blanked; everything else is left out."""
+    """The variables that decide how a training runs, secrets blanked; other variables are left out."""
     return {
         name: BLANKED if is_secret(name) else value
         for name, value in sorted(environment.items())

@@ -1,4 +1,4 @@
-"""What a trial is asked to do, and what came of it."""
+"""The request for a trial, its limits, its progress and its result."""
 
 import re
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ Phase = Literal["launch", "import", "init", "warmup", "measure", "done"]
 PHASES: tuple[Phase, ...] = ("launch", "import", "init", "warmup", "measure", "done")
 MIN_FREE_BYTES = 2 * 2**30 + 256 * 2**20
 
-# A trial's deadline for which the limits of its phases are meant as they stand.
+# The deadline of a trial to which the default limits of the phases belong.
 DEADLINE_S = 600.0
-# A start or first step may take this multiple of the longest one that an earlier trial of the run took.
+# A start or first step may take this multiple of the longest start or first step of an earlier trial.
 LEARNED_FACTOR = 3.0
 _FENCE = re.compile(r"[0-9a-f]{0,16}")
 
 
 class Outcome(StrEnum):
-    """What came of a trial; docs/faults.md says what each one leads to."""
+    """The outcome of a trial; docs/faults.md says what each outcome leads to."""
 
     OK = "OK"
     INFEASIBLE = "INFEASIBLE"
@@ -39,7 +39,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long each phase may take without progress, in seconds.
+    """Limits on the seconds that each phase may take without progress.
 
     The first step and every later one are also allowed a multiple of their predicted time. The whole
     trial has its own deadline. Raises ConfigError for limits that are out of order: shutdown <= step <=
@@ -71,12 +71,12 @@ class Timeouts:
 
     @classmethod
     def within(cls, deadline_s: float) -> "Timeouts":
-        """The defaults, the start's longer in proportion where a trial may take more than DEADLINE_S."""
+        """The defaults; the limits of the start grow in proportion to a deadline above DEADLINE_S."""
         factor = max(1.0, deadline_s / DEADLINE_S)
         return cls(init_s=factor * cls().init_s, first_step_s=factor * cls().first_step_s)
 
     def learned(self, *, start_s: float, first_step_s: float) -> "Timeouts":
-        """Longer limits where a trial that was measured needed `start_s` and `first_step_s`."""
+        """The limits, raised for a measured trial that took `start_s` and `first_step_s`."""
         first_limit_s = max(self.first_step_s, LEARNED_FACTOR * first_step_s)
         init_limit_s = max(self.init_s, LEARNED_FACTOR * start_s, first_limit_s)
         return replace(self, first_step_s=first_limit_s, init_s=init_limit_s)
@@ -92,15 +92,15 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRequest:
-    """One plan (None: the user's own configuration), to be run for a few iterations.
+    """A plan (None: the baseline), to be run for a few iterations.
 
-    `folder` is the trial's own, such as `trials/000012`; attempts are made inside it, from number
+    `folder` belongs to this trial alone, such as `trials/000012`; attempts are made inside it, from number
     `attempt` on. `deadline_s` limits each attempt. `max_spread` is the median absolute deviation of the
     iteration times, relative to their median, above which they are measured once more. A trial whose
     iterations take longer than `slow_above_s` is cut short: it is not worth measuring well. `weights` (a
-    weights-only checkpoint to start from) and `save_weights` (where to write one) make it a trial of the
-    parity gate. `fence` (up to 16 hex digits) begins the ids of its attempts: of a plan that was handed out
-    twice the results are told apart by it.
+    weights-only checkpoint to start from) and `save_weights` (where to write such a checkpoint) make it a
+    trial of the parity gate. `fence` (up to 16 hex digits) begins the ids of its attempts and tells apart the
+    results of a plan that was handed out twice.
     """
 
     folder: Path
@@ -141,22 +141,18 @@ class TrialRequest:
 
     @property
     def plan_key(self) -> str | None:
-        """What the ranks must report as their plan."""
+        """The key that the ranks must report as their plan's; None for the baseline."""
         return None if self.plan is None else self.plan.key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialResult:
-    """What came of an attempt; `reason` is one line for the user.
+class AttemptOutcome:
+    """The outcome of an attempt and its measurements; `reason` is one line for the user.
 
     `iteration_s`, `loss` and `grad_norm` have an entry a measured iteration, warm-up left out; a time is
-    the slowest rank's. `memory_excess_bytes` is above 0 where memory was the reason. `job` is what the
-    framework resolved (rank 0's report), `last_lines` the end of what the command itself printed, `start_s`
-    and `first_step_s` the slowest rank's.
+    the slowest rank's. `memory_excess_bytes` is above 0 where memory was the reason.
     """
 
-    attempt_id: str
-    plan_key: str | None
     outcome: Outcome
     reason: str
     phase: Phase
@@ -165,6 +161,18 @@ class TrialResult:
     loss: tuple[float, ...] = ()
     grad_norm: tuple[float, ...] = ()
     peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialResult(AttemptOutcome):
+    """The result of a trial: its last attempt's.
+
+    `job` is the configuration that the framework resolved (rank 0's report), `last_lines` the end of the
+    command's output, `start_s` and `first_step_s` the seconds of the slowest rank.
+    """
+
+    attempt_id: str
+    plan_key: str | None
     wall_s: float = 0.0
     job: Mapping[str, Any] | None = None
     folder: Path
@@ -180,7 +188,7 @@ class TrialResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where a running attempt is: the slowest rank's phase and iteration."""
+    """The progress of a running attempt: the slowest rank's phase and iteration."""
 
     attempt: int
     phase: Phase

@@ -1,9 +1,10 @@
-"""Runs one trial: attempts of one plan, each watched, classified and written down."""
+"""Runs one trial: attempts of one plan, each watched, classified and recorded."""
 
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
@@ -12,14 +13,17 @@ from quartet_plugin.launchers.local import LocalLauncher, free_port, resolve_dev
 from quartet_plugin.trial.attempt import Launch, attempt_number, create_attempt, write_result
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.outcome import Cause, Verdict, classify, device_fault
-from quartet_plugin.trial.processes import ProcessBook, marked, reap
-from quartet_plugin.trial.request import Phase, Progress, TrialRequest, TrialResult
-from quartet_plugin.trial.retry import settle
-from quartet_plugin.trial.watch import Ending, Watch
+from quartet_plugin.trial.processes import ProcessRegistry, marked_processes, reap
+from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
+from quartet_plugin.trial.watch import AttemptEnd, AttemptMonitor, OnProgress
 
 POLL_S = 0.1
+MAX_PORTS = 3
 
-OnProgress = Callable[[Progress], None]
+# Another attempt of the same plan meets the same end, so one repetition proves it.
+_PROVEN_BY_REPETITION = {Cause.KILLED, Cause.HANG, Cause.ERROR, Cause.SIGNAL, Cause.EXIT}
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
+
 Stop = threading.Event | Callable[[], bool]
 
 
@@ -36,11 +40,11 @@ def run_trial(
 ) -> TrialResult:
     """Run `request` and return its last attempt's result, which is in its folder as well.
 
-    What the infrastructure broke is tried again in a new attempt folder, a noisy timing is measured once
-    more. When it returns or raises, no process of the trial is left. `stop` (an event or a question)
-    ends it early as CANCELLED; an exception in this thread, such as a second Ctrl-C, kills it at once.
-    `devices`, kept from trial to trial, looks at the accelerators before and after every attempt;
-    `pick_port` names the port that the ranks meet at.
+    An attempt broken by the infrastructure is repeated in a new folder, a noisy timing is measured once more.
+    When it returns or raises, no process of the trial is left. `stop` (an event or a predicate) ends it early
+    as CANCELLED; an exception in this thread, such as a second Ctrl-C, kills it at once. `devices`, kept from
+    trial to trial, checks the accelerators before and after every attempt; `pick_port` names the port of the
+    ranks' rendezvous.
 
     Raises ConfigError for a command that cannot run here, StorageError when the folder cannot be written,
     InfrastructureError when nothing can be started at all, or a device is lost or not given back.
@@ -57,42 +61,85 @@ def run_trial(
             devices.before(environment)
         port = pick_port() if request.command.port_flag is not None else None
         launch = create_attempt(request, number=number, port=port)
-        ending = _watch(
+        end = _watch(
             launch, request, launcher, on_progress=on_progress, stop=stop, clock=clock, poll_s=poll_s
         )
-        verdict, is_again = settle(
-            _with_device_fault(classify(ending.evidence), devices, environment),
+        verdict, is_again = apply_retry_policy(
+            _with_device_fault(classify(end.evidence), devices, environment),
             earlier=earlier,
             max_attempts=request.max_attempts,
             is_baseline=request.plan is None,
             can_move_port=request.command.port_flag is not None,
         )
-        result = write_result(launch.attempt, with_survivors(verdict, ending), wall_s=ending.wall_s)
+        attempt = launch.attempt
+        result = write_result(attempt.folder, attempt.spec, with_survivors(verdict, end), wall_s=end.wall_s)
         if devices is not None and not should_stop(stop):
             devices.await_release(environment)
         if not is_again or should_stop(stop):
             return result
         earlier.append(verdict)
-        number = attempt_number(launch.attempt.folder) + 1
+        number = attempt_number(attempt.folder) + 1
+
+
+def apply_retry_policy(
+    verdict: Verdict, *, earlier: Sequence[Verdict], max_attempts: int, is_baseline: bool, can_move_port: bool
+) -> tuple[Verdict, bool]:
+    """The verdict in the light of the earlier attempts, and whether to make another attempt.
+
+    A hang, a killed rank or the same error twice makes a plan infeasible. A baseline keeps the outcome of its
+    verdict, and an error of its script is not tried again. A port that was taken does not count as an
+    attempt, and a faulty device proves nothing.
+    """
+    if verdict.outcome is Outcome.UNSTABLE:
+        return verdict, not any(past.outcome is Outcome.UNSTABLE for past in earlier)
+    if verdict.outcome is not Outcome.INFRA or verdict.cause is Cause.NOTHING:
+        return verdict, False
+    if verdict.cause is Cause.PORT:
+        if not can_move_port:
+            return replace(verdict, reason=f"{verdict.reason}; name another port in the command"), False
+        return verdict, sum(past.cause is Cause.PORT for past in earlier) < MAX_PORTS
+    if is_baseline and verdict.cause is Cause.ERROR:
+        return verdict, False
+    if verdict.cause in _PROVEN_BY_REPETITION and any(_is_same(verdict, past) for past in earlier):
+        if is_baseline:
+            return replace(verdict, reason=f"{verdict.reason} (twice)"), False
+        excess = 1 if verdict.cause is Cause.KILLED else 0
+        again = replace(
+            verdict,
+            outcome=Outcome.INFEASIBLE,
+            reason=f"{verdict.reason} (twice)",
+            memory_excess_bytes=max(excess, verdict.memory_excess_bytes),
+        )
+        return again, False
+    counted = sum(past.cause is not Cause.PORT for past in earlier) + 1
+    return verdict, counted < max_attempts
+
+
+def _is_same(verdict: Verdict, other: Verdict) -> bool:
+    if verdict.cause is not other.cause:
+        return False
+    if verdict.cause in (Cause.KILLED, Cause.HANG):
+        return True
+    return _NUMBERS.sub("#", verdict.reason) == _NUMBERS.sub("#", other.reason)
 
 
 def should_stop(stop: Stop | None) -> bool:
-    """Whether the user wants it to end."""
+    """Whether the user has asked for the end."""
     return False if stop is None else stop.is_set() if isinstance(stop, threading.Event) else stop()
 
 
-def with_survivors(verdict: Verdict, ending: Ending) -> Verdict:
-    """Name what could not be ended: it may hold the device and disturb every later trial."""
-    if not ending.survivors:
+def with_survivors(verdict: Verdict, end: AttemptEnd) -> Verdict:
+    """Name the processes that could not be ended: they may hold a device and disturb every later trial."""
+    if not end.survivors:
         return verdict
-    pids = ", ".join(str(one.pid) for one in sorted(ending.survivors))
+    pids = ", ".join(str(process.pid) for process in sorted(end.survivors))
     return replace(verdict, reason=f"{verdict.reason}; processes that could not be ended: {pids}")
 
 
 def _with_device_fault(
     verdict: Verdict, devices: DeviceGuard | None, environment: Mapping[str, str]
 ) -> Verdict:
-    """What a faulty device measured or broke says nothing about the plan."""
+    """The verdict, replaced where a device was faulty: then it says nothing about the plan."""
     if devices is None or verdict.cause is Cause.CANCELLED:
         return verdict
     try:
@@ -120,40 +167,26 @@ def _watch(
     stop: Stop | None,
     clock: Callable[[], float],
     poll_s: float,
-) -> Ending:
+) -> AttemptEnd:
     attempt = launch.attempt
-    number = attempt_number(attempt.folder)
-
-    def on_move(phase: Phase, iteration: int, elapsed_s: float) -> None:
-        if on_progress is not None:
-            on_progress(
-                Progress(
-                    attempt=number,
-                    phase=phase,
-                    iteration=iteration,
-                    num_iterations=request.warmup + request.measure,
-                    elapsed_s=elapsed_s,
-                )
-            )
-
     handle = launcher.start(launch.argv, env=launch.environment, cwd=launch.cwd, stdout=attempt.log)
     try:
-        book = ProcessBook(attempt.processes_file, attempt_id=attempt.sheet.attempt_id)
-        book.rescan(handle.pid)
-        watch = Watch(
-            attempt,
-            handle,
-            book=book,
+        registry = ProcessRegistry(attempt.processes_file, attempt_id=attempt.spec.attempt_id)
+        registry.rescan(handle.pid)
+        monitor = AttemptMonitor(
+            attempt=attempt,
+            handle=handle,
+            registry=registry,
             timeouts=request.timeouts,
             deadline_s=request.deadline_s,
             slow_above_s=request.slow_above_s,
             should_stop=lambda: should_stop(stop),
-            on_move=on_move,
+            on_progress=on_progress,
             clock=clock,
             poll_s=poll_s,
         )
     except BaseException:
         handle.kill()
-        reap(marked(attempt.sheet.attempt_id), grace_s=0.0)
+        reap(marked_processes(attempt.spec.attempt_id), grace_s=0.0)
         raise
-    return watch.run()
+    return monitor.run()

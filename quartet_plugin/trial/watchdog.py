@@ -1,21 +1,24 @@
-"""Deadlines of a trial: none of its ranks may stay where it is for longer than its phase allows.
+"""A trial's deadlines and its speed, by the heartbeats of its ranks.
 
-Only changes of a beat count, and only this process's own monotonic clock: the clocks of ranks may jump.
+No rank may stay in an iteration for longer than its phase allows. Only changes of a heartbeat count, and only
+this process's monotonic clock: the clocks of ranks may jump.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quartet_plugin.protocol.attempt_files import Beat
-from quartet_plugin.trial.request import Phase, Timeouts
+from quartet_plugin.trial.request import PHASES, Phase, Timeouts
 
-# A rank writes its beat at most once a second, so what we see is up to that old.
+# A rank writes its heartbeat at most once a second, so the latest one may be that old.
 _BEAT_LAG_S = 1.0
+# Measured iterations that must have passed before an attempt is judged as slow.
+MIN_ITERATIONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expiry:
-    """A limit that was passed: the phase, the rank (None: the launcher, or all) and the seconds."""
+    """A limit that was passed, in seconds, with its phase and its rank (None: the launcher, or all ranks)."""
 
     phase: Phase
     rank: int | None
@@ -30,35 +33,30 @@ class Expiry:
         return f"hang: {who} moved for {self.limit_s:g} s in phase {self.phase}"
 
 
+@dataclass(slots=True)
 class Watchdog:
-    """Watches one attempt from its launch on; `observe` the beats, then ask `expired`."""
+    """The deadlines of one attempt from its launch on: `observe` its heartbeats, then ask `expired`."""
 
-    def __init__(
-        self,
-        timeouts: Timeouts,
-        *,
-        deadline_s: float,
-        predicted_s: float | None,
-        clock: Callable[[], float],
-        num_processes: int | None,
-    ) -> None:
-        self._timeouts = timeouts
-        self._deadline_s = deadline_s
-        self._predicted_s = predicted_s
-        self._clock = clock
-        self._num_processes = num_processes
-        self._start = clock()
-        self._moved: dict[int, tuple[Phase, int, float]] = {}
-        self._longest_step_s = 0.0
+    timeouts: Timeouts
+    deadline_s: float = field(kw_only=True)
+    predicted_s: float | None = field(kw_only=True)
+    clock: Callable[[], float] = field(kw_only=True)
+    num_processes: int | None = field(kw_only=True)
+    _start: float = field(init=False)
+    _moved: dict[int, tuple[Phase, int, float]] = field(init=False, default_factory=dict)
+    _longest_step_s: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self._start = self.clock()
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the launch."""
-        return self._clock() - self._start
+        return self.clock() - self._start
 
     def observe(self, beats: Iterable[Beat]) -> None:
-        """Note which ranks have moved."""
-        now = self._clock()
+        """Record which ranks have moved to another phase or iteration."""
+        now = self.clock()
         for beat in beats:
             before = self._moved.get(beat.rank)
             if before is None or before[:2] != (beat.phase, beat.iteration):
@@ -66,25 +64,23 @@ class Watchdog:
                 self._learn(before, beat.iteration, now)
 
     def forgive(self, seconds: float) -> None:
-        """Nothing could be seen for `seconds`: no rank is held to them. The trial's own deadline stays."""
+        """Extend every rank's limit by `seconds` without a view of the files. The trial's deadline stays."""
         for rank, (phase, iteration, since) in self._moved.items():
             self._moved[rank] = (phase, iteration, since + seconds)
 
     def _learn(self, before: tuple[Phase, int, float] | None, iteration: int, now: float) -> None:
-        """How long this very attempt's steps take, where nobody has predicted it."""
-        if before is not None and iteration > before[1] and self._predicted_s is None:
+        """Measure the longest step of this attempt where no prediction of it was made."""
+        if before is not None and iteration > before[1] and self.predicted_s is None:
             self._longest_step_s = max(self._longest_step_s, (now - before[2]) / (iteration - before[1]))
 
     def expired(self) -> Expiry | None:
         """The first limit that is passed now, if any."""
-        now = self._clock()
-        if now - self._start > self._deadline_s:
-            return Expiry(phase=self._slowest, rank=None, limit_s=self._deadline_s, is_wall=True)
-        if not self._moved or (self._num_processes or 0) > len(self._moved):
-            limit = self._timeouts.init_s
-            missing = self._missing_rank
-            if now - self._start > limit:
-                return Expiry(phase="launch", rank=missing, limit_s=limit)
+        now = self.clock()
+        if now - self._start > self.deadline_s:
+            return Expiry(phase=self._slowest, rank=None, limit_s=self.deadline_s, is_wall=True)
+        limit = self.timeouts.init_s
+        if (self.num_processes or 1) > len(self._moved) and now - self._start > limit:
+            return Expiry(phase="launch", rank=self._missing_rank, limit_s=limit)
         for rank, (phase, iteration, since) in sorted(self._moved.items()):
             limit, start = self._limit(phase, iteration, since)
             if now - start > limit:
@@ -93,22 +89,43 @@ class Watchdog:
 
     @property
     def _slowest(self) -> Phase:
-        order: tuple[Phase, ...] = ("import", "init", "warmup", "measure", "done")
-        return min((phase for phase, _, _ in self._moved.values()), key=order.index, default="launch")
+        return min((phase for phase, _, _ in self._moved.values()), key=PHASES.index, default="launch")
 
     @property
     def _missing_rank(self) -> int | None:
-        if not self._moved or self._num_processes is None:
+        if not self._moved or self.num_processes is None:
             return None
-        return next(rank for rank in range(self._num_processes) if rank not in self._moved)
+        return next(rank for rank in range(self.num_processes) if rank not in self._moved)
 
     def _limit(self, phase: Phase, iteration: int, since: float) -> tuple[float, float]:
-        """The limit of a rank's phase, and from when on it counts."""
+        """The limit of a rank's phase in seconds, and the time from which it counts."""
         if phase in ("import", "init"):
-            return self._timeouts.init_s, self._start
-        expected_s = self._longest_step_s if self._predicted_s is None else self._predicted_s
+            return self.timeouts.init_s, self._start
+        expected_s = self._longest_step_s if self.predicted_s is None else self.predicted_s
         if phase == "done":
-            return self._timeouts.step_limit_s(expected_s) + self._timeouts.shutdown_s, since
+            return self.timeouts.step_limit_s(expected_s) + self.timeouts.shutdown_s, since
         if iteration == 0:
-            return self._timeouts.first_step_limit_s(expected_s) + _BEAT_LAG_S, since
-        return self._timeouts.step_limit_s(expected_s) + _BEAT_LAG_S, since
+            return self.timeouts.first_step_limit_s(expected_s) + _BEAT_LAG_S, since
+        return self.timeouts.step_limit_s(expected_s) + _BEAT_LAG_S, since
+
+
+@dataclass(slots=True, kw_only=True)
+class SlowdownDetector:
+    """Compares the seconds of a measured iteration on the slowest rank with a limit (None: never slow)."""
+
+    warmup: int
+    slow_above_s: float | None
+    _first: tuple[int, float] | None = None
+
+    def is_slow(self, beats: Iterable[Beat]) -> bool:
+        """Whether MIN_ITERATIONS or more measured iterations took longer than the limit on average."""
+        if self.slow_above_s is None:
+            return False
+        last = min(beats, key=lambda beat: (beat.iteration, -beat.time), default=None)
+        if last is None or last.phase != "measure" or last.iteration < self.warmup:
+            return False
+        if self._first is None:
+            self._first = (last.iteration, last.time)
+        iteration, start_s = self._first
+        num_done = last.iteration - iteration
+        return num_done >= MIN_ITERATIONS and last.time - start_s > self.slow_above_s * num_done

@@ -114,11 +114,11 @@ def _where_it_is(launch: AttemptState, *, faults: list[str]) -> AttemptState:
         attempt = open_attempt(launch.folder)
         if attempt is None:
             return launch
-        beats = RankFileReader(launch.folder, attempt_id=attempt.sheet.attempt_id).scan().beats.values()
+        beats = RankFileReader(launch.folder, attempt_id=attempt.spec.attempt_id).scan().beats.values()
     except QuartetError as error:
         faults.append(str(error))
         return launch
-    sheet = attempt.sheet
+    sheet = attempt.spec
     slowest = min(beats, key=lambda beat: (PHASES.index(beat.phase), beat.iteration), default=None)
     return replace(
         launch,
@@ -139,7 +139,7 @@ def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
             host=holder.host,
             pid=holder.pid,
             generation=holder.generation,
-            is_alive=holder.identity.is_alive if is_here else None,
+            is_alive=holder.is_alive if is_here else None,
             renewed_s=max(0.0, now - path.lstat().st_mtime),
         )
     return None

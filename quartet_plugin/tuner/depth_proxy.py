@@ -160,7 +160,7 @@ class DepthProxy:
         result = self._measure(plan, number=proposal.number, num_left=num_left, drift=drift)
         if result is None:
             return None
-        forecast = self.proposer.ranker.forecast([plan])[0]
+        forecast = self.proposer.ranker.predict([plan])[0]
         lead = self.proposer.lead(plan, forecast)
         self.events.add("cropped", trial=proposal.number, predicted_s=forecast.iteration_s, lead=lead)
         if lead + BEHIND * forecast.spread >= 0.0:
@@ -200,7 +200,7 @@ class DepthProxy:
         )
         if not result.is_measured:
             return None
-        self.proposer.ranker.learn_cropped(
+        self.proposer.ranker.learn_depth_proxy(
             DepthProxyTime(
                 number=number,
                 plan=plan,

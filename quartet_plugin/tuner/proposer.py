@@ -87,10 +87,10 @@ class Proposer:
 
     def scored_plans(self, pending: Sequence[Plan] = ()) -> list[ScoredPlan]:
         """Every candidate, the most promising first. Something must have been measured."""
-        found = self._candidates.best(rate=self._rates, ends_of=self._ranker.ends)
-        forecasts = self._ranker.forecast([one.plan for one in found])
+        found = self._candidates.best(rate=self._rates, ends_of=self._ranker.end_loads)
+        forecasts = self._ranker.predict([one.plan for one in found])
         best = self._best()
-        new = 1.0 - self._ranker.likeness([one.plan for one in found], pending)
+        new = 1.0 - self._ranker.similarity([one.plan for one in found], pending)
         promises = [
             ScoredPlan(
                 candidate=one, forecast=forecast, gain=share * self._gain(one.plan, forecast, best=best)
@@ -105,14 +105,14 @@ class Proposer:
         self._ranker.learn(trials)
         if not (self._ranker.is_ready and self._ranker.knows(proposal.plan)):
             return proposal
-        forecast = self._ranker.forecast([proposal.plan])[0]
+        forecast = self._ranker.predict([proposal.plan])[0]
         before = proposal.plan.prediction
         plan = replace(
             proposal.plan,
             prediction=Prediction(
                 iteration_s=forecast.iteration_s,
                 relative_cost=None if before is None else before.relative_cost,
-                peak_memory_bytes=self._ranker.odds.peak_bytes(proposal.plan),
+                peak_memory_bytes=self._ranker.feasibility.peak_bytes(proposal.plan),
             ),
         )
         return replace(
@@ -144,7 +144,7 @@ class Proposer:
     def _believed(self) -> dict[int, float]:
         """The logarithm of every measured plan's objective by its trial."""
         plans = self._ranker.measured
-        forecasts = self._ranker.forecast(list(plans.values()))
+        forecasts = self._ranker.predict(list(plans.values()))
         return {
             number: self._log_value(plan, forecast.iteration_s)
             for (number, plan), forecast in zip(plans.items(), forecasts, strict=True)
@@ -153,13 +153,13 @@ class Proposer:
     def _gain(self, plan: Plan, forecast: PlanPrediction, *, best: float) -> float:
         """The mean over what the measurements may mean."""
         found = 0.0
-        for weight, log_s, spread in forecast.views:
+        for weight, log_s, spread in forecast.posterior_samples:
             lead = self._log_value(plan, math.exp(log_s)) - best - LEAST_GAIN
             found += weight * expected_improvement(lead, spread)
-        return found * self._ranker.odds.chance(plan)
+        return found * self._ranker.feasibility.chance(plan)
 
     def _rates(self, plans: Sequence[Plan]) -> list[float]:
-        found = self._ranker.likeliest(plans)
+        found = self._ranker.most_likely_s(plans)
         return [-self._log_value(plan, seconds) for plan, seconds in zip(plans, found, strict=True)]
 
     def _log_value(self, plan: Plan, iteration_s: float) -> float:

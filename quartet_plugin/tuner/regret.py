@@ -123,7 +123,7 @@ def regret_of(space: Space, search: FinishedSearch, *, proposer: "Proposer | Non
     untried = [one.candidate.plan for one in proposer.scored_plans() if ranker.knows(one.candidate.plan)]
 
     def forecasts(plans: Sequence[Plan]) -> list[tuple[float, float]]:
-        return [(one.iteration_s, one.spread) for one in ranker.forecast(plans)]
+        return [(one.iteration_s, one.spread) for one in ranker.predict(plans)]
 
     return estimate_regret(space, search, untried=untried, forecasts=forecasts)
 

@@ -11,12 +11,13 @@ import pytest
 
 from quartet_plugin.calibration.observations import action_times, spread_of
 from quartet_plugin.calibration.predictor import PlanPredictor
+from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
-from tests.calibration.truth import Truth
+from tests.calibration.truth import Truth, learned_ratios
 from tests.space.jobs import make_job, make_layout, make_nodes
 
 WRONG: dict[str, Any] = {"speed": 3.0, "head": 3.0, "transfer": 10.0, "elementwise": 0.6, "weight_grad": 1.3}
@@ -56,11 +57,11 @@ def outcomes(space: Space, truth: Truth, *, num: int, seed: int = 0) -> list[Fin
 
 def ranker_of(truth: Truth, folder: Path | None = None) -> PlanPredictor:
     folder_of = None if folder is None else lambda number: folder / f"{number:06d}"
-    return PlanPredictor(truth.ground, num_iterations=10, folder_of=folder_of)
+    return PlanPredictor(truth.machine_model, num_iterations=10, folder_of=folder_of)
 
 
 def errors(ranker: PlanPredictor, truth: Truth, plans: list[Plan]) -> np.ndarray:
-    found = ranker.forecast(plans)
+    found = ranker.predict(plans)
     return np.array([np.log(one.iteration_s / truth(plan)) for one, plan in zip(found, plans, strict=True)])
 
 
@@ -84,10 +85,10 @@ def test_it_says_how_sure_it_is() -> None:
     ranker = ranker_of(truth)
     ranker.learn(outcomes(space, truth, num=6))
     unseen = sampled(space, num=60, seed=99)
-    spreads = np.array([one.spread for one in ranker.forecast(unseen)])
+    spreads = np.array([one.spread for one in ranker.predict(unseen)])
     inside = np.abs(errors(ranker, truth, unseen)) < 2.0 * np.hypot(spreads, 0.03)
     assert inside.mean() > 0.8
-    measured = ranker.forecast([space.baseline])[0]
+    measured = ranker.predict([space.baseline])[0]
     assert measured.spread < np.median(spreads)
 
 
@@ -99,18 +100,18 @@ def test_it_depends_on_what_was_told_alone() -> None:
     at_once.learn(trials)
     for at in range(len(trials)):
         one_by_one.learn(trials[: at + 1])
-        one_by_one.forecast(plans)
-    assert at_once.forecast(plans) == one_by_one.forecast(plans)
+        one_by_one.predict(plans)
+    assert at_once.predict(plans) == one_by_one.predict(plans)
 
 
-def test_paces_of_slots_are_told_apart_by_their_mappings() -> None:
+def test_slowdowns_of_slots_are_told_apart_by_their_mappings() -> None:
     space = space_of(3, pipeline_parallel=3)
-    truth = Truth(space.nodes, paces=(0.6, 1.2, 1.2), speed=2.0)
+    truth = Truth(space.nodes, slowdowns=(0.6, 1.2, 1.2), speed=2.0)
     ranker = ranker_of(truth)
     ranker.learn(outcomes(space, truth, num=20))
-    ratio = {one.name: one.ratio for one in ranker.corrections()}
-    assert ratio["pace 0"] < 0.85 * ratio["pace 1"]
-    assert ratio["pace 1"] == pytest.approx(ratio["pace 2"], rel=0.25)
+    slowdowns = learned_ratios(ranker)[0][len(COEFFICIENTS) :]
+    assert slowdowns[0] < 0.85 * slowdowns[1]
+    assert slowdowns[1] == pytest.approx(slowdowns[2], rel=0.25)
 
 
 def test_a_trial_that_was_cut_short_or_ran_elsewhere_says_less() -> None:
@@ -121,7 +122,7 @@ def test_a_trial_that_was_cut_short_or_ran_elsewhere_says_less() -> None:
     def spread(**changes: object) -> float:
         ranker = ranker_of(truth)
         ranker.learn([*outcomes(space, truth, num=1), trial(1, plan, truth(plan), **changes)])
-        return ranker.forecast([plan])[0].spread
+        return ranker.predict([plan])[0].spread
 
     assert spread() < spread(num_iterations=3)
     assert spread() < spread(source="other:7")
@@ -137,7 +138,7 @@ def test_a_lucky_launch_counts_less_where_iterations_scatter() -> None:
         ranker = ranker_of(truth)
         known = [trial(one.number, one.plan, truth(one.plan), spread=spread) for one in trials]
         ranker.learn([*known, trial(9, lucky, 0.8 * truth(lucky), spread=spread)])
-        return ranker.forecast([lucky])[0].iteration_s / truth(lucky)
+        return ranker.predict([lucky])[0].iteration_s / truth(lucky)
 
     assert posterior_mean(0.001) + 0.03 < posterior_mean(0.05) < 1.0
 
@@ -174,20 +175,20 @@ def test_records_of_repeats_lost_trials_and_other_kinds_add_nothing_to_the_times
     ]
     noisy.learn([*first, *extra])
     plans = sampled(space, num=5, seed=8)
-    assert plain.forecast(plans) == noisy.forecast(plans)
+    assert plain.predict(plans) == noisy.predict(plans)
 
 
 def write_actions(folder: Path, plan: Plan, truth: Truth, *, attempt_id: str = ATTEMPT) -> None:
     """What the ranks of a schedule of ours would have recorded."""
     from quartet_plugin.cost.iteration import IterationModelCache
 
-    anatomy = IterationModelCache(truth.ground).of(plan)
+    iteration_model = IterationModelCache(truth.machine_model).of(plan)
     folder.mkdir(parents=True)
     for device in range(plan.layout.pipeline_parallel):
         actions, start, end, now = [], [], [], 0.0
         for kind, directions in (("F", (0,)), ("I", (1,)), ("W", (2,))):
             for microbatch in range(3):
-                seconds, _ = anatomy.stage(truth.theta, stage=device, directions=directions)
+                seconds, _ = iteration_model.stage(truth.theta, stage=device, directions=directions)
                 actions.append(f"{device}{kind}{microbatch}")
                 start.append(now)
                 now += seconds
@@ -219,8 +220,8 @@ def test_recorded_actions_say_what_whole_iterations_cannot(tmp_path: Path) -> No
     seeing.learn(trials)
 
     def head(ranker: PlanPredictor) -> tuple[float, float]:
-        found = next(one for one in ranker.corrections() if one.name == "head")
-        return found.ratio, found.spread
+        ratios, spreads = learned_ratios(ranker)
+        return float(ratios[INDEX[Coefficient.HEAD]]), float(spreads[INDEX[Coefficient.HEAD]])
 
     assert abs(np.log(head(seeing)[0] / 3.0)) < abs(np.log(head(blind)[0] / 3.0))
     assert head(seeing)[1] < head(blind)[1]
@@ -252,7 +253,7 @@ def test_plans_are_alike_as_far_as_they_share_groups() -> None:
     base = space.baseline
     same_layout = replace(base, split=replace(base.split, transformer_layers_per_stage=(5, 3)))
     other = next(plan for plan in sampled(space, num=50) if plan.layout.data_parallel == 2)
-    found = ranker.likeness([base, same_layout, other], [base])
+    found = ranker.similarity([base, same_layout, other], [base])
     assert found[0] == pytest.approx(1.0)
     assert 1.0 > found[1] > found[2] >= 0.0
-    assert ranker.likeness([base], []).tolist() == [0.0]
+    assert ranker.similarity([base], []).tolist() == [0.0]

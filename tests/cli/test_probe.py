@@ -9,7 +9,7 @@ import pytest
 from quartet_plugin.cli import probe as command
 from quartet_plugin.cli.main import main
 from quartet_plugin.model.cluster import read_cluster
-from quartet_plugin.trial.processes import marked
+from quartet_plugin.trial.processes import marked_processes
 
 MARK = "5eed" * 8
 
@@ -36,7 +36,7 @@ def test_two_ranks_write_a_valid_file(tmp_path: Path, capsys: pytest.CaptureFixt
     assert 0 < cluster.links.scale_up.latency_s < 1
     assert cluster.links.measured
     assert "inside a node" in capsys.readouterr().out
-    assert not marked(MARK)
+    assert not marked_processes(MARK)
 
 
 def test_torchruns_options_are_the_users(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_probe_that_takes_too_long_is_ended(tmp_path: Path, capsys: pytest.Cap
     assert "longer than 1 s" in error
     assert error.count("\n") == 1
     assert not path.exists()
-    assert not marked(MARK)
+    assert not marked_processes(MARK)
 
 
 def test_ranks_that_fail_are_told_in_one_line(
@@ -66,7 +66,7 @@ def test_ranks_that_fail_are_told_in_one_line(
     error = capsys.readouterr().err
     assert "the probe failed" in error
     assert error.count("\n") == 1
-    assert not marked(MARK)
+    assert not marked_processes(MARK)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from quartet_plugin.cli.workers import join
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.study.storage import StudyStorage
 from quartet_plugin.study.view import read_study
-from quartet_plugin.trial.processes import marked, own_identity
+from quartet_plugin.trial.processes import current_identity, marked_processes
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.run_folder import create_run
 from quartet_plugin.tuner.workers.messages import Claim, Member, Offer, SliceRecord
@@ -178,7 +178,7 @@ def test_rows_30_and_31_four_workers_and_one_of_them_killed_in_a_trial(tmp_path:
     os.kill(victim.identity.pid, signal.SIGKILL)
     wait_until(lambda: (attempt / "STOP").exists(), what="the coordinator to see it")
     os.kill(rank, signal.SIGCONT)
-    wait_until(lambda: not any(marked(one) for one in ids), what="the end of what it had started")
+    wait_until(lambda: not any(marked_processes(one) for one in ids), what="the end of what it had started")
     assert tuner.ends() == 0, tuner.words
     tuner.check_study()
     assert [(event["trial"], event["worker"]) for event in tuner.events("worker-lost")] == [
@@ -331,7 +331,7 @@ def test_a_host_that_cannot_join_is_told_why_in_one_line(
 ) -> None:
     board = open_run(tmp_path, monkeypatch, *words)
     everything = SliceRecord(device="cpu", cores=tuple(os.sched_getaffinity(0)))
-    me = own_identity()
+    me = current_identity()
     board.enlist(
         Member(
             name="there", host=socket.gethostname(), identity=me, parent=me, share=everything, is_joined=False

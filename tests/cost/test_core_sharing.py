@@ -29,8 +29,8 @@ def plan_on(*crowds: CoreGroup, split: tuple[int, ...] = (3, 3, 3, 3), mapping: 
 
 
 def seconds(plan: Plan) -> float:
-    ground = machine_model_of(plan.made_for.nodes, precision="fp32")
-    return IterationModelCache(ground).of(plan).evaluate(np.zeros(ground.num_factors))[0]
+    machine_model = machine_model_of(plan.made_for.nodes, precision="fp32")
+    return IterationModelCache(machine_model).of(plan).evaluate(np.zeros(machine_model.num_coefficients))[0]
 
 
 THREE = CoreGroup(locals=(1, 2, 3), num_cores=1)
@@ -94,9 +94,9 @@ def test_work_that_moves_off_a_crowded_core_makes_everybody_faster() -> None:
 def test_no_core_does_more_than_its_time(split: list[int], num_cores: int) -> None:
     crowd = CoreGroup(locals=(1, 2, 3), num_cores=num_cores)
     plan, alone = plan_on(crowd, split=tuple(split)), plan_on(split=tuple(split))
-    ground = machine_model_of(plan.made_for.nodes, precision="fp32")
-    anatomy = IterationModelCache(ground).of(plan)
-    work = anatomy._work(np.exp(np.zeros(ground.num_factors)))
+    machine_model = machine_model_of(plan.made_for.nodes, precision="fp32")
+    iteration_model = IterationModelCache(machine_model).of(plan)
+    work = iteration_model._work(np.exp(np.zeros(machine_model.num_coefficients)))
     assert seconds(plan) >= 0.93 * max(work[0], work[1:].sum() / num_cores)
     assert seconds(alone) - 1e-9 <= seconds(plan) <= 3.0 * seconds(alone)
 
@@ -111,8 +111,10 @@ def test_a_crowding_that_never_settles_ends() -> None:
 
 def test_the_slopes_are_those_of_a_given_stretch() -> None:
     plan = plan_on(THREE, split=(6, 3, 2, 1))
-    ground = machine_model_of(plan.made_for.nodes, precision="fp32")
-    value, slopes = IterationModelCache(ground).of(plan).evaluate(np.zeros(ground.num_factors))
+    machine_model = machine_model_of(plan.made_for.nodes, precision="fp32")
+    value, slopes = (
+        IterationModelCache(machine_model).of(plan).evaluate(np.zeros(machine_model.num_coefficients))
+    )
     assert slopes[len(COEFFICIENTS) :].sum() < value
     assert (slopes >= 0).all()
 
@@ -129,8 +131,8 @@ def test_what_our_runtime_gains_is_less_sure_where_cores_are_shared() -> None:
 
 def test_an_action_on_a_crowded_core_says_little() -> None:
     plan = plan_on(THREE)
-    anatomy = IterationModelCache(machine_model_of(plan.made_for.nodes, precision="fp32")).of(plan)
-    assert [anatomy.is_crowded(stage) for stage in range(4)] == [False, True, True, True]
+    iteration_model = IterationModelCache(machine_model_of(plan.made_for.nodes, precision="fp32")).of(plan)
+    assert [iteration_model.is_crowded(stage) for stage in range(4)] == [False, True, True, True]
 
 
 def test_crowds_are_read_from_the_cores_that_ranks_may_use() -> None:

@@ -37,7 +37,7 @@ def plan_of(
     return plan
 
 
-def anatomies_of(plan: Plan) -> IterationModelCache:
+def iteration_models_of(plan: Plan) -> IterationModelCache:
     return IterationModelCache(machine_model_of(plan.made_for.nodes, precision="fp32"))
 
 
@@ -53,20 +53,20 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_uncorrected_it_is_the_cost_models_own_prediction(name: str) -> None:
     plan = PLANS[name]
-    anatomies = anatomies_of(plan)
-    theta = np.zeros(anatomies.ground.num_factors)
+    iteration_models = iteration_models_of(plan)
+    theta = np.zeros(iteration_models.machine_model.num_coefficients)
     theta[INDEX[Coefficient.ACTION]] = NOTHING  # the shared constants have no such term
     run = run_of(
         plan.shape,
         plan.layout,
         global_batch_size=plan.made_for.global_batch_size,
         layers_per_stage=plan.split.transformer_layers_per_stage,
-        machines=anatomies.ground.near,
+        machines=iteration_models.machine_model.intra_node,
         precision="fp32",
         software=ON_CPU,
     )
     expected = predict(run, fitted()).iter_time_s
-    assert anatomies.of(plan).evaluate(theta)[0] == pytest.approx(expected, rel=2e-3)
+    assert iteration_models.of(plan).evaluate(theta)[0] == pytest.approx(expected, rel=2e-3)
 
 
 def sampled(nodes: tuple[int, ...], *, num: int) -> list[Plan]:
@@ -85,57 +85,57 @@ def sampled(nodes: tuple[int, ...], *, num: int) -> list[Plan]:
 def test_slopes_are_the_derivatives_by_every_factor(nodes: tuple[int, ...]) -> None:
     generator = np.random.default_rng(0)
     for plan in sampled(nodes, num=12):
-        anatomies = anatomies_of(plan)
-        theta = generator.normal(scale=0.3, size=anatomies.ground.num_factors)
-        anatomy = anatomies.of(plan)
-        seconds, slopes = anatomy.evaluate(theta)
+        iteration_models = iteration_models_of(plan)
+        theta = generator.normal(scale=0.3, size=iteration_models.machine_model.num_coefficients)
+        iteration_model = iteration_models.of(plan)
+        seconds, slopes = iteration_model.evaluate(theta)
         for at in range(len(theta)):
             step = 1e-7
             moved = theta.copy()
             moved[at] += step
-            slope = (anatomy.evaluate(moved)[0] - seconds) / step
+            slope = (iteration_model.evaluate(moved)[0] - seconds) / step
             assert slope == pytest.approx(slopes[at], abs=2e-5 * seconds), at
 
 
 def test_a_stages_actions_have_slopes_too() -> None:
     plan = PLANS["pp2"]
-    anatomy = anatomies_of(plan).of(plan)
+    iteration_model = iteration_models_of(plan).of(plan)
     theta = np.random.default_rng(0).normal(scale=0.3, size=len(COEFFICIENTS) + 2)
     for stage in (0, 1):
         for directions in ((0,), (1,), (1, 2)):
-            seconds, slopes = anatomy.stage(theta, stage=stage, directions=directions)
+            seconds, slopes = iteration_model.stage(theta, stage=stage, directions=directions)
             for at in range(len(theta)):
                 moved = theta.copy()
                 moved[at] += 1e-6
-                there, _ = anatomy.stage(moved, stage=stage, directions=directions)
+                there, _ = iteration_model.stage(moved, stage=stage, directions=directions)
                 assert (there - seconds) / 1e-6 == pytest.approx(slopes[at], abs=1e-4 * seconds)
 
 
 def test_a_slow_slot_costs_less_where_fewer_layers_are() -> None:
     light_first, light_last = plan_of(split=(2, 6)), plan_of(split=(6, 2))
-    anatomies = anatomies_of(light_first)
-    theta = np.zeros(anatomies.ground.num_factors)
+    iteration_models = iteration_models_of(light_first)
+    theta = np.zeros(iteration_models.machine_model.num_coefficients)
     theta[len(COEFFICIENTS)] = np.log(4.0)
     theta[INDEX[Coefficient.HEAD]] = NOTHING
-    slow_first = anatomies.of(light_first).evaluate(theta)[0]
-    assert slow_first < anatomies.of(light_last).evaluate(theta)[0]
+    slow_first = iteration_models.of(light_first).evaluate(theta)[0]
+    assert slow_first < iteration_models.of(light_last).evaluate(theta)[0]
     moved = plan_of(split=(6, 2), mapping="1,0")
-    assert anatomies.of(moved).evaluate(theta)[0] < anatomies.of(light_last).evaluate(theta)[0]
+    assert iteration_models.of(moved).evaluate(theta)[0] < iteration_models.of(light_last).evaluate(theta)[0]
 
 
 def test_transfers_between_nodes_are_corrected_apart() -> None:
     apart, together = plan_of((1, 1)), plan_of((2,))
     for plan, factor in ((apart, Coefficient.NETWORK), (together, Coefficient.TRANSFER)):
-        _, slopes = anatomies_of(plan).of(plan).evaluate(np.zeros(len(COEFFICIENTS) + 2))
+        _, slopes = iteration_models_of(plan).of(plan).evaluate(np.zeros(len(COEFFICIENTS) + 2))
         other = Coefficient.TRANSFER if factor is Coefficient.NETWORK else Coefficient.NETWORK
         assert slopes[INDEX[factor]] > 0
         assert slopes[INDEX[other]] == 0
 
 
 def test_many_slots_share_the_pace_of_their_node_or_have_none() -> None:
-    assert machine_model_of(make_nodes(8, 8, 8), precision="bf16").num_factors == len(COEFFICIENTS) + 3
-    assert machine_model_of(make_nodes(64), precision="bf16").num_factors == len(COEFFICIENTS)
-    assert machine_model_of(make_nodes(2), precision="bf16").num_factors == len(COEFFICIENTS) + 2
+    assert machine_model_of(make_nodes(8, 8, 8), precision="bf16").num_coefficients == len(COEFFICIENTS) + 3
+    assert machine_model_of(make_nodes(64), precision="bf16").num_coefficients == len(COEFFICIENTS)
+    assert machine_model_of(make_nodes(2), precision="bf16").num_coefficients == len(COEFFICIENTS) + 2
 
 
 def test_a_device_of_the_library_is_known_better_than_a_processor() -> None:
@@ -144,7 +144,7 @@ def test_a_device_of_the_library_is_known_better_than_a_processor() -> None:
         machine_model_of(nodes, precision="bf16"),
         machine_model_of(make_nodes(2), precision="fp32"),
     )
-    assert known.near.device.name.startswith("H100")
+    assert known.intra_node.device.name.startswith("H100")
     assert not known.on_cpu
     assert unknown.on_cpu
     assert (known.spreads < unknown.spreads).all()
@@ -158,8 +158,8 @@ def test_schedules_of_ours_run_in_their_own_order() -> None:
         if plan.schedule.label == "zb-h1" and min(plan.split.transformer_layers_per_stage) > 2
     )
     stock = replace(own, schedule=ScheduleChoice(name="1f1b"))
-    anatomies = anatomies_of(own)
-    theta = np.zeros(anatomies.ground.num_factors)
+    iteration_models = iteration_models_of(own)
+    theta = np.zeros(iteration_models.machine_model.num_coefficients)
     for factor in (
         Coefficient.HEAD,
         Coefficient.EMBEDDING,
@@ -168,4 +168,4 @@ def test_schedules_of_ours_run_in_their_own_order() -> None:
         Coefficient.ACTION,
     ):
         theta[INDEX[factor]] = NOTHING
-    assert anatomies.of(own).evaluate(theta)[0] < anatomies.of(stock).evaluate(theta)[0]
+    assert iteration_models.of(own).evaluate(theta)[0] < iteration_models.of(stock).evaluate(theta)[0]

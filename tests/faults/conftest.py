@@ -14,7 +14,7 @@ import pytest
 from quartet_plugin.launchers.command import ENTRY_MODULE, parse_command
 from quartet_plugin.launchers.local import LocalHandle, LocalLauncher
 from quartet_plugin.trial.devices import DeviceGuard
-from quartet_plugin.trial.processes import MARK, marked
+from quartet_plugin.trial.processes import ATTEMPT_VARIABLE, marked_processes
 from quartet_plugin.trial.request import Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial
 
@@ -95,7 +95,7 @@ def assert_nothing_left(root: Path, *, known_children: set[int]) -> None:
     """No process, no port, no lock, no torn file below `root`."""
     for sheet in root.rglob("trial.json"):
         attempt_id = json.loads(sheet.read_text())["attempt_id"]
-        assert not marked(attempt_id), f"processes of {sheet.parent.name} live on"
+        assert not marked_processes(attempt_id), f"processes of {sheet.parent.name} live on"
     for sheet in root.rglob("processes.json"):
         for one in json.loads(sheet.read_text())["processes"]:
             assert not _is_alive(one["pid"], one["process_start"]), f"{one} lives on"
@@ -114,7 +114,7 @@ def assert_nothing_left(root: Path, *, known_children: set[int]) -> None:
 
 def _is_of_a_trial(pid: int | None) -> bool:
     try:
-        return pid is not None and pid != os.getpid() and MARK in psutil.Process(pid).environ()
+        return pid is not None and pid != os.getpid() and ATTEMPT_VARIABLE in psutil.Process(pid).environ()
     except psutil.Error:
         return False
 

@@ -15,7 +15,7 @@ import pytest
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.trial.attempt import read_result
-from quartet_plugin.trial.processes import marked
+from quartet_plugin.trial.processes import marked_processes
 from quartet_plugin.trial.recover import recover
 from quartet_plugin.trial.request import Outcome, TrialResult
 
@@ -52,7 +52,7 @@ def measuring(attempt: Path) -> bool:
 def processes(attempt: Path) -> list[int]:
     """The pids that run for an attempt."""
     attempt_id = json.loads((attempt / "trial.json").read_text())["attempt_id"]
-    return [one.pid for one in marked(attempt_id)]
+    return [one.pid for one in marked_processes(attempt_id)]
 
 
 def until_all_ended(attempt: Path) -> None:

@@ -25,7 +25,7 @@ from quartet_plugin.trial import watch
 from quartet_plugin.trial.attempt import read_result
 from quartet_plugin.trial.devices import DeviceGuard, DeviceState
 from quartet_plugin.trial.log import CappedLog
-from quartet_plugin.trial.processes import ProcessBook
+from quartet_plugin.trial.processes import ProcessRegistry
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
 from quartet_plugin.trial.runner import run_trial
 from tests.faults.conftest import FAKE, BareLauncher, trial_request
@@ -273,13 +273,13 @@ def test_row_9_what_breaks_between_start_and_watching_leaves_no_ranks(
 ) -> None:
     """The first list of processes cannot be written, or Ctrl-C comes just then."""
 
-    def rescan(self: ProcessBook, launcher_pid: int, **options: Any) -> None:
+    def rescan(self: ProcessRegistry, launcher_pid: int, **options: Any) -> None:
         end = time.monotonic() + 30
         while not list(tmp_path.rglob("rank-1.beat.json")) and time.monotonic() < end:
             time.sleep(0.01)
         raise error("now")
 
-    monkeypatch.setattr(ProcessBook, "rescan", rescan)
+    monkeypatch.setattr(ProcessRegistry, "rescan", rescan)
     with pytest.raises(error, match="now"):
         trial("--step-s", "0.5")
 

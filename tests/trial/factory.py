@@ -85,7 +85,7 @@ def evidence(
 ) -> Evidence:
     """What is known at the end of an attempt of 1 + 4 iterations on two ranks."""
     values: dict[str, Any] = {
-        "sheet": TrialSheet(attempt_id=ID, folder="/x", warmup=1, measure=4, plan_key=None),
+        "spec": TrialSheet(attempt_id=ID, folder="/x", warmup=1, measure=4, plan_key=None),
         "snapshot": Snapshot(
             beats={one.rank: one for one in beats},
             reports={one.launch_rank: one for one in reports},

@@ -6,7 +6,7 @@ import pytest
 
 from quartet_plugin.trial.outcome import Cause, Verdict, classify, is_complete, relative_spread
 from quartet_plugin.trial.request import Outcome
-from quartet_plugin.trial.retry import MAX_PORTS, settle
+from quartet_plugin.trial.runner import MAX_PORTS, apply_retry_policy
 from quartet_plugin.trial.watchdog import Expiry
 from tests.trial.factory import beat, err, evidence, iteration, report
 
@@ -151,7 +151,7 @@ def failed(cause: Cause, reason: str = "x 1") -> Verdict:
 def settled(verdict: Verdict, *earlier: Verdict, **changes: Any) -> tuple[Outcome, bool]:
     """The outcome and whether it is tried again."""
     options: dict[str, Any] = {"max_attempts": 3, "is_baseline": False, "can_move_port": True}
-    last, is_again = settle(verdict, earlier=earlier, **{**options, **changes})
+    last, is_again = apply_retry_policy(verdict, earlier=earlier, **{**options, **changes})
     return last.outcome, is_again
 
 

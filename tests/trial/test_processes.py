@@ -14,13 +14,14 @@ import pytest
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.trial.processes import (
-    MARK,
+    ATTEMPT_VARIABLE,
     Identity,
-    ProcessBook,
+    ProcessRegistry,
     boot_id,
+    current_identity,
     identify,
-    marked,
-    own_identity,
+    marked_processes,
+    num_oom_kills,
     reap,
     start_ticks_of,
 )
@@ -32,7 +33,7 @@ DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
 
 def start(program: str = SLEEP, *, mark: str | None = None) -> subprocess.Popen[str]:
     """A process that is up."""
-    environment = {**os.environ, **({MARK: mark} if mark else {})}
+    environment = {**os.environ, **({ATTEMPT_VARIABLE: mark} if mark else {})}
     process = subprocess.Popen(
         [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True
     )
@@ -93,15 +94,15 @@ def test_row_34_a_clock_that_is_set_makes_no_process_another(
     """The system gives starts in seconds since 1970, and they move with its clock."""
     processes.append(start(mark=ID))
     mine = known(processes[0])
-    book = ProcessBook(tmp_path / "p.json", attempt_id=ID)
-    book.rescan(processes[0].pid)
+    registry = ProcessRegistry(tmp_path / "p.json", attempt_id=ID)
+    registry.rescan(processes[0].pid)
     create_time = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + 3600.0)
     assert known(processes[0]).process_start > mine.process_start + 3000
     assert mine.is_alive
-    book.search()
-    assert len(book.identities) == 1
-    assert reap(ProcessBook.read(tmp_path / "p.json", attempt_id=ID).alive, grace_s=5.0) == frozenset()
+    registry.search()
+    assert len(registry.identities) == 1
+    assert reap(ProcessRegistry.read(tmp_path / "p.json", attempt_id=ID).alive, grace_s=5.0) == frozenset()
     assert processes[0].wait(10) < 0
 
 
@@ -132,12 +133,12 @@ def test_the_book_holds_descendants_and_survives_its_writer(
     )
     processes.append(start(parent))
     path = tmp_path / "processes.json"
-    book = ProcessBook(path, attempt_id=ID)
-    book.rescan(processes[0].pid)
-    assert len(book.alive) == 2
-    again = ProcessBook.read(path, attempt_id=ID)
-    assert again.identities == book.identities
-    assert ProcessBook.read(path, attempt_id="b" * 32).identities == frozenset()
+    registry = ProcessRegistry(path, attempt_id=ID)
+    registry.rescan(processes[0].pid)
+    assert len(registry.alive) == 2
+    again = ProcessRegistry.read(path, attempt_id=ID)
+    assert again.identities == registry.identities
+    assert ProcessRegistry.read(path, attempt_id="b" * 32).identities == frozenset()
     assert reap(again.alive, grace_s=1.0) == frozenset()
     assert not again.alive
 
@@ -147,22 +148,63 @@ def test_a_named_process_is_believed_only_with_the_attempts_mark(
 ) -> None:
     processes += [start(), start(mark=ID), start(mark="b" * 32)]
     named = [(known(one).pid, known(one).process_start) for one in processes]
-    book = ProcessBook(tmp_path / "p.json", attempt_id=ID)
-    book.rescan(2**30, named=[*named, (1, 0.0), (os.getpid(), own_identity().process_start)])
-    assert {one.pid for one in book.identities} == {processes[1].pid}
-    assert {one.pid for one in marked(ID)} == {processes[1].pid}
+    registry = ProcessRegistry(tmp_path / "p.json", attempt_id=ID)
+    registry.rescan(2**30, named=[*named, (1, 0.0), (os.getpid(), current_identity().process_start)])
+    assert {one.pid for one in registry.identities} == {processes[1].pid}
+    assert {one.pid for one in marked_processes(ID)} == {processes[1].pid}
 
 
 def test_a_broken_book_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text(json.dumps({"schema_version": 1, "attempt_id": ID, "processes": [{"pid": "1"}]}))
     with pytest.raises(ConfigError, match=r"p\.json"):
-        ProcessBook.read(path, attempt_id=ID)
-    assert ProcessBook.read(tmp_path / "none", attempt_id=ID).identities == frozenset()
+        ProcessRegistry.read(path, attempt_id=ID)
+    assert ProcessRegistry.read(tmp_path / "none", attempt_id=ID).identities == frozenset()
 
 
 def test_this_process_is_itself() -> None:
-    me = own_identity()
+    me = current_identity()
     assert me.is_alive
     assert me.boot_id == boot_id()
     assert me.process_start <= time.time() + 1
+
+
+EVENTS = "low 0\nhigh 3\nmax 7\noom 2\noom_kill {count}\noom_group_kill 0\n"
+CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {count}\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "count"),
+    [
+        ("0::/job/step\n", {"job/step/memory.events": EVENTS.format(count=4)}, 4),
+        ("0::/job\n", {"memory.events": EVENTS.format(count=5)}, 5),  # a container's own group is the root
+        (
+            "0::/job\n",
+            {"job/memory.events": EVENTS.format(count=1), "memory.events": EVENTS.format(count=9)},
+            1,
+        ),
+        ("12:cpu,memory:/slurm/7\n", {"memory/slurm/7/memory.oom_control": CONTROL.format(count=2)}, 2),
+        ("12:memory:/docker/ab\n", {"memory/memory.oom_control": CONTROL.format(count=3)}, 3),
+        ("12:cpuset:/x\n", {"memory/memory.oom_control": CONTROL.format(count=3)}, 0),
+        ("0::/job\n", {"job/memory.events": "oom_kill many\n"}, 0),
+        ("0::/job\n", {}, 0),
+    ],
+)
+def test_row_3_kills_are_read_from_the_control_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, str], count: int
+) -> None:
+    cgroup = tmp_path / "cgroup"
+    cgroup.write_text(groups)
+    for name, text in files.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr("quartet_plugin.trial.processes._CGROUP_FILE", cgroup)
+    monkeypatch.setattr("quartet_plugin.trial.processes._CGROUPS", tmp_path / "fs")
+    assert num_oom_kills() == count
+
+
+def test_without_control_groups_no_kills_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quartet_plugin.trial.processes._CGROUP_FILE", tmp_path / "none")
+    monkeypatch.setattr("quartet_plugin.trial.processes._CGROUPS", tmp_path / "none")
+    assert num_oom_kills() == 0

@@ -1,4 +1,4 @@
-"""Deadlines, by a clock that the test turns."""
+"""Deadlines, by a clock that the test sets, and the detection of slow attempts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.trial.request import Timeouts
-from quartet_plugin.trial.watchdog import Watchdog
+from quartet_plugin.trial.watchdog import MIN_ITERATIONS, SlowdownDetector, Watchdog
 from tests.trial.factory import beat
 
 LIMITS = Timeouts(init_s=100, first_step_s=50, step_s=10, shutdown_s=5)
@@ -189,3 +189,43 @@ def test_starts_are_learned_from_earlier_trials() -> None:
 def test_limits_that_are_out_of_order_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="timeouts"):
         Timeouts(**wrong)
+
+
+def looks(detector: SlowdownDetector, *, seconds: float, num_iterations: int, warmup: int = 2) -> list[bool]:
+    return [
+        detector.is_slow([beat(rank, iteration=warmup + step, time=step * seconds) for rank in (0, 1)])
+        for step in range(num_iterations + 1)
+    ]
+
+
+def test_some_iterations_above_the_limit_are_slow() -> None:
+    verdicts = looks(SlowdownDetector(warmup=2, slow_above_s=1.0), seconds=1.2, num_iterations=5)
+    assert verdicts == [False] * MIN_ITERATIONS + [True] * (6 - MIN_ITERATIONS)
+
+
+@pytest.mark.parametrize("limit", [None, 1.0, 2.0])
+def test_iterations_below_the_limit_are_never_slow(limit: float | None) -> None:
+    assert not any(looks(SlowdownDetector(warmup=2, slow_above_s=limit), seconds=0.9, num_iterations=20))
+
+
+def test_warm_up_does_not_count_as_slow() -> None:
+    detector = SlowdownDetector(warmup=2, slow_above_s=1.0)
+    for step in range(2):
+        assert not detector.is_slow([beat(0, iteration=step, time=10.0 * step, phase="warmup")])
+    assert not any(looks(detector, seconds=0.5, num_iterations=10))
+
+
+def test_the_slowest_rank_is_compared_with_the_limit() -> None:
+    detector = SlowdownDetector(warmup=0, slow_above_s=1.0)
+    verdicts = [
+        detector.is_slow(
+            [beat(0, iteration=3 * step, time=1.0 * step), beat(1, iteration=step, time=2.0 * step)]
+        )
+        for step in range(MIN_ITERATIONS + 1)
+    ]
+    assert verdicts[-1]
+    assert not any(verdicts[:-1])
+
+
+def test_no_heartbeat_is_not_slow() -> None:
+    assert not SlowdownDetector(warmup=0, slow_above_s=1.0).is_slow([])

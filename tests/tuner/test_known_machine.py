@@ -61,13 +61,13 @@ def machine(**changes: Any) -> KnownMachine:
 def test_a_probed_cluster_takes_the_place_of_what_is_assumed() -> None:
     assumed = machine_model_of(NODES, precision="fp32")
     told = machine_model_of(NODES, precision="fp32", machine=machine())
-    assert told.near.device.peak_flops["fp32"] == 9e10
-    assert told.near.scale_up_bytes_per_s * told.constants.scale_up == pytest.approx(3e9)
+    assert told.intra_node.device.peak_flops["fp32"] == 9e10
+    assert told.intra_node.scale_up_bytes_per_s * told.constants.scale_up == pytest.approx(3e9)
     assert told.constants.hop_s == pytest.approx(4 * 4e-5)
     for factor in (Coefficient.TRANSFER, Coefficient.NETWORK, Coefficient.LATENCY, Coefficient.SPEED):
         assert told.spreads[INDEX[factor]] < assumed.spreads[INDEX[factor]]
     assert told.spreads[INDEX[Coefficient.HEAD]] == assumed.spreads[INDEX[Coefficient.HEAD]]
-    assert told.num_factors == assumed.num_factors
+    assert told.num_coefficients == assumed.num_coefficients
 
 
 def test_links_that_were_only_stated_stay_uncertain() -> None:

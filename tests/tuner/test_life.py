@@ -122,7 +122,7 @@ class Life(RuleBasedStateMachine):
         """The watching ends: the attempt's files become its result."""
         attempt = self.now.attempt
         assert attempt is not None
-        write_result(attempt, classify(evidence_of(attempt)), wall_s=1.0)
+        write_result(attempt.folder, attempt.spec, classify(evidence_of(attempt)), wall_s=1.0)
         self.late.append(attempt)
         self.now.attempt = None
 
@@ -238,13 +238,13 @@ def report(attempt: Attempt, *, seconds: float, folder: Path | None = None) -> N
     )
     found = RankReport(
         schema_version=1,
-        attempt_id=attempt.sheet.attempt_id,
+        attempt_id=attempt.spec.attempt_id,
         rank=0,
         launch_rank=0,
         host="node-0",
         local_rank=0,
         pid=2**22,
-        plan_key=attempt.sheet.plan_key,
+        plan_key=attempt.spec.plan_key,
         device="cpu",
         phases_s={},
         iterations=rows,
@@ -262,8 +262,8 @@ def evidence_of(attempt: Attempt) -> Evidence:
     again = open_attempt(attempt.folder)
     assert again is not None
     return Evidence(
-        sheet=again.sheet,
-        snapshot=RankFileReader(attempt.folder, attempt_id=again.sheet.attempt_id).scan(),
+        spec=again.spec,
+        snapshot=RankFileReader(attempt.folder, attempt_id=again.spec.attempt_id).scan(),
         num_processes=again.command.num_processes,
         stopped_by="exit",
         exit_code=1,

@@ -65,7 +65,7 @@ def trials_until_near(result: TuneResult, machine: FakeMachine, *, best: float) 
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "heavy head": ((2,), {**WRONG, "residual": 0.01}),
     "slow links": ((2, 2), {**WRONG, "network": 30.0, "residual": 0.01}),
-    "unequal slots": ((3,), {"speed": 2.0, "paces": (0.5, 1.0, 1.0), "residual": 0.01}),
+    "unequal slots": ((3,), {"speed": 2.0, "slowdowns": (0.5, 1.0, 1.0), "residual": 0.01}),
 }
 
 

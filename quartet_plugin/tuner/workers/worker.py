@@ -14,7 +14,7 @@ from pathlib import Path
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt
-from quartet_plugin.trial.processes import Identity, ProcessBook, reap
+from quartet_plugin.trial.processes import Identity, ProcessRegistry, reap
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest
 from quartet_plugin.tuner.attempts import holder_of
 from quartet_plugin.tuner.launches import Launches, ShouldStop
@@ -180,8 +180,8 @@ def end_left_behind(board: WorkQueue, *, host: str | None = None) -> frozenset[I
 def _running_of(folder: Path, *, fence: str) -> frozenset[Identity]:
     with contextlib.suppress(QuartetError):
         attempt = open_attempt(folder)
-        if attempt is not None and attempt.sheet.attempt_id.startswith(fence):
-            book = ProcessBook.read(attempt.processes_file, attempt_id=attempt.sheet.attempt_id)
-            book.search()
-            return book.alive
+        if attempt is not None and attempt.spec.attempt_id.startswith(fence):
+            registry = ProcessRegistry.read(attempt.processes_file, attempt_id=attempt.spec.attempt_id)
+            registry.search()
+            return registry.alive
     return frozenset()

@@ -14,7 +14,7 @@ import psutil
 
 from quartet_plugin.errors import InfrastructureError, StorageError
 from quartet_plugin.launchers.device_slices import DeviceSlice
-from quartet_plugin.trial.processes import Identity, descendants, own_identity, reap
+from quartet_plugin.trial.processes import Identity, current_identity, descendants, reap
 from quartet_plugin.tuner.workers.messages import SliceRecord, Task, task_text
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
@@ -107,7 +107,7 @@ class WorkerPool:
         task = Task(
             command=self.command,
             share=SliceRecord.of(device_slice),
-            parent=own_identity(),
+            parent=current_identity(),
             is_joined=self.is_joined,
         )
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC

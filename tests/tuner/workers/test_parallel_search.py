@@ -10,7 +10,7 @@ import pytest
 from quartet_plugin.errors import InfeasibleError, InterruptedByUserError, SeamError
 from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.trial.processes import own_identity
+from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner import coordinator
 from quartet_plugin.tuner.coordinator import TuneResult
@@ -57,8 +57,8 @@ class Shop(FakeMachine):
             Member(
                 name=f"w{index}",
                 host=HOST,
-                identity=own_identity(),
-                parent=own_identity(),
+                identity=current_identity(),
+                parent=current_identity(),
                 share=SliceRecord(device="cpu", cores=(index,)),
                 is_joined=False,
             )

@@ -10,7 +10,7 @@ import pytest
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.report.status import status_lines, status_record
 from quartet_plugin.trial.lease import Lease
-from quartet_plugin.trial.processes import own_identity
+from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.tuner.history import read_history
 from quartet_plugin.tuner.workers.messages import Done, Offer, QueuedTrial, worker_name
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -185,7 +185,7 @@ def test_what_an_earlier_tuner_handed_out_is_known(board: WorkQueue) -> None:
     for trial in (1, 2, 3):
         board.publish(order(trial, fence=f"{trial}" * 16), PLAN)
     far, dead = hand(board, "far", host=ELSEWHERE), hand(board, "dead")
-    itself = replace(member("alive", pid=1, is_joined=True), identity=own_identity())
+    itself = replace(member("alive", pid=1, is_joined=True), identity=current_identity())
     alive = Hand(board=board, disk=Disk(), member=itself)
     for one in (far, dead, alive):
         board.enlist(one.member)

@@ -19,7 +19,7 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import CommandSheet, TrialSheet
 from quartet_plugin.trial.lease import Lease
-from quartet_plugin.trial.processes import MARK, own_identity
+from quartet_plugin.trial.processes import ATTEMPT_VARIABLE, current_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.workers.messages import Done, Member, Offer, QueuedTrial, read_task
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -71,7 +71,10 @@ class Shift:
         self.now_s = 0.0
         self.num_waits = 0
         self.member = replace(
-            member("w0", pid=1), host=socket.gethostname(), identity=own_identity(), parent=own_identity()
+            member("w0", pid=1),
+            host=socket.gethostname(),
+            identity=current_identity(),
+            parent=current_identity(),
         )
         self.member = replace(self.member, **changes)
         self.worker = Worker(
@@ -196,7 +199,8 @@ def test_a_task_that_is_none_is_refused() -> None:
 def left_behind(attempt_id: str) -> Iterator["subprocess.Popen[bytes]"]:
     """A process that inherited an attempt's id."""
     process = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, MARK: attempt_id}
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        env={**os.environ, ATTEMPT_VARIABLE: attempt_id},
     )
     try:
         yield process
@@ -209,7 +213,7 @@ def test_what_a_lost_worker_left_on_this_host_is_ended_and_nothing_else(tmp_path
     board = WorkQueue(folder=tmp_path)
     board.open(Offer(device="cpu", num_devices=2))
     lost, alive = "c" * 16, "d" * 16
-    for trial, fence, itself in ((1, lost, identity(999)), (2, alive, own_identity())):
+    for trial, fence, itself in ((1, lost, identity(999)), (2, alive, current_identity())):
         board.publish(order(trial, fence=fence), PLAN)
         one: Member = replace(member(f"w{trial}", pid=1), identity=itself)
         assert Hand(board=board, disk=Disk(), member=one).take()
