@@ -85,7 +85,11 @@ def test_retired_names_are_not_defined() -> None:
 def test_documents_name_files_that_are_there(document: str) -> None:
     """A path of the package or of its tests, benchmarks and tools in backquotes is a file or a folder."""
     text = (ROOT / "docs" / document).read_text(encoding="utf-8")
-    rooms = "|".join(sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name.isidentifier()))
+    rooms = "|".join(
+        sorted(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name.isidentifier())
+    )
     paths = re.findall(rf"`((?:{rooms})/[\w/.]*)`", text)
-    missing = [path for path in paths if not (PACKAGE / path).exists() and not (ROOT / "tests" / path).exists()]
+    missing = [
+        path for path in paths if not (PACKAGE / path).exists() and not (ROOT / "tests" / path).exists()
+    ]
     assert not missing
