@@ -24,7 +24,7 @@ def trees() -> dict[Path, ast.Module]:
 
 
 def defined_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Every name that a file gives to something, with its line: variables, parameters, functions, attributes."""
+    """Every name that a file gives to a variable, parameter, function, class or attribute, with its line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield (node.id if isinstance(node, ast.Name) else node.attr), node.lineno
