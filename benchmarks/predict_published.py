@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from quartet_plugin.calibration.published_fit import PublishedRun, fit
+from benchmarks.published_fit import PublishedRun, fit
 from quartet_plugin.cost import constants as known
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.predict import predict_row

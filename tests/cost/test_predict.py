@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.calibration.published_fit import PublishedRun, fit
+from benchmarks.published_fit import PublishedRun, fit
 from quartet_plugin.cli.main import main
 from quartet_plugin.cost.constants import Constants, fitted, names, of_mapping
 from quartet_plugin.cost.devices import device_named

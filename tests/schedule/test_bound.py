@@ -15,8 +15,8 @@ from quartet_plugin.schedule.bound import lower_bound
 from quartet_plugin.schedule.bound_splits import promising_splits
 from quartet_plugin.schedule.exact import exact_optimum
 from quartet_plugin.schedule.files import costs_from_json
-from quartet_plugin.schedule.twin import simulate_reference
 from tests.schedule.pipelines import random_costs, random_placement, random_schedule, random_split
+from tests.schedule.reference_simulator import simulate_reference
 from tests.schedule.test_exact import CASES
 
 SEEDS = st.integers(0, 100_000)

@@ -16,7 +16,7 @@ from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.exact import exact_optimum
 from quartet_plugin.schedule.files import costs_from_json, parse_order
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.twin import duration, simulate_reference
+from tests.schedule.reference_simulator import duration, simulate_reference
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "tiny_optima.json"
 CASES: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["cases"]

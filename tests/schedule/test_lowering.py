@@ -29,8 +29,8 @@ from quartet_plugin.schedule.instruction import (
 from quartet_plugin.schedule.lowering import lower
 from quartet_plugin.schedule.named import NAMED, named
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.twin import ReferenceResult, simulate_reference
 from tests.schedule.pipelines import random_costs, random_placement, random_schedule
+from tests.schedule.reference_simulator import ReferenceResult, simulate_reference
 
 SEEDS = st.integers(0, 100_000)
 V3, LOOP3 = [0, 1, 2, 2, 1, 0], [0, 1, 2, 0, 1, 2]

@@ -14,7 +14,7 @@ from quartet_plugin.schedule.kernel import _largest_cycle_mean
 from quartet_plugin.schedule.named import NAMED, named, refusal_of
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import simulate, simulate_costs
-from quartet_plugin.schedule.twin import simulate_reference
+from tests.schedule.reference_simulator import simulate_reference
 from tests.schedule.sample_costs import random_costs, uneven, uniform
 
 

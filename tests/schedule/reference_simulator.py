@@ -1,7 +1,6 @@
-"""The simulator once more in plain Python, written another way: the oracle of the compiled kernels.
+"""A second simulator of schedules in plain Python, written another way: the oracle of the compiled kernels.
 
-It looks for any device that can go on until none can, with dictionaries and no shared code. Slow;
-use it in tests and to explain a result.
+It looks for any device that can run its next action until none can, with dictionaries and no shared code.
 """
 
 from collections.abc import Callable
