@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from quartet_plugin.cli.invocation import invocation, refuse_user_command
+from quartet_plugin.cli.command import invocation, refuse_user_command
 from quartet_plugin.cli.schedule_options import (
     AUTO,
     EVEN,

@@ -1,4 +1,4 @@
-"""What several schedule commands do: simulate with all checks, read options into sizes, write results."""
+"""Steps of several schedule commands: simulate with all checks, read options into sizes, write results."""
 
 import json
 from pathlib import Path
@@ -16,22 +16,22 @@ _BOUND_FROM_S = 2.0
 
 
 def at_uniform_costs(schedule: "Schedule", *, stages_a_share: float) -> "Simulation":
-    """Simulate with F = I = W = 1 for so many stages together, B = 2, and no transfer time."""
+    """Simulate with F = I = W = 1 for `stages_a_share` stages together, B = 2, and no transfer time."""
     import numpy as np
 
     from quartet_plugin.model.costs import StageCosts
     from quartet_plugin.schedule.simulate import simulate as run
 
-    one = np.full(schedule.num_stages, 1.0 / stages_a_share)
+    share = np.full(schedule.num_stages, 1.0 / stages_a_share)
     none = np.zeros(schedule.num_stages)
     lanes = [
         StageCosts(
             device_of_stage=np.asarray(route, dtype=np.int64),
-            forward_s=one,
-            input_grad_s=one,
-            weight_grad_s=one,
-            backward_s=2 * one,
-            activation_bytes=one,
+            forward_s=share,
+            input_grad_s=share,
+            weight_grad_s=share,
+            backward_s=2 * share,
+            activation_bytes=share,
             forward_transfer_s=none,
             backward_transfer_s=none,
             held_fraction=1.0,

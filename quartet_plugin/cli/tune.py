@@ -4,14 +4,15 @@ import contextlib
 import os
 import shlex
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.invocation import invocation, user_command
+from quartet_plugin.cli.command import RUNS, RunsFolder, command, find_run, invocation, user_command
 from quartet_plugin.cli.signals import stop_on_signals
-from quartet_plugin.errors import UsageError
+from quartet_plugin.errors import SeamError, UsageError
 
 if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
@@ -19,64 +20,66 @@ if TYPE_CHECKING:
     from quartet_plugin.tuner.coordinator import TuneResult
     from quartet_plugin.tuner.run_folder import TuningRun
 
+DISTRIBUTION = "quartet-plugin"
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+# Libraries whose declared versions hold; those of the frameworks are checked by the ranks.
+CHECKED_LIBRARIES = frozenset({"numba", "numpy", "optuna", "psutil", "pydantic", "scipy", "torch"})
 
-    @app.command("tune", epilog="The training command follows a literal --; it is run as it is.")
-    def _tune(
-        ctx: typer.Context,
-        config: Annotated[
-            Path | None, typer.Option(help="What to search: a q.yaml. Without one everything is tuned.")
-        ] = None,
-        run_dir: Annotated[Path, typer.Option(help="Where runs are kept.")] = Path("runs"),
-        resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
-        takeover: Annotated[
-            bool, typer.Option("--takeover", help="Take a run whose tuner was lost on another host.")
-        ] = False,
-        max_minutes: Annotated[
-            float | None,
-            typer.Option(min=0.1, max=1e6, help="End in about this time, final rounds included."),
-        ] = None,
-        prior: Annotated[
-            str | None,
-            typer.Option("--from", metavar="RUN", help="Begin with what another run has measured."),
-        ] = None,
-        workers: Annotated[
-            int | None,
-            typer.Option(help="Run so many trials at once, each on its own part of this host's devices."),
-        ] = None,
-        joined: Annotated[
-            str | None,
-            typer.Option("--join", metavar="RUN", help="Run trials for the tuner of this run, here."),
-        ] = None,
-        oversubscribe: Annotated[
-            bool, typer.Option("--oversubscribe", help="Let workers share the cores of a CPU run.")
-        ] = False,
-    ) -> None:
-        """Tune the training command that follows `--`."""
-        from quartet_plugin.cli.runs import find_run
 
-        if joined is not None:
-            from quartet_plugin.cli.workers import join
+def _tune(
+    ctx: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option(help="What to search: a q.yaml. Without one everything is tuned.")
+    ] = None,
+    run_dir: RunsFolder = RUNS,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    takeover: Annotated[
+        bool, typer.Option("--takeover", help="Take a run whose tuner was lost on another host.")
+    ] = False,
+    max_minutes: Annotated[
+        float | None,
+        typer.Option(min=0.1, max=1e6, help="End in about this time, final rounds included."),
+    ] = None,
+    prior: Annotated[
+        str | None,
+        typer.Option("--from", metavar="RUN", help="Begin with what another run has measured."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Run so many trials at once, each on its own part of this host's devices."),
+    ] = None,
+    joined: Annotated[
+        str | None,
+        typer.Option("--join", metavar="RUN", help="Run trials for the tuner of this run, here."),
+    ] = None,
+    oversubscribe: Annotated[
+        bool, typer.Option("--oversubscribe", help="Let workers share the cores of a CPU run.")
+    ] = False,
+) -> None:
+    """Tune the training command that follows `--`."""
+    if joined is not None:
+        from quartet_plugin.cli.workers import join
 
-            if config or resume or takeover or max_minutes is not None or prior is not None:
-                raise UsageError("quartet tune --join: takes --workers alone; the rest is its tuner's")
-            words = invocation(ctx).user_command
-            path = find_run(joined, run_dir=run_dir)
-            join(path, words=words, num_workers=workers or 1, oversubscribe=oversubscribe)
-            return
-        tune(
-            user_command(ctx),
-            config_file=config,
-            run_dir=run_dir,
-            is_resumed=resume,
-            takeover=takeover,
-            max_minutes=max_minutes,
-            prior=None if prior is None else find_run(prior, run_dir=run_dir),
-            num_workers=workers,
-            oversubscribe=oversubscribe,
-        )
+        if config or resume or takeover or max_minutes is not None or prior is not None:
+            raise UsageError("quartet tune --join: takes --workers alone; the rest is its tuner's")
+        words = invocation(ctx).user_command
+        path = find_run(joined, run_dir=run_dir)
+        join(path, words=words, num_workers=workers or 1, oversubscribe=oversubscribe)
+        return
+    tune(
+        user_command(ctx),
+        config_file=config,
+        run_dir=run_dir,
+        is_resumed=resume,
+        takeover=takeover,
+        max_minutes=max_minutes,
+        prior=None if prior is None else find_run(prior, run_dir=run_dir),
+        num_workers=workers,
+        oversubscribe=oversubscribe,
+    )
+
+
+register = command("tune", _tune, epilog="The training command follows a literal --; it is run as it is.")
 
 
 def tune(
@@ -94,9 +97,8 @@ def tune(
     """Run the search and print what it found. Raises QuartetError."""
     from rich.console import Console
 
-    from quartet_plugin.cli.native import write_native
+    from quartet_plugin.cli.export import write_native
     from quartet_plugin.cli.report import report_line
-    from quartet_plugin.cli.versions import check_versions
     from quartet_plugin.cli.workers import slices_of
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
@@ -243,3 +245,29 @@ def study_lines(result: "TuneResult") -> list[str]:
 def _shown(path: Path) -> str:
     """The path as one would type it here."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def check_versions() -> None:
+    """Raise SeamError where a library is installed in a version outside of the declared range.
+
+    One that is not installed is another matter: whatever needs it says so.
+    """
+    from packaging.requirements import Requirement
+
+    try:
+        declared = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:
+        return  # run from a source tree that was never installed: nothing is declared
+    for requirement in map(Requirement, declared):
+        name = requirement.name.lower()
+        if name not in CHECKED_LIBRARIES:
+            continue
+        try:
+            installed = version(name)
+        except PackageNotFoundError:
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            raise SeamError(
+                f"{name} {installed}: not supported, must be {requirement.specifier}; "
+                f"pip install '{name}{requirement.specifier}'"
+            )

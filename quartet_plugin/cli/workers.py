@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.invocation import refuse_user_command
+from quartet_plugin.cli.command import command
 from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.errors import ConfigError, InterruptedByUserError, StorageError
 
@@ -24,18 +24,15 @@ if TYPE_CHECKING:
 _POLL_S = 0.2
 
 
-def register(app: typer.Typer) -> None:
-    """Add the hidden command to `app`: `tune --workers` and `tune --join` start it, nobody types it."""
+def _work(
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    name: Annotated[str, typer.Option()],
+) -> None:
+    """Measure what a run's tuner hands out; the task comes on the standard input."""
+    work(run, name=name, task=sys.stdin.buffer.read())
 
-    @app.command("work", hidden=True)
-    def _work(
-        ctx: typer.Context,
-        run: Annotated[Path, typer.Argument(metavar="RUN")],
-        name: Annotated[str, typer.Option()],
-    ) -> None:
-        """Measure what a run's tuner hands out; the task comes on the standard input."""
-        refuse_user_command(ctx)
-        work(run, name=name, task=sys.stdin.buffer.read())
+
+register = command("work", _work, hidden=True)
 
 
 def slices_of(
@@ -90,9 +87,9 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
         oversubscribe=oversubscribe,
     )
     _refuse_taken(slices, board)
-    found = end_left_behind(board)
-    if found:
-        typer.echo(f"ended {len(found)} processes that a lost worker had left on this host")
+    ended = end_left_behind(board)
+    if ended:
+        typer.echo(f"ended {len(ended)} processes that a lost worker had left on this host")
     names = tuple(worker_name(socket.gethostname(), os.getpid(), part.index) for part in slices)
     crew = WorkerPool(
         board=board, command=command.words, slices=slices, names=names, say=typer.echo, is_joined=True
@@ -156,27 +153,27 @@ def work(path: Path, *, name: str, task: bytes) -> None:
     from quartet_plugin.tuner.workers.work_queue import WorkQueue
     from quartet_plugin.tuner.workers.worker import Worker
 
-    told = read_task(task)
+    content = read_task(task)
     run = resume_run(path, config=None, command=None)
     member = Member(
         name=name,
         host=socket.gethostname(),
         identity=current_identity(),
-        parent=told.parent,
-        share=told.share,
-        is_joined=told.is_joined,
+        parent=content.parent,
+        share=content.share,
+        is_joined=content.is_joined,
     )
     with stop_on_signals(_say) as should_stop:
         worker = Worker(
             run=run,
-            command=parse_command(told.command),
+            command=parse_command(content.command),
             member=member,
             board=WorkQueue(folder=run.folder.path),
-            launches=LocalLaunches(device_slice=told.share.device_slice),
+            launches=LocalLaunches(device_slice=content.share.device_slice),
             should_stop=should_stop,
             say=_say,
         )
-        _say(f"worker {name} on {told.share.device_slice.label}: {worker.work()}")
+        _say(f"worker {name} on {content.share.device_slice.label}: {worker.work()}")
 
 
 def _say(text: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.cli.native import write_native
+from quartet_plugin.cli.export import write_native
 from quartet_plugin.errors import (
     ConfigError,
     ExitCode,
