@@ -26,7 +26,7 @@ def action_times(folder: Path, *, attempt_id: str) -> tuple[MeasuredAction, ...]
 
     Only a schedule of ours leaves records, and a file that breaks its format is worth nothing.
     """
-    from quartet_plugin.protocol.action_records import read_actions, seconds_by_stage
+    from quartet_plugin.protocol.rank_files import read_actions, seconds_by_stage
 
     if not attempt_id or not folder.is_dir():
         return ()

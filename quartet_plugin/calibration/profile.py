@@ -6,7 +6,6 @@ docs/formats.md. The table is a `COSTS.json` of the profiled job.
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from quartet_plugin.calibration.constants_fit import Direction, Observation, Qua
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import EMBEDDING, HEAD, Costs, LayerCost
-from quartet_plugin.model.schema import Bounds, Length, Matches, parse, record
+from quartet_plugin.protocol.rank_files import PartTimes, RankProfile, StepPart
 
 _PREFIX = "layer."
 # Medians of intervals of a few milliseconds, on ranks that share a machine, repeat to about this.
@@ -23,47 +22,6 @@ PART_SPREAD = 0.03
 HALF_SPREAD, STEP_SPREAD = 0.06, 0.1
 # An embedding is some kernel starts and hooks, too short to say what a layer's kernels take to start.
 EMBEDDING_SPREAD = 0.5
-
-Seconds = Annotated[float, Bounds(ge=0, le=1e6)]
-Count = Annotated[int, Bounds(ge=0, le=2**53)]
-Rank = Annotated[int, Bounds(ge=0, lt=65_536)]
-PartName = Annotated[str, Matches(pattern=r"(embedding|head|other|layer\.[0-9]{1,6})")]
-StepName = Literal["iteration", "forward_backward", "finalize", "optimizer"]
-
-
-@record
-class PartTimes:
-    """A part of the model on one rank, seconds for a microbatch; None for what was not told apart."""
-
-    name: PartName
-    forward_s: Seconds | None
-    backward_s: Seconds | None
-    input_grad_s: Seconds | None
-    weight_grad_s: Seconds | None
-    num_intervals: Count
-    activation_bytes: Count
-
-
-@record
-class RankProfile:
-    """rank-K.profile.json."""
-
-    schema_version: Literal[1]
-    attempt_id: Annotated[str, Matches(pattern=r"[0-9a-f]{32}")]
-    launch_rank: Rank
-    rank: Rank
-    pipeline_rank: Rank
-    tensor_rank: Rank
-    device: Annotated[str, Length(most=512)]
-    peak_memory_bytes: Count
-    parts: Annotated[tuple[PartTimes, ...], Length(most=100_000)]
-    steps: Mapping[StepName, Seconds | None]
-    job: Mapping[str, Any]
-
-
-def parse_rank(data: Mapping[str, Any], *, where: str) -> RankProfile:
-    """A rank's file as a checked object. Raises ConfigError in one line."""
-    return parse(RankProfile, data, where=where)
 
 
 def merged_parts(ranks: Sequence[RankProfile]) -> dict[str, PartTimes]:
@@ -159,11 +117,11 @@ def _step_observations(run: TrainingRun, ranks: Sequence[RankProfile]) -> list[O
     return found
 
 
-def _optimizer_of(steps: Mapping[StepName, float | None]) -> float | None:
+def _optimizer_of(steps: Mapping[StepPart, float | None]) -> float | None:
     return steps.get("optimizer")
 
 
-def _overhead_of(steps: Mapping[StepName, float | None]) -> float | None:
+def _overhead_of(steps: Mapping[StepPart, float | None]) -> float | None:
     parts = [steps.get(name) for name in ("forward_backward", "optimizer")]
     whole = steps.get("iteration")
     if whole is None or None in parts:

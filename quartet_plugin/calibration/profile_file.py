@@ -5,10 +5,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from quartet_plugin.calibration.profile import PartTimes, RankProfile, merged_parts
+from quartet_plugin.calibration.profile import merged_parts
 from quartet_plugin.model.costs import Costs
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import Bounds, Length, dump, read_record, record
+from quartet_plugin.protocol.rank_files import PartTimes, RankProfile
 from quartet_plugin.schedule.files import costs_to_json
 
 

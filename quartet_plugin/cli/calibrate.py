@@ -183,7 +183,7 @@ def _is_on_cpu(folder: Path) -> bool:
 def _of_actions(folder: Path, *, run: "TrainingRun") -> "Iterator[Observation]":
     """Each stage's forward, input and weight gradient, as the last step's records have them."""
     from quartet_plugin.calibration.constants_fit import Direction, Observation, Quantity
-    from quartet_plugin.protocol.action_records import read_actions, seconds_by_stage
+    from quartet_plugin.protocol.rank_files import read_actions, seconds_by_stage
 
     try:
         sheets = read_actions(folder)

@@ -56,10 +56,11 @@ def convert(
     """
     from quartet_plugin.cli.train import check_before_start, run_wrapped
     from quartet_plugin.launchers.command import ENTRY_MODULE, parse_command
-    from quartet_plugin.model.conversion import FORMAT, TRACKER, VARIABLE, Conversion
+    from quartet_plugin.model.conversion import FORMAT, TRACKER, Conversion
     from quartet_plugin.model.files import write_json_atomic
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.model.schema import dump
+    from quartet_plugin.protocol.environment import CONVERSION_FILE, DEVICE_FLAG, PLAN_FLAG
 
     command = parse_command(words)
     if command.entry != ENTRY_MODULE:
@@ -67,17 +68,17 @@ def convert(
     folder, step = checkpoint_of(checkpoint, tracker=TRACKER)
     if output.exists() or output.is_symlink():
         raise ConfigError(f"{output}: exists; name a new folder")
-    flags = ["--quartet-device", device] if device != "auto" else []
+    flags = [DEVICE_FLAG, device] if device != "auto" else []
     if to != STOCK:
         check_before_start(read_plan(Path(to)), command=command, path=Path(to))
-        flags += ["--quartet-plan", str(Path(to).absolute())]
+        flags += [PLAN_FLAG, str(Path(to).absolute())]
     partial = _beside(output)
     try:
         conversion = Conversion(
             load=str(folder), save=str(partial), step=step, is_weights_only=is_weights_only
         )
         write_json_atomic(partial / "conversion.json", dump(conversion))
-        environment = {VARIABLE: str(partial / "conversion.json")}
+        environment = {CONVERSION_FILE: str(partial / "conversion.json")}
         code = run_wrapped(command, flags=flags, device=device, environment=environment)
         if code != ExitCode.DONE:
             return code

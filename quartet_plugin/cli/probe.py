@@ -164,10 +164,11 @@ def _launcher(words: Sequence[str]) -> list[str]:
 def _run(argv: Sequence[str], *, folder: Path, device: Literal["cpu", "cuda"], deadline_s: float) -> None:
     """Start `argv`, wait for its end, and leave no process of it behind. Raises InfrastructureError."""
     from quartet_plugin.launchers.local import LocalLauncher, child_environment
-    from quartet_plugin.trial.processes import ATTEMPT_VARIABLE, descendants, marked_processes, reap
+    from quartet_plugin.protocol.environment import ATTEMPT_ID
+    from quartet_plugin.trial.processes import descendants, marked_processes, reap
 
     mark = secrets.token_hex(16)
-    environment = {**child_environment(device, environment=os.environ), ATTEMPT_VARIABLE: mark}
+    environment = {**child_environment(device, environment=os.environ), ATTEMPT_ID: mark}
     log = folder / "log"
     handle = LocalLauncher().start(argv, env=environment, cwd=Path.cwd(), stdout=log)
     try:

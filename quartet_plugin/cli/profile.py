@@ -12,16 +12,16 @@ import typer
 
 from quartet_plugin.cli.command import DeviceName, check_range, command, device_named, user_command
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
+from quartet_plugin.protocol.environment import PROFILE
 
 if TYPE_CHECKING:
-    from quartet_plugin.calibration.profile import RankProfile
     from quartet_plugin.calibration.profile_file import Profile, SimulatedRankRecord
     from quartet_plugin.launchers.command import Command
     from quartet_plugin.model.costs import Costs
+    from quartet_plugin.protocol.rank_files import RankProfile
     from quartet_plugin.trial.request import Device, TrialResult
 
 # What the ranks read; see quartet_plugin.megatron.profiling.
-PROFILE_VARIABLE = "QUARTET_PROFILE"
 _MAX_ITERATIONS = 1_000
 
 
@@ -161,11 +161,11 @@ def _check_processes(command: "Command", *, played: "SimulatedRankRecord | None"
 @contextmanager
 def _profiling(played: "SimulatedRankRecord | None") -> Iterator[None]:
     """The environment in which ranks measure their layers."""
-    os.environ[PROFILE_VARIABLE] = "1" if played is None else f"{played.rank}/{played.world_size}"
+    os.environ[PROFILE] = "1" if played is None else f"{played.rank}/{played.world_size}"
     try:
         yield
     finally:
-        del os.environ[PROFILE_VARIABLE]
+        del os.environ[PROFILE]
 
 
 def rank_profiles(result: "TrialResult", *, is_played: bool) -> "list[RankProfile]":
@@ -173,14 +173,14 @@ def rank_profiles(result: "TrialResult", *, is_played: bool) -> "list[RankProfil
 
     A rank that runs alone computes with whatever lay in memory, so that its loss may be none.
     """
-    from quartet_plugin.calibration.profile import parse_rank
-    from quartet_plugin.model.files import read_json
+    from quartet_plugin.protocol.attempt_files import read_shared
+    from quartet_plugin.protocol.rank_files import RankProfile, rank_files_of
 
-    paths = sorted(result.folder.glob("rank-*.profile.json"))
+    paths = rank_files_of(RankProfile, result.folder)
     if not paths or not (result.is_measured or is_played):
         last = f": {result.last_lines[-1][:200]}" if result.last_lines else ""
         raise InfrastructureError(f"the command was not profiled: {result.reason}{last}")
-    return [parse_rank(read_json(path), where=path.name) for path in paths]
+    return [read_shared(RankProfile, path) for path in paths]
 
 
 def table(ranks: "Sequence[RankProfile]") -> "Costs":

@@ -92,7 +92,7 @@ def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
 
 def _recorded(plan: "Plan", row: "TrialRow | None", *, path: Path) -> "list[Picture]":
     from quartet_plugin.cli.trace import measurement_of, schedule_of
-    from quartet_plugin.protocol.action_records import read_actions
+    from quartet_plugin.protocol.rank_files import read_actions
     from quartet_plugin.report.gantt import timeline, words_of
     from quartet_plugin.report.page import Picture
     from quartet_plugin.schedule.choice import costs_of

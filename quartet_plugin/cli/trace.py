@@ -11,7 +11,7 @@ from quartet_plugin.cli.command import command
 from quartet_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quartet_plugin.protocol.action_records import ActionsSheet
+    from quartet_plugin.protocol.rank_files import ActionTimes
     from quartet_plugin.schedule.schedule import Schedule
     from quartet_plugin.schedule.simulate import Simulation
 
@@ -72,7 +72,7 @@ def trace(folder: Path, output: Path) -> list[str]:
     """
     from quartet_plugin.model.files import write_text_atomic
     from quartet_plugin.model.plan import read_plan
-    from quartet_plugin.protocol.action_records import read_actions
+    from quartet_plugin.protocol.rank_files import read_actions
     from quartet_plugin.report import perfetto
     from quartet_plugin.schedule.choice import costs_of
     from quartet_plugin.schedule.simulate import simulate
@@ -102,7 +102,7 @@ def _beside(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def schedule_of(
-    sheets: "list[ActionsSheet]", *, placement: tuple[int, ...], num_microbatches: int
+    sheets: "list[ActionTimes]", *, placement: tuple[int, ...], num_microbatches: int
 ) -> "Schedule":
     """The order that was executed. Raises PlanError where the actions are not those of the placement."""
     from quartet_plugin.schedule.files import parse_order
@@ -120,7 +120,7 @@ def schedule_of(
     return schedule
 
 
-def measurement_of(sheets: "list[ActionsSheet]", simulation: "Simulation") -> "Simulation":
+def measurement_of(sheets: "list[ActionTimes]", simulation: "Simulation") -> "Simulation":
     """The measured times in the simulator's own form; they count from the first device's begin."""
     from dataclasses import replace
 
@@ -143,7 +143,7 @@ def measurement_of(sheets: "list[ActionsSheet]", simulation: "Simulation") -> "S
     )
 
 
-def memory_lines(sheets: "list[ActionsSheet]", simulation: "Simulation") -> list[str]:
+def memory_lines(sheets: "list[ActionTimes]", simulation: "Simulation") -> list[str]:
     """The device with the highest peak of activations, measured and simulated; none where not counted."""
     peaks = [sheet.peak_activation_bytes for sheet in sheets]
     counted = [(peak, device) for device, peak in enumerate(peaks) if peak is not None]

@@ -20,13 +20,11 @@ from quartet_plugin.errors import (
     PlanError,
     QuartetError,
 )
+from quartet_plugin.protocol.environment import DEVICE_FLAG, ERRORS_FOLDER, PLAN_FLAG
 
 if TYPE_CHECKING:
     from quartet_plugin.launchers.command import Command
     from quartet_plugin.model.plan import Plan
-
-# Where ranks outside of a trial leave their rank-K.err.json, so that an exit code survives torchrun.
-ERRORS_VARIABLE = "QUARTET_ERRORS"
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -60,14 +58,14 @@ def train(
     from quartet_plugin.launchers.command import parse_command
 
     command = parse_command(words)
-    flags = ["--quartet-device", device] if device != "auto" else []
+    flags = [DEVICE_FLAG, device] if device != "auto" else []
     if plan_file is not None:
         from quartet_plugin.model.plan import read_plan
 
         plan = read_plan(plan_file)
         check_before_start(plan, command=command, path=plan_file)
         check_receipt(plan, path=plan_file, skip=skip_parity_check)
-        flags += ["--quartet-plan", str(plan_file.absolute())]
+        flags += [PLAN_FLAG, str(plan_file.absolute())]
     return run_wrapped(command, flags=flags, device=device)
 
 
@@ -128,7 +126,7 @@ def run_wrapped(
     resolved = resolve_device(device, environment=os.environ)
     with tempfile.TemporaryDirectory(prefix="quartet-", ignore_cleanup_errors=True) as folder:
         surroundings = child_environment(resolved, environment={**os.environ, **(environment or {})})
-        surroundings[ERRORS_VARIABLE] = folder
+        surroundings[ERRORS_FOLDER] = folder
         with _Signals() as signals:
             try:
                 # In this session: a terminal's Ctrl-C reaches it as it would without us.
@@ -152,18 +150,19 @@ def first_error(folder: Path) -> QuartetError | None:
 
     The plugin's refusals keep their exit code; a failure of the user's command is INFRASTRUCTURE.
     """
-    from quartet_plugin.model.files import read_json
+    from quartet_plugin.model.schema import read_record
+    from quartet_plugin.protocol.rank_files import CommandFailure, rank_files_of
 
     failures: list[tuple[bool, float, int, str]] = []
-    for path in folder.glob("rank-*.err.json"):
-        with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):
-            err = read_json(path)
-            text = " ".join(str(err["message"]).split())[:500]
-            code = int(err["exit_code"])
-            if err["kind"] not in ("plan", "seam"):
+    for path in rank_files_of(CommandFailure, folder):
+        with contextlib.suppress(ConfigError):
+            failure = read_record(CommandFailure, path)
+            text = " ".join(failure.message.split())[:500]
+            code = failure.exit_code
+            if failure.kind not in ("plan", "seam"):
                 code = int(ExitCode.INFRASTRUCTURE)
-                text = f"your own command failed: {err['type']}: {text}"
-            failures.append((err["kind"] == "network", float(err["time"]), code, text))
+                text = f"your own command failed: {failure.type}: {text}"
+            failures.append((failure.kind == "network", failure.time, code, text))
     if not failures:
         return None
     _, _, code, text = min(failures)

@@ -38,7 +38,7 @@ def initialize(*positional: Any, **call: Any) -> Any:
     try:
         return initialize_planned(deepspeed.initialize, named_arguments(positional, call))
     except QuartetError as error:
-        leave_error(error, place=place_of())
+        leave_error(error, rank_env=place_of())
         raise
 
 
@@ -108,7 +108,7 @@ def _plan_of(settings: Settings, *, model: Any, config: Mapping[str, Any]) -> Pl
         specs=model._layer_specs,
         config=config,
         script_stages=model.num_stages,
-        place=place_of(),
+        rank_env=place_of(),
     )
 
 

@@ -56,7 +56,7 @@ def main() -> None:
         return
     faulthandler.enable()
     command = replace(command, arguments=(*leading, *command.arguments))
-    run(DeepSpeedSession(command=command, place=place_of()))
+    run(DeepSpeedSession(command=command, rank_env=place_of()))
 
 
 def _launcher_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -134,7 +134,7 @@ def _install(session: DeepSpeedSession) -> None:
 
         session.meter = BatchMeter(session.files, started_at=time.time())
         wrappers |= session.meter.wrappers
-        if session.files.order.is_compared:
+        if session.files.spec.is_compared:
             from quartet_plugin.deepspeed.parity import switch_dropout_off
 
             switch_dropout_off()
@@ -162,7 +162,7 @@ def _planned_constructor(session: DeepSpeedSession, constructor: Any) -> Any:
             specs=arguments["layers"],
             config=session.config,
             script_stages=arguments.get("num_stages") or 1 if topology is None else topology.get_dim("pipe"),
-            place=session.place,
+            rank_env=session.rank_env,
         )
         api.tell(planned)
         api.make_planned(self, planned, constructor, arguments)
@@ -194,16 +194,16 @@ def _planned_initialize(session: DeepSpeedSession, stock_initialize: Any) -> Any
 
 def _start_of(session: DeepSpeedSession) -> Any:
     """In a trial of the parity gate weights are written, or both sides start from those that were."""
-    order = None if session.files is None else session.files.order
-    if order is None or not order.is_compared:
+    spec = None if session.files is None else session.files.spec
+    if spec is None or not spec.is_compared:
         return None
     from quartet_plugin.deepspeed import parity
 
     def start(module: Any) -> None:
-        if order.weights is not None:
-            parity.load_weights(module, Path(order.weights))
-        if order.save_weights is not None:
-            parity.save_weights(module, Path(order.save_weights))
+        if spec.weights is not None:
+            parity.load_weights(module, Path(spec.weights))
+        if spec.save_weights is not None:
+            parity.save_weights(module, Path(spec.save_weights))
 
     return start
 

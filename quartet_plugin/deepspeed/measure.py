@@ -8,9 +8,8 @@ from quartet_plugin.deepspeed.describe import describe_job
 from quartet_plugin.deepspeed.engine import PlannedEngine
 from quartet_plugin.deepspeed.parity import ParityMeter
 from quartet_plugin.deepspeed.seams import Seam, Wrapper
-from quartet_plugin.rank.actions import write_actions
 from quartet_plugin.rank.files import RankFileWriter
-from quartet_plugin.rank.step_meter import StepMeter, rank_now
+from quartet_plugin.rank.step_meter import StepMeter, StepResult
 
 # DeepSpeed is not told how long a run is.
 _TRAIN_ITERS = 0
@@ -24,7 +23,7 @@ class BatchMeter(StepMeter):
     def __init__(self, files: RankFileWriter, *, started_at: float) -> None:
         super().__init__(files, neutralised=[], started_at=started_at)
         self._engine: Any = None
-        self._compared = ParityMeter(files) if files.order.is_compared else None
+        self._compared = ParityMeter(files) if files.spec.is_compared else None
         self._seq_length: int | None = None
 
     @property
@@ -46,19 +45,23 @@ class BatchMeter(StepMeter):
             engine.quartet_record()
 
     def _measured(self, train_batch: Callable[..., Any]) -> Callable[..., Any]:
-        def step(engine: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        def step(engine: Any, *args: Any, **kwargs: Any) -> tuple[StepResult, Any]:
             if args or kwargs.get("data_iter") is not None:
                 engine.quartet_own_data = True
             skipped = engine.skipped_steps
             loss = train_batch(engine, *args, **kwargs)
-            losses = {"loss": loss} if engine.is_last_stage() else {}
             norm = engine.get_global_grad_norm()
             if self._compared is not None:
                 norm = self._compared.step_done(norm)
-            return losses, engine.skipped_steps > skipped, loss, None, None, norm
+            result = StepResult(
+                loss=loss if engine.is_last_stage() else None,
+                skipped=engine.skipped_steps > skipped,
+                grad_norm=norm,
+            )
+            return result, loss
 
         measured = self.wrap(step)
-        return lambda engine, *args, **kwargs: measured(engine, *args, **kwargs)[2]
+        return lambda engine, *args, **kwargs: measured(engine, *args, **kwargs)[1]
 
     def _with_length(self, next_batch: Callable[..., Any]) -> Callable[..., Any]:
         def take(engine: Any) -> Any:
@@ -74,17 +77,17 @@ class BatchMeter(StepMeter):
         engine = self._engine
         if not isinstance(engine, PlannedEngine) or engine.quartet_actions is None:
             return
-        write_actions(
-            self._files,
+        self._files.write_actions(
             actions=engine.quartet_actions,
             recorder=engine.quartet_recorder,
             device=engine.stage_id,
             replica=engine.grid.get_data_parallel_id(),
         )
 
-    def _job(self) -> dict[str, Any] | None:
-        if rank_now() != 0:
-            return None
+    def _result_of(self, results: tuple[StepResult, Any]) -> StepResult:
+        return results[0]
+
+    def _job(self) -> dict[str, Any]:
         return describe_job(
             self._engine,
             config=self._engine.quartet_config,

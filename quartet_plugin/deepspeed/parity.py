@@ -18,8 +18,6 @@ from torch import nn
 
 from quartet_plugin.deepspeed.layers import LayerList, layer_list
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.schema import as_number
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.seams import Installation, Redirect, redirect
 
@@ -40,7 +38,7 @@ class ParityMeter:
 
     def __init__(self, files: RankFileWriter) -> None:
         self._files = files
-        self._steps: list[dict[str, Any]] = []
+        self._steps: list[dict[str, float]] = []
         self._norm: float | None = None
 
     def watch(self, engine: Any) -> None:
@@ -51,7 +49,7 @@ class ParityMeter:
         def compared_step(running: Any, **kwargs: Any) -> None:
             squares = part_squares(running, part_of)
             counted = squares if running.grid.get_data_parallel_id() == 0 else {}
-            self._steps.append({"squares": {part: as_number(value) for part, value in counted.items()}})
+            self._steps.append(counted)
             self._norm = _norm_over_stages(running, squares) if _is_plain(running) else None
             step(running, **kwargs)
 
@@ -59,14 +57,7 @@ class ParityMeter:
 
     def step_done(self, norm: Any) -> Any:
         """The step's gradient norm over all stages: DeepSpeed's own (`norm`) where it knows it."""
-        order, place = self._files.order, self._files.place
-        content = {
-            "schema_version": 1,
-            "attempt_id": order.attempt_id,
-            "launch_rank": place.launch_rank,
-            "steps": self._steps,
-        }
-        write_json_atomic(Path(order.folder, f"rank-{place.launch_rank}.parity.json"), content)
+        self._files.write_gradients(self._steps)
         return norm if self._norm is None else self._norm
 
 

@@ -44,8 +44,8 @@ class Planned:
 class GroupMeeting(Rendezvous):
     """All ranks over the process group that DeepSpeed has made: any launcher will do."""
 
-    def __init__(self, place: RankEnv) -> None:
-        super().__init__(place, None)
+    def __init__(self, rank_env: RankEnv) -> None:
+        super().__init__(rank_env, None)
 
     def all_gather(self, name: str, value: str) -> list[str]:
         """Every rank's value, in the launcher's order. Raises InfrastructureError when a rank has gone."""
@@ -65,23 +65,23 @@ def decide(
     specs: Sequence[Any],
     config: Mapping[str, Any],
     script_stages: int,
-    place: RankEnv,
+    rank_env: RankEnv,
 ) -> Planned:
     """The plan that all ranks follow for the module's layers; `script_stages` are the pipeline stages that
     the script asks for.
 
     Collective. Raises PlanError (or ConfigError), on all ranks alike, for what does not fit.
     """
-    meeting = GroupMeeting(place)
-    plan = None if settings.plan is None else agree_on_plan(settings.plan, meeting=meeting)
-    processes = gather_processes(meeting, place)
+    rendezvous = GroupMeeting(rank_env)
+    plan = None if settings.plan is None else agree_on_plan(settings.plan, rendezvous=rendezvous)
+    processes = gather_processes(rendezvous, rank_env)
     planned, refusal = None, None
     try:
         check_zero(config)
         check_precision(config, has_fp16=bool(get_accelerator().is_fp16_supported()))
         layers = layer_list(specs)
         if plan is None:
-            planned = _of_schedule(settings, layers=layers, config=config, place=place)
+            planned = _of_schedule(settings, layers=layers, config=config, rank_env=rank_env)
         else:
             planned = _of_plan(
                 plan,
@@ -94,7 +94,7 @@ def decide(
             )
     except QuartetError as error:
         refusal = error
-    meeting.agree_or_raise("fit", refusal)
+    rendezvous.agree_or_raise("fit", refusal)
     assert planned is not None
     return planned
 
@@ -135,16 +135,16 @@ def _of_plan(
 
 
 def _of_schedule(
-    settings: Settings, *, layers: LayerList, config: Mapping[str, Any], place: RankEnv
+    settings: Settings, *, layers: LayerList, config: Mapping[str, Any], rank_env: RankEnv
 ) -> Planned:
     assert settings.schedule is not None
     schedule = read_schedule(settings.schedule)
-    if place.world_size % schedule.num_devices:
+    if rank_env.world_size % schedule.num_devices:
         raise PlanError(
             f"{settings.schedule}: num_devices: {schedule.num_devices}; must divide the "
-            f"{place.world_size} processes"
+            f"{rank_env.world_size} processes"
         )
-    sizes = batch_sizes(config, data_parallel=place.world_size // schedule.num_devices)
+    sizes = batch_sizes(config, data_parallel=rank_env.world_size // schedule.num_devices)
     choice = choice_of_schedule(schedule, layers=layers, num_microbatches=sizes.num_microbatches)
     return Planned(choice=choice, plan=None, notes=())
 

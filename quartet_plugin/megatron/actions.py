@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from quartet_plugin.rank.actions import write_actions as write
 from quartet_plugin.rank.files import RankFileWriter
 
 
@@ -13,8 +12,7 @@ def write_actions(files: RankFileWriter, runtime: Any) -> None:
 
     tensor = parallel_state.get_tensor_model_parallel_rank()
     data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    write(
-        files,
+    files.write_actions(
         actions=runtime.executor(get_num_microbatches()).actions,
         recorder=runtime.recorder,
         device=parallel_state.get_pipeline_model_parallel_rank(),

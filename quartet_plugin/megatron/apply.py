@@ -70,32 +70,32 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def apply_plan(
-    plan: Plan, *, flags: Flags, words: Sequence[str], version: str, meeting: Rendezvous, place: RankEnv
+    plan: Plan, *, flags: Flags, words: Sequence[str], version: str, rendezvous: Rendezvous, rank_env: RankEnv
 ) -> tuple[list[str], Wrapper]:
     """The command's words with the plan in them; RANK is set, and one rank tells what was changed.
 
     Also returns a wrapper of Megatron's tokenizer builder that checks the vocabulary, which is known only
     then. Raises AgreedRefusalError on all ranks when the plan does not fit on one of them.
     """
-    processes = gather_processes(meeting, place)
+    processes = gather_processes(rendezvous, rank_env)
     refusal: QuartetError | None = None
-    edited, rank = list(words), place.launch_rank
+    edited, rank = list(words), rank_env.launch_rank
     notes: list[str] = []
     try:
         user = flags.values(words)
-        check_fit(plan, user, version=version, world_size=place.world_size)
+        check_fit(plan, user, version=version, world_size=rank_env.world_size)
         edited, notes = rewrite(plan, flags=flags, words=words)
         assignment = assign(plan, processes, args=flags.values(edited))
-        rank = assignment.rank_of[place.launch_rank]
+        rank = assignment.rank_of[rank_env.launch_rank]
         if assignment.note is not None:
             notes.append(assignment.note)
         if not assignment.is_stock:
             notes.append(table_of(processes, assignment))
     except QuartetError as error:
         refusal = error
-    meeting.agree_or_raise("fit", refusal)
-    os.environ["RANK"] = str(rank) if place.world_size > 1 else os.environ.get("RANK", "0")
-    if place.launch_rank == 0:
+    rendezvous.agree_or_raise("fit", refusal)
+    os.environ["RANK"] = str(rank) if rank_env.world_size > 1 else os.environ.get("RANK", "0")
+    if rank_env.launch_rank == 0:
         for note in notes:
             print(f"quartet: {note}", file=sys.stderr, flush=True)
     return edited, _vocabulary_check(plan, user)

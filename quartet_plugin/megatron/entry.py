@@ -21,7 +21,7 @@ from quartet_plugin.errors import QuartetError
 from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
 from quartet_plugin.model.accelerator import shows_accelerator
-from quartet_plugin.model.conversion import VARIABLE
+from quartet_plugin.protocol.environment import CONVERSION_FILE, PROFILE
 from quartet_plugin.rank.entry_options import USAGE, EntryOptions, add_group, read_command
 from quartet_plugin.rank.failure import show_script_error
 from quartet_plugin.rank.program import run_program
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from quartet_plugin.megatron.runtime.install import Prepared
     from quartet_plugin.megatron.seams import Seam, Wrapper
     from quartet_plugin.model.plan import Plan
-
-# As `quartet profile` sets it.
-PROFILE_VARIABLE = "QUARTET_PROFILE"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,7 +57,7 @@ def main() -> None:
         return
     faulthandler.enable()
     sys.excepthook = show_script_error
-    run(MegatronSession(command=command, place=RankEnv.of(os.environ)))
+    run(MegatronSession(command=command, rank_env=RankEnv.of(os.environ)))
 
 
 def run(session: MegatronSession) -> None:
@@ -89,7 +86,7 @@ def prepare(session: MegatronSession) -> list[str]:
     if on_cpu:
         cpu_device.ensure_environment()
     session.open_trial()
-    is_passive = options.plan is None and options.trial is None and VARIABLE not in os.environ
+    is_passive = options.plan is None and options.trial is None and CONVERSION_FILE not in os.environ
     if not is_passive:
         from quartet_plugin.megatron.seams import check_version
 
@@ -119,18 +116,18 @@ def _change(session: MegatronSession) -> list[str]:
 
     options, words = session.options, list(session.command.arguments)
     wrappers: dict[seams.Seam, seams.Wrapper] = {seams.ARGUMENTS: _group_wrapper(options, on_cpu=False)}
-    plan, meeting = None, None
+    plan, rendezvous = None, None
     version = seams.check_version()
     if options.plan is not None:
-        meeting = Rendezvous.open(session.place)
-        plan = agree_on_plan(options.plan, meeting=meeting)
+        rendezvous = Rendezvous.open(session.rank_env)
+        plan = agree_on_plan(options.plan, rendezvous=rendezvous)
         if session.files is not None:
             session.files.plan_key = plan.key
     from quartet_plugin.megatron.arguments import Flags
 
     _, add_megatron_arguments = seams.resolve(seams.ARGUMENTS)
     flags = Flags(add_megatron_arguments)
-    if plan is not None and meeting is not None:
+    if plan is not None and rendezvous is not None:
         from quartet_plugin.megatron.apply import apply_plan
 
         words, check_tokenizer = apply_plan(
@@ -138,17 +135,17 @@ def _change(session: MegatronSession) -> list[str]:
             flags=flags,
             words=words,
             version=version,
-            meeting=meeting,
-            place=session.place,
+            rendezvous=rendezvous,
+            rank_env=session.rank_env,
         )
         wrappers[seams.TOKENIZER] = check_tokenizer
     if session.files is not None:
         words = _measured(session, flags, wrappers, words)
-    elif VARIABLE in os.environ:
+    elif CONVERSION_FILE in os.environ:
         from quartet_plugin.megatron.convert import conversion_words
         from quartet_plugin.model.conversion import read_conversion
 
-        conversion = read_conversion(Path(os.environ[VARIABLE]))
+        conversion = read_conversion(Path(os.environ[CONVERSION_FILE]))
         words = conversion_words(conversion, flags=flags, words=words)
     # As the run will have them: on a CPU other layers than the command asks for.
     as_run = _with_cpu_flags(words) if use_cpu(options) else words
@@ -176,17 +173,17 @@ def _measured(
     from quartet_plugin.megatron.side_effects import compare_from, strip_side_effects
 
     words, session.neutralised = strip_side_effects(flags, words)
-    order = session.files.order
-    if order.is_compared:
-        words = compare_from(flags, words, weights=order.weights, save_weights=order.save_weights)
+    spec = session.files.spec
+    if spec.is_compared:
+        words = compare_from(flags, words, weights=spec.weights, save_weights=spec.save_weights)
     session.meter = MegatronMeter(session.files, neutralised=session.neutralised, started_at=time.time())
     meter = session.meter
-    if order.is_compared:
+    if spec.is_compared:
         comparing = ParityMeter(session.files)
         wrappers[seams.TRAIN_STEP] = lambda train_step: meter.wrap(comparing.wrap(train_step))
     else:
         wrappers[seams.TRAIN_STEP] = meter.wrap
-    if PROFILE_VARIABLE in os.environ:
+    if PROFILE in os.environ:
         words = _profiled(session, wrappers, words)
     return words
 
@@ -200,7 +197,7 @@ def _profiled(session: MegatronSession, wrappers: "dict[Seam, Wrapper]", words: 
     profiler = LayerProfiler(session.files)
     profiler.prepare()
     wrappers[seams.TRAIN_STEP] = seams.chain(session.meter.wrap, profiler.wrap)
-    played = SimulatedRank.of(os.environ[PROFILE_VARIABLE])
+    played = SimulatedRank.of(os.environ[PROFILE])
     if played is None:
         return words
     played.play()
@@ -215,7 +212,7 @@ def _runtime(session: MegatronSession, plan: "Plan | None", args: argparse.Names
     from quartet_plugin.megatron.runtime.plan import prepare_plan
 
     prepared, notes = prepare_plan(plan, args, on_cpu=use_cpu(session.options))
-    if session.place.launch_rank == 0:
+    if session.rank_env.launch_rank == 0:
         for note in notes:
             print(f"quartet: {note}", file=sys.stderr, flush=True)
     session.runtime = None if prepared is None else prepared.runtime

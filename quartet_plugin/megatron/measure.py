@@ -3,7 +3,15 @@
 from typing import Any
 
 from quartet_plugin.rank.files import RankFileWriter
-from quartet_plugin.rank.step_meter import StepMeter, rank_now
+from quartet_plugin.rank.step_meter import StepMeter, StepResult
+
+
+def step_result(results: Any) -> StepResult:
+    """The result in the tuple of Megatron's `train_step`; of several losses the language model's."""
+    losses, skipped, grad_norm = results[0], results[1], results[5]
+    first = next(iter(losses.values()), None) if losses else None
+    loss = losses.get("lm loss", first) if losses else None
+    return StepResult(loss=loss, skipped=bool(skipped), grad_norm=grad_norm)
 
 
 class MegatronMeter(StepMeter):
@@ -21,9 +29,10 @@ class MegatronMeter(StepMeter):
 
             write_actions(self._files, self.runtime)
 
-    def _job(self) -> dict[str, Any] | None:
-        if rank_now() != 0:
-            return None
+    def _result_of(self, results: Any) -> StepResult:
+        return step_result(results)
+
+    def _job(self) -> dict[str, Any]:
         from megatron.training.global_vars import get_args
 
         from quartet_plugin.megatron.describe import describe_job

@@ -7,11 +7,9 @@ for it pay for this.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.schema import Number, as_number
+from quartet_plugin.megatron.measure import step_result
 from quartet_plugin.rank.files import RankFileWriter
 
 # Megatron takes 0 for "no checkpoint"; a run that starts from weights alone counts from 0 whatever they say.
@@ -23,7 +21,7 @@ class ParityMeter:
 
     def __init__(self, files: RankFileWriter) -> None:
         self._files = files
-        self._steps: list[dict[str, Any]] = []
+        self._steps: list[dict[str, float]] = []
 
     def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """`train_step` as Megatron calls it, with our file written after every step."""
@@ -37,27 +35,16 @@ class ParityMeter:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            if not self._steps and self._files.order.save_weights is not None:
+            if not self._steps and self._files.spec.save_weights is not None:
                 save_weights(model, optimizer, opt_param_scheduler)
             results = train_step(
                 forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, *args, **kwargs
             )
-            self._steps.append({"squares": _as_numbers(part_squares(model, optimizer, results[5]))})
-            self._write()
+            self._steps.append(part_squares(model, optimizer, step_result(results).grad_norm))
+            self._files.write_gradients(self._steps)
             return results
 
         return compared_train_step
-
-    def _write(self) -> None:
-        order, place = self._files.order, self._files.place
-        path = Path(order.folder, f"rank-{place.launch_rank}.parity.json")
-        content = {
-            "schema_version": 1,
-            "attempt_id": order.attempt_id,
-            "launch_rank": place.launch_rank,
-            "steps": self._steps,
-        }
-        write_json_atomic(path, content)
 
 
 def save_weights(model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
@@ -130,7 +117,3 @@ def _gradient(param: Any, optimizer: Any) -> Any:
             holder = one.optimizer.param_groups[group]["params"][index]
     decoupled = getattr(holder, "decoupled_grad", None)
     return holder.grad if decoupled is None else decoupled
-
-
-def _as_numbers(squares: dict[str, float]) -> dict[str, Number]:
-    return {part: as_number(value) for part, value in squares.items()}

@@ -6,25 +6,22 @@ weight gradients (see `split_backward`) and times them one by one, so that input
 told apart. Waiting for other ranks lies outside of every interval but those of `finalize`.
 """
 
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from quartet_plugin.errors import SeamError
 from quartet_plugin.megatron import split_backward
 from quartet_plugin.megatron.profiling_memory import ActivationLedger
-from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.protocol.rank_files import PartTimes, RankProfile, StepPart
 from quartet_plugin.rank.device import device_name, peak_memory_bytes
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.runtime.records import Clock, CudaClock, HostClock
 
 EMBEDDING, HEAD, OTHER = "embedding", "head", "other"
-STEP_PARTS = ("iteration", "forward_backward", "finalize", "optimizer")
 # An interval longer than so many medians was an accident of the machine, and counts as that long.
 MOST_MEDIANS = 3.0
 
@@ -63,8 +60,8 @@ class LayerProfiler:
             call = {**dict(zip((*names, "config", "forward_backward_func"), args, strict=False)), **kwargs}
             if not self._chunks:
                 self._attach(call["model"], call["optimizer"], call["config"])
-            order = self._files.order
-            self._is_counting = self._num_steps >= order.warmup
+            spec = self._files.spec
+            self._is_counting = self._num_steps >= spec.warmup
             self._defers = self._gradients is not None and self._num_steps % 2 == 1
             self.ledger.is_open = self._num_steps == 0
             begin = self._clock.mark()
@@ -77,7 +74,7 @@ class LayerProfiler:
             results = train_step(*rest, **kwargs)
             self._span(("iteration", "step"), begin, self._clock.mark())
             self._num_steps += 1
-            if self._num_steps >= order.num_iterations:
+            if self._num_steps >= spec.num_iterations:
                 self.write()
             return results
 
@@ -86,40 +83,39 @@ class LayerProfiler:
     def write(self) -> None:
         """Write rank-K.profile.json: means of parts, medians of steps, and how many intervals each is of."""
         from megatron.core import mpu
-        from megatron.training.global_vars import get_args
+        from megatron.training.global_vars import get_args as get_megatron_args
 
         from quartet_plugin.megatron.describe import describe_job
 
-        order, place = self._files.order, self._files.place
-        content = {
-            "schema_version": 1,
-            "attempt_id": order.attempt_id,
-            "launch_rank": place.launch_rank,
-            "rank": int(os.environ.get("RANK", "0")),
-            "pipeline_rank": mpu.get_pipeline_model_parallel_rank(),
-            "tensor_rank": mpu.get_tensor_model_parallel_rank(),
-            "device": device_name(),
-            "peak_memory_bytes": peak_memory_bytes(),
-            "parts": self._parts(),
-            "steps": {name: self._median((name, "step")) for name in STEP_PARTS},
-            "job": describe_job(get_args(), neutralised=[]),
-        }
-        write_json_atomic(Path(order.folder, f"rank-{place.launch_rank}.profile.json"), content)
+        profile = RankProfile(
+            schema_version=1,
+            attempt_id=self._files.spec.attempt_id,
+            launch_rank=self._files.rank_env.launch_rank,
+            rank=self._files.rank,
+            pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
+            tensor_rank=mpu.get_tensor_model_parallel_rank(),
+            device=device_name(),
+            peak_memory_bytes=peak_memory_bytes(),
+            parts=self._parts(),
+            steps={name: self._median((name, "step")) for name in get_args(StepPart)},
+            job=describe_job(get_megatron_args(), neutralised=[]),
+        )
+        self._files.write(profile)
 
-    def _parts(self) -> list[dict[str, Any]]:
+    def _parts(self) -> tuple[PartTimes, ...]:
         names = dict.fromkeys(name for name, kind in self._spans if kind != "step")
-        return [
-            {
-                "name": name,
-                "forward_s": self._mean((name, "F")),
-                "backward_s": self._mean((name, "B")),
-                "input_grad_s": self._mean((name, "I")),
-                "weight_grad_s": self._weight_grad_s(name),
-                "num_intervals": len(self._spans[name, "F"]),
-                "activation_bytes": self.ledger.bytes_of(name),
-            }
+        return tuple(
+            PartTimes(
+                name=name,
+                forward_s=self._mean((name, "F")),
+                backward_s=self._mean((name, "B")),
+                input_grad_s=self._mean((name, "I")),
+                weight_grad_s=self._weight_grad_s(name),
+                num_intervals=len(self._spans[name, "F"]),
+                activation_bytes=self.ledger.bytes_of(name),
+            )
             for name in names
-        ]
+        )
 
     def _seconds(self, key: Key) -> list[float]:
         return [self._clock.seconds(*span) for span in self._spans.get(key, ())]

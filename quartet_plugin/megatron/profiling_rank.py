@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet_plugin.errors import UsageError
+from quartet_plugin.protocol.environment import PROFILE
 
 MAX_WORLD_SIZE = 65_536
 
@@ -29,9 +30,7 @@ class SimulatedRank:
         found = re.fullmatch(r"([0-9]{1,5})/([0-9]{1,5})", text, re.ASCII)
         rank, world = (int(found[1]), int(found[2])) if found else (0, 0)
         if not rank < world <= MAX_WORLD_SIZE:
-            raise UsageError(
-                f"QUARTET_PROFILE: {text[:40]!r}; must be RANK/WORLD_SIZE, RANK below WORLD_SIZE"
-            )
+            raise UsageError(f"{PROFILE}: {text[:40]!r}; must be RANK/WORLD_SIZE, RANK below WORLD_SIZE")
         return cls(rank=rank, world_size=world)
 
     def play(self) -> None:

@@ -6,11 +6,9 @@ import re
 import sys
 import traceback
 from types import TracebackType
-from typing import Any, Literal
 
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, SeamError
-
-Kind = Literal["out-of-memory", "refused", "plan", "seam", "network", "error"]
+from quartet_plugin.protocol.rank_files import ErrorKind, Failure
 
 _MAX_LINES = 200
 _MAX_CHARACTERS = 4_000
@@ -38,22 +36,22 @@ _NETWORK_ERRNOS = {
 _FRAMEWORKS = ("megatron", "transformer_engine", "deepspeed", "argparse")
 
 
-def describe_failure(error: BaseException, *, num_steps: int, peak_bytes: int) -> dict[str, Any]:
-    """The part of rank-K.err.json that the exception itself tells; `num_steps` training steps were done."""
+def describe_failure(error: BaseException, *, num_steps: int, peak_bytes: int) -> Failure:
+    """The failure that the exception means after `num_steps` training steps."""
     text = message_of(error)
     lines = "".join(traceback.format_exception(error)).splitlines()
-    return {
-        "kind": kind_of(error, num_steps=num_steps),
-        "type": type(error).__name__,
-        "message": text[:_MAX_CHARACTERS],
-        "exit_code": exit_code_of(error),
-        "peak_memory_bytes": peak_bytes,
-        "wanted_bytes": wanted_bytes_of(text),
-        "traceback": [line[:_MAX_CHARACTERS] for line in lines[-_MAX_LINES:]],
-    }
+    return Failure(
+        kind=kind_of(error, num_steps=num_steps),
+        type=type(error).__name__,
+        message=text[:_MAX_CHARACTERS],
+        exit_code=exit_code_of(error),
+        peak_memory_bytes=peak_bytes,
+        wanted_bytes=wanted_bytes_of(text),
+        traceback=tuple(line[:_MAX_CHARACTERS] for line in lines[-_MAX_LINES:]),
+    )
 
 
-def kind_of(error: BaseException, *, num_steps: int) -> Kind:
+def kind_of(error: BaseException, *, num_steps: int) -> ErrorKind:
     """What went wrong, from the exception and where it was raised; never from anybody's output."""
     if isinstance(error, SeamError):
         return "seam"

@@ -50,15 +50,15 @@ class RankAssignment:
         return list(self.rank_of) == list(range(len(self.rank_of)))
 
 
-def gather_processes(meeting: Rendezvous, place: RankEnv) -> list[Process]:
+def gather_processes(rendezvous: Rendezvous, rank_env: RankEnv) -> list[Process]:
     """Where every process is, in launch order."""
     mine = {
-        "host": place.host,
-        "group_rank": place.group_rank,
-        "local_rank": place.local_rank,
-        "local_world_size": place.local_world_size,
+        "host": rank_env.host,
+        "group_rank": rank_env.group_rank,
+        "local_rank": rank_env.local_rank,
+        "local_world_size": rank_env.local_world_size,
     }
-    return [Process(**json.loads(word)) for word in meeting.all_gather("place", json.dumps(mine))]
+    return [Process(**json.loads(word)) for word in rendezvous.all_gather("place", json.dumps(mine))]
 
 
 def assign(plan: Plan, processes: Sequence[Process], *, args: Namespace) -> RankAssignment:

@@ -50,22 +50,22 @@ class AgreedRefusalError(PlanError):
 class Rendezvous:
     """All ranks of a start, before and beside Megatron's own process group."""
 
-    def __init__(self, place: RankEnv, store: Any) -> None:
-        self._place = place
+    def __init__(self, rank_env: RankEnv, store: Any) -> None:
+        self._rank_env = rank_env
         self._store = store
 
     @classmethod
-    def open(cls, place: RankEnv) -> "Rendezvous":
+    def open(cls, rank_env: RankEnv) -> "Rendezvous":
         """Meet over the store that torchrun's agent keeps.
 
         Raises PlanError for several processes that were started without one, InfrastructureError when it
         cannot be reached.
         """
-        if place.world_size == 1:
-            return cls(place, None)
+        if rank_env.world_size == 1:
+            return cls(rank_env, None)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             raise AgreedRefusalError(
-                f"a plan for {place.world_size} processes must be agreed on through torchrun's store; "
+                f"a plan for {rank_env.world_size} processes must be agreed on through torchrun's store; "
                 "start the script with torchrun"
             )
         import torch.distributed as dist
@@ -74,14 +74,14 @@ class Rendezvous:
             store = dist.TCPStore(
                 os.environ["MASTER_ADDR"],
                 int(os.environ["MASTER_PORT"]),
-                world_size=place.world_size,
+                world_size=rank_env.world_size,
                 is_master=False,
                 timeout=timedelta(seconds=EXCHANGE_TIMEOUT_S),
             )
         except (RuntimeError, KeyError, ValueError) as error:
             raise InfrastructureError(f"torchrun's store cannot be reached: {_line(error)}") from error
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return cls(place, dist.PrefixStore(f"quartet/{attempt}", store))
+        return cls(rank_env, dist.PrefixStore(f"quartet/{attempt}", store))
 
     def all_gather(self, name: str, value: str) -> list[str]:
         """Every rank's value, in launch order; returns when all have given theirs.
@@ -90,8 +90,8 @@ class Rendezvous:
         """
         if self._store is None:
             return [value]
-        keys = [f"{name}/{rank}" for rank in range(self._place.world_size)]
-        self._store.set(keys[self._place.launch_rank], value)
+        keys = [f"{name}/{rank}" for rank in range(self._rank_env.world_size)]
+        self._store.set(keys[self._rank_env.launch_rank], value)
         try:
             self._store.wait(keys, timedelta(seconds=EXCHANGE_TIMEOUT_S))
             return [item.decode("utf-8") for item in self._store.multi_get(keys)]
@@ -129,7 +129,7 @@ def _ranks_by_word(words: Sequence[str]) -> dict[str, list[int]]:
     return found
 
 
-def agree_on_plan(path: Path, *, meeting: Rendezvous) -> Plan:
+def agree_on_plan(path: Path, *, rendezvous: Rendezvous) -> Plan:
     """Read the plan on every rank and go on only with one and the same.
 
     Raises AgreedRefusalError: for a bad plan its fault, for different plans the ranks in the minority.
@@ -139,7 +139,7 @@ def agree_on_plan(path: Path, *, meeting: Rendezvous) -> Plan:
         plan = read_plan(path)
     except QuartetError as error:
         fault = str(error)
-    words = meeting.all_gather("plan", fault or f"digest {plan.digest if plan else ''}")
+    words = rendezvous.all_gather("plan", fault or f"digest {plan.digest if plan else ''}")
     by_word = _ranks_by_word(words)
     if len(by_word) == 1:
         if plan is None:

@@ -5,18 +5,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.schema import dump
+from quartet_plugin.protocol.environment import ERRORS_FOLDER
+from quartet_plugin.protocol.rank_files import CommandFailure, rank_file
 from quartet_plugin.rank.device import peak_memory_bytes
 from quartet_plugin.rank.entry_options import EntryCommand, EntryOptions
 from quartet_plugin.rank.failure import describe_failure
 from quartet_plugin.rank.rendezvous import AgreedRefusalError, RankEnv
 
-# As `quartet train` sets it: no launcher passes a rank's exit code on.
-ERRORS_VARIABLE = "QUARTET_ERRORS"
 _GRACE_S = 1.0
 
 
@@ -25,7 +25,7 @@ class Session:
     """A process from its command line to its end; `files` and `meter` are there in a trial only."""
 
     command: EntryCommand
-    place: RankEnv
+    rank_env: RankEnv
     files: Any = None
     meter: Any = None
 
@@ -45,7 +45,7 @@ class Session:
             return
         from quartet_plugin.rank.files import RankFileWriter, read_trial_spec
 
-        self.files = RankFileWriter(read_trial_spec(self.options.trial), self.place)
+        self.files = RankFileWriter(read_trial_spec(self.options.trial), self.rank_env)
         self.files.start()
 
     def run(
@@ -75,7 +75,7 @@ class Session:
 
     def tell(self, error: QuartetError) -> None:
         """One line for the user: from launch rank 0 at once, from others if that has not ended the start."""
-        rank = self.place.launch_rank
+        rank = self.rank_env.launch_rank
         if rank != 0:
             # torchrun ends the others once the first one has gone: most refusals are the same.
             time.sleep(_GRACE_S)
@@ -98,10 +98,10 @@ class Session:
     def record(self, error: BaseException) -> None:
         """Write rank-K.err.json; the error itself matters more than a record that cannot be written."""
         if self.files is None:
-            leave_error(error, place=self.place, num_steps=self.num_steps)
+            leave_error(error, rank_env=self.rank_env, num_steps=self.num_steps)
             return
         try:
-            self.files.write_error(
+            self.files.write_failure(
                 describe_failure(error, num_steps=self.num_steps, peak_bytes=peak_memory_bytes())
             )
             self.files.close()
@@ -109,16 +109,15 @@ class Session:
             print(f"quartet: the failure could not be recorded: {unwritten}", file=sys.stderr, flush=True)
 
 
-def leave_error(error: BaseException, *, place: RankEnv, num_steps: int = 0) -> None:
+def leave_error(error: BaseException, *, rank_env: RankEnv, num_steps: int = 0) -> None:
     """Outside of a trial: write rank-K.err.json into the folder that the environment names, if any."""
-    folder = os.environ.get(ERRORS_VARIABLE)
+    folder = os.environ.get(ERRORS_FOLDER)
     if not folder:
         return
-    rank = place.launch_rank
-    content = describe_failure(error, num_steps=num_steps, peak_bytes=0)
+    failure = describe_failure(error, num_steps=num_steps, peak_bytes=0)
+    rank = rank_env.launch_rank
+    content = CommandFailure(launch_rank=rank, time=time.time(), **dump(failure))
     try:
-        write_json_atomic(
-            Path(folder, f"rank-{rank}.err.json"), {"launch_rank": rank, "time": time.time(), **content}
-        )
+        write_json_atomic(rank_file(CommandFailure, folder=folder, launch_rank=rank), dump(content))
     except (QuartetError, OSError):
         return

@@ -9,7 +9,8 @@ from pathlib import Path
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow, WorkerRow
 from quartet_plugin.model.plan import Plan, read_plan
-from quartet_plugin.protocol.attempt_files import RankFileReader, RankReport, read_sheet
+from quartet_plugin.protocol.attempt_files import read_shared
+from quartet_plugin.protocol.rank_files import RankFileReader, RankReport
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt, read_result
 from quartet_plugin.trial.lease import LOCK_NAME, Holder
 from quartet_plugin.trial.request import PHASES, TrialResult
@@ -133,7 +134,7 @@ def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
     """Who holds the run; None where nobody does, or where lock.json says nothing."""
     path = folder / LOCK_NAME
     with contextlib.suppress(FileNotFoundError, QuartetError):
-        holder = read_sheet(Holder, path, max_bytes=64 * 1024)
+        holder = read_shared(Holder, path, max_bytes=64 * 1024)
         is_here = holder.host == socket.gethostname()
         return LeaseHolder(
             host=holder.host,

@@ -13,7 +13,7 @@ from quartet_plugin.launchers.device_slices import DeviceSlice, SliceLauncher
 from quartet_plugin.launchers.local import LocalLauncher, free_port
 from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
-from quartet_plugin.protocol.attempt_files import RankReport
+from quartet_plugin.protocol.rank_files import RankReport
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.request import (
     MIN_FREE_BYTES,
@@ -159,7 +159,7 @@ class LocalLaunches:
 
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """See `Launches`."""
-        from quartet_plugin.protocol.attempt_files import RankFileReader
+        from quartet_plugin.protocol.rank_files import RankFileReader
 
         snapshot = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
         return nodes_of(snapshot.reports.values())
@@ -192,7 +192,7 @@ def _judged(result: TrialResult) -> TrialResult:
     """A plan that the adapter refuses beside this command does not fit; the harness is not broken."""
     if result.outcome is not Outcome.HARNESS or result.plan_key is None:
         return result
-    from quartet_plugin.protocol.attempt_files import RankFileReader
+    from quartet_plugin.protocol.rank_files import RankFileReader
 
     errs = RankFileReader(result.folder, attempt_id=result.attempt_id).scan().errs
     kinds = {err.kind for err in errs.values() if err.kind != "network"}

@@ -13,8 +13,7 @@ from quartet_plugin.cli.trace import trace
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import Mapping, Plan, Split
 from quartet_plugin.model.training_job import parse_training_job
-from quartet_plugin.protocol.action_records import read_actions
-from quartet_plugin.protocol.attempt_files import RankFileReader
+from quartet_plugin.protocol.rank_files import RankFileReader, read_actions
 from quartet_plugin.space.baseline import baseline_plan
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial

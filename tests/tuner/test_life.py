@@ -20,7 +20,7 @@ from quartet_plugin.errors import StorageError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.trial_record import TrialRecord
-from quartet_plugin.protocol.attempt_files import Iteration, RankFileReader, RankReport
+from quartet_plugin.protocol.rank_files import Iteration, RankFileReader, RankReport
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.space.plan_space import build_space
 from quartet_plugin.study.tune_study import Proposal, TuneStudy

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from typing import NoReturn
 
-_REEXECUTED = "QUARTET_CPU_DEVICE_REEXECUTED"
+from quartet_plugin.protocol.environment import CPU_REEXECUTED
 
 _SETTINGS = {
     # One thread a rank, which MKL and OpenBLAS obey too: ranks share the cores.
@@ -41,13 +41,13 @@ def ensure_environment() -> None:
     torch is imported: a half-initialized process is not replaced, it only runs with other settings.
     """
     missing = missing_settings(os.environ)
-    if not missing or _REEXECUTED in os.environ or "torch" in sys.modules:
+    if not missing or CPU_REEXECUTED in os.environ or "torch" in sys.modules:
         return
     # The interpreter's own arguments (-m, -X, ...) are in orig_argv, not in argv.
     command = [sys.executable, *sys.orig_argv[1:]]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(command[0], command, {**os.environ, **missing, _REEXECUTED: "1"})  # noqa: S606 - same program
+    os.execve(command[0], command, {**os.environ, **missing, CPU_REEXECUTED: "1"})  # noqa: S606 - same program
 
 
 def exit_now() -> NoReturn:

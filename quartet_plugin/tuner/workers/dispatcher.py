@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.protocol.environment import EXPIRY_S
 from quartet_plugin.trial.attempt import PREFIX, attempt_number
 from quartet_plugin.trial.processes import Identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
@@ -21,9 +22,6 @@ from quartet_plugin.tuner.launches import Launches
 from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
-# A worker renews its claim every RENEW_S; one that has not for EXPIRY_S has lost it.
-RENEW_S = 2.0
-EXPIRY_S = 120.0
 # A plan that took so many workers with it is not handed out again.
 MAX_LOST = 3
 

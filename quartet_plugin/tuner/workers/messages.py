@@ -10,7 +10,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.files import parse_json
 from quartet_plugin.model.schema import Bounds, Length, Matches, dump, parse, record
-from quartet_plugin.protocol.attempt_files import Count, Name, PlanKey, Seconds, Text, Version, read_sheet
+from quartet_plugin.protocol.attempt_files import Count, Name, PlanKey, Seconds, Text, Version, read_shared
 from quartet_plugin.trial.processes import Identity
 
 _MAX_BYTES = 1 << 20
@@ -139,8 +139,8 @@ class Task:
 
 
 def read[Message](kind: type[Message], path: Path) -> Message:
-    """A message of the queue. Raises FileNotFoundError, and what `read_sheet` does."""
-    return read_sheet(kind, path, max_bytes=_MAX_BYTES)
+    """A message of the queue. Raises FileNotFoundError, and what `read_shared` does."""
+    return read_shared(kind, path, max_bytes=_MAX_BYTES)
 
 
 def task_text(task: Task) -> bytes:

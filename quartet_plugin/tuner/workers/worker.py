@@ -13,13 +13,13 @@ from pathlib import Path
 
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.launchers.command import Command
+from quartet_plugin.protocol.environment import CLAIM_RENEWAL_S, EXPIRY_S
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt
 from quartet_plugin.trial.processes import Identity, ProcessRegistry, reap
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest
 from quartet_plugin.tuner.attempts import holder_of
 from quartet_plugin.tuner.launches import Launches, ShouldStop
 from quartet_plugin.tuner.run_folder import TuningRun
-from quartet_plugin.tuner.workers.dispatcher import EXPIRY_S, RENEW_S
 from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
@@ -83,7 +83,7 @@ class Worker:
         """A tuner that was lost is waited for: the same run may be resumed."""
         if self.clock() < self._next_look_s:
             return None
-        self._next_look_s = self.clock() + RENEW_S
+        self._next_look_s = self.clock() + CLAIM_RENEWAL_S
         holder = holder_of(self.run.folder.path, now=time.time())
         if holder is None:
             return "the run has no tuner"
@@ -133,7 +133,7 @@ class Worker:
 
     def _beat(self) -> None:
         now_s = self.clock()
-        if now_s - self._beat_s >= RENEW_S:
+        if now_s - self._beat_s >= CLAIM_RENEWAL_S:
             self._beat_s = now_s
             self.board.beat(self.member)
 
@@ -150,7 +150,7 @@ class _Renewals:
 
     def is_held(self) -> bool:
         now_s = self.clock()
-        if not self._is_lost and now_s - self._renewed_s >= RENEW_S:
+        if not self._is_lost and now_s - self._renewed_s >= CLAIM_RENEWAL_S:
             self._renewed_s = now_s
             self._is_lost = not self.board.renew(self.claim)
         return not self._is_lost

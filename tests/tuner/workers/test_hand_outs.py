@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.protocol.environment import EXPIRY_S
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.events import EventLog
-from quartet_plugin.tuner.workers.dispatcher import EXPIRY_S, Dispatcher
+from quartet_plugin.tuner.workers.dispatcher import Dispatcher
 from quartet_plugin.tuner.workers.messages import Offer
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.model.plans import PLAN

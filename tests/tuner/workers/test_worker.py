@@ -17,9 +17,10 @@ from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
-from quartet_plugin.protocol.attempt_files import CommandSheet, TrialSheet
+from quartet_plugin.protocol.attempt_files import LaunchRecord, TrialSpec
+from quartet_plugin.protocol.environment import ATTEMPT_ID
 from quartet_plugin.trial.lease import Lease
-from quartet_plugin.trial.processes import ATTEMPT_VARIABLE, current_identity
+from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.workers.messages import Done, Member, Offer, QueuedTrial, read_task
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -200,7 +201,7 @@ def left_behind(attempt_id: str) -> Iterator["subprocess.Popen[bytes]"]:
     """A process that inherited an attempt's id."""
     process = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(600)"],
-        env={**os.environ, ATTEMPT_VARIABLE: attempt_id},
+        env={**os.environ, ATTEMPT_ID: attempt_id},
     )
     try:
         yield process
@@ -234,8 +235,8 @@ def write_attempt(board: WorkQueue, told: QueuedTrial) -> None:
     folder = board.trial_folder(told.trial) / "attempt-1"
     folder.mkdir(parents=True)
     attempt_id = told.fence + "1" * 16
-    sheet = TrialSheet(attempt_id=attempt_id, folder=str(folder), warmup=1, measure=3, plan_key=told.plan_key)
-    command = CommandSheet(
+    sheet = TrialSpec(attempt_id=attempt_id, folder=str(folder), warmup=1, measure=3, plan_key=told.plan_key)
+    command = LaunchRecord(
         attempt_id=attempt_id,
         argv=("torchrun",),
         cwd="/",
