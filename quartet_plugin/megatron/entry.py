@@ -142,7 +142,7 @@ def _change(session: MegatronSession) -> list[str]:
     if session.files is not None:
         words = _measured(session, flags, wrappers, words)
     elif CONVERSION_FILE in os.environ:
-        from quartet_plugin.megatron.convert import conversion_words
+        from quartet_plugin.megatron.side_effects import conversion_words
         from quartet_plugin.model.conversion import read_conversion
 
         conversion = read_conversion(Path(os.environ[CONVERSION_FILE]))
@@ -170,12 +170,12 @@ def _measured(
     from quartet_plugin.megatron import seams
     from quartet_plugin.megatron.measure import MegatronMeter
     from quartet_plugin.megatron.parity import ParityMeter
-    from quartet_plugin.megatron.side_effects import compare_from, strip_side_effects
+    from quartet_plugin.megatron.side_effects import parity_words, strip_side_effects
 
     words, session.neutralised = strip_side_effects(flags, words)
     spec = session.files.spec
     if spec.is_compared:
-        words = compare_from(flags, words, weights=spec.weights, save_weights=spec.save_weights)
+        words = parity_words(flags, words, weights=spec.weights, save_weights=spec.save_weights)
     session.meter = MegatronMeter(session.files, neutralised=session.neutralised, started_at=time.time())
     meter = session.meter
     if spec.is_compared:
@@ -209,7 +209,7 @@ def _runtime(session: MegatronSession, plan: "Plan | None", args: argparse.Names
     """The runtime for a plan with a schedule of our own, if the command's features go with it."""
     if plan is None or plan.schedule.custom is None:
         return None
-    from quartet_plugin.megatron.runtime.plan import prepare_plan
+    from quartet_plugin.megatron.runtime.install import prepare_plan
 
     prepared, notes = prepare_plan(plan, args, on_cpu=use_cpu(session.options))
     if session.rank_env.launch_rank == 0:
