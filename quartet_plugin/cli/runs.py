@@ -47,8 +47,8 @@ def status(name: str | None, *, run_dir: Path, as_json: bool) -> list[str]:
 
     Raises ConfigError where there is no such run, StorageError where its study is damaged.
     """
+    from quartet_plugin.report.formatting import clean
     from quartet_plugin.report.status import status_line, status_lines, status_record
-    from quartet_plugin.report.words import clean
     from quartet_plugin.tuner.history import open_run, read_history
 
     several = all_runs(run_dir) if name is None else []

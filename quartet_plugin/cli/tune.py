@@ -227,7 +227,7 @@ def study_lines(result: "TuneResult") -> list[str]:
     """What the trials were spent on, by class of change, how the machine drifted, and what was missed."""
     from collections import Counter
 
-    from quartet_plugin.report.regret import regret_lines
+    from quartet_plugin.report.status import regret_lines
     from quartet_plugin.report.tables import changes
 
     tried = [trial.plan for trial in result.trials[1:] if trial.record.repeats is None]

@@ -11,12 +11,9 @@ import numpy as np
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import Plan, ScheduleChoice
+from quartet_plugin.model.plan import Plan
 from quartet_plugin.schedule import kernel
-from quartet_plugin.schedule.choice import costs_of, family_of, written_of
-from quartet_plugin.schedule.family import generate
-from quartet_plugin.schedule.named import named
+from quartet_plugin.schedule.choice import generated, written_of
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import flatten
 
@@ -90,7 +87,7 @@ def orders_of(plan: Plan) -> tuple[tuple[OrderedActions, float], ...]:
             return ((OrderedActions(written), 1.0),)
     unit = schedule.group or layout.pipeline_parallel
     return tuple(
-        (OrderedActions(_made(schedule, layout=layout, num_microbatches=size)), weight)
+        (OrderedActions(generated(schedule, layout=layout, num_microbatches=size)), weight)
         for size, weight in folded(count, unit=unit)
     )
 
@@ -103,35 +100,6 @@ def folded(count: int, *, unit: int) -> list[tuple[int, float]]:
     shorter = longer - FOLDED_ROUNDS * unit
     more = (count - longer) / (longer - shorter)
     return [(longer, 1.0 + more), (shorter, -more)]
-
-
-def _made(choice: ScheduleChoice, *, layout: Layout, num_microbatches: int) -> Schedule:
-    """The orders of a plan's schedule for so many microbatches."""
-    custom = choice.custom
-    if custom is None:
-        return named(
-            choice.name,
-            num_devices=layout.pipeline_parallel,
-            num_microbatches=num_microbatches,
-            chunks=layout.virtual_stages if layout.virtual_stages > 1 else None,
-            group=choice.group,
-        )
-    if custom.named is not None:
-        return named(
-            custom.named,
-            num_devices=custom.num_devices,
-            num_microbatches=num_microbatches,
-            chunks=len(custom.placement) // custom.num_devices,
-            group=custom.group,
-        )
-    family, limits = family_of(custom), custom.profile.memory_limit_bytes
-    assert family is not None, "a custom schedule is named, written or of the family"
-    return generate(
-        family,
-        costs_of(custom),
-        num_microbatches,
-        memory_limit_bytes=None if limits is None else np.array(limits, dtype=np.float64),
-    )
 
 
 @kernel.compiled

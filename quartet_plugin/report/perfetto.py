@@ -127,8 +127,8 @@ def _memory(schedule: Schedule, simulation: "Simulation", device: int, costs: "S
             "ph": "C",
             "pid": _PROCESS,
             "name": f"activations of device {device}",
-            "ts": at,
+            "ts": time_us,
             "args": {"bytes": level},
         }
-        for at, level in zip(times.tolist(), levels.tolist(), strict=True)
+        for time_us, level in zip(times.tolist(), levels.tolist(), strict=True)
     ]

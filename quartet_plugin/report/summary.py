@@ -1,4 +1,4 @@
-"""What a schedule comes to, in a few lines of plain text."""
+"""The figures of a simulated schedule, in a few lines of plain text."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -58,7 +58,7 @@ def schedule_summary(
 
 
 def describe(schedule: Schedule) -> str:
-    """Where it comes from and its sizes, in one line."""
+    """The schedule's origin and sizes, in one line."""
     origin = schedule.origin.get("name") or ("the family" if "family" in schedule.origin else "of no origin")
     copies = ", two copies of the model" if schedule.routes is not None else ""
     return (

@@ -22,7 +22,7 @@ _MASK = 0xA282EAD8
 
 
 class Watcher(Protocol):
-    """Whoever else watches the run."""
+    """The interface of an observer of a run."""
 
     def message(self, text: str) -> None:
         """One line."""
@@ -31,14 +31,14 @@ class Watcher(Protocol):
         """A launch begins."""
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
-        """Where it is."""
+        """The phase and iteration of the latest launch."""
 
     def plan_finished(self, launch: Launched) -> None:
-        """It ended."""
+        """A launch has ended."""
 
 
 class Scalars:
-    """Passes everything on to another watcher, and writes what was measured into `folder`."""
+    """Passes every event on to another watcher, and writes the measured values into `folder`."""
 
     def __init__(self, watcher: Watcher, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._watcher = watcher
@@ -89,10 +89,10 @@ class Scalars:
 
 
 def event(
-    at: float, *, step: int = 0, version: str | None = None, scalars: Mapping[str, float] | None = None
+    time_s: float, *, step: int = 0, version: str | None = None, scalars: Mapping[str, float] | None = None
 ) -> bytes:
     """An Event message: wall time (1), step (2), file version (3) or a summary (5) of named scalars."""
-    parts = [b"\x09", struct.pack("<d", at)]
+    parts = [b"\x09", struct.pack("<d", time_s)]
     if step:
         parts += [b"\x10", _varint(step)]
     if version is not None:
@@ -111,12 +111,12 @@ def record(content: bytes) -> bytes:
 
 def crc32c(content: bytes) -> int:
     """CRC-32C (Castagnoli), as RFC 3720 has it."""
-    found = 0xFFFFFFFF
+    remainder = 0xFFFFFFFF
     for byte in content:
-        found ^= byte
+        remainder ^= byte
         for _ in range(8):
-            found = (found >> 1) ^ (_POLYNOMIAL if found & 1 else 0)
-    return found ^ 0xFFFFFFFF
+            remainder = (remainder >> 1) ^ (_POLYNOMIAL if remainder & 1 else 0)
+    return remainder ^ 0xFFFFFFFF
 
 
 def _value(name: str, value: float) -> bytes:
@@ -124,8 +124,8 @@ def _value(name: str, value: float) -> bytes:
 
 
 def _checksum(content: bytes) -> bytes:
-    found = crc32c(content)
-    return struct.pack("<I", (((found >> 15) | (found << 17)) + _MASK) & 0xFFFFFFFF)
+    checksum = crc32c(content)
+    return struct.pack("<I", (((checksum >> 15) | (checksum << 17)) + _MASK) & 0xFFFFFFFF)
 
 
 def _sized(content: bytes) -> bytes:
@@ -133,9 +133,9 @@ def _sized(content: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)

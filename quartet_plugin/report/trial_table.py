@@ -4,9 +4,9 @@ from typing import Any
 
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
 from quartet_plugin.model.launched import FORBIDDEN
+from quartet_plugin.report.formatting import clean, rate, size
 from quartet_plugin.report.summary import aligned
 from quartet_plugin.report.tables import changes
-from quartet_plugin.report.words import clean, rate, size
 
 _HEAD = (
     ">trial", "class", "plan", "outcome", ">s/iter", ">predicted", ">tokens/s", ">vs own", ">FLOP/s/device",
@@ -22,7 +22,7 @@ def class_of(row: TrialRow) -> str:
 
 
 def outcome_of(row: TrialRow) -> str:
-    """What came of a trial, in a word."""
+    """A trial's outcome in a word or two."""
     if row.is_running:
         return "running"
     if row.outcome == FORBIDDEN:
@@ -46,7 +46,7 @@ def table_lines(history: RunHistory) -> list[str]:
 
 
 def records(history: RunHistory) -> dict[str, Any]:
-    """All of it as plain data; seconds, bytes and FLOP/s as they were measured."""
+    """Every trial as plain data, in seconds, bytes and FLOP/s as measured; see docs/formats.md."""
     return {
         "schema_version": 1,
         "run": history.name,

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.report import figures
+from quartet_plugin.report.formatting import clean, duration, rate, size, time_of
 from quartet_plugin.report.gantt import MAX_ACTIONS, timeline
 from quartet_plugin.report.svg import Scale, drawing, element, rectangles, text
-from quartet_plugin.report.words import clean, duration, rate, size, time_of
 from quartet_plugin.schedule.simulate import simulate
 from tests.report.histories import GIB, INTERLEAVED, history, row
 from tests.schedule.orders import one_f_one_b, schedule_of, unit_costs, v_schedule
@@ -93,7 +93,7 @@ def test_memory_is_the_highest_of_each_pipeline_rank() -> None:
                    schedule=replace(flat.plan.schedule, name="no-pipelining"))  # fmt: skip
     assert figures.stage_peaks(replace(flat, plan=wide)) == [3 * GIB]
     assert figures.stage_peaks(replace(flat, ranks=flat.ranks[:1])) == []
-    bars = parsed(figures.memory([("own", "own", row(0, 0.5)), ("best", "won", row(2, 0.4))]))
+    bars = parsed(figures.memory([("own", "baseline", row(0, 0.5)), ("best", "won", row(2, 0.4))]))
     heights = [
         float(e.get("height") or 0) for e in bars.iter(f"{SVG}rect") if e.find(f"{SVG}title") is not None
     ]
