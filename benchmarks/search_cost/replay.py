@@ -23,7 +23,7 @@ from benchmarks.search_cost.walk import key_of
 from quartet_plugin.cost.estimate import relative_cost
 from quartet_plugin.errors import InterruptedByUserError, QuartetError
 from quartet_plugin.launchers.command import parse_command
-from quartet_plugin.model.launched import Launched, Stage
+from quartet_plugin.model.launch import LaunchRecord, Phase
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt, StepComparison, Versions, tolerance_for
 from quartet_plugin.model.schema import dump
@@ -165,13 +165,13 @@ class Silent:
     def message(self, text: str) -> None:
         """See `Observer`."""
 
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
+    def plan_started(self, label: str, plan: Plan | None, *, stage: Phase, time_left_s: float | None) -> None:
         """See `Observer`."""
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """See `Observer`."""
 
-    def plan_finished(self, launch: Launched) -> None:
+    def plan_finished(self, launch: LaunchRecord) -> None:
         """See `Observer`."""
 
 

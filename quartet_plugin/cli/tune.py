@@ -15,8 +15,8 @@ from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.errors import SeamError, UsageError
 
 if TYPE_CHECKING:
+    from quartet_plugin.model.launch import Observer
     from quartet_plugin.model.plan import Plan
-    from quartet_plugin.report.tensorboard import Watcher
     from quartet_plugin.tuner.coordinator import TuneResult
     from quartet_plugin.tuner.run_folder import TuningRun
 
@@ -143,7 +143,7 @@ def tune(
                 run,
                 command=command,
                 launches=LocalLaunches(device_slice=slices[0] if slices else None),
-                observer=watched(shown, run=run),
+                observer=with_tensorboard(shown, run=run),
                 should_stop=should_stop,
                 fence=lease.check,
                 max_minutes=max_minutes,
@@ -183,8 +183,8 @@ def failure_reported(folder: Path) -> Iterator[None]:
         raise
 
 
-def watched(shown: "Watcher", *, run: "TuningRun") -> "Watcher":
-    """Whoever shows the run, and TensorBoard's files where they are asked for."""
+def with_tensorboard(shown: "Observer", *, run: "TuningRun") -> "Observer":
+    """The observer, with one that writes TensorBoard's files before it where they are asked for."""
     from quartet_plugin.report.tensorboard import Scalars
 
     if not run.config.study.tensorboard:

@@ -4,16 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quartet_plugin.model.launched import CROPPED
+from quartet_plugin.model.launch import DEPTH_PROXY, Phase
 from quartet_plugin.model.measurement import Comparison, Objective
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.regret import Regret
 
 PARTS = ("shape", "layout", "split", "schedule", "mapping")
 
-# What is launched: the user's own command at first, plans, the final rounds, and in between the user's own
-# command again and the parity gate's runs.
-Purpose = Literal["baseline", "cropped", "search", "final", "control", "parity"]
 RunState = Literal["running", "finished", "stopped", "lost", "elsewhere"]
 
 
@@ -67,7 +64,7 @@ class TrialRow:
     @property
     def is_measured(self) -> bool:
         """Whether the iteration time may be compared."""
-        is_whole = self.verdict == "measured" and self.outcome != CROPPED
+        is_whole = self.verdict == "measured" and self.outcome != DEPTH_PROXY
         return is_whole and self.iteration_s is not None
 
     @property
@@ -103,7 +100,7 @@ class RunningLaunch:
     """
 
     number: int
-    stage: Purpose
+    stage: Phase
     round_number: int | None
     attempt: int
     phase: str

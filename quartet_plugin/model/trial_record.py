@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from quartet_plugin.model.launched import CROPPED
+from quartet_plugin.model.launch import DEPTH_PROXY
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.score import Score
@@ -21,7 +21,7 @@ class TrialRecord:
     attempts; `repeats` is the number of the trial that measured the same plan before, or that had a plan of
     its kind quarantined. `num_iterations` were measured, `spread` is the relative standard error of their
     median; `predicted_s` an iteration was predicted to take, with `predicted_spread`, one standard deviation
-    of its logarithm. Of a `CROPPED` plan the model with fewer layers alone was measured: its times are
+    of its logarithm. Of a `DEPTH_PROXY` plan the model with fewer layers alone was measured: its times are
     predictions, as uncertain as `spread` says, and it cannot win. `drift` is how fast the machine was then,
     over the baseline's own measurement: `value` is divided by it, times and rates are as they were measured.
     """
@@ -48,7 +48,7 @@ class TrialRecord:
     @property
     def is_depth_proxy(self) -> bool:
         """Whether its whole model was never launched."""
-        return self.outcome == CROPPED
+        return self.outcome == DEPTH_PROXY
 
     def scored(self, found: Score, *, objective: Objective) -> "TrialRecord":
         """The same with what the plan is worth."""

@@ -53,7 +53,7 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A prediction with its terms, in seconds an iteration; `stated_s` is the prediction in the plan's file."""
+    """A prediction and its terms, in seconds an iteration; `stated_s` is what the plan's file predicts."""
 
     title: Sequence[tuple[str, str]]
     iteration_s: float

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from quartet_plugin.model.launched import Launched, Stage
+from quartet_plugin.model.launch import LaunchRecord, Phase
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.formatting import duration
 
@@ -38,7 +38,7 @@ class Running:
 
     label: str
     plan: Plan | None
-    stage: Stage
+    stage: Phase
     began_s: float
     time_left_s: float | None
     phase: str = "launch"
@@ -74,7 +74,7 @@ class PlainLines:
         """One line."""
         self._write(text)
 
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
+    def plan_started(self, label: str, plan: Plan | None, *, stage: Phase, time_left_s: float | None) -> None:
         """One line."""
         self._running = Running(
             label=label, plan=plan, stage=stage, began_s=self._clock(), time_left_s=time_left_s
@@ -89,7 +89,7 @@ class PlainLines:
         self._running = replace(running, phase=phase, iteration=iteration, num_iterations=num_iterations)
         self._write(self._running.sentence(now_s=self._clock()))
 
-    def plan_finished(self, launch: Launched) -> None:
+    def plan_finished(self, launch: LaunchRecord) -> None:
         """One line."""
         self._running = None
         self._write(sentence(launch))
@@ -101,7 +101,7 @@ class LiveTable:
     def __init__(self, console: "Console", *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._rows: list[Launched] = []
+        self._rows: list[LaunchRecord] = []
         self._running: dict[str, Running] = {}
         self._live: Live | None = None
 
@@ -127,7 +127,7 @@ class LiveTable:
 
         self._console.print(Text(text))
 
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
+    def plan_started(self, label: str, plan: Plan | None, *, stage: Phase, time_left_s: float | None) -> None:
         """Show the launch below the table."""
         self._drop(label)
         self._running[label] = Running(
@@ -142,7 +142,7 @@ class LiveTable:
                 self._running[label], phase=phase, iteration=iteration, num_iterations=num_iterations
             )
 
-    def plan_finished(self, launch: Launched) -> None:
+    def plan_finished(self, launch: LaunchRecord) -> None:
         """Put it into the table; a launch that was not measured also says why."""
         self._drop(launch.label)
         self._rows.append(launch)
@@ -183,7 +183,7 @@ class LiveTable:
         for name in [name for name in self._running if name == label or name.startswith(f"{label} ")]:
             del self._running[name]
 
-    def _shown(self) -> list[Launched]:
+    def _shown(self) -> list[LaunchRecord]:
         """The baseline and the latest rows, as many as the screen has room for."""
         num_rows = max(4, min(MAX_ROWS, self._console.height - 3))
         if len(self._rows) <= num_rows:
@@ -191,7 +191,7 @@ class LiveTable:
         return [self._rows[0], *self._rows[-(num_rows - 1) :]]
 
 
-def row_cells(launch: Launched, *, split_width: int) -> dict[str, str]:
+def row_cells(launch: LaunchRecord, *, split_width: int) -> dict[str, str]:
     """The cells of one row by column; a launch that was not measured has its outcome in the last one."""
     ratio = "" if launch.iteration_s is not None else launch.outcome.lower()
     names = ("shape", "layout", "split", "schedule", "mapping")
@@ -205,7 +205,7 @@ def row_cells(launch: Launched, *, split_width: int) -> dict[str, str]:
     }
 
 
-def sentence(launch: Launched) -> str:
+def sentence(launch: LaunchRecord) -> str:
     """The launch in one line."""
     words = "your own command" if launch.plan is None else ", ".join(plan_cells(launch.plan))
     if launch.iteration_s is None:

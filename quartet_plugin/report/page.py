@@ -89,7 +89,7 @@ def _head(history: RunHistory) -> str:
     begun = "" if history.began_at is None else f"begun {stamp(history.began_at)}, "
     return (
         f"<h1>{markup.text(history.name)}</h1>\n"
-        f'<p class="sub">{markup.text(framework)}{markup.text(begun)}{markup.text(counts_words(history))}</p>\n'
+        f'<p class="sub">{markup.text(framework + begun + counts_words(history))}</p>\n'
         f"{_verdict(history)}"
     )
 

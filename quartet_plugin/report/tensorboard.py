@@ -9,10 +9,9 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from quartet_plugin.model.files import write_bytes_atomic
-from quartet_plugin.model.launched import Launched, Stage
+from quartet_plugin.model.launch import LaunchRecord, Observer, Phase
 from quartet_plugin.model.plan import Plan
 
 FILE_NAME = "events.out.tfevents.0000000000.quartet"
@@ -21,27 +20,11 @@ _POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
 _MASK = 0xA282EAD8
 
 
-class Watcher(Protocol):
-    """The interface of an observer of a run."""
-
-    def message(self, text: str) -> None:
-        """One line."""
-
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
-        """A launch begins."""
-
-    def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
-        """The phase and iteration of the latest launch."""
-
-    def plan_finished(self, launch: Launched) -> None:
-        """A launch has ended."""
-
-
 class Scalars:
-    """Passes every event on to another watcher, and writes the measured values into `folder`."""
+    """Passes every event on to another observer, and writes the measured values into `folder`."""
 
-    def __init__(self, watcher: Watcher, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
-        self._watcher = watcher
+    def __init__(self, observer: Observer, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._observer = observer
         self._file = folder / FILE_NAME
         self._clock = clock
         self._best: float | None = None
@@ -51,19 +34,19 @@ class Scalars:
 
     def message(self, text: str) -> None:
         """Pass it on."""
-        self._watcher.message(text)
+        self._observer.message(text)
 
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
+    def plan_started(self, label: str, plan: Plan | None, *, stage: Phase, time_left_s: float | None) -> None:
         """Pass it on."""
-        self._watcher.plan_started(label, plan, stage=stage, time_left_s=time_left_s)
+        self._observer.plan_started(label, plan, stage=stage, time_left_s=time_left_s)
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """Pass it on."""
-        self._watcher.progressed(phase, iteration=iteration, num_iterations=num_iterations)
+        self._observer.progressed(phase, iteration=iteration, num_iterations=num_iterations)
 
-    def plan_finished(self, launch: Launched) -> None:
+    def plan_finished(self, launch: LaunchRecord) -> None:
         """Pass it on and write it down; launches of the final rounds are no trials of their own."""
-        self._watcher.plan_finished(launch)
+        self._observer.plan_finished(launch)
         if not launch.label.isdecimal():
             return
         values = {"trial/is_measured": 0.0 if launch.iteration_s is None else 1.0}
@@ -85,7 +68,7 @@ class Scalars:
                 file.write(content)
         except OSError as error:
             self._is_broken = True
-            self._watcher.message(f"{self._file}: cannot be written: {error.strerror}; the run goes on")
+            self._observer.message(f"{self._file}: cannot be written: {error.strerror}; the run goes on")
 
 
 def event(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
-from quartet_plugin.model.launched import FORBIDDEN
+from quartet_plugin.model.launch import FORBIDDEN
 from quartet_plugin.report.formatting import clean, rate, size
 from quartet_plugin.report.summary import aligned
 from quartet_plugin.report.tables import changes

@@ -18,6 +18,7 @@ from quartet_plugin.errors import InfrastructureError, QuartetError, SeamError, 
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.launch import Observer
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
@@ -37,7 +38,6 @@ from quartet_plugin.tuner.events import EventLog
 from quartet_plugin.tuner.final_rounds import FinalRounds, winner_of
 from quartet_plugin.tuner.finalists import BASELINE, FinalistResult, candidates
 from quartet_plugin.tuner.launches import Launches, ShouldStop, read_judged
-from quartet_plugin.tuner.observer import Observer
 from quartet_plugin.tuner.parity import ParityKeeper
 from quartet_plugin.tuner.proposer import proposer_of
 from quartet_plugin.tuner.regret import FinishedSearch, regret_of

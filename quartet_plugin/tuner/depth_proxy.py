@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from quartet_plugin.calibration.observations import spread_of
 from quartet_plugin.calibration.predictor import DepthProxyTime
 from quartet_plugin.model.frameworks import capabilities
-from quartet_plugin.model.launched import CROPPED
+from quartet_plugin.model.launch import DEPTH_PROXY, Observer
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.score import score_of_median
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
@@ -23,7 +23,6 @@ from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.events import EventLog
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.launches import Launches
-from quartet_plugin.tuner.observer import Observer
 from quartet_plugin.tuner.proposer import Proposer
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.trial_launcher import TrialLauncher
@@ -169,7 +168,7 @@ class DepthProxy:
         assert own is not None
         record = TrialRecord(
             verdict="measured",
-            outcome=CROPPED,
+            outcome=DEPTH_PROXY,
             reason=(
                 f"its cropped model is behind: {forecast.iteration_s:.3g} s +- {forecast.spread:.0%} expected"
             ),

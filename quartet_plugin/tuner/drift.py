@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quartet_plugin.calibration.launch_noise import launch_noise
+from quartet_plugin.model.launch import Observer
 from quartet_plugin.model.score import score
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.tuner.events import EventLog
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.launches import Launches
-from quartet_plugin.tuner.observer import Observer
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.time_budget import TimeBudget
 from quartet_plugin.tuner.trial_launcher import TrialLauncher

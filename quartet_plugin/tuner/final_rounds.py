@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quartet_plugin.errors import InfrastructureError
+from quartet_plugin.model.launch import Observer
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.trial.request import Outcome, TrialResult
@@ -15,7 +16,6 @@ from quartet_plugin.tuner.finalists import (
     order_of_round,
     rank,
 )
-from quartet_plugin.tuner.observer import Observer
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.sequential_search import MAX_LOST_IN_A_ROW
 from quartet_plugin.tuner.time_budget import TimeBudget

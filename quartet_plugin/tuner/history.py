@@ -13,13 +13,13 @@ from typing import Any, Literal, get_args
 from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.model.history import (
     Finalist,
-    Purpose,
     RunHistory,
     RunningLaunch,
     RunState,
     TrialRow,
     WorkerRow,
 )
+from quartet_plugin.model.launch import Phase
 from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
 from quartet_plugin.model.regret import Regret, read_regret
 from quartet_plugin.model.score import score
@@ -311,7 +311,7 @@ class _Reader:
     def _running(self, number: int, launch: AttemptState, *, at: int | None = None) -> RunningLaunch | None:
         if launch.result is not None or launch.began_at is None:
             return None
-        stage: Purpose = "final" if at is not None else "baseline" if number == BASELINE else "search"
+        stage: Phase = "final" if at is not None else "baseline" if number == BASELINE else "search"
         return self._launched(launch, launch.began_at, number=number, stage=stage, at=at)
 
     def _beside(self, purpose: "_Beside") -> RunningLaunch | None:
@@ -324,7 +324,7 @@ class _Reader:
         return self._launched(launch, launch.began_at, number=BASELINE, stage=purpose, at=None)
 
     def _launched(
-        self, launch: AttemptState, began_at: float, *, number: int, stage: Purpose, at: int | None
+        self, launch: AttemptState, began_at: float, *, number: int, stage: Phase, at: int | None
     ) -> RunningLaunch:
         return RunningLaunch(
             number=number,

@@ -8,7 +8,7 @@ from typing import Any
 
 from quartet_plugin.errors import StorageError
 from quartet_plugin.model.history import BaselineCheck, RunState, TrialRow
-from quartet_plugin.model.launched import CROPPED
+from quartet_plugin.model.launch import DEPTH_PROXY
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.score import objective_of, score
@@ -69,7 +69,7 @@ def with_told(row: TrialRow, in_study: StudyRow) -> TrialRow:
         for name in ("value", "iteration_s", "tokens_per_s", "model_flops_per_s_per_device", "drift")
         if isinstance(record.get(name), int | float)
     }
-    if record.get("outcome") == CROPPED:
+    if record.get("outcome") == DEPTH_PROXY:
         # What the study was told is a prediction.
         numbers = {"predicted_iteration_s": numbers["iteration_s"]} if "iteration_s" in numbers else {}
     repeats = record.get("repeats")
@@ -97,8 +97,8 @@ def with_events(rows: list[TrialRow], events: list[dict[str, Any]]) -> list[Tria
     for event in events:
         row, verdict, value = known.get(event.get("trial", -1)), event.get("verdict"), event.get("value")
         number = event.get("trial")
-        if row is None and isinstance(number, int) and event.get("outcome") == CROPPED:
-            row = TrialRow(number=number, outcome=CROPPED)
+        if row is None and isinstance(number, int) and event.get("outcome") == DEPTH_PROXY:
+            row = TrialRow(number=number, outcome=DEPTH_PROXY)
         if event["kind"] == "told" and row is not None and isinstance(verdict, str):
             objective = float(value) if isinstance(value, int | float) else None
             drift = event.get("drift")

@@ -20,6 +20,7 @@ from quartet_plugin.errors import (
     StorageError,
 )
 from quartet_plugin.launchers.command import Command
+from quartet_plugin.model.launch import Observer
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.receipt import Receipt, needs_receipt, read_receipt, receipt_path, write_receipt
 from quartet_plugin.model.training_job import TrainingJob
@@ -31,7 +32,6 @@ from quartet_plugin.trial.parity import ParityUnavailableError
 from quartet_plugin.trial.request import Progress
 from quartet_plugin.tuner.events import EventLog
 from quartet_plugin.tuner.launches import Check, Launches, ShouldStop
-from quartet_plugin.tuner.observer import Observer
 from quartet_plugin.tuner.run_folder import TuningRun
 
 # Runs of the user's command for the first plan (weights, reference, the plan) and for every later one.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from quartet_plugin.errors import InfeasibleError, InfrastructureError, SeamError
-from quartet_plugin.model.launched import FORBIDDEN
+from quartet_plugin.model.launch import FORBIDDEN
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import needs_receipt
 from quartet_plugin.model.trial_record import FinishedTrial

@@ -7,7 +7,7 @@ from pathlib import Path
 from quartet_plugin.calibration.observations import spread_of
 from quartet_plugin.errors import InfrastructureError, InterruptedByUserError
 from quartet_plugin.launchers.command import Command
-from quartet_plugin.model.launched import Launched, Stage
+from quartet_plugin.model.launch import LaunchRecord, Observer, Phase
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.score import Score, score, score_of_median
@@ -16,7 +16,6 @@ from quartet_plugin.study.tune_study import REFUSED_EXCESS
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.tuner.events import EventLog
 from quartet_plugin.tuner.launches import Launches, ShouldStop
-from quartet_plugin.tuner.observer import Observer
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.time_budget import TimeBudget
 
@@ -76,7 +75,7 @@ class TrialLauncher:
         self._timeouts = Timeouts.within(run.config.trial.deadline_s)
 
     def launch(
-        self, plan: Plan | None, *, number: int, folder: Path, label: str, stage: Stage, num_left: int
+        self, plan: Plan | None, *, number: int, folder: Path, label: str, stage: Phase, num_left: int
     ) -> TrialResult:
         """The settled result of one launch; None is the user's own command.
 
@@ -106,7 +105,7 @@ class TrialLauncher:
             raise self._interrupted()
         return result
 
-    def found(self, label: str, plan: Plan | None, result: TrialResult, *, stage: Stage) -> None:
+    def found(self, label: str, plan: Plan | None, result: TrialResult, *, stage: Phase) -> None:
         """A launch was measured by an earlier process."""
         self._budget.add(result.wall_s)
         self._learn(result)
@@ -114,7 +113,7 @@ class TrialLauncher:
             self.show(label, plan, result, stage=stage)
 
     def began(
-        self, number: int, label: str, plan: Plan | None, *, folder: Path, stage: Stage, num_left: int
+        self, number: int, label: str, plan: Plan | None, *, folder: Path, stage: Phase, num_left: int
     ) -> None:
         """A launch is about to begin. Raises InterruptedByUserError when asked to stop."""
         self.check_stop()
@@ -123,7 +122,7 @@ class TrialLauncher:
         self._observer.plan_started(label, plan, stage=stage, time_left_s=left_s)
         self._events.add("launch", trial=number, stage=stage, folder=folder.name)
 
-    def ended(self, number: int, label: str, plan: Plan | None, result: TrialResult, *, stage: Stage) -> None:
+    def ended(self, number: int, label: str, plan: Plan | None, result: TrialResult, *, stage: Phase) -> None:
         """A launch has ended."""
         self._budget.add(result.wall_s)
         self._learn(result)
@@ -158,7 +157,7 @@ class TrialLauncher:
             "stopped; everything measured is kept: the same command with --resume goes on"
         )
 
-    def request(self, plan: Plan | None, *, folder: Path, stage: Stage) -> TrialRequest:
+    def request(self, plan: Plan | None, *, folder: Path, stage: Phase) -> TrialRequest:
         """What is launched for a plan; None is the user's own command."""
         config = self._run.config
         predicted_s = None if self.yardstick is None else self.yardstick.score.iteration_s
@@ -193,7 +192,7 @@ class TrialLauncher:
             num_iterations=progress.num_iterations,
         )
 
-    def show(self, label: str, plan: Plan | None, result: TrialResult, *, stage: Stage) -> None:
+    def show(self, label: str, plan: Plan | None, result: TrialResult, *, stage: Phase) -> None:
         """Tell the observer; what a time is worth is known once there is a yardstick.
 
         In the final rounds a launch is compared with the baseline of its own round alone, and at their end;
@@ -206,7 +205,7 @@ class TrialLauncher:
         if result.is_measured and shown is not None:
             scored = score(shown, iteration_s=result.iteration_s)
         self._observer.plan_finished(
-            Launched(
+            LaunchRecord(
                 label=label,
                 plan=plan,
                 outcome=result.outcome.value,
@@ -225,7 +224,7 @@ class TrialLauncher:
         """Tell the observer of a trial that an earlier process told the study."""
         record, own = trial.record, self.yardstick
         self._observer.plan_finished(
-            Launched(
+            LaunchRecord(
                 label=str(trial.number),
                 plan=trial.plan,
                 outcome=record.outcome,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from quartet_plugin.model.launched import Launched
+from quartet_plugin.model.launch import LaunchRecord
 from quartet_plugin.report.live import LiveTable, PlainLines, reporter
 from tests.model.plans import PLAN
 
@@ -16,7 +16,7 @@ def play(shown: PlainLines | LiveTable) -> None:
     shown.message("hello [bold]world")
     shown.plan_started("0", None, stage="baseline", time_left_s=None)
     shown.progressed("init", iteration=0, num_iterations=13)
-    own = Launched(
+    own = LaunchRecord(
         label="0", plan=None, outcome="OK", iteration_s=0.5, tokens_per_s=1000.0, versus_baseline=1.0
     )
     shown.plan_finished(own)
@@ -27,7 +27,9 @@ def play(shown: PlainLines | LiveTable) -> None:
         replace(own, label="1", plan=PLAN, iteration_s=0.4, tokens_per_s=1250.0, versus_baseline=1.25)
     )
     shown.plan_started("2", PLAN, stage="final", time_left_s=30.0)
-    shown.plan_finished(Launched(label="2", plan=PLAN, outcome="INFEASIBLE", reason="out of memory [red]"))
+    shown.plan_finished(
+        LaunchRecord(label="2", plan=PLAN, outcome="INFEASIBLE", reason="out of memory [red]")
+    )
 
 
 def test_plain_lines_are_one_an_event() -> None:
@@ -69,7 +71,7 @@ def test_a_pipe_gets_lines() -> None:
 def test_the_table_fits_the_screen_and_cuts_no_number(width: int, height: int) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
     shown = LiveTable(console)
-    own = Launched(
+    own = LaunchRecord(
         label="0", plan=None, outcome="OK", iteration_s=1.234, tokens_per_s=1e6, versus_baseline=1.0
     )
     shown.plan_finished(own)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.launched import CROPPED
+from quartet_plugin.model.launch import DEPTH_PROXY
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.space.baseline import baseline_plan
 from quartet_plugin.study.view import read_study
@@ -81,7 +81,7 @@ def crop_launches(machine: FakeMachine) -> int:
 
 
 def ended_cropped(result: TuneResult) -> list[int]:
-    return [trial.number for trial in result.trials if trial.record.outcome == CROPPED]
+    return [trial.number for trial in result.trials if trial.record.outcome == DEPTH_PROXY]
 
 
 def test_plans_that_are_behind_end_at_their_cropped_model(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_plans_that_are_behind_end_at_their_cropped_model(tmp_path: Path) -> Non
     assert read_history(run.folder.path, study=record).num_spent == 12, "they are trials of the study"
     for view in (record, None):
         history = read_history(run.folder.path, study=view)
-        rows = [row for row in history.trials if row.outcome == CROPPED]
+        rows = [row for row in history.trials if row.outcome == DEPTH_PROXY]
         assert [row.number for row in rows] == behind
         assert not any(row.is_measured or row.iteration_s for row in rows), "only predicted"
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, StorageError
+from quartet_plugin.model.launch import Observer
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
 from quartet_plugin.trial.request import TrialResult
-from quartet_plugin.tuner.observer import Observer
 from quartet_plugin.tuner.sequential_search import SequentialSearch, all_unfinished, check_rows, num_spent
 from quartet_plugin.tuner.workers.dispatcher import Dispatcher, EndedTrial
 from quartet_plugin.tuner.workers.worker_pool import WorkerPool
