@@ -26,20 +26,20 @@ EMBEDDING_SPREAD = 0.5
 
 def merged_parts(ranks: Sequence[RankProfile]) -> dict[str, PartTimes]:
     """Every part by name, the median over the ranks that hold it (tensor and data parallel ones)."""
-    found: dict[str, list[PartTimes]] = {}
+    parts: dict[str, list[PartTimes]] = {}
     for rank in ranks:
         for part in rank.parts:
             if part.name != "other":
-                found.setdefault(part.name, []).append(part)
-    return {name: _merged(parts) for name, parts in found.items()}
+                parts.setdefault(part.name, []).append(part)
+    return {name: _merged(same) for name, same in parts.items()}
 
 
 def typical_parts(ranks: Sequence[RankProfile]) -> dict[str, PartTimes]:
     """Embedding, layer and head, as far as some rank holds them; a layer is the median of all layers."""
     parts = merged_parts(ranks)
     layers = [part for name, part in parts.items() if name.startswith(_PREFIX)]
-    found = {name: part for name, part in parts.items() if not name.startswith(_PREFIX)}
-    return {**found, "layer": _merged(layers)} if layers else found
+    ends = {name: part for name, part in parts.items() if not name.startswith(_PREFIX)}
+    return {**ends, "layer": _merged(layers)} if layers else ends
 
 
 def _merged(parts: Sequence[PartTimes]) -> PartTimes:
@@ -66,9 +66,9 @@ def observations_of(
     `is_alone`: the one rank that was profiled was run without the others, communication left out.
     """
     found = []
-    for name, one in typical_parts(ranks).items():
+    for name, part in typical_parts(ranks).items():
         kind = Quantity(name)
-        for direction, seconds in _directed(one, is_embedding=kind is Quantity.EMBEDDING):
+        for direction, seconds in _directed(part, is_embedding=kind is Quantity.EMBEDDING):
             if seconds:
                 found.append(
                     Observation(
@@ -103,12 +103,12 @@ def _step_observations(run: TrainingRun, ranks: Sequence[RankProfile]) -> list[O
     """The optimizer's step of each pipeline rank, and what a step takes beside all that has a name."""
     found = []
     for device in range(run.layout.pipeline_parallel):
-        own = [rank.steps for rank in ranks if rank.pipeline_rank == device]
+        steps_of_ranks = [rank.steps for rank in ranks if rank.pipeline_rank == device]
         for quantity, get, spread in (
             (Quantity.OPTIMIZER, _optimizer_of, PART_SPREAD),
             (Quantity.OVERHEAD, _overhead_of, STEP_SPREAD),
         ):
-            seconds = [value for steps in own if (value := get(steps)) is not None and value > 0]
+            seconds = [value for steps in steps_of_ranks if (value := get(steps)) is not None and value > 0]
             if seconds:
                 middle = statistics.median(seconds)
                 found.append(

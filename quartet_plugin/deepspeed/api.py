@@ -19,7 +19,7 @@ from quartet_plugin.deepspeed.place import place_of
 from quartet_plugin.deepspeed.planning import Planned, decide
 from quartet_plugin.deepspeed.settings import AUTO, SECTION, Settings, as_config, parse_settings
 from quartet_plugin.errors import ConfigError, PlanError, QuartetError
-from quartet_plugin.rank.session import leave_error
+from quartet_plugin.rank.session import write_command_failure
 
 _ARGUMENTS = ("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler")
 # Arguments of PipelineModule's constructor that the module keeps under the same name.
@@ -38,7 +38,7 @@ def initialize(*positional: Any, **call: Any) -> Any:
     try:
         return initialize_planned(deepspeed.initialize, named_arguments(positional, call))
     except QuartetError as error:
-        leave_error(error, rank_env=place_of())
+        write_command_failure(error, rank_env=place_of())
         raise
 
 

@@ -28,8 +28,7 @@ from quartet_plugin.deepspeed.settings import (
 )
 from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.model.accelerator import shows_accelerator
-from quartet_plugin.rank.entry_options import EntryOptions, read_command
-from quartet_plugin.rank.program import run_program
+from quartet_plugin.rank.entry_options import EntryOptions, read_command, run_program
 from quartet_plugin.rank.session import Session
 
 USAGE = "python -m quartet_plugin.deepspeed [-m MODULE | SCRIPT] ARGS... [--quartet-plan FILE]"
@@ -75,7 +74,7 @@ def run(session: DeepSpeedSession) -> None:
         run_program(session.command, list(session.command.arguments))
 
     # A refusal leaves the interpreter aside: communicator threads may wait there for peers that refused too.
-    session.run(work, end_well=session.end_of_script, refuse=_exit_now)
+    session.run(work, on_end=session.end_trial, on_refusal=_exit_now)
 
 
 def prepare(session: DeepSpeedSession) -> None:

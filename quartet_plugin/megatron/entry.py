@@ -22,9 +22,8 @@ from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
 from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.protocol.environment import CONVERSION_FILE, PROFILE
-from quartet_plugin.rank.entry_options import USAGE, EntryOptions, add_group, read_command
+from quartet_plugin.rank.entry_options import USAGE, EntryOptions, add_group, read_command, run_program
 from quartet_plugin.rank.failure import show_script_error
-from quartet_plugin.rank.program import run_program
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous, agree_on_plan
 from quartet_plugin.rank.session import Session
 
@@ -69,7 +68,7 @@ def run(session: MegatronSession) -> None:
             session.files.move("init", 0)
         run_program(session.command, arguments)
 
-    session.run(work, end_well=lambda: _end_well(session), refuse=_refuse)
+    session.run(work, on_end=lambda: _end_well(session), on_refusal=_refuse)
 
 
 def _refuse(exit_code: int) -> NoReturn:
@@ -287,6 +286,6 @@ def _with_cpu_flags(words: list[str]) -> list[str]:
 
 def _end_well(session: MegatronSession) -> None:
     """The script ended without an error; on the CPU device the process ends here too."""
-    session.end_of_script()
+    session.end_trial()
     if cpu_device.is_installed():
         cpu_device.exit_now()

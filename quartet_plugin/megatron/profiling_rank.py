@@ -27,8 +27,8 @@ class SimulatedRank:
         """
         if "/" not in text:
             return None
-        found = re.fullmatch(r"([0-9]{1,5})/([0-9]{1,5})", text, re.ASCII)
-        rank, world = (int(found[1]), int(found[2])) if found else (0, 0)
+        match = re.fullmatch(r"([0-9]{1,5})/([0-9]{1,5})", text, re.ASCII)
+        rank, world = (int(match[1]), int(match[2])) if match else (0, 0)
         if not rank < world <= MAX_WORLD_SIZE:
             raise UsageError(f"{PROFILE}: {text[:40]!r}; must be RANK/WORLD_SIZE, RANK below WORLD_SIZE")
         return cls(rank=rank, world_size=world)

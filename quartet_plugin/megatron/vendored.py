@@ -32,5 +32,5 @@ def start() -> None:
             print(f"quartet: {error}", file=sys.stderr)
         else:
             session.record(error)
-            session.tell(error)
+            session.print_refusal(error)
         raise SystemExit(int(error.exit_code)) from None

@@ -1,4 +1,4 @@
-"""What an exception of a rank means to whoever runs the trial."""
+"""An exception of a rank as a failure: its kind, its exit code and its words, for the tuner and the user."""
 
 import errno
 import linecache
@@ -52,7 +52,7 @@ def describe_failure(error: BaseException, *, num_steps: int, peak_bytes: int) -
 
 
 def kind_of(error: BaseException, *, num_steps: int) -> ErrorKind:
-    """What went wrong, from the exception and where it was raised; never from anybody's output."""
+    """The kind of failure, from the exception and where it was raised; never from a process's output."""
     if isinstance(error, SeamError):
         return "seam"
     if isinstance(error, InfrastructureError):
@@ -85,7 +85,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def message_of(error: BaseException) -> str:
-    """What the exception says; for argparse, which only exits, the sentence that it printed."""
+    """The exception's words; for argparse, which only exits, the sentence that it printed."""
     if isinstance(error, SystemExit):
         for entry in _innermost(error.__traceback__):
             frame = entry.tb_frame
@@ -96,28 +96,28 @@ def message_of(error: BaseException) -> str:
 
 
 def wanted_bytes_of(text: str) -> int:
-    """The size of the allocation that failed, as the allocator wrote it; 0 if it did not."""
+    """The size in bytes of the allocation that failed, as the allocator wrote it; 0 where it wrote none."""
     match = _WANTED.search(text)
     return round(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 def show_script_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A sys.excepthook: shows an error of the script as python alone does, without the frames that ran it."""
+    """A sys.excepthook that shows an error of the script as python does, without the frames that ran it."""
     part = _script_part(trace)
     sys.__excepthook__(kind, error.with_traceback(part), part)
 
 
 def _script_part(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the script's own first frame on; all of it where no script was run."""
-    found = trace
-    while found is not None and found.tb_frame.f_code.co_name != "run_program":
-        found = found.tb_next
-    if found is None:
+    entry = trace
+    while entry is not None and entry.tb_frame.f_code.co_name != "run_program":
+        entry = entry.tb_next
+    if entry is None:
         return trace
-    found = found.tb_next
-    while found is not None and found.tb_frame.f_globals.get("__name__") == "runpy":
-        found = found.tb_next
-    return found
+    entry = entry.tb_next
+    while entry is not None and entry.tb_frame.f_globals.get("__name__") == "runpy":
+        entry = entry.tb_next
+    return entry
 
 
 def _is_verdict(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Who this process is, and how all ranks tell each other something before the process group exists."""
+"""The environment of a rank, and an all-gather of words among ranks before the process group exists."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ EXCHANGE_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnv:
-    """A process as its launcher started it; `group_rank` tells apart two launchers on one host."""
+    """A process's ranks as its launcher numbered them; `group_rank` tells apart two launchers on one host."""
 
     launch_rank: int
     world_size: int
@@ -27,7 +27,7 @@ class RankEnv:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "RankEnv":
-        """What torchrun's variables say; one process alone where there are none."""
+        """The ranks in torchrun's variables; those of a single process where there are none."""
 
         def number(name: str) -> int | None:
             text = environment.get(name, "")
@@ -44,11 +44,11 @@ class RankEnv:
 
 
 class AgreedRefusalError(PlanError):
-    """A refusal that every rank has come to; launch rank 0 alone tells it."""
+    """A refusal that every rank has come to; launch rank 0 alone prints it."""
 
 
 class Rendezvous:
-    """All ranks of a start, before and beside Megatron's own process group."""
+    """All-gathers words among the ranks of a launch, before and beside the framework's process group."""
 
     def __init__(self, rank_env: RankEnv, store: Any) -> None:
         self._rank_env = rank_env
@@ -56,7 +56,7 @@ class Rendezvous:
 
     @classmethod
     def open(cls, rank_env: RankEnv) -> "Rendezvous":
-        """Meet over the store that torchrun's agent keeps.
+        """A rendezvous over the store that torchrun's agent keeps.
 
         Raises PlanError for several processes that were started without one, InfrastructureError when it
         cannot be reached.
@@ -84,7 +84,7 @@ class Rendezvous:
         return cls(rank_env, dist.PrefixStore(f"quartet/{attempt}", store))
 
     def all_gather(self, name: str, value: str) -> list[str]:
-        """Every rank's value, in launch order; returns when all have given theirs.
+        """Every rank's value, in launch order; returns when all ranks have written theirs.
 
         Raises InfrastructureError, naming the ranks that did not come in time.
         """
@@ -98,7 +98,8 @@ class Rendezvous:
         except RuntimeError as error:
             absent = [rank for rank, key in enumerate(keys) if not self._is_there(key)]
             raise InfrastructureError(
-                f"no word about {name} from {named(absent)} within {EXCHANGE_TIMEOUT_S:g} s: {_line(error)}"
+                f"no word about {name} from {listed_ranks(absent)} within {EXCHANGE_TIMEOUT_S:g} s: "
+                f"{_line(error)}"
             ) from error
 
     def agree_or_raise(self, name: str, refusal: QuartetError | None) -> None:
@@ -112,8 +113,8 @@ class Rendezvous:
         if len(set(verdicts)) == 1:
             raise AgreedRefusalError(verdicts[0]) from refusal
         by_verdict = _ranks_by_word(verdicts)
-        told = "; ".join(f"{named(ranks)}: {text}" for text, ranks in by_verdict.items() if text)
-        raise AgreedRefusalError(f"only on {told}") from refusal
+        refusals = "; ".join(f"{listed_ranks(ranks)}: {text}" for text, ranks in by_verdict.items() if text)
+        raise AgreedRefusalError(f"only on {refusals}") from refusal
 
     def _is_there(self, key: str) -> bool:
         try:
@@ -123,10 +124,10 @@ class Rendezvous:
 
 
 def _ranks_by_word(words: Sequence[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, word in enumerate(words):
-        found.setdefault(word, []).append(rank)
-    return found
+        ranks.setdefault(word, []).append(rank)
+    return ranks
 
 
 def agree_on_plan(path: Path, *, rendezvous: Rendezvous) -> Plan:
@@ -147,12 +148,12 @@ def agree_on_plan(path: Path, *, rendezvous: Rendezvous) -> Plan:
         return plan
     usual = max(by_word, key=lambda word: (len(by_word[word]), -by_word[word][0]))
     odd = "; ".join(
-        f"{named(ranks)} {'has' if len(ranks) == 1 else 'have'} {_short(word)}"
+        f"{listed_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {_short(word)}"
         for word, ranks in by_word.items()
         if word != usual
     )
     raise AgreedRefusalError(
-        f"{path}: the ranks have different plans: {named(by_word[usual])} {_short(usual)}, but {odd}; "
+        f"{path}: the ranks have different plans: {listed_ranks(by_word[usual])} {_short(usual)}, but {odd}; "
         "give every node the same file"
     )
 
@@ -162,7 +163,7 @@ def _short(word: str) -> str:
     return word[:19] if word.startswith("digest ") else word
 
 
-def named(ranks: Sequence[int], *, limit: int = 8) -> str:
+def listed_ranks(ranks: Sequence[int], *, limit: int = 8) -> str:
     """`rank 3` or `ranks 0, 2, 5`, shortened where they are many."""
     if not ranks:
         return "no rank"

@@ -1,4 +1,4 @@
-"""One process of one start: what it was asked to run, its trial's files, and how its end is told."""
+"""One process from its command line to its end: its trial's files, its step meter, its failure."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ _GRACE_S = 1.0
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """A process from its command line to its end; `files` and `meter` are there in a trial only."""
+    """A process from its command line to its end; only a trial's has `files` and a `meter`."""
 
     command: EntryCommand
     rank_env: RankEnv
@@ -31,7 +31,7 @@ class Session:
 
     @property
     def options(self) -> EntryOptions:
-        """Our own flags."""
+        """The values of the plugin's flags."""
         return self.command.options
 
     @property
@@ -40,7 +40,7 @@ class Session:
         return 0 if self.meter is None else int(self.meter.num_steps)
 
     def open_trial(self) -> None:
-        """Where a trial is asked for, read its order and begin its heartbeat. Raises ConfigError."""
+        """Read the trial's specification, if one is asked for, and start the heartbeat. Raises ConfigError."""
         if self.options.trial is None:
             return
         from quartet_plugin.rank.files import RankFileWriter, read_trial_spec
@@ -49,23 +49,23 @@ class Session:
         self.files.start()
 
     def run(
-        self, work: Callable[[], None], *, end_well: Callable[[], None], refuse: Callable[[int], NoReturn]
+        self, work: Callable[[], None], *, on_end: Callable[[], None], on_refusal: Callable[[int], NoReturn]
     ) -> None:
-        """Do `work`, the preparing and the script, and leave a record of how it ended.
+        """Do `work`, the preparation and the script, and record the failure that ends it.
 
-        `end_well` follows a script that ended by itself without an error; `refuse` ends the process with the
-        exit code of a refusal of ours, which was told.
+        `on_end` follows a script that ended by itself without an error; `on_refusal` ends the process with
+        the exit code of a QuartetError, after its line was printed.
         """
         try:
             work()
-            end_well()
+            on_end()
         except QuartetError as error:
             self.record(error)
-            self.tell(error)
-            refuse(int(error.exit_code))
+            self.print_refusal(error)
+            on_refusal(int(error.exit_code))
         except SystemExit as error:
             if error.code in (None, 0):
-                end_well()
+                on_end()
             else:
                 self.record(error)
             raise
@@ -73,8 +73,8 @@ class Session:
             self.record(error)
             raise
 
-    def tell(self, error: QuartetError) -> None:
-        """One line for the user: from launch rank 0 at once, from others if that has not ended the start."""
+    def print_refusal(self, error: QuartetError) -> None:
+        """Print one line: from launch rank 0 at once, from others if that has not ended the launch."""
         rank = self.rank_env.launch_rank
         if rank != 0:
             # torchrun ends the others once the first one has gone: most refusals are the same.
@@ -84,8 +84,8 @@ class Session:
         where = f"rank {rank}: " if rank else ""
         print(f"quartet: {where}{error}", file=sys.stderr, flush=True)
 
-    def end_of_script(self) -> None:
-        """The script ended by itself; in a trial, before all its iterations were seen."""
+    def end_trial(self) -> None:
+        """Write what a trial measured whose script ended by itself before all iterations were done."""
         if self.files is None:
             return
         if self.num_steps:
@@ -96,9 +96,9 @@ class Session:
             self.record(RuntimeError("the script ended before its first training step"))
 
     def record(self, error: BaseException) -> None:
-        """Write rank-K.err.json; the error itself matters more than a record that cannot be written."""
+        """Write rank-K.err.json, or print why it cannot be written; the error itself matters more."""
         if self.files is None:
-            leave_error(error, rank_env=self.rank_env, num_steps=self.num_steps)
+            write_command_failure(error, rank_env=self.rank_env, num_steps=self.num_steps)
             return
         try:
             self.files.write_failure(
@@ -109,7 +109,7 @@ class Session:
             print(f"quartet: the failure could not be recorded: {unwritten}", file=sys.stderr, flush=True)
 
 
-def leave_error(error: BaseException, *, rank_env: RankEnv, num_steps: int = 0) -> None:
+def write_command_failure(error: BaseException, *, rank_env: RankEnv, num_steps: int = 0) -> None:
     """Outside of a trial: write rank-K.err.json into the folder that the environment names, if any."""
     folder = os.environ.get(ERRORS_FOLDER)
     if not folder:

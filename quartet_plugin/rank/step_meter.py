@@ -1,4 +1,4 @@
-"""Measures a training step from outside and ends a trial when it has seen enough.
+"""Measures training steps from outside and ends a trial after its last iteration.
 
 Nothing is added to an iteration that waits for the device: losses stay tensors until the file is written.
 """
@@ -44,7 +44,7 @@ class StepMeter(ABC):
 
     @property
     def num_steps(self) -> int:
-        """Training steps that have been done."""
+        """Training steps done so far."""
         return len(self._steps)
 
     def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,7 +62,7 @@ class StepMeter(ABC):
         return measured_train_step
 
     def write(self) -> None:
-        """Write what was measured so far, in numbers."""
+        """Write the iterations measured so far."""
         iterations = [
             Iteration(
                 iteration=index,
@@ -101,9 +101,9 @@ class StepMeter(ABC):
         self._agree_on_stop(done)
 
     def _agree_on_stop(self, done: int) -> None:
-        """Let all ranks stop after the same step once somebody has put a STOP file there.
+        """Let all ranks stop after the same step once the tuner has put a STOP file into the folder.
 
-        RANK 0 sees the file after step i and tells step i + 2 through the store. The reductions inside a
+        RANK 0 sees the file after step i and announces step i + 2 through the store. The reductions inside a
         step keep every rank from ending step i + 2 before RANK 0 has ended step i + 1, so all have read it.
         """
         store = _default_store()
@@ -125,7 +125,7 @@ class StepMeter(ABC):
         self.write()
         self._files.move("done", len(self._steps))
         self._files.close()
-        leave()
+        exit_now()
 
     @abstractmethod
     def _result_of(self, results: Any) -> StepResult:
@@ -136,7 +136,7 @@ class StepMeter(ABC):
         """The job that the framework made of the command; asked for on RANK 0 alone."""
 
 
-def leave() -> NoReturn:
+def exit_now() -> NoReturn:
     """End this process at once with code 0, its own children first.
 
     Everything that counts is on the disk. The interpreter's own way out joins data loaders and communicator

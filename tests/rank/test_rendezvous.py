@@ -11,7 +11,13 @@ import pytest
 from quartet_plugin.errors import InfrastructureError, PlanError
 from quartet_plugin.model.plan import write_plan
 from quartet_plugin.rank import rendezvous as ranks
-from quartet_plugin.rank.rendezvous import AgreedRefusalError, RankEnv, Rendezvous, agree_on_plan, named
+from quartet_plugin.rank.rendezvous import (
+    AgreedRefusalError,
+    RankEnv,
+    Rendezvous,
+    agree_on_plan,
+    listed_ranks,
+)
 from tests.megatron.entry_launch import make_plan
 
 
@@ -100,5 +106,5 @@ def test_absent_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lists_of_ranks_stay_short() -> None:
-    assert named([3]) == "rank 3"
-    assert named(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+    assert listed_ranks([3]) == "rank 3"
+    assert listed_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"

@@ -19,7 +19,7 @@ WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 
 Fence = Annotated[str, Matches(pattern=r"[0-9a-f]{16}")]
 Generation = Annotated[int, Bounds(ge=1, le=2**31)]
-WorkerName = Annotated[str, Matches(pattern=rf"{WORKER_NAME.pattern}")]
+WorkerName = Annotated[str, Matches(pattern=WORKER_NAME.pattern)]
 
 
 @record
@@ -159,4 +159,4 @@ def read_task(text: bytes) -> Task:
 def worker_name(host: str, *rest: str | int) -> str:
     """A worker's name, fit for a file."""
     plain = re.sub(r"[^A-Za-z0-9_.-]", "-", host).strip("-._") or "host"
-    return "-".join([plain[:100], *(str(one) for one in rest)])
+    return "-".join([plain[:100], *map(str, rest)])
