@@ -40,7 +40,7 @@ class Session:
         return 0 if self.meter is None else int(self.meter.num_steps)
 
     def open_trial(self) -> None:
-        """Read the trial's specification, if one is asked for, and start the heartbeat. Raises ConfigError."""
+        """Read the trial's specification, if there is one, and start the heartbeat. Raises ConfigError."""
         if self.options.trial is None:
             return
         from quartet_plugin.rank.files import RankFileWriter, read_trial_spec
