@@ -116,7 +116,8 @@ class RankFileWriter:
             job=job,
             cores=None if cores is None else tuple(cores),
         )
-        self.write(report)
+        # A record leaves `cores` out where there are none; the file says null.
+        write_json_atomic(self._path_of(report), {**dump(report), "cores": report.cores})
 
     def write_failure(self, failure: Failure) -> None:
         """Write rank-K.err.json: how the rank failed."""
@@ -181,11 +182,13 @@ class RankFileWriter:
         self.write(record)
 
     def write(
-        self, record: Heartbeat | RankReport | RankFailure | RankGradients | ActionTimes | RankProfile
+        self, record: Heartbeat | RankFailure | RankGradients | ActionTimes | RankProfile
     ) -> None:
         """Write a record where the tuner looks for it, whole or not at all."""
-        path = rank_file(type(record), folder=self.spec.folder, launch_rank=self.rank_env.launch_rank)
-        write_json_atomic(path, dump(record))
+        write_json_atomic(self._path_of(record), dump(record))
+
+    def _path_of(self, record: object) -> Path:
+        return rank_file(type(record), folder=self.spec.folder, launch_rank=self.rank_env.launch_rank)
 
     def _progress(self) -> tuple[RankPhase, int, float]:
         return self.phase, self.iteration, self._moved_at
