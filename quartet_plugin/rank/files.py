@@ -181,9 +181,7 @@ class RankFileWriter:
         )
         self.write(record)
 
-    def write(
-        self, record: Heartbeat | RankFailure | RankGradients | ActionTimes | RankProfile
-    ) -> None:
+    def write(self, record: Heartbeat | RankFailure | RankGradients | ActionTimes | RankProfile) -> None:
         """Write a record where the tuner looks for it, whole or not at all."""
         write_json_atomic(self._path_of(record), dump(record))
 

@@ -116,6 +116,7 @@ def test_a_training_process_reads_a_plan_without_pydantic() -> None:
         "import importlib, pkgutil, sys\n"
         "from pathlib import Path\n"
         "import quartet_plugin.rank as rank, quartet_plugin.megatron.entry, quartet_plugin.megatron.apply\n"
+        "import quartet_plugin.schedule.choice\n"
         "for module in pkgutil.iter_modules(rank.__path__, 'quartet_plugin.rank.'):\n"
         "    importlib.import_module(module.name)\n"
         "from quartet_plugin.model.plan import read_plan\n"
