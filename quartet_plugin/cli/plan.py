@@ -8,8 +8,8 @@ import typer
 from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, command, constants_of, devices_of
 
 if TYPE_CHECKING:
+    from quartet_plugin.planner.layout_table import Refusal
     from quartet_plugin.planner.ranking import Ranked, Ranking
-    from quartet_plugin.planner.refusals import Refusal
 
 MAX_REFUSALS = 12
 

@@ -160,23 +160,16 @@ def _check_fit(
             raise PlanError(f"layout.{name}: {getattr(layout, name)}; DeepSpeed pipelines here take 1")
     shape = dump(shape_of(specs, seq_length=made_for.shape.seq_length))
     sizes = batch_sizes(config, data_parallel=max(1, world_size // max(1, script_stages)))
-    stated = {
-        "framework": (made_for.framework, frameworks.DEEPSPEED.framework),
-        "framework_version": (made_for.framework_version, seams.DEEPSPEED.installed_version()),
-        "world_size": (made_for.world_size, world_size),
-        "global_batch_size": (made_for.global_batch_size, sizes.global_batch_size),
-        "zero_optimization.stage": (int(made_for.baseline.layout.distributed_optimizer), zero_stage(config)),
-        **{
-            name: (value, shape[name])
-            for name, value in dump(made_for.shape).items()
-            if name not in _NOT_COMPARED
-        },
-    }
-    different = [f"{name} {here} (plan: {there})" for name, (there, here) in stated.items() if there != here]
-    if different:
-        raise PlanError(
-            f"the plan was made for another job: {', '.join(different)}; make one with `quartet tune`"
-        )
+    made_for.check_same_job(
+        {
+            "framework": frameworks.DEEPSPEED.framework,
+            "framework_version": seams.DEEPSPEED.installed_version(),
+            "world_size": world_size,
+            "global_batch_size": sizes.global_batch_size,
+            "zero_optimization.stage": zero_stage(config),
+            **{name: value for name, value in shape.items() if name not in _NOT_COMPARED},
+        }
+    )
 
 
 def _check_clipping(plan: Plan, choice: Choice, *, layers: LayerList, config: Mapping[str, Any]) -> None:

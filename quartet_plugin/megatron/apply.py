@@ -113,18 +113,15 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
     batch = user.global_batch_size or user.micro_batch_size * layout.data_parallel
     # The tokenizer decides the vocabulary, so it is compared when Megatron has built that.
     shape = dump(shape_of(user, vocab_size=made_for.shape.vocab_size))
-    stated = {
-        "framework": (made_for.framework, FRAMEWORK),
-        "framework_version": (made_for.framework_version, version),
-        "world_size": (made_for.world_size, world_size),
-        "global_batch_size": (made_for.global_batch_size, batch),
-        **{name: (value, shape[name]) for name, value in dump(made_for.shape).items()},
-    }
-    different = [f"{name} {here} (plan: {there})" for name, (there, here) in stated.items() if there != here]
-    if different:
-        raise PlanError(
-            f"the plan was made for another job: {', '.join(different)}; make one with `quartet tune`"
-        )
+    made_for.check_same_job(
+        {
+            "framework": FRAMEWORK,
+            "framework_version": version,
+            "world_size": world_size,
+            "global_batch_size": batch,
+            **shape,
+        }
+    )
     for name in _FIXED_SHAPE:
         if getattr(plan.shape, name) != getattr(made_for.shape, name):
             raise PlanError(

@@ -4,9 +4,10 @@ A plan file is shared between people, so it is not trusted: strict schema, size 
 over its canonical JSON, no code, no paths to code and no free command-line words.
 """
 
+from collections.abc import Mapping as Values
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.model.canonical import digest
@@ -110,6 +111,22 @@ class MadeFor:
     world_size: int
     nodes: tuple[NodeInfo, ...]
     batching_features: tuple[str, ...] | None = field(default=None, metadata=ADDED)
+
+    def differences(self, here: Values[str, Any]) -> dict[str, Any]:
+        """The values of this plan that differ from those of `here`, by name.
+
+        Names are fields of this class, of its shape, or the ds_config's `zero_optimization.stage`.
+        """
+        zero = int(self.baseline.layout.distributed_optimizer)
+        planned = {**dump(self), **dump(self.shape), "zero_optimization.stage": zero}
+        return {name: planned[name] for name, value in here.items() if value != planned[name]}
+
+    def check_same_job(self, here: Values[str, Any]) -> None:
+        """Raises PlanError naming every value of `here` that differs from the plan's."""
+        different = self.differences(here)
+        if different:
+            words = ", ".join(f"{name} {here[name]} (plan: {planned})" for name, planned in different.items())
+            raise PlanError(f"the plan was made for another job: {words}; make one with `quartet tune`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

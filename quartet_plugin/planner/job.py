@@ -10,21 +10,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from quartet_plugin.cost.cluster import ResolvedCluster, look_up, uniform_cluster_of
-from quartet_plugin.cost.constants import fitted
+from quartet_plugin.cost.cluster import (
+    ResolvedCluster,
+    look_up,
+    topology_of,
+    uniform_cluster_of,
+    uniform_topology_of,
+)
+from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec, device_named
-from quartet_plugin.cost.jobs import uniform_cluster_of_device
-from quartet_plugin.cost.run import Experts, HalfPrecision, Software, UniformCluster
+from quartet_plugin.cost.jobs import run_of, uniform_cluster_of_device
+from quartet_plugin.cost.run import Experts, HalfPrecision, Software, TrainingRun, UniformCluster
 from quartet_plugin.cost.software import ON_CPU
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.cluster import parse_cluster, read_cluster
 from quartet_plugin.model.files import shown
-from quartet_plugin.model.layout import Recompute
+from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.plan import MAX_RANKS
 from quartet_plugin.model.sections import Section, load_yaml, validate
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.planner.columns import check_rules
 from quartet_plugin.space.config import STOCK_NAMES, Degrees, ScalingConfig, SearchConfig, distinct
+from quartet_plugin.space.forbidden import check_table_rules
 
 Precision = Literal["bf16", "fp16", "fp8", "fp32"]
 Size = Annotated[int, Field(ge=1, le=2**31)]
@@ -152,6 +159,25 @@ class PlanRequest:
         """What the framework does: on processors plain fp32 operations."""
         on_cpu = self.precision == "fp32" and self.machines.device.generation in PROCESSORS
         return ON_CPU if on_cpu else Software()
+
+    def run(self, shape: ModelShape, layout: Layout, split: tuple[int, ...]) -> TrainingRun:
+        """The run that a planned layout stands for."""
+        run = run_of(
+            shape,
+            layout,
+            global_batch_size=self.global_batch_size,
+            layers_per_stage=split,
+            machines=self.machines,
+            precision=self.half,
+            software=self.software,
+        )
+        return replace(run, matmul=self.precision, experts=self.experts)
+
+    def topology(self, constants: Constants) -> Topology:
+        """The slots of the cluster and their links."""
+        if self.cluster is None:
+            return uniform_topology_of(self.machines, constants)
+        return topology_of(self.cluster, constants)
 
     @property
     def has_unequal_devices(self) -> bool:
@@ -309,7 +335,7 @@ def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
             f"search.change_class: {search.change_class}; a plan without a run knows no command to stay near "
             "to; it is for `quartet tune`"
         )
-    check_rules(search.forbid)
+    check_table_rules(search.forbid)
     unknown = [name for name in search.schedule or () if name not in SCHEDULES]
     if unknown:
         raise ConfigError(
