@@ -29,8 +29,7 @@ from quartet_plugin.model.receipt import Receipt, StepComparison, Versions, tole
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.score import score
 from quartet_plugin.model.training_job import TrainingJob
-from quartet_plugin.space.baseline import baseline_plan
-from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.space.plan_space import Space, baseline_plan, build_space
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.coordinator import Coordinator, TuneResult

@@ -32,7 +32,7 @@ def slots_of(nodes: Sequence[NodeInfo]) -> tuple[Slot, ...]:
     )
 
 
-def orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[RankOrder, ...]:
+def legal_orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[RankOrder, ...]:
     """The orders for `layout`, `stock` first where it is legal, each physical arrangement once.
 
     Up to four processes these are all permutations but for equivalent ones: the order inside a TP group and
@@ -55,7 +55,7 @@ def orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[RankOrder, ...
 
 
 def order_named(name: str, *, layout: Layout, nodes: Sequence[NodeInfo]) -> RankOrder:
-    """The order called `name`: `stock`, one of `orders`, or the slot of every rank ("1,0").
+    """The order called `name`: `stock`, one of `legal_orders`, or the slot of every rank ("1,0").
 
     Raises PlanError for an unknown name, or slots that break a rule.
     """

@@ -1,4 +1,4 @@
-"""`JOB.yaml`: a model, a cluster and a batch to plan for. Strict, and read with the safe YAML loader.
+"""`JOB.yaml`: a model, a cluster and a batch to plan for. The reader is strict and uses the safe YAML loader.
 
 The cluster is equal devices by name (`ClusterSection`), or a cluster file (docs/formats.md), named or inline.
 """
@@ -37,7 +37,7 @@ Precision = Literal["bf16", "fp16", "fp8", "fp32"]
 Size = Annotated[int, Field(ge=1, le=2**31)]
 Bandwidth = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
 VOCABULARY_MULTIPLE = 128
-# Generations of devices that are no accelerators, or of which nobody knows.
+# Generations of devices that are no accelerators, or unknown.
 PROCESSORS = ("cpu", "plain")
 SCHEDULES = ("stock", *STOCK_NAMES)
 
@@ -56,11 +56,11 @@ Groups = Annotated[
 
 
 class ModelSection(Section):
-    """The model. What is left open: an FFN of 4 x hidden, as many query groups as heads, no gated FFN.
+    """The model. Defaults: an FFN of 4 x hidden, as many query groups as heads, no gated FFN.
 
     Embeddings are tied, and positions learned, where the FFN is not gated and queries are not grouped.
-    `num_experts` makes every layer but the first `num_dense_layers` a mixture of experts, each of
-    `expert_ffn_hidden_size` (None: the FFN's), `experts_per_token` a token, beside a shared one.
+    `num_experts` makes every layer but the first `num_dense_layers` a mixture of experts of
+    `expert_ffn_hidden_size` each (None: the FFN's), `experts_per_token` of them a token and a shared one.
     """
 
     num_layers: Size
@@ -109,7 +109,7 @@ class PlanScaling(ScalingConfig):
 
 
 class PlanSearch(SearchConfig):
-    """The tuner's axes, and those that only the planner moves. A key left out is `auto`, but one is 1.
+    """The tuner's axes, and those that only the planner moves. Defaults are `auto`, context parallelism is 1.
 
     `inside` names the groups that may not leave a scale-up domain, because their dispatcher cannot.
     """
@@ -136,9 +136,9 @@ class _JobFile(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is planned for; `shape` has its vocabulary padded for every tensor-parallel degree.
+    """A request to plan; `shape` has its vocabulary padded for every tensor-parallel degree.
 
-    `machines` are equal devices; where `cluster` is given they are its fastest device and slowest link.
+    `machines` are equal devices; where `cluster` is given they have its fastest device and slowest link.
     """
 
     shape: ModelShape
@@ -151,12 +151,12 @@ class PlanRequest:
 
     @property
     def half(self) -> HalfPrecision:
-        """The format of what is not a layer's matrix product."""
+        """The precision of everything but a layer's matrix products."""
         return "bf16" if self.precision == "fp8" else self.precision
 
     @property
     def software(self) -> Software:
-        """What the framework does: on processors plain fp32 operations."""
+        """The software's properties: on processors plain fp32 operations."""
         on_cpu = self.precision == "fp32" and self.machines.device.generation in PROCESSORS
         return ON_CPU if on_cpu else Software()
 
@@ -186,7 +186,7 @@ class PlanRequest:
 
     @property
     def largest_tensor_parallel(self) -> int:
-        """What every tensor-parallel size must divide, so that no group leaves its node and domain."""
+        """The number that every tensor-parallel size divides, so that no group leaves its node and domain."""
         return self.machines.devices_per_node if self.cluster is None else self.cluster.largest_block
 
 
@@ -265,14 +265,14 @@ def _machines(cluster: ClusterSection, devices: Mapping[str, DeviceSpec] | None)
         raise ConfigError(
             f"cluster: {cluster.num_nodes} nodes x {per_node} devices; must be at most {MAX_RANKS} devices"
         )
-    found = uniform_cluster_of_device(
+    machines = uniform_cluster_of_device(
         device, num_devices=cluster.num_nodes * per_node, devices_per_node=per_node
     )
     return replace(
-        found,
-        scale_up_bytes_per_s=cluster.scale_up_bandwidth_bytes_per_s or found.scale_up_bytes_per_s,
-        scale_out_bytes_per_s=cluster.scale_out_bandwidth_bytes_per_s or found.scale_out_bytes_per_s,
-        memory_bytes=cluster.memory_bytes or found.memory_bytes,
+        machines,
+        scale_up_bytes_per_s=cluster.scale_up_bandwidth_bytes_per_s or machines.scale_up_bytes_per_s,
+        scale_out_bytes_per_s=cluster.scale_out_bandwidth_bytes_per_s or machines.scale_out_bytes_per_s,
+        memory_bytes=cluster.memory_bytes or machines.memory_bytes,
     )
 
 

@@ -1,9 +1,9 @@
 """Every legal layout of a job as rows of an integer table, and which combinations of degrees are refused."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isqrt, prod
+from math import prod
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.space.forbidden import forbidden_rows
+from quartet_plugin.space.layouts import divisors, is_requested
 
 # The columns of the table.
 TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED = range(10)
@@ -103,17 +104,6 @@ def unique_rows(columns: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         packed = packed * span + column
     _, index, inverse = np.unique(packed, return_index=True, return_inverse=True)
     return columns[index], index, inverse.ravel()
-
-
-def is_requested[T](choices: Sequence[T] | None, value: T) -> bool:
-    """Whether the job allows `value`; None is `auto`."""
-    return choices is None or value in choices
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def written_splits(job: PlanRequest) -> tuple[tuple[int, ...], ...]:

@@ -25,8 +25,8 @@ from quartet_plugin.model.regret import Regret, read_regret
 from quartet_plugin.model.score import score
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
-from quartet_plugin.space.baseline import baseline_plan
 from quartet_plugin.space.features import locked_axes
+from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.study.view import StudyView
 from quartet_plugin.trial.redact import redacted_argv
 from quartet_plugin.trial.request import TrialResult

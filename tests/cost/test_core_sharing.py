@@ -13,7 +13,7 @@ from quartet_plugin.cost.core_sharing import CoreSharing, core_sharing_of
 from quartet_plugin.cost.iteration import IterationModelCache
 from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan, Split
-from quartet_plugin.space.baseline import baseline_plan
+from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.tuner.launches import nodes_of
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.trial.factory import report

@@ -15,9 +15,8 @@ from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.software import ON_CPU
 from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
-from quartet_plugin.space.baseline import baseline_plan
 from quartet_plugin.space.param_sources import RandomParams
-from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.space.plan_space import Space, baseline_plan, build_space
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes
 

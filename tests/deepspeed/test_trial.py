@@ -14,7 +14,7 @@ from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import Mapping, Plan, Split
 from quartet_plugin.model.training_job import parse_training_job
 from quartet_plugin.protocol.rank_files import RankFileReader, read_actions
-from quartet_plugin.space.baseline import baseline_plan
+from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial
 from quartet_plugin.tuner.launches import nodes_of

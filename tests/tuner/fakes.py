@@ -15,7 +15,7 @@ from quartet_plugin.model.receipt import Failure, Receipt, StepComparison, Versi
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.report.live import PlainLines
-from quartet_plugin.space.baseline import baseline_plan
+from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.coordinator import Coordinator, TuneResult

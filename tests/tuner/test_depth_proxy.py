@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.launch import DEPTH_PROXY
 from quartet_plugin.model.plan import Plan, Split
-from quartet_plugin.space.baseline import baseline_plan
+from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.request import TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config
