@@ -7,20 +7,20 @@ or the cluster it was made for.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from quartet_plugin.cost.cluster import look_up
-from quartet_plugin.cost.cluster import uniform_cluster_of as machines_of_cluster
+from quartet_plugin.cost.cluster import look_up, uniform_cluster_of
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.cost.jobs import schedule_kind
 from quartet_plugin.cost.memory import Memory, memory_by_device
 from quartet_plugin.cost.predict import RowPrediction, predict
 from quartet_plugin.cost.run import ScheduleKind, TrainingRun
-from quartet_plugin.errors import InfeasibleError, PlanError
+from quartet_plugin.errors import ConfigError, InfeasibleError, PlanError
 from quartet_plugin.model.cluster import Cluster
 from quartet_plugin.model.plan import Plan, ScheduleChoice
 from quartet_plugin.model.schema import dump
+from quartet_plugin.model.sections import validate
 from quartet_plugin.planner.assigned_prediction import AssignedRun
-from quartet_plugin.planner.job import PlanRequest, PlanSearch, Precision, parse_job
+from quartet_plugin.planner.job import ClusterSection, PlanRequest, PlanSearch, Precision, machines_of
 from quartet_plugin.planner.ranking import Ranked, best_plans
 
 
@@ -68,7 +68,7 @@ def job_of_cluster(
     planned = look_up(cluster, precision=precision, devices=devices)
     job = PlanRequest(
         shape=plan.made_for.shape,
-        machines=machines_of_cluster(planned, fitted()),
+        machines=uniform_cluster_of(planned, fitted()),
         global_batch_size=plan.made_for.global_batch_size,
         precision=precision,
         search=PlanSearch(),
@@ -89,25 +89,21 @@ def job_of_plan(
             f"made_for.nodes: {nodes[0].node_class!r}; no cluster of equal devices can be told from it: give "
             "--cluster with a cluster file or the JOB.yaml"
         )
-    shape = plan.made_for.shape
-    data = {
-        "model": {
-            "num_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "num_attention_heads": shape.num_attention_heads,
-            "seq_length": shape.seq_length,
-            "vocab_size": shape.vocab_size,
-            "kv_channels": shape.kv_channels,
-        },
-        "cluster": {"device": device, "num_nodes": len(nodes), "devices_per_node": nodes[0].num_slots},
-        "batch": {"global_batch_size": plan.made_for.global_batch_size},
-    }
+    section = {"device": device, "num_nodes": len(nodes), "devices_per_node": nodes[0].num_slots}
     try:
-        job = parse_job(data, where="made_for", devices=devices)
-    except Exception as error:
-        raise PlanError(f"{error}; or give --cluster with a cluster file or the JOB.yaml") from error
-    links = "the device's usual ones"
-    return replace(job, shape=shape), {"precision": "bf16", "links": links, "search": "auto"}
+        machines = machines_of(validate(ClusterSection, section, where="made_for: cluster"), devices)
+    except ConfigError as error:
+        raise PlanError(
+            f"made_for: {error}; or give --cluster with a cluster file or the JOB.yaml"
+        ) from error
+    job = PlanRequest(
+        shape=plan.made_for.shape,
+        machines=machines,
+        global_batch_size=plan.made_for.global_batch_size,
+        precision="bf16",
+        search=PlanSearch(),
+    )
+    return job, {"precision": "bf16", "links": "the device's usual ones", "search": "auto"}
 
 
 def _check_made_for(plan: Plan, job: PlanRequest) -> None:

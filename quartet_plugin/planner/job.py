@@ -253,12 +253,13 @@ def _cluster(
         return uniform_cluster_of(cluster, fitted()), cluster
     section = validate(ClusterSection, data, where=here)
     try:
-        return _machines(section, devices), None
+        return machines_of(section, devices), None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _machines(cluster: ClusterSection, devices: Mapping[str, DeviceSpec] | None) -> UniformCluster:
+def machines_of(cluster: ClusterSection, devices: Mapping[str, DeviceSpec] | None) -> UniformCluster:
+    """The equal devices of a cluster section. Raises ConfigError for an unknown device or too many."""
     device = device_named(cluster.device, extra=devices)
     per_node = cluster.devices_per_node or device.devices_per_node
     if cluster.num_nodes * per_node > MAX_RANKS:

@@ -18,14 +18,13 @@ from quartet_plugin.model.plan import (
     NodeInfo,
     Plan,
     Provenance,
-    ScheduleChoice,
     Split,
 )
 from quartet_plugin.planner.assigned_prediction import AssignedRun
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import RECOMPUTE, layout_table_of
 from quartet_plugin.planner.ranking import Ranked
-from quartet_plugin.space.layouts import stock_schedule
+from quartet_plugin.space.layouts import stock_choice
 from quartet_plugin.split.layers import even_split
 
 FRAMEWORK, FRAMEWORK_VERSION = MEGATRON.framework, "0.19.2"
@@ -91,7 +90,7 @@ def plan_of(job: PlanRequest, ranked: Ranked, *, plain: Plain, name: str, place:
             baseline=Baseline(
                 layout=plain.layout,
                 split=Split(transformer_layers_per_stage=plain.split),
-                schedule=schedule_of(plain.layout),
+                schedule=stock_choice(plain.layout),
             ),
             world_size=machines.num_devices,
             nodes=nodes,
@@ -99,7 +98,7 @@ def plan_of(job: PlanRequest, ranked: Ranked, *, plain: Plain, name: str, place:
         shape=ranked.shape,
         layout=ranked.layout,
         split=Split(transformer_layers_per_stage=ranked.split),
-        schedule=schedule_of(ranked.layout),
+        schedule=stock_choice(ranked.layout),
         mapping=Mapping(slots=slots if ranked.slots is None else tuple(slots[slot] for slot in ranked.slots)),
         provenance=Provenance(run=name, trial=place, seed=0, quartet_version=__version__),
         prediction=Prediction(
@@ -121,9 +120,3 @@ def nodes_of(job: PlanRequest) -> tuple[NodeInfo, ...]:
         )
         for index in range(machines.num_devices // per_node)
     )
-
-
-def schedule_of(layout: Layout) -> ScheduleChoice:
-    """The stock schedule of a layout."""
-    name = stock_schedule(layout)
-    return ScheduleChoice(name=name, group=layout.pipeline_parallel if name == "interleaved" else None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import NodeInfo, ScheduleName
+from quartet_plugin.model.plan import NodeInfo, ScheduleChoice, ScheduleName
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.config import CUSTOM_NAMES, SearchConfig
@@ -245,6 +245,14 @@ def stock_schedule(layout: Layout) -> ScheduleName:
     if layout.pipeline_parallel == 1:
         return "no-pipelining"
     return "1f1b" if layout.virtual_stages == 1 else "interleaved"
+
+
+def stock_choice(layout: Layout, *, group: int | None = None) -> ScheduleChoice:
+    """The stock schedule of a layout as plans hold it; without `group` an interleaved one has PP's."""
+    name = stock_schedule(layout)
+    return ScheduleChoice(
+        name=name, group=(group or layout.pipeline_parallel) if name == "interleaved" else None
+    )
 
 
 def requested_groups(layout: Layout, *, rules: LayoutRules) -> tuple[int, ...]:

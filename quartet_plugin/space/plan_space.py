@@ -36,6 +36,7 @@ from quartet_plugin.space.layouts import (
     legal_layouts,
     requested_groups,
     schedules_of,
+    stock_choice,
     stock_schedule,
 )
 from quartet_plugin.space.param_sources import (
@@ -254,12 +255,10 @@ class Space:
         return tuple(dict.fromkeys(splits))
 
     def _stock_schedule(self, source: ParamSource, layout: Layout) -> ScheduleChoice:
-        name = stock_schedule(layout)
-        if name != "interleaved":
-            return ScheduleChoice(name=name)
+        if stock_schedule(layout) != "interleaved":
+            return stock_choice(layout)
         groups = [str(group) for group in requested_groups(layout, rules=self._rules())]
-        group = _choose(source, f"group[{','.join(groups)}]", groups)
-        return ScheduleChoice(name=name, group=int(group))
+        return stock_choice(layout, group=int(_choose(source, f"group[{','.join(groups)}]", groups)))
 
     def _mapping(self, source: ParamSource, layout: Layout) -> Mapping:
         orders = self.orders_of(layout)
