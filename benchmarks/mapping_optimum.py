@@ -31,11 +31,11 @@ def random_job(draw: random.Random, num_nodes: int, per_node: int) -> PlanReques
     rates = [[draw.choice([2e9, 2.5e10]) for _ in range(num_nodes)] for _ in range(num_nodes)]
     nodes = [
         {
-            "name": f"node-{at}",
+            "name": f"node-{index}",
             "devices": ["A100-SXM-80GB"] * per_node,
             "slowdown": [draw.choice([1.0, 1.0, 1.5, 3.0]) for _ in range(per_node)],
         }
-        for at in range(num_nodes)
+        for index in range(num_nodes)
     ]
     links: dict[str, Any] = {
         "scale_up": {"bandwidth_bytes_per_s": 3e11, "latency_s": 2e-6},

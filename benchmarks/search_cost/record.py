@@ -140,12 +140,12 @@ def _begun(limits: Limits) -> Recording:
     if not result.is_measured or result.job is None:
         raise SystemExit(f"the command itself failed: {result.reason}; see {result.folder}")
     job = parse_training_job(result.job, where=str(result.folder))
-    found = LocalLaunches().nodes(result)
+    nodes_info = LocalLaunches().nodes(result)
     nodes = tuple(
-        NodeInfo(host=f"node-{at}", node_class=node.node_class, num_slots=node.num_slots)
-        for at, node in enumerate(found)
+        NodeInfo(host=f"node-{index}", node_class=node.node_class, num_slots=node.num_slots)
+        for index, node in enumerate(nodes_info)
     )
-    own = key_of(_space(job, nodes, SearchConfig()).baseline)
+    baseline = key_of(_space(job, nodes, SearchConfig()).baseline)
     return Recording(
         about=SCENARIO.about,
         job=job,
@@ -160,7 +160,7 @@ def _begun(limits: Limits) -> Recording:
             "iterations": f"{MEASURE} a launch after {WARMUP} that are left out",
             "flags": SCENARIO.flags,
         },
-        entries={own: Entry(launches=[list(result.iteration_s)])},
+        entries={baseline: Entry(launches=[list(result.iteration_s)])},
     )
 
 

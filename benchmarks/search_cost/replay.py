@@ -78,8 +78,8 @@ class ReplayingLaunches:
 
     @property
     def num_until_near(self) -> int | None:
-        """Trials until a plan near the best was measured, that one included; None where none was."""
-        return next((at for at, plan in enumerate(self.launched, 1) if self.ground.is_near(plan)), None)
+        """Trials until a plan near the best was measured, its own included; None where none was."""
+        return next((count for count, plan in enumerate(self.launched, 1) if self.ground.is_near(plan)), None)
 
     def recover(self, folder: Path, *, should_stop: ShouldStop, **others: Any) -> None:
         """Nothing runs."""
@@ -249,7 +249,7 @@ def plain(ground: Ground, *, seed: int, limit: int) -> PlainCount:
                 return PlainCount(launched=num_launched, proposed=proposed)
             if num_launched == limit:
                 break
-        _tell(study, trial, seen[plan.key], worst=min(one for one in seen.values() if one is not None))
+        _tell(study, trial, seen[plan.key], worst=min(value for value in seen.values() if value is not None))
     return PlainCount(launched=None, proposed=None)
 
 
@@ -257,15 +257,15 @@ def _with_baseline(
     study: optuna.Study, ground: Ground, space: Space, generator: random.Random
 ) -> dict[str, float | None]:
     """Tell the baseline, which the other side knows as well."""
-    own = _value(ground, space.baseline, generator)
+    baseline = _value(ground, space.baseline, generator)
     params = space.params_of(space.baseline)
     if params is not None:
         study.enqueue_trial(dict(params))
     trial = study.ask()
     if params is not None:
         space.decode(_Choosing(trial), trial=0)
-    _tell(study, trial, own, worst=own or 0.0)
-    return {space.baseline.key: own}
+    _tell(study, trial, baseline, worst=baseline or 0.0)
+    return {space.baseline.key: baseline}
 
 
 def _value(ground: Ground, plan: Plan, generator: random.Random) -> float | None:
