@@ -176,14 +176,19 @@ def test_a_wish_that_no_pipeline_can_have_is_refused() -> None:
 
 
 def test_recomputing_jobs_get_no_schedule_that_they_cannot_use() -> None:
-    asked: dict[str, Any] = {"num_microbatches": 8, "asked": None}
+    requested: dict[str, Any] = {"num_microbatches": 8, "requested": None}
     plain = make_layout(pipeline_parallel=2)
-    assert custom_schedules_of(plain, splits_backward=True, **asked) == ("zb-h1", "zb-h2", SEARCHED)
-    assert custom_schedules_of(plain, splits_backward=False, **asked) == ()
+    assert custom_schedules_of(plain, splits_backward=True, **requested) == ("zb-h1", "zb-h2", SEARCHED)
+    assert custom_schedules_of(plain, splits_backward=False, **requested) == ()
     saving = make_layout(pipeline_parallel=2, recompute="selective")
-    assert custom_schedules_of(saving, splits_backward=True, **asked) == ("zb-h1", SEARCHED)
+    assert custom_schedules_of(saving, splits_backward=True, **requested) == ("zb-h1", SEARCHED)
     folded = make_layout(pipeline_parallel=2, virtual_stages=2)
-    assert custom_schedules_of(folded, splits_backward=True, **asked) == ("zb-v", "v-half", "v-min", SEARCHED)
+    assert custom_schedules_of(folded, splits_backward=True, **requested) == (
+        "zb-v",
+        "v-half",
+        "v-min",
+        SEARCHED,
+    )
 
 
 @settings(max_examples=30, deadline=None)
