@@ -1,4 +1,4 @@
-"""Values of the trial's files for tests."""
+"""Records of a trial for tests."""
 
 from typing import Any
 

@@ -135,7 +135,7 @@ def test_any_json_is_a_report_or_one_line(
 
 
 @pytest.mark.parametrize("kind", [TrialSpec, LaunchRecord, ResultRecord])
-def test_sheets_refuse_what_they_do_not_know(tmp_path: Path, kind: type[Any]) -> None:
+def test_records_refuse_what_they_do_not_know(tmp_path: Path, kind: type[Any]) -> None:
     put(tmp_path / "x.json", {"schema_version": 1, "unknown": 1})
     with pytest.raises(ConfigError, match=r"x\.json"):
         read_shared(kind, tmp_path / "x.json")
