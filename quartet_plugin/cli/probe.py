@@ -135,7 +135,7 @@ def _launcher(words: Sequence[str]) -> list[str]:
     Raises ConfigError for anything else.
     """
     from quartet_plugin.launchers.command import is_starter
-    from quartet_plugin.launchers.starter_options import TORCHRUN_FLAGS, TORCHRUN_VALUES, read_options
+    from quartet_plugin.launchers.starter_options import read_options
 
     name = words[0].rpartition("/")[2] if words else ""
     first_option = 1
@@ -143,20 +143,13 @@ def _launcher(words: Sequence[str]) -> list[str]:
         if not is_starter(name) or tuple(words[1:3]) != ("-m", "torch.distributed.run"):
             raise ConfigError(f"command {name!r}: must be torchrun and its options, without a script")
         first_option = 3
-    options = read_options(
-        tuple(words),
-        first_option,
-        flags=TORCHRUN_FLAGS,
-        values=TORCHRUN_VALUES,
-        prefixes=True,
-        program="torchrun",
-    )
+    options = read_options(tuple(words), first_option, program="torchrun")
     if options.end != len(words):
         raise ConfigError(
             f"command {words[options.end]!r}: the probe is the script; write torchrun's options only"
         )
     for flag in ("help", "module", "no_python", "run_path"):
-        if flag in options.found:
+        if flag in options.values:
             raise ConfigError(f"torchrun --{flag.replace('_', '-')}: the probe is the script; leave it out")
     return list(words)
 

@@ -1,4 +1,4 @@
-"""What the ranks are told when a checkpoint is to be saved again for other stages."""
+"""The order to the ranks to save a checkpoint again for other stages."""
 
 from pathlib import Path
 from typing import Literal

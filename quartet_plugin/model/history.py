@@ -1,4 +1,4 @@
-"""A run as its folder and its study tell it: what the search reads back and the reports show."""
+"""A tuning run as its folder and its study hold it: the search reads it back, the reports show it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -69,7 +69,7 @@ class TrialRow:
 
     @property
     def label(self) -> str:
-        """The plan in some words."""
+        """The labels of the plan's parts."""
         if self.number == 0:
             return "your own command"
         return ", ".join(self.labels.get(part, "?") for part in PARTS) if self.labels else "unknown"
@@ -190,7 +190,7 @@ class RunHistory:
 
     def versus_baseline(self, row: TrialRow) -> float | None:
         """A trial's objective over the baseline's; None where either was not measured."""
-        own = self.baseline
-        if own is None or not own.value or not row.is_measured or row.value is None:
+        baseline = self.baseline
+        if baseline is None or not baseline.value or not row.is_measured or row.value is None:
             return None
-        return row.value / own.value
+        return row.value / baseline.value

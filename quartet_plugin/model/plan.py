@@ -67,7 +67,7 @@ class Split:
 class ScheduleChoice:
     """The pipeline schedule by name; `group` (interleaved): microbatches a chunk before the next chunk.
 
-    `custom` goes with the name "custom": a schedule that our own runtime executes.
+    `custom` goes with the name "custom": a schedule that the plugin's runtime executes.
     """
 
     name: ScheduleName
@@ -98,7 +98,7 @@ class Baseline:
 
 @record
 class MadeFor:
-    """What a plan fits: the user's own model, batch and configuration, the framework and the cluster.
+    """The job that a plan fits: the user's model, batch and configuration, the framework and the cluster.
 
     `batching_features` of the job are those by which another micro-batch or DP can change the objective.
     """
@@ -162,7 +162,7 @@ class Mapping:
 
 @record
 class Provenance:
-    """Where a plan came from."""
+    """The run, trial, seed and version that a plan came from."""
 
     run: str
     trial: int
@@ -200,7 +200,7 @@ class Plan:
 
     @property
     def key(self) -> str:
-        """sha256 of what the plan does, without where it came from and what was measured."""
+        """sha256 of the plan without its provenance, prediction and measurement."""
         bare = replace(
             self,
             prediction=None,
@@ -211,7 +211,7 @@ class Plan:
 
     @property
     def execution(self) -> str:
-        """The key without what only told an order of ours how to be made: one for all that execute alike."""
+        """The key without the origin of a custom order: equal for all plans that execute the same actions."""
         custom = self.schedule.custom
         if custom is None:
             return self.key

@@ -1,4 +1,4 @@
-"""What came of a plan, as the study keeps it."""
+"""The record of a trial, as the study keeps it."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -13,7 +13,7 @@ Verdict = Literal["measured", "infeasible", "wrong", "lost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """What came of a plan, as the study keeps it.
+    """The outcome and the measurement of a plan, as the study keeps them.
 
     `value` is the objective and there is one for `measured` alone. `wrong` plans computed something else and
     are never scored; `lost` ones could not be measured for reasons outside of them and cost no budget.
@@ -50,14 +50,14 @@ class TrialRecord:
         """Whether its whole model was never launched."""
         return self.outcome == DEPTH_PROXY
 
-    def scored(self, found: Score, *, objective: Objective) -> "TrialRecord":
-        """The same with what the plan is worth."""
+    def scored(self, score: Score, *, objective: Objective) -> "TrialRecord":
+        """The record with the plan's score; `value` is corrected by `drift`."""
         return replace(
             self,
-            value=found.value(objective) / self.drift,
-            iteration_s=found.iteration_s,
-            tokens_per_s=found.tokens_per_s,
-            model_flops_per_s_per_device=found.model_flops_per_s_per_device,
+            value=score.value(objective) / self.drift,
+            iteration_s=score.iteration_s,
+            tokens_per_s=score.tokens_per_s,
+            model_flops_per_s_per_device=score.model_flops_per_s_per_device,
         )
 
 
@@ -72,5 +72,5 @@ class FinishedTrial:
     @property
     def is_spent(self) -> bool:
         """Whether it used up one of the study's trials; the baseline, number 0, did not."""
-        is_own = self.record.repeats is None and self.record.source is None
-        return self.number != 0 and is_own and self.record.verdict != "lost"
+        is_first = self.record.repeats is None and self.record.source is None
+        return self.number != 0 and is_first and self.record.verdict != "lost"

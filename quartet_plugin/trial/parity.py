@@ -19,7 +19,7 @@ from quartet_plugin.errors import (
     SeamError,
 )
 from quartet_plugin.launchers.command import Command
-from quartet_plugin.launchers.launcher import Launcher
+from quartet_plugin.launchers.local import Launcher
 from quartet_plugin.model.plan import Mapping, Plan, ScheduleChoice, Split
 from quartet_plugin.model.receipt import (
     Precision,
