@@ -98,8 +98,10 @@ class Receipt:
 
 @record
 class StepValues:
-    """The measured values of one step. `parts` has the gradient norm of each part of the model: `embedding`, `layer.0`
-    ..., `head`; it may be empty, and serves only to name the stage that differs.
+    """The measured values of one step.
+
+    `parts` has the gradient norm of each part of the model: `embedding`, `layer.0` ..., `head`; it may be
+    empty, and serves only to name the stage that differs.
     """
 
     loss: float
