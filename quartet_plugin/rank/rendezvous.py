@@ -27,18 +27,18 @@ class RankEnv:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "RankEnv":
-        """The ranks in torchrun's variables; those of a single process where there are none."""
+        """The process that the variables of torchrun or the deepspeed launcher describe; else a lone one."""
 
-        def number(name: str) -> int | None:
-            text = environment.get(name, "")
+        def number(name: str, deepspeed_name: str = "") -> int | None:
+            text = environment.get(name, environment.get(deepspeed_name, ""))
             return int(text) if text.isdecimal() else None
 
         return cls(
             launch_rank=number("RANK") or 0,
             world_size=number("WORLD_SIZE") or 1,
             local_rank=number("LOCAL_RANK"),
-            local_world_size=number("LOCAL_WORLD_SIZE"),
-            group_rank=number("GROUP_RANK") or 0,
+            local_world_size=number("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+            group_rank=number("GROUP_RANK", "CROSS_RANK") or 0,
             host=socket.gethostname(),
         )
 
