@@ -25,10 +25,8 @@ from quartet_plugin.cost.predict import (
     optimizer_s,
     predict,
     stage_parts,
-    total_of,
 )
-from quartet_plugin.cost.run import TrainingRun
-from quartet_plugin.cost.software import ON_CPU
+from quartet_plugin.cost.run import ON_CPU, TrainingRun
 from quartet_plugin.errors import ConfigError
 
 # Priors of what the shared constants lack: seconds, and one standard deviation of the logarithm.
@@ -234,7 +232,7 @@ def seconds_of(observation: Observation, constants: Constants) -> float:
             raise ConfigError(
                 f"measured stage {observation.index}: the run has {run.layout.num_stages} stages"
             )
-        times = total_of(stage_parts(run, constants)[observation.index].values())
+        times = Times.sum_of(stage_parts(run, constants)[observation.index].values())
     else:
         times = _part(run, constants, quantity, is_alone=observation.is_alone)
     return _directed(times, observation.direction)
@@ -244,14 +242,12 @@ def _part(run: TrainingRun, constants: Constants, quantity: Quantity, *, is_alon
     rates = Rates(run, constants)
     if quantity is Quantity.LAYER:
         parts = layer_parts(run, constants, rates)
-        return total_of(times for name, times in parts.items() if not (is_alone and name in COMMUNICATION))
+        left_out = COMMUNICATION if is_alone else ()
+        return Times.sum_of(times for name, times in parts.items() if name not in left_out)
     is_first = quantity is Quantity.EMBEDDING
     part = compute.embedding_times(run, rates) if is_first else compute.head_times(run, constants, rates)
     ends = communication.tensor_parallel_ends(run, constants)
-    own = part.gemm.plus(part.attention).plus(part.elementwise).plus(part.launch)
-    if is_alone:
-        return own
-    return own.plus(ends[0] if is_first else ends[1])
+    return part.total if is_alone else part.total.plus(ends[0] if is_first else ends[1])
 
 
 def _directed(times: Times, direction: Direction | None) -> float:

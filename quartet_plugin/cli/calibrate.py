@@ -91,7 +91,7 @@ def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
     from quartet_plugin.calibration.constants_fit import Observation
     from quartet_plugin.calibration.profile import observations_of
     from quartet_plugin.calibration.profile_file import read_profile
-    from quartet_plugin.cost.jobs import measured_run
+    from quartet_plugin.cost.run import measured_run
     from quartet_plugin.model.training_job import parse_training_job
 
     profile = read_profile(path)
@@ -148,7 +148,7 @@ def _of_trial(result: "TrialResult", *, cluster: Path) -> "Iterator[Observation]
 
 def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "TrainingRun | None":
     """The trial's run; None for a schedule or a model that the cost model does not know."""
-    from quartet_plugin.cost.jobs import measured_run, schedule_kind
+    from quartet_plugin.cost.run import measured_run, schedule_kind
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.model.training_job import parse_training_job
 

@@ -111,8 +111,7 @@ def skew(run: TrainingRun, constants: Constants, layer: LayerTimes) -> Times:
     is_apart = run.layout.tensor_parallel > 1 and run.software.tensor_overlap is Overlap.NONE
     if not (is_apart and isinstance(constants, ClusterConstants)):
         return Times()
-    computed = layer.gemm.plus(layer.attention).plus(layer.elementwise).plus(layer.launch)
-    return Times(constants.skew * computed.forward, constants.skew * computed.input_grad, 0.0)
+    return Times(constants.skew * layer.total.forward, constants.skew * layer.total.input_grad, 0.0)
 
 
 def context_parallel(run: TrainingRun, constants: Constants, attention: Times) -> Times:

@@ -4,6 +4,7 @@ Activation bytes follow Korthikanti et al. (2022), with grouped queries, gated F
 and latent attention added; the schedule says how many microbatches are held. Sizes are bytes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +36,15 @@ class Weights:
     dense: float
     expert: float
 
+    @classmethod
+    def total_of(cls, stages: Iterable["Weights"]) -> "Weights":
+        """The parameters of several stages on one rank."""
+        held = list(stages)
+        return cls(dense=sum(w.dense for w in held), expert=sum(w.expert for w in held))
+
     @property
     def total(self) -> float:
-        """Both."""
+        """Dense and expert parameters together."""
         return self.dense + self.expert
 
 

@@ -25,20 +25,6 @@ _EARLY = Software(
     gradient_placeholders=False,
 )
 _CORE = Software()
-# Megatron-Core on processors: plain PyTorch operations in fp32, and collectives that stop the computation.
-ON_CPU = Software(
-    name="Megatron-Core on CPU",
-    attention="unfused",
-    fused_elementwise=False,
-    tensor_overlap=Overlap.NONE,
-    data_overlap=False,
-    parameter_bytes=4,
-    fused_weight_gradient=False,
-    gradient_placeholders=False,
-    eager_gradients=True,
-    reduces_ends=True,
-    shares_memory=True,
-)
 
 
 def software_named(

@@ -26,7 +26,6 @@ from quartet_plugin.cost.predict import (
     held_weights,
     predict,
     stage_parts,
-    total_of,
 )
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.mapping.step import Collective, StepCosts, StepTime, no_collective
@@ -204,7 +203,7 @@ class AssignedRun:
                 if link.size > 1:
                     scaled[name] = self._parts_over(link, stride)[stage][name]
             parts.append(scaled)
-        sums = [total_of(part.values()) for part in parts]
+        sums = [Times.sum_of(part.values()) for part in parts]
         device = max(range(p), key=lambda d: sum(sums[k].total for k in stages[d]))
         terms: dict[str, float] = {}
         for k in stages[device]:

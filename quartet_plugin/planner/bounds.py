@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quartet_plugin.cost import communication
-from quartet_plugin.cost.compute import MEMORY_RATE
+from quartet_plugin.cost.compute import MEMORY_RATE, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.memory import HALF, bytes_per_weight, layer_activation_bytes, weights_of_stages
 from quartet_plugin.cost.pipeline import FULL_ROUNDS
-from quartet_plugin.cost.predict import COMPUTE, OPTIMIZER_BYTES, contention_gain, stage_parts, total_of
+from quartet_plugin.cost.predict import COMPUTE, OPTIMIZER_BYTES, contention_gain, stage_parts
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
@@ -237,7 +237,7 @@ def _unit_of_alike(job: PlanRequest, shape: ModelShape, key: list[int], constant
     parts = stage_parts(run, constants)
     # A stage's time beside its layers is left out.
     first, middle, last = (
-        total_of(times for name, times in part.items() if name != "action") for part in parts
+        Times.sum_of(times for name, times in part.items() if name != "action") for part in parts
     )
     layer = (middle.forward, middle.input_grad + middle.weight_grad)
     ends = [(end.forward, end.input_grad + end.weight_grad) for end in (first, last)]

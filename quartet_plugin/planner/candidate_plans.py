@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from quartet_plugin.calibration.predictor import identity
-from quartet_plugin.cost.iteration import StageLoads
 from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.space.config import SEARCHED, STOCK_NAMES
 from quartet_plugin.space.param_sources import SPLIT_EMBEDDING, SPLIT_HEAD, FixedParams, Params
 from quartet_plugin.space.plan_space import Space
-from quartet_plugin.split.layers import EndLoads, end_loads_with_slowdowns, flops_end_loads
+from quartet_plugin.split.layers import EndLoads, flops_end_loads
 
 # Layouts that are predicted at all, also where none has a stock schedule; layouts whose other choices are
 # enumerated, and the number of these choices in all.
@@ -37,7 +36,7 @@ _LAYOUT_KINDS = ("shape", "layout", "micro_batch_size", "optimizer")
 
 # Predicted seconds for equal work; a plan's loads; whether a plan can be predicted.
 Rate = Callable[[Sequence[Plan]], list[float]]
-EndsOf = Callable[[Plan], StageLoads]
+EndsOf = Callable[[Plan], EndLoads]
 Knows = Callable[[Plan], bool]
 
 
@@ -162,7 +161,7 @@ class PlanCandidates:
         if SPLIT_HEAD not in candidate.params:
             return
         num_layers, quantum = candidate.plan.shape.num_layers, 1.0 if _is_searched(candidate) else QUANTUM
-        ends = _balancing(candidate.plan, ends_of)
+        ends = ends_of(candidate.plan)
         for embedding, head in around:
             params = {
                 **candidate.params,
@@ -215,13 +214,6 @@ def _kind(name: str) -> str:
 def _num_of_layout(candidate: Candidate) -> int:
     """The number of choices of shape and layout: they come first."""
     return sum(_kind(name) in _LAYOUT_KINDS for name in candidate.names)
-
-
-def _balancing(plan: Plan, ends_of: EndsOf) -> EndLoads:
-    """The end loads that balance the plan's stages by the predictor's coefficients."""
-    loads = ends_of(plan)
-    ends = EndLoads(embedding=loads.embedding, head=loads.head)
-    return end_loads_with_slowdowns(ends, slowdowns=loads.paces, num_layers=plan.shape.num_layers)
 
 
 def _is_searched(candidate: Candidate) -> bool:

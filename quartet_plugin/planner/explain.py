@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from quartet_plugin.cost.cluster import look_up, uniform_cluster_of
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec
-from quartet_plugin.cost.jobs import schedule_kind
 from quartet_plugin.cost.memory import Memory, memory_by_device
 from quartet_plugin.cost.predict import RowPrediction, predict
 from quartet_plugin.cost.run import ScheduleKind, TrainingRun

@@ -19,9 +19,16 @@ from quartet_plugin.cost.cluster import (
 )
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec, device_named
-from quartet_plugin.cost.jobs import run_of, uniform_cluster_of_device
-from quartet_plugin.cost.run import Experts, HalfPrecision, Software, TrainingRun, UniformCluster
-from quartet_plugin.cost.software import ON_CPU
+from quartet_plugin.cost.run import (
+    ON_CPU,
+    Experts,
+    HalfPrecision,
+    Software,
+    TrainingRun,
+    UniformCluster,
+    run_of,
+    uniform_cluster_of_device,
+)
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.cluster import parse_cluster, read_cluster

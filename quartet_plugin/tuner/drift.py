@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quartet_plugin.calibration.launch_noise import launch_noise
+from quartet_plugin.calibration.observations import launch_noise
 from quartet_plugin.model.launch import Observer
 from quartet_plugin.model.score import score
 from quartet_plugin.model.trial_record import FinishedTrial

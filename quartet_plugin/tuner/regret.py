@@ -278,9 +278,9 @@ def _fits(search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Ge
     could = np.array([trial.record.verdict == "measured" for trial in tried], dtype=np.float64)
     could_not = np.array([r.record.verdict in ("infeasible", "wrong") for r in tried], dtype=np.float64)
     together = features_of([*(trial.plan for trial in tried), *plans])
-    rows = PlanFeatures(codes=together.codes[len(tried) :], ends=together.ends[len(tried) :])
-    columns = PlanFeatures(codes=together.codes[: len(tried)], ends=together.ends[: len(tried)])
-    alike = rows.fits_alike(columns)
+    rows = PlanFeatures(codes=together.codes[len(tried) :], end_layers=together.end_layers[len(tried) :])
+    columns = PlanFeatures(codes=together.codes[: len(tried)], end_layers=together.end_layers[: len(tried)])
+    alike = rows.fit_similarity(columns)
     chance = (HOPE + alike @ could) / (HOPE + alike @ (could + could_not))
     layouts: dict[object, int] = {}
     index = [layouts.setdefault((plan.shape, plan.layout), len(layouts)) for plan in plans]

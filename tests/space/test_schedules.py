@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.cost.estimate import relative_cost
-from quartet_plugin.cost.iteration import StageLoads as CandidateEnds
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.plan import Plan, ScheduleName
@@ -233,8 +232,8 @@ def test_the_split_that_fits_the_flops_is_predicted_to_be_fastest() -> None:
 
 
 def test_schedules_of_ours_are_among_the_candidates_of_a_study() -> None:
-    def ends(plan: Plan) -> CandidateEnds:
-        return CandidateEnds(embedding=0.5, head=2.0, paces=(1.0,) * plan.layout.pipeline_parallel)
+    def ends(plan: Plan) -> EndLoads:
+        return EndLoads(embedding=0.5, head=2.0)
 
     def rate(plans: Sequence[Plan]) -> list[float]:
         return [float(plan.num_microbatches) for plan in plans]

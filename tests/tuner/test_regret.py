@@ -274,7 +274,7 @@ def test_untried_plans_are_new_and_near_the_best_as_well() -> None:
 def test_alike_is_a_covariance(at: list[int]) -> None:
     plans = [some_plans()[index] for index in at]
     features = features_of(plans)
-    alike = features.alike(features, reach=1.0)
+    alike = features.similarity(features, reach=1.0)
     assert np.allclose(alike, alike.T)
     assert np.allclose(np.diag(alike), 1.0)
     assert np.linalg.eigvalsh(alike).min() > -1e-9
@@ -314,7 +314,7 @@ def test_joint_draws_have_the_deviations_that_are_given() -> None:
     draws = joint(mean, spread, features, count=20_000, generator=np.random.default_rng(0))
     assert np.allclose(draws.mean(axis=0), mean, atol=0.01)
     assert np.allclose(draws.std(axis=0), spread, rtol=0.05)
-    alike = features.alike(features, reach=1.0)
+    alike = features.similarity(features, reach=1.0)
     assert np.allclose(np.corrcoef(draws.T), alike, atol=0.05)
 
 
