@@ -1,4 +1,4 @@
-"""The measured times of a finished trial: of its iterations, and of actions where the ranks recorded them.
+"""Measured times: observations of a run for calibration, a trial's actions, and the noise of launches.
 
 Two launches of one plan lie about as far apart as the iterations inside each: in 25 searches on two shared
 cores 8.9 against 7.8 % (`python -m benchmarks.launch_noise`), since what moves iterations there lasts longer
@@ -9,9 +9,11 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
-from quartet_plugin.errors import QuartetError
+from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.model.trial_record import TrialRecord
 
 # The directions of an action's kind: forward, input gradient, weight gradient.
@@ -20,6 +22,65 @@ _NORMAL_MAD = 1.4826
 # The least relative deviation of launches; it is also the prior, which weighs as many iterations.
 LEAST_NOISE = 0.02
 _PRIOR_ITERATIONS = 4
+
+
+class Quantity(StrEnum):
+    """A measured quantity: an iteration, a stage's action, or a part of the model for a microbatch or a step.
+
+    `gradients` is their reduction at the end of a step, where nothing hides it; `overhead` the rest of a step
+    beside forwards, backwards and the optimizer.
+    """
+
+    ITERATION = "iteration"
+    STAGE = "stage"
+    LAYER = "layer"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
+    OVERHEAD = "overhead"
+
+    @property
+    def has_direction(self) -> bool:
+        """Whether the quantity is a part of the model, computed forwards and backwards."""
+        return self in (Quantity.STAGE, Quantity.LAYER, Quantity.EMBEDDING, Quantity.HEAD)
+
+
+class Direction(StrEnum):
+    """One of a part's computations."""
+
+    FORWARD = "forward"
+    INPUT_GRAD = "input_grad"
+    WEIGHT_GRAD = "weight_grad"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Measured seconds of a run, or of one part of it; `spread` is their relative noise.
+
+    `index` is the stage of a `stage`, the pipeline rank of an `optimizer` or an `overhead`. `is_alone`: a
+    rank of a larger world was run by itself, without communication. Raises ConfigError for seconds, spreads
+    and directions that cannot be.
+    """
+
+    run: TrainingRun
+    seconds: float
+    spread: float
+    quantity: Quantity = Quantity.ITERATION
+    direction: Direction | None = None
+    index: int = 0
+    is_alone: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise ConfigError(f"measured {self.quantity}: {self.seconds} s; must be above 0")
+        if not (math.isfinite(self.spread) and self.spread > 0):
+            raise ConfigError(f"measured {self.quantity}: spread {self.spread}; must be above 0")
+        if self.quantity.has_direction != (self.direction is not None):
+            raise ConfigError(
+                f"measured {self.quantity}: direction {self.direction}; parts have one, steps have none"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

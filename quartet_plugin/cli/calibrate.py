@@ -11,7 +11,8 @@ from quartet_plugin.cli.command import command
 from quartet_plugin.errors import ConfigError, QuartetError, UsageError
 
 if TYPE_CHECKING:
-    from quartet_plugin.calibration.constants_fit import Calibration, Observation
+    from quartet_plugin.calibration.constants_fit import Calibration
+    from quartet_plugin.calibration.observations import Observation
     from quartet_plugin.cost.constants import Constants
     from quartet_plugin.cost.run import TrainingRun, UniformCluster
     from quartet_plugin.model.cluster import Precision
@@ -41,8 +42,7 @@ def _calibrate(
     ] = Path("calibration.json"),
 ) -> None:
     """Correct the cost model by what was measured on a cluster, and say how sure each constant is."""
-    from quartet_plugin.calibration.calibration_file import write_calibration
-    from quartet_plugin.calibration.constants_fit import calibrate, fixed_by_probe
+    from quartet_plugin.calibration.constants_fit import calibrate, fixed_by_probe, write_calibration
 
     if not runs and not profile:
         raise UsageError("quartet calibrate: nothing measured; name run folders, or --profile PROFILE.json")
@@ -88,9 +88,8 @@ def lines(calibration: "Calibration") -> list[str]:
 
 def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
     """The measurements in a profile. Raises ConfigError."""
-    from quartet_plugin.calibration.constants_fit import Observation
-    from quartet_plugin.calibration.profile import observations_of
-    from quartet_plugin.calibration.profile_file import read_profile
+    from quartet_plugin.calibration.observations import Observation
+    from quartet_plugin.calibration.profile import observations_of, read_profile
     from quartet_plugin.cost.run import measured_run
     from quartet_plugin.model.training_job import parse_training_job
 
@@ -135,7 +134,7 @@ def of_run_folder(folder: Path, *, cluster: Path) -> "list[Observation]":
 
 
 def _of_trial(result: "TrialResult", *, cluster: Path) -> "Iterator[Observation]":
-    from quartet_plugin.calibration.constants_fit import Observation
+    from quartet_plugin.calibration.observations import Observation
 
     run = _run_of_trial(result, cluster=cluster)
     if run is None:
@@ -182,7 +181,7 @@ def _is_on_cpu(folder: Path) -> bool:
 
 def _of_actions(folder: Path, *, run: "TrainingRun") -> "Iterator[Observation]":
     """Each stage's forward, input and weight gradient, as the last step's records have them."""
-    from quartet_plugin.calibration.constants_fit import Direction, Observation, Quantity
+    from quartet_plugin.calibration.observations import Direction, Observation, Quantity
     from quartet_plugin.protocol.rank_files import read_actions, seconds_by_stage
 
     try:

@@ -93,7 +93,7 @@ def constants_of(calibration: Path | None) -> "Constants | None":
     """The constants that a calibration file corrected; None for the package's."""
     if calibration is None:
         return None
-    from quartet_plugin.calibration.calibration_file import read_calibration
+    from quartet_plugin.calibration.constants_fit import read_calibration
 
     return read_calibration(calibration).constants
 

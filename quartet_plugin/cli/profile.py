@@ -15,7 +15,7 @@ from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 from quartet_plugin.protocol.environment import PROFILE
 
 if TYPE_CHECKING:
-    from quartet_plugin.calibration.profile_file import Profile, SimulatedRankRecord
+    from quartet_plugin.calibration.profile import Profile, SimulatedRankRecord
     from quartet_plugin.launchers.command import Command
     from quartet_plugin.model.costs import Costs
     from quartet_plugin.protocol.rank_files import RankProfile
@@ -75,7 +75,7 @@ def profile(
 
     Raises ConfigError for a command that cannot run here, InfrastructureError where it fails.
     """
-    from quartet_plugin.calibration.profile_file import make_profile
+    from quartet_plugin.calibration.profile import make_profile
     from quartet_plugin.cli.signals import ended_as_by_ctrl_c
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
@@ -114,7 +114,7 @@ def played_rank(
 
     Raises UsageError for options that do not go together or do not fit the command's own flags.
     """
-    from quartet_plugin.calibration.profile_file import SimulatedRankRecord
+    from quartet_plugin.calibration.profile import SimulatedRankRecord
 
     if stage is None and world_size is None:
         return None
@@ -199,7 +199,7 @@ def table(ranks: "Sequence[RankProfile]") -> "Costs":
 
 def write(measured: "Profile", *, output: Path, costs: Path | None) -> None:
     """Write the profile, and the table where it is asked for."""
-    from quartet_plugin.calibration.profile_file import write_profile
+    from quartet_plugin.calibration.profile import write_profile
     from quartet_plugin.model.files import write_json_atomic
 
     write_profile(measured, path=output)

@@ -189,10 +189,7 @@ def view_from(
 
 def with_hop(constants: Constants, hop_s: float) -> Constants:
     """The constants with another latency, which may lie outside the shared ones' bounds."""
-    if isinstance(constants, ClusterConstants):
-        return replace(constants, hop_s=hop_s)
-    values = {name: getattr(constants, name) for name in Constants.__slots__}
-    return ClusterConstants(**{**values, "hop_s": hop_s})
+    return replace(ClusterConstants.of(constants), hop_s=hop_s)
 
 
 def with_measured_hop(constants: Constants, cluster: Cluster) -> Constants:

@@ -5,7 +5,7 @@ Both are copied into the run's folder when it begins, so that a resumed run stan
 
 from pathlib import Path
 
-from quartet_plugin.calibration.calibration_file import read_calibration
+from quartet_plugin.calibration.constants_fit import read_calibration
 from quartet_plugin.calibration.machine_prior import KnownMachine
 from quartet_plugin.model.cluster import read_cluster
 from quartet_plugin.model.files import read_json, write_json_atomic

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.calibration.constants_fit import Direction, Quantity, seconds_of
-from quartet_plugin.calibration.profile import costs_of, observations_of, typical_parts
-from quartet_plugin.calibration.profile_file import (
+from quartet_plugin.calibration.constants_fit import seconds_of
+from quartet_plugin.calibration.observations import Direction, Quantity
+from quartet_plugin.calibration.profile import (
     SimulatedRankRecord,
+    costs_of,
     make_profile,
+    observations_of,
     read_profile,
+    typical_parts,
     write_profile,
 )
 from quartet_plugin.cost.constants import NEUTRAL

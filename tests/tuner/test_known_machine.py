@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet_plugin.calibration.calibration_file import write_calibration
-from quartet_plugin.calibration.constants_fit import Calibration
+from quartet_plugin.calibration.constants_fit import Calibration, write_calibration
 from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of
 from quartet_plugin.cost.cluster import with_hop
 from quartet_plugin.cost.coefficients import INDEX, Coefficient
