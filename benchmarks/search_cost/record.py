@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.scenarios.catalogue import Scenario
 from benchmarks.search_cost.recording import Entry, Recording, read_recording
 from benchmarks.search_cost.walk import every_plan, key_of
-from quartet_plugin.cost.estimate import relative_cost
+from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job

@@ -20,7 +20,7 @@ import optuna
 
 from benchmarks.search_cost.oracles import Oracle
 from benchmarks.search_cost.walk import key_of
-from quartet_plugin.cost.estimate import relative_cost
+from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.errors import InterruptedByUserError, QuartetError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.launch import LaunchRecord, Phase

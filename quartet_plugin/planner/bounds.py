@@ -18,8 +18,8 @@ import numpy as np
 from quartet_plugin.cost import communication
 from quartet_plugin.cost.compute import MEMORY_RATE, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants
+from quartet_plugin.cost.critical_path import FULL_ROUNDS
 from quartet_plugin.cost.memory import HALF, bytes_per_weight, layer_activation_bytes, weights_of_stages
-from quartet_plugin.cost.pipeline import FULL_ROUNDS
 from quartet_plugin.cost.predict import COMPUTE, OPTIMIZER_BYTES, contention_gain, stage_parts
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.model.costs import FloatArray, IntArray

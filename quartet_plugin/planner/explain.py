@@ -12,7 +12,7 @@ from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.cost.memory import Memory, memory_by_device
 from quartet_plugin.cost.predict import RowPrediction, predict
-from quartet_plugin.cost.run import ScheduleKind, TrainingRun
+from quartet_plugin.cost.run import ScheduleKind, TrainingRun, schedule_kind
 from quartet_plugin.errors import ConfigError, InfeasibleError, PlanError
 from quartet_plugin.model.cluster import Cluster
 from quartet_plugin.model.plan import Plan, ScheduleChoice

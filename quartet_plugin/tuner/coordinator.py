@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quartet_plugin.cost.estimate import relative_cost
+from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.errors import InfrastructureError, QuartetError, SeamError, StorageError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.device_slices import DeviceSlice

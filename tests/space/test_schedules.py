@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.cost.estimate import relative_cost
+from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.plan import Plan, ScheduleName

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quartet_plugin.cost.estimate import iteration_flops
+from quartet_plugin.cost.relative_cost import iteration_flops
 from quartet_plugin.errors import InterruptedByUserError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import NodeInfo, Plan
