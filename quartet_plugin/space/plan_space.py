@@ -54,7 +54,7 @@ from quartet_plugin.split.layers import EndLoads, even_split, is_legal_split, sp
 
 
 class RelativeCost(Protocol):
-    """Predicts a plan's time for equal work over the baseline's, as `cost.relative_cost.relative_cost` does."""
+    """Predicts a plan's time for equal work over the baseline's, as `cost.relative_cost` does."""
 
     def __call__(self, plan: Plan, *, baseline: Plan, makespan: float | None) -> float:
         """The ratio; `makespan` is a custom schedule's, in forwards of one layer."""
