@@ -1,4 +1,4 @@
-"""Measures Megatron's `train_step`, and writes what the plan's own schedule recorded."""
+"""Measures Megatron's `train_step`, and writes the action times of a custom schedule."""
 
 from typing import Any
 
@@ -15,19 +15,30 @@ def step_result(results: Any) -> StepResult:
 
 
 class MegatronMeter(StepMeter):
-    """The meter of one rank; `runtime`, set later, is the plan's own schedule at work."""
+    """The meter of one rank; `runtime`, set later, executes the plan's custom schedule."""
 
     def __init__(self, files: RankFileWriter, *, neutralised: list[str], started_at: float) -> None:
         super().__init__(files, neutralised=neutralised, started_at=started_at)
         self.runtime: Any = None
 
     def write(self) -> None:
-        """Write what was measured so far, and the actions of the last step."""
+        """Write the measurements so far, and the action times of the last step."""
         super().write()
-        if self.runtime is not None:
-            from quartet_plugin.megatron.actions import write_actions
+        runtime = self.runtime
+        if runtime is None:
+            return
+        from megatron.core import parallel_state
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-            write_actions(self._files, self.runtime)
+        tensor = parallel_state.get_tensor_model_parallel_rank()
+        data = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        self._files.write_actions(
+            actions=runtime.executor(get_num_microbatches()).actions,
+            recorder=runtime.recorder,
+            device=parallel_state.get_pipeline_model_parallel_rank(),
+            replica=data * parallel_state.get_tensor_model_parallel_world_size() + tensor,
+            peak_activation_bytes=None if runtime.ledger is None else runtime.ledger.peak_bytes,
+        )
 
     def _result_of(self, results: Any) -> StepResult:
         return step_result(results)

@@ -1,4 +1,4 @@
-"""A rank's side of the parity gate: weights written before the first step, and what every step gave.
+"""A rank's side of the parity gate: weights written before the first step, and gradient norms of every step.
 
 Beside loss and gradient norm each rank leaves the squared gradient norm of its share of every part of the
 model, by global layer number, so that two layouts can be compared stage by stage. Only trials that are asked
@@ -83,7 +83,7 @@ def part_squares(model: Any, optimizer: Any, grad_norm: Any) -> dict[str, float]
 
 
 def _clip_factor(grad_norm: Any, clip: float) -> float:
-    """What clipping has multiplied the gradients with (core/optimizer/clip_grads.py)."""
+    """The factor of gradient clipping (core/optimizer/clip_grads.py)."""
     if grad_norm is None or clip <= 0.0:
         return 1.0
     factor = clip / (float(grad_norm) + 1.0e-6)
@@ -105,15 +105,15 @@ def _named_parts(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _gradient(param: Any, optimizer: Any) -> Any:
-    """The gradient that the optimizer used for a parameter, or for this rank's shard of it; None for none."""
+    """The gradient that the optimizer used for a parameter or this rank's shard of it; None without."""
     holder = param
-    for one in getattr(optimizer, "chained_optimizers", None) or (optimizer,):
-        places = getattr(one, "model_param_group_index_map", None)
-        if places is None:
+    for single in getattr(optimizer, "chained_optimizers", None) or (optimizer,):
+        index_of = getattr(single, "model_param_group_index_map", None)
+        if index_of is None:
             main = getattr(param, "main_param", None)
             holder = param if main is None else main
-        elif param in places:
-            group, index = places[param]
-            holder = one.optimizer.param_groups[group]["params"][index]
+        elif param in index_of:
+            group, index = index_of[param]
+            holder = single.optimizer.param_groups[group]["params"][index]
     decoupled = getattr(holder, "decoupled_grad", None)
     return holder.grad if decoupled is None else decoupled
