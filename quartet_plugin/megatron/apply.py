@@ -146,7 +146,7 @@ def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str
     _check_result(plan, flags.values(edited))
     if not removed:
         return edited, []
-    before = flags.given(words)
+    before = flags.explicit_values(words)
     replaced = []
     for item in {item.dest: item for item in removed}.values():
         old = "" if before[item.dest] is True else f" {before[item.dest]}"

@@ -42,7 +42,7 @@ class Flags:
         self.defaults.update(self._parser._defaults)
         self._parser._defaults.clear()
 
-    def given(self, words: Sequence[str]) -> dict[str, Any]:
+    def explicit_values(self, words: Sequence[str]) -> dict[str, Any]:
         """The values in the words, by destination; destinations without a flag are absent.
 
         Ends as the framework's own parser does (SystemExit, code 2) on a value that it refuses.
@@ -51,7 +51,7 @@ class Flags:
 
     def values(self, words: Sequence[str]) -> argparse.Namespace:
         """All values, the framework's defaults filled in."""
-        return argparse.Namespace(**{**self.defaults, **self.given(words)})
+        return argparse.Namespace(**{**self.defaults, **self.explicit_values(words)})
 
     def occurrences(self, words: Sequence[str]) -> list[Occurrence]:
         """The known options among the words, in order, with the words that belong to each."""
@@ -82,9 +82,9 @@ class Flags:
         kept = [word for index, word in enumerate(words) if index not in dropped]
         end = kept.index("--") if "--" in kept else len(kept)
         edited = [*kept[:end], *append, *kept[end:]]
-        before = {name: value for name, value in self.given(words).items() if name not in remove}
-        expected = {**before, **self.given(append)}
-        if self.given(edited) != expected:
+        before = {name: value for name, value in self.explicit_values(words).items() if name not in remove}
+        expected = {**before, **self.explicit_values(append)}
+        if self.explicit_values(edited) != expected:
             raise PlanError(
                 "the command's flags cannot be edited without changing others; "
                 "write each flag with its value as separate words, and no value that looks like a flag"

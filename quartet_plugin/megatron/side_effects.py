@@ -59,7 +59,7 @@ def strip_side_effects(flags: Flags, words: Sequence[str]) -> tuple[list[str], l
 
     Raises ConfigError for a command whose model or layout no trial could know.
     """
-    user = flags.given(words)
+    user = flags.explicit_values(words)
     for dest, reason in _REFUSED.items():
         if user.get(dest):
             raise ConfigError(f"{flags.flag_of(dest)}: {reason}")

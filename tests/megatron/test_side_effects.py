@@ -37,7 +37,7 @@ def test_nothing_that_writes_or_loads_is_left() -> None:
         *("--distributed-timeout-minutes", "60", "--script-flag", "x"),
     ]
     edited, names = strip_side_effects(native_flags(), words)
-    values = native_flags().given(edited)
+    values = native_flags().explicit_values(edited)
     assert not set(values) & set(REMOVED)
     assert (values["eval_iters"], values["enable_one_logger"]) == (0, False)
     assert (values["train_iters"], values["eval_interval"], values["distributed_timeout_minutes"]) == (
@@ -56,7 +56,7 @@ def test_nothing_that_writes_or_loads_is_left() -> None:
 
 def test_timeout_is_shortened_unless_given() -> None:
     edited, _ = strip_side_effects(native_flags(), MEGATRON_FLAGS)
-    assert native_flags().given(edited)["distributed_timeout_minutes"] == 5
+    assert native_flags().explicit_values(edited)["distributed_timeout_minutes"] == 5
 
 
 def test_commands_whose_model_is_not_in_flags() -> None:
@@ -70,7 +70,7 @@ def test_comparisons_start_from_weights_without_dropout() -> None:
     words += ["--moe-input-jitter-eps", "0.1", "--ckpt-format", "torch"]
     flags = native_flags()
     edited = parity_words(flags, words, weights="/weights", save_weights=None)
-    values = flags.given(edited)
+    values = flags.explicit_values(edited)
     assert (values["load"], values["hidden_dropout"], values["attention_dropout"]) == ("/weights", 0.0, 0.0)
     assert values["finetune"] is values["no_load_optim"] is values["no_load_rng"] is True
     assert values["ckpt_format"] == "torch_dist"
@@ -80,7 +80,7 @@ def test_comparisons_start_from_weights_without_dropout() -> None:
 
 def test_weights_are_saved_without_optimizer_and_random_state() -> None:
     flags = native_flags()
-    values = flags.given(parity_words(flags, MEGATRON_FLAGS, weights=None, save_weights="/weights"))
+    values = flags.explicit_values(parity_words(flags, MEGATRON_FLAGS, weights=None, save_weights="/weights"))
     assert (values["save"], values["ckpt_format"]) == ("/weights", "torch_dist")
     assert values["no_save_optim"] is values["no_save_rng"] is True
     assert "load" not in values

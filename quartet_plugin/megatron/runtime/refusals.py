@@ -40,9 +40,9 @@ class Refused:
 
 
 _CAPTURED = "the captured order is Megatron's own"
-_OWN_SCHEDULE = "it runs through a schedule of its own"
+_SEPARATE_SCHEDULE = "it runs through a schedule of its own"
 _NOT_BY_STAGE = "parameters are not held by stages"
-_OWN_SPLIT = "it has a split of its own"
+_SEPARATE_SPLIT = "it has a split of its own"
 _CHUNK_ORDER = "it expects Megatron's own order of chunks"
 _GATHERED = "weights are gathered in Megatron's own order"
 _SHARDS = "tensor_parallel_num_weight_shards"
@@ -51,14 +51,14 @@ REFUSED = (
     Refused("cuda_graph_impl", _CAPTURED, lambda value: value not in (None, "none")),
     Refused("enable_cuda_graph", _CAPTURED),
     Refused("external_cuda_graph", _CAPTURED),
-    Refused("overlap_moe_expert_parallel_comm", _OWN_SCHEDULE),
-    Refused("delay_wgrad_compute", _OWN_SCHEDULE),
+    Refused("overlap_moe_expert_parallel_comm", _SEPARATE_SCHEDULE),
+    Refused("delay_wgrad_compute", _SEPARATE_SCHEDULE),
     Refused("use_megatron_fsdp", _NOT_BY_STAGE),
     Refused("use_torch_fsdp2", _NOT_BY_STAGE),
     Refused("mtp_num_layers", "its layers are bound to Megatron's last stage"),
-    Refused("hybrid_context_parallel", _OWN_SCHEDULE),
-    Refused("hybrid_layer_pattern", _OWN_SPLIT),
-    Refused("hybrid_override_pattern", _OWN_SPLIT),
+    Refused("hybrid_context_parallel", _SEPARATE_SCHEDULE),
+    Refused("hybrid_layer_pattern", _SEPARATE_SPLIT),
+    Refused("hybrid_override_pattern", _SEPARATE_SPLIT),
     Refused("variable_seq_lengths", "the shapes of boundary tensors are not known beforehand"),
     Refused("defer_embedding_wgrad_compute", "it works off its queue at the end of Megatron's own order"),
     Refused("overlap_param_gather_with_optimizer_step", _CHUNK_ORDER),
@@ -83,7 +83,7 @@ REFUSED = (
         _is_set,
     ),
     Refused("init_model_with_meta_device", "weights come later"),
-    Refused("perform_rl_step", _OWN_SCHEDULE),
+    Refused("perform_rl_step", _SEPARATE_SCHEDULE),
     Refused("inprocess_restart", "process groups of the runtime would not be made again"),
 )
 
