@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from quartet_plugin.cost.constants import Constants
     from quartet_plugin.cost.run import TrainingRun, UniformCluster
     from quartet_plugin.model.cluster import Precision
+    from quartet_plugin.model.plan import Plan, Split
+    from quartet_plugin.model.training_job import TrainingJob
     from quartet_plugin.trial.request import TrialResult
 
 _DIRECTIONS = {"F": "forward", "I": "input_grad", "W": "weight_grad", "B": "backward"}
@@ -90,7 +92,6 @@ def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
     """The measurements in a profile. Raises ConfigError."""
     from quartet_plugin.calibration.observations import Observation
     from quartet_plugin.calibration.profile import observations_of, read_profile
-    from quartet_plugin.cost.run import measured_run
     from quartet_plugin.model.training_job import parse_training_job
 
     profile = read_profile(path)
@@ -99,16 +100,7 @@ def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
         raise ConfigError(
             f"{path}: job.split: null; only models that are lists of like layers are calibrated"
         )
-    run = measured_run(
-        job.shape,
-        job.layout,
-        split=job.split,
-        schedule=job.schedule,
-        global_batch_size=job.global_batch_size,
-        precision=job.precision,
-        on_cpu=profile.ranks[0].device == "cpu",
-        machines=machines_in(cluster, precision=job.precision),
-    )
+    run = _run_of(job, job, split=job.split, on_cpu=profile.ranks[0].device == "cpu", cluster=cluster)
     observations = observations_of(run, profile.ranks, is_alone=profile.played is not None)
     if profile.iteration_s:
         seconds = statistics.median(profile.iteration_s)
@@ -147,7 +139,7 @@ def _of_trial(result: "TrialResult", *, cluster: Path) -> "Iterator[Observation]
 
 def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "TrainingRun | None":
     """The trial's run; None for a schedule or a model that the cost model does not know."""
-    from quartet_plugin.cost.run import measured_run, schedule_kind
+    from quartet_plugin.cost.run import schedule_kind
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.model.training_job import parse_training_job
 
@@ -156,18 +148,27 @@ def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "TrainingRun | Non
     job = parse_training_job(result.job, where=f"{result.folder}: job")
     path = result.folder / "plan.json"
     plan = read_plan(path) if path.exists() else None
-    split = job.split if plan is None else plan.split
-    schedule = job.schedule if plan is None else plan.schedule
-    if split is None or schedule_kind(schedule) is None:
+    source = plan or job
+    if source.split is None or schedule_kind(source.schedule) is None:
         return None
+    on_cpu = _is_on_cpu(result.folder)
+    return _run_of(job, source, split=source.split, on_cpu=on_cpu, cluster=cluster)
+
+
+def _run_of(
+    job: "TrainingJob", source: "Plan | TrainingJob", *, split: "Split", on_cpu: bool, cluster: Path
+) -> "TrainingRun":
+    """The run of a job with the shape, layout and schedule of `source`, the job itself or its plan."""
+    from quartet_plugin.cost.run import measured_run
+
     return measured_run(
-        job.shape if plan is None else plan.shape,
-        job.layout if plan is None else plan.layout,
+        source.shape,
+        source.layout,
         split=split,
-        schedule=schedule,
+        schedule=source.schedule,
         global_batch_size=job.global_batch_size,
         precision=job.precision,
-        on_cpu=_is_on_cpu(result.folder),
+        on_cpu=on_cpu,
         machines=machines_in(cluster, precision=job.precision),
     )
 

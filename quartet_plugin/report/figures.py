@@ -153,16 +153,8 @@ def importance(shares: Mapping[str, float]) -> str | None:
     for index, (name, share) in enumerate(ranked):
         y = 24.0 * index + 4
         parts.append(text(192, y + 13, clean(name, limit=30), cls="label", anchor="end"))
-        bar = element(
-            "rect",
-            title(f"{100 * share:.1f} %"),
-            x=x.start,
-            y=y,
-            height=17,
-            width=max(x(share) - x.start, 1),
-            cls="bar",
-        )
-        parts.append(bar)
+        wide, words = max(x(share) - x.start, 1), title(f"{100 * share:.1f} %")
+        parts.append(element("rect", words, x=x.start, y=y, height=17, width=wide, cls="bar"))
     return drawing(HALF, height + 50, *parts, label="Parameter importance")
 
 
@@ -241,19 +233,9 @@ def memory(rows: Sequence[tuple[str, str, TrialRow]]) -> str | None:
                 continue
             peak = peaks[name][stage]
             x = middle + wide * (index - len(peaks) / 2)
-            words = f"{name}, pipeline rank {stage}: {size(peak)}"
-            bar_top = y(peak / unit)
-            parts.append(
-                element(
-                    "rect",
-                    title(words),
-                    x=x,
-                    y=bar_top,
-                    width=wide * 0.92,
-                    height=bottom - bar_top,
-                    cls=f"bar {style}",
-                )
-            )
+            words = title(f"{name}, pipeline rank {stage}: {size(peak)}")
+            box = {"x": x, "y": y(peak / unit), "width": wide * 0.92, "height": bottom - y(peak / unit)}
+            parts.append(element("rect", words, **box, cls=f"bar {style}"))
     parts.append(text((74 + HALF) / 2, bottom + 34, "pipeline rank", cls="axis", anchor="middle"))
     for index, (name, style, row) in enumerate(row for row in rows if row[0] in peaks):
         parts.append(element("rect", x=80 + 190 * index, y=4, width=11, height=11, cls=f"bar {style}"))
@@ -261,16 +243,8 @@ def memory(rows: Sequence[tuple[str, str, TrialRow]]) -> str | None:
         predicted = row.predicted_memory_bytes
         if predicted:
             level = y(predicted / unit)
-            line = element(
-                "line",
-                title(f"{name}: {size(predicted)} predicted"),
-                x1=74,
-                x2=HALF - 4,
-                y1=level,
-                y2=level,
-                cls="reference",
-            )
-            parts.append(line)
+            words = title(f"{name}: {size(predicted)} predicted")
+            parts.append(element("line", words, x1=74, x2=HALF - 4, y1=level, y2=level, cls="reference"))
     return drawing(HALF, bottom + 44, *parts, label="Peak memory of each pipeline rank")
 
 

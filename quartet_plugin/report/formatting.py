@@ -2,7 +2,7 @@
 
 from quartet_plugin.model.measurement import Interval
 
-_BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 _FLOPS = ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1.0, "FLOP/s"))
 
 
@@ -17,7 +17,7 @@ def duration(seconds: float) -> str:
 
 def size(num_bytes: float) -> str:
     """Bytes with three digits and a fitting unit."""
-    return _scaled(num_bytes, _BYTES)
+    return _scaled(num_bytes, BYTES)
 
 
 def rate(flops_per_s: float) -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from quartet_plugin.report.formatting import time_of
 from quartet_plugin.report.svg import Scale, drawing, element, rectangles, text, x_axis
-from quartet_plugin.report.timeline import KIND_WORDS, UNITS, Colour, is_dark, shade
+from quartet_plugin.report.timeline import KIND_NAMES, UNITS, Colour, is_dark, shade
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.placement import chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
@@ -83,7 +83,9 @@ def _rows(schedule: Schedule, simulation: "Simulation", *, top: float, row: floa
 def _legend(boxes: dict[tuple[ActionKind, int], list[Box]], num_chunks: int) -> str:
     parts, x = [], _LEFT
     kinds = sorted({kind for kind, _ in boxes})
-    entries = [(_hex(shade(kind, 0, num_chunks=num_chunks)), KIND_WORDS[kind]) for kind in kinds]
+    entries = [
+        (_hex(shade(kind, 0, num_chunks=num_chunks)), f"{kind.name} {KIND_NAMES[kind]}") for kind in kinds
+    ]
     if num_chunks > 1:
         shown = range(num_chunks) if num_chunks <= 4 else (0, num_chunks - 1)
         entries += [

@@ -187,9 +187,6 @@ def _regret(history: RunHistory) -> str:
 
 
 def _progress(history: RunHistory) -> str:
-    svg = figures.progress(history)
-    if svg is None:
-        return ""
     caption = (
         f"In {OBJECTIVE_WORDS[history.objective]}. Single measurements, so the best of them is partly "
         "luck. The line is the best so far; hollow points repeat an earlier plan or were unstable, "
@@ -200,23 +197,26 @@ def _progress(history: RunHistory) -> str:
             " Diamonds are your own command measured again: how the machine drifted. Trials after a drift "
             "beyond chance are compared with that."
         )
-    return markup.section("History", markup.figure(svg, caption))
+    return _drawn("History", figures.progress(history), caption)
+
+
+def _drawn(heading: str, svg: str | None, caption: str) -> str:
+    return "" if svg is None else markup.section(heading, markup.figure(svg, caption))
 
 
 def _importance(extras: Extras) -> str:
     svg = figures.importance(extras.importance)
-    if svg is None:
-        return markup.section("What mattered", markup.note(extras.fault)) if extras.fault else ""
+    if svg is None and extras.fault:
+        return markup.section("What mattered", markup.note(extras.fault))
     caption = "PED-ANOVA over the told trials: which parameters separate the fast plans from the others."
-    return markup.section("What mattered", markup.figure(svg, caption))
+    return _drawn("What mattered", svg, caption)
 
 
 def _predictions(history: RunHistory) -> str:
     svg = figures.predicted_measured(history)
-    if svg is None:
-        return ""
-    caption = f"On the dashed line a prediction was right. {figures.prediction_words(history)}."
-    return markup.section("Predicted against measured", markup.figure(svg, caption))
+    words = "" if svg is None else figures.prediction_words(history)
+    caption = f"On the dashed line a prediction was right. {words}."
+    return _drawn("Predicted against measured", svg, caption)
 
 
 def _memory(history: RunHistory) -> str:
@@ -225,11 +225,8 @@ def _memory(history: RunHistory) -> str:
     rows = [] if baseline is None else [(figures.label_of(baseline), "baseline", baseline)]
     if best is not None and best.number > 0:
         rows.append((figures.label_of(best), "won" if history.winner else "other", best))
-    svg = figures.memory(rows)
-    if svg is None:
-        return ""
     caption = "The highest of each pipeline rank's processes, as the framework reported it."
-    return markup.section("Memory per stage", markup.figure(svg, caption))
+    return _drawn("Memory per stage", figures.memory(rows), caption)
 
 
 def _changes(history: RunHistory) -> str:

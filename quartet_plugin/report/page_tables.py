@@ -2,9 +2,9 @@
 
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
 from quartet_plugin.report import markup
-from quartet_plugin.report.formatting import clean, rate, size
+from quartet_plugin.report.formatting import clean, size
 from quartet_plugin.report.tables import OBJECTIVE_WORDS
-from quartet_plugin.report.trial_table import class_of, outcome_of
+from quartet_plugin.report.trial_table import class_of, number_cells, outcome_of
 
 MAX_ROWS = 2_000
 _PLAIN = {"shape", "layout", "outcome"}
@@ -42,19 +42,12 @@ def trials(history: RunHistory) -> str:
 
 
 def _values(row: TrialRow, history: RunHistory) -> list[str]:
-    ratio = history.versus_baseline(row)
-    flops = row.model_flops_per_s_per_device
     return [
         markup.text(str(row.number)),
         *(markup.breakable(clean(row.labels.get(part, ""), limit=160)) for part in PARTS),
         markup.text(class_of(row)),
         _tag(row),
-        "" if row.iteration_s is None else f"{row.iteration_s:.3f}",
-        "" if row.predicted_iteration_s is None else f"{row.predicted_iteration_s:.3f}",
-        "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        "" if flops is None else markup.text(rate(flops)),
-        "" if ratio is None else f"{ratio:.2f}x",
-        markup.text(size(row.peak_memory_bytes)) if row.peak_memory_bytes else "",
+        *map(markup.text, number_cells(row, history)),
     ]
 
 

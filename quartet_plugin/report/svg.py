@@ -118,7 +118,8 @@ def _round_step(rough: float) -> float:
 
 def _log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    values = (factor * 10.0**power for power in powers for factor in (1, 2, 5))
+    factors = (1, 2, 5) if len(powers) <= 12 else (1,)
+    values = (factor * 10.0**power for power in powers for factor in factors)
     return [value for value in values if low <= value <= high]
 
 

@@ -27,11 +27,11 @@ KIND_COLOURS: dict[ActionKind, Colour] = {
     ActionKind.W: (0.18, 0.58, 0.34),
     ActionKind.B: (0.72, 0.22, 0.32),
 }
-KIND_WORDS = {
-    ActionKind.F: "F forward",
-    ActionKind.I: "I input gradient",
-    ActionKind.W: "W weight gradient",
-    ActionKind.B: "B backward",
+KIND_NAMES = {
+    ActionKind.F: "forward",
+    ActionKind.I: "input gradient",
+    ActionKind.W: "weight gradient",
+    ActionKind.B: "backward",
 }
 WAITING_COLOUR: Colour = (0.90, 0.90, 0.91)
 
@@ -286,7 +286,7 @@ def _head(axes: "Axes", bars: _Bars, title: str) -> None:
 
     count = int(bars.chunk.max()) + 1
     kinds = [kind for kind in ActionKind if (bars.kind == kind).any()]
-    handles = [Patch(facecolor=KIND_COLOURS[kind], label=KIND_WORDS[kind]) for kind in kinds]
+    handles = [Patch(facecolor=KIND_COLOURS[kind], label=f"{kind.name} {KIND_NAMES[kind]}") for kind in kinds]
     handles.append(Patch(facecolor=WAITING_COLOUR, label="waiting"))
     if count > 1:
         shown = range(count) if count <= _MAX_CHUNKS_SHOWN else (0, count - 1)
