@@ -26,7 +26,7 @@ from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.launches import LocalLaunches
+from quartet_plugin.tuner.trial_backend import LocalBackend
 
 ROOT = Path(__file__).resolve().parents[2]
 WARMUP, MEASURE = 2, 5
@@ -140,7 +140,7 @@ def _begun(limits: Limits) -> Recording:
     if not result.is_measured or result.job is None:
         raise SystemExit(f"the command itself failed: {result.reason}; see {result.folder}")
     job = parse_training_job(result.job, where=str(result.folder))
-    nodes_info = LocalLaunches().nodes(result)
+    nodes_info = LocalBackend().nodes(result)
     nodes = tuple(
         NodeInfo(host=f"node-{index}", node_class=node.node_class, num_slots=node.num_slots)
         for index, node in enumerate(nodes_info)

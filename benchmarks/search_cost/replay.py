@@ -32,9 +32,11 @@ from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.plan_space import Space, baseline_plan, build_space
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.coordinator import Coordinator, TuneResult
-from quartet_plugin.tuner.launches import Check, ShouldStop
+from quartet_plugin.tuner.context import TuningContext
+from quartet_plugin.tuner.coordinator import Coordinator
 from quartet_plugin.tuner.run_folder import create_run
+from quartet_plugin.tuner.trial_backend import ParityCheck, ShouldStop
+from quartet_plugin.tuner.tune_result import TuneResult
 
 # How near to the best plan a search is to come.
 NEAR = 1.02
@@ -126,7 +128,7 @@ class ReplayingLaunches:
         return result
 
     def check(
-        self, request: Check, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+        self, request: ParityCheck, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
     ) -> Receipt:
         """Every plan passes."""
         del on_progress, should_stop
@@ -164,7 +166,7 @@ class Silent:
     def message(self, text: str) -> None:
         """See `Observer`."""
 
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Phase, time_left_s: float | None) -> None:
+    def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """See `Observer`."""
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
@@ -203,13 +205,14 @@ def tuned(
         )
         words = ("torchrun", "--nproc-per-node", str(ground.job.layout.world_size), "pretrain_gpt.py")
         run = create_run(folder / "r", config=config, command=words)
-        return Coordinator(
+        context = TuningContext.create(
             run,
             command=parse_command(words, environment={}),
-            launches=launches,
+            backend=launches,
             observer=Silent(),
             should_stop=should_stop,
-        ).tune()
+        )
+        return Coordinator(context).tune()
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from quartet_plugin.errors import SeamError, UsageError
 if TYPE_CHECKING:
     from quartet_plugin.model.launch import Observer
     from quartet_plugin.model.plan import Plan
-    from quartet_plugin.tuner.coordinator import TuneResult
     from quartet_plugin.tuner.run_folder import TuningRun
+    from quartet_plugin.tuner.tune_result import TuneResult
 
 DISTRIBUTION = "quartet-plugin"
 
@@ -106,13 +106,14 @@ def tune(
     from quartet_plugin.study.samplers import check_installed
     from quartet_plugin.trial.lease import Lease
     from quartet_plugin.trial.redact import redacted_argv
-    from quartet_plugin.tuner.best_plan import write_best
     from quartet_plugin.tuner.config import default_run_name, read_config
+    from quartet_plugin.tuner.context import TuningContext
     from quartet_plugin.tuner.coordinator import Coordinator
     from quartet_plugin.tuner.disk_reserve import DiskReserve
-    from quartet_plugin.tuner.known_machine import keep_machine, machine_of
-    from quartet_plugin.tuner.launches import LocalLaunches
+    from quartet_plugin.tuner.proposer import keep_machine, machine_of
     from quartet_plugin.tuner.run_folder import RunFolder, create_run, prepare_folder, resume_run
+    from quartet_plugin.tuner.trial_backend import LocalBackend
+    from quartet_plugin.tuner.tune_result import write_best
 
     check_versions()
     command = parse_command(words)
@@ -139,18 +140,16 @@ def tune(
         slices = slices_of(run.config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
         with reporter(Console()) as shown, stop_on_signals(shown.message) as should_stop:
             shown.message(f"run {run.name} in {path}; the command: {shlex.join(redacted_argv(words))}")
-            result = Coordinator(
+            context = TuningContext.create(
                 run,
                 command=command,
-                launches=LocalLaunches(device_slice=slices[0] if slices else None),
+                backend=LocalBackend(device_slice=slices[0] if slices else None),
                 observer=with_tensorboard(shown, run=run),
                 should_stop=should_stop,
                 fence=lease.check,
                 max_minutes=max_minutes,
-                prior=prior,
-                slices=slices,
-                make_room=kept.drop,
-            ).tune()
+            )
+            result = Coordinator(context, prior=prior, slices=slices, make_room=kept.drop).tune()
         plan = write_best(result, run=run)
         native = write_native(plan, run=run)
     for line in summary_lines(result, plan=plan, run=run):
@@ -234,8 +233,8 @@ def study_lines(result: "TuneResult") -> list[str]:
     classes = Counter(max((c.change_class for c in changes(plan)), default="A") for plan in tried)
     parts = [f"class {name} {100 * count / len(tried):.0f} %" for name, count in sorted(classes.items())]
     lines = [f"tried     {len(tried)} plans: {', '.join(parts)}"] if tried else []
-    if result.controls:
-        ratios = ", ".join(f"{control.ratio:.2f}x" for control in result.controls)
+    if result.drift_checks:
+        ratios = ", ".join(f"{control.ratio:.2f}x" for control in result.drift_checks)
         lines.append(f"control   your own command again during the search: {ratios} of its first measurement")
     if result.regret is not None:
         lines += regret_lines(result.regret)

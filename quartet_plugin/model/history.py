@@ -85,7 +85,7 @@ class Finalist:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineCheck:
+class DriftMeasurement:
     """The baseline's objective after `num_tried` trials, over what it was at the start."""
 
     num_tried: int
@@ -169,7 +169,7 @@ class RunHistory:
     finalists: tuple[Finalist, ...]
     winner: Plan | None
     faults: tuple[str, ...] = ()
-    controls: tuple[BaselineCheck, ...] = ()
+    controls: tuple[DriftMeasurement, ...] = ()
     workers: tuple[WorkerRow, ...] = ()
     regret: Regret | None = None
 

@@ -38,7 +38,7 @@ class Observer(Protocol):
     def message(self, text: str) -> None:
         """Show one line."""
 
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Phase, time_left_s: float | None) -> None:
+    def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """A launch begins; `plan` is None for the user's own configuration."""
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:

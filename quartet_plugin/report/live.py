@@ -38,21 +38,21 @@ class Running:
 
     label: str
     plan: Plan | None
-    stage: Phase
+    phase: Phase
     began_s: float
     time_left_s: float | None
-    phase: str = "launch"
+    rank_phase: str = "launch"
     iteration: int = 0
     num_iterations: int = 0
 
     def sentence(self, *, now_s: float) -> str:
         """The launch's phase, iteration, elapsed and remaining time, in one line."""
-        kind = "final, trial" if self.stage == "final" else "trial"
-        name = "baseline" if self.stage == "baseline" else f"{kind} {self.label}"
+        kind = "final, trial" if self.phase == "final" else "trial"
+        name = "baseline" if self.phase == "baseline" else f"{kind} {self.label}"
         step = f" {self.iteration}/{self.num_iterations}" if self.num_iterations else ""
         elapsed_s = now_s - self.began_s
         left = "" if self.time_left_s is None else f"; about {duration(self.time_left_s - elapsed_s)} left"
-        return f"{name}: {self.phase}{step}, {duration(elapsed_s)}{left}"
+        return f"{name}: {self.rank_phase}{step}, {duration(elapsed_s)}{left}"
 
 
 class PlainLines:
@@ -74,19 +74,19 @@ class PlainLines:
         """One line."""
         self._write(text)
 
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Phase, time_left_s: float | None) -> None:
+    def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """One line."""
         self._running = Running(
-            label=label, plan=plan, stage=stage, began_s=self._clock(), time_left_s=time_left_s
+            label=label, plan=plan, phase=phase, began_s=self._clock(), time_left_s=time_left_s
         )
         self._write(self._running.sentence(now_s=self._clock()))
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """A line where the wait changes its kind, not one for each iteration."""
         running = self._running
-        if running is None or running.phase == phase or phase not in _SHOWN_PHASES:
+        if running is None or running.rank_phase == phase or phase not in _SHOWN_PHASES:
             return
-        self._running = replace(running, phase=phase, iteration=iteration, num_iterations=num_iterations)
+        self._running = replace(running, rank_phase=phase, iteration=iteration, num_iterations=num_iterations)
         self._write(self._running.sentence(now_s=self._clock()))
 
     def plan_finished(self, launch: LaunchRecord) -> None:
@@ -127,11 +127,11 @@ class LiveTable:
 
         self._console.print(Text(text))
 
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Phase, time_left_s: float | None) -> None:
+    def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """Show the launch below the table."""
         self._drop(label)
         self._running[label] = Running(
-            label=label, plan=plan, stage=stage, began_s=self._clock(), time_left_s=time_left_s
+            label=label, plan=plan, phase=phase, began_s=self._clock(), time_left_s=time_left_s
         )
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
@@ -139,7 +139,7 @@ class LiveTable:
         label = next(reversed(self._running), None)
         if label is not None:
             self._running[label] = replace(
-                self._running[label], phase=phase, iteration=iteration, num_iterations=num_iterations
+                self._running[label], rank_phase=phase, iteration=iteration, num_iterations=num_iterations
             )
 
     def plan_finished(self, launch: LaunchRecord) -> None:

@@ -36,9 +36,9 @@ class Scalars:
         """Pass it on."""
         self._observer.message(text)
 
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Phase, time_left_s: float | None) -> None:
+    def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """Pass it on."""
-        self._observer.plan_started(label, plan, stage=stage, time_left_s=time_left_s)
+        self._observer.plan_started(label, plan, phase=phase, time_left_s=time_left_s)
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """Pass it on."""

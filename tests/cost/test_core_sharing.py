@@ -15,7 +15,7 @@ from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan, Split
 from quartet_plugin.space.plan_space import baseline_plan
-from quartet_plugin.tuner.launches import nodes_of
+from quartet_plugin.tuner.trial_backend import nodes_of
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.trial.factory import report
 

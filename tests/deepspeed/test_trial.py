@@ -17,7 +17,7 @@ from quartet_plugin.protocol.rank_files import RankFileReader, read_actions
 from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial
-from quartet_plugin.tuner.launches import nodes_of
+from quartet_plugin.tuner.trial_backend import nodes_of
 from tests.cli.tuning import living
 from tests.deepspeed.support import ROOT, layout, plan, prepare_launchers, schedule, shape
 

@@ -10,9 +10,8 @@ from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import LaunchRecord, ResultRecord, TrialSpec
 from quartet_plugin.protocol.rank_files import Iteration, RankReport
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
-from quartet_plugin.tuner.best_plan import write_best
-from quartet_plugin.tuner.coordinator import TuneResult
 from quartet_plugin.tuner.run_folder import TuningRun
+from quartet_plugin.tuner.tune_result import TuneResult, write_best
 from tests.tuner.fakes import FakeMachine, begin, tune
 
 

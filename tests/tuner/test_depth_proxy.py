@@ -15,9 +15,9 @@ from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.request import TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.coordinator import TuneResult
-from quartet_plugin.tuner.depth_proxy import cropped
+from quartet_plugin.tuner.depth_proxy import reduced_depth
 from quartet_plugin.tuner.history import read_history
+from quartet_plugin.tuner.tune_result import TuneResult
 from tests.space.jobs import make_job, make_nodes
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, outcome, resume, tune
 
@@ -43,7 +43,7 @@ def with_split(counts: tuple[int, ...]) -> Plan:
 @given(counts=st.tuples(st.integers(1, 60), st.integers(1, 60)), layers=st.integers(1, 60))
 def test_a_cropped_plan_keeps_everything_but_layers(counts: tuple[int, int], layers: int) -> None:
     plan = with_split(counts)
-    small = cropped(plan, layers=layers)
+    small = reduced_depth(plan, layers=layers)
     if max(counts) <= layers:
         assert small is None
         return
@@ -58,7 +58,7 @@ def test_a_cropped_plan_keeps_everything_but_layers(counts: tuple[int, int], lay
 
 
 def test_a_stage_without_layers_stays_without() -> None:
-    small = cropped(with_split((8, 0)), layers=2)
+    small = reduced_depth(with_split((8, 0)), layers=2)
     assert small is not None
     assert small.split.transformer_layers_per_stage == (2, 0)
 

@@ -21,11 +21,10 @@ from quartet_plugin.model.regret import Regret, read_regret
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
-from quartet_plugin.tuner.best_plan import write_best
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.finalists import FinalistResult
-from quartet_plugin.tuner.intervals import bootstrap_median
+from quartet_plugin.tuner.finalists import FinalistResult, bootstrap_median
 from quartet_plugin.tuner.regret import FinishedSearch, estimate_regret, noise_of_rounds, untried_plans
+from quartet_plugin.tuner.tune_result import write_best
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import FakeMachine, begin, resume, tune
 
