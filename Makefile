@@ -1,4 +1,5 @@
-# Everything a fresh machine needs: `make demo` and `make test` build .venv by themselves.
+# Everything a fresh machine needs: `make demo` and `make test` build .venv by themselves, and `make test`
+# installs the system packages that its tests need, or says how.
 SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -6,7 +7,10 @@ EXTRAS := megatron,deepspeed,plots,cluster,dev
 STAMP := $(VENV)/.installed
 RELEASES := $(VENV)/.releases
 
-.PHONY: demo demo-deepspeed test test-slow lint types check clean
+.PHONY: demo demo-deepspeed system-packages test test-slow lint types check clean
+
+system-packages:
+	@bash tools/system_packages.sh
 
 $(STAMP): pyproject.toml constraints.txt tools/make_venv.sh
 	@bash tools/make_venv.sh $(VENV) "$(EXTRAS)"
@@ -23,11 +27,11 @@ demo-deepspeed: $(STAMP)
 # What only computes runs two tests at a time; what starts training processes has the machine to itself.
 COMPUTING := $(addprefix tests/,calibration cost mapping model planner protocol report scaling schedule space split study tuner)
 
-test: $(STAMP) $(RELEASES)
+test: system-packages $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m "not slow" --durations=20 --numprocesses 2 --dist loadfile $(COMPUTING)
 	$(PY) -m pytest -m "not slow" --durations=30 $(addprefix --ignore=,$(COMPUTING))
 
-test-slow: $(STAMP) $(RELEASES)
+test-slow: system-packages $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m slow
 
 lint: $(STAMP)

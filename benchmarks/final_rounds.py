@@ -11,7 +11,7 @@ import random
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 from benchmarks.search_cost.grounds import small
 from benchmarks.search_cost.replay import Silent
@@ -20,17 +20,16 @@ from quartet_plugin.model.score import score
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.config import StudyConfig
+from quartet_plugin.tuner.context import TimeBudget, TuningContext
 from quartet_plugin.tuner.final_rounds import FinalRounds, winner_of
 from quartet_plugin.tuner.finalists import BASELINE
-from quartet_plugin.tuner.run_folder import TuningRun
-from quartet_plugin.tuner.time_budget import TimeBudget
-from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLauncher
+from quartet_plugin.tuner.trial_launcher import BaselineScore, Launch, TrialLauncher
 
 NOISES = (0.02, 0.05, 0.1, 0.14)
 GAINS = (1.0, 1.05, 1.2, 1.4)
 
 
-class NoisyLaunching:
+class NoisyLauncher:
     """A machine on which the baseline takes a second, other plans less by `gain`."""
 
     def __init__(self, *, gain: float, noise: float, seed: int) -> None:
@@ -38,9 +37,10 @@ class NoisyLaunching:
         self._generator = random.Random(seed)
         self.num_rounds = 0
 
-    def launch(self, plan: object, *, number: int, folder: Path, **others: object) -> TrialResult:
+    def launch(self, launch: Launch, *, num_left: int) -> TrialResult:
         """One launch of three equal iterations."""
-        del plan, others
+        del num_left
+        number, folder = launch.number, launch.folder
         self.num_rounds += number == BASELINE
         seconds = math.exp(self._generator.gauss(0.0, self._noise))
         seconds /= 1.0 if number == BASELINE else self._gain
@@ -76,21 +76,25 @@ def main() -> None:
 def decided(gain: float, *, noise: float, seed: int, rounds: int) -> tuple[bool, int]:
     """Whether a plan that is faster by `gain` won, and the rounds that took."""
     baseline = _baseline()
-    yardstick = BaselineScore(
+    baseline_score = BaselineScore(
         plan=baseline, score=score(baseline, iteration_s=(1.0,)), objective="tokens_per_s"
     )
     record = TrialRecord(verdict="measured", outcome="ok", reason="", attempt_id="", value=1.0)
-    launching = NoisyLaunching(gain=gain, noise=noise, seed=seed)
+    launcher = NoisyLauncher(gain=gain, noise=noise, seed=seed)
     study = StudyConfig(rounds=rounds, top_k=1, seed=seed)
     folder = SimpleNamespace(final_launch=lambda *_, **__: Path())
-    finals = FinalRounds(
-        run=cast(TuningRun, SimpleNamespace(config=SimpleNamespace(study=study), folder=folder)),
-        launching=cast(TrialLauncher, launching),
+    context = SimpleNamespace(
+        run=SimpleNamespace(config=SimpleNamespace(study=study), folder=folder),
         budget=TimeBudget(limit_s=None, clock=lambda: 0.0),
-        observer=cast(Any, Silent()),
+        observer=Silent(),
     )
-    rankings = finals.measure([FinishedTrial(number=1, plan=baseline, record=record)], yardstick=yardstick)
-    return winner_of(rankings) is not None, launching.num_rounds
+    finals = FinalRounds(
+        context=cast(TuningContext, context),
+        launcher=cast(TrialLauncher, launcher),
+        baseline=baseline_score,
+    )
+    rankings = finals.measure([FinishedTrial(number=1, plan=baseline, record=record)])
+    return winner_of(rankings) is not None, launcher.num_rounds
 
 
 @functools.cache

@@ -3,7 +3,7 @@
     python -m benchmarks.launch_noise RUN ...
 
 Reads the final rounds of finished runs, which launch the same plans again and again. The search takes the
-scatter of iterations for that of launches (`calibration/launch_noise.py`); the last line says how right that
+scatter of iterations for that of launches (`calibration/observations.py`); the last line says how right that
 is.
 """
 

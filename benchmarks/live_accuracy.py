@@ -435,8 +435,10 @@ def median_of(launches: Sequence[Any]) -> tuple[float, float]:
 
 def observed(case: Any, result: Any, machines: Any) -> list[Any]:
     """What a calibrating run says: its iteration, and its parts."""
-    from quartet_plugin.calibration.constants_fit import Observation
-    from quartet_plugin.calibration.profile import observations_of, parse_rank
+    from quartet_plugin.calibration.observations import Observation
+    from quartet_plugin.calibration.profile import observations_of
+    from quartet_plugin.model.schema import parse
+    from quartet_plugin.protocol.rank_files import RankProfile
 
     if not result:
         return []
@@ -446,7 +448,7 @@ def observed(case: Any, result: Any, machines: Any) -> list[Any]:
         seconds, spread = median_of(result["launches"])
         found.append(Observation(run=run, seconds=seconds, spread=spread))
     launches = [] if case.is_ours else result[PROFILE]
-    ranks = [parse_rank(one, where=case.name) for launch in launches for one in launch["profiles"]]
+    ranks = [parse(RankProfile, one, where=case.name) for launch in launches for one in launch["profiles"]]
     return found + observations_of(run, ranks)
 
 

@@ -10,9 +10,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quartet_plugin.cost.devices import DeviceSpec
-from quartet_plugin.cost.jobs import run_of, uniform_cluster_of_device
-from quartet_plugin.cost.run import ScheduleKind, TrainingRun, UniformCluster
-from quartet_plugin.cost.software import ON_CPU
+from quartet_plugin.cost.run import (
+    ON_CPU,
+    ScheduleKind,
+    TrainingRun,
+    UniformCluster,
+    run_of,
+    uniform_cluster_of_device,
+)
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
 

@@ -17,9 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.planner.assigned_prediction import AssignedRun
-from quartet_plugin.planner.assignment_search import assign, places_of_job, planned_run
-from quartet_plugin.planner.candidates import legal_candidates
+from quartet_plugin.planner.assignment_search import AssignmentProblem, assign
 from quartet_plugin.planner.job import PlanRequest, parse_job
+from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.split.layers import even_split
 
 SMALL = ((2, 3), (3, 2), (6, 1), (1, 6))
@@ -31,11 +31,11 @@ def random_job(draw: random.Random, num_nodes: int, per_node: int) -> PlanReques
     rates = [[draw.choice([2e9, 2.5e10]) for _ in range(num_nodes)] for _ in range(num_nodes)]
     nodes = [
         {
-            "name": f"node-{at}",
+            "name": f"node-{index}",
             "devices": ["A100-SXM-80GB"] * per_node,
             "slowdown": [draw.choice([1.0, 1.0, 1.5, 3.0]) for _ in range(per_node)],
         }
-        for at in range(num_nodes)
+        for index in range(num_nodes)
     ]
     links: dict[str, Any] = {
         "scale_up": {"bandwidth_bytes_per_s": 3e11, "latency_s": 2e-6},
@@ -62,23 +62,32 @@ def compared(seed: int, sizes: tuple[tuple[int, int], ...], *, every: bool) -> t
     """The solved mapping's time over the best permutation's (else 1), and over the better stock order's."""
     draw = random.Random(seed)
     job = random_job(draw, *draw.choice(sizes))
-    candidates = legal_candidates(job, job.shape)
-    layouts = [candidates.layout(row) for row in range(len(candidates))]
-    layout = draw.choice([one for one in layouts if one.pipeline_parallel > 1])
+    table = layout_table_of(job, job.shape)
+    layouts = [table.layout(row) for row in range(len(table))]
+    layout = draw.choice([layout for layout in layouts if layout.pipeline_parallel > 1])
     split = even_split(job.shape.num_layers, num_stages=layout.num_stages)
-    places = places_of_job(job, fitted())
-    found = assign(job, job.shape, layout, split, constants=fitted(), places=places, may_split=False)
-    assert found is not None
-    time, best = found.found.iter_time_s, found.found.iter_time_s
+    topology = job.topology(fitted())
+    problem = AssignmentProblem(
+        job=job,
+        shape=job.shape,
+        layout=layout,
+        split=split,
+        constants=fitted(),
+        topology=topology,
+        may_split=False,
+    )
+    assignment = assign(problem)
+    assert assignment is not None
+    time = best = assignment.prediction.iter_time_s
     if every:
-        run = AssignedRun(planned_run(job, job.shape, layout, split), fitted(), places)
-        size, domains = layout.tensor_parallel, places.domain_of_slot
-        for slots in itertools.permutations(range(len(places.slots))):
-            groups = [slots[at : at + size] for at in range(0, len(slots), size)]
+        run = AssignedRun(job.run(job.shape, layout, split), fitted(), topology)
+        size, domains = layout.tensor_parallel, topology.domain_of_slot
+        for slots in itertools.permutations(range(len(topology.slots))):
+            groups = itertools.batched(slots, size)
             together = all(len({int(domains[slot]) for slot in group}) == 1 for group in groups)
-            if together and places.slots[slots[0]].node == 0:
+            if together and topology.slots[slots[0]].node == 0:
                 best = min(best, run.predict(slots).iter_time_s)
-    return time / best, time / min(found.stock_s.values())
+    return time / best, time / min(assignment.stock_s.values())
 
 
 def main() -> None:

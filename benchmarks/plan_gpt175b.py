@@ -57,8 +57,8 @@ def planned(top: int) -> tuple[float, float, Ranking]:
     even_split_with_ends.cache_clear()
     start, cpu = time.perf_counter(), time.process_time()
     job = parse_job(JOB, where="job")
-    found = best_plans(job, top=top)
-    return time.perf_counter() - start, time.process_time() - cpu, found
+    ranking = best_plans(job, top=top)
+    return time.perf_counter() - start, time.process_time() - cpu, ranking
 
 
 def whole_command_s() -> float:
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
-    first, cpu, found = planned(options.top)
+    first, cpu, ranking = planned(options.top)
     print(f"first in the process: wall {first:.2f} s, CPU {cpu:.2f} s")
     repeats = [planned(options.top)[:2] for _ in range(options.repeats)]
     for name, times in zip(("wall", "CPU"), zip(*repeats, strict=True), strict=True):
@@ -93,10 +93,10 @@ def main() -> None:
         f"from {min(commands):.2f} to {max(commands):.2f}"
     )
     print(
-        f"{found.num_considered} layouts: {found.num_predicted} predicted, {found.num_too_large} do not fit, "
-        f"{found.num_pruned} cannot be faster"
+        f"{ranking.num_considered} layouts: {ranking.num_predicted} predicted, "
+        f"{ranking.num_too_large} do not fit, {ranking.num_pruned} cannot be faster"
     )
-    for ranked in found.best:
+    for ranked in ranking.best:
         print(f"{ranked.iteration_s:.3f} s: {ranked.layout.label}, recompute {ranked.layout.recompute}")
 
 

@@ -1,7 +1,7 @@
-"""Fit the shared constants to measured runs: robust, and pulled towards their physical defaults.
+"""The fit of the shared constants to published runs: robust, and pulled towards physical defaults.
 
-Gauss-Newton steps on the logarithm of the time; every step is a bounded, robust least-squares problem in
-the linearized model, the priors among its residuals. One thread, deterministic.
+Gauss-Newton steps on the logarithm of the time: every step is a bounded, robust least-squares problem in the
+linearized model, with the priors among its residuals. One thread, deterministic.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from quartet_plugin.cost.run import TrainingRun
 Array = NDArray[np.float64]
 
 STEP = 0.02
-# How far one step may go, in the logarithm of a constant.
+# The longest step in the logarithm of a constant.
 TRUST = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
-    """A measured iteration; `spread` is the error to expect, relative."""
+    """A published run and its measured iteration; `spread` is the expected relative error."""
 
     run: TrainingRun
     seconds: float
@@ -39,12 +39,12 @@ class _Prior:
 
     @classmethod
     def of_constants(cls) -> "_Prior":
-        known = fields(Constants)
+        constants = fields(Constants)
         return cls(
             centre=_to_log(Constants()),
-            low=np.log([f.metadata["low"] for f in known]),
-            high=np.log([f.metadata["high"] for f in known]),
-            spread=np.array([f.metadata["spread"] for f in known]),
+            low=np.log([f.metadata["low"] for f in constants]),
+            high=np.log([f.metadata["high"] for f in constants]),
+            spread=np.array([f.metadata["spread"] for f in constants]),
         )
 
 
@@ -58,8 +58,8 @@ def fit(
     weight = 1.0 / np.array([o.spread for o in observations])
     for _ in range(rounds):
         base, slopes = _linearize(observations, point, prior)
-        found = _solve(base - measured, slopes, weight, point, prior)
-        point = np.clip(point + np.clip(found - point, -TRUST, TRUST), prior.low, prior.high)
+        solution = _solve(base - measured, slopes, weight, point, prior)
+        point = np.clip(point + np.clip(solution - point, -TRUST, TRUST), prior.low, prior.high)
     return _of_log(point, prior)
 
 
@@ -91,8 +91,8 @@ def _solve(error: Array, slopes: Array, weight: Array, point: Array, prior: _Pri
 
     inside = np.clip(point, prior.low, prior.high)
     bounds = (prior.low - 1e-9, prior.high + 1e-9)
-    found: Array = least_squares(residuals, inside, bounds=bounds, max_nfev=60).x
-    return found
+    solution: Array = least_squares(residuals, inside, bounds=bounds, max_nfev=60).x
+    return solution
 
 
 def _to_log(constants: Constants) -> Array:
@@ -101,12 +101,11 @@ def _to_log(constants: Constants) -> Array:
 
 
 def _of_log(point: Array, prior: _Prior) -> Constants:
-    inside = np.clip(point, prior.low, prior.high)
-    values = np.exp(inside)
-    known = fields(Constants)
+    values = np.exp(np.clip(point, prior.low, prior.high))
     # exp(log(bound)) may miss the bound by a rounding.
-    limited = [
-        min(max(float(value), f.metadata["low"]), f.metadata["high"])
-        for value, f in zip(values, known, strict=True)
-    ]
-    return Constants(**{f.name: value for f, value in zip(known, limited, strict=True)})
+    return Constants(
+        **{
+            f.name: min(max(float(value), f.metadata["low"]), f.metadata["high"])
+            for value, f in zip(values, fields(Constants), strict=True)
+        }
+    )

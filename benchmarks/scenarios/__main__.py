@@ -32,8 +32,8 @@ from benchmarks.scenarios.network import ADDRESSES, two_namespaces
 from benchmarks.scenarios.turns import Launch, measured_in_turns
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import Plan, read_plan
+from quartet_plugin.tuner.finalists import bootstrap_median
 from quartet_plugin.tuner.history import read_history
-from quartet_plugin.tuner.intervals import bootstrap_median
 
 ROOT = Path(__file__).resolve().parents[2]
 WARMUP, MEASURE = 2, 6

@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def _grounds(options: argparse.Namespace) -> list[replay.Ground]:
-    asked = options.only or ["recorded" if options.recording.exists() else "small", "large"]
+    names = options.only or ["recorded" if options.recording.exists() else "small", "large"]
     make: dict[str, Callable[[], list[replay.Ground]]] = {
         "recorded": lambda: [
             grounds.recorded(options.recording),
@@ -67,29 +67,28 @@ def _grounds(options: argparse.Namespace) -> list[replay.Ground]:
         "small": lambda: [grounds.small()],
         "large": lambda: [grounds.large()],
     }
-    return [ground for name in asked for ground in make[name]()]
+    return [ground for name in names for ground in make[name]()]
 
 
 def _count(ground: replay.Ground, options: argparse.Namespace) -> None:
     """Trials of both sides until a plan within 2 % of the best was measured."""
     print(f"{ground.name}: {ground.num_plans} plans, best {1e3 * ground.best_s:.1f} ms", flush=True)
-    ours: list[int | None] = []
-    theirs: list[replay.PlainCount] = []
+    quartet: list[int | None] = []
+    plain: list[replay.PlainCount] = []
     for seed in range(options.seeds):
-        ours.append(replay.searched(ground, seed=seed, limit=options.own_limit))
-        theirs.append(replay.plain(ground, seed=seed, limit=options.limit))
-        print(f"  seed {seed}: {ours[-1]} against {theirs[-1].launched}", file=sys.stderr, flush=True)
-    median = _row("quartet", ours, limit=options.own_limit)
-    plain = _row("plain TPE", [one.launched for one in theirs], limit=options.limit)
-    if all(one.proposed for one in theirs):
-        _row("plain TPE, repeats counted", [one.proposed for one in theirs], limit=options.limit)
-    share = median / plain
+        quartet.append(replay.searched(ground, seed=seed, limit=options.own_limit))
+        plain.append(replay.plain(ground, seed=seed, limit=options.limit))
+        print(f"  seed {seed}: {quartet[-1]} against {plain[-1].launched}", file=sys.stderr, flush=True)
+    median = _row("quartet", quartet, limit=options.own_limit)
+    share = median / _row("plain TPE", [count.launched for count in plain], limit=options.limit)
+    if all(count.proposed for count in plain):
+        _row("plain TPE, repeats counted", [count.proposed for count in plain], limit=options.limit)
     print(f"  of plain TPE's median: {share:.2f} (goal: at most {GOAL_SHARE:g}){_met(share <= GOAL_SHARE)}")
     print(f"  median of the search: {median:g} (goal: at most {GOAL_TRIALS}){_met(median <= GOAL_TRIALS)}")
 
 
 def _row(name: str, counts: Sequence[int | None], *, limit: int) -> float:
-    """Print median and range; what was given up counts as one more than the limit."""
+    """Print median and range; a search that gave up counts as one more than the limit."""
     values = sorted(limit + 1 if count is None else count for count in counts)
     low, high = values[len(values) // 10], values[-1 - len(values) // 10]
     median = statistics.median(values)
@@ -100,20 +99,22 @@ def _row(name: str, counts: Sequence[int | None], *, limit: int) -> float:
 
 
 def _regret(ground: replay.Ground, options: argparse.Namespace) -> None:
-    """How often the interval of the estimate holds the true regret."""
-    found = []
+    """Print the share of searches in which the estimate's interval holds the true regret."""
+    regrets = []
     for seed in range(options.seeds):
-        one = replay.regret_of(ground, seed=seed, trials=options.trials)
-        found.append(one)
-        shown = "nothing" if one.low is None else f"{one.median:.3f} ({one.low:.3f} to {one.high:.3f})"
-        print(f"  seed {seed}: estimated {shown}, true {one.true:.3f}", file=sys.stderr, flush=True)
-    said = [one for one in found if one.low is not None]
-    covered = sum(one.is_covered for one in said)
-    widths = [(one.high or 0.0) - (one.low or 0.0) for one in said]
+        regret = replay.regret_of(ground, seed=seed, trials=options.trials)
+        regrets.append(regret)
+        shown = "nothing"
+        if regret.low is not None:
+            shown = f"{regret.median:.3f} ({regret.low:.3f} to {regret.high:.3f})"
+        print(f"  seed {seed}: estimated {shown}, true {regret.true:.3f}", file=sys.stderr, flush=True)
+    estimated = [regret for regret in regrets if regret.low is not None]
+    covered = sum(regret.is_covered for regret in estimated)
+    widths = [(regret.high or 0.0) - (regret.low or 0.0) for regret in estimated]
     print(
         f"{ground.name}, {options.trials} trials: the 95 % interval held the true regret in {covered} of "
-        f"{len(said)} searches; median width {100 * statistics.median(widths):.1f} %, median true regret "
-        f"{100 * statistics.median(one.true for one in found):.1f} %"
+        f"{len(estimated)} searches; median width {100 * statistics.median(widths):.1f} %, median "
+        f"true regret {100 * statistics.median(regret.true for regret in regrets):.1f} %"
     )
 
 

@@ -29,7 +29,9 @@ def recorded(path: Path, *, narrowed: Mapping[str, Any] | None = None) -> Ground
     """The space that was measured, or the part of it that `narrowed` leaves."""
     recording = read_recording(path)
     plans_of(recording)
-    missing = [key for key, one in recording.entries.items() if not one.launches and one.refused is None]
+    missing = [
+        key for key, entry in recording.entries.items() if not entry.launches and entry.refused is None
+    ]
     if missing:
         raise SystemExit(f"{path}: {len(missing)} plans have no launch yet; `record` goes on")
     search = {**recording.search, **(narrowed or {})}
@@ -44,8 +46,8 @@ def recorded(path: Path, *, narrowed: Mapping[str, Any] | None = None) -> Ground
         num_plans=0,
     )
     inside = every_plan(ground.space, embedding=EMBEDDING, head=HEAD)
-    times = [one.iteration_s for key, one in recording.entries.items() if key in inside]
-    best_s = min(one for one in times if one is not None)
+    times = [entry.iteration_s for key, entry in recording.entries.items() if key in inside]
+    best_s = min(time_s for time_s in times if time_s is not None)
     return replace(ground, best_s=best_s, num_plans=len(times))
 
 
@@ -81,7 +83,7 @@ def large() -> Ground:
         micro_batch_size=1,
         global_batch_size=32,
     )
-    nodes = tuple(NodeInfo(host=f"node-{at}", node_class="device x4", num_slots=4) for at in range(2))
+    nodes = tuple(NodeInfo(host=f"node-{index}", node_class="device x4", num_slots=4) for index in range(2))
     search = {"schedule": ["stock", "no-pipelining", "1f1b", "interleaved", "zb-h1", "zb-v"]}
     return _synthetic(
         "synthetic, eight devices", job, nodes, search, SyntheticOracle(), LARGE_EMBEDDING, LARGE_HEAD

@@ -1,4 +1,4 @@
-"""What a plan's iteration takes: as it was recorded, or by a simulator with constants of its own."""
+"""Oracles of a plan's iteration time: the recording, or a simulator whose constants the search cannot see."""
 
 import functools
 import hashlib
@@ -88,18 +88,18 @@ class RecordedOracle:
 
 
 def _deviations(recording: Recording) -> Sequence[float]:
-    found = []
+    deviations = []
     for entry in recording.entries.values():
         count = len(entry.launches)
         if count > 1 and entry.iteration_s is not None:
             widened = math.sqrt(count / (count - 1))
             medians = [statistics.median(row) for row in entry.launches]
-            found += [1.0 + widened * (median / entry.iteration_s - 1.0) for median in medians]
-    return found
+            deviations += [1.0 + widened * (median / entry.iteration_s - 1.0) for median in medians]
+    return deviations
 
 
-def _distance(one: str, other: str) -> int:
-    counts = [[int(word) for word in text.split("+")] for text in (one, other)]
+def _distance(first: str, second: str) -> int:
+    counts = [[int(word) for word in text.split("+")] for text in (first, second)]
     return sum(abs(a - b) for a, b in zip(*counts, strict=True))
 
 
@@ -141,8 +141,8 @@ class SyntheticOracle:
         key = key_of(plan)
         if key not in self._known:
             digest = hashlib.sha256(key.encode()).digest()
-            own = random.Random(digest).gauss(0.0, self.constants.scatter)
-            self._known[key] = self._iteration_s(plan) * math.exp(own)
+            deviation = random.Random(digest).gauss(0.0, self.constants.scatter)
+            self._known[key] = self._iteration_s(plan) * math.exp(deviation)
         return self._known[key]
 
     def measured_s(self, plan: Plan, generator: random.Random, *, count: int) -> tuple[float, ...] | None:
@@ -155,7 +155,7 @@ class SyntheticOracle:
 
     @property
     def num_known(self) -> int:
-        """Plans that were asked for."""
+        """The number of plans that were timed."""
         return len(self._known)
 
     def _iteration_s(self, plan: Plan) -> float:
@@ -163,10 +163,10 @@ class SyntheticOracle:
         return self._pipeline_s(plan, schedule) + self._gradients_s(plan) + self.constants.optimizer_s
 
     def _pipeline_s(self, plan: Plan, schedule: Schedule) -> float:
-        found = 0.0
-        for replica in range(plan.layout.data_parallel):
-            found = max(found, simulate(schedule, self._stages(plan, schedule, replica)).makespan_s)
-        return found
+        return max(
+            simulate(schedule, self._stages(plan, schedule, replica)).makespan_s
+            for replica in range(plan.layout.data_parallel)
+        )
 
     def _stages(self, plan: Plan, schedule: Schedule, replica: int) -> StageCosts:
         """Seconds of a microbatch on the stages of one replica."""
@@ -213,7 +213,7 @@ class SyntheticOracle:
         return 2.0 * (seconds + self.constants.latency_s)
 
     def _gradients_s(self, plan: Plan) -> float:
-        """What of the data-parallel all-reduce does not hide, on the stage with the most parameters."""
+        """Exposed seconds of the data-parallel all-reduce, on the device where it takes longest."""
         layout, shape, copies = plan.layout, plan.shape, plan.layout.data_parallel
         if copies == 1:
             return 0.0
@@ -222,15 +222,15 @@ class SyntheticOracle:
             device = schedule_of(plan).placement[stage]
             held[device] += count * shape.matrix_parameters_per_layer
             held[device] += shape.embedding_parameters * (stage in (0, layout.num_stages - 1))
-        found = 0.0
+        slowest = 0.0
         for device in range(layout.pipeline_parallel):
             nodes = {self._node(plan, replica, device) for replica in range(copies)}
             per_s = (
                 self.constants.inside_bytes_per_s if len(nodes) == 1 else self.constants.across_bytes_per_s
             )
             size = 4.0 * held[device] / layout.tensor_parallel
-            found = max(found, 2.0 * (copies - 1) / copies * size / per_s)
-        return self.constants.exposed_gradients * found
+            slowest = max(slowest, 2.0 * (copies - 1) / copies * size / per_s)
+        return self.constants.exposed_gradients * slowest
 
     def _bytes_per_s(self, nodes: set[int]) -> float:
         return self.constants.inside_bytes_per_s if len(nodes) == 1 else self.constants.across_bytes_per_s
@@ -247,9 +247,9 @@ def schedule_of(plan: Plan) -> Schedule:
     """The order that a plan executes; without a pipeline that is 1F1B on one device."""
     custom, layout = plan.schedule.custom, plan.layout
     if custom is not None and custom.named is None:
-        found = written_of(custom, num_microbatches=plan.num_microbatches)
-        assert found is not None, "a searched schedule has its order written out"
-        return found
+        written = written_of(custom, num_microbatches=plan.num_microbatches)
+        assert written is not None, "a searched schedule has its order written out"
+        return written
     name = plan.schedule.name if custom is None else custom.named
     assert name is not None
     return _named(

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.scenarios.catalogue import Scenario
 from benchmarks.search_cost.recording import Entry, Recording, read_recording
 from benchmarks.search_cost.walk import every_plan, key_of
-from quartet_plugin.cost.estimate import relative_cost
+from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
@@ -26,7 +26,7 @@ from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.launches import LocalLaunches
+from quartet_plugin.tuner.trial_backend import LocalBackend
 
 ROOT = Path(__file__).resolve().parents[2]
 WARMUP, MEASURE = 2, 5
@@ -140,12 +140,12 @@ def _begun(limits: Limits) -> Recording:
     if not result.is_measured or result.job is None:
         raise SystemExit(f"the command itself failed: {result.reason}; see {result.folder}")
     job = parse_training_job(result.job, where=str(result.folder))
-    found = LocalLaunches().nodes(result)
+    nodes_info = LocalBackend().nodes(result)
     nodes = tuple(
-        NodeInfo(host=f"node-{at}", node_class=node.node_class, num_slots=node.num_slots)
-        for at, node in enumerate(found)
+        NodeInfo(host=f"node-{index}", node_class=node.node_class, num_slots=node.num_slots)
+        for index, node in enumerate(nodes_info)
     )
-    own = key_of(_space(job, nodes, SearchConfig()).baseline)
+    baseline = key_of(_space(job, nodes, SearchConfig()).baseline)
     return Recording(
         about=SCENARIO.about,
         job=job,
@@ -160,7 +160,7 @@ def _begun(limits: Limits) -> Recording:
             "iterations": f"{MEASURE} a launch after {WARMUP} that are left out",
             "flags": SCENARIO.flags,
         },
-        entries={own: Entry(launches=[list(result.iteration_s)])},
+        entries={baseline: Entry(launches=[list(result.iteration_s)])},
     )
 
 

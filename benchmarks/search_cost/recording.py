@@ -44,7 +44,9 @@ class Recording:
     @property
     def best(self) -> tuple[str, float]:
         """The fastest plan and its seconds an iteration."""
-        timed = {key: one.iteration_s for key, one in self.entries.items() if one.iteration_s is not None}
+        timed = {
+            key: entry.iteration_s for key, entry in self.entries.items() if entry.iteration_s is not None
+        }
         key = min(timed, key=lambda key: timed[key])
         return key, timed[key]
 
@@ -59,10 +61,10 @@ class Recording:
             "nodes": [dump(node) for node in self.nodes],
             "plans": {
                 key: {
-                    "refused": one.refused,
-                    "launches_s": [[round(s, 6) for s in row] for row in one.launches],
+                    "refused": entry.refused,
+                    "launches_s": [[round(s, 6) for s in row] for row in entry.launches],
                 }
-                for key, one in self.entries.items()
+                for key, entry in self.entries.items()
             },
         }
         write_json_atomic(path, content)
@@ -78,8 +80,8 @@ def read_recording(path: Path) -> Recording:
         search=content["search"],
         environment=content["environment"],
         entries={
-            key: Entry(launches=one["launches_s"], refused=one["refused"])
-            for key, one in content["plans"].items()
+            key: Entry(launches=entry["launches_s"], refused=entry["refused"])
+            for key, entry in content["plans"].items()
         },
     )
 

@@ -20,22 +20,23 @@ import optuna
 
 from benchmarks.search_cost.oracles import Oracle
 from benchmarks.search_cost.walk import key_of
-from quartet_plugin.cost.estimate import relative_cost
+from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.errors import InterruptedByUserError, QuartetError
 from quartet_plugin.launchers.command import parse_command
-from quartet_plugin.model.launched import Launched, Stage
+from quartet_plugin.model.launch import LaunchRecord, Phase
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt, StepComparison, Versions, tolerance_for
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.score import score
 from quartet_plugin.model.training_job import TrainingJob
-from quartet_plugin.space.baseline import baseline_plan
-from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.space.plan_space import Space, baseline_plan, build_space
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.coordinator import Coordinator, TuneResult
-from quartet_plugin.tuner.launches import Check, ShouldStop
+from quartet_plugin.tuner.context import TuningContext
+from quartet_plugin.tuner.coordinator import Coordinator
 from quartet_plugin.tuner.run_folder import create_run
+from quartet_plugin.tuner.trial_backend import ParityCheck, ShouldStop
+from quartet_plugin.tuner.tune_result import TuneResult
 
 # How near to the best plan a search is to come.
 NEAR = 1.02
@@ -79,8 +80,8 @@ class ReplayingLaunches:
 
     @property
     def num_until_near(self) -> int | None:
-        """Trials until a plan near the best was measured, that one included; None where none was."""
-        return next((at for at, plan in enumerate(self.launched, 1) if self.ground.is_near(plan)), None)
+        """Trials until a plan near the best was measured, its own included; None where none was."""
+        return next((count for count, plan in enumerate(self.launched, 1) if self.ground.is_near(plan)), None)
 
     def recover(self, folder: Path, *, should_stop: ShouldStop, **others: Any) -> None:
         """Nothing runs."""
@@ -127,7 +128,7 @@ class ReplayingLaunches:
         return result
 
     def check(
-        self, request: Check, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+        self, request: ParityCheck, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
     ) -> Receipt:
         """Every plan passes."""
         del on_progress, should_stop
@@ -165,13 +166,13 @@ class Silent:
     def message(self, text: str) -> None:
         """See `Observer`."""
 
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
+    def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """See `Observer`."""
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """See `Observer`."""
 
-    def plan_finished(self, launch: Launched) -> None:
+    def plan_finished(self, launch: LaunchRecord) -> None:
         """See `Observer`."""
 
 
@@ -204,13 +205,14 @@ def tuned(
         )
         words = ("torchrun", "--nproc-per-node", str(ground.job.layout.world_size), "pretrain_gpt.py")
         run = create_run(folder / "r", config=config, command=words)
-        return Coordinator(
+        context = TuningContext.create(
             run,
             command=parse_command(words, environment={}),
-            launches=launches,
+            backend=launches,
             observer=Silent(),
             should_stop=should_stop,
-        ).tune()
+        )
+        return Coordinator(context).tune()
 
 
 @contextmanager
@@ -250,7 +252,7 @@ def plain(ground: Ground, *, seed: int, limit: int) -> PlainCount:
                 return PlainCount(launched=num_launched, proposed=proposed)
             if num_launched == limit:
                 break
-        _tell(study, trial, seen[plan.key], worst=min(one for one in seen.values() if one is not None))
+        _tell(study, trial, seen[plan.key], worst=min(value for value in seen.values() if value is not None))
     return PlainCount(launched=None, proposed=None)
 
 
@@ -258,15 +260,15 @@ def _with_baseline(
     study: optuna.Study, ground: Ground, space: Space, generator: random.Random
 ) -> dict[str, float | None]:
     """Tell the baseline, which the other side knows as well."""
-    own = _value(ground, space.baseline, generator)
+    baseline = _value(ground, space.baseline, generator)
     params = space.params_of(space.baseline)
     if params is not None:
         study.enqueue_trial(dict(params))
     trial = study.ask()
     if params is not None:
         space.decode(_Choosing(trial), trial=0)
-    _tell(study, trial, own, worst=own or 0.0)
-    return {space.baseline.key: own}
+    _tell(study, trial, baseline, worst=baseline or 0.0)
+    return {space.baseline.key: baseline}
 
 
 def _value(ground: Ground, plan: Plan, generator: random.Random) -> float | None:

@@ -1,19 +1,21 @@
-"""The cost model's constants as one cluster's own measurements correct them, with their uncertainty.
+"""The calibration: the cost model's constants as one cluster's measurements correct them, with intervals.
 
-Shared constants are the prior, wide where the cluster is of another kind than what they were fitted to;
-measured layers, actions, optimizer steps and whole iterations pull each towards what it really is here.
-Every term stays visible: a correction is a constant's new value, and what no constant explains is the
-residual, a term of its own. See docs/calibration.md.
+The shared constants are the prior, wide where the cluster is of another kind than the runs that they were
+fitted to; measured layers, actions, optimizer steps and iterations correct them. Every correction is the new
+value of a named constant; the residual that no constant explains is a term of its own. See
+docs/calibration.md, and docs/formats.md for `calibration.json`.
 """
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
-from enum import StrEnum
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 
 from quartet_plugin.calibration.map_fit import Array, Posterior, fit
+from quartet_plugin.calibration.observations import Direction, Observation, Quantity
 from quartet_plugin.cost import communication, compute
 from quartet_plugin.cost.compute import Rates, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
@@ -25,108 +27,51 @@ from quartet_plugin.cost.predict import (
     optimizer_s,
     predict,
     stage_parts,
-    total_of,
 )
-from quartet_plugin.cost.run import TrainingRun
-from quartet_plugin.cost.software import ON_CPU
+from quartet_plugin.cost.run import ON_CPU, TrainingRun
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.schema import Bounds, Length, read_record, record
 
-# Priors of what the shared constants lack: seconds, and one standard deviation of the logarithm.
-ACTION_S, ACTION_SPREAD = 2e-4, 1.5
-RUNTIME_S, RUNTIME_SPREAD = 1e-4, 1.5
-SKEW, SKEW_SPREAD = 0.02, 1.5
-CONTENTION, CONTENTION_SPREAD = 0.1, 1.0
-RESIDUAL_SPREAD = 0.03
+# Priors of the constants that only a cluster has: the assumed value where the shared constants have none, and
+# one standard deviation of the logarithm.
+ASSUMED = {"action_s": 2e-4, "runtime_s": 1e-4, "skew": 0.02, "contention": 0.1}
+SPREADS = {"action_s": 1.5, "runtime_s": 1.5, "skew": 1.5, "contention": 1.0, "residual": 0.03}
 RATIO_SPREAD = 0.1
 # Sockets between processes are of another order than links of accelerators, and messages than collectives.
-SOCKET_SPREAD, MESSAGE_SPREAD = 3.0, 2.0
-# How much wider than among published runs a constant may lie on one cluster of a known, of an unknown kind.
+UNKNOWN_LINK_SPREADS = {"hop_s": 3.0, "peer_hop": 2.0}
+# The spread that a constant has on one cluster beyond the prior: of a known, of an unknown kind of device.
 KNOWN_SPREAD, UNKNOWN_SPREAD = 0.15, 1.0
 # Generations of devices that the shared constants were not fitted to.
 UNKNOWN = ("cpu", "plain")
-# Causes of a layer's time that a rank without others does not have.
+# Causes of a layer's time that a rank alone does not have.
 COMMUNICATION = ("tp_comm", "cp_comm", "ep_comm")
-# What a probe of the links says.
+# The constants that a probe of the links measures.
 LINKS = ("scale_up", "scale_out", "hop_s")
-# A measurement counts for a term that makes up at least this share of it.
+# A measurement counts for a term if its slope by the term is at least this.
 LEAST_SHARE = 0.03
 NORMAL_95 = 1.96
 
 
-class Quantity(StrEnum):
-    """What was measured: an iteration, a stage's action, a part of the model for one microbatch or of a step.
-
-    `gradients`: reducing them at the end of a step, where nothing hides it; `overhead`: what a step takes
-    beside its forwards and backwards and the optimizer.
-    """
-
-    ITERATION = "iteration"
-    STAGE = "stage"
-    LAYER = "layer"
-    EMBEDDING = "embedding"
-    HEAD = "head"
-    OPTIMIZER = "optimizer"
-    GRADIENTS = "gradients"
-    OVERHEAD = "overhead"
-
-    @property
-    def has_direction(self) -> bool:
-        """Whether it is a part of the model, computed forwards and backwards."""
-        return self in (Quantity.STAGE, Quantity.LAYER, Quantity.EMBEDDING, Quantity.HEAD)
+Positive = Annotated[float, Bounds(gt=0, lt=1e20)]
+Count = Annotated[int, Bounds(ge=0, le=2**31)]
 
 
-class Direction(StrEnum):
-    """Which of a part's computations."""
-
-    FORWARD = "forward"
-    INPUT_GRAD = "input_grad"
-    WEIGHT_GRAD = "weight_grad"
-    BACKWARD = "backward"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """Measured seconds of a run, or of one part of it; `spread` is their relative noise.
-
-    `index`: the stage of a `stage`, the pipeline rank of an `optimizer` or an `overhead`. `is_alone`: a rank
-    of a larger world was run by itself, communication left out. Raises ConfigError for what cannot have been
-    measured.
-    """
-
-    run: TrainingRun
-    seconds: float
-    spread: float
-    quantity: Quantity = Quantity.ITERATION
-    direction: Direction | None = None
-    index: int = 0
-    is_alone: bool = False
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.seconds) and self.seconds > 0):
-            raise ConfigError(f"measured {self.quantity}: {self.seconds} s; must be above 0")
-        if not (math.isfinite(self.spread) and self.spread > 0):
-            raise ConfigError(f"measured {self.quantity}: spread {self.spread}; must be above 0")
-        if self.quantity.has_direction != (self.direction is not None):
-            raise ConfigError(
-                f"measured {self.quantity}: direction {self.direction}; parts have one, steps have none"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Term:
-    """A constant on this cluster: its value, 95 % interval and prior, and how much was measured of it.
+    """A constant on this cluster: its value, its 95 % interval and its prior.
 
-    `num_measurements`: how many depend on it for at least 3 % of their time. `learned`: the share of the
-    prior's uncertainty that is gone, 0 where nothing is known beyond the prior.
+    `num_measurements` counts the measurements that depend on it for at least 3 % of their time. `learned` is
+    the share of the prior's standard deviation that is gone, 0 where nothing was learned.
     """
 
     name: str
-    value: float
-    low: float
-    high: float
-    prior: float
-    num_measurements: int
-    learned: float
+    value: Positive
+    low: Positive
+    high: Positive
+    prior: Positive
+    num_measurements: Count
+    learned: Annotated[float, Bounds(ge=0, le=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +85,10 @@ class SecondsInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What a cluster's measurements made of the constants.
+    """The constants of one cluster, with the covariance of their logarithms in the order of `terms`.
 
-    `covariance` is of the logarithms, in the order of `terms`. `iteration_error` is a standard deviation of
-    the model's own error in whole iterations, relative; `num_iterations` how many were measured.
+    `iteration_error` is a standard deviation of the model's relative error in iterations; `num_iterations`
+    and `num_parts` count the measured iterations and parts.
     """
 
     constants: ClusterConstants
@@ -154,7 +99,7 @@ class Calibration:
     num_parts: int
 
     def interval(self, run: TrainingRun) -> SecondsInterval:
-        """The run's predicted iteration with the interval that covers 95 % of runs like those measured."""
+        """The run's predicted iteration; its interval covers 95 % of runs like the measured ones."""
         seconds = predict(run, self.constants).iter_time_s
         slopes = np.array([_slope(run, self.constants, term.name) for term in self.terms])
         variance = float(slopes @ self.covariance @ slopes) + self.iteration_error**2
@@ -170,9 +115,9 @@ def calibrate(
     prior: Constants | None = None,
     fixed: Collection[str] = (),
 ) -> Calibration:
-    """Correct `prior` (the fitted constants) by one cluster's measurements.
+    """Correct `prior` (by default the fitted constants) by one cluster's measurements.
 
-    `fixed` constants stay as they are: what was measured on its own. Raises ConfigError where there are no
+    `fixed` constants were measured on their own and stay as they are. Raises ConfigError without
     measurements.
     """
     if not observations:
@@ -181,42 +126,44 @@ def calibrate(
     centre = _centre(start)
     names = tuple(name for name in _names(observations, centre) if name not in fixed)
     spreads = _prior_spreads(observations, names)
-    measured = np.log([one.seconds for one in observations])
+    measured = np.log([observation.seconds for observation in observations])
 
     def model(point: Array) -> Array:
         moved = _moved(centre, names, point)
-        return np.log([max(seconds_of(one, moved), 1e-12) for one in observations])
+        return np.log([max(seconds_of(observation, moved), 1e-12) for observation in observations])
 
-    found = fit(
+    is_part = [observation.quantity is not Quantity.ITERATION for observation in observations]
+    posterior = fit(
         model,
         measured=measured,
-        spread=np.array([one.spread for one in observations]),
+        spread=np.array([observation.spread for observation in observations]),
         prior_spread=spreads,
-        groups=[int(one.quantity is not Quantity.ITERATION) for one in observations],
+        groups=[int(part) for part in is_part],
     )
-    iterations = sum(one.quantity is Quantity.ITERATION for one in observations)
+    num_parts = sum(is_part)
     return Calibration(
-        constants=_moved(centre, names, found.mean),
-        terms=_terms(names, centre, found, spreads),
-        covariance=found.covariance,
-        iteration_error=float(found.error[0]) if iterations else UNKNOWN_SPREAD,
-        num_iterations=iterations,
-        num_parts=len(observations) - iterations,
+        constants=_moved(centre, names, posterior.mean),
+        terms=_terms(names, centre, posterior, spreads),
+        covariance=posterior.covariance,
+        iteration_error=UNKNOWN_SPREAD if all(is_part) else float(posterior.error[0]),
+        num_iterations=len(observations) - num_parts,
+        num_parts=num_parts,
     )
 
 
 def fixed_by_probe(observations: Sequence[Observation]) -> tuple[str, ...]:
-    """The constants that a cluster file with measured links has settled, for `calibrate(fixed=...)`.
+    """The constants that a cluster file with measured links fixes, for `calibrate(fixed=...)`.
 
-    None on processors: there the cores that compute carry the messages too, and a probe finds them idle.
+    On processors it fixes none: the cores that compute carry the messages too, but a probe measures idle
+    cores.
     """
-    if any(one.run.software == ON_CPU for one in observations):
+    if any(observation.run.software == ON_CPU for observation in observations):
         return ()
     return LINKS
 
 
 def seconds_of(observation: Observation, constants: Constants) -> float:
-    """What the model says about a measured quantity."""
+    """The predicted seconds of a measured quantity; raises ConfigError for a stage that the run lacks."""
     run, quantity = observation.run, observation.quantity
     if quantity is Quantity.ITERATION:
         return predict(run, constants).iter_time_s
@@ -234,7 +181,7 @@ def seconds_of(observation: Observation, constants: Constants) -> float:
             raise ConfigError(
                 f"measured stage {observation.index}: the run has {run.layout.num_stages} stages"
             )
-        times = total_of(stage_parts(run, constants)[observation.index].values())
+        times = Times.sum_of(stage_parts(run, constants)[observation.index].values())
     else:
         times = _part(run, constants, quantity, is_alone=observation.is_alone)
     return _directed(times, observation.direction)
@@ -244,91 +191,71 @@ def _part(run: TrainingRun, constants: Constants, quantity: Quantity, *, is_alon
     rates = Rates(run, constants)
     if quantity is Quantity.LAYER:
         parts = layer_parts(run, constants, rates)
-        return total_of(times for name, times in parts.items() if not (is_alone and name in COMMUNICATION))
+        left_out = COMMUNICATION if is_alone else ()
+        return Times.sum_of(times for name, times in parts.items() if name not in left_out)
     is_first = quantity is Quantity.EMBEDDING
     part = compute.embedding_times(run, rates) if is_first else compute.head_times(run, constants, rates)
-    ends = communication.tensor_parallel_ends(run, constants)
-    own = part.gemm.plus(part.attention).plus(part.elementwise).plus(part.launch)
-    if is_alone:
-        return own
-    return own.plus(ends[0] if is_first else ends[1])
+    embedding_comm, head_comm = communication.tensor_parallel_ends(run, constants)
+    return part.total if is_alone else part.total.plus(embedding_comm if is_first else head_comm)
 
 
 def _directed(times: Times, direction: Direction | None) -> float:
-    if direction is Direction.FORWARD:
-        return times.forward
-    if direction is Direction.INPUT_GRAD:
-        return times.input_grad
-    if direction is Direction.WEIGHT_GRAD:
-        return times.weight_grad
-    return times.input_grad + times.weight_grad
+    if direction is None or direction is Direction.BACKWARD:
+        return times.input_grad + times.weight_grad
+    return float(getattr(times, direction))
 
 
 def _centre(start: Constants) -> ClusterConstants:
-    if isinstance(start, ClusterConstants):
-        return replace(
-            start,
-            action_s=start.action_s or ACTION_S,
-            skew=start.skew or SKEW,
-            contention=start.contention or CONTENTION,
-            runtime_s=start.runtime_s or RUNTIME_S,
-        )
-    values = {known.name: getattr(start, known.name) for known in fields(Constants)}
-    return ClusterConstants(
-        **values, action_s=ACTION_S, skew=SKEW, contention=CONTENTION, runtime_s=RUNTIME_S
-    )
+    centre = ClusterConstants.of(start)
+    return replace(centre, **{name: getattr(centre, name) or value for name, value in ASSUMED.items()})
 
 
 def _moved(centre: ClusterConstants, names: Sequence[str], point: Array) -> ClusterConstants:
-    values = {name: getattr(centre, name) * math.exp(by) for name, by in zip(names, point, strict=True)}
-    return replace(centre, **values)
+    ratios = zip(names, point, strict=True)
+    return replace(centre, **{name: getattr(centre, name) * math.exp(ratio) for name, ratio in ratios})
 
 
 def _names(observations: Sequence[Observation], centre: ClusterConstants) -> tuple[str, ...]:
     """The constants that at least one measurement depends on; the others stay as they are."""
-    base = [seconds_of(one, centre) for one in observations]
-    found = []
-    for known in fields(ClusterConstants):
-        for by in (0.5, -0.5):
-            moved = _moved(centre, (known.name,), np.array([by]))
-            if any(seconds_of(one, moved) != was for one, was in zip(observations, base, strict=True)):
-                found.append(known.name)
-                break
-    return tuple(found)
+    base = [seconds_of(observation, centre) for observation in observations]
+
+    def matters(name: str) -> bool:
+        return any(
+            seconds_of(observation, moved) != seconds
+            for moved in (_moved(centre, (name,), np.array([by])) for by in (0.5, -0.5))
+            for observation, seconds in zip(observations, base, strict=True)
+        )
+
+    return tuple(constant.name for constant in fields(ClusterConstants) if matters(constant.name))
 
 
 def _prior_spreads(observations: Sequence[Observation], names: Sequence[str]) -> Array:
-    is_known = all(one.run.machines.device.generation not in UNKNOWN for one in observations)
-    more = KNOWN_SPREAD if is_known else UNKNOWN_SPREAD
-    shared = {known.name: float(known.metadata["spread"]) for known in fields(Constants)}
-    own = {
-        "action_s": ACTION_SPREAD,
-        "runtime_s": RUNTIME_SPREAD,
-        "skew": SKEW_SPREAD,
-        "contention": CONTENTION_SPREAD,
-        "residual": RESIDUAL_SPREAD,
-    }
-    if not is_known:
-        own |= {"hop_s": SOCKET_SPREAD, "peer_hop": MESSAGE_SPREAD}
-    wide = {name: math.hypot(shared.get(name, RATIO_SPREAD), more) for name in names}
-    return np.array([own.get(name, wide[name]) for name in names])
+    devices = [observation.run.machines.device for observation in observations]
+    is_known = all(device.generation not in UNKNOWN for device in devices)
+    beyond = KNOWN_SPREAD if is_known else UNKNOWN_SPREAD
+    shared = {constant.name: float(constant.metadata["spread"]) for constant in fields(Constants)}
+    fixed = SPREADS if is_known else SPREADS | UNKNOWN_LINK_SPREADS
+    wide = {name: math.hypot(shared.get(name, RATIO_SPREAD), beyond) for name in names}
+    return np.array([fixed.get(name, wide[name]) for name in names])
 
 
 def _slope(run: TrainingRun, constants: ClusterConstants, name: str) -> float:
     step = 0.02
-    ends = [predict(run, _moved(constants, (name,), np.array([by]))).iter_time_s for by in (step, -step)]
-    return math.log(ends[0] / ends[1]) / (2 * step)
+    upper, lower = (
+        predict(run, _moved(constants, (name,), np.array([by]))).iter_time_s for by in (step, -step)
+    )
+    return math.log(upper / lower) / (2 * step)
 
 
 def _terms(
-    names: Sequence[str], centre: ClusterConstants, found: Posterior, spreads: Array
+    names: Sequence[str], centre: ClusterConstants, posterior: Posterior, spreads: Array
 ) -> tuple[Term, ...]:
-    deviations = np.sqrt(np.diag(found.covariance))
-    counts = (np.abs(found.slopes) >= LEAST_SHARE).sum(axis=0)
+    deviations = np.sqrt(np.diag(posterior.covariance))
+    counts = (np.abs(posterior.slopes) >= LEAST_SHARE).sum(axis=0)
     terms = []
-    for at, name in enumerate(names):
+    for index, name in enumerate(names):
         prior = getattr(centre, name)
-        mean, width = float(found.mean[at]), NORMAL_95 * float(deviations[at])
+        mean, width = float(posterior.mean[index]), NORMAL_95 * float(deviations[index])
         terms.append(
             Term(
                 name=name,
@@ -336,8 +263,55 @@ def _terms(
                 low=prior * math.exp(mean - width),
                 high=prior * math.exp(mean + width),
                 prior=prior,
-                num_measurements=int(counts[at]),
-                learned=max(0.0, 1.0 - float(deviations[at]) / float(spreads[at])),
+                num_measurements=int(counts[index]),
+                learned=max(0.0, 1.0 - float(deviations[index]) / float(spreads[index])),
             )
         )
     return tuple(terms)
+
+
+_NAMES = frozenset(constant.name for constant in fields(ClusterConstants))
+# Every file has these; a constant that was added later is neutral where a file lacks it.
+_REQUIRED = frozenset(constant.name for constant in fields(Constants))
+
+
+@record
+class _File:
+    schema_version: Literal[1]
+    source: Annotated[str, Length(most=500)]
+    constants: dict[str, Annotated[float, Bounds(ge=0, lt=1e20)]]
+    terms: Annotated[tuple[Term, ...], Length(most=len(_NAMES))]
+    covariance: tuple[tuple[float, ...], ...]
+    iteration_error: Annotated[float, Bounds(ge=0, le=10)]
+    num_iterations: Count
+    num_parts: Count
+
+    def __post_init__(self) -> None:
+        unknown = sorted((set(self.constants) | {term.name for term in self.terms}) - _NAMES)
+        if unknown:
+            raise ConfigError(f"constants: {unknown[0]}: unknown constant; remove it")
+        size = len(self.terms)
+        if len(self.covariance) != size or any(len(row) != size for row in self.covariance):
+            raise ConfigError(f"covariance: must have {size} rows and columns, one a term")
+
+
+def write_calibration(calibration: Calibration, *, path: Path, source: str) -> None:
+    """Write `calibration.json`, complete or not at all; `source` says in words what was measured."""
+    content = {"schema_version": 1, "source": source[:500], **asdict(calibration)}
+    write_json_atomic(path, {**content, "covariance": calibration.covariance.tolist()})
+
+
+def read_calibration(path: Path) -> Calibration:
+    """The calibration in `path`. Raises ConfigError in one line: the field, the value and the rule."""
+    file = read_record(_File, path)
+    missing = sorted(_REQUIRED - set(file.constants))
+    if missing:
+        raise ConfigError(f"{path}: constants.{missing[0]}: missing; the key is required")
+    return Calibration(
+        constants=ClusterConstants(**file.constants),
+        terms=file.terms,
+        covariance=np.array(file.covariance, dtype=np.float64).reshape(len(file.terms), len(file.terms)),
+        iteration_error=file.iteration_error,
+        num_iterations=file.num_iterations,
+        num_parts=file.num_parts,
+    )

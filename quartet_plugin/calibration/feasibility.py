@@ -1,27 +1,27 @@
-"""How likely a plan runs at all: by the memory that is expected, and by how its neighbours fared."""
+"""The probability that a plan runs at all: by its predicted memory, and by the outcomes of similar plans."""
 
 import statistics
 
 from quartet_plugin.cost.coefficients import MachineModel
 from quartet_plugin.cost.iteration import run_of_plan
-from quartet_plugin.cost.jobs import schedule_kind
 from quartet_plugin.cost.memory import Memory, peak_memory
+from quartet_plugin.cost.run import schedule_kind
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
 
-# What plans like one that did not fit, or computed something else, are taken for: those with its layout and
+# The probability of plans like one that did not fit or failed the parity gate: those with its layout and
 # schedule, those with its layout.
 SAME_SCHEDULE, SAME_LAYOUT = 0.15, 0.5
-# Of the memory there is, expected to be used: from here on a plan may not fit, or hardly will.
+# The shares of the device's memory from which on a plan may not fit, or hardly fits.
 TIGHT, OVER = 0.92, 1.0
 TIGHT_CHANCE, OVER_CHANCE = 0.5, 0.1
-# How far measured memory may correct what is expected.
-MOST_OFF = 2.0
+# The limits of the ratio of measured to predicted memory, either way.
+MAX_RATIO = 2.0
 
 
 class FeasibilityModel:
-    """Learns from told records which plans run; says it of any plan."""
+    """Learns from finished trials which plans run, and predicts it for any plan."""
 
     def __init__(self, machine_model: MachineModel) -> None:
         self._machine_model = machine_model
@@ -31,7 +31,7 @@ class FeasibilityModel:
         self._memory: dict[object, Memory | None] = {}
 
     def learn(self, trial: FinishedTrial) -> None:
-        """Take in a record, once."""
+        """Learn a finished trial; call it once a trial."""
         if trial.record.is_depth_proxy:
             return
         if trial.record.verdict == "measured":
@@ -43,27 +43,27 @@ class FeasibilityModel:
             self._failed.append(trial.plan)
 
     def chance(self, plan: Plan) -> float:
-        """From 0 to 1."""
-        found = 1.0
+        """The probability that the plan runs, from 0 to 1."""
+        chance = 1.0
         for other in self._failed:
-            if _is_near(plan, other):
+            if _is_similar(plan, other):
                 is_same = other.schedule.label == plan.schedule.label
-                found = min(found, SAME_SCHEDULE if is_same else SAME_LAYOUT)
-        if any(_is_near(plan, one) and one.schedule.label == plan.schedule.label for one in self._ran):
-            found = max(found, SAME_LAYOUT)
+                chance = min(chance, SAME_SCHEDULE if is_same else SAME_LAYOUT)
+        if any(_is_similar(plan, ran) and ran.schedule.label == plan.schedule.label for ran in self._ran):
+            chance = max(chance, SAME_LAYOUT)
         memory = self.memory(plan)
         if memory is None:
-            return found
-        used = self._ratio * memory.total / memory.available
-        return found * (1.0 if used < TIGHT else TIGHT_CHANCE if used < OVER else OVER_CHANCE)
+            return chance
+        share = self._ratio * memory.total / memory.available
+        return chance * (1.0 if share < TIGHT else TIGHT_CHANCE if share < OVER else OVER_CHANCE)
 
     def peak_bytes(self, plan: Plan) -> int | None:
-        """The expected peak of the fullest rank, as far as trials have corrected it; None where unknown."""
+        """The predicted peak of the fullest rank, corrected by trials; None where the device is not known."""
         memory = self.memory(plan)
         return None if memory is None else round(self._ratio * memory.total)
 
     def memory(self, plan: Plan) -> Memory | None:
-        """What the cost model says; None on a device whose memory is not known."""
+        """The memory that the cost model predicts; None on a device that the library does not have."""
         if not self._machine_model.is_known:
             return None
         key = (plan.shape, plan.layout, plan.split, plan.schedule.label)
@@ -79,8 +79,8 @@ class FeasibilityModel:
     def _ratio(self) -> float:
         if not self._ratios:
             return 1.0
-        return min(MOST_OFF, max(1.0 / MOST_OFF, statistics.median(self._ratios)))
+        return min(MAX_RATIO, max(1.0 / MAX_RATIO, statistics.median(self._ratios)))
 
 
-def _is_near(plan: Plan, other: Plan) -> bool:
+def _is_similar(plan: Plan, other: Plan) -> bool:
     return plan.layout == other.layout and plan.shape == other.shape

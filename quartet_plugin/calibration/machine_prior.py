@@ -1,8 +1,8 @@
-"""What the plans of a run stand on: machines and links before anything is measured, and their factors.
+"""The machine model of a run before anything is measured, and the priors of the coefficients.
 
-A study knows of its machine what it was told (a probed cluster, a calibration), else a device of the library
-where the ranks name one, orders of magnitude of a processor core where they do not. Every cause of time has a
-factor, whose prior says how far off that may be.
+A study knows its machine by a probed cluster or a calibration, else by a device of the library that the ranks
+name, else by orders of magnitude of a processor core. The prior of a coefficient is how far its cause of time
+may be off.
 """
 
 from collections.abc import Sequence
@@ -15,20 +15,18 @@ from quartet_plugin.cost.cluster import ResolvedCluster, look_up, uniform_cluste
 from quartet_plugin.cost.coefficients import COEFFICIENTS, Coefficient, MachineModel
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.devices import DeviceSpec, library
-from quartet_plugin.cost.jobs import uniform_cluster_of_device
-from quartet_plugin.cost.run import HalfPrecision
+from quartet_plugin.cost.run import HalfPrecision, uniform_cluster_of_device
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.cluster import Cluster
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.plan import NodeInfo
 
-# Slots up to which each has a pace of its own; beyond, a node's slots share one.
-MAX_PACED_SLOTS = 16
-MAX_PACED_NODES = 64
+# Up to so many slots each slot has a slowdown; beyond, the slots of a node share one.
+MAX_SLOWDOWN_SLOTS = 16
+MAX_SLOWDOWN_NODES = 64
 
-
-# One standard deviation of each factor's logarithm on a device that the library knows, and on another.
+# One standard deviation of each coefficient's logarithm on a device that the library knows, and on another.
 _SPREADS: dict[Coefficient, tuple[float, float]] = {
     Coefficient.PRODUCTS: (0.05, 0.1),
     Coefficient.ATTENTION: (0.2, 0.4),
@@ -51,11 +49,11 @@ _SPREADS: dict[Coefficient, tuple[float, float]] = {
     Coefficient.STEP: (1.0, 1.2),
     Coefficient.RUNTIME: (0.04, 0.06),
 }
-# Of a slot's pace: accelerators of one kind are alike, processes on shared cores are not.
-_PACE_SPREADS = (0.04, 0.35)
-# Of our runtime where processes share cores: what it does while it would wait, others could have done.
-_CROWDED_RUNTIME = 0.3
-# Of the links and the speed that a probe measured, and what a calibration leaves of every spread.
+# Of a slot's slowdown: accelerators of one kind are alike, processes on shared cores are not.
+_SLOWDOWN_SPREADS = (0.04, 0.35)
+# Of the plugin's runtime where processes share cores: its work while it waits takes time from the others.
+_SHARED_CORES_RUNTIME = 0.3
+# Of links and speed that a probe measured, and the share of every spread that a calibration leaves.
 LINKS = (Coefficient.TRANSFER, Coefficient.NETWORK, Coefficient.LATENCY)
 _PROBED_LINK, _PROBED_SPEED = 0.4, 0.5
 _CALIBRATED, _LEAST_CALIBRATED = 0.5, 0.03
@@ -82,7 +80,7 @@ _ACCELERATOR = "a100-sxm-80gb"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KnownMachine:
-    """What is known; None for what was not given."""
+    """The cluster and the calibration that a user gave of the machine; None where none was given."""
 
     cluster: Cluster | None = None
     calibration: Calibration | None = None
@@ -91,11 +89,11 @@ class KnownMachine:
 def machine_model_of(
     nodes: Sequence[NodeInfo], *, precision: HalfPrecision, machine: KnownMachine | None = None
 ) -> MachineModel:
-    """The machine_model of a run on `nodes`; `machine` is what the run was told of it.
+    """The machine model of a run on `nodes`; `machine` has what is known beyond the nodes.
 
-    Raises ConfigError where that is another machine.
+    Raises ConfigError where `machine` has other nodes.
     """
-    told = machine or KnownMachine()
+    machine = machine or KnownMachine()
     name = nodes[0].node_class.rpartition(" x")[0]
     on_cpu = name.lower().startswith("cpu")
     device, is_known = (_CORE, False) if on_cpu else _device_named(name)
@@ -103,12 +101,13 @@ def machine_model_of(
     machines = uniform_cluster_of_device(
         device, num_devices=num_devices, devices_per_node=max(n.num_slots for n in nodes)
     )
-    constants = fitted() if told.calibration is None else told.calibration.constants
-    planned = None if told.cluster is None else _planned(told.cluster, nodes, precision=precision)
-    if planned is not None:
-        constants = constants if told.calibration else with_measured_hop(constants, planned.cluster)
-        machines, is_known = uniform_cluster_of(planned, constants), is_known or not on_cpu
-    paces = _paces(nodes)
+    constants = fitted() if machine.calibration is None else machine.calibration.constants
+    resolved = None if machine.cluster is None else _resolved(machine.cluster, nodes, precision=precision)
+    if resolved is not None:
+        constants = constants if machine.calibration else with_measured_hop(constants, resolved.cluster)
+        machines, is_known = uniform_cluster_of(resolved, constants), is_known or not on_cpu
+    slowdowns = _slowdown_numbers(nodes)
+    shares_cores = any(node.crowds for node in nodes)
     return MachineModel(
         nodes=tuple(nodes),
         intra_node=replace(machines, scale_up_devices=max(num_devices, 1)),
@@ -118,60 +117,62 @@ def machine_model_of(
         on_cpu=on_cpu,
         is_known=is_known,
         spreads=np.array(
-            _factor_spreads(told, planned, is_known=is_known, is_crowded=any(node.crowds for node in nodes))
-            + [_pace_spread(planned, on_cpu=on_cpu)] * (int(paces.max(initial=-1)) + 1)
+            _coefficient_spreads(machine, resolved, is_known=is_known, shares_cores=shares_cores)
+            + [_slowdown_spread(resolved, on_cpu=on_cpu)] * (int(slowdowns.max(initial=-1)) + 1)
         ),
-        slowdown_index_of_slot=np.where(paces >= 0, paces + len(COEFFICIENTS), -1),
+        slowdown_index_of_slot=np.where(slowdowns >= 0, slowdowns + len(COEFFICIENTS), -1),
     )
 
 
-def _planned(cluster: Cluster, nodes: Sequence[NodeInfo], *, precision: HalfPrecision) -> ResolvedCluster:
-    sizes, found = [len(node.devices) for node in cluster.nodes], [node.num_slots for node in nodes]
-    if sizes != found:
+def _resolved(cluster: Cluster, nodes: Sequence[NodeInfo], *, precision: HalfPrecision) -> ResolvedCluster:
+    sizes, num_slots = [len(node.devices) for node in cluster.nodes], [node.num_slots for node in nodes]
+    if sizes != num_slots:
         raise ConfigError(
-            f"machine.cluster: nodes of {sizes} devices; the run has nodes of {found}: name its own cluster"
+            f"machine.cluster: nodes of {sizes} devices; the run has nodes of {num_slots}: name its own "
+            "cluster"
         )
     return look_up(cluster, precision=precision)
 
 
-def _factor_spreads(
-    told: KnownMachine, planned: ResolvedCluster | None, *, is_known: bool, is_crowded: bool
+def _coefficient_spreads(
+    machine: KnownMachine, resolved: ResolvedCluster | None, *, is_known: bool, shares_cores: bool
 ) -> list[float]:
-    """How far off every factor may be: less where it was measured before."""
-    spreads = {one: known if is_known else unknown for one, (known, unknown) in _SPREADS.items()}
-    if planned is not None:
+    """The prior spread of every coefficient, smaller where it was measured before."""
+    spreads = {name: known if is_known else unknown for name, (known, unknown) in _SPREADS.items()}
+    if resolved is not None:
         spreads[Coefficient.SPEED] = min(spreads[Coefficient.SPEED], _PROBED_SPEED)
-        if planned.cluster.links.measured:
-            spreads |= {one: min(spreads[one], _PROBED_LINK) for one in LINKS}
-    if is_crowded:
-        spreads[Coefficient.RUNTIME] = _CROWDED_RUNTIME
-    if told.calibration is not None:
-        least = max(_LEAST_CALIBRATED, told.calibration.iteration_error)
-        spreads = {one: max(least, _CALIBRATED * spread) for one, spread in spreads.items()}
-    return [spreads[one] for one in COEFFICIENTS]
+        if resolved.cluster.links.measured:
+            spreads |= {name: min(spreads[name], _PROBED_LINK) for name in LINKS}
+    if shares_cores:
+        spreads[Coefficient.RUNTIME] = _SHARED_CORES_RUNTIME
+    if machine.calibration is not None:
+        least = max(_LEAST_CALIBRATED, machine.calibration.iteration_error)
+        spreads = {name: max(least, _CALIBRATED * spread) for name, spread in spreads.items()}
+    return [spreads[name] for name in COEFFICIENTS]
 
 
-def _pace_spread(planned: ResolvedCluster | None, *, on_cpu: bool) -> float:
-    is_mixed = planned is not None and float(planned.slowdown.max()) > 1.0
-    return _PACE_SPREADS[int(on_cpu or is_mixed)]
+def _slowdown_spread(resolved: ResolvedCluster | None, *, on_cpu: bool) -> float:
+    is_mixed = resolved is not None and float(resolved.slowdown.max()) > 1.0
+    return _SLOWDOWN_SPREADS[int(on_cpu or is_mixed)]
 
 
 def _device_named(name: str) -> tuple[DeviceSpec, bool]:
     """The library's device of that name or model, and whether there is one."""
-    known = library()
-    if name.lower() in known:
-        return known[name.lower()], True
+    devices = library()
+    if name.lower() in devices:
+        return devices[name.lower()], True
     words = name.upper().replace("-", " ").split()
-    for device in dict.fromkeys(one.name for one in known.values()):
-        if device.upper().split("-")[0] in words:
-            return known[device.lower()], True
-    return known[_ACCELERATOR], False
+    for device in devices.values():
+        if device.name.upper().split("-")[0] in words:
+            return devices[device.name.lower()], True
+    return devices[_ACCELERATOR], False
 
 
-def _paces(nodes: Sequence[NodeInfo]) -> IntArray:
+def _slowdown_numbers(nodes: Sequence[NodeInfo]) -> IntArray:
+    """The number of each slot's slowdown [num_slots], -1 where slots are not told apart."""
     slots = slots_of(nodes)
-    if len(slots) == 1 or (len(slots) > MAX_PACED_SLOTS and not 1 < len(nodes) <= MAX_PACED_NODES):
+    if len(slots) == 1 or (len(slots) > MAX_SLOWDOWN_SLOTS and not 1 < len(nodes) <= MAX_SLOWDOWN_NODES):
         return np.full(len(slots), -1, dtype=np.int64)
-    if len(slots) <= MAX_PACED_SLOTS:
+    if len(slots) <= MAX_SLOWDOWN_SLOTS:
         return np.arange(len(slots), dtype=np.int64)
     return np.array([slot.node for slot in slots], dtype=np.int64)

@@ -1,9 +1,9 @@
-"""Maximum a posteriori of a few positive parameters, and how sure it is: numpy alone.
+"""The maximum a posteriori of a few positive parameters, and its covariance: numpy alone.
 
-Everything is a logarithm: a parameter's deviation from its prior value, and a measured time. The model may
-be any function of the parameters (a simulated pipeline is), is linearized by differences, and solved with
-Gaussian priors, Student-t weights against outliers, and a model error that is estimated with it, one for
-each group of measurements (Gelman et al., Bayesian Data Analysis, chapters 14 and 17). The covariance is
+All quantities are logarithms: a parameter's deviation from its prior value, and a measured time. The model
+may be any function of the parameters (a simulated pipeline is one). It is linearized by differences and
+solved with Gaussian priors, Student-t weights against outliers, and a model error that is estimated too, one
+for each group of measurements (Gelman et al., Bayesian Data Analysis, chapters 14 and 17). The covariance is
 Laplace's approximation at the solution.
 """
 
@@ -18,11 +18,11 @@ Model = Callable[[Array], Array]
 
 DIFFERENCE = 0.02
 ROUNDS = 25
-# How far one step may go: a factor of about two.
+# The longest step: a ratio of about two.
 TRUST = 0.7
 FREEDOM = 4.0
 CONVERGED = 1e-4
-# No model of a machine is exact to less than this; the error to expect, as if seen in so many measurements.
+# The least error of a model, relative; the prior error, which weighs as many measurements.
 LEAST_ERROR = 0.003
 PRIOR_ERROR, PRIOR_WEIGHT = 0.05, 4.0
 
@@ -31,8 +31,8 @@ PRIOR_ERROR, PRIOR_WEIGHT = 0.05, 4.0
 class Posterior:
     """`mean` and `covariance` of the parameters' logarithms over their priors [k], [k, k].
 
-    `error`: a standard deviation of the model's own error, relative, by group [num_groups]. `slopes` [n, k]:
-    by how much each measurement depends on each parameter. `residuals` [n]: measured less predicted.
+    `error` [num_groups] is a standard deviation of the model's error, relative. `slopes` [n, k] are the
+    slopes of the predictions by the parameters, `residuals` [n] measured less predicted logarithms.
     """
 
     mean: Array
@@ -70,11 +70,11 @@ def fit(
         variance = spread**2 + error[which] ** 2
         weights = _weights(residuals, variance)
         hessian = slopes.T @ (weights[:, None] * slopes) + precision
-        wanted = np.linalg.solve(hessian, slopes.T @ (weights * residuals) - precision @ point)
-        step = _accepted(model, point, np.clip(wanted, -TRUST, TRUST), measured, variance, prior_spread)
+        newton = np.linalg.solve(hessian, slopes.T @ (weights * residuals) - precision @ point)
+        step = _accepted(model, point, np.clip(newton, -TRUST, TRUST), measured, variance, prior_spread)
         point = point + step
-        known = np.einsum("ij,jk,ik->i", slopes, np.linalg.inv(hessian), slopes) * weights
-        before, error = error, _errors(residuals - slopes @ step, spread, known, which, len(error))
+        leverage = np.einsum("ij,jk,ik->i", slopes, np.linalg.inv(hessian), slopes) * weights
+        before, error = error, _errors(residuals - slopes @ step, spread, leverage, which, len(error))
         if np.abs(step).max(initial=0.0) < CONVERGED and np.abs(error - before).max() < CONVERGED:
             break
     base, slopes = linearized(model, point)
@@ -87,17 +87,17 @@ def linearized(model: Model, point: Array) -> tuple[Array, Array]:
     """The model's values at `point` [n], and their slopes [n, k] by central differences."""
     base = model(point)
     slopes = np.empty((len(base), len(point)))
-    for at in range(len(point)):
+    for index in range(len(point)):
         moved = point.copy()
-        moved[at] += DIFFERENCE
+        moved[index] += DIFFERENCE
         upper = model(moved)
-        moved[at] -= 2 * DIFFERENCE
-        slopes[:, at] = (upper - model(moved)) / (2 * DIFFERENCE)
+        moved[index] -= 2 * DIFFERENCE
+        slopes[:, index] = (upper - model(moved)) / (2 * DIFFERENCE)
     return base, slopes
 
 
 def _weights(residuals: Array, variance: Array) -> Array:
-    """Of Student's t: what is far off counts less, and what is off beyond reason hardly."""
+    """The weights of Student's t distribution: residuals count less the larger they are."""
     weights: Array = (FREEDOM + 1) / (FREEDOM + residuals**2 / variance) / variance
     return weights
 
@@ -110,7 +110,7 @@ def _loss(residuals: Array, variance: Array, point: Array, prior_spread: Array) 
 def _accepted(
     model: Model, point: Array, step: Array, measured: Array, variance: Array, prior_spread: Array
 ) -> Array:
-    """The step, halved until it is no step back."""
+    """The step, halved until the loss does not rise."""
     before = _loss(measured - model(point), variance, point, prior_spread)
     for _ in range(6):
         if _loss(measured - model(point + step), variance, point + step, prior_spread) <= before + 1e-9:
@@ -119,21 +119,22 @@ def _accepted(
     return np.zeros_like(step)
 
 
-def _errors(residuals: Array, spread: Array, known: Array, which: NDArray[np.int64], count: int) -> Array:
-    """The model's error in each group: what scatters beyond the noise, for the freedom that is left.
+def _errors(residuals: Array, spread: Array, leverage: Array, which: NDArray[np.int64], count: int) -> Array:
+    """The model's error in each group: the scatter beyond the noise, over the degrees of freedom left.
 
-    A few measurements that fit do not make a model exact: a prior error counts as some more of them. Cut off
-    by the median, so that an outlier does not widen every interval.
+    A few measurements that fit do not make a model exact: the prior error counts as some more of them.
+    Residuals are cut off by their median, so that an outlier does not widen every interval.
     """
-    found = np.full(count, LEAST_ERROR)
+    errors = np.full(count, LEAST_ERROR)
     for group in range(count):
-        own = which == group
-        num = int(own.sum())
+        members = which == group
+        num = int(members.sum())
         if num == 0:
             continue
-        freedom = max(1.0, num - float(known[own].sum()))
-        robust = np.minimum(np.abs(residuals[own]), 3 * 1.4826 * np.median(np.abs(residuals[own])) + 1e-12)
-        excess = max(0.0, float((robust**2).sum()) - freedom * float((spread[own] ** 2).mean()))
+        freedom = max(1.0, num - float(leverage[members].sum()))
+        size = np.abs(residuals[members])
+        robust = np.minimum(size, 3 * 1.4826 * np.median(size) + 1e-12)
+        excess = max(0.0, float((robust**2).sum()) - freedom * float((spread[members] ** 2).mean()))
         variance = (PRIOR_WEIGHT * PRIOR_ERROR**2 + excess) / (PRIOR_WEIGHT + freedom)
-        found[group] = max(LEAST_ERROR, float(np.sqrt(variance)))
-    return found
+        errors[group] = max(LEAST_ERROR, float(np.sqrt(variance)))
+    return errors

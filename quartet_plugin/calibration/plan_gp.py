@@ -1,71 +1,153 @@
-"""What is believed of plans together: how their speeds vary from what was measured, and drawn from that.
+"""Gaussian processes over plans: the covariance of residuals, and draws of plans' speeds.
 
-The logarithm of a plan's objective over the baseline's is what the cost model says of it, times a slope,
-plus a Gaussian process over what plans have in common, plus a part of each plan's own (Rasmussen and Williams
-2006, section 2.7). How large these are is not chosen but weighed by the marginal likelihood of what was
-measured, so few trials leave a wide outlook. Numpy alone.
+`Residuals` gives the covariance of the ratios of measured to predicted times: a sum of independent parts, one
+for each group of features that two plans may share, and one that fades as their splits differ.
+
+`draw` samples the logarithms of plans' objectives over the baseline's. Such a logarithm is what the cost
+model predicts, times a slope, plus a Gaussian process over features that plans share, plus an independent
+part of each plan (Rasmussen and Williams 2006, section 2.7). The marginal likelihood of the measurements
+weighs how large these parts are, so that few trials leave wide draws. Numpy alone.
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import Plan
 
-# Deviations of the logarithm that are weighed: of what alike plans share (larger ones less likely than
-# USUAL_SHARED), of each plan's own part, and of one launch where no plan was launched several times; and how
-# far alike reaches.
+# One standard deviation of a residual's part, relative, for each group of features that plans may share.
+RESIDUAL_SPREADS = {
+    "shape": 0.04,
+    "degrees": 0.08,
+    "micro_batch": 0.05,
+    "schedule": 0.03,
+    "mapping": 0.04,
+    "layout and schedule": 0.04,
+}
+SPLIT_SPREAD = 0.03
+# The difference of splits, as a share of a stage's layers, at which that part's covariance has faded to 0.6.
+RESIDUAL_SPLIT_REACH = 0.5
+
+# Candidates for deviations of the logarithm in `draw`: of the part that similar plans share (larger ones less
+# likely than USUAL_SHARED), of a plan's independent part, and of one launch where no plan was launched twice;
+# and for the reach of similarity.
 SHARED = (0.02, 0.05, 0.1, 0.2, 0.4)
 USUAL_SHARED = 0.15
-OWN = (0.005, 0.02, 0.06)
+INDEPENDENT = (0.005, 0.02, 0.06)
 NOISE = (0.01, 0.03, 0.08)
 REACHES = (0.5, 1.0, 3.0)
-# The same where means and deviations are given.
+# The reach where means and deviations are given.
 JOINT_REACH = 1.0
 # Priors of the cost model's offset (around 0) and slope (around 1).
 OFFSET, SLOPE = 0.3, 0.5
-# How much plans part by a difference in the shape, the degrees, the micro-batch, the schedule, the mapping;
-# a third of a stage's even share of layers more or less at an end counts as one.
+# The distance between plans by a difference in the shape, the degrees, the micro-batch, the schedule, the
+# mapping; a third of a stage's even share of layers more or less at an end counts as 1.
 WEIGHTS = np.array([1.0, 1.0, 0.4, 0.5, 0.5])
 SPLIT_REACH = 1.0 / 3.0
-# The same for whether they fit.
+# The same for whether plans fit in memory.
 FIT_WEIGHTS = np.array([1.0, 2.0, 1.0, 0.5, 0.0])
-# What is this much slower than the best says little about the top.
+# The logarithm of the slowdown against the best from which a plan says little about the best ones.
 FAR = float(np.log(1.5))
 _LEAST_WEIGHT = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PlanFeatures:
-    """What plans have in common: `codes` [n, kinds] are equal or not, `ends` [n, 2] differ by so much."""
+class Groups:
+    """Plans by their groups: `codes` [n, groups], and `counts` [n] their layers a stage over the mean."""
 
     codes: FloatArray
-    ends: FloatArray
+    counts: tuple[FloatArray, ...]
 
-    def alike(self, other: "PlanFeatures", *, reach: float) -> FloatArray:
+    def __len__(self) -> int:
+        return len(self.counts)
+
+
+@dataclass(slots=True)
+class Residuals:
+    """Numbers the groups of plans, and gives the covariance of their residuals."""
+
+    _numbers: dict[object, int] = field(default_factory=dict)
+
+    def groups(self, plans: Sequence[Plan]) -> Groups:
+        """The plans' groups."""
+        codes = [_codes(self._group_keys(plan), self._numbers) for plan in plans]
+        return Groups(
+            codes=np.array(codes, dtype=np.float64).reshape(len(plans), len(RESIDUAL_SPREADS) + 1),
+            counts=tuple(_layers_over_mean(plan) for plan in plans),
+        )
+
+    def covariance(self, rows: Groups, columns: Groups) -> FloatArray:
+        """The covariance of the residuals of `rows` with those of `columns` [rows, columns]."""
+        same = rows.codes[:, None, :] == columns.codes[None, :, :]
+        variances = np.array([spread**2 for spread in RESIDUAL_SPREADS.values()])
+        covariance: FloatArray = same[:, :, :-1] @ variances
+        for row, column in zip(*np.nonzero(same[:, :, -1]), strict=True):
+            apart = float(np.abs(rows.counts[row] - columns.counts[column]).mean())
+            covariance[row, column] += SPLIT_SPREAD**2 * np.exp(-0.5 * (apart / RESIDUAL_SPLIT_REACH) ** 2)
+        return covariance
+
+    def variance(self, rows: Groups) -> FloatArray:
+        """The variance of each plan's residual [rows]."""
+        total = sum(spread**2 for spread in RESIDUAL_SPREADS.values()) + SPLIT_SPREAD**2
+        return np.full(len(rows), total)
+
+    @staticmethod
+    def _group_keys(plan: Plan) -> Sequence[object]:
+        layout = plan.layout
+        degrees = layout.degrees
+        return (
+            plan.shape,
+            degrees,
+            (degrees, layout.micro_batch_size),
+            "stock" if plan.schedule.custom is None else plan.schedule.label,
+            (degrees, plan.mapping),
+            (layout, plan.schedule.label),
+            (plan.shape, layout, plan.schedule.label, plan.mapping),
+        )
+
+
+def _codes(keys: Iterable[object], numbers: dict[object, int]) -> list[int]:
+    """A number for each key, equal for equal keys at the same position; `numbers` remembers them."""
+    return [numbers.setdefault(position_and_key, len(numbers)) for position_and_key in enumerate(keys)]
+
+
+def _layers_over_mean(plan: Plan) -> FloatArray:
+    counts = np.array(plan.split.transformer_layers_per_stage, dtype=np.float64)
+    return counts * len(counts) / max(1.0, counts.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlanFeatures:
+    """The features of n plans: `codes` [n, kinds] are categories, `end_layers` [n, 2] the first and the last
+    stage's layers beyond an even share, in even shares."""
+
+    codes: FloatArray
+    end_layers: FloatArray
+
+    def similarity(self, other: "PlanFeatures", *, reach: float) -> FloatArray:
         """1 for equal plans, towards 0 [n, m]: a product of Laplacian kernels, so positive definite."""
         differs = self.codes[:, None, :] != other.codes[None, :, :]
         apart = differs @ WEIGHTS
-        apart += np.abs(self.ends[:, None, :] - other.ends[None, :, :]).sum(axis=2) / SPLIT_REACH
-        found: FloatArray = np.exp(-apart / reach)
-        return found
+        apart += np.abs(self.end_layers[:, None, :] - other.end_layers[None, :, :]).sum(axis=2) / SPLIT_REACH
+        similarity: FloatArray = np.exp(-apart / reach)
+        return similarity
 
-    def fits_alike(self, other: "PlanFeatures") -> FloatArray:
-        """How much it says that one can run of whether the other can [n, m]: memory is the layout's."""
+    def fit_similarity(self, other: "PlanFeatures") -> FloatArray:
+        """The similarity of plans in whether they fit in memory [n, m]: that is mostly the layout's."""
         differs = self.codes[:, None, :] != other.codes[None, :, :]
-        found: FloatArray = np.exp(-(differs @ FIT_WEIGHTS))
-        return found
+        similarity: FloatArray = np.exp(-(differs @ FIT_WEIGHTS))
+        return similarity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GpObservations:
-    """What was measured [n]: the plan's index, the logarithm over the baseline, its own noise's variance.
+    """Measurements [n]: the plan's index, the logarithm over the baseline, and the variance of its noise.
 
-    `in_search` [n] values were divided by one measurement of the baseline and share its noise; all of them
-    have a launch's noise beside their own. `noise` is a launch's deviation, None where it is not known.
+    Values with `in_search` [n] of 1 were divided by one measurement of the baseline and share its noise; all
+    values have the noise of a launch too. `noise` is a launch's deviation, None where it is not known.
     """
 
     plan: Sequence[int]
@@ -77,8 +159,8 @@ class GpObservations:
 
 def features_of(plans: Sequence[Plan]) -> PlanFeatures:
     """The features of `plans`."""
-    known: dict[object, int] = {}
-    rows, ends = [], []
+    numbers: dict[object, int] = {}
+    rows, end_layers = [], []
     for plan in plans:
         layout, counts = plan.layout, plan.split.transformer_layers_per_stage
         keys = (
@@ -88,44 +170,46 @@ def features_of(plans: Sequence[Plan]) -> PlanFeatures:
             plan.schedule.label,
             plan.mapping,
         )
-        rows.append([known.setdefault((at, key), len(known)) for at, key in enumerate(keys)])
+        rows.append(_codes(keys, numbers))
         even = max(1.0, sum(counts) / len(counts))
-        ends.append([(counts[0] - even) / even, (counts[-1] - even) / even] if len(counts) > 1 else [0, 0])
+        beyond = [(counts[0] - even) / even, (counts[-1] - even) / even]
+        end_layers.append(beyond if len(counts) > 1 else [0.0, 0.0])
     return PlanFeatures(
         codes=np.array(rows, dtype=np.float64).reshape(len(rows), len(WEIGHTS)),
-        ends=np.array(ends, dtype=np.float64).reshape(len(ends), 2),
+        end_layers=np.array(end_layers, dtype=np.float64).reshape(len(end_layers), 2),
     )
 
 
 def draw(
     features: PlanFeatures,
     predicted: FloatArray,
-    evidence: GpObservations,
+    observations: GpObservations,
     *,
     count: int,
     generator: np.random.Generator,
 ) -> FloatArray:
-    """`count` draws of every plan's logarithm over the baseline [count, plans], given the evidence.
+    """`count` draws of every plan's logarithm over the baseline [count, plans], given the observations.
 
-    `predicted` [plans] is what the cost model says of it, 0 where it says nothing.
+    `predicted` [plans] is the cost model's prediction of that logarithm, 0 where it has none.
     """
     options = []
     for reach in REACHES:
-        alike = features.alike(features, reach=reach)
-        noises = NOISE if evidence.noise is None else (evidence.noise,)
-        for shared, own, noise in itertools.product(SHARED, OWN, noises):
-            prior = _prior(alike, predicted, shared=shared, own=own)
-            likelihood = _likelihood(prior, predicted, evidence, noise=noise)
+        similarity = features.similarity(features, reach=reach)
+        noises = NOISE if observations.noise is None else (observations.noise,)
+        for shared, independent, noise in itertools.product(SHARED, INDEPENDENT, noises):
+            prior = _prior(similarity, predicted, shared=shared, independent=independent)
+            likelihood = _likelihood(prior, predicted, observations, noise=noise)
             options.append((likelihood - 0.5 * (shared / USUAL_SHARED) ** 2, prior, noise))
-    weights = np.exp(np.array([one[0] for one in options]) - max(one[0] for one in options))
+    log_weights = np.array([log_weight for log_weight, _, _ in options])
+    weights = np.exp(log_weights - log_weights.max())
     weights[weights < _LEAST_WEIGHT * weights.sum()] = 0.0
     chosen = generator.multinomial(count, weights / weights.sum())
-    found = [
-        _posterior(prior, predicted, evidence, noise=noise, count=int(times), generator=generator)
+    draws = [
+        _posterior(prior, predicted, observations, noise=noise, count=int(times), generator=generator)
         for (_, prior, noise), times in zip(options, chosen, strict=True)
         if times
     ]
-    return np.concatenate(found)
+    return np.concatenate(draws)
 
 
 def joint(
@@ -136,48 +220,54 @@ def joint(
     count: int,
     generator: np.random.Generator,
 ) -> FloatArray:
-    """Draws of plans whose means and deviations [plans] are known, as much together as they are alike."""
-    alike = features.alike(features, reach=JOINT_REACH)
-    root = _root(alike * spread[:, None] * spread[None, :])
-    found: FloatArray = mean + generator.standard_normal((count, len(mean))) @ root.T
-    return found
+    """Joint draws [count, plans] of plans with known means and deviations, correlated by their similarity."""
+    similarity = features.similarity(features, reach=JOINT_REACH)
+    return _normal(mean, similarity * spread[:, None] * spread[None, :], count=count, generator=generator)
 
 
-def _prior(alike: FloatArray, predicted: FloatArray, *, shared: float, own: float) -> FloatArray:
-    found: FloatArray = shared**2 * alike + OFFSET**2 + SLOPE**2 * np.outer(predicted, predicted)
-    found[np.diag_indices_from(found)] += own**2
-    return found
+def _prior(similarity: FloatArray, predicted: FloatArray, *, shared: float, independent: float) -> FloatArray:
+    prior: FloatArray = shared**2 * similarity + OFFSET**2 + SLOPE**2 * np.outer(predicted, predicted)
+    prior[np.diag_indices_from(prior)] += independent**2
+    return prior
 
 
-def _observed(prior: FloatArray, evidence: GpObservations, *, noise: float) -> FloatArray:
-    """The covariance of what was measured."""
-    at = np.asarray(evidence.plan)
-    found: FloatArray = prior[np.ix_(at, at)] + np.diag(evidence.variance + noise**2 * evidence.in_search)
-    return found + noise**2 * np.outer(evidence.in_search, evidence.in_search)
+def _observed(prior: FloatArray, observations: GpObservations, *, noise: float) -> FloatArray:
+    """The covariance of the measurements."""
+    index = np.asarray(observations.plan)
+    variance = observations.variance + noise**2 * observations.in_search
+    covariance: FloatArray = prior[np.ix_(index, index)] + np.diag(variance)
+    return covariance + noise**2 * np.outer(observations.in_search, observations.in_search)
 
 
-def _likelihood(prior: FloatArray, predicted: FloatArray, evidence: GpObservations, *, noise: float) -> float:
-    root = _root(_observed(prior, evidence, noise=noise))
-    left = np.linalg.solve(root, evidence.value - predicted[np.asarray(evidence.plan)])
-    return float(-0.5 * left @ left - np.log(np.diag(root)).sum())
+def _likelihood(
+    prior: FloatArray, predicted: FloatArray, observations: GpObservations, *, noise: float
+) -> float:
+    root = _root(_observed(prior, observations, noise=noise))
+    whitened = np.linalg.solve(root, observations.value - predicted[np.asarray(observations.plan)])
+    return float(-0.5 * whitened @ whitened - np.log(np.diag(root)).sum())
 
 
 def _posterior(
     prior: FloatArray,
     predicted: FloatArray,
-    evidence: GpObservations,
+    observations: GpObservations,
     *,
     noise: float,
     count: int,
     generator: np.random.Generator,
 ) -> FloatArray:
-    at = np.asarray(evidence.plan)
-    root = _root(_observed(prior, evidence, noise=noise))
-    across = np.linalg.solve(root, prior[at])
-    mean = predicted + across.T @ np.linalg.solve(root, evidence.value - predicted[at])
-    spread = _root(prior - across.T @ across)
-    found: FloatArray = mean + generator.standard_normal((count, len(mean))) @ spread.T
-    return found
+    index = np.asarray(observations.plan)
+    root = _root(_observed(prior, observations, noise=noise))
+    across = np.linalg.solve(root, prior[index])
+    mean = predicted + across.T @ np.linalg.solve(root, observations.value - predicted[index])
+    return _normal(mean, prior - across.T @ across, count=count, generator=generator)
+
+
+def _normal(
+    mean: FloatArray, covariance: FloatArray, *, count: int, generator: np.random.Generator
+) -> FloatArray:
+    draws: FloatArray = mean + generator.standard_normal((count, len(mean))) @ _root(covariance).T
+    return draws
 
 
 def _root(matrix: FloatArray) -> FloatArray:
@@ -185,8 +275,8 @@ def _root(matrix: FloatArray) -> FloatArray:
     size = max(1e-12, float(np.trace(matrix)) / len(matrix))
     for jitter in (1e-10, 1e-8, 1e-6, 1e-4):
         try:
-            found: FloatArray = np.linalg.cholesky(matrix + jitter * size * np.eye(len(matrix)))
+            root: FloatArray = np.linalg.cholesky(matrix + jitter * size * np.eye(len(matrix)))
         except np.linalg.LinAlgError:
             continue
-        return found
+        return root
     raise AssertionError("a covariance is positive definite but for rounding")

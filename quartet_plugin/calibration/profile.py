@@ -1,100 +1,90 @@
-"""What `quartet profile` measured: each rank's file, the table made of them, and what calibration takes.
+"""The measurements of `quartet profile`: files, their table of costs, and their observations.
 
-A rank's file holds medians for every part of the model that lies on it, for one microbatch; see
+A rank's file holds the medians of every part of the model on that rank, for one microbatch; see
 docs/formats.md. The table is a `COSTS.json` of the profiled job.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from quartet_plugin.calibration.constants_fit import Direction, Observation, Quantity
+from quartet_plugin.calibration.observations import Direction, Observation, Quantity
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import EMBEDDING, HEAD, Costs, LayerCost
-from quartet_plugin.model.schema import Bounds, Length, Matches, parse, record
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.schema import Bounds, Length, dump, read_record, record
+from quartet_plugin.protocol.rank_files import PartTimes, RankProfile, StepPart
+from quartet_plugin.schedule.files import costs_to_json
 
 _PREFIX = "layer."
 # Medians of intervals of a few milliseconds, on ranks that share a machine, repeat to about this.
 PART_SPREAD = 0.03
-# Halves of a backward were measured as they run under another schedule, a step's ends once an iteration.
+# Halves of a backward are measured as another schedule runs them; the end of a step once an iteration.
 HALF_SPREAD, STEP_SPREAD = 0.06, 0.1
-# An embedding is some kernel starts and hooks, too short to say what a layer's kernels take to start.
+# An embedding is a few kernel starts and hooks, too short to measure the start of a layer's kernels.
 EMBEDDING_SPREAD = 0.5
 
-Seconds = Annotated[float, Bounds(ge=0, le=1e6)]
-Count = Annotated[int, Bounds(ge=0, le=2**53)]
-Rank = Annotated[int, Bounds(ge=0, lt=65_536)]
-PartName = Annotated[str, Matches(pattern=r"(embedding|head|other|layer\.[0-9]{1,6})")]
-StepName = Literal["iteration", "forward_backward", "finalize", "optimizer"]
+
+@record
+class SimulatedRankRecord:
+    """The one rank of a larger world that was run alone, without communication."""
+
+    stage: Annotated[int, Bounds(ge=0, lt=65_536)]
+    rank: Annotated[int, Bounds(ge=0, lt=65_536)]
+    world_size: Annotated[int, Bounds(ge=1, le=65_536)]
 
 
 @record
-class PartTimes:
-    """A part of the model on one rank, seconds for a microbatch; None for what was not told apart."""
+class Profile:
+    """`profile.json`: every rank's file, and the table of costs made of them; docs/formats.md describes it.
 
-    name: PartName
-    forward_s: Seconds | None
-    backward_s: Seconds | None
-    input_grad_s: Seconds | None
-    weight_grad_s: Seconds | None
-    num_intervals: Count
-    activation_bytes: Count
-
-
-@record
-class RankProfile:
-    """rank-K.profile.json."""
+    `job` is the job that the framework resolved from the command; `played` the rank that was simulated alone;
+    `iteration_s` the measured iterations of the slowest rank, empty where a rank was simulated.
+    """
 
     schema_version: Literal[1]
-    attempt_id: Annotated[str, Matches(pattern=r"[0-9a-f]{32}")]
-    launch_rank: Rank
-    rank: Rank
-    pipeline_rank: Rank
-    tensor_rank: Rank
-    device: Annotated[str, Length(most=512)]
-    peak_memory_bytes: Count
-    parts: Annotated[tuple[PartTimes, ...], Length(most=100_000)]
-    steps: Mapping[StepName, Seconds | None]
     job: Mapping[str, Any]
-
-
-def parse_rank(data: Mapping[str, Any], *, where: str) -> RankProfile:
-    """A rank's file as a checked object. Raises ConfigError in one line."""
-    return parse(RankProfile, data, where=where)
+    played: SimulatedRankRecord | None
+    iteration_s: tuple[Annotated[float, Bounds(ge=0, le=1e6)], ...]
+    parts: tuple[PartTimes, ...]
+    ranks: Annotated[tuple[RankProfile, ...], Length(least=1, most=65_536)]
+    costs: Mapping[str, Any]
 
 
 def merged_parts(ranks: Sequence[RankProfile]) -> dict[str, PartTimes]:
     """Every part by name, the median over the ranks that hold it (tensor and data parallel ones)."""
-    found: dict[str, list[PartTimes]] = {}
+    by_name: dict[str, list[PartTimes]] = {}
     for rank in ranks:
         for part in rank.parts:
             if part.name != "other":
-                found.setdefault(part.name, []).append(part)
-    return {name: _merged(parts) for name, parts in found.items()}
+                by_name.setdefault(part.name, []).append(part)
+    return {name: _merged(parts) for name, parts in by_name.items()}
 
 
 def typical_parts(ranks: Sequence[RankProfile]) -> dict[str, PartTimes]:
     """Embedding, layer and head, as far as some rank holds them; a layer is the median of all layers."""
     parts = merged_parts(ranks)
     layers = [part for name, part in parts.items() if name.startswith(_PREFIX)]
-    found = {name: part for name, part in parts.items() if not name.startswith(_PREFIX)}
-    return {**found, "layer": _merged(layers)} if layers else found
+    ends = {name: part for name, part in parts.items() if not name.startswith(_PREFIX)}
+    return {**ends, "layer": _merged(layers)} if layers else ends
 
 
 def _merged(parts: Sequence[PartTimes]) -> PartTimes:
-    def middle(get: Callable[[PartTimes], float | None]) -> float | None:
-        values = [value for part in parts if (value := get(part)) is not None]
+    def median_of(field: str) -> float | None:
+        values = [value for part in parts if (value := getattr(part, field)) is not None]
         return statistics.median(values) if values else None
 
     return PartTimes(
         name=parts[0].name,
-        forward_s=middle(lambda part: part.forward_s),
-        backward_s=middle(lambda part: part.backward_s),
-        input_grad_s=middle(lambda part: part.input_grad_s),
-        weight_grad_s=middle(lambda part: part.weight_grad_s),
+        forward_s=median_of("forward_s"),
+        backward_s=median_of("backward_s"),
+        input_grad_s=median_of("input_grad_s"),
+        weight_grad_s=median_of("weight_grad_s"),
         num_intervals=sum(part.num_intervals for part in parts),
         activation_bytes=max(part.activation_bytes for part in parts),
     )
@@ -103,27 +93,25 @@ def _merged(parts: Sequence[PartTimes]) -> PartTimes:
 def observations_of(
     run: TrainingRun, ranks: Sequence[RankProfile], *, is_alone: bool = False
 ) -> list[Observation]:
-    """What the profile of a run says for its calibration: a layer, the ends, and what ends a step.
+    """The observations in a run's profile: of a layer, of the ends, and of the end of a step.
 
-    `is_alone`: the one rank that was profiled was run without the others, communication left out.
+    `is_alone`: the one profiled rank was run without the others, without communication.
     """
-    found = []
-    for name, one in typical_parts(ranks).items():
-        kind = Quantity(name)
-        for direction, seconds in _directed(one, is_embedding=kind is Quantity.EMBEDDING):
-            if seconds:
-                found.append(
-                    Observation(
-                        run=run,
-                        seconds=seconds,
-                        spread=_spread(kind, direction),
-                        quantity=kind,
-                        direction=direction,
-                        is_alone=is_alone,
-                    )
-                )
-    found += _step_observations(run, ranks)
-    return found if is_alone else found + _gradient_observations(run, ranks)
+    observations = [
+        Observation(
+            run=run,
+            seconds=seconds,
+            spread=_spread(kind, direction),
+            quantity=kind,
+            direction=direction,
+            is_alone=is_alone,
+        )
+        for kind, part in ((Quantity(name), part) for name, part in typical_parts(ranks).items())
+        for direction, seconds in _directed(part, is_embedding=kind is Quantity.EMBEDDING)
+        if seconds
+    ]
+    observations += _step_observations(run, ranks)
+    return observations if is_alone else observations + _gradient_observations(run, ranks)
 
 
 def _spread(kind: Quantity, direction: Direction) -> float:
@@ -133,46 +121,42 @@ def _spread(kind: Quantity, direction: Direction) -> float:
 
 
 def _directed(part: PartTimes, *, is_embedding: bool) -> list[tuple[Direction, float | None]]:
-    """The whole backward, and its halves where both were told apart. An embedding has one half."""
-    found = [(Direction.FORWARD, part.forward_s), (Direction.BACKWARD, part.backward_s)]
+    """Forward, full backward, and the backward's halves where separated; an embedding has no halves."""
+    times = [(Direction.FORWARD, part.forward_s), (Direction.BACKWARD, part.backward_s)]
     if is_embedding or part.input_grad_s is None or part.weight_grad_s is None:
-        return found
-    halves = [(Direction.INPUT_GRAD, part.input_grad_s), (Direction.WEIGHT_GRAD, part.weight_grad_s)]
-    return found + halves
+        return times
+    return [*times, (Direction.INPUT_GRAD, part.input_grad_s), (Direction.WEIGHT_GRAD, part.weight_grad_s)]
 
 
 def _step_observations(run: TrainingRun, ranks: Sequence[RankProfile]) -> list[Observation]:
-    """The optimizer's step of each pipeline rank, and what a step takes beside all that has a name."""
-    found = []
+    """The optimizer's step and the overhead of a step, for each pipeline rank."""
+    observations = []
     for device in range(run.layout.pipeline_parallel):
-        own = [rank.steps for rank in ranks if rank.pipeline_rank == device]
-        for quantity, get, spread in (
-            (Quantity.OPTIMIZER, _optimizer_of, PART_SPREAD),
-            (Quantity.OVERHEAD, _overhead_of, STEP_SPREAD),
+        steps = [rank.steps for rank in ranks if rank.pipeline_rank == device]
+        for quantity, times, spread in (
+            (Quantity.OPTIMIZER, [step.get("optimizer") for step in steps], PART_SPREAD),
+            (Quantity.OVERHEAD, [_overhead_of(step) for step in steps], STEP_SPREAD),
         ):
-            seconds = [value for steps in own if (value := get(steps)) is not None and value > 0]
+            seconds = [value for value in times if value is not None and value > 0]
             if seconds:
                 middle = statistics.median(seconds)
-                found.append(
+                observations.append(
                     Observation(run=run, seconds=middle, spread=spread, quantity=quantity, index=device)
                 )
-    return found
+    return observations
 
 
-def _optimizer_of(steps: Mapping[StepName, float | None]) -> float | None:
-    return steps.get("optimizer")
-
-
-def _overhead_of(steps: Mapping[StepName, float | None]) -> float | None:
-    parts = [steps.get(name) for name in ("forward_backward", "optimizer")]
-    whole = steps.get("iteration")
-    if whole is None or None in parts:
+def _overhead_of(step: Mapping[StepPart, float | None]) -> float | None:
+    iteration, compute, optimizer = (
+        step.get(name) for name in ("iteration", "forward_backward", "optimizer")
+    )
+    if iteration is None or compute is None or optimizer is None:
         return None
-    return whole - sum(part for part in parts if part is not None)
+    return iteration - (compute + optimizer)
 
 
 def _gradient_observations(run: TrainingRun, ranks: Sequence[RankProfile]) -> list[Observation]:
-    """Reducing gradients where nothing hides it: what the rank that came last took, which waits for none."""
+    """The reduction of gradients where nothing hides it, on the last rank to start: it waits for none."""
     reduces = run.copies > 1 or (run.layout.pipeline_parallel > 1 and run.shape.tied_embeddings)
     if run.software.data_overlap or run.layout.distributed_optimizer or not reduces:
         return []
@@ -196,17 +180,16 @@ def costs_of(
     typical = _merged(layers)
     names = [EMBEDDING, *(f"{_PREFIX}{number}" for number in range(num_layers)), HEAD]
     chosen = [parts.get(name, typical if name.startswith(_PREFIX) else None) for name in names]
-    kept = [(name, part) for name, part in zip(names, chosen, strict=True) if part is not None]
-    fused = tuple(_backward_s(part) for _, part in kept)
+    measured = [(name, part) for name, part in zip(names, chosen, strict=True) if part is not None]
     return Costs(
         num_devices=num_devices,
         num_microbatches=num_microbatches,
-        layers=tuple(_layer_cost(name, part) for name, part in kept),
+        layers=tuple(_layer_cost(name, part) for name, part in measured),
         device_slowdown=np.ones(num_devices),
         transfer_s=np.zeros((num_devices, num_devices)),
         memory_limit_bytes=None,
         weight_grad_held_fraction=1.0,
-        backward_fused_s=fused,
+        backward_fused_s=tuple(_backward_s(part) for _, part in measured),
     )
 
 
@@ -215,7 +198,7 @@ def _layer_cost(name: str, part: PartTimes) -> LayerCost:
     if name == EMBEDDING:
         input_grad, weight_grad = 0.0, _backward_s(part)
     elif input_grad is None or weight_grad is None:
-        # Where they were not told apart the halves are about equal.
+        # Where the halves were not separated they are about equal.
         input_grad = weight_grad = _backward_s(part) / 2
     return LayerCost(
         name=name,
@@ -230,3 +213,34 @@ def _backward_s(part: PartTimes) -> float:
     if part.backward_s is not None:
         return part.backward_s
     return (part.input_grad_s or 0.0) + (part.weight_grad_s or 0.0)
+
+
+def make_profile(
+    ranks: Sequence[RankProfile],
+    *,
+    costs: Costs,
+    played: SimulatedRankRecord | None,
+    iteration_s: Sequence[float],
+) -> Profile:
+    """The profile of these ranks' files."""
+    return Profile(
+        schema_version=1,
+        job=ranks[0].job,
+        played=played,
+        iteration_s=() if played is not None else tuple(iteration_s),
+        parts=tuple(merged_parts(ranks).values()),
+        ranks=tuple(ranks),
+        costs=costs_to_json(costs),
+    )
+
+
+def write_profile(profile: Profile, *, path: Path) -> None:
+    """Write the file, complete or not at all; the job, which all ranks share, is written once."""
+    content = dump(profile)
+    content["ranks"] = [{**asdict(rank), "job": {}} for rank in profile.ranks]
+    write_json_atomic(path, content)
+
+
+def read_profile(path: Path) -> Profile:
+    """The profile in `path`. Raises ConfigError in one line: the field, the value and the rule."""
+    return read_record(Profile, path)

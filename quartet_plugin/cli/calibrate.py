@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quartet_plugin.cli.command import command
 from quartet_plugin.errors import ConfigError, QuartetError, UsageError
 
 if TYPE_CHECKING:
-    from quartet_plugin.calibration.constants_fit import Calibration, Observation
+    from quartet_plugin.calibration.constants_fit import Calibration
+    from quartet_plugin.calibration.observations import Observation
     from quartet_plugin.cost.constants import Constants
     from quartet_plugin.cost.run import TrainingRun, UniformCluster
     from quartet_plugin.model.cluster import Precision
+    from quartet_plugin.model.plan import Plan, Split
+    from quartet_plugin.model.training_job import TrainingJob
     from quartet_plugin.trial.request import TrialResult
 
 _DIRECTIONS = {"F": "forward", "I": "input_grad", "W": "weight_grad", "B": "backward"}
@@ -23,48 +27,41 @@ _LEAST_SPREAD = 0.02
 _PROFILE_SPREAD = 0.05
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+def _calibrate(
+    cluster: Annotated[
+        Path, typer.Option(metavar="CLUSTER.json", help="Where it was measured.", show_default=False)
+    ],
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN]...", help="Run folders of quartet tune.", show_default=False),
+    ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PROFILE.json", help="What quartet profile wrote; may be repeated."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="CALIBRATION.json", help="The file to write.")
+    ] = Path("calibration.json"),
+) -> None:
+    """Correct the cost model by what was measured on a cluster, and say how sure each constant is."""
+    from quartet_plugin.calibration.constants_fit import calibrate, fixed_by_probe, write_calibration
 
-    @app.command("calibrate")
-    def _calibrate(
-        ctx: typer.Context,
-        cluster: Annotated[
-            Path, typer.Option(metavar="CLUSTER.json", help="Where it was measured.", show_default=False)
-        ],
-        runs: Annotated[
-            list[Path] | None,
-            typer.Argument(metavar="[RUN]...", help="Run folders of quartet tune.", show_default=False),
-        ] = None,
-        profile: Annotated[
-            list[Path] | None,
-            typer.Option(metavar="PROFILE.json", help="What quartet profile wrote; may be repeated."),
-        ] = None,
-        output: Annotated[
-            Path, typer.Option("-o", "--output", metavar="CALIBRATION.json", help="The file to write.")
-        ] = Path("calibration.json"),
-    ) -> None:
-        """Correct the cost model by what was measured on a cluster, and say how sure each constant is."""
-        from quartet_plugin.calibration.calibration_file import write_calibration
-        from quartet_plugin.calibration.constants_fit import calibrate, fixed_by_probe
-        from quartet_plugin.cli.invocation import refuse_user_command
+    if not runs and not profile:
+        raise UsageError("quartet calibrate: nothing measured; name run folders, or --profile PROFILE.json")
+    observations: list[Observation] = []
+    for path in profile or ():
+        observations += of_profile(path, cluster=cluster)
+    for path in runs or ():
+        observations += of_run_folder(path, cluster=cluster)
+    prior, has_links = start_from(cluster)
+    fixed = fixed_by_probe(observations) if has_links else ()
+    calibration = calibrate(observations, prior=prior, fixed=fixed)
+    source = ", ".join(str(path) for path in (*(profile or ()), *(runs or ())))
+    write_calibration(calibration, path=output, source=source)
+    typer.echo("\n".join([f"{output}:", *lines(calibration)]))
 
-        refuse_user_command(ctx)
-        if not runs and not profile:
-            raise UsageError(
-                "quartet calibrate: nothing measured; name run folders, or --profile PROFILE.json"
-            )
-        found: list[Observation] = []
-        for path in profile or ():
-            found += of_profile(path, cluster=cluster)
-        for path in runs or ():
-            found += of_run_folder(path, cluster=cluster)
-        prior, has_links = start_from(cluster)
-        fixed = fixed_by_probe(found) if has_links else ()
-        calibration = calibrate(found, prior=prior, fixed=fixed)
-        source = ", ".join(str(path) for path in (*(profile or ()), *(runs or ())))
-        write_calibration(calibration, path=output, source=source)
-        typer.echo("\n".join([f"{output}:", *lines(calibration)]))
+
+register = command("calibrate", _calibrate)
 
 
 def start_from(cluster: Path) -> "tuple[Constants, bool]":
@@ -73,19 +70,19 @@ def start_from(cluster: Path) -> "tuple[Constants, bool]":
     from quartet_plugin.cost.constants import fitted
     from quartet_plugin.model.cluster import read_cluster
 
-    read = read_cluster(cluster)
-    return with_measured_hop(fitted(), read), read.links.measured
+    content = read_cluster(cluster)
+    return with_measured_hop(fitted(), content), content.links.measured
 
 
 def lines(calibration: "Calibration") -> list[str]:
-    """How far it is calibrated: every constant with its interval, and what is left unexplained."""
-    found = [
+    """Every constant with its 95 % interval, and the error of an unseen iteration."""
+    terms = [
         f"{term.name:14}{term.value:10.4g} [{term.low:.4g}, {term.high:.4g}], before {term.prior:.4g}; "
         f"{term.num_measurements} measurements, {term.learned:.0%} learned"
         for term in calibration.terms
     ]
     return [
-        *found,
+        *terms,
         f"{calibration.num_iterations} iterations and {calibration.num_parts} parts; an unseen iteration is "
         f"predicted to {1.96 * calibration.iteration_error:.1%} (95 %) beyond what the constants leave open",
     ]
@@ -93,10 +90,8 @@ def lines(calibration: "Calibration") -> list[str]:
 
 def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
     """The measurements in a profile. Raises ConfigError."""
-    from quartet_plugin.calibration.constants_fit import Observation
-    from quartet_plugin.calibration.profile import observations_of
-    from quartet_plugin.calibration.profile_file import read_profile
-    from quartet_plugin.cost.jobs import measured_run
+    from quartet_plugin.calibration.observations import Observation
+    from quartet_plugin.calibration.profile import observations_of, read_profile
     from quartet_plugin.model.training_job import parse_training_job
 
     profile = read_profile(path)
@@ -105,21 +100,12 @@ def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
         raise ConfigError(
             f"{path}: job.split: null; only models that are lists of like layers are calibrated"
         )
-    run = measured_run(
-        job.shape,
-        job.layout,
-        split=job.split,
-        schedule=job.schedule,
-        global_batch_size=job.global_batch_size,
-        precision=job.precision,
-        on_cpu=profile.ranks[0].device == "cpu",
-        machines=machines_in(cluster, precision=job.precision),
-    )
-    found = observations_of(run, profile.ranks, is_alone=profile.played is not None)
+    run = _run_of(job, job, split=job.split, on_cpu=profile.ranks[0].device == "cpu", cluster=cluster)
+    observations = observations_of(run, profile.ranks, is_alone=profile.played is not None)
     if profile.iteration_s:
         seconds = statistics.median(profile.iteration_s)
-        found.append(Observation(run=run, seconds=seconds, spread=_PROFILE_SPREAD))
-    return found
+        observations.append(Observation(run=run, seconds=seconds, spread=_PROFILE_SPREAD))
+    return observations
 
 
 def of_run_folder(folder: Path, *, cluster: Path) -> "list[Observation]":
@@ -129,18 +115,18 @@ def of_run_folder(folder: Path, *, cluster: Path) -> "list[Observation]":
     """
     from quartet_plugin.trial.attempt import read_result
 
-    found: list[Observation] = []
+    observations: list[Observation] = []
     for attempt in sorted((folder / "trials").glob("*/attempt-*")):
         result = read_result(attempt)
         if result is not None and result.is_measured and result.iteration_s:
-            found += list(_of_trial(result, cluster=cluster))
-    if not found:
+            observations += list(_of_trial(result, cluster=cluster))
+    if not observations:
         raise ConfigError(f"{folder}: no measured trial; name a folder that quartet tune has filled")
-    return found
+    return observations
 
 
 def _of_trial(result: "TrialResult", *, cluster: Path) -> "Iterator[Observation]":
-    from quartet_plugin.calibration.constants_fit import Observation
+    from quartet_plugin.calibration.observations import Observation
 
     run = _run_of_trial(result, cluster=cluster)
     if run is None:
@@ -153,7 +139,7 @@ def _of_trial(result: "TrialResult", *, cluster: Path) -> "Iterator[Observation]
 
 def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "TrainingRun | None":
     """The trial's run; None for a schedule or a model that the cost model does not know."""
-    from quartet_plugin.cost.jobs import measured_run, schedule_kind
+    from quartet_plugin.cost.run import schedule_kind
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.model.training_job import parse_training_job
 
@@ -162,18 +148,27 @@ def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "TrainingRun | Non
     job = parse_training_job(result.job, where=f"{result.folder}: job")
     path = result.folder / "plan.json"
     plan = read_plan(path) if path.exists() else None
-    split = job.split if plan is None else plan.split
-    schedule = job.schedule if plan is None else plan.schedule
-    if split is None or schedule_kind(schedule) is None:
+    source = plan or job
+    if source.split is None or schedule_kind(source.schedule) is None:
         return None
+    on_cpu = _is_on_cpu(result.folder)
+    return _run_of(job, source, split=source.split, on_cpu=on_cpu, cluster=cluster)
+
+
+def _run_of(
+    job: "TrainingJob", source: "Plan | TrainingJob", *, split: "Split", on_cpu: bool, cluster: Path
+) -> "TrainingRun":
+    """The run of a job with the shape, layout and schedule of `source`, the job itself or its plan."""
+    from quartet_plugin.cost.run import measured_run
+
     return measured_run(
-        job.shape if plan is None else plan.shape,
-        job.layout if plan is None else plan.layout,
+        source.shape,
+        source.layout,
         split=split,
-        schedule=schedule,
+        schedule=source.schedule,
         global_batch_size=job.global_batch_size,
         precision=job.precision,
-        on_cpu=_is_on_cpu(result.folder),
+        on_cpu=on_cpu,
         machines=machines_in(cluster, precision=job.precision),
     )
 
@@ -187,8 +182,8 @@ def _is_on_cpu(folder: Path) -> bool:
 
 def _of_actions(folder: Path, *, run: "TrainingRun") -> "Iterator[Observation]":
     """Each stage's forward, input and weight gradient, as the last step's records have them."""
-    from quartet_plugin.calibration.constants_fit import Direction, Observation, Quantity
-    from quartet_plugin.protocol.action_records import read_actions, seconds_by_stage
+    from quartet_plugin.calibration.observations import Direction, Observation, Quantity
+    from quartet_plugin.protocol.rank_files import read_actions, seconds_by_stage
 
     try:
         sheets = read_actions(folder)
@@ -220,5 +215,5 @@ def machines_in(cluster: Path, *, precision: str) -> "UniformCluster":
     from quartet_plugin.model.cluster import read_cluster
 
     formats: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
-    used = next(one for one in formats if one == precision)
+    used = next(name for name in formats if name == precision)
     return uniform_cluster_of(look_up(read_cluster(cluster), precision=used), fitted())

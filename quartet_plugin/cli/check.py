@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.invocation import user_command
-from quartet_plugin.errors import ExitCode, PlanError, StorageError, UsageError
+from quartet_plugin.cli.command import DeviceName, check_range, command, device_named, user_command
+from quartet_plugin.errors import ExitCode, PlanError, StorageError
 
 if TYPE_CHECKING:
     from quartet_plugin.model.receipt import Receipt
@@ -18,34 +18,30 @@ if TYPE_CHECKING:
 _MAX_STEPS = 1_000
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+def _check(
+    ctx: typer.Context,
+    plan: Annotated[Path, typer.Argument(help="The plan to check.", show_default=False)],
+    steps: Annotated[int, typer.Option(help="Steps to compare.")] = 5,
+    device: DeviceName = "auto",
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where weights and logs go; all nodes must see it. Default: PLAN.parity beside the plan."
+        ),
+    ] = None,
+    deadline: Annotated[float, typer.Option(help="Seconds that each of the runs may take.")] = 600.0,
+) -> int:
+    """Compare loss and gradient norm of a plan with stock, from the same weights, on the same data."""
+    name = device_named(device)
+    check_range("--steps", steps, most=_MAX_STEPS)
+    return check(
+        plan, words=user_command(ctx), num_steps=steps, device=name, folder=folder, deadline_s=deadline
+    )
 
-    @app.command("check", epilog="The training command follows a literal --; it is run three times, briefly.")
-    def _check(
-        ctx: typer.Context,
-        plan: Annotated[Path, typer.Argument(help="The plan to check.", show_default=False)],
-        steps: Annotated[int, typer.Option(help="Steps to compare.")] = 5,
-        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-        folder: Annotated[
-            Path | None,
-            typer.Option(
-                help="Where weights and logs go; all nodes must see it. Default: PLAN.parity beside the plan."
-            ),
-        ] = None,
-        deadline: Annotated[float, typer.Option(help="Seconds that each of the runs may take.")] = 600.0,
-    ) -> int:
-        """Compare loss and gradient norm of a plan with stock, from the same weights, on the same data."""
-        from quartet_plugin.cli.train import DEVICES
 
-        if device not in DEVICES:
-            raise UsageError(f"--device {device}: must be one of {', '.join(DEVICES)}")
-        if not 1 <= steps <= _MAX_STEPS:
-            raise UsageError(f"--steps {steps}: must be from 1 to {_MAX_STEPS}")
-        name = next(one for one in DEVICES if one == device)
-        return check(
-            plan, words=user_command(ctx), num_steps=steps, device=name, folder=folder, deadline_s=deadline
-        )
+register = command(
+    "check", _check, epilog="The training command follows a literal --; it is run three times, briefly."
+)
 
 
 def check(
@@ -57,7 +53,7 @@ def check(
     folder: Path | None,
     deadline_s: float,
 ) -> int:
-    """Run the gate, write `PLAN.parity.json` and print what was found.
+    """Run the parity gate, write `PLAN.parity.json` and print its comparison.
 
     Raises PlanError when the plan does not train as stock does, after the receipt is written.
     """
@@ -99,20 +95,19 @@ def check(
 
 
 def lines(receipt: "Receipt") -> list[str]:
-    """The steps as a table, with what is allowed above them."""
+    """A table of the steps, under the tolerances."""
     against = "the command's own configuration" if receipt.reference == "command" else "stock parallelism"
     allowed = receipt.tolerance
-    found = [
+    header = [
         f"against {against}, {receipt.precision}; allowed: loss {allowed.loss:g}, gradient norm "
         f"{allowed.grad_norm:g} (relative)",
         f"{'step':>4}  {'loss':>14}  {'deviation':>10}  {'gradient norm':>14}  {'deviation':>10}",
     ]
-    found += [
-        f"{one.step:>4}  {float(one.loss):>14.9g}  {float(one.loss_deviation):>10.2e}  "
-        f"{float(one.grad_norm):>14.9g}  {float(one.grad_norm_deviation):>10.2e}"
-        for one in receipt.steps
+    return header + [
+        f"{step.step:>4}  {float(step.loss):>14.9g}  {float(step.loss_deviation):>10.2e}  "
+        f"{float(step.grad_norm):>14.9g}  {float(step.grad_norm_deviation):>10.2e}"
+        for step in receipt.steps
     ]
-    return found
 
 
 def _show(name: str, progress: "Progress") -> None:
@@ -121,7 +116,7 @@ def _show(name: str, progress: "Progress") -> None:
 
 
 def _new_folder(place: Path) -> Path:
-    """A folder of our own for the weights, so that removing it can hit nothing else."""
+    """A new folder for the weights alone, so that removing it can hit nothing else."""
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="weights-", dir=place.absolute()))

@@ -9,44 +9,35 @@ from typing import Annotated
 
 import typer
 
-from quartet_plugin.cli.invocation import user_command
-from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, StorageError, UsageError
+from quartet_plugin.cli.command import Device, DeviceName, command, device_named, user_command
+from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, StorageError
 
 STOCK = "stock"
 _ITERATION = re.compile(r"iter_(\d{7})")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+def _convert(
+    ctx: typer.Context,
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="A folder that --save wrote, or one iteration in it.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="NEW", help="A new folder.")],
+    to: Annotated[
+        str, typer.Option(metavar="PLAN|stock", help="Whose stages: a plan's, or the command's own.")
+    ],
+    weights_only: Annotated[bool, typer.Option(help="Leave out the optimizer and random state.")] = False,
+    device: DeviceName = "auto",
+) -> int:
+    """Save a Megatron checkpoint again for another split, placement or layout."""
+    name = device_named(device)
+    words = user_command(ctx)
+    return convert(checkpoint, output, to=to, words=words, is_weights_only=weights_only, device=name)
 
-    @app.command("convert", epilog="The training command follows a literal --; nothing is trained with it.")
-    def _convert(
-        ctx: typer.Context,
-        checkpoint: Annotated[
-            Path,
-            typer.Argument(help="A folder that --save wrote, or one iteration in it.", show_default=False),
-        ],
-        output: Annotated[Path, typer.Option("-o", "--output", metavar="NEW", help="A new folder.")],
-        to: Annotated[
-            str, typer.Option(metavar="PLAN|stock", help="Whose stages: a plan's, or the command's own.")
-        ],
-        weights_only: Annotated[bool, typer.Option(help="Leave out the optimizer and random state.")] = False,
-        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    ) -> int:
-        """Save a Megatron checkpoint again for another split, placement or layout."""
-        from quartet_plugin.cli.train import DEVICES
 
-        name = next((one for one in DEVICES if one == device), None)
-        if name is None:
-            raise UsageError(f"--device {device}: must be one of {', '.join(DEVICES)}")
-        return convert(
-            checkpoint,
-            output,
-            to=to,
-            words=user_command(ctx),
-            is_weights_only=weights_only,
-            device=name,
-        )
+register = command(
+    "convert", _convert, epilog="The training command follows a literal --; nothing is trained with it."
+)
 
 
 def convert(
@@ -56,19 +47,20 @@ def convert(
     to: str,
     words: tuple[str, ...],
     is_weights_only: bool,
-    device: str,
+    device: Device,
 ) -> int:
     """Load the checkpoint onto the stages of the plan `to` (or of the command itself), save it in `output`.
 
     `output` is there whole or not at all. Raises ConfigError for a folder that is no checkpoint or exists
     already, PlanError where the checkpoint's form binds it to other stages.
     """
-    from quartet_plugin.cli.train import DEVICES, check_before_start, run_wrapped
+    from quartet_plugin.cli.train import check_before_start, run_wrapped
     from quartet_plugin.launchers.command import ENTRY_MODULE, parse_command
-    from quartet_plugin.model.conversion import FORMAT, TRACKER, VARIABLE, Conversion
+    from quartet_plugin.model.conversion import FORMAT, TRACKER, Conversion
     from quartet_plugin.model.files import write_json_atomic
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.model.schema import dump
+    from quartet_plugin.protocol.environment import CONVERSION_FILE, DEVICE_FLAG, PLAN_FLAG
 
     command = parse_command(words)
     if command.entry != ENTRY_MODULE:
@@ -76,20 +68,18 @@ def convert(
     folder, step = checkpoint_of(checkpoint, tracker=TRACKER)
     if output.exists() or output.is_symlink():
         raise ConfigError(f"{output}: exists; name a new folder")
-    flags = ["--quartet-device", device] if device != "auto" else []
+    flags = [DEVICE_FLAG, device] if device != "auto" else []
     if to != STOCK:
         check_before_start(read_plan(Path(to)), command=command, path=Path(to))
-        flags += ["--quartet-plan", str(Path(to).absolute())]
+        flags += [PLAN_FLAG, str(Path(to).absolute())]
     partial = _beside(output)
     try:
         conversion = Conversion(
             load=str(folder), save=str(partial), step=step, is_weights_only=is_weights_only
         )
         write_json_atomic(partial / "conversion.json", dump(conversion))
-        told = {VARIABLE: str(partial / "conversion.json")}
-        code = run_wrapped(
-            command, flags=flags, device=next(one for one in DEVICES if one == device), environment=told
-        )
+        environment = {CONVERSION_FILE: str(partial / "conversion.json")}
+        code = run_wrapped(command, flags=flags, device=device, environment=environment)
         if code != ExitCode.DONE:
             return code
         if not (partial / FORMAT / TRACKER).is_file():

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.hardware import CalibrationFile, HardwareFolder, constants_of
+from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, command, constants_of, devices_of
 
 if TYPE_CHECKING:
     from quartet_plugin.cost.devices import DeviceSpec
@@ -17,35 +17,29 @@ if TYPE_CHECKING:
     from quartet_plugin.report.explain import Explanation
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+def _explain(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan.", show_default=False)],
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The JOB.yaml, or a cluster file; without it the plan's own nodes."
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    hardware: HardwareFolder = None,
+    calibration: CalibrationFile = None,
+) -> None:
+    """Show the terms of a plan's predicted step, the memory of every stage, and the runner-up."""
+    from quartet_plugin.model.plan import read_plan
+    from quartet_plugin.planner.explain import explained
 
-    @app.command("explain")
-    def explain(
-        ctx: typer.Context,
-        plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan.", show_default=False)],
-        cluster: Annotated[
-            Path | None,
-            typer.Option(
-                metavar="FILE", help="The JOB.yaml, or a cluster file; without it the plan's own nodes."
-            ),
-        ] = None,
-        json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-        hardware: HardwareFolder = None,
-        calibration: CalibrationFile = None,
-    ) -> None:
-        """Show the terms of a plan's predicted step, the memory of every stage, and the runner-up."""
-        from quartet_plugin.cli.invocation import refuse_user_command
-        from quartet_plugin.cost.devices import read_folder
-        from quartet_plugin.model.plan import read_plan
-        from quartet_plugin.planner.explain import explained
+    content = read_plan(plan)
+    job, assumed = _job(content, cluster, devices_of(hardware))
+    prediction = explained(content, job, assumed=assumed, constants=constants_of(calibration))
+    _print(_explanation(content, job, prediction), as_json=json)
 
-        refuse_user_command(ctx)
-        read = read_plan(plan)
-        devices = None if hardware is None else read_folder(hardware)
-        job, assumed = _job(read, cluster, devices)
-        found = explained(read, job, assumed=assumed, constants=constants_of(calibration))
-        _print(_explanation(read, job, found), as_json=json)
+
+register = command("explain", _explain)
 
 
 def _job(
@@ -63,26 +57,28 @@ def _job(
     return read_job(cluster, devices=devices), {}
 
 
-def _explanation(plan: "Plan", job: "PlanRequest", found: "Explained") -> "Explanation":
+def _explanation(plan: "Plan", job: "PlanRequest", explained: "Explained") -> "Explanation":
     from quartet_plugin.report.explain import Explanation, RunnerUp, StageMemory
 
-    prediction, other = found.prediction, found.other
+    prediction, other = explained.prediction, explained.other
     counts, ranks = plan.split.transformer_layers_per_stage, plan.layout.pipeline_parallel
     placement = plan.schedule.placement or tuple(k % ranks for k in range(len(counts)))
-    layers = [sum(n for n, at in zip(counts, placement, strict=True) if at == rank) for rank in range(ranks)]
+    layers = [
+        sum(n for n, device in zip(counts, placement, strict=True) if device == rank) for rank in range(ranks)
+    ]
     scale = plan.shape.model_flops_per_sequence / job.shape.model_flops_per_sequence
     return Explanation(
-        title=_title(plan, found.num_microbatches),
+        title=_title(plan, explained.num_microbatches),
         iteration_s=prediction.iter_time_s,
         stated_s=None if plan.prediction is None else plan.prediction.iteration_s,
         terms=prediction.terms,
         compute_terms=prediction.compute_terms,
         bubble_fraction=prediction.terms["pp_bubble_s"] / prediction.iter_time_s,
         memory=[
-            StageMemory(rank=at, num_layers=layers[at], total_bytes=one.total, terms=one.terms)
-            for at, one in enumerate(found.memory)
+            StageMemory(rank=rank, num_layers=layers[rank], total_bytes=memory.total, terms=memory.terms)
+            for rank, memory in enumerate(explained.memory)
         ],
-        available_bytes=found.memory[0].available,
+        available_bytes=explained.memory[0].available,
         runner_up=None
         if other is None
         else RunnerUp(
@@ -91,7 +87,7 @@ def _explanation(plan: "Plan", job: "PlanRequest", found: "Explained") -> "Expla
             equal_work_s=other.equal_work_s * scale,
             terms={name: value * scale * _ratio(other) for name, value in other.terms.items()},
         ),
-        assumed=found.assumed,
+        assumed=explained.assumed,
     )
 
 

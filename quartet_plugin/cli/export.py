@@ -1,40 +1,60 @@
-"""`quartet export`: a plan as Megatron's own flags or a ds_config, without the plugin as far as they go."""
+"""`quartet show`: a plan for reading; `quartet export`: a plan as Megatron's flags or a ds_config.
+
+The flags also make best/native.sh, the user's command with them behind it, for machines without the plugin.
+Megatron's parser takes the last of two, so nothing of the command is edited. Where flags do not say the whole
+plan (a custom schedule, an order of ranks, a switch of the command that would have to go) there is no script,
+and one line says why.
+"""
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quartet_plugin.cli.invocation import refuse_user_command
-from quartet_plugin.errors import ConfigError, PlanError
+from quartet_plugin.cli.command import JsonSwitch, PlanFile
+from quartet_plugin.errors import ConfigError, PlanError, QuartetError
 
 if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
+    from quartet_plugin.tuner.run_folder import TuningRun
+
+
+def _export(
+    plan: PlanFile,
+    as_json: JsonSwitch = False,
+    ds_config: Annotated[
+        Path | None, typer.Option(help="Of a DeepSpeed plan: print this ds_config with the plan in it.")
+    ] = None,
+) -> None:
+    """Print a plan as Megatron's own flags, one a line, and the order of RANKs; or as a ds_config."""
+    from quartet_plugin.model.plan import read_plan
+
+    known = read_plan(plan)
+    if ds_config is not None:
+        typer.echo(json.dumps(merged_ds_config(known, ds_config), indent=1))
+        return
+    content = export(known)
+    typer.echo(json.dumps(content, indent=1) if as_json else "\n".join(lines(content)))
+
+
+def _show(plan: PlanFile) -> None:
+    """Show a plan: what it is for, what it changes and how far, what it gained."""
+    from quartet_plugin.model.plan import read_plan
+    from quartet_plugin.report.tables import plan_lines
+
+    for line in plan_lines(read_plan(plan)):
+        typer.echo(line)
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+    """Add the commands to `app`."""
+    app.command("show")(_show)
+    app.command("export")(_export)
 
-    @app.command("export")
-    def _export(
-        ctx: typer.Context,
-        plan: Annotated[Path, typer.Argument(help="A plan file.", show_default=False)],
-        as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
-        ds_config: Annotated[
-            Path | None, typer.Option(help="Of a DeepSpeed plan: print this ds_config with the plan in it.")
-        ] = None,
-    ) -> None:
-        """Print a plan as Megatron's own flags, one a line, and the order of RANKs; or as a ds_config."""
-        from quartet_plugin.model.plan import read_plan
 
-        refuse_user_command(ctx)
-        known = read_plan(plan)
-        if ds_config is not None:
-            typer.echo(json.dumps(merged_ds_config(known, ds_config), indent=1))
-            return
-        content = export(known)
-        typer.echo(json.dumps(content, indent=1) if as_json else "\n".join(lines(content)))
+NATIVE_FILE = "native.sh"
 
 
 # What divides the layers otherwise than a layout does; Megatron refuses both together.
@@ -57,7 +77,7 @@ _RECOMPUTE_FLAGS = (
 
 
 def export(plan: "Plan") -> dict[str, Any]:
-    """What to add to the user's command and what to leave out of it.
+    """The flags to add to the user's command and those to leave out of it.
 
     `flags` (name -> value, True for a switch), `leave_out` (the command's own flags that contradict them)
     and `ranks`: where each RANK runs. Raises PlanError for a schedule that stock Megatron has no flags for.
@@ -127,8 +147,8 @@ def merged_ds_config(plan: "Plan", path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: a ds_config is a JSON object; this is a {type(config).__name__}")
     planned = ds_config_of(plan)
-    own = config.get("zero_optimization")
-    zero = {**(own if isinstance(own, dict) else {}), **planned["zero_optimization"]}
+    stated = config.get("zero_optimization")
+    zero = {**(stated if isinstance(stated, dict) else {}), **planned["zero_optimization"]}
     merged = {**config, **planned, "zero_optimization": zero}
     # A plain ds_config trains without the plugin.
     merged.pop("quartet", None)
@@ -178,44 +198,95 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool]:
 def left_out(plan: "Plan") -> list[str]:
     """Flags of the user's command, where it has them, that the plan does not go with."""
     baseline, layout = plan.made_for.baseline, plan.layout
-    found = list(_SPLIT_FLAGS)
+    flags = list(_SPLIT_FLAGS)
     if layout.pipeline_parallel == 1:
-        found.append("--pipeline-model-parallel-layout")
+        flags.append("--pipeline-model-parallel-layout")
     if plan.schedule.group is None and baseline.schedule.group is not None:
-        found.append("--microbatch-group-size-per-virtual-pipeline-stage")
+        flags.append("--microbatch-group-size-per-virtual-pipeline-stage")
     if layout.recompute != baseline.layout.recompute:
-        found += [flag for flag in _RECOMPUTE_FLAGS if flag not in flags_of(plan)]
+        flags += [flag for flag in _RECOMPUTE_FLAGS if flag not in flags_of(plan)]
     if baseline.layout.sequence_parallel and not layout.sequence_parallel:
-        found.append("--sequence-parallel")
+        flags.append("--sequence-parallel")
     if baseline.layout.distributed_optimizer and not layout.distributed_optimizer:
-        found.append("--use-distributed-optimizer")
-    own, shape = plan.made_for.shape, plan.shape
-    if shape.num_query_groups == shape.num_attention_heads and own.num_query_groups < own.num_attention_heads:
-        found += ["--group-query-attention", "--num-query-groups"]
-    return found
+        flags.append("--use-distributed-optimizer")
+    user_shape, shape = plan.made_for.shape, plan.shape
+    has_groups = user_shape.num_query_groups < user_shape.num_attention_heads
+    if has_groups and shape.num_query_groups == shape.num_attention_heads:
+        flags += ["--group-query-attention", "--num-query-groups"]
+    return flags
 
 
 def lines(content: dict[str, Any]) -> list[str]:
     """The flags one a line, ready for a shell, and the order of RANKs as comments; or a ds_config."""
-    found = []
+    rows = []
     if "ds_config" in content:
         counts = "+".join(str(count) for count in content["split"])
-        found = json.dumps(content["ds_config"], indent=1).splitlines()
-        found.append(
-            f"# PipelineModule(num_stages={content['num_stages']}); a ds_config cannot say its split"
-        )
-        found.append(f"# ({counts} layers), schedule ({content['schedule']}) and order: name the plan in one")
-        return found
+        rows = json.dumps(content["ds_config"], indent=1).splitlines()
+        rows.append(f"# PipelineModule(num_stages={content['num_stages']}); a ds_config cannot say its split")
+        rows.append(f"# ({counts} layers), schedule ({content['schedule']}) and order: name the plan in one")
+        return rows
     for name, value in content["flags"].items():
         # The layout's bars are a pipe to a shell.
         shown = f"'{value}'" if isinstance(value, str) and "|" in value else str(value)
-        found.append(name if value is True else f"{name} {shown}")
-    found.append(f"# leave out of the command, where given: {' '.join(content['leave_out'])}")
+        rows.append(name if value is True else f"{name} {shown}")
+    rows.append(f"# leave out of the command, where given: {' '.join(content['leave_out'])}")
     order = (
         "the launcher's own" if content["is_stock_order"] else "not the launcher's: set RANK before the start"
     )
-    found.append(f"# order of RANKs: {order}")
-    found += [
+    rows.append(f"# order of RANKs: {order}")
+    rows += [
         f"# RANK {row['rank']}: {row['host']}, LOCAL_RANK {row['local_rank']}" for row in content["ranks"]
     ]
-    return found
+    return rows
+
+
+def write_native(plan: "Plan | None", *, run: "TuningRun") -> str:
+    """Write the script beside the plan, or remove an earlier one; where it is, or why there is none.
+
+    Raises ConfigError or StorageError where it cannot be written.
+    """
+    from quartet_plugin.model.files import write_text_atomic
+
+    path = native_path(run.folder.path)
+    path.unlink(missing_ok=True)
+    if plan is None:
+        return ""
+    try:
+        text = native_text(plan, command=run.command, cwd=run.cwd)
+    except QuartetError as error:
+        return f"no {NATIVE_FILE}: {error}"
+    write_text_atomic(path, text)
+    return f"sh {path}"
+
+
+def native_path(run_folder: Path) -> Path:
+    """Where the script of a run is."""
+    return run_folder / "best" / NATIVE_FILE
+
+
+def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
+    """The script. Raises PlanError where appended flags do not say the whole plan."""
+    from quartet_plugin.trial.redact import shell_words
+
+    content = export(plan)
+    if "flags" not in content:
+        raise PlanError(f"{plan.made_for.framework} takes no flags for a plan")
+    if not content["is_stock_order"]:
+        raise PlanError("the plan orders the ranks, and no flag does")
+    if "--" in command:
+        raise PlanError("the command has a -- of its own, behind which flags are not read")
+    switches = {word.partition("=")[0].replace("_", "-") for word in command if word.startswith("--")}
+    contradicted = [flag for flag in content["leave_out"] if flag.replace("_", "-") in switches]
+    if contradicted:
+        raise PlanError(f"the plan does without {', '.join(contradicted)} of the command")
+    words = [*command]
+    for name, value in content["flags"].items():
+        words += [name] if value is True else [name, str(value)]
+    origin = " ".join(f"trial {plan.provenance.trial} of the run {plan.provenance.run}".split())
+    return (
+        "#!/bin/sh\n"
+        f"# Trains with {origin} by the framework's own flags; needs no plugin.\n"
+        f"cd {shlex.quote(str(cwd))} || exit\n"
+        f"exec {shell_words(command)} \\\n"
+        f"    {shlex.join(words[len(command) :])}\n"
+    )

@@ -14,25 +14,20 @@ from typing import Annotated
 
 import typer
 
-from quartet_plugin.cli.invocation import Invocation, invocation, refuse_user_command, user_command
+from quartet_plugin.cli.command import Invocation, refuse_user_command
 from quartet_plugin.errors import ExitCode, QuartetError
-
-__all__ = ["Invocation", "build_app", "entry", "invocation", "main", "refuse_user_command", "user_command"]
 
 # One line a command: a module with `register(app: typer.Typer) -> None`. Importing it must be cheap, so
 # numpy, numba, pydantic, optuna and the like are imported inside the functions that run.
 COMMAND_MODULES: tuple[str, ...] = (
     "quartet_plugin.cli.tune",
     "quartet_plugin.cli.workers",
-    "quartet_plugin.cli.status",
-    "quartet_plugin.cli.trials",
+    "quartet_plugin.cli.runs",
     "quartet_plugin.cli.report",
-    "quartet_plugin.cli.repair",
     "quartet_plugin.cli.train",
     "quartet_plugin.cli.check",
     "quartet_plugin.cli.recheck",
     "quartet_plugin.cli.convert",
-    "quartet_plugin.cli.show",
     "quartet_plugin.cli.export",
     "quartet_plugin.cli.schedule",
     "quartet_plugin.cli.rehearse",
@@ -44,6 +39,9 @@ COMMAND_MODULES: tuple[str, ...] = (
     "quartet_plugin.cli.profile",
     "quartet_plugin.cli.calibrate",
 )
+
+# Every other command refuses words behind --.
+_RUN_THE_USERS_COMMAND = frozenset({"tune", "train", "check", "convert", "probe", "profile"})
 
 _IMPORTED_S = time.monotonic()
 _ClickError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -63,12 +61,15 @@ def build_app() -> typer.Typer:
 
     @app.callback(epilog="What follows a literal -- is your own training command; it is never edited.")
     def _options(
+        ctx: typer.Context,
         version: Annotated[
             bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
         ] = False,
         debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     ) -> None:
         del version, debug
+        if ctx.invoked_subcommand not in _RUN_THE_USERS_COMMAND:
+            refuse_user_command(ctx)
 
     for module in COMMAND_MODULES:
         import_module(module).register(app)
@@ -84,8 +85,8 @@ def main(argv: Sequence[str] | None = None, *, started_s: float | None = None) -
     arguments = list(sys.argv[1:] if argv is None else argv)
     command: tuple[str, ...] | None = None
     if "--" in arguments:
-        at = arguments.index("--")
-        arguments, command = arguments[:at], tuple(arguments[at + 1 :])
+        dashes = arguments.index("--")
+        arguments, command = arguments[:dashes], tuple(arguments[dashes + 1 :])
     debug = "--debug" in arguments
     begin = time.monotonic() if started_s is None else started_s
     context = Invocation(user_command=command, debug=debug, started_s=begin)

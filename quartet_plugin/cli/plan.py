@@ -5,65 +5,60 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.hardware import CalibrationFile, HardwareFolder, constants_of
+from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, command, constants_of, devices_of
 
 if TYPE_CHECKING:
+    from quartet_plugin.planner.layout_table import Refusal
     from quartet_plugin.planner.ranking import Ranked, Ranking
-    from quartet_plugin.planner.refusals import Refusal
 
 MAX_REFUSALS = 12
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+def _plan(
+    job: Annotated[
+        Path, typer.Argument(metavar="JOB.yaml", help="Model, cluster and batch.", show_default=False)
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="PLAN.json", help="The best plan.", show_default=False),
+    ],
+    top: Annotated[
+        int, typer.Option(min=1, max=100, help="Also write PLAN.2.json to PLAN.K.json.", metavar="K")
+    ] = 1,
+    exhaustive: Annotated[
+        bool, typer.Option("--exhaustive", help="Predict every layout; no bound rules any out.")
+    ] = False,
+    refused: Annotated[
+        bool, typer.Option("--refused", help="List which constraint refused how many layouts.")
+    ] = False,
+    hardware: HardwareFolder = None,
+    calibration: CalibrationFile = None,
+) -> None:
+    """Rank every legal layout of JOB.yaml by predicted iteration time, under the memory limit."""
+    from quartet_plugin.model.plan import write_plan
+    from quartet_plugin.planner.job import read_job
+    from quartet_plugin.planner.plans import plain_layout, plan_of
+    from quartet_plugin.planner.ranking import best_plans, refusals
 
-    @app.command("plan")
-    def plan(
-        ctx: typer.Context,
-        job: Annotated[
-            Path, typer.Argument(metavar="JOB.yaml", help="Model, cluster and batch.", show_default=False)
-        ],
-        output: Annotated[
-            Path,
-            typer.Option("-o", "--output", metavar="PLAN.json", help="The best plan.", show_default=False),
-        ],
-        top: Annotated[
-            int, typer.Option(min=1, max=100, help="Also write PLAN.2.json to PLAN.K.json.", metavar="K")
-        ] = 1,
-        exhaustive: Annotated[
-            bool, typer.Option("--exhaustive", help="Predict every layout; no bound rules any out.")
-        ] = False,
-        refused: Annotated[
-            bool, typer.Option("--refused", help="List which constraint refused how many layouts.")
-        ] = False,
-        hardware: HardwareFolder = None,
-        calibration: CalibrationFile = None,
-    ) -> None:
-        """Rank every legal layout of JOB.yaml by predicted iteration time, under the memory limit."""
-        from quartet_plugin.cli.invocation import refuse_user_command
-        from quartet_plugin.cost.devices import read_folder
-        from quartet_plugin.model.plan import write_plan
-        from quartet_plugin.planner.job import read_job
-        from quartet_plugin.planner.plans import plain_layout, plan_of
-        from quartet_plugin.planner.ranking import best_plans, refusals
+    request = read_job(job, devices=devices_of(hardware))
+    constants = constants_of(calibration)
+    ranking = best_plans(request, top=top, exhaustive=exhaustive, constants=constants)
+    plain = plain_layout(request, best=ranking.best[0], constants=constants)
+    for place, ranked in enumerate(ranking.best, start=1):
+        path = output if place == 1 else output.with_name(f"{output.stem}.{place}{output.suffix}")
+        write_plan(plan_of(request, ranked, plain=plain, name=job.stem, place=place), path=path)
+        typer.echo(f"{place}. {path}: {_line(ranked)}")
+        typer.echo(f"   {_terms(ranked) if place == 1 else _reason(ranked, ranking.best[0])}")
+        if ranked.slots is not None:
+            typer.echo(f"   {_mapping(ranked)}")
+    typer.echo(f"plain: {plain.layout.label}: {plain.iteration_s:.4g} s an iteration")
+    typer.echo(_counts(ranking))
+    if refused:
+        for line in _refusals(refusals(request, ranking)):
+            typer.echo(line)
 
-        refuse_user_command(ctx)
-        read = read_job(job, devices=None if hardware is None else read_folder(hardware))
-        constants = constants_of(calibration)
-        found = best_plans(read, top=top, exhaustive=exhaustive, constants=constants)
-        plain = plain_layout(read, best=found.best[0], constants=constants)
-        for place, ranked in enumerate(found.best, start=1):
-            path = output if place == 1 else output.with_name(f"{output.stem}.{place}{output.suffix}")
-            write_plan(plan_of(read, ranked, plain=plain, name=job.stem, place=place), path=path)
-            typer.echo(f"{place}. {path}: {_line(ranked)}")
-            typer.echo(f"   {_terms(ranked) if place == 1 else _reason(ranked, found.best[0])}")
-            if ranked.slots is not None:
-                typer.echo(f"   {_mapping(ranked)}")
-        typer.echo(f"plain: {plain.layout.label}: {plain.iteration_s:.4g} s an iteration")
-        typer.echo(_counts(found))
-        if refused:
-            for line in _refusals(refusals(read, found)):
-                typer.echo(line)
+
+register = command("plan", _plan)
 
 
 def _line(ranked: "Ranked") -> str:
@@ -84,44 +79,44 @@ def _terms(ranked: "Ranked") -> str:
 
 
 def _reason(ranked: "Ranked", best: "Ranked") -> str:
-    """What it loses against the best, the largest difference first, and what it gains."""
+    """Its seconds over the best plan's by term, the largest difference first."""
     from quartet_plugin.report.explain import differences
 
     slower = 100 * (ranked.equal_work_s / best.equal_work_s - 1)
     if ranked.shape != best.shape:
         return f"{slower:.1f} % slower for equal work, with another shape"
-    found = differences(ranked.terms, best.terms)
-    return f"{slower:.1f} % slower: {found}" if found else "as fast"
+    terms = differences(ranked.terms, best.terms)
+    return f"{slower:.1f} % slower: {terms}" if terms else "as fast"
 
 
 def _mapping(ranked: "Ranked") -> str:
-    """What the mapping saves against Megatron's own orders."""
+    """The best stock rank order's seconds, beside which the solved mapping stands."""
     stock = min((ranked.stock_s or {}).items(), key=lambda item: item[1], default=None)
     if stock is None:
         return "mapping solved; no stock order is legal"
     return f"mapping solved: the stock order {stock[0]} takes {stock[1]:.4g} s"
 
 
-def _counts(found: "Ranking") -> str:
+def _counts(ranking: "Ranking") -> str:
     return (
-        f"{found.num_considered} layouts: {found.num_predicted} predicted, {found.num_too_large} do not fit "
-        f"in memory, {found.num_pruned} cannot be faster"
+        f"{ranking.num_considered} layouts: {ranking.num_predicted} predicted, "
+        f"{ranking.num_too_large} do not fit in memory, {ranking.num_pruned} cannot be faster"
     )
 
 
-def _refusals(found: "list[Refusal]") -> list[str]:
+def _refusals(all_refusals: "list[Refusal]") -> list[str]:
     """A table of the constraints, those that refused most first."""
     from quartet_plugin.report.summary import aligned
 
-    if not found:
+    if not all_refusals:
         return ["refused: none"]
-    degrees = [one for one in found if not one.reason.startswith("memory")]
-    memory = [one for one in found if one.reason.startswith("memory")]
+    degrees = [refusal for refusal in all_refusals if not refusal.reason.startswith("memory")]
+    memory = [refusal for refusal in all_refusals if refusal.reason.startswith("memory")]
     lines = []
     for title, rows in (("refused degrees (TP x CP x PP)", degrees), ("layouts that do not fit", memory)):
         if rows:
-            shown = [[str(one.count), one.reason] for one in rows[:MAX_REFUSALS]]
+            shown = [[str(refusal.count), refusal.reason] for refusal in rows[:MAX_REFUSALS]]
             lines += ["", *aligned([[">count", title], *shown])]
-            hidden = sum(one.count for one in rows[MAX_REFUSALS:])
+            hidden = sum(refusal.count for refusal in rows[MAX_REFUSALS:])
             lines += [f"(and {hidden} for other reasons)"] if hidden else []
     return lines

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from quartet_plugin.cli.invocation import invocation
+from quartet_plugin.cli.command import DeviceName, check_range, command, device_named, invocation
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 
 if TYPE_CHECKING:
@@ -27,49 +27,48 @@ _POLL_S = 0.05
 _GRACE_S = 3.0
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+def _probe(
+    ctx: typer.Context,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="CLUSTER.json", help="The file to write.")
+    ] = Path("cluster.json"),
+    device: DeviceName = "auto",
+    processes: Annotated[
+        int | None,
+        typer.Option(help="Ranks on this machine. Default: its GPUs, or its cores up to 8."),
+    ] = None,
+    deadline: Annotated[float, typer.Option(help="Seconds the measurement may take.")] = 180.0,
+) -> None:
+    """Measure devices, memory and links, and write what `quartet plan` takes as its cluster.
 
-    @app.command("probe", epilog="For several nodes run it on each, with torchrun and its options after --.")
-    def _probe(
-        ctx: typer.Context,
-        output: Annotated[
-            Path, typer.Option("-o", "--output", metavar="CLUSTER.json", help="The file to write.")
-        ] = Path("cluster.json"),
-        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-        processes: Annotated[
-            int | None,
-            typer.Option(help="Ranks on this machine. Default: its GPUs, or its cores up to 8."),
-        ] = None,
-        deadline: Annotated[float, typer.Option(help="Seconds the measurement may take.")] = 180.0,
-    ) -> None:
-        """Measure devices, memory and links, and write what `quartet plan` takes as its cluster.
+    Without a command torchrun is started on this machine alone.
+    """
+    from quartet_plugin.launchers.local import resolve_device
 
-        Without a command torchrun is started on this machine alone.
-        """
-        from quartet_plugin.cli.train import DEVICES
-        from quartet_plugin.launchers.local import resolve_device
+    name = device_named(device)
+    if not 1 <= deadline <= 1e5:
+        raise UsageError(f"--deadline {deadline:g}: must be from 1 to 100000 seconds")
+    if processes is not None:
+        check_range("--processes", processes, most=_MAX_PROCESSES)
+    chosen = resolve_device(name, environment=os.environ)
+    words = invocation(ctx).user_command
+    if words is not None and processes is not None:
+        raise UsageError("--processes: the command after -- says it; drop one of them")
+    cluster = probe(words, device=chosen, num_processes=processes, deadline_s=deadline)
+    if cluster is None:
+        typer.echo("the cluster file is written where rank 0 runs")
+        return
+    from quartet_plugin.model.cluster import write_cluster
 
-        if device not in DEVICES:
-            raise UsageError(f"--device {device}: must be one of {', '.join(DEVICES)}")
-        if not 1 <= deadline <= 1e5:
-            raise UsageError(f"--deadline {deadline:g}: must be from 1 to 100000 seconds")
-        if processes is not None and not 1 <= processes <= _MAX_PROCESSES:
-            raise UsageError(f"--processes {processes}: must be from 1 to {_MAX_PROCESSES}")
-        chosen = resolve_device(next(one for one in DEVICES if one == device), environment=os.environ)
-        words = invocation(ctx).user_command
-        if words is not None and processes is not None:
-            raise UsageError("--processes: the command after -- says it; drop one of them")
-        cluster = probe(words, device=chosen, num_processes=processes, deadline_s=deadline)
-        if cluster is None:
-            typer.echo("the cluster file is written where rank 0 runs")
-            return
-        from quartet_plugin.model.cluster import write_cluster
+    write_cluster(cluster, path=output)
+    typer.echo(
+        "\n".join([f"{output}: {len(cluster.nodes)} nodes, {cluster.num_slots} devices", *lines(cluster)])
+    )
 
-        write_cluster(cluster, path=output)
-        typer.echo(
-            "\n".join([f"{output}: {len(cluster.nodes)} nodes, {cluster.num_slots} devices", *lines(cluster)])
-        )
+
+register = command(
+    "probe", _probe, epilog="For several nodes run it on each, with torchrun and its options after --."
+)
 
 
 def probe(
@@ -79,7 +78,7 @@ def probe(
     num_processes: int | None,
     deadline_s: float,
 ) -> "Cluster | None":
-    """Run the measurement and return what was found; None where rank 0 is on another node.
+    """Run the measurement and return the cluster; None where rank 0 is on another node.
 
     Raises ConfigError for a launcher that is none, or where torch is missing; InfrastructureError where the
     processes fail or take too long. None of them is left.
@@ -90,9 +89,9 @@ def probe(
         raise ConfigError("torch is not installed, and measures; pip install 'quartet-plugin[megatron]'")
     with tempfile.TemporaryDirectory(prefix="quartet-") as folder:
         target = Path(folder, "findings.json")
-        own = ["-m", _MODULE, str(target), device, repr(deadline_s)]
+        script = ["-m", _MODULE, str(target), device, repr(deadline_s)]
         start = _torchrun(num_processes, device=device) if words is None else _launcher(words)
-        _run([*start, *own], folder=Path(folder), device=device, deadline_s=deadline_s)
+        _run([*start, *script], folder=Path(folder), device=device, deadline_s=deadline_s)
         if target.exists():
             return cluster_of(read_findings(target))
     if words is None:
@@ -101,17 +100,17 @@ def probe(
 
 
 def lines(cluster: "Cluster") -> list[str]:
-    """What was measured, for the terminal."""
-    found = []
+    """The measured rates, a line for each device type and link."""
+    rows = []
     for name, values in cluster.devices.items():
         rates = ", ".join(f"{flops / 1e12:.3g} TFLOP/s {kind}" for kind, flops in values.peak_flops.items())
         memory = (values.memory_bandwidth_bytes_per_s or 0.0) / 1e9
-        found.append(f"{name}: {rates}, memory {memory:.3g} GB/s")
+        rows.append(f"{name}: {rates}, memory {memory:.3g} GB/s")
     for name, link in (("inside a node", cluster.links.scale_up), ("between nodes", cluster.links.network)):
         if link is not None:
             speed = link.bandwidth_bytes_per_s / 1e9
-            found.append(f"{name}: {speed:.3g} GB/s, {link.latency_s * 1e6:.3g} us")
-    return found
+            rows.append(f"{name}: {speed:.3g} GB/s, {link.latency_s * 1e6:.3g} us")
+    return rows
 
 
 def _torchrun(num_processes: int | None, *, device: str) -> list[str]:
@@ -126,7 +125,7 @@ def num_gpus() -> int:
     """GPUs that the environment shows; counted by device files, since torch may not be imported here."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return max(1, len([one for one in visible.split(",") if one.strip()]))
+        return max(1, len([name for name in visible.split(",") if name.strip()]))
     return max(1, len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]))
 
 
@@ -136,23 +135,21 @@ def _launcher(words: Sequence[str]) -> list[str]:
     Raises ConfigError for anything else.
     """
     from quartet_plugin.launchers.command import is_starter
-    from quartet_plugin.launchers.starter_options import TORCHRUN_FLAGS, TORCHRUN_VALUES, read_options
+    from quartet_plugin.launchers.starter_options import read_options
 
     name = words[0].rpartition("/")[2] if words else ""
-    at = 1
+    first_option = 1
     if name != "torchrun":
         if not is_starter(name) or tuple(words[1:3]) != ("-m", "torch.distributed.run"):
             raise ConfigError(f"command {name!r}: must be torchrun and its options, without a script")
-        at = 3
-    options = read_options(
-        tuple(words), at, flags=TORCHRUN_FLAGS, values=TORCHRUN_VALUES, prefixes=True, program="torchrun"
-    )
+        first_option = 3
+    options = read_options(tuple(words), first_option, program="torchrun")
     if options.end != len(words):
         raise ConfigError(
             f"command {words[options.end]!r}: the probe is the script; write torchrun's options only"
         )
     for flag in ("help", "module", "no_python", "run_path"):
-        if flag in options.found:
+        if flag in options.values:
             raise ConfigError(f"torchrun --{flag.replace('_', '-')}: the probe is the script; leave it out")
     return list(words)
 
@@ -160,10 +157,11 @@ def _launcher(words: Sequence[str]) -> list[str]:
 def _run(argv: Sequence[str], *, folder: Path, device: Literal["cpu", "cuda"], deadline_s: float) -> None:
     """Start `argv`, wait for its end, and leave no process of it behind. Raises InfrastructureError."""
     from quartet_plugin.launchers.local import LocalLauncher, child_environment
-    from quartet_plugin.trial.processes import ATTEMPT_VARIABLE, descendants, marked_processes, reap
+    from quartet_plugin.protocol.environment import ATTEMPT_ID
+    from quartet_plugin.trial.processes import descendants, marked_processes, reap
 
     mark = secrets.token_hex(16)
-    environment = {**child_environment(device, environment=os.environ), ATTEMPT_VARIABLE: mark}
+    environment = {**child_environment(device, environment=os.environ), ATTEMPT_ID: mark}
     log = folder / "log"
     handle = LocalLauncher().start(argv, env=environment, cwd=Path.cwd(), stdout=log)
     try:

@@ -10,68 +10,57 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.invocation import user_command
+from quartet_plugin.cli.command import DeviceName, check_range, command, device_named, user_command
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
+from quartet_plugin.protocol.environment import PROFILE
 
 if TYPE_CHECKING:
-    from quartet_plugin.calibration.profile import RankProfile
-    from quartet_plugin.calibration.profile_file import Profile, SimulatedRankRecord
+    from quartet_plugin.calibration.profile import Profile, SimulatedRankRecord
     from quartet_plugin.launchers.command import Command
     from quartet_plugin.model.costs import Costs
+    from quartet_plugin.protocol.rank_files import RankProfile
     from quartet_plugin.trial.request import Device, TrialResult
 
 # What the ranks read; see quartet_plugin.megatron.profiling.
-PROFILE_VARIABLE = "QUARTET_PROFILE"
 _MAX_ITERATIONS = 1_000
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+def _profile(
+    ctx: typer.Context,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="PROFILE.json", help="The file to write.")
+    ] = Path("profile.json"),
+    costs: Annotated[
+        Path | None,
+        typer.Option(metavar="COSTS.json", help="Also write the table that `quartet schedule` takes."),
+    ] = None,
+    iterations: Annotated[int, typer.Option(help="Iterations to measure; two are run before them.")] = 6,
+    stage: Annotated[
+        int | None,
+        typer.Option(metavar="K", help="Run pipeline rank K alone, without communication."),
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(metavar="N", help="With --stage: the ranks of the whole job.")
+    ] = None,
+    device: DeviceName = "auto",
+    deadline: Annotated[float, typer.Option(help="Seconds that the run may take.")] = 600.0,
+) -> None:
+    """Measure a microbatch of every part of the model, forward and backward, inside the command's ranks.
 
-    @app.command(
-        "profile", epilog="The training command follows a literal --; it is run for a few iterations."
-    )
-    def _profile(
-        ctx: typer.Context,
-        output: Annotated[
-            Path, typer.Option("-o", "--output", metavar="PROFILE.json", help="The file to write.")
-        ] = Path("profile.json"),
-        costs: Annotated[
-            Path | None,
-            typer.Option(metavar="COSTS.json", help="Also write the table that `quartet schedule` takes."),
-        ] = None,
-        iterations: Annotated[int, typer.Option(help="Iterations to measure; two are run before them.")] = 6,
-        stage: Annotated[
-            int | None,
-            typer.Option(metavar="K", help="Run pipeline rank K alone, without communication."),
-        ] = None,
-        world_size: Annotated[
-            int | None, typer.Option(metavar="N", help="With --stage: the ranks of the whole job.")
-        ] = None,
-        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-        deadline: Annotated[float, typer.Option(help="Seconds that the run may take.")] = 600.0,
-    ) -> None:
-        """Measure a microbatch of every part of the model, forward and backward, inside the command's ranks.
+    With --stage and --world-size one process stands for a rank of a job far larger than this machine.
+    """
+    name = device_named(device)
+    check_range("--iterations", iterations, least=2, most=_MAX_ITERATIONS)
+    words = user_command(ctx)
+    played = played_rank(words, stage=stage, world_size=world_size)
+    measured = profile(words, played=played, num_iterations=iterations, device=name, deadline_s=deadline)
+    write(measured, output=output, costs=costs)
+    typer.echo("\n".join(lines(measured)))
 
-        With --stage and --world-size one process stands for a rank of a job far larger than this machine.
-        """
-        from quartet_plugin.cli.train import DEVICES
 
-        if device not in DEVICES:
-            raise UsageError(f"--device {device}: must be one of {', '.join(DEVICES)}")
-        if not 2 <= iterations <= _MAX_ITERATIONS:
-            raise UsageError(f"--iterations {iterations}: must be from 2 to {_MAX_ITERATIONS}")
-        words = user_command(ctx)
-        played = played_rank(words, stage=stage, world_size=world_size)
-        found = profile(
-            words,
-            played=played,
-            num_iterations=iterations,
-            device=next(one for one in DEVICES if one == device),
-            deadline_s=deadline,
-        )
-        write(found, output=output, costs=costs)
-        typer.echo("\n".join(lines(found)))
+register = command(
+    "profile", _profile, epilog="The training command follows a literal --; it is run for a few iterations."
+)
 
 
 def profile(
@@ -86,7 +75,7 @@ def profile(
 
     Raises ConfigError for a command that cannot run here, InfrastructureError where it fails.
     """
-    from quartet_plugin.calibration.profile_file import make_profile
+    from quartet_plugin.calibration.profile import make_profile
     from quartet_plugin.cli.signals import ended_as_by_ctrl_c
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
@@ -110,7 +99,7 @@ def profile(
             # Every second iteration defers its weight gradients: they are not alike, and need not be.
             max_spread=10.0,
         )
-        with _told(played), ended_as_by_ctrl_c():
+        with _profiling(played), ended_as_by_ctrl_c():
             result = run_trial(request)
         ranks = rank_profiles(result, is_played=played is not None)
     finally:
@@ -125,7 +114,7 @@ def played_rank(
 
     Raises UsageError for options that do not go together or do not fit the command's own flags.
     """
-    from quartet_plugin.calibration.profile_file import SimulatedRankRecord
+    from quartet_plugin.calibration.profile import SimulatedRankRecord
 
     if stage is None and world_size is None:
         return None
@@ -147,11 +136,11 @@ def played_rank(
 def _flag(words: Sequence[str], name: str) -> int:
     """The last value of a flag that counts ranks; 1 where it is not given."""
     value = "1"
-    for at, word in enumerate(words):
+    for word, following in zip(words, [*words[1:], None], strict=True):
         if word.startswith(f"{name}="):
             value = word.partition("=")[2]
-        elif word == name and at + 1 < len(words):
-            value = words[at + 1]
+        elif word == name and following is not None:
+            value = following
     if not (value.isascii() and value.isdigit() and 1 <= int(value) <= 65_536):
         raise UsageError(f"{name} {value[:40]}: must be a number from 1 to 65536")
     return int(value)
@@ -170,28 +159,28 @@ def _check_processes(command: "Command", *, played: "SimulatedRankRecord | None"
 
 
 @contextmanager
-def _told(played: "SimulatedRankRecord | None") -> Iterator[None]:
+def _profiling(played: "SimulatedRankRecord | None") -> Iterator[None]:
     """The environment in which ranks measure their layers."""
-    os.environ[PROFILE_VARIABLE] = "1" if played is None else f"{played.rank}/{played.world_size}"
+    os.environ[PROFILE] = "1" if played is None else f"{played.rank}/{played.world_size}"
     try:
         yield
     finally:
-        del os.environ[PROFILE_VARIABLE]
+        del os.environ[PROFILE]
 
 
 def rank_profiles(result: "TrialResult", *, is_played: bool) -> "list[RankProfile]":
-    """What the ranks of a trial left. Raises InfrastructureError, with the trial's reason, for nothing.
+    """The profiles that the ranks of a trial wrote; InfrastructureError with the trial's reason without any.
 
-    A rank that is played alone computes with whatever lay in memory, so that its loss may be none.
+    A rank that runs alone computes with whatever lay in memory, so that its loss may be none.
     """
-    from quartet_plugin.calibration.profile import parse_rank
-    from quartet_plugin.model.files import read_json
+    from quartet_plugin.protocol.attempt_files import read_shared
+    from quartet_plugin.protocol.rank_files import RankProfile, rank_files_of
 
-    paths = sorted(result.folder.glob("rank-*.profile.json"))
+    paths = rank_files_of(RankProfile, result.folder)
     if not paths or not (result.is_measured or is_played):
         last = f": {result.last_lines[-1][:200]}" if result.last_lines else ""
         raise InfrastructureError(f"the command was not profiled: {result.reason}{last}")
-    return [parse_rank(read_json(path), where=path.name) for path in paths]
+    return [read_shared(RankProfile, path) for path in paths]
 
 
 def table(ranks: "Sequence[RankProfile]") -> "Costs":
@@ -208,24 +197,24 @@ def table(ranks: "Sequence[RankProfile]") -> "Costs":
     )
 
 
-def write(found: "Profile", *, output: Path, costs: Path | None) -> None:
+def write(measured: "Profile", *, output: Path, costs: Path | None) -> None:
     """Write the profile, and the table where it is asked for."""
-    from quartet_plugin.calibration.profile_file import write_profile
+    from quartet_plugin.calibration.profile import write_profile
     from quartet_plugin.model.files import write_json_atomic
 
-    write_profile(found, path=output)
-    typer.echo(f"{output}: {len(found.ranks)} ranks, {len(found.parts)} parts of the model")
+    write_profile(measured, path=output)
+    typer.echo(f"{output}: {len(measured.ranks)} ranks, {len(measured.parts)} parts of the model")
     if costs is not None:
-        write_json_atomic(costs, dict(found.costs))
+        write_json_atomic(costs, dict(measured.costs))
         typer.echo(f"{costs}: what quartet schedule takes")
 
 
-def lines(found: "Profile") -> list[str]:
-    """What was measured, for the terminal: layers together, the ends, the steps."""
+def lines(measured: "Profile") -> list[str]:
+    """The measured times and memory, a line for each part of the model and each rank."""
     from quartet_plugin.calibration.profile import typical_parts
 
     rows = []
-    for name, part in typical_parts(found.ranks).items():
+    for name, part in typical_parts(measured.ranks).items():
         times = [
             f"{label} {1e3 * seconds:.3f} ms"
             for label, seconds in (
@@ -237,7 +226,7 @@ def lines(found: "Profile") -> list[str]:
             if seconds is not None
         ]
         rows.append(f"{name:10}{', '.join(times)}; {part.activation_bytes / 2**20:.1f} MiB of activations")
-    for rank in found.ranks:
+    for rank in measured.ranks:
         steps = [f"{name} {1e3 * seconds:.1f} ms" for name, seconds in rank.steps.items() if seconds]
         rows.append(
             f"rank {rank.rank:<5}{', '.join(steps)}; peak memory {rank.peak_memory_bytes / 2**20:.0f} MiB"

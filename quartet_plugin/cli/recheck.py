@@ -4,32 +4,29 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from quartet_plugin.cli.invocation import refuse_user_command
+from quartet_plugin.cli.command import PlanFile, command
 from quartet_plugin.errors import InfrastructureError, PlanError, SeamError
 
 _MODULE = "quartet_plugin.megatron.recheck"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+def _recheck(
+    plan: PlanFile,
+) -> None:
+    """After an upgrade: is Megatron, where the plugin takes hold of it, still as the plan needs it?"""
+    for line in recheck(plan):
+        typer.echo(line)
 
-    @app.command("recheck")
-    def _recheck(
-        ctx: typer.Context,
-        plan: Annotated[Path, typer.Argument(help="A plan file.", show_default=False)],
-    ) -> None:
-        """After an upgrade: is Megatron, where the plugin takes hold of it, still as the plan needs it?"""
-        refuse_user_command(ctx)
-        for line in recheck(plan):
-            typer.echo(line)
+
+register = command("recheck", _recheck)
 
 
 def recheck(plan_file: Path) -> list[str]:
-    """What still holds, a line each.
+    """What still fits the plan, a line each: the seams, the framework's version, the parity receipt.
 
     Raises SeamError for a Megatron that is not as known, PlanError for a plan or receipt of another version.
     """
@@ -43,12 +40,12 @@ def recheck(plan_file: Path) -> list[str]:
     if not capabilities(made_for.framework).has_recheck:
         raise PlanError(f"{plan_file}: made for {made_for.framework}; only Megatron's seams are rechecked")
     needs_runtime = needs_receipt(plan)
-    found = _report(with_runtime=needs_runtime)
-    fault = fault_of(found)
+    report = _report(with_runtime=needs_runtime)
+    fault = fault_of(report)
     if fault is not None:
         raise SeamError(fault)
-    lines = [f"{len(found['seams'])} seams: as known"]
-    here = found["framework_version"]
+    lines = [f"{len(report['seams'])} seams: as known"]
+    here = report["framework_version"]
     if here != made_for.framework_version:
         raise PlanError(
             f"{plan_file}: made for megatron-core {made_for.framework_version}, here is {here}: its seams "
@@ -61,19 +58,19 @@ def recheck(plan_file: Path) -> list[str]:
     return lines
 
 
-def fault_of(found: dict[str, Any]) -> str | None:
-    """What a report says against this Megatron, in one line; None where all is as known."""
-    faults = [item["fault"] for item in found["seams"] if item["fault"] is not None]
-    if found["fault"] is None:
+def fault_of(report: dict[str, Any]) -> str | None:
+    """The first fault in a report on this Megatron, in one line; None where every seam is as known."""
+    faults = [item["fault"] for item in report["seams"] if item["fault"] is not None]
+    if report["fault"] is None:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         return f"{faults[0]}{more}" if faults else None
     if not faults:
-        return str(found["fault"])
-    return f"{found['fault']}; {len(faults)} of {len(found['seams'])} seams differ, the first: {faults[0]}"
+        return str(report["fault"])
+    return f"{report['fault']}; {len(faults)} of {len(report['seams'])} seams differ, the first: {faults[0]}"
 
 
 def _report(*, with_runtime: bool) -> dict[str, Any]:
-    """Look at Megatron in a process of its own."""
+    """A report on this Megatron's seams, made in another process, which may import torch."""
     from quartet_plugin.model.files import read_json
 
     with tempfile.TemporaryDirectory(prefix="quartet-") as folder:

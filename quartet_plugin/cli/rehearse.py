@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quartet_plugin.cli.invocation import refuse_user_command
+from quartet_plugin.cli.command import check_range, command
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, UsageError
 
 if TYPE_CHECKING:
@@ -19,35 +19,31 @@ _MODULE = "quartet_plugin.runtime.rehearsal"
 _MAX_STEPS = 1_000
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+def _rehearse(
+    schedule: Annotated[Path, typer.Argument(metavar="SCHEDULE.json", show_default=False)],
+    costs: Annotated[Path, typer.Option(metavar="COSTS.json", help="Cost table.", show_default=False)],
+    steps: Annotated[int, typer.Option(help="Steps to rehearse.")] = 5,
+    time_scale: Annotated[float, typer.Option(help="Multiplies every time.")] = 1.0,
+    hang: Annotated[float, typer.Option(help="Seconds without progress that count as hanging.")] = 60.0,
+) -> None:
+    """Run a schedule's order and communication in a process a device; compute sleeps.
 
-    @app.command("rehearse")
-    def _rehearse(
-        ctx: typer.Context,
-        schedule: Annotated[Path, typer.Argument(metavar="SCHEDULE.json", show_default=False)],
-        costs: Annotated[Path, typer.Option(metavar="COSTS.json", help="Cost table.", show_default=False)],
-        steps: Annotated[int, typer.Option(help="Steps to rehearse.")] = 5,
-        time_scale: Annotated[float, typer.Option(help="Multiplies every time.")] = 1.0,
-        hang: Annotated[float, typer.Option(help="Seconds without progress that count as hanging.")] = 60.0,
-    ) -> None:
-        """Run a schedule's order and communication in a process a device; compute sleeps.
+    Finds hangs, and shows how far the simulator can be trusted. Many devices fit on a laptop.
+    """
+    check_range("--steps", steps, most=_MAX_STEPS)
+    for name, value in (("--time-scale", time_scale), ("--hang", hang)):
+        if not 0 < value < 1e6:
+            raise UsageError(f"{name} {value:g}: must be above 0 and below 1e6")
+    typer.echo("\n".join(rehearse(schedule, costs, num_steps=steps, time_scale=time_scale, hang_s=hang)))
 
-        Finds hangs, and shows how far the simulator can be trusted. Many devices fit on a laptop.
-        """
-        refuse_user_command(ctx)
-        if not 1 <= steps <= _MAX_STEPS:
-            raise UsageError(f"--steps {steps}: must be from 1 to {_MAX_STEPS}")
-        for name, value in (("--time-scale", time_scale), ("--hang", hang)):
-            if not 0 < value < 1e6:
-                raise UsageError(f"{name} {value:g}: must be above 0 and below 1e6")
-        typer.echo("\n".join(rehearse(schedule, costs, num_steps=steps, time_scale=time_scale, hang_s=hang)))
+
+register = command("rehearse", _rehearse)
 
 
 def rehearse(
     schedule_file: Path, costs_file: Path, *, num_steps: int, time_scale: float, hang_s: float
 ) -> list[str]:
-    """Rehearse and return the lines that say what was found.
+    """Rehearse the schedule and return the measured step times beside the simulated makespan.
 
     Raises PlanError, before any process starts, for a schedule that cannot run; InfrastructureError where
     the processes hang or fail.
@@ -85,21 +81,21 @@ def _run(files: list[str], numbers: list[str]) -> dict[str, Any]:
 
 
 def lines(steps: list[dict[str, Any]], simulation: "Simulation", *, time_scale: float) -> list[str]:
-    """A line a step, the median, and where measured and simulated part."""
+    """A line for each step, the median, and the device that is latest against the simulator."""
     expected_s = simulation.makespan_s * time_scale
     walls = [float(step["wall_s"]) for step in steps]
-    found = [f"simulated makespan {expected_s:.4f} s"]
-    found += [
+    rows = [f"simulated makespan {expected_s:.4f} s"]
+    rows += [
         f"step {number:>3}: {wall_s:.4f} s  {wall_s / expected_s - 1:+.1%}"
         for number, wall_s in enumerate(walls, 1)
     ]
     median_s = statistics.median(walls)
-    found.append(f"median   : {median_s:.4f} s  {median_s / expected_s - 1:+.1%}")
-    step = min(steps, key=lambda one: abs(one["wall_s"] - median_s))
+    rows.append(f"median   : {median_s:.4f} s  {median_s / expected_s - 1:+.1%}")
+    step = min(steps, key=lambda step: abs(step["wall_s"] - median_s))
     late = [
         max((m - time_scale * s for m, s in zip(measured, ends, strict=True)), default=0.0)
         for measured, ends in zip(step["end_s"], simulation.end_s, strict=True)
     ]
     worst = max(range(len(late)), key=late.__getitem__)
-    found.append(f"latest against the simulator: {1e3 * late[worst]:.1f} ms, on device {worst}")
-    return found
+    rows.append(f"latest against the simulator: {1e3 * late[worst]:.1f} ms, on device {worst}")
+    return rows

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.invocation import refuse_user_command
+from quartet_plugin.cli.command import RUNS, RunName, RunsFolder, command, find_run
 from quartet_plugin.errors import QuartetError, StorageError
 
 if TYPE_CHECKING:
@@ -17,27 +17,22 @@ if TYPE_CHECKING:
 FILE_NAME = "report.html"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+def _report(
+    run: RunName = None,
+    run_dir: RunsFolder = RUNS,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to; RUN/report.html.")
+    ] = None,
+) -> None:
+    """Write a run's report: best against baseline, every trial, predictions, memory, the timeline."""
+    path = find_run(run, run_dir=run_dir)
+    fault = write_report(path, output=output)
+    typer.echo(f"wrote {output or path / FILE_NAME}")
+    if fault is not None:
+        raise fault
 
-    @app.command("report")
-    def _report(
-        ctx: typer.Context,
-        run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name.")] = None,
-        run_dir: Annotated[Path, typer.Option(help="Where runs are kept.")] = Path("runs"),
-        output: Annotated[
-            Path | None, typer.Option("-o", "--output", metavar="FILE", help="Where to; RUN/report.html.")
-        ] = None,
-    ) -> None:
-        """Write a run's report: best against baseline, every trial, predictions, memory, the timeline."""
-        from quartet_plugin.cli.runs import find_run
 
-        refuse_user_command(ctx)
-        path = find_run(run, run_dir=run_dir)
-        fault = write_report(path, output=output)
-        typer.echo(f"wrote {output or path / FILE_NAME}")
-        if fault is not None:
-            raise fault
+register = command("report", _report)
 
 
 def write_report(
@@ -45,21 +40,14 @@ def write_report(
 ) -> StorageError | None:
     """Write the report of the run in `path`; the fault of its study where that could not be read.
 
-    `storage` is where that is, for a caller that knows its password.
-
+    `storage` is where the study is, for a caller that knows its password.
     Raises ConfigError where there is no run or the file cannot be written, StorageError when the disk fails.
     """
+    from quartet_plugin.cli.runs import read_whole
     from quartet_plugin.model.files import write_text_atomic
     from quartet_plugin.report.page import Extras, page
-    from quartet_plugin.study.view import read_study
-    from quartet_plugin.tuner.history import open_run, read_history
 
-    fault, study = None, None
-    try:
-        study = read_study(storage or open_run(path).storage)
-    except StorageError as error:
-        fault = error
-    history = read_history(path, study=study)
+    history, study, fault = read_whole(path, storage=storage)
     extras = Extras(
         importance=study.importance if study else {},
         timelines=timelines(history, path=path),
@@ -73,7 +61,7 @@ def write_report(
 
 
 def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
-    """The winner's step, simulated, and as its trial recorded it where a schedule of ours ran."""
+    """The winner's step, simulated, and as its trial recorded it where a custom schedule ran."""
     from quartet_plugin.report.gantt import timeline, words_of
     from quartet_plugin.report.page import Picture
     from quartet_plugin.report.winner import simulated_plan
@@ -85,7 +73,7 @@ def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
         plan = row.plan if row.number > 0 else None
     if plan is None:
         return []
-    found = []
+    pictures = []
     try:
         measured = plan.measurement
         iteration_s = measured.plan.iteration_s.median if measured else row.iteration_s if row else None
@@ -95,16 +83,16 @@ def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
             svg = timeline(schedule, simulation, label="Simulated timeline of the best plan")
             if svg is not None:
                 caption = f"{plan.schedule.label}, {words_of(simulation)}: {words}."
-                found.append(Picture(heading="Timeline of the best plan", svg=svg, caption=caption))
-        found += _recorded(plan, row, path=path)
+                pictures.append(Picture(heading="Timeline of the best plan", svg=svg, caption=caption))
+        pictures += _recorded(plan, row, path=path)
     except QuartetError:
-        return found  # a plan that the simulator refuses has no timeline; its trial has said why
-    return found
+        return pictures  # a plan that the simulator refuses has no timeline; its trial has said why
+    return pictures
 
 
 def _recorded(plan: "Plan", row: "TrialRow | None", *, path: Path) -> "list[Picture]":
     from quartet_plugin.cli.trace import measurement_of, schedule_of
-    from quartet_plugin.protocol.action_records import read_actions
+    from quartet_plugin.protocol.rank_files import read_actions
     from quartet_plugin.report.gantt import timeline, words_of
     from quartet_plugin.report.page import Picture
     from quartet_plugin.schedule.choice import costs_of
@@ -160,8 +148,7 @@ def parity_words(path: Path) -> str | None:
 
 def flag_lines(plan: "Plan", *, path: Path) -> list[str]:
     """What says the same without the plugin, or why nothing does."""
-    from quartet_plugin.cli.export import export, lines
-    from quartet_plugin.cli.native import native_path
+    from quartet_plugin.cli.export import export, lines, native_path
 
     script = native_path(path)
     begin = [f"sh {script}", "", "# which adds to your command:"] if script.is_file() else []

@@ -1,33 +1,139 @@
-"""Which run a command means: a folder, or a name below the folder that runs are kept in."""
+"""`quartet status`, `trials` and `repair`: where a run is, every trial of it, and mending its journal."""
 
+import json
+from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from quartet_plugin.errors import ConfigError, UsageError
+import typer
+
+from quartet_plugin.cli.command import RUNS, JsonSwitch, RunName, RunsFolder, all_runs, find_run
+from quartet_plugin.errors import QuartetError, StorageError
+
+if TYPE_CHECKING:
+    from quartet_plugin.model.history import RunHistory
+    from quartet_plugin.study.storage import StudyStorage
+    from quartet_plugin.study.view import StudyView
 
 
-def find_run(name: str | None, *, run_dir: Path) -> Path:
-    """The run's folder; without a name the only run that there is.
+class TableFormat(StrEnum):
+    """How trials are printed."""
 
-    Raises ConfigError where there is no such run, UsageError where several could be meant.
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command("status")(_status)
+    app.command("trials")(_trials)
+    app.command("repair")(_repair)
+
+
+def _status(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name; all without one.")
+    ] = None,
+    run_dir: RunsFolder = RUNS,
+    as_json: JsonSwitch = False,
+) -> None:
+    """Show what a run does now, what is left, and the best so far; only reads."""
+    typer.echo("\n".join(status(run, run_dir=run_dir, as_json=as_json)))
+
+
+def status(name: str | None, *, run_dir: Path, as_json: bool) -> list[str]:
+    """The lines to print: a named run in full, or every run in one line.
+
+    Raises ConfigError where there is no such run, StorageError where its study is damaged.
     """
-    if name is not None:
-        # A plain name is a run's first: a folder of that name here may be anything.
-        places = (run_dir / name, Path(name)) if "/" not in name else (Path(name), run_dir / name)
-        for path in places:
-            if (path / "config.json").is_file():
-                return path
-        raise ConfigError(
-            f"{name}: no such run, here or in {run_dir}; name a folder that `quartet tune` wrote"
-        )
-    found = all_runs(run_dir)
-    if not found:
-        raise ConfigError(f"{run_dir}: no runs there; name one, or their folder with --run-dir")
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found[:8]) + (", ..." if len(found) > 8 else "")
-        raise UsageError(f"{run_dir} holds {len(found)} runs: name one of {names}")
-    return found[0]
+    from quartet_plugin.report.formatting import clean
+    from quartet_plugin.report.status import status_line, status_lines, status_record
+    from quartet_plugin.tuner.history import open_run, read_history
+
+    several = all_runs(run_dir) if name is None else []
+    if len(several) > 1:
+        histories, faults = [], []
+        for path in several:
+            try:
+                histories.append(read_history(path))
+            except QuartetError as error:
+                faults.append(f"{path.name}: {clean(str(error))}")
+        if as_json:
+            return [json.dumps([status_record(history) for history in histories], indent=1)]
+        return [*(status_line(history) for history in histories), *faults]
+    path = find_run(name, run_dir=run_dir)
+    history = read_history(path)
+    open_run(path).storage.check()
+    return [json.dumps(status_record(history), indent=1)] if as_json else status_lines(history)
 
 
-def all_runs(run_dir: Path) -> list[Path]:
-    """Every run in a folder, by name."""
-    return sorted(path.parent for path in run_dir.glob("*/config.json"))
+def _trials(
+    run: RunName = None,
+    run_dir: RunsFolder = RUNS,
+    form: Annotated[
+        TableFormat, typer.Option("-f", "--format", help="A table, or data.", show_default=True)
+    ] = TableFormat.TABLE,
+) -> None:
+    """List every trial: plan, class, outcome, times, memory, prediction, reason of a refusal."""
+    history, _, fault = read_whole(find_run(run, run_dir=run_dir))
+    typer.echo(text_of(history, form=form))
+    if fault is not None:
+        raise StorageError(f"{fault}; shown is what the trials' folders hold")
+
+
+def read_whole(
+    path: Path, *, storage: "StudyStorage | None" = None
+) -> "tuple[RunHistory, StudyView | None, StorageError | None]":
+    """The run in `path` with its study; where that cannot be read, what the folder alone says, and the fault.
+
+    `storage` is where the study is, for a caller that knows its password.
+    """
+    from quartet_plugin.study.view import read_study
+    from quartet_plugin.tuner.history import open_run, read_history
+
+    fault, study = None, None
+    try:
+        study = read_study(storage or open_run(path).storage)
+    except StorageError as error:
+        fault = error
+    return read_history(path, study=study), study, fault
+
+
+def text_of(history: "RunHistory", *, form: TableFormat) -> str:
+    """The trials in the form that was asked for."""
+    from quartet_plugin.report.trial_table import records, table_lines
+
+    if form is TableFormat.TABLE:
+        return "\n".join(table_lines(history))
+    if form is TableFormat.JSON:
+        return json.dumps(records(history), indent=1)
+    import yaml
+
+    return yaml.safe_dump(records(history), sort_keys=False, allow_unicode=True, width=110).rstrip("\n")
+
+
+def _repair(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name.", show_default=False)],
+    run_dir: RunsFolder = RUNS,
+) -> None:
+    """Cut a study's journal off at its first damage; a resumed run tells the rest from its folders."""
+    for line in repair(find_run(run, run_dir=run_dir)):
+        typer.echo(line)
+
+
+def repair(path: Path) -> list[str]:
+    """Repair the study's journal and return the lines that say what was done.
+
+    Raises ConfigError for a study that is no journal, StorageError while a tuner runs.
+    """
+    from dataclasses import replace
+
+    from quartet_plugin.trial.lease import Lease
+    from quartet_plugin.tuner.history import open_run
+
+    lines: list[str] = []
+    storage = replace(open_run(path).storage, say=lines.append)
+    with Lease.acquire(path):
+        lost = storage.repair()
+    return [*lines, "go on with `quartet tune --resume`"] if lost else ["nothing is damaged"]

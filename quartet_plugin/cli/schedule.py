@@ -10,22 +10,20 @@ from typing import Annotated
 
 import typer
 
-from quartet_plugin.cli.invocation import invocation, refuse_user_command
-from quartet_plugin.cli.schedule_options import (
+from quartet_plugin.cli.command import invocation, refuse_user_command
+from quartet_plugin.cli.schedule_steps import (
     AUTO,
     EVEN,
     CommandClock,
-    check_effort,
-    parse_chunks,
-    parse_placement,
-    parse_split,
-)
-from quartet_plugin.cli.schedule_steps import (
     at_uniform_costs,
+    check_effort,
     figures,
     fixed_placement,
     layers_of,
     num_stages,
+    parse_chunks,
+    parse_placement,
+    parse_split,
     picture,
     quick_bound,
     simulated,

@@ -1,37 +1,111 @@
-"""What several schedule commands do: simulate with all checks, read options into sizes, write results."""
+"""What the schedule commands share: their options as values, simulation with all checks, results as files."""
 
 import json
+import math
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quartet_plugin.cli.schedule_options import AUTO, Counts
 from quartet_plugin.errors import PlanError, QuartetError, UsageError
+from quartet_plugin.model.files import shown
 
 if TYPE_CHECKING:
     from quartet_plugin.model.costs import Costs
     from quartet_plugin.schedule.schedule import Schedule
     from quartet_plugin.schedule.simulate import Simulation
 
+AUTO = "auto"
+EVEN = "even"
+PLACEMENTS = ("linear", "loop", "v", "snake")
+
 _BOUND_FROM_S = 2.0
+_RESERVE_S = 0.25  # of a core, to write the result and to end
+
+Counts = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandClock:
+    """What is left of a limit on the whole command."""
+
+    started_s: float
+    limit_s: float | None
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since the process started."""
+        return time.monotonic() - self.started_s
+
+    def left_s(self, *, compiled_s: float) -> float | None:
+        """Seconds to search in, less a reserve that grows with how busy the machine was so far."""
+        if self.limit_s is None:
+            return None
+        crowding = min(8.0, max(1.0, self.spent_s / max(0.1, time.process_time())))
+        reserve = min(_RESERVE_S * crowding, 0.3 * self.limit_s)
+        return max(0.0, self.limit_s - (self.spent_s - compiled_s) - reserve)
+
+
+def parse_placement(text: str) -> str | Counts:
+    """`auto`, a shape's name, or a list of devices like `0,1,1,0`; raises UsageError."""
+    if text in (AUTO, *PLACEMENTS):
+        return text
+    rule = f"must be auto, {', '.join(PLACEMENTS)}, or a list like 0,1,1,0"
+    return _numbers(text, option="--placement", rule=rule)
+
+
+def parse_chunks(text: str) -> int | None:
+    """A number of stages a device, None for `auto`; raises UsageError."""
+    if text == AUTO:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 6 and int(text) >= 1):
+        raise UsageError(f"--chunks: {shown(text)}: must be auto or a number from 1")
+    return int(text)
+
+
+def parse_split(text: str) -> str | Counts:
+    """`auto`, `even`, or counts like `3,2,2`; raises UsageError."""
+    if text in (AUTO, EVEN):
+        return text
+    return _numbers(text, option="--split", rule="must be auto, even, or counts like 3,2,2, one a stage")
+
+
+def check_effort(*, time_limit: float | None, evaluations: int | None, seed: int) -> None:
+    """Raise UsageError for limits of a search that make no sense."""
+    if time_limit is not None and evaluations is not None:
+        raise UsageError("--time-limit and --evaluations: both are given; give only one")
+    if time_limit is not None and not (math.isfinite(time_limit) and time_limit > 0):
+        raise UsageError(f"--time-limit: {time_limit}: must be a number of seconds above 0")
+    if evaluations is not None and evaluations < 1:
+        raise UsageError(f"--evaluations: {evaluations}: must be at least 1")
+    if seed < 0:
+        raise UsageError(f"--seed: {seed}: must be at least 0")
+
+
+def _numbers(text: str, *, option: str, rule: str) -> Counts:
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and len(part) <= 6 for part in parts):
+        raise UsageError(f"{option}: {shown(text)}: {rule}")
+    return tuple(map(int, parts))
 
 
 def at_uniform_costs(schedule: "Schedule", *, stages_a_share: float) -> "Simulation":
-    """Simulate with F = I = W = 1 for so many stages together, B = 2, and no transfer time."""
+    """Simulate with F = I = W = 1 for `stages_a_share` stages together, B = 2, and no transfer time."""
     import numpy as np
 
     from quartet_plugin.model.costs import StageCosts
     from quartet_plugin.schedule.simulate import simulate as run
 
-    one = np.full(schedule.num_stages, 1.0 / stages_a_share)
+    share = np.full(schedule.num_stages, 1.0 / stages_a_share)
     none = np.zeros(schedule.num_stages)
     lanes = [
         StageCosts(
             device_of_stage=np.asarray(route, dtype=np.int64),
-            forward_s=one,
-            input_grad_s=one,
-            weight_grad_s=one,
-            backward_s=2 * one,
-            activation_bytes=one,
+            forward_s=share,
+            input_grad_s=share,
+            weight_grad_s=share,
+            backward_s=2 * share,
+            activation_bytes=share,
             forward_transfer_s=none,
             backward_transfer_s=none,
             held_fraction=1.0,

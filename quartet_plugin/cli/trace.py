@@ -7,35 +7,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quartet_plugin.cli.invocation import refuse_user_command
+from quartet_plugin.cli.command import command
 from quartet_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quartet_plugin.protocol.action_records import ActionsSheet
+    from quartet_plugin.protocol.rank_files import ActionTimes
     from quartet_plugin.schedule.schedule import Schedule
     from quartet_plugin.schedule.simulate import Simulation
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+def _trace(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A run's folder, a trial's or an attempt's.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write it.")],
+    trial: Annotated[
+        int | None, typer.Option(min=0, help="Which of the run's trials. Default: that of the best plan.")
+    ] = None,
+) -> None:
+    """Lay measured and simulated actions of a trial over each other, and print the simulator's error."""
+    typer.echo("\n".join(trace(attempt_of(run, trial=trial), output)))
 
-    @app.command("trace")
-    def _trace(
-        ctx: typer.Context,
-        run: Annotated[
-            Path,
-            typer.Argument(
-                metavar="RUN", help="A run's folder, a trial's or an attempt's.", show_default=False
-            ),
-        ],
-        output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write it.")],
-        trial: Annotated[
-            int | None, typer.Option(min=0, help="Which of the run's trials. Default: that of the best plan.")
-        ] = None,
-    ) -> None:
-        """Lay measured and simulated actions of a trial over each other, and print the simulator's error."""
-        refuse_user_command(ctx)
-        typer.echo("\n".join(trace(attempt_of(run, trial=trial), output)))
+
+register = command("trace", _trace)
 
 
 _ATTEMPT = re.compile(r"attempt-(\d{1,6})")
@@ -66,8 +61,8 @@ def attempt_of(folder: Path, *, trial: int | None = None) -> Path:
 
 def _last_attempt(folder: Path) -> Path:
     """The last attempt in a trial's folder; the folder itself where it has none."""
-    found = {int(match[1]): path for path in folder.glob("*") if (match := _ATTEMPT.fullmatch(path.name))}
-    return found[max(found)] if found else folder
+    attempts = {int(match[1]): path for path in folder.glob("*") if (match := _ATTEMPT.fullmatch(path.name))}
+    return attempts[max(attempts)] if attempts else folder
 
 
 def trace(folder: Path, output: Path) -> list[str]:
@@ -77,7 +72,7 @@ def trace(folder: Path, output: Path) -> list[str]:
     """
     from quartet_plugin.model.files import write_text_atomic
     from quartet_plugin.model.plan import read_plan
-    from quartet_plugin.protocol.action_records import read_actions
+    from quartet_plugin.protocol.rank_files import read_actions
     from quartet_plugin.report import perfetto
     from quartet_plugin.schedule.choice import costs_of
     from quartet_plugin.schedule.simulate import simulate
@@ -107,7 +102,7 @@ def _beside(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def schedule_of(
-    sheets: "list[ActionsSheet]", *, placement: tuple[int, ...], num_microbatches: int
+    sheets: "list[ActionTimes]", *, placement: tuple[int, ...], num_microbatches: int
 ) -> "Schedule":
     """The order that was executed. Raises PlanError where the actions are not those of the placement."""
     from quartet_plugin.schedule.files import parse_order
@@ -125,7 +120,7 @@ def schedule_of(
     return schedule
 
 
-def measurement_of(sheets: "list[ActionsSheet]", simulation: "Simulation") -> "Simulation":
+def measurement_of(sheets: "list[ActionTimes]", simulation: "Simulation") -> "Simulation":
     """The measured times in the simulator's own form; they count from the first device's begin."""
     from dataclasses import replace
 
@@ -148,7 +143,7 @@ def measurement_of(sheets: "list[ActionsSheet]", simulation: "Simulation") -> "S
     )
 
 
-def memory_lines(sheets: "list[ActionsSheet]", simulation: "Simulation") -> list[str]:
+def memory_lines(sheets: "list[ActionTimes]", simulation: "Simulation") -> list[str]:
     """The device with the highest peak of activations, measured and simulated; none where not counted."""
     peaks = [sheet.peak_activation_bytes for sheet in sheets]
     counted = [(peak, device) for device, peak in enumerate(peaks) if peak is not None]
@@ -164,7 +159,7 @@ def memory_lines(sheets: "list[ActionsSheet]", simulation: "Simulation") -> list
 
 def lines(schedule: "Schedule", measured: "Simulation", simulation: "Simulation") -> list[str]:
     """Makespan and bubble of both, and the mean time of every kind of action."""
-    found = [
+    rows = [
         f"makespan: measured {1e3 * measured.makespan_s:.2f} ms, simulated "
         f"{1e3 * simulation.makespan_s:.2f} ms: error {simulation.makespan_s / measured.makespan_s - 1:+.1%}",
         f"bubble: measured {measured.bubble_fraction:.1%}, simulated {simulation.bubble_fraction:.1%}",
@@ -185,5 +180,5 @@ def lines(schedule: "Schedule", measured: "Simulation", simulation: "Simulation"
         ]
         if pairs:
             took, expected = (1e3 * sum(side) / len(pairs) for side in zip(*pairs, strict=True))
-            found.append(f"mean {kind}: measured {took:.3f} ms, simulated {expected:.3f} ms")
-    return found
+            rows.append(f"mean {kind}: measured {took:.3f} ms, simulated {expected:.3f} ms")
+    return rows

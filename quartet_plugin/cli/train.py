@@ -8,51 +8,43 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.invocation import user_command
+from quartet_plugin.cli.command import Device, DeviceName, command, device_named, user_command
 from quartet_plugin.errors import (
     ConfigError,
     ExitCode,
     InfrastructureError,
     PlanError,
     QuartetError,
-    UsageError,
 )
+from quartet_plugin.protocol.environment import DEVICE_FLAG, ERRORS_FOLDER, PLAN_FLAG
 
 if TYPE_CHECKING:
     from quartet_plugin.launchers.command import Command
     from quartet_plugin.model.plan import Plan
 
-Device = Literal["auto", "cpu", "cuda"]
-DEVICES: tuple[Device, ...] = ("auto", "cpu", "cuda")
-
-# Where ranks outside of a trial leave their rank-K.err.json, so that an exit code survives torchrun.
-ERRORS_VARIABLE = "QUARTET_ERRORS"
-
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+def _train(
+    ctx: typer.Context,
+    plan: Annotated[
+        Path | None, typer.Option(help="The plan to train with. Without one the command runs as it is.")
+    ] = None,
+    device: DeviceName = "auto",
+    skip_parity_check: Annotated[
+        bool, typer.Option(help="Train with a schedule of ours that `quartet check` has not passed.")
+    ] = False,
+) -> int:
+    """Train with a plan: the command that follows `--`, checkpoints and all."""
+    name = device_named(device)
+    return train(user_command(ctx), plan_file=plan, device=name, skip_parity_check=skip_parity_check)
 
-    @app.command("train", epilog="The training command follows a literal --; it is run as it is.")
-    def _train(
-        ctx: typer.Context,
-        plan: Annotated[
-            Path | None, typer.Option(help="The plan to train with. Without one the command runs as it is.")
-        ] = None,
-        device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-        skip_parity_check: Annotated[
-            bool, typer.Option(help="Train with a schedule of ours that `quartet check` has not passed.")
-        ] = False,
-    ) -> int:
-        """Train with a plan: the command that follows `--`, checkpoints and all."""
-        if device not in DEVICES:
-            raise UsageError(f"--device {device}: must be one of {', '.join(DEVICES)}")
-        return train(user_command(ctx), plan_file=plan, device=device, skip_parity_check=skip_parity_check)
+
+register = command("train", _train, epilog="The training command follows a literal --; it is run as it is.")
 
 
 def train(
@@ -66,19 +58,19 @@ def train(
     from quartet_plugin.launchers.command import parse_command
 
     command = parse_command(words)
-    flags = ["--quartet-device", device] if device != "auto" else []
+    flags = [DEVICE_FLAG, device] if device != "auto" else []
     if plan_file is not None:
         from quartet_plugin.model.plan import read_plan
 
         plan = read_plan(plan_file)
         check_before_start(plan, command=command, path=plan_file)
         check_receipt(plan, path=plan_file, skip=skip_parity_check)
-        flags += ["--quartet-plan", str(plan_file.absolute())]
+        flags += [PLAN_FLAG, str(plan_file.absolute())]
     return run_wrapped(command, flags=flags, device=device)
 
 
 def check_before_start(plan: "Plan", *, command: "Command", path: Path) -> None:
-    """Hold a plan against what is known without starting anything; PlanError names the difference."""
+    """Compare a plan with the installed framework and the command; PlanError names the first difference."""
     made_for = plan.made_for
     here = framework_version(made_for.framework)
     if here is not None and here != made_for.framework_version:
@@ -94,7 +86,7 @@ def check_before_start(plan: "Plan", *, command: "Command", path: Path) -> None:
 
 
 def check_receipt(plan: "Plan", *, path: Path, skip: bool) -> None:
-    """Ask for the parity gate's receipt where the plan uses our runtime; PlanError without one.
+    """Require the parity gate's receipt of a plan with a custom schedule; PlanError without one.
 
     `skip` trains all the same and says so.
     """
@@ -134,7 +126,7 @@ def run_wrapped(
     resolved = resolve_device(device, environment=os.environ)
     with tempfile.TemporaryDirectory(prefix="quartet-", ignore_cleanup_errors=True) as folder:
         surroundings = child_environment(resolved, environment={**os.environ, **(environment or {})})
-        surroundings[ERRORS_VARIABLE] = folder
+        surroundings[ERRORS_FOLDER] = folder
         with _Signals() as signals:
             try:
                 # In this session: a terminal's Ctrl-C reaches it as it would without us.
@@ -154,26 +146,26 @@ def run_wrapped(
 
 
 def first_error(folder: Path) -> QuartetError | None:
-    """What the ranks wrote about their failure: the first, before those that only saw a peer go away.
+    """The first failure that a rank wrote down, those of ranks that only saw a peer go away last.
 
-    Our own refusals keep their exit code; what the user's command does by itself is INFRASTRUCTURE.
+    The plugin's refusals keep their exit code; a failure of the user's command is INFRASTRUCTURE.
     """
-    from quartet_plugin.model.files import read_json
+    from quartet_plugin.model.schema import read_record
+    from quartet_plugin.protocol.rank_files import CommandFailure, rank_files_of
 
-    found: list[tuple[bool, float, int, str]] = []
-    ours = ("plan", "seam")
-    for path in folder.glob("rank-*.err.json"):
-        with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):
-            err = read_json(path)
-            text = " ".join(str(err["message"]).split())[:500]
-            code = int(err["exit_code"])
-            if err["kind"] not in ours:
+    failures: list[tuple[bool, float, int, str]] = []
+    for path in rank_files_of(CommandFailure, folder):
+        with contextlib.suppress(ConfigError):
+            failure = read_record(CommandFailure, path)
+            text = " ".join(failure.message.split())[:500]
+            code = failure.exit_code
+            if failure.kind not in ("plan", "seam"):
                 code = int(ExitCode.INFRASTRUCTURE)
-                text = f"your own command failed: {err['type']}: {text}"
-            found.append((err["kind"] == "network", float(err["time"]), code, text))
-    if not found:
+                text = f"your own command failed: {failure.type}: {text}"
+            failures.append((failure.kind == "network", failure.time, code, text))
+    if not failures:
         return None
-    _, _, code, text = min(found)
+    _, _, code, text = min(failures)
     error = QuartetError(text)
     known = code in (ExitCode.USAGE, ExitCode.UNSUPPORTED, ExitCode.INFEASIBLE, ExitCode.STORAGE)
     error.exit_code = ExitCode(code) if known else ExitCode.INFRASTRUCTURE

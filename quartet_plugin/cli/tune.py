@@ -4,79 +4,82 @@ import contextlib
 import os
 import shlex
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.invocation import invocation, user_command
+from quartet_plugin.cli.command import RUNS, RunsFolder, command, find_run, invocation, user_command
 from quartet_plugin.cli.signals import stop_on_signals
-from quartet_plugin.errors import UsageError
+from quartet_plugin.errors import SeamError, UsageError
 
 if TYPE_CHECKING:
+    from quartet_plugin.model.launch import Observer
     from quartet_plugin.model.plan import Plan
-    from quartet_plugin.report.tensorboard import Watcher
-    from quartet_plugin.tuner.coordinator import TuneResult
     from quartet_plugin.tuner.run_folder import TuningRun
+    from quartet_plugin.tuner.tune_result import TuneResult
+
+DISTRIBUTION = "quartet-plugin"
+
+# Libraries whose declared versions hold; those of the frameworks are checked by the ranks.
+CHECKED_LIBRARIES = frozenset({"numba", "numpy", "optuna", "psutil", "pydantic", "scipy", "torch"})
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
+def _tune(
+    ctx: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option(help="What to search: a q.yaml. Without one everything is tuned.")
+    ] = None,
+    run_dir: RunsFolder = RUNS,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    takeover: Annotated[
+        bool, typer.Option("--takeover", help="Take a run whose tuner was lost on another host.")
+    ] = False,
+    max_minutes: Annotated[
+        float | None,
+        typer.Option(min=0.1, max=1e6, help="End in about this time, final rounds included."),
+    ] = None,
+    prior: Annotated[
+        str | None,
+        typer.Option("--from", metavar="RUN", help="Begin with what another run has measured."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Run so many trials at once, each on its own part of this host's devices."),
+    ] = None,
+    joined: Annotated[
+        str | None,
+        typer.Option("--join", metavar="RUN", help="Run trials for the tuner of this run, here."),
+    ] = None,
+    oversubscribe: Annotated[
+        bool, typer.Option("--oversubscribe", help="Let workers share the cores of a CPU run.")
+    ] = False,
+) -> None:
+    """Tune the training command that follows `--`."""
+    if joined is not None:
+        from quartet_plugin.cli.workers import join
 
-    @app.command("tune", epilog="The training command follows a literal --; it is run as it is.")
-    def _tune(
-        ctx: typer.Context,
-        config: Annotated[
-            Path | None, typer.Option(help="What to search: a q.yaml. Without one everything is tuned.")
-        ] = None,
-        run_dir: Annotated[Path, typer.Option(help="Where runs are kept.")] = Path("runs"),
-        resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
-        takeover: Annotated[
-            bool, typer.Option("--takeover", help="Take a run whose tuner was lost on another host.")
-        ] = False,
-        max_minutes: Annotated[
-            float | None,
-            typer.Option(min=0.1, max=1e6, help="End in about this time, final rounds included."),
-        ] = None,
-        prior: Annotated[
-            str | None,
-            typer.Option("--from", metavar="RUN", help="Begin with what another run has measured."),
-        ] = None,
-        workers: Annotated[
-            int | None,
-            typer.Option(help="Run so many trials at once, each on its own part of this host's devices."),
-        ] = None,
-        joined: Annotated[
-            str | None,
-            typer.Option("--join", metavar="RUN", help="Run trials for the tuner of this run, here."),
-        ] = None,
-        oversubscribe: Annotated[
-            bool, typer.Option("--oversubscribe", help="Let workers share the cores of a CPU run.")
-        ] = False,
-    ) -> None:
-        """Tune the training command that follows `--`."""
-        from quartet_plugin.cli.runs import find_run
+        if config or resume or takeover or max_minutes is not None or prior is not None:
+            raise UsageError("quartet tune --join: takes --workers alone; the rest is its tuner's")
+        words = invocation(ctx).user_command
+        path = find_run(joined, run_dir=run_dir)
+        join(path, words=words, num_workers=workers or 1, oversubscribe=oversubscribe)
+        return
+    tune(
+        user_command(ctx),
+        config_file=config,
+        run_dir=run_dir,
+        is_resumed=resume,
+        takeover=takeover,
+        max_minutes=max_minutes,
+        prior=None if prior is None else find_run(prior, run_dir=run_dir),
+        num_workers=workers,
+        oversubscribe=oversubscribe,
+    )
 
-        if joined is not None:
-            from quartet_plugin.cli.workers import join
 
-            if config or resume or takeover or max_minutes is not None or prior is not None:
-                raise UsageError("quartet tune --join: takes --workers alone; the rest is its tuner's")
-            words = invocation(ctx).user_command
-            path = find_run(joined, run_dir=run_dir)
-            join(path, words=words, num_workers=workers or 1, oversubscribe=oversubscribe)
-            return
-        tune(
-            user_command(ctx),
-            config_file=config,
-            run_dir=run_dir,
-            is_resumed=resume,
-            takeover=takeover,
-            max_minutes=max_minutes,
-            prior=None if prior is None else find_run(prior, run_dir=run_dir),
-            num_workers=workers,
-            oversubscribe=oversubscribe,
-        )
+register = command("tune", _tune, epilog="The training command follows a literal --; it is run as it is.")
 
 
 def tune(
@@ -94,9 +97,8 @@ def tune(
     """Run the search and print what it found. Raises QuartetError."""
     from rich.console import Console
 
-    from quartet_plugin.cli.native import write_native
+    from quartet_plugin.cli.export import write_native
     from quartet_plugin.cli.report import report_line
-    from quartet_plugin.cli.versions import check_versions
     from quartet_plugin.cli.workers import slices_of
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
@@ -104,13 +106,14 @@ def tune(
     from quartet_plugin.study.samplers import check_installed
     from quartet_plugin.trial.lease import Lease
     from quartet_plugin.trial.redact import redacted_argv
-    from quartet_plugin.tuner.best_plan import write_best
     from quartet_plugin.tuner.config import default_run_name, read_config
+    from quartet_plugin.tuner.context import TuningContext
     from quartet_plugin.tuner.coordinator import Coordinator
     from quartet_plugin.tuner.disk_reserve import DiskReserve
-    from quartet_plugin.tuner.known_machine import keep_machine, machine_of
-    from quartet_plugin.tuner.launches import LocalLaunches
+    from quartet_plugin.tuner.proposer import keep_machine, machine_of
     from quartet_plugin.tuner.run_folder import RunFolder, create_run, prepare_folder, resume_run
+    from quartet_plugin.tuner.trial_backend import LocalBackend
+    from quartet_plugin.tuner.tune_result import write_best
 
     check_versions()
     command = parse_command(words)
@@ -137,18 +140,16 @@ def tune(
         slices = slices_of(run.config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
         with reporter(Console()) as shown, stop_on_signals(shown.message) as should_stop:
             shown.message(f"run {run.name} in {path}; the command: {shlex.join(redacted_argv(words))}")
-            result = Coordinator(
+            context = TuningContext.create(
                 run,
                 command=command,
-                launches=LocalLaunches(device_slice=slices[0] if slices else None),
-                observer=watched(shown, run=run),
+                backend=LocalBackend(device_slice=slices[0] if slices else None),
+                observer=with_tensorboard(shown, run=run),
                 should_stop=should_stop,
                 fence=lease.check,
                 max_minutes=max_minutes,
-                prior=prior,
-                slices=slices,
-                make_room=kept.drop,
-            ).tune()
+            )
+            result = Coordinator(context, prior=prior, slices=slices, make_room=kept.drop).tune()
         plan = write_best(result, run=run)
         native = write_native(plan, run=run)
     for line in summary_lines(result, plan=plan, run=run):
@@ -181,8 +182,8 @@ def failure_reported(folder: Path) -> Iterator[None]:
         raise
 
 
-def watched(shown: "Watcher", *, run: "TuningRun") -> "Watcher":
-    """Whoever shows the run, and TensorBoard's files where they are asked for."""
+def with_tensorboard(shown: "Observer", *, run: "TuningRun") -> "Observer":
+    """The observer, with one that writes TensorBoard's files before it where they are asked for."""
     from quartet_plugin.report.tensorboard import Scalars
 
     if not run.config.study.tensorboard:
@@ -225,15 +226,15 @@ def study_lines(result: "TuneResult") -> list[str]:
     """What the trials were spent on, by class of change, how the machine drifted, and what was missed."""
     from collections import Counter
 
-    from quartet_plugin.report.regret import regret_lines
+    from quartet_plugin.report.status import regret_lines
     from quartet_plugin.report.tables import changes
 
     tried = [trial.plan for trial in result.trials[1:] if trial.record.repeats is None]
     classes = Counter(max((c.change_class for c in changes(plan)), default="A") for plan in tried)
     parts = [f"class {name} {100 * count / len(tried):.0f} %" for name, count in sorted(classes.items())]
     lines = [f"tried     {len(tried)} plans: {', '.join(parts)}"] if tried else []
-    if result.controls:
-        ratios = ", ".join(f"{control.ratio:.2f}x" for control in result.controls)
+    if result.drift_checks:
+        ratios = ", ".join(f"{control.ratio:.2f}x" for control in result.drift_checks)
         lines.append(f"control   your own command again during the search: {ratios} of its first measurement")
     if result.regret is not None:
         lines += regret_lines(result.regret)
@@ -243,3 +244,29 @@ def study_lines(result: "TuneResult") -> list[str]:
 def _shown(path: Path) -> str:
     """The path as one would type it here."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def check_versions() -> None:
+    """Raise SeamError where a library is installed in a version outside of the declared range.
+
+    One that is not installed is another matter: whatever needs it says so.
+    """
+    from packaging.requirements import Requirement
+
+    try:
+        declared = requires(DISTRIBUTION) or []
+    except PackageNotFoundError:
+        return  # run from a source tree that was never installed: nothing is declared
+    for requirement in map(Requirement, declared):
+        name = requirement.name.lower()
+        if name not in CHECKED_LIBRARIES:
+            continue
+        try:
+            installed = version(name)
+        except PackageNotFoundError:
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            raise SeamError(
+                f"{name} {installed}: not supported, must be {requirement.specifier}; "
+                f"pip install '{name}{requirement.specifier}'"
+            )

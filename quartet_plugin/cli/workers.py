@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.invocation import refuse_user_command
+from quartet_plugin.cli.command import command
 from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.errors import ConfigError, InterruptedByUserError, StorageError
 
@@ -24,18 +24,15 @@ if TYPE_CHECKING:
 _POLL_S = 0.2
 
 
-def register(app: typer.Typer) -> None:
-    """Add the hidden command to `app`: `tune --workers` and `tune --join` start it, nobody types it."""
+def _work(
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    name: Annotated[str, typer.Option()],
+) -> None:
+    """Measure what a run's tuner hands out; the task comes on the standard input."""
+    work(run, name=name, task=sys.stdin.buffer.read())
 
-    @app.command("work", hidden=True)
-    def _work(
-        ctx: typer.Context,
-        run: Annotated[Path, typer.Argument(metavar="RUN")],
-        name: Annotated[str, typer.Option()],
-    ) -> None:
-        """Measure what a run's tuner hands out; the task comes on the standard input."""
-        refuse_user_command(ctx)
-        work(run, name=name, task=sys.stdin.buffer.read())
+
+register = command("work", _work, hidden=True)
 
 
 def slices_of(
@@ -73,8 +70,8 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
 
     run = resume_run(path.absolute(), config=None, command=None)
     command = parse_command(_command_of(run, words, path=path))
-    board = WorkQueue(folder=run.folder.path)
-    offer = board.offer()
+    queue = WorkQueue(folder=run.folder.path)
+    offer = queue.offer()
     if offer is None:
         raise StorageError(
             f"{path}: no tuner of this run takes workers; start it with --workers, then join it here"
@@ -89,26 +86,26 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
         size=offer.num_devices,
         oversubscribe=oversubscribe,
     )
-    _refuse_taken(slices, board)
-    found = end_left_behind(board)
-    if found:
-        typer.echo(f"ended {len(found)} processes that a lost worker had left on this host")
+    _refuse_taken(slices, queue)
+    ended = end_left_behind(queue)
+    if ended:
+        typer.echo(f"ended {len(ended)} processes that a lost worker had left on this host")
     names = tuple(worker_name(socket.gethostname(), os.getpid(), part.index) for part in slices)
-    crew = WorkerPool(
-        board=board, command=command.words, slices=slices, names=names, say=typer.echo, is_joined=True
+    pool = WorkerPool(
+        queue=queue, command=command.words, slices=slices, names=names, say=typer.echo, is_joined=True
     )
     typer.echo(f"run {run.name}: workers here: {len(slices)}, on {'; '.join(part.label for part in slices)}")
     with stop_on_signals(typer.echo) as should_stop:
         try:
-            crew.look()
-            while crew.num_running and not should_stop():
+            pool.look()
+            while pool.num_running and not should_stop():
                 time.sleep(_POLL_S)
-                crew.look()
+                pool.look()
         finally:
-            crew.close()
+            pool.close()
         if should_stop():
             raise InterruptedByUserError("stopped; the trials of these workers are handed to others")
-    typer.echo(f"the workers have ended: {crew.last_words}")
+    typer.echo(f"the workers have ended: {pool.last_words}")
 
 
 def _command_of(run: "TuningRun", words: Sequence[str] | None, *, path: Path) -> tuple[str, ...]:
@@ -132,10 +129,10 @@ def _check_place(run: "TuningRun", command: "Command") -> None:
         raise ConfigError(f"{run.cwd / command.target}: not on this host; mount the folder it is in here")
 
 
-def _refuse_taken(slices: "tuple[DeviceSlice, ...]", board: "WorkQueue") -> None:
+def _refuse_taken(slices: "tuple[DeviceSlice, ...]", queue: "WorkQueue") -> None:
     """Two workers on one device would measure each other."""
     host = socket.gethostname()
-    for member in board.members():
+    for member in queue.members():
         if member.host != host or not member.identity.is_alive:
             continue
         other = member.share.device_slice
@@ -150,33 +147,33 @@ def work(path: Path, *, name: str, task: bytes) -> None:
     """One worker, until nobody needs it. Raises QuartetError where trials cannot be run here."""
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.trial.processes import current_identity
-    from quartet_plugin.tuner.launches import LocalLaunches
     from quartet_plugin.tuner.run_folder import resume_run
+    from quartet_plugin.tuner.trial_backend import LocalBackend
     from quartet_plugin.tuner.workers.messages import Member, read_task
     from quartet_plugin.tuner.workers.work_queue import WorkQueue
     from quartet_plugin.tuner.workers.worker import Worker
 
-    told = read_task(task)
+    content = read_task(task)
     run = resume_run(path, config=None, command=None)
     member = Member(
         name=name,
         host=socket.gethostname(),
         identity=current_identity(),
-        parent=told.parent,
-        share=told.share,
-        is_joined=told.is_joined,
+        parent=content.parent,
+        share=content.share,
+        is_joined=content.is_joined,
     )
     with stop_on_signals(_say) as should_stop:
         worker = Worker(
             run=run,
-            command=parse_command(told.command),
+            command=parse_command(content.command),
             member=member,
-            board=WorkQueue(folder=run.folder.path),
-            launches=LocalLaunches(device_slice=told.share.device_slice),
+            queue=WorkQueue(folder=run.folder.path),
+            backend=LocalBackend(device_slice=content.share.device_slice),
             should_stop=should_stop,
             say=_say,
         )
-        _say(f"worker {name} on {told.share.device_slice.label}: {worker.work()}")
+        _say(f"worker {name} on {content.share.device_slice.label}: {worker.work()}")
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Time of collectives and transfers on the links that the ranks of a group really use.
+"""The time of collectives and transfers on the links that the ranks of a group use.
 
 Megatron numbers ranks tp fastest, then cp, dp and pp; a group of `size` ranks `stride` apart spans one
 scale-up domain, or several with some ranks in each.
@@ -14,7 +14,7 @@ from quartet_plugin.cost.run import Experts, Overlap, TrainingRun, UniformCluste
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The ranks of a collective: how many, how many share a scale-up domain, and the ring's bandwidth."""
+    """The ranks of a collective: their number, how many share a scale-up domain, and the ring's bandwidth."""
 
     size: int
     local: int
@@ -28,23 +28,23 @@ class Group:
 
     @property
     def ring_latency_s(self) -> float:
-        """Of one pass around the ring of all ranks: gathers and scatters have no tree."""
+        """The latency of one pass around the ring of all ranks: gathers and scatters have no tree."""
         return self.hop_s * (self.num_domains - 1) + self.hop_s / 4 * (self.size - self.num_domains)
 
     @property
     def tree_latency_s(self) -> float:
-        """Of one all-reduce: logarithmic across domains."""
+        """The latency of one all-reduce: logarithmic across domains."""
         return self.hop_s * (self.num_domains - 1).bit_length() + self.hop_s / 4 * (self.local - 1)
 
     def gather_s(self, total_bytes: float, *, calls: float = 1.0) -> float:
-        """All-gathers or reduce-scatters of `total_bytes` together, in that many calls."""
+        """Seconds of all-gathers or reduce-scatters of `total_bytes` together, in `calls` calls."""
         if self.size == 1:
             return 0.0
         moved = total_bytes * (self.size - 1) / self.size / self.bytes_per_s
         return moved + calls * self.ring_latency_s
 
     def reduce_s(self, total_bytes: float) -> float:
-        """An all-reduce."""
+        """Seconds of an all-reduce."""
         if self.size == 1:
             return 0.0
         return 2 * (total_bytes * (self.size - 1) / self.size / self.bytes_per_s + self.tree_latency_s)
@@ -69,19 +69,19 @@ def group(machines: UniformCluster, constants: Constants, *, size: int, stride: 
     return Group(size=size, local=local, bytes_per_s=bandwidth, hop_s=constants.hop_s)
 
 
-def exchange_s(found: Group, machines: UniformCluster, constants: Constants, total_bytes: float) -> float:
-    """An all-to-all where every rank sends `total_bytes`, its own share included."""
-    if found.size == 1:
+def exchange_s(ranks: Group, machines: UniformCluster, constants: Constants, total_bytes: float) -> float:
+    """Seconds of an all-to-all where every rank sends `total_bytes`, the share that it keeps included."""
+    if ranks.size == 1:
         return 0.0
-    inside = total_bytes * (found.local - 1) / found.size
-    outside = total_bytes * (found.size - found.local) / found.size
+    inside = total_bytes * (ranks.local - 1) / ranks.size
+    outside = total_bytes * (ranks.size - ranks.local) / ranks.size
     up = machines.scale_up_bytes_per_s * constants.scale_up
     out = machines.scale_out_bytes_per_s * constants.scale_out
-    return inside / up + outside / out + found.tree_latency_s
+    return inside / up + outside / out + ranks.tree_latency_s
 
 
 def tensor_parallel(run: TrainingRun, constants: Constants) -> tuple[Times, float]:
-    """Exposed time of a layer's tensor-parallel collectives, and of one repeated forward.
+    """The exposed time of a layer's tensor-parallel collectives, and that of one repeated forward.
 
     Two all-reduces forward and two backward (Shoeybi et al. 2019), or as many gather and scatter pairs
     under sequence parallelism, which gathers once more for the weight gradients (Korthikanti et al. 2022).
@@ -89,15 +89,15 @@ def tensor_parallel(run: TrainingRun, constants: Constants) -> tuple[Times, floa
     tp = run.layout.tensor_parallel
     if tp == 1:
         return Times(), 0.0
-    found = group(run.machines, constants, size=tp, stride=1)
+    ranks = group(run.machines, constants, size=tp, stride=1)
     size = run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size
-    forward = 2 * found.reduce_s(size)
+    forward = 2 * ranks.reduce_s(size)
     backward = forward
     overlap = run.software.tensor_overlap
     left = constants.tensor_exposed
     if overlap is Overlap.NONE:
-        again = 2 * found.gather_s(size) if run.layout.sequence_parallel else 0.0
-        return Times(forward, backward + again, 0.0), forward
+        gathered_again = 2 * ranks.gather_s(size) if run.layout.sequence_parallel else 0.0
+        return Times(forward, backward + gathered_again, 0.0), forward
     if overlap is Overlap.FULL:
         return Times(forward * left, backward * left, 0.0), forward * left
     return Times(forward, backward * left, 0.0), forward
@@ -111,19 +111,18 @@ def skew(run: TrainingRun, constants: Constants, layer: LayerTimes) -> Times:
     is_apart = run.layout.tensor_parallel > 1 and run.software.tensor_overlap is Overlap.NONE
     if not (is_apart and isinstance(constants, ClusterConstants)):
         return Times()
-    computed = layer.gemm.plus(layer.attention).plus(layer.elementwise).plus(layer.launch)
-    return Times(constants.skew * computed.forward, constants.skew * computed.input_grad, 0.0)
+    return Times(constants.skew * layer.total.forward, constants.skew * layer.total.input_grad, 0.0)
 
 
 def context_parallel(run: TrainingRun, constants: Constants, attention: Times) -> Times:
-    """Exposed time of passing keys and values around the ring, beside the attention it feeds."""
+    """The exposed time of passing keys and values around the ring, beside the attention it feeds."""
     cp = run.layout.context_parallel
     if cp == 1:
         return Times()
-    found = group(run.machines, constants, size=cp, stride=run.layout.tensor_parallel)
+    ranks = group(run.machines, constants, size=cp, stride=run.layout.tensor_parallel)
     width = run.shape.num_query_groups * run.shape.kv_channels / run.layout.tensor_parallel
     size = 2.0 * run.element_bytes * run.tokens_per_microbatch * width * cp
-    forward = found.gather_s(size)
+    forward = ranks.gather_s(size)
     if run.software.tensor_overlap is Overlap.NONE and not run.software.data_overlap:
         return Times(forward, 2 * forward, 0.0)
     left = constants.tensor_exposed
@@ -135,18 +134,18 @@ def context_parallel(run: TrainingRun, constants: Constants, attention: Times) -
 
 
 def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) -> Times:
-    """Dispatch and combine of a layer's tokens, forward and backward."""
+    """The time of dispatching and combining a layer's tokens, forward and backward."""
     ep = run.layout.expert_parallel
     if ep == 1:
         return Times()
-    found = group(run.machines, constants, size=ep, stride=run.layout.tensor_parallel)
+    ranks = group(run.machines, constants, size=ep, stride=run.layout.tensor_parallel)
     size = run.element_bytes * run.tokens_per_microbatch * experts.top_k * run.shape.hidden_size * IMBALANCE
-    once = exchange_s(found, run.machines, constants, size / run.layout.tensor_parallel)
+    once = exchange_s(ranks, run.machines, constants, size / run.layout.tensor_parallel)
     return Times(2 * once, 2 * once, 0.0)
 
 
 def transfer_s(run: TrainingRun, constants: Constants, *, sender: int, receiver: int) -> float:
-    """One microbatch's boundary tensor between two pipeline ranks.
+    """Seconds of one microbatch's boundary tensor between two pipeline ranks.
 
     Ranks that hold the same boundary send a slice each where sequence parallelism, or the scatter and
     gather of interleaved schedules, allows it (Narayanan et al. 2021).
@@ -164,7 +163,7 @@ def transfer_s(run: TrainingRun, constants: Constants, *, sender: int, receiver:
 
 
 def tensor_parallel_ends(run: TrainingRun, constants: Constants) -> tuple[Times, Times]:
-    """The embedding's and the head's tensor-parallel collectives for a microbatch.
+    """The time of the embedding's and of the head's tensor-parallel collectives for a microbatch.
 
     The embedding's output is reduced; the loss over a split vocabulary takes a maximum and two sums a token
     (Shoeybi et al. 2019, section 3), and the head's input gradient is reduced.
@@ -172,14 +171,14 @@ def tensor_parallel_ends(run: TrainingRun, constants: Constants) -> tuple[Times,
     tp = run.layout.tensor_parallel
     if tp == 1 or not run.software.reduces_ends:
         return Times(), Times()
-    found = group(run.machines, constants, size=tp, stride=1)
-    hidden = found.reduce_s(run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size)
-    token = found.reduce_s(4.0 * run.tokens_per_microbatch)
+    ranks = group(run.machines, constants, size=tp, stride=1)
+    hidden = ranks.reduce_s(run.element_bytes * run.tokens_per_microbatch * run.shape.hidden_size)
+    token = ranks.reduce_s(4.0 * run.tokens_per_microbatch)
     return Times(hidden, 0.0, 0.0), Times(3 * token, hidden, 0.0)
 
 
 def tied_ends_s(run: TrainingRun, constants: Constants) -> float:
-    """Summing the gradients of tied embeddings between the first and the last pipeline rank, once a step."""
+    """Seconds a step to sum the gradients of tied embeddings on the first and the last pipeline rank."""
     layout = run.layout
     p = layout.pipeline_parallel
     placement = device_of_stages(run)
@@ -187,19 +186,19 @@ def tied_ends_s(run: TrainingRun, constants: Constants) -> float:
     if not (is_apart and run.shape.tied_embeddings and run.software.reduces_ends):
         return 0.0
     stride = layout.tensor_parallel * run.copies * (p - 1)
-    ends = group(run.machines, constants, size=2, stride=stride)
+    both_ends = group(run.machines, constants, size=2, stride=stride)
     weights = run.shape.embedding_parameters / layout.tensor_parallel
-    return ends.reduce_s(float(run.software.gradient_bytes) * weights)
+    return both_ends.reduce_s(float(run.software.gradient_bytes) * weights)
 
 
 def transfer_latency_s(constants: Constants) -> float:
-    """Of one message between pipeline ranks."""
+    """Seconds of latency of one message between pipeline ranks."""
     ratio = constants.peer_hop if isinstance(constants, ClusterConstants) else 1.0
     return constants.hop_s * ratio
 
 
 def buckets(parameters: float, ranks: int) -> float:
-    """Megatron's gradient buckets: 40 million elements, or a million a rank where that is more."""
+    """Megatron's number of gradient buckets, of 40 million elements or, if more, a million a rank."""
     return max(1.0, parameters / max(40e6, 1e6 * ranks))
 
 
@@ -212,10 +211,10 @@ def data_parallel(
     forward_s: float,
     backward_s: float,
 ) -> float:
-    """Exposed time of reducing gradients and bringing updated parameters back.
+    """The exposed time of reducing gradients and gathering updated parameters.
 
-    `dense` parameters are shared by all data and context parallel ranks, `expert` ones by those that hold the
-    same experts. `forward_s` and `backward_s` are one microbatch's: what the traffic can hide behind.
+    `dense` parameters are shared by all data and context parallel ranks, `expert` ones by ranks that hold the
+    same experts. The traffic can hide behind `forward_s` and `backward_s`, those of one microbatch.
     """
     if run.zero_stage == 3:
         return 0.0
@@ -239,38 +238,38 @@ def _reduce_and_gather(
 ) -> tuple[float, float]:
     if ranks == 1:
         return 0.0, 0.0
-    found = group(run.machines, constants, size=ranks, stride=stride)
+    reducing = group(run.machines, constants, size=ranks, stride=stride)
     gradients = float(run.software.gradient_bytes) * parameters
     if run.zero_stage == 0:
-        return found.reduce_s(gradients), 0.0
-    own = min(run.optimizer_group, ranks)
+        return reducing.reduce_s(gradients), 0.0
+    shards = min(run.optimizer_group, ranks)
     calls = buckets(parameters, ranks)
     reduce = (
-        found.reduce_s(gradients)
-        if own < ranks or run.software.reduces_all
-        else found.gather_s(gradients, calls=calls)
+        reducing.reduce_s(gradients)
+        if shards < ranks or run.software.reduces_all
+        else reducing.gather_s(gradients, calls=calls)
     )
-    back = group(run.machines, constants, size=own, stride=stride)
+    back = group(run.machines, constants, size=shards, stride=stride)
     gather = back.gather_s(float(run.parameter_bytes) * parameters, calls=calls)
     if run.software.zero_broadcasts:
-        gather += own * (back.num_domains - 1) * constants.hop_s
+        gather += shards * (back.num_domains - 1) * constants.hop_s
     return reduce, gather
 
 
 def sharded_parameters(
     run: TrainingRun, constants: Constants, *, parameters: float, forward_s: float, backward_s: float
 ) -> float:
-    """Exposed time a microbatch of fully sharded parameters (ZeRO-3, FSDP).
+    """The exposed time of fully sharded parameters (ZeRO-3, FSDP) for a microbatch.
 
     Gather before the forward, gather again and scatter gradients in the backward, prefetched a layer ahead.
     """
     if run.zero_stage != 3:
         return 0.0
     size = run.shard_group
-    found = group(run.machines, constants, size=size, stride=run.layout.tensor_parallel)
+    ranks = group(run.machines, constants, size=size, stride=run.layout.tensor_parallel)
     calls = float(run.shape.num_layers * run.software.collectives_per_layer)
-    gather = found.gather_s(float(run.element_bytes) * parameters, calls=calls)
-    scatter = found.gather_s(float(run.software.gradient_bytes) * parameters, calls=calls)
+    gather = ranks.gather_s(float(run.element_bytes) * parameters, calls=calls)
+    scatter = ranks.gather_s(float(run.software.gradient_bytes) * parameters, calls=calls)
     left = constants.data_exposed
     backward = gather + scatter
     return max(gather * left, gather - forward_s) + max(backward * left, backward - backward_s)

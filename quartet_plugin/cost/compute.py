@@ -1,12 +1,13 @@
-"""Compute time of a layer, the embedding and the head: one microbatch on one device.
+"""Compute time of a layer, the embedding and the head, in seconds for one microbatch on one device.
 
-A matrix product costs its FLOPs at the device's rate and its operand traffic, joined as a smooth maximum,
-so that small and badly shaped products are slower without a table of shapes. The rest of a layer
-is memory traffic and kernel starts.
+A matrix product's time is a smooth maximum of its FLOPs at the device's rate and its operand traffic, so that
+small and badly shaped products are slower without a table of shapes. The rest of a layer is memory traffic
+and kernel starts.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quartet_plugin.cost.constants import NEUTRAL, ClusterConstants, Constants
@@ -14,7 +15,7 @@ from quartet_plugin.cost.devices import DeviceSpec, Precision
 from quartet_plugin.cost.run import Experts, TrainingRun
 
 FLASH_BLOCK = 128
-# What streaming kernels reach of the nominal memory bandwidth.
+# The rate of streaming kernels as a share of the nominal memory bandwidth.
 MEMORY_RATE = 0.85
 # Generations on a 4 nm process, whose half-precision units outgrew the power budget.
 POWER_LIMITED = ("hopper", "blackwell", "ada")
@@ -36,27 +37,37 @@ class Times(NamedTuple):
     input_grad: float = 0.0
     weight_grad: float = 0.0
 
-    def scaled(self, factor: float) -> "Times":
-        """All three times `factor`."""
-        return Times(self.forward * factor, self.input_grad * factor, self.weight_grad * factor)
+    def scaled(self, count: float) -> "Times":
+        """The seconds of `count` such computations."""
+        return Times(self.forward * count, self.input_grad * count, self.weight_grad * count)
 
     def plus(self, other: "Times") -> "Times":
-        """The sums."""
+        """The sums of forwards, of input gradients and of weight gradients."""
         return Times(
             self.forward + other.forward,
             self.input_grad + other.input_grad,
             self.weight_grad + other.weight_grad,
         )
 
+    @classmethod
+    def sum_of(cls, times: Iterable["Times"]) -> "Times":
+        """The sums of forwards, of input gradients and of weight gradients."""
+        forward = input_grad = weight_grad = 0.0
+        for part_forward, part_input_grad, part_weight_grad in times:
+            forward += part_forward
+            input_grad += part_input_grad
+            weight_grad += part_weight_grad
+        return cls(forward, input_grad, weight_grad)
+
     @property
     def total(self) -> float:
-        """All three together."""
+        """The sum of forward, input gradient and weight gradient."""
         return self.forward + self.input_grad + self.weight_grad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
-    """A layer's compute by cause; `recompute` is the forward that is repeated in the backward."""
+    """A layer's compute by cause; `recompute` is the part of the forward that the backward repeats."""
 
     gemm: Times
     attention: Times
@@ -65,16 +76,17 @@ class LayerTimes:
     recompute: float = 0.0
 
     @property
-    def forward_s(self) -> float:
-        """The whole forward."""
-        return self.gemm.forward + self.attention.forward + self.elementwise.forward + self.launch.forward
+    def total(self) -> Times:
+        """The sum of all causes but recompute."""
+        return Times.sum_of((self.gemm, self.attention, self.elementwise, self.launch))
 
 
 class Rates:
-    """What one device does a second under given constants; made once a run."""
+    """The rates of one device under given constants, in FLOP/s and bytes/s; made once a run."""
 
     __slots__ = (
         "cast",
+        "cluster",
         "element",
         "flash",
         "half",
@@ -82,7 +94,6 @@ class Rates:
         "matmul",
         "memory",
         "operand_bytes",
-        "own",
         "traffic",
         "units",
     )
@@ -100,7 +111,7 @@ class Rates:
         self.cast = constants.cast if low else 0.0
         self.units = device.compute_units
         self.launch_s = 0.0 if run.software.graphs else constants.launch_s
-        self.own = constants if isinstance(constants, ClusterConstants) else NEUTRAL
+        self.cluster = constants if isinstance(constants, ClusterConstants) else NEUTRAL
 
     def gemm(self, m: float, n: float, k: float, *, gradient: bool = False) -> float:
         """Seconds of [m, k] x [k, n] in the layers' precision; a weight gradient adds to fp32."""
@@ -115,7 +126,7 @@ class Rates:
     def half_gemm(
         self, m: float, n: float, k: float, batch: float = 1.0, *, out: float | None = None
     ) -> float:
-        """The same in half precision, `batch` times; `out` bytes an element of the result."""
+        """Seconds of `batch` products in half precision; `out` are bytes an element of the result."""
         written = self.element if out is None else out
         return batch * _joined(
             2 * m * n * k / self.half * waves(m, n * batch, self.units),
@@ -125,7 +136,7 @@ class Rates:
 
 
 def waves(m: float, n: float, units: int) -> float:
-    """How much longer a product takes because its tiles come in whole waves over the compute units, >= 1."""
+    """The slowdown of a product because its tiles come in complete waves over the compute units, >= 1."""
     if units == 1:
         return 1.0  # a processor core works on parts of a tile as well
     best = math.inf
@@ -136,15 +147,15 @@ def waves(m: float, n: float, units: int) -> float:
 
 
 def _joined(compute_s: float, traffic_s: float, *, units: int) -> float:
-    """Operations hide traffic and the other way round, less well the closer they are.
+    """Seconds of compute and traffic that overlap, the less the closer the two are.
 
-    One processor core hides nothing: it packs the operands, and then multiplies (Goto and van de Geijn 2008).
+    A processor core overlaps nothing: it packs the operands, then multiplies (Goto and van de Geijn 2008).
     """
     return compute_s + traffic_s if units == 1 else math.hypot(compute_s, traffic_s)
 
 
 def flash_share(run: TrainingRun) -> float:
-    """What an attention kernel reaches of the one written for the device.
+    """The rate of an attention kernel as a share of the kernel written for the device.
 
     FlashAttention 1 and its Triton form reach about half of version 2 (Dao 2023), version 2 about half of
     version 3 on Hopper (Shah et al. 2024).
@@ -206,24 +217,21 @@ def layer_times(
         extra, hidden_ffn, routed = _experts(run, rates, experts)
         gemm = gemm.plus(extra)
         num_casts = sizes
-    passes = _elementwise_bytes(run, hidden_ffn * rates.own.activation) + attention_passes + routed
+    passes = _elementwise_bytes(run, hidden_ffn * rates.cluster.activation) + attention_passes + routed
     scale = constants.elementwise / rates.memory
     cast = rates.cast * sum(4.0 * t * (size_in + size_out) for size_out, size_in in num_casts) / rates.memory
     memory = passes * scale
     add = _accumulation_s(run, rates, sizes, hidden_ffn if experts is None else 0.0)
-    back = ELEMENTWISE_BACKWARD * rates.own.elementwise_backward
+    back = ELEMENTWISE_BACKWARD * rates.cluster.elementwise_backward
     elementwise = Times(memory + cast / 2, memory * back + cast / 2, add)
     kernels = FUSED_KERNELS if run.software.fused_elementwise else PLAIN_KERNELS
     if experts is not None:
         kernels *= 2
     start = kernels * rates.launch_s
-    launch = Times(start, start * rates.own.launch_input, start * 0.5 * rates.own.launch_weight)
+    launch = Times(start, start * rates.cluster.launch_input, start * 0.5 * rates.cluster.launch_weight)
     times = LayerTimes(gemm=gemm, attention=attention, elementwise=elementwise, launch=launch)
     last = rates.gemm(t, shape.hidden_size, hidden_ffn) if run.software.early_stop else 0.0
-    repeat = _recompute(run, times, last)
-    return LayerTimes(
-        gemm=gemm, attention=attention, elementwise=elementwise, launch=launch, recompute=repeat
-    )
+    return replace(times, recompute=_recompute(run, times, last))
 
 
 def head_times(run: TrainingRun, constants: Constants, rates: Rates) -> LayerTimes:
@@ -234,24 +242,24 @@ def head_times(run: TrainingRun, constants: Constants, rates: Rates) -> LayerTim
     logits = t * vocab / rates.memory * constants.logits
     fused = run.software.fused_loss
     add = _eager_sum_s(run, rates)
-    back = (6 if fused else 12) * rates.own.logits_backward
+    back = (6 if fused else 12) * rates.cluster.logits_backward
     start = 10 * rates.launch_s
     return LayerTimes(
         gemm=Times(
             forward,
             rates.half_gemm(t, h, vocab),
-            rates.half_gemm(vocab, h, t, out=8) * rates.own.weight_product,
+            rates.half_gemm(vocab, h, t, out=8) * rates.cluster.weight_product,
         ),
         attention=Times(),
         elementwise=Times(logits * (8 if fused else 16), logits * back, add),
-        launch=Times(start, start * rates.own.launch_input, 0.0),
+        launch=Times(start, start * rates.cluster.launch_input, 0.0),
     )
 
 
 def embedding_times(run: TrainingRun, rates: Rates) -> LayerTimes:
     """A gather, and a scattered addition to fp32 gradients.
 
-    Eager gradients: a whole one is cleared before it, and added to the sum after it.
+    With eager gradients a full gradient is cleared before, and added to the sum after it.
     """
     traffic = run.tokens_per_microbatch * run.shape.hidden_size / rates.memory
     add = _eager_sum_s(run, rates) * 4 / 3
@@ -267,7 +275,7 @@ def _gemms(rates: Rates, tokens: float, sizes: list[tuple[float, float]]) -> Tim
     forward = sum(rates.gemm(tokens, n, k) for n, k in sizes)
     inputs = sum(rates.gemm(tokens, k, n) for n, k in sizes)
     weights = sum(rates.gemm(n, k, tokens, gradient=True) for n, k in sizes)
-    return Times(forward, inputs, weights * rates.own.weight_product)
+    return Times(forward, inputs, weights * rates.cluster.weight_product)
 
 
 def _attention(run: TrainingRun, constants: Constants, rates: Rates) -> tuple[Times, float]:
@@ -335,7 +343,7 @@ def _accumulation_s(run: TrainingRun, rates: Rates, sizes: list[tuple[float, flo
         return 0.0
     dense = ffn_products(run.shape.hidden_size, ffn, gated=run.shape.gated_ffn)
     weights = sum(n * k for n, k in [*sizes, *dense])
-    return weights * 3.0 * software.main_gradient_bytes / rates.memory * rates.own.accumulation
+    return weights * 3.0 * software.main_gradient_bytes / rates.memory * rates.cluster.accumulation
 
 
 def _eager_sum_s(run: TrainingRun, rates: Rates) -> float:
@@ -343,14 +351,14 @@ def _eager_sum_s(run: TrainingRun, rates: Rates) -> float:
     if not run.software.eager_gradients:
         return 0.0
     weights = run.shape.embedding_parameters / run.layout.tensor_parallel
-    return weights * 3.0 * run.software.main_gradient_bytes / rates.memory * rates.own.accumulation
+    return weights * 3.0 * run.software.main_gradient_bytes / rates.memory * rates.cluster.accumulation
 
 
 def _recompute(run: TrainingRun, times: LayerTimes, last_product_s: float) -> float:
     mode = run.layout.recompute
     if mode == "full":
-        return times.forward_s - last_product_s
+        return times.total.forward - last_product_s
     if mode == "selective":
-        rest = times.gemm.forward + times.elementwise.forward
-        return times.attention.forward + run.software.selective_fraction * rest
+        other = times.gemm.forward + times.elementwise.forward
+        return times.attention.forward + run.software.selective_fraction * other
     return 0.0

@@ -1,7 +1,7 @@
-"""The few physical constants of the cost model: what they mean, where they may lie, what they are.
+"""The physical constants of the cost model: their meanings, their bounds and their fitted values.
 
 The values in `constants.json` were fitted to published runs (`benchmarks/predict_published.py --fit`),
-each pulled towards its physical default, so that hardware nobody measured keeps a sane one.
+each pulled towards its physical default, so that hardware without measurements keeps a sane value.
 """
 
 import functools
@@ -26,7 +26,7 @@ def _constant(default: float, low: float, high: float, spread: float, meaning: s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Shared by all devices and runs; dimensionless unless the name has a unit."""
+    """The constants that all devices and runs share; dimensionless unless the name has a unit."""
 
     gemm_rate: float = _constant(0.9, 0.7, 1.1, 0.06, "large half-precision products, over the ceiling")
     flops_per_joule: float = _constant(1.05e12, 6e11, 2e12, 0.1, "what power allows them on 4 nm devices")
@@ -49,27 +49,27 @@ class Constants:
     straggler: float = _constant(0.004, 0.0005, 0.02, 0.5, "slowdown a doubling of the nodes")
 
     def __post_init__(self) -> None:
-        for known in fields(self):
-            value = getattr(self, known.name)
-            low, high = known.metadata["low"], known.metadata["high"]
+        for constant in fields(self):
+            value = getattr(self, constant.name)
+            low, high = constant.metadata["low"], constant.metadata["high"]
             if not (isinstance(value, float) and math.isfinite(value) and low <= value <= high):
-                raise ConfigError(f"constants.{known.name}: {value}; must be from {low} to {high}")
+                raise ConfigError(f"constants.{constant.name}: {value}; must be from {low} to {high}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConstants(Constants):
-    """Constants that one cluster's own measurements corrected; see `calibration`.
+    """Constants that one cluster's measurements corrected; see `calibration`.
 
-    `action_s`: what a forward or a backward of a stage takes beside its layers (data, the loop around it, the
-    loss). `residual`: measured over predicted time of whole iterations, for which no term could account.
-    The others are ratios of a part's time to what the shared constants say: weight gradients' products, what
-    is as wide as an FFN, adding gradients up, starting the kernels of input and of weight gradients, and the
-    elementwise part of a layer's and of the head's backward; a transfer's latency to a collective's hop; and
-    stepping one more weight tensor to a kernel's start. `skew`: what tensor-parallel ranks wait for the
-    slowest before their collectives, as a share of the computing between them. `contention`: how much longer
-    computing takes while a node's other ranks compute out of the same memory, as a share of the time alone.
-    `runtime_s`: what an action takes more where the plugin's own runtime executes the schedule.
-    A measured constant may lie outside the bounds of the shared ones.
+    `action_s`: seconds of a stage's forward or backward beside its layers (data, the loop around it, the
+    loss). `residual`: measured over predicted time of iterations, for which no term accounts. `skew`: the
+    wait of tensor-parallel ranks for the slowest before their collectives, as a share of the compute between
+    them. `contention`: the additional compute time while a node's other ranks compute out of the same memory,
+    as a share of the time alone. `runtime_s`: additional seconds of an action that the plugin's runtime
+    executes. The others are ratios of a part's time to its time by the shared constants: of the products of
+    weight gradients, of activations as wide as an FFN, of accumulating gradients, of starting the kernels of
+    input and of weight gradients, of the elementwise part of a layer's and of the head's backward, of a
+    transfer's latency to a collective's hop, and of stepping one more weight tensor to a kernel's start. A
+    measured constant may lie outside the bounds of the shared ones.
     """
 
     action_s: float = 0.0
@@ -88,26 +88,33 @@ class ClusterConstants(Constants):
     runtime_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for known in fields(self):
-            value = getattr(self, known.name)
-            is_positive = value > 0 or (value == 0 and known.name in ADDED)
+        for constant in fields(self):
+            value = getattr(self, constant.name)
+            is_positive = value > 0 or (value == 0 and constant.name in ADDED)
             if not (isinstance(value, float) and math.isfinite(value) and is_positive):
-                raise ConfigError(f"constants.{known.name}: {value}; must be above 0")
+                raise ConfigError(f"constants.{constant.name}: {value}; must be above 0")
+
+    @classmethod
+    def of(cls, constants: Constants) -> "ClusterConstants":
+        """The constants as a cluster's; neutral where they have no such constant."""
+        if isinstance(constants, cls):
+            return constants
+        return cls(**{name: getattr(constants, name) for name in names()})
 
 
-# Those that are 0 unless measured.
+# The constants that are 0 unless measured.
 ADDED = ("action_s", "skew", "contention", "runtime_s")
-# What a run takes that nobody has measured: every ratio is 1.
+# The constants of a cluster without measurements: every ratio is 1.
 NEUTRAL = ClusterConstants()
 
 
 def names() -> tuple[str, ...]:
-    """The constants in their order."""
-    return tuple(known.name for known in fields(Constants))
+    """The names of the shared constants in their order."""
+    return tuple(constant.name for constant in fields(Constants))
 
 
 def of_mapping(values: Mapping[str, float], *, where: str) -> Constants:
-    """Constants from data; what is missing keeps its default. Raises ConfigError for an unknown name."""
+    """Constants from data; a missing one keeps its default. Raises ConfigError for an unknown name."""
     unknown = sorted(set(values) - set(names()))
     if unknown:
         raise ConfigError(f"{where}: {unknown[0]}: unknown constant; remove it")
@@ -116,7 +123,7 @@ def of_mapping(values: Mapping[str, float], *, where: str) -> Constants:
 
 @functools.cache
 def fitted() -> Constants:
-    """The constants that come with the package."""
+    """The fitted constants that come with the package."""
     path = resources.files("quartet_plugin.cost") / FILE
     with resources.as_file(path) as file:
         return of_mapping(read_json(file)["values"], where=str(file))

@@ -1,8 +1,8 @@
-"""How processes that share processor cores slow each other down.
+"""The slowdown of processes that share processor cores.
 
-Of n busy processes on c cores each takes n / c times as long (processor sharing). How busy the others are
-depends on the plan: a rank that waits for its neighbours leaves the core to them, so work that moves away
-from a crowded core makes everybody there faster. No fixed pace of a slot says that.
+Each of n busy processes on c cores takes n / c times as long (processor sharing). How busy the others are
+depends on the plan: a rank that waits for its neighbours leaves the core to them, so moving work away from
+shared cores makes every process there faster. A constant slowdown of a slot cannot express that.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,71 +15,76 @@ from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import NodeInfo, Plan, Slot
 
 MAX_ROUNDS = 12
-# The stretch has settled when no rank's changes by more, relative.
-SETTLED = 0.005
+# The fixed point is reached when no rank's slowdown changes by more, relative.
+TOLERANCE = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CoreSharing:
-    """Who is on whose cores: `beside` [pp, pp] counts a rank's slots on those of another (of its most crowded
-    slot), without that slot itself; `cores` [pp] is how many these are."""
+    """The pipeline ranks that share cores.
 
-    beside: FloatArray
+    `sharers` [pp, pp] counts, for the slot of a rank that shares its cores with the most slots, the other
+    slots on these cores by their ranks; `cores` [pp] is the number of these cores.
+    """
+
+    sharers: FloatArray
     cores: FloatArray
 
-    def stretch(self, busy: FloatArray) -> FloatArray:
-        """How many times as long the ranks' work takes [pp], where they are `busy` so much of the time [pp].
+    def slowdown(self, busy: FloatArray) -> FloatArray:
+        """The ratio of each rank's compute time to its time alone [pp]; `busy` [pp] is the ranks' busy share.
 
-        Slots of one rank work at the same time.
+        The slots of one rank compute at the same time.
         """
-        apart = self.beside - np.diag(np.diag(self.beside))
-        found: FloatArray = np.maximum(1.0, (1.0 + np.diag(self.beside) + apart @ busy) / self.cores)
-        return found
+        other_ranks = self.sharers - np.diag(np.diag(self.sharers))
+        slowdown: FloatArray = np.maximum(
+            1.0, (1.0 + np.diag(self.sharers) + other_ranks @ busy) / self.cores
+        )
+        return slowdown
 
     @property
-    def most(self) -> FloatArray:
-        """The stretch where everybody is busy all the time [pp]."""
-        return self.stretch(np.ones(len(self.cores)))
+    def greatest_slowdown(self) -> FloatArray:
+        """The slowdown while all ranks are busy all the time [pp]."""
+        return self.slowdown(np.ones(len(self.cores)))
 
-    def settle(self, work_s: FloatArray, *, span_s: Callable[[FloatArray], float]) -> FloatArray:
-        """The stretch at which times and busyness agree [pp].
+    def consistent_slowdown(self, work_s: FloatArray, *, span_s: Callable[[FloatArray], float]) -> FloatArray:
+        """The slowdown [pp] under which the ranks are as busy as it assumes.
 
-        `work_s` [pp] is each rank's work alone; `span_s` an iteration's time under a stretch, 0 or below
-        where there is none.
+        `work_s` [pp] is each rank's compute alone; `span_s` gives an iteration's seconds under a slowdown, 0
+        or below where the iteration has none.
         """
-        found = self.most
+        slowdown = self.greatest_slowdown
         for _ in range(MAX_ROUNDS):
-            span = span_s(found)
+            span = span_s(slowdown)
             if span <= 0.0:
-                return found
-            wanted = self.stretch(np.minimum(1.0, work_s * found / span))
-            change = float(np.max(np.abs(wanted / found - 1.0)))
-            found = 0.5 * (found + wanted)
-            if change < SETTLED:
+                return slowdown
+            implied = self.slowdown(np.minimum(1.0, work_s * slowdown / span))
+            change = float(np.max(np.abs(implied / slowdown - 1.0)))
+            slowdown = 0.5 * (slowdown + implied)
+            if change < TOLERANCE:
                 break
-        return found
+        return slowdown
 
 
 def core_sharing_of(plan: Plan, nodes: Sequence[NodeInfo]) -> CoreSharing | None:
-    """Who shares cores under the plan's mapping; None where nobody does."""
-    crowd_of = {
-        Slot(node=at, local=local): (at, number)
-        for at, node in enumerate(nodes)
-        for number, crowd in enumerate(node.crowds or ())
-        for local in crowd.locals
+    """The core sharing under the plan's mapping; None where no processes share cores."""
+    group_of_slot = {
+        Slot(node=node_index, local=local): (node_index, group_index)
+        for node_index, node in enumerate(nodes)
+        for group_index, group in enumerate(node.crowds or ())
+        for local in group.locals
     }
-    if not crowd_of:
+    if not group_of_slot:
         return None
     ranks = plan.layout.pipeline_parallel
     # Megatron numbers pipeline ranks slowest.
     size = len(slots_of(nodes)) // ranks
-    crowds = [crowd_of.get(slot) for slot in plan.mapping.slots]
-    beside, cores = np.zeros((ranks, ranks)), np.ones(ranks)
+    groups = [group_of_slot.get(slot) for slot in plan.mapping.slots]
+    sharers, cores = np.zeros((ranks, ranks)), np.ones(ranks)
     for rank in range(ranks):
-        for crowd in {one for one in crowds[rank * size : (rank + 1) * size] if one is not None}:
-            there = np.array([float(one == crowd) for one in crowds]).reshape(ranks, size).sum(axis=1)
-            there[rank] -= 1.0
-            num_cores = float(nodes[crowd[0]].crowds[crowd[1]].num_cores)  # type: ignore[index]
-            if (1.0 + there.sum()) / num_cores > (1.0 + beside[rank].sum()) / cores[rank]:
-                beside[rank], cores[rank] = there, num_cores
-    return CoreSharing(beside=beside, cores=cores)
+        for group in {group for group in groups[rank * size : (rank + 1) * size] if group is not None}:
+            members = np.array([float(other == group) for other in groups]).reshape(ranks, size).sum(axis=1)
+            members[rank] -= 1.0
+            num_cores = float(nodes[group[0]].crowds[group[1]].num_cores)  # type: ignore[index]
+            if (1.0 + members.sum()) / num_cores > (1.0 + sharers[rank].sum()) / cores[rank]:
+                sharers[rank], cores[rank] = members, num_cores
+    return CoreSharing(sharers=sharers, cores=cores)

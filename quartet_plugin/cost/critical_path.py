@@ -1,8 +1,8 @@
-"""How long a schedule takes, and which actions it waits for: the counts along its critical path.
+"""The makespan of a schedule, and the counts of actions and transfers on its critical path.
 
-A makespan is the sum of the actions and transfers on one path through the schedule, so how often each
-stage's actions lie on that path is also its derivative by their times: one simulation gives a time and all
-its slopes.
+A makespan is the sum of the actions and transfers on one path through the schedule, so the counts of each
+stage's actions on that path are its derivatives by their times: one simulation gives a time and all its
+slopes.
 """
 
 from dataclasses import dataclass
@@ -11,26 +11,24 @@ import numpy as np
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import Plan, ScheduleChoice
+from quartet_plugin.model.plan import Plan
 from quartet_plugin.schedule import kernel
-from quartet_plugin.schedule.choice import costs_of, family_of, written_of
-from quartet_plugin.schedule.family import generate
-from quartet_plugin.schedule.named import named
+from quartet_plugin.schedule.choice import generated, written_of
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import flatten
 
-# Rounds of microbatches that are simulated as they are, and those taken for the rate beyond them.
+# Rounds of microbatches that are simulated action by action, and the last ones of them, which give the rate
+# beyond: some orders repeat only after several rounds.
 FULL_ROUNDS, FOLDED_ROUNDS = 8, 2
-# Two ends count as the same time within this part of the makespan.
+# Two times count as equal within this part of the makespan.
 SAME = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Path:
-    """A makespan and what lies on its critical path.
+    """A makespan in seconds, and the counts on its critical path.
 
-    `actions` [4, num_stages] counts forwards, input gradients, weight gradients and whole backwards, `sends`
+    `actions` [4, num_stages] counts forwards, input gradients, weight gradients and full backwards, `sends`
     [2, num_stages] the transfers out of a stage: forward-going and backward-going ones.
     """
 
@@ -40,7 +38,7 @@ class Path:
 
 
 class OrderedActions:
-    """A schedule's orders, flat: made once, run with any times. One copy of the model only."""
+    """A schedule's orders as flat arrays: made once, run with any times. One copy of the model only."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.num_microbatches = schedule.num_microbatches
@@ -76,9 +74,9 @@ class OrderedActions:
 
 
 def orders_of(plan: Plan) -> tuple[tuple[OrderedActions, float], ...]:
-    """The plan's orders with their weights: many microbatches are two shorter runs, extrapolated.
+    """The plan's orders with their weights: many microbatches are extrapolated from two shorter orders.
 
-    None without a pipeline.
+    Empty without a pipeline.
     """
     layout, schedule, count = plan.layout, plan.schedule, plan.num_microbatches
     if layout.pipeline_parallel == 1:
@@ -90,48 +88,30 @@ def orders_of(plan: Plan) -> tuple[tuple[OrderedActions, float], ...]:
             return ((OrderedActions(written), 1.0),)
     unit = schedule.group or layout.pipeline_parallel
     return tuple(
-        (OrderedActions(_made(schedule, layout=layout, num_microbatches=size)), weight)
+        (OrderedActions(generated(schedule, layout=layout, num_microbatches=size)), weight)
         for size, weight in folded(count, unit=unit)
     )
 
 
-def folded(count: int, *, unit: int) -> list[tuple[int, float]]:
-    """Numbers of microbatches to simulate for `count`, with weights: an order repeats every `unit`."""
+def folded_counts(count: int, *, unit: int) -> tuple[int, int] | None:
+    """Two smaller numbers of microbatches to extrapolate from, ascending; None where `count` is small.
+
+    The order repeats every `unit` microbatches.
+    """
     if count <= (FULL_ROUNDS + 1) * unit:
-        return [(count, 1.0)]
+        return None
     longer = FULL_ROUNDS * unit + count % unit
-    shorter = longer - FOLDED_ROUNDS * unit
-    more = (count - longer) / (longer - shorter)
-    return [(longer, 1.0 + more), (shorter, -more)]
+    return longer - FOLDED_ROUNDS * unit, longer
 
 
-def _made(choice: ScheduleChoice, *, layout: Layout, num_microbatches: int) -> Schedule:
-    """The orders of a plan's schedule for so many microbatches."""
-    custom = choice.custom
-    if custom is None:
-        return named(
-            choice.name,
-            num_devices=layout.pipeline_parallel,
-            num_microbatches=num_microbatches,
-            chunks=layout.virtual_stages if layout.virtual_stages > 1 else None,
-            group=choice.group,
-        )
-    if custom.named is not None:
-        return named(
-            custom.named,
-            num_devices=custom.num_devices,
-            num_microbatches=num_microbatches,
-            chunks=len(custom.placement) // custom.num_devices,
-            group=custom.group,
-        )
-    family, limits = family_of(custom), custom.profile.memory_limit_bytes
-    assert family is not None, "a custom schedule is named, written or of the family"
-    return generate(
-        family,
-        costs_of(custom),
-        num_microbatches,
-        memory_limit_bytes=None if limits is None else np.array(limits, dtype=np.float64),
-    )
+def folded(count: int, *, unit: int) -> list[tuple[int, float]]:
+    """The numbers of microbatches to simulate for `count`, with their weights."""
+    counts = folded_counts(count, unit=unit)
+    if counts is None:
+        return [(count, 1.0)]
+    shorter, longer = counts
+    beyond = (count - longer) / (longer - shorter)
+    return [(longer, 1.0 + beyond), (shorter, -beyond)]
 
 
 @kernel.compiled
@@ -158,40 +138,40 @@ def critical_path(
     )
     if ran < count:
         return -1.0
-    # The place of each unit's forward, and of what makes its gradient.
+    # The position of each unit's forward, and of the action that makes its gradient.
     forward = np.full(num_stages * num_microbatches, -1)
     gradient = np.full(num_stages * num_microbatches, -1)
     first = np.zeros(count, dtype=np.uint8)
     for device in range(len(offsets) - 1):
         if offsets[device] < offsets[device + 1]:
             first[offsets[device]] = 1
-    for at in range(count):
-        kind = orders[at] & 3
+    for position in range(count):
+        kind = orders[position] & 3
         if kind == kernel.F:
-            forward[orders[at] >> 2] = at
+            forward[orders[position] >> 2] = position
         elif kind != kernel.W:
-            gradient[orders[at] >> 2] = at
-    at = 0
+            gradient[orders[position] >> 2] = position
+    position = 0
     for other in range(count):
-        if end[other] > end[at]:
-            at = other
-    makespan = end[at]
-    near = same * makespan
+        if end[other] > end[position]:
+            position = other
+    makespan = end[position]
+    tolerance = same * makespan
     while True:
-        unit = orders[at] >> 2
-        kind = orders[at] & 3
+        unit = orders[position] >> 2
+        kind = orders[position] & 3
         stage = unit // num_microbatches
         actions[kind, stage] += 1.0
-        if start[at] <= near:
+        if start[position] <= tolerance:
             break
-        if first[at] == 0 and end[at - 1] >= start[at] - near:
-            at -= 1
+        if first[position] == 0 and end[position - 1] >= start[position] - tolerance:
+            position -= 1
             continue
         # It waited for another stage: the only other reason to start late.
         if kind == kernel.F:
             sends[0, stage - 1] += 1.0
-            at = forward[unit - num_microbatches]
+            position = forward[unit - num_microbatches]
         else:
             sends[1, stage + 1] += 1.0
-            at = gradient[unit + num_microbatches]
+            position = gradient[unit + num_microbatches]
     return float(makespan)

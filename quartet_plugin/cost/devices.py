@@ -1,4 +1,4 @@
-"""The library of devices: what the data sheets and the highest measured matrix products say.
+"""The library of devices: figures of the data sheets, and the highest measured matrix products.
 
 One JSON file a device in `hardware/`; a user's own files are read the same way and go first. Bandwidths
 are bytes/s of one device in one direction; `peak_flops` is dense, FLOP/s; `matmul_ceiling` is the highest
@@ -17,7 +17,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.schema import Bounds, Length, read_record, record
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
-Topology = Literal["switch", "mesh"]
+ScaleUpTopology = Literal["switch", "mesh"]
 Positive = Annotated[float, Bounds(gt=0, lt=1e20)]
 Count = Annotated[int, Bounds(ge=1, le=2**20)]
 Name = Annotated[str, Length(least=1, most=200)]
@@ -45,7 +45,7 @@ class DeviceSpec:
     memory_bytes: Annotated[int, Bounds(ge=1, le=2**50)]
     memory_bandwidth_bytes_per_s: Positive
     scale_up_bandwidth_bytes_per_s: Positive
-    scale_up_topology: Topology
+    scale_up_topology: ScaleUpTopology
     scale_up_devices: Count
     scale_out_bandwidth_bytes_per_s: Positive
     devices_per_node: Count
@@ -97,13 +97,13 @@ def library() -> Mapping[str, DeviceSpec]:
 
 
 def index(devices: Iterable[DeviceSpec]) -> Mapping[str, DeviceSpec]:
-    """Devices by every name they go by; raises ConfigError where two claim the same one."""
-    found: dict[str, DeviceSpec] = {}
+    """Devices by their names and aliases in lower case; raises ConfigError where two share one."""
+    by_name: dict[str, DeviceSpec] = {}
     for device in devices:
         for name in (device.name, *device.aliases):
-            if found.setdefault(name.lower(), device) is not device:
+            if by_name.setdefault(name.lower(), device) is not device:
                 raise ConfigError(f"device {name!r}: the name is taken twice; rename one of the files")
-    return found
+    return by_name
 
 
 def device_named(name: str, *, extra: Mapping[str, DeviceSpec] | None = None) -> DeviceSpec:
@@ -115,8 +115,8 @@ def device_named(name: str, *, extra: Mapping[str, DeviceSpec] | None = None) ->
     for devices in (extra or {}, library()):
         if plain in devices:
             return devices[plain]
-    known = ", ".join(sorted({device.name for device in library().values()}))
-    raise ConfigError(f"device {name!r}: unknown; add a hardware file for it, or use one of {known}")
+    names = ", ".join(sorted({device.name for device in library().values()}))
+    raise ConfigError(f"device {name!r}: unknown; add a hardware file for it, or use one of {names}")
 
 
 def read_folder(folder: str | os.PathLike[str]) -> Mapping[str, DeviceSpec]:

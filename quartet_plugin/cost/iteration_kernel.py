@@ -21,14 +21,14 @@ TRANSFER, NETWORK, LATENCY = (
 def pipeline_time(
     scale: FloatArray,
     compute: FloatArray,
-    beside: FloatArray,
-    members: IntArray,
-    stretch: FloatArray,
+    unslowed: FloatArray,
+    slot_indices: IntArray,
+    core_slowdown: FloatArray,
     placement: IntArray,
     sends: FloatArray,
     is_blocking: bool,
-    is_own: bool,
-    given: FloatArray,
+    is_custom: bool,
+    counts_without_orders: FloatArray,
     orders: IntArray,
     offsets: IntArray,
     num_microbatches: int,
@@ -36,28 +36,29 @@ def pipeline_time(
 ) -> float:
     """Seconds, -1 where the orders do not run; adds to `slopes` [num_coefficients].
 
-    `scale` [num_coefficients] are the factors; `compute` [num_causes, 3, S] and `beside` [3, 3, S] (tensor
-    parallel, context parallel, action) the work of the stages by direction, `sends` [3, S] (near, far,
-    latency) what each stage's transfer to the next takes; `members` [pp, slots a rank] the pace factors,
-    empty where there are none, `stretch` [pp] how many times as long compute takes beside others
-    on the same cores, taken as given. Without orders the work counts as often as `given` [3, S] says.
+    `scale` [num_coefficients] are the coefficients; `compute` [num_causes, 3, S] is the stages' compute by
+    direction, `unslowed` [3, 3, S] the work that no slowdown touches (tensor parallel, context parallel,
+    action starts), `sends` [3, S] the transfer from each stage to the next (intra-node, inter-node, latency).
+    `slot_indices` [pp, slots a rank] are the coefficients' indices of the slots' slowdowns, empty where slots
+    are not told apart; `core_slowdown` [pp] is the slowdown by core sharing, held constant. Without orders
+    every action counts as often as `counts_without_orders` [3, S] says.
     """
     num_causes, num_stages = compute.shape[0], compute.shape[2]
-    whole = scale[SPEED] * (scale[RUNTIME] if is_own else 1.0)
+    speed = scale[SPEED] * (scale[RUNTIME] if is_custom else 1.0)
     direction = np.array([1.0, scale[INPUT_GRAD], scale[WEIGHT_GRAD]])
-    pace_at = np.full(num_stages, -1)
-    pace = np.ones(num_stages)
-    if members.shape[0] > 0:
+    slowdown_index = np.full(num_stages, -1)
+    slowdown = np.ones(num_stages)
+    if slot_indices.shape[0] > 0:
         for stage in range(num_stages):
             row = placement[stage]
-            at = members[row, 0]
-            for other in members[row]:
-                if scale[other] > scale[at]:
-                    at = other
-            pace_at[stage] = at
-            pace[stage] = scale[at]
+            slowest = slot_indices[row, 0]
+            for other in slot_indices[row]:
+                if scale[other] > scale[slowest]:
+                    slowest = other
+            slowdown_index[stage] = slowest
+            slowdown[stage] = scale[slowest]
     for stage in range(num_stages):
-        pace[stage] *= stretch[placement[stage]]
+        slowdown[stage] *= core_slowdown[placement[stage]]
     work = np.zeros((4, num_stages))
     for way in range(3):
         for stage in range(num_stages):
@@ -65,12 +66,12 @@ def pipeline_time(
             for cause in range(num_causes):
                 total += scale[cause] * compute[cause, way, stage]
             work[way, stage] = (
-                total * whole * direction[way] * pace[stage]
-                + scale[TENSOR] * beside[0, way, stage]
-                + scale[CONTEXT] * beside[1, way, stage]
-                + scale[ACTION] * beside[2, way, stage]
+                total * speed * direction[way] * slowdown[stage]
+                + scale[TENSOR] * unslowed[0, way, stage]
+                + scale[CONTEXT] * unslowed[1, way, stage]
+                + scale[ACTION] * unslowed[2, way, stage]
             )
-    counts = given.copy()
+    counts = counts_without_orders.copy()
     sent = np.zeros(num_stages)
     seconds = 0.0
     if len(orders) == 0:
@@ -125,25 +126,25 @@ def pipeline_time(
         slopes[NETWORK] += scale[NETWORK] * sent[stage] * sends[1, stage]
         slopes[LATENCY] += scale[LATENCY] * sent[stage] * sends[2, stage]
         for way in range(3):
-            often = counts[way, stage]
-            if often == 0.0:
+            count = counts[way, stage]
+            if count == 0.0:
                 continue
-            factor = whole * direction[way] * pace[stage] * often
+            multiplier = speed * direction[way] * slowdown[stage] * count
             total = 0.0
             for cause in range(num_causes):
-                spent = scale[cause] * compute[cause, way, stage] * factor
+                spent = scale[cause] * compute[cause, way, stage] * multiplier
                 slopes[cause] += spent
                 total += spent
             slopes[SPEED] += total
-            if is_own:
+            if is_custom:
                 slopes[RUNTIME] += total
             if way == 1:
                 slopes[INPUT_GRAD] += total
             elif way == 2:
                 slopes[WEIGHT_GRAD] += total
-            if pace_at[stage] >= 0:
-                slopes[pace_at[stage]] += total
-            slopes[TENSOR] += scale[TENSOR] * beside[0, way, stage] * often
-            slopes[CONTEXT] += scale[CONTEXT] * beside[1, way, stage] * often
-            slopes[ACTION] += scale[ACTION] * beside[2, way, stage] * often
+            if slowdown_index[stage] >= 0:
+                slopes[slowdown_index[stage]] += total
+            slopes[TENSOR] += scale[TENSOR] * unslowed[0, way, stage] * count
+            slopes[CONTEXT] += scale[CONTEXT] * unslowed[1, way, stage] * count
+            slopes[ACTION] += scale[ACTION] * unslowed[2, way, stage] * count
     return float(seconds)

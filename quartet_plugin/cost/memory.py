@@ -1,9 +1,10 @@
-"""Peak memory of the fullest device: weights, gradients, optimizer, activations, buffers. Needs no device.
+"""The peak memory of the fullest device: weights, gradients, optimizer, activations, buffers.
 
 Activation bytes follow Korthikanti et al. (2022), with grouped queries, gated FFNs, fused attention, experts
-and latent attention added; the schedule says how many microbatches are held. Sizes are bytes.
+and latent attention added; the schedule determines how many microbatches are held. Sizes are bytes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +14,12 @@ from quartet_plugin.cost.pipeline import activation_peak, stages_of_devices
 from quartet_plugin.cost.run import Experts, HalfPrecision, Software, TrainingRun
 from quartet_plugin.model.costs import FloatArray
 
-# The least a weight or an activation takes.
+# Bytes of a half-precision weight or activation.
 HALF = 2.0
-# A number in fp32; master weight and two moments in fp32.
+# Bytes of a number in fp32; of a master weight and two moments in fp32.
 SINGLE = 4.0
 OPTIMIZER_BYTES = 12.0
-# What the driver, its contexts and the collective library take beside the allocator.
+# Bytes of the driver, its contexts and the collective library, beside the allocator.
 CONTEXT_BYTES = 1.5 * 2**30
 # The share of a data sheet's memory that programs can allocate.
 USABLE = 0.985
@@ -26,6 +27,8 @@ USABLE = 0.985
 HELD_FRACTION = 0.6
 # Holes that caching allocators before expandable segments leave between activations.
 FRAGMENTATION = 1.08
+# The terms of `Memory`, in the order of its sum.
+TERMS = ("parameters", "gradients", "optimizer", "activations", "temporary")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +38,15 @@ class Weights:
     dense: float
     expert: float
 
+    @classmethod
+    def total_of(cls, stages: Iterable["Weights"]) -> "Weights":
+        """The parameters of several stages on one rank."""
+        held = list(stages)
+        return cls(dense=sum(w.dense for w in held), expert=sum(w.expert for w in held))
+
     @property
     def total(self) -> float:
-        """Both."""
+        """Dense and expert parameters together."""
         return self.dense + self.expert
 
 
@@ -55,29 +64,23 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """What the allocator holds at the peak."""
+        """Bytes that the allocator holds at the peak."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
 
     @property
     def available(self) -> float:
-        """What the device leaves the allocator beside its driver's context."""
+        """Bytes that the device has for the allocator, beside its driver's context."""
         return self.capacity * USABLE - CONTEXT_BYTES
 
     @property
     def fits(self) -> bool:
-        """Whether the device can hold it."""
+        """Whether the device can hold the peak."""
         return self.total <= self.available
 
     @property
     def terms(self) -> dict[str, float]:
-        """What holds the bytes; the values sum to `total`."""
-        return {
-            "parameters_bytes": self.parameters,
-            "gradients_bytes": self.gradients,
-            "optimizer_bytes": self.optimizer,
-            "activations_bytes": self.activations,
-            "temporary_bytes": self.temporary,
-        }
+        """The bytes by what holds them; the values sum to `total`."""
+        return {f"{name}_bytes": getattr(self, name) for name in TERMS}
 
 
 def weights_of_stages(run: TrainingRun) -> list[Weights]:
@@ -95,7 +98,7 @@ def weights_of_stages(run: TrainingRun) -> list[Weights]:
     num_dense = run.experts.num_dense_layers if run.experts else shape.num_layers
     positions = shape.max_position_embeddings * (shape.position_embedding == "learned_absolute")
     vocabulary = shape.vocab_size * h / tp
-    found: list[Weights] = []
+    stages: list[Weights] = []
     first, last = 0, len(run.layers_per_stage) - 1
     for stage, count in enumerate(run.layers_per_stage):
         plain = max(0, min(count, num_dense - first))
@@ -105,12 +108,12 @@ def weights_of_stages(run: TrainingRun) -> list[Weights]:
             total += vocabulary + h * positions
         if stage == last and not (stage == 0 and shape.tied_embeddings):
             total += vocabulary
-        found.append(Weights(dense=total, expert=(count - plain) * routed))
-    return found
+        stages.append(Weights(dense=total, expert=(count - plain) * routed))
+    return stages
 
 
 def layer_activation_bytes(run: TrainingRun, *, experts: Experts | None) -> float:
-    """What one layer keeps of one microbatch from its forward to its backward, nothing recomputed."""
+    """Bytes that one layer keeps of one microbatch from forward to backward, without recompute."""
     shape, layout = run.shape, run.layout
     t, tp, h = run.tokens_per_microbatch, layout.tensor_parallel, shape.hidden_size
     split = tp if layout.sequence_parallel else 1
@@ -135,28 +138,28 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
     """Each pipeline device's memory at its peak in a step."""
     last = len(run.layers_per_stage) - 1
     weights = weights_of_stages(run)
-    kept, held = _stage_activations(run)
-    peaks = activation_peak(run, kept, held)
-    found = []
-    for device, own in enumerate(stages_of_devices(run)):
-        dense, expert = sum(weights[k].dense for k in own), sum(weights[k].expert for k in own)
-        parameters, gradients, optimizer = _states(run, dense, expert)
-        found.append(
+    stage_bytes, held = _stage_activations(run)
+    peaks = activation_peak(run, stage_bytes, held)
+    devices = []
+    for device, stages in enumerate(stages_of_devices(run)):
+        held_weights = Weights.total_of(weights[k] for k in stages)
+        parameters, gradients, optimizer = _states(run, held_weights.dense, held_weights.expert)
+        devices.append(
             Memory(
                 parameters=parameters,
                 gradients=gradients,
                 optimizer=optimizer,
                 activations=float(peaks[device]) * (FRAGMENTATION if run.software.fragments else 1.0),
-                temporary=_temporary(run, first=0 in own, last=last in own),
+                temporary=_temporary(run, first=0 in stages, last=last in stages),
                 device=device,
                 capacity=float(run.machines.memory_bytes),
             )
         )
-    return found
+    return devices
 
 
 def bytes_per_weight(precision: HalfPrecision, software: Software) -> tuple[float, float, float]:
-    """Of the weight itself, its summed gradient, and what the optimizer keeps of it, all unsharded.
+    """Bytes of a weight, of its summed gradient, and of its optimizer state, all unsharded.
 
     An fp32 weight is its own master weight: the optimizer keeps its moments alone.
     """
@@ -187,33 +190,33 @@ def _states(run: TrainingRun, dense: float, expert: float) -> tuple[float, float
 def _stage_activations(run: TrainingRun) -> tuple[FloatArray, float]:
     """Bytes each stage keeps of a microbatch, and the part that waits for the weight gradient."""
     shape, layout = run.shape, run.layout
-    whole = layer_activation_bytes(run, experts=None)
-    moe = layer_activation_bytes(run, experts=run.experts) if run.experts else whole
+    dense = layer_activation_bytes(run, experts=None)
+    moe = layer_activation_bytes(run, experts=run.experts) if run.experts else dense
     num_dense = run.experts.num_dense_layers if run.experts else shape.num_layers
     split = layout.tensor_parallel if layout.sequence_parallel else 1
     boundary = run.element_bytes * run.tokens_per_microbatch * shape.hidden_size / split
-    kept, first = [], 0
+    stages, first = [], 0
+    boundaries = 2 if run.software.keeps_stage_outputs else 1
     for count in run.layers_per_stage:
         plain = max(0, min(count, num_dense - first))
         first += count
-        kept.append(plain * _kept(run, whole, boundary) + (count - plain) * _kept(run, moe, boundary))
-    ends = 2 if run.software.keeps_stage_outputs else 1
-    kept = [amount + ends * boundary for amount in kept]
-    return np.array(kept), 0.0 if run.layout.recompute == "full" else HELD_FRACTION
+        layers = plain * _kept_bytes(run, dense, boundary) + (count - plain) * _kept_bytes(run, moe, boundary)
+        stages.append(layers + boundaries * boundary)
+    return np.array(stages), 0.0 if run.layout.recompute == "full" else HELD_FRACTION
 
 
-def _kept(run: TrainingRun, whole: float, boundary: float) -> float:
-    """What recompute leaves of a layer's `whole` activations; full recompute keeps the layer's input."""
+def _kept_bytes(run: TrainingRun, layer: float, boundary: float) -> float:
+    """Bytes that recompute leaves of a layer's activations; full recompute keeps the layer's input."""
     if run.layout.recompute == "full":
         return boundary
     if run.layout.recompute == "selective":
         share = run.software.selective_fraction
-        return (whole - _scores_bytes(run)) * (1 - share) + boundary * share
-    return whole
+        return (layer - _scores_bytes(run)) * (1 - share) + boundary * share
+    return layer
 
 
 def _scores_bytes(run: TrainingRun) -> float:
-    """Softmax output, dropout mask and dropout output of unfused attention, of one layer and microbatch."""
+    """Bytes of softmax output, dropout mask and dropout output of unfused attention in one layer."""
     if run.software.attention != "unfused":
         return 0.0
     heads = run.shape.num_attention_heads / run.layout.tensor_parallel
@@ -223,7 +226,7 @@ def _scores_bytes(run: TrainingRun) -> float:
 
 
 def _attention_bytes(run: TrainingRun) -> float:
-    """A token's queries, keys, values and output on one rank; the scores where they are materialized."""
+    """Bytes of a token's queries, keys, values and output on one rank, and of scores where materialized."""
     shape, tp, size = run.shape, run.layout.tensor_parallel, float(run.element_bytes)
     if run.latent is not None:
         mla, heads = run.latent, shape.num_attention_heads / tp
@@ -241,12 +244,12 @@ def _attention_bytes(run: TrainingRun) -> float:
 
 
 def _ffn_bytes(run: TrainingRun, ffn: float) -> float:
-    """A token's first product and its activation."""
+    """Bytes of a token's first product and its activation."""
     return run.element_bytes * ffn * (3.0 if run.shape.gated_ffn else 2.0)
 
 
 def _temporary(run: TrainingRun, *, first: bool, last: bool) -> float:
-    """Buffers of operations: weight gradients or placeholders, a layer's gradients, logits, buckets."""
+    """Bytes of buffers: weight gradients or placeholders, a layer's gradients, logits, buckets."""
     shape, tp, t = run.shape, run.layout.tensor_parallel, run.tokens_per_microbatch
     sizes = [*compute.products(run)]
     width = shape.ffn_hidden_size / tp

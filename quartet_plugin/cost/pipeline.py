@@ -1,7 +1,7 @@
-"""The pipeline's part of a step: simulated, and folded where many microbatches only repeat.
+"""The pipeline's part of a step: simulated, and extrapolated where many microbatches only repeat.
 
 Beyond a few rounds of p microbatches a named order repeats, so its makespan grows by the same time every
-round: two short simulations give that of any number of microbatches.
+round: two short simulations give the makespan of any number of microbatches.
 """
 
 import functools
@@ -9,17 +9,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from quartet_plugin.cost.critical_path import folded_counts
 from quartet_plugin.cost.run import ScheduleKind, TrainingRun
 from quartet_plugin.model.costs import FloatArray, IntArray, StageCosts
 from quartet_plugin.schedule import kernel
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import flatten, lanes_of, simulate
-
-# Rounds of p microbatches that are simulated as they are; what is beyond is extrapolated.
-FULL_ROUNDS = 8
-# Rounds whose time is taken for the rate: some orders repeat only after several.
-FOLDED_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +39,17 @@ def stages_of_devices(run: TrainingRun) -> tuple[tuple[int, ...], ...]:
 
 
 @functools.lru_cache(maxsize=512)
-def _placement(devices: int, stages: int, turns: bool) -> tuple[int, ...]:
-    return tuple(2 * devices - 1 - k if turns and k >= devices else k % devices for k in range(stages))
+def _placement(devices: int, stages: int, is_v_placement: bool) -> tuple[int, ...]:
+    return tuple(
+        2 * devices - 1 - k if is_v_placement and k >= devices else k % devices for k in range(stages)
+    )
 
 
 @functools.lru_cache(maxsize=512)
 def _stages(devices: int, placement: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(k for k, at in enumerate(placement) if at == device) for device in range(devices))
+    return tuple(
+        tuple(k for k, holder in enumerate(placement) if holder == device) for device in range(devices)
+    )
 
 
 @functools.lru_cache(maxsize=512)
@@ -84,16 +84,16 @@ def makespan_s(run: TrainingRun, times: StageTimes) -> float:
             makespan_s(replace(run, num_microbatches=count - rest + n), times) for n in (0, devices)
         )
         return lower + (upper - lower) * rest / devices if lower else upper
-    if count <= (FULL_ROUNDS + 1) * devices:
+    counts = folded_counts(count, unit=devices)
+    if counts is None:
         return simulated_s(run, times, count)
-    longer = FULL_ROUNDS * devices + rest
-    shorter = longer - FOLDED_ROUNDS * devices
+    shorter, longer = counts
     first, second = simulated_s(run, times, shorter), simulated_s(run, times, longer)
     return second + (second - first) * (count - longer) / (longer - shorter)
 
 
 def activation_peak(run: TrainingRun, stage_bytes: FloatArray, held_fraction: float) -> FloatArray:
-    """The schedule's highest activation bytes on each device."""
+    """The schedule's peak activation bytes on each device."""
     devices = run.layout.pipeline_parallel
     if devices == 1:
         return np.array([float(stage_bytes.sum())])
@@ -111,7 +111,7 @@ def activation_peak(run: TrainingRun, stage_bytes: FloatArray, held_fraction: fl
 
 
 def simulated_s(run: TrainingRun, times: StageTimes, count: int) -> float:
-    """`makespan_s` of `count` microbatches, every action simulated."""
+    """The makespan of `count` microbatches in seconds, every action simulated."""
     devices = run.layout.pipeline_parallel
     schedule, orders, offsets = order(run.schedule, devices, run.layout.virtual_stages, count)
     costs = StageCosts(

@@ -1,7 +1,7 @@
-"""What one iteration of a run costs, as named terms that add up, and the memory it needs."""
+"""The time of one iteration of a run, as named terms that add up, and the memory that it needs."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -26,14 +26,14 @@ OPTIMIZER_BYTES = 28.0
 CLEARED_BYTES = 4.0
 # Weight tensors of a layer with biases and without, and of the ends.
 TENSORS, PLAIN_TENSORS, END_TENSORS = 12, 6, 4
-# Causes of a stage's time that are computation, by the key of `StageParts`.
+# Causes of a stage's time that are compute, by the key of `StageParts`.
 COMPUTE = ("gemm", "attention", "elementwise", "launch", "head")
 # Megatron overlaps transfers in interleaved schedules only; zero-bubble runtimes send asynchronously.
 BLOCKING = (ScheduleKind.ONE_F_ONE_B, ScheduleKind.GPIPE)
 OVERLAPPABLE = (ScheduleKind.INTERLEAVED,)
-# Schedules whose backwards are split, and those that a runtime of ours executes.
+# Schedules whose backwards are split, and those that the plugin's runtime executes.
 SPLIT = (ScheduleKind.ZB_H1, ScheduleKind.ZB_H2, ScheduleKind.ZB_V)
-OWN = (*SPLIT, ScheduleKind.GPIPE)
+CUSTOM = (*SPLIT, ScheduleKind.GPIPE)
 StageParts = dict[str, Times]
 
 
@@ -47,14 +47,13 @@ class RowPrediction:
 
 
 def predict(run: TrainingRun, constants: Constants) -> RowPrediction:
-    """The iteration's time by cause: of the busiest pipeline device, its waiting as the bubble."""
+    """The iteration's time by cause, seen from the busiest pipeline device, whose waiting is the bubble."""
     parts = stage_parts(run, constants)
-    sums = [total_of(part.values()) for part in parts]
+    sums = [Times.sum_of(part.values()) for part in parts]
     weights = weights_of_stages(run)
     p, m = run.layout.pipeline_parallel, run.num_microbatches
     stages = stages_of_devices(run)
     device = max(range(p), key=lambda d: sum(sums[k].total for k in stages[d]))
-    own = [sums[k] for k in stages[device]]
     by_cause: dict[str, float] = {}
     for k in stages[device]:
         for name, times in parts[k].items():
@@ -68,8 +67,8 @@ def predict(run: TrainingRun, constants: Constants) -> RowPrediction:
     gain = contention_gain(run.software, run.machines, constants) * idle
     if gain:
         terms["pp_alone_s"] = -gain * span
-    forward = sum(one.forward for one in own)
-    backward = sum(one.input_grad + one.weight_grad for one in own)
+    forward = sum(sums[k].forward for k in stages[device])
+    backward = sum(sums[k].input_grad + sums[k].weight_grad for k in stages[device])
     terms["fsdp_comm_s"] = m * communication.sharded_parameters(
         run, constants, parameters=sum(w.total for w in weights), forward_s=forward, backward_s=backward
     )
@@ -78,9 +77,9 @@ def predict(run: TrainingRun, constants: Constants) -> RowPrediction:
     terms["dp_comm_s"] = communication.data_parallel(
         run, constants, dense=held.dense, expert=held.expert, forward_s=forward, backward_s=backward
     )
-    ends = communication.tied_ends_s(run, constants)
-    if ends:
-        terms["ends_comm_s"] = ends
+    tied_ends = communication.tied_ends_s(run, constants)
+    if tied_ends:
+        terms["ends_comm_s"] = tied_ends
     terms["optimizer_s"] = optimizer_s(run, constants, held, num_layers=held_layers(run, fullest))
     terms["step_overhead_s"] = 0.0 if run.software.logs_step_only else constants.step_s
     nodes = run.machines.num_devices / run.machines.devices_per_node
@@ -97,7 +96,7 @@ def predict_rows(
     constants: Constants | None = None,
     devices: Mapping[str, DeviceSpec] | None = None,
 ) -> list[dict[str, Any]]:
-    """`predict_row` of every entry; raises ConfigError where `data` is no array of objects."""
+    """`predict_row` for every row; raises ConfigError where `data` is no array of objects."""
     if not isinstance(data, list):
         raise ConfigError(f"{where}: must be an array of rows, not {type(data).__name__}")
     for index, row in enumerate(data):
@@ -112,22 +111,21 @@ def predict_row(
     constants: Constants | None = None,
     devices: Mapping[str, DeviceSpec] | None = None,
 ) -> dict[str, Any]:
-    """The output entry of one row of `ROWS.json`: what is predicted and assumed, or its `error`."""
+    """The output entry of one row of `ROWS.json`: prediction and assumptions, or the row's `error`."""
     label = data.get("id")
-    used = constants or fitted()
     try:
         resolved = resolve(read_row(data), devices=devices)
         memory = _fitting(resolved)
-        found = predict(resolved.run, used)
+        prediction = predict(resolved.run, constants or fitted())
     except QuartetError as error:
         return {"id": label, "error": str(error)}
     return {
         "id": label,
-        "iter_time_s": found.iter_time_s,
+        "iter_time_s": prediction.iter_time_s,
         "peak_memory_bytes": memory.total,
         "fits": memory.fits,
-        "terms": dict(found.terms),
-        "compute_terms": dict(found.compute_terms),
+        "terms": dict(prediction.terms),
+        "compute_terms": dict(prediction.compute_terms),
         "memory_terms": memory.terms,
         "assumed": resolved.assumed,
         "warnings": resolved.warnings,
@@ -135,47 +133,37 @@ def predict_row(
 
 
 def stage_parts(run: TrainingRun, constants: Constants) -> list[StageParts]:
-    """Of each stage, the time of one microbatch by cause."""
+    """The time of one microbatch on each stage, by cause."""
     rates = Rates(run, constants)
     dense = layer_parts(run, constants, rates)
     moe = dense if run.experts is None else layer_parts(run, constants, rates, experts=run.experts)
     num_dense = run.experts.num_dense_layers if run.experts else run.shape.num_layers
-    ends = communication.tensor_parallel_ends(run, constants)
-    parts: list[StageParts] = []
+    embedding_comm, head_comm = communication.tensor_parallel_ends(run, constants)
+    stages: list[StageParts] = []
     first, last = 0, len(run.layers_per_stage) - 1
     for stage, count in enumerate(run.layers_per_stage):
         plain = max(0, min(count, num_dense - first))
         first += count
-        found = {name: dense[name].scaled(plain).plus(moe[name].scaled(count - plain)) for name in dense}
+        parts = {name: dense[name].scaled(plain).plus(moe[name].scaled(count - plain)) for name in dense}
         if stage == 0:
-            _add(found, compute.embedding_times(run, rates))
-            found["tp_comm"] = found["tp_comm"].plus(ends[0])
+            _add(parts, compute.embedding_times(run, rates))
+            parts["tp_comm"] = parts["tp_comm"].plus(embedding_comm)
         if stage == last:
             head = compute.head_times(run, constants, rates)
-            _add(found, replace(head, gemm=Times()))
-            found["head"] = head.gemm
-            found["tp_comm"] = found["tp_comm"].plus(ends[1])
+            _add(parts, replace(head, gemm=Times()))
+            parts["head"] = head.gemm
+            parts["tp_comm"] = parts["tp_comm"].plus(head_comm)
         if isinstance(constants, ClusterConstants):
-            found["action"] = _action_times(run, constants)
-        parts.append(found)
-    return parts
+            parts["action"] = _action_times(run, constants)
+        stages.append(parts)
+    return stages
 
 
 def _action_times(run: TrainingRun, constants: ClusterConstants) -> Times:
-    """What a stage's actions take beside its layers; weight gradients are actions in split backwards."""
-    more = constants.runtime_s if run.schedule in OWN else 0.0
-    either = constants.action_s + more
-    return Times(either, either, more if run.schedule in SPLIT else 0.0)
-
-
-def total_of(times: Iterable[Times]) -> Times:
-    """The sums of each kind."""
-    f = i = w = 0.0
-    for one in times:
-        f += one.forward
-        i += one.input_grad
-        w += one.weight_grad
-    return Times(f, i, w)
+    """Seconds of a stage's actions beside its layers; weight gradients are actions in split backwards."""
+    runtime_s = constants.runtime_s if run.schedule in CUSTOM else 0.0
+    action_s = constants.action_s + runtime_s
+    return Times(action_s, action_s, runtime_s if run.schedule in SPLIT else 0.0)
 
 
 def layer_parts(
@@ -198,15 +186,15 @@ def layer_parts(
     }
 
 
-def _add(found: StageParts, extra: LayerTimes) -> None:
+def _add(parts: StageParts, end: LayerTimes) -> None:
     for name in ("gemm", "elementwise", "launch"):
-        found[name] = found[name].plus(getattr(extra, name))
+        parts[name] = parts[name].plus(getattr(end, name))
 
 
 def contention_gain(software: Software, machines: UniformCluster, constants: Constants) -> float:
-    """How much less computing takes while all other ranks wait: a share of its time while all compute.
+    """The share of a rank's compute time that it saves while all other ranks wait.
 
-    Only where a node's ranks share one memory, and all ranks are on one node.
+    It is 0 unless a node's ranks share one memory and all ranks are on one node.
     """
     is_shared = software.shares_memory and machines.num_devices <= machines.devices_per_node
     if not (is_shared and isinstance(constants, ClusterConstants)):
@@ -217,8 +205,8 @@ def contention_gain(software: Software, machines: UniformCluster, constants: Con
 def _span(
     run: TrainingRun, constants: Constants, sums: Sequence[Times], device: int
 ) -> tuple[float, float, float]:
-    """The pipeline's makespan; how long `device` waits for its own sends where those block; and which share
-    of the other ranks waits for something to compute while one computes.
+    """The pipeline's makespan, the seconds that `device` is blocked by its sends, and the share of the other
+    ranks that wait for an action while one computes.
     """
     m = run.num_microbatches
     transfers = _transfers(run, constants)
@@ -226,43 +214,39 @@ def _span(
     if run.schedule in BLOCKING or (run.software.blocking_transfers and run.schedule in OVERLAPPABLE):
         back = np.concatenate(([0.0], transfers[:-1]))
         sums = [
-            Times(one.forward + out, one.input_grad + into, one.weight_grad)
-            for one, out, into in zip(sums, transfers.tolist(), back.tolist(), strict=True)
+            Times(stage.forward + out, stage.input_grad + into, stage.weight_grad)
+            for stage, out, into in zip(sums, transfers.tolist(), back.tolist(), strict=True)
         ]
         stages = list(stages_of_devices(run)[device])
         blocked = m * float(transfers[stages].sum() + back[stages].sum())
         transfers = np.zeros_like(transfers)
     times = StageTimes(
-        forward_s=np.array([one.forward for one in sums]),
-        input_grad_s=np.array([one.input_grad for one in sums]),
-        weight_grad_s=np.array([one.weight_grad for one in sums]),
+        forward_s=np.array([stage.forward for stage in sums]),
+        input_grad_s=np.array([stage.input_grad for stage in sums]),
+        weight_grad_s=np.array([stage.weight_grad for stage in sums]),
         transfer_s=transfers,
     )
     span = makespan_s(run, times)
     ranks = run.layout.world_size
     if ranks == 1 or span <= 0:
         return span, blocked, 0.0
-    busy = m * sum(one.total for one in sums) / (run.layout.pipeline_parallel * span)
+    busy = m * sum(stage.total for stage in sums) / (run.layout.pipeline_parallel * span)
     return span, blocked, min(1.0, max(0.0, 1.0 - busy) * ranks / (ranks - 1))
 
 
 def _transfers(run: TrainingRun, constants: Constants) -> FloatArray:
     device = device_of_stages(run)
-    found = np.zeros(len(device))
+    seconds = np.zeros(len(device))
     for stage, (sender, receiver) in enumerate(pairwise(device)):
         if sender != receiver:
-            found[stage] = communication.transfer_s(run, constants, sender=sender, receiver=receiver)
-    return found
+            seconds[stage] = communication.transfer_s(run, constants, sender=sender, receiver=receiver)
+    return seconds
 
 
 def held_weights(run: TrainingRun, device: int) -> Weights:
     """Parameters that a rank of pipeline rank `device` holds."""
     weights = weights_of_stages(run)
-    return _sum_of([weights[stage] for stage in stages_of_devices(run)[device]])
-
-
-def _sum_of(weights: Sequence[Weights]) -> Weights:
-    return Weights(dense=sum(w.dense for w in weights), expert=sum(w.expert for w in weights))
+    return Weights.total_of(weights[stage] for stage in stages_of_devices(run)[device])
 
 
 def held_layers(run: TrainingRun, device: int) -> int:
@@ -273,13 +257,14 @@ def held_layers(run: TrainingRun, device: int) -> int:
 def optimizer_s(
     run: TrainingRun, constants: Constants, held: Weights, *, num_layers: int | None = None
 ) -> float:
-    """The optimizer's step on a rank that holds these parameters, and clearing its gradients.
+    """Seconds of the optimizer's step on a rank that holds these parameters, and of clearing its gradients.
 
-    Where weights are stepped one by one, each of `num_layers` layers' (an even share) starts kernels.
+    Where weights are stepped one by one, each weight of `num_layers` layers (by default an even share) starts
+    kernels.
     """
     shards = {0: 1, 3: run.shard_group}.get(run.zero_stage, run.optimizer_group)
     memory = run.machines.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
-    # Reading gradients for their norm and clearing them touches all of them, the step the own shard.
+    # Reading gradients for their norm and clearing them touches all gradients, the step the rank's shard.
     clear = 6.0 if run.zero_stage != 3 else 6.0 / shards
     stepped = constants.optimizer * held.total * (OPTIMIZER_BYTES / shards + clear) / memory
     if not run.software.eager_gradients:
@@ -292,23 +277,23 @@ def optimizer_s(
 
 
 def clearing_s(run: TrainingRun, constants: Constants, held: Weights) -> float:
-    """Clearing the sums of gradients before a step: the part of `optimizer_s` outside the optimizer."""
+    """Seconds to clear the sums of gradients: the part of `optimizer_s` outside the optimizer's step."""
     shards = run.shard_group if run.zero_stage == 3 else 1
     memory = run.machines.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
     return constants.optimizer * held.total * CLEARED_BYTES / shards / memory
 
 
 def _fitting(resolved: Resolved) -> Memory:
-    """The run's memory; recompute that a row does not state is the least that fits."""
+    """The run's memory; where a row does not state recompute, with the least recompute that fits."""
     memory = peak_memory(resolved.run)
     if not memory.fits and "recompute" in resolved.assumed:
         modes: tuple[Recompute, ...] = ("selective", "full")
         for mode in modes:
-            other = replace(resolved.run, layout=replace(resolved.run.layout, recompute=mode))
-            needed = peak_memory(other)
-            if needed.fits:
-                resolved.run, resolved.assumed["recompute"] = other, mode
-                return needed
+            run = replace(resolved.run, layout=replace(resolved.run.layout, recompute=mode))
+            memory_with_mode = peak_memory(run)
+            if memory_with_mode.fits:
+                resolved.run, resolved.assumed["recompute"] = run, mode
+                return memory_with_mode
     if not memory.fits:
         resolved.warnings.append(
             f"memory: {memory.total / 2**30:.1f} GiB needed on pipeline rank {memory.device}, "

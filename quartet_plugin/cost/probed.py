@@ -1,4 +1,4 @@
-"""What `quartet probe` found, as a cluster: names the library knows, measured figures for all others."""
+"""The findings of `quartet probe` as a cluster: names of known devices, measured figures of others."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +16,9 @@ from quartet_plugin.model.cluster import (
 )
 from quartet_plugin.model.schema import Bounds, Length, read_record, record
 
-# How far a device's memory may be from the data sheet's, of which a driver keeps some.
+# The relative difference of a device's memory from the data sheet's, of which a driver keeps some.
 MEMORY_TOLERANCE = 0.12
-# Slower than the fastest of its name by more than this is a slowdown, not noise.
+# A device slower than the fastest of its name by more than this has a slowdown; less is noise.
 SLOWDOWN_TOLERANCE = 0.15
 
 Positive = Annotated[float, Bounds(gt=0, lt=1e20)]
@@ -27,7 +27,7 @@ Name = Annotated[str, Length(least=1, most=200)]
 
 @record
 class ProbedRank:
-    """One rank's device: what it is, the fastest product by format, and bytes read and written in a copy."""
+    """One rank's device: its name and size, its fastest product by format, and the rate of its copies."""
 
     host: Name
     local_rank: Annotated[int, Bounds(ge=0, lt=1024)]
@@ -41,7 +41,7 @@ class ProbedRank:
 
 @record
 class ProbedLinks:
-    """Each level's figures; `pairs` are bytes/s from node to node, in the order of the hosts."""
+    """The links of each level; `pairs` are bytes/s from node to node, in the order of the hosts."""
 
     scale_up: Link | None
     network: Link | None
@@ -69,15 +69,16 @@ def cluster_of(findings: Findings) -> Cluster:
     names = {rank.name: library_name(rank) or rank.name for rank in findings.ranks}
     best = {name: max(_rate(rank) for rank in findings.ranks if rank.name == name) for name in names}
     nodes = []
+    in_order = sorted(findings.ranks, key=lambda rank: rank.local_rank)
     for host in hosts:
-        own = sorted((rank for rank in findings.ranks if rank.host == host), key=lambda rank: rank.local_rank)
-        slow = [best[rank.name] / _rate(rank) for rank in own]
-        is_unequal = any(factor > 1 + SLOWDOWN_TOLERANCE for factor in slow)
+        ranks = [rank for rank in in_order if rank.host == host]
+        slowdowns = tuple(max(1.0, best[rank.name] / _rate(rank)) for rank in ranks)
+        is_unequal = any(slowdown > 1 + SLOWDOWN_TOLERANCE for slowdown in slowdowns)
         nodes.append(
             ClusterNode(
                 name=host,
-                devices=tuple(names[rank.name] for rank in own),
-                slowdown=tuple(round(max(1.0, factor), 3) for factor in slow) if is_unequal else None,
+                devices=tuple(names[rank.name] for rank in ranks),
+                slowdown=tuple(round(slowdown, 3) for slowdown in slowdowns) if is_unequal else None,
             )
         )
     devices = {
@@ -94,20 +95,20 @@ def cluster_of(findings: Findings) -> Cluster:
 
 
 def library_name(rank: ProbedRank) -> str | None:
-    """The library's name of a device that a driver calls otherwise: same model, same memory, same form.
+    """The library's name of a device by the driver's name: same model, same memory, same form.
 
-    None where no entry is meant for certain.
+    None unless exactly one entry fits.
     """
     words = rank.name.upper().replace("-", " ").split()
     fits = [
         device
-        for device in dict.fromkeys(library()[name].name for name in library())
-        if _is_meant(library()[device.lower()], words, rank.memory_bytes)
+        for device in dict.fromkeys(device.name for device in library().values())
+        if _fits(library()[device.lower()], words, rank.memory_bytes)
     ]
     return fits[0] if len(fits) == 1 else None
 
 
-def _is_meant(device: DeviceSpec, words: Sequence[str], memory_bytes: int) -> bool:
+def _fits(device: DeviceSpec, words: Sequence[str], memory_bytes: int) -> bool:
     model, *rest = device.name.upper().split("-")
     is_card = "PCIE" in words or "NVL" in words
     if model not in words or (is_card and "PCIE" not in rest):
@@ -116,12 +117,12 @@ def _is_meant(device: DeviceSpec, words: Sequence[str], memory_bytes: int) -> bo
 
 
 def _rate(rank: ProbedRank) -> float:
-    """Of the widest format all devices have."""
+    """FLOP/s by which devices are compared: in fp32, else in the fastest format."""
     return rank.matmul_flops.get("fp32") or max(rank.matmul_flops.values())
 
 
 def _values(ranks: Sequence[ProbedRank]) -> DeviceValues:
-    """The fastest measured figures: what such a device does when nothing slows it down."""
+    """The fastest measured figures of equal devices: those of a device that nothing slows down."""
     formats = dict.fromkeys(name for rank in ranks for name in rank.matmul_flops)
     return DeviceValues(
         peak_flops={name: max(rank.matmul_flops.get(name, 0.0) for rank in ranks) for name in formats},
@@ -132,13 +133,15 @@ def _values(ranks: Sequence[ProbedRank]) -> DeviceValues:
 
 
 def _links(findings: Findings, *, num_nodes: int) -> ClusterLinks:
-    found = findings.links
-    # A lone device has no link inside its node; its own memory stands in, so that the file is whole.
-    own = Link(bandwidth_bytes_per_s=min(r.copy_bytes_per_s for r in findings.ranks), latency_s=0.0)
+    links = findings.links
+    # A single device has no link inside its node; its memory stands in, so that the file is complete.
+    memory = Link(bandwidth_bytes_per_s=min(r.copy_bytes_per_s for r in findings.ranks), latency_s=0.0)
     matrix = None
-    if found.pairs is not None and num_nodes > 2:
-        matrix = LinkMatrix(bandwidth_bytes_per_s=found.pairs)
-    return ClusterLinks(scale_up=found.scale_up or own, network=found.network, matrix=matrix, measured=True)
+    if links.pairs is not None and num_nodes > 2:
+        matrix = LinkMatrix(bandwidth_bytes_per_s=links.pairs)
+    return ClusterLinks(
+        scale_up=links.scale_up or memory, network=links.network, matrix=matrix, measured=True
+    )
 
 
 def _source(findings: Findings) -> str:

@@ -1,11 +1,11 @@
-"""Rows of published runs: which fields a prediction may read, and what is assumed for the others.
+"""Rows of published runs: the fields that a prediction may read, and the assumptions for missing ones.
 
 Only `ALLOWED` passes the reader; results, notes and names are dropped before anything sees the row, so
 a prediction cannot lean on them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from quartet_plugin.cost.devices import DeviceSpec, device_named
@@ -74,12 +74,12 @@ class Row:
     inter_bw_Gbps_per_gpu: _Rate | None = None  # noqa: N815
 
 
-ALLOWED: frozenset[str] = frozenset(known.name for known in fields(Row))
+ALLOWED: frozenset[str] = frozenset(column.name for column in fields(Row))
 
 
 @dataclass(slots=True)
 class Resolved:
-    """A run, what had to be assumed for it (field to value), and what a reader should know."""
+    """A row's run, the assumed values of missing fields, and warnings for the reader."""
 
     run: TrainingRun
     assumed: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def read_row(data: Mapping[str, Any]) -> Row:
 
 
 def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Resolved:
-    """Close every open field by the rules of docs/cost-model.md.
+    """The row's run, with missing fields assumed by the rules of docs/cost-model.md.
 
     Raises ConfigError for an unknown device and for sizes that no run can have, such as heads that
     tensor parallelism does not divide.
@@ -101,7 +101,7 @@ def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Res
     warnings: list[str] = []
     software = _software(row, assumed)
     if software.tensor_overlap is Overlap.FULL and "fp8" in (row.precision or ""):
-        software = Software(**{**_fields(software), "parameter_bytes": 1})
+        software = replace(software, parameter_bytes=1)
     device = device_named(row.gpu, extra=devices)
     shape, experts, latent = _shape(row, assumed)
     layout, num_microbatches = _layout(row, assumed, warnings)
@@ -146,14 +146,10 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def _software(row: Row, assumed: dict[str, Any]) -> Software:
     if row.software is None:
         assumed["software"] = "Megatron-Core"
-    found = software_named(row.software or "", row.options, pipelined=(row.pp or 1) > 1)
-    if "all-reduce sync" not in (row.schedule or "") and found.name == "zero-bubble":
-        return Software(**{**_fields(found), "post_validation": True})
-    return found
-
-
-def _fields(value: Software) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in Software.__slots__}
+    software = software_named(row.software or "", row.options, pipelined=(row.pp or 1) > 1)
+    if "all-reduce sync" not in (row.schedule or "") and software.name == "zero-bubble":
+        return replace(software, post_validation=True)
+    return software
 
 
 def _shape(row: Row, assumed: dict[str, Any]) -> tuple[ModelShape, Experts | None, LatentAttention | None]:
@@ -264,7 +260,7 @@ def _precisions(
 ) -> tuple[HalfPrecision, Literal["fp16", "bf16", "fp32", "fp8", "fp4"]]:
     words = _default(row.precision, "bf16", "precision", assumed).lower()
     half: HalfPrecision = "fp16" if words.startswith("fp16") or "bf16" not in device.peak_flops else "bf16"
-    if not any(known in words for known in ("fp16", "bf16", "fp8", "fp4")):
+    if not any(name in words for name in ("fp16", "bf16", "fp8", "fp4")):
         raise ConfigError(f"precision: {words!r}; must be bf16, fp16, fp8 or fp4")
     if "fp4" in words:
         return half, "fp4"

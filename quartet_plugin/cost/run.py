@@ -1,15 +1,17 @@
-"""One training run in the cost model's own terms: shape, layout, precision, software and machines.
+"""A training run as the cost model takes it: shape, layout, precision, software and machines.
 
-Everything is resolved here: no field is open any more. Rows of published runs and plans of our own are
-both turned into a `TrainingRun`.
+Rows of published runs (`rows.resolve`), plans and measured runs all become a `TrainingRun`; it has no open
+field.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
 from quartet_plugin.cost.devices import DeviceSpec
+from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.shape import ModelShape
 
 Attention = Literal["native-flash", "flash-2", "flash-1", "unfused"]
@@ -25,7 +27,7 @@ class Overlap(StrEnum):
 
 
 class ScheduleKind(StrEnum):
-    """The pipeline schedules that published runs used, by our names."""
+    """The pipeline schedules that published runs used, by their names in `schedule.named`."""
 
     NONE = "none"
     ONE_F_ONE_B = "1f1b"
@@ -117,9 +119,29 @@ class Software:
     shares_memory: bool = False
 
 
+# Megatron-Core on processors: plain PyTorch operations in fp32, and collectives that stop the computation.
+ON_CPU = Software(
+    name="Megatron-Core on CPU",
+    attention="unfused",
+    fused_elementwise=False,
+    tensor_overlap=Overlap.NONE,
+    data_overlap=False,
+    parameter_bytes=4,
+    fused_weight_gradient=False,
+    gradient_placeholders=False,
+    eager_gradients=True,
+    reduces_ends=True,
+    shares_memory=True,
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniformCluster:
-    """The devices and links of one run; bandwidths in bytes/s a device, one direction."""
+    """Equal devices on equal links, all that the cost model needs of a cluster.
+
+    Bandwidths are one device's in one direction, bytes/s. `mapping.Topology` has the slots one by one, and
+    `cost.cluster` makes both of a cluster file.
+    """
 
     device: DeviceSpec
     num_devices: int
@@ -174,3 +196,106 @@ class TrainingRun:
     def copies(self) -> int:
         """Devices that hold the same dense weights: data and context parallel together."""
         return self.layout.data_parallel * self.layout.context_parallel
+
+
+def uniform_cluster_of_device(
+    device: DeviceSpec, *, num_devices: int, devices_per_node: int | None = None
+) -> UniformCluster:
+    """`num_devices` of `device` on the links of its data sheet."""
+    per_node = devices_per_node or device.devices_per_node
+    return UniformCluster(
+        device=device,
+        num_devices=num_devices,
+        devices_per_node=per_node,
+        # A node with fewer devices than the scale-up domain still belongs to a larger one (GB200's racks).
+        scale_up_devices=max(per_node, device.scale_up_devices),
+        scale_up_bytes_per_s=device.scale_up_bandwidth_bytes_per_s,
+        scale_out_bytes_per_s=device.scale_out_bandwidth_bytes_per_s,
+        memory_bytes=device.memory_bytes,
+    )
+
+
+def run_of(
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    global_batch_size: int,
+    layers_per_stage: tuple[int, ...],
+    machines: UniformCluster,
+    schedule: ScheduleKind | None = None,
+    precision: HalfPrecision = "bf16",
+    software: Software | None = None,
+) -> TrainingRun:
+    """A run of Megatron-Core; `schedule` None is interleaved with virtual stages and 1F1B without them.
+
+    `layers_per_stage` counts transformer layers. Raises ConfigError where sizes do not fit each other.
+    """
+    if layout.world_size != machines.num_devices:
+        raise ConfigError(
+            f"layout {layout.label}: {layout.world_size} ranks; must be the {machines.num_devices} devices"
+        )
+    if len(layers_per_stage) != layout.num_stages or sum(layers_per_stage) != shape.num_layers:
+        raise ConfigError(
+            f"layers_per_stage: {list(layers_per_stage)[:16]}; must be {layout.num_stages} counts "
+            f"that sum to {shape.num_layers}"
+        )
+    if layout.pipeline_parallel == 1:
+        schedule = ScheduleKind.NONE
+    elif schedule is None:
+        schedule = ScheduleKind.INTERLEAVED if layout.virtual_stages > 1 else ScheduleKind.ONE_F_ONE_B
+    if layout.context_parallel > 1 and shape.seq_length % layout.context_parallel:
+        raise ConfigError(
+            f"seq_length: {shape.seq_length}; must be a multiple of "
+            f"context_parallel ({layout.context_parallel})"
+        )
+    return TrainingRun(
+        shape=shape,
+        layout=layout,
+        num_microbatches=layout.num_microbatches(global_batch_size),
+        layers_per_stage=layers_per_stage,
+        half=precision,
+        matmul=precision,
+        zero_stage=1 if layout.distributed_optimizer else 0,
+        shard_group=1,
+        optimizer_group=layout.data_parallel * layout.context_parallel,
+        schedule=schedule,
+        machines=machines,
+        software=software or Software(),
+    )
+
+
+def schedule_kind(choice: ScheduleChoice) -> ScheduleKind | None:
+    """The schedule of a plan as `predict` simulates it; None where `predict` cannot."""
+    name = choice.name if choice.custom is None else choice.custom.named
+    kinds = {kind.value: kind for kind in ScheduleKind}
+    return ScheduleKind.NONE if name == "no-pipelining" else kinds.get(name or "")
+
+
+def measured_run(
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    split: Split,
+    schedule: ScheduleChoice,
+    global_batch_size: int,
+    precision: HalfPrecision,
+    on_cpu: bool,
+    machines: UniformCluster,
+) -> TrainingRun:
+    """A measured run on its part of the cluster's devices.
+
+    Raises ConfigError for a schedule that `predict` cannot simulate.
+    """
+    kind = schedule_kind(schedule)
+    if kind is None:
+        raise ConfigError(f"schedule {schedule.label}: has no name in the cost model")
+    return run_of(
+        shape,
+        layout,
+        global_batch_size=global_batch_size,
+        layers_per_stage=split.transformer_layers_per_stage,
+        machines=replace(machines, num_devices=layout.world_size),
+        schedule=kind,
+        precision=precision,
+        software=ON_CPU if on_cpu else None,
+    )

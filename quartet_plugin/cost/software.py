@@ -1,7 +1,7 @@
-"""What a framework does, told from the words a table uses for it.
+"""The behaviour of frameworks, by the words that published tables use for them.
 
-Published tables name a framework and sometimes an option; what follows from it is written down here as
-rules, oldest first, so that a reader can argue with each. An unknown name counts as today's Megatron-Core.
+Published tables name a framework and sometimes an option; the rules from these to a `Software` stand here,
+oldest first, so that a reader can argue with each. An unknown name counts as today's Megatron-Core.
 """
 
 from collections.abc import Mapping
@@ -25,20 +25,6 @@ _EARLY = Software(
     gradient_placeholders=False,
 )
 _CORE = Software()
-# Megatron-Core on processors: plain PyTorch operations in fp32, and collectives that stop the computation.
-ON_CPU = Software(
-    name="Megatron-Core on CPU",
-    attention="unfused",
-    fused_elementwise=False,
-    tensor_overlap=Overlap.NONE,
-    data_overlap=False,
-    parameter_bytes=4,
-    fused_weight_gradient=False,
-    gradient_placeholders=False,
-    eager_gradients=True,
-    reduces_ends=True,
-    shares_memory=True,
-)
 
 
 def software_named(
@@ -46,19 +32,19 @@ def software_named(
 ) -> Software:
     """The behaviour of the framework called `text`, with the options a row states."""
     words = text.lower()
-    known = _family(words)
-    if known is _EARLY and not pipelined:
+    software = _family(words)
+    if software is _EARLY and not pipelined:
         # Without a pipeline the early releases used torch's DistributedDataParallel, which overlaps.
-        known = replace(known, data_overlap=True)
+        software = replace(software, data_overlap=True)
     if "no comm overlap" in words:
-        known = replace(known, data_overlap=False)
+        software = replace(software, data_overlap=False)
     if "tp overlap off" in words:
-        known = replace(known, tensor_overlap=Overlap.NONE)
+        software = replace(software, tensor_overlap=Overlap.NONE)
     if "fused cross entropy" in words:
-        known = replace(known, fused_loss=True, logit_bytes=4.0)
+        software = replace(software, fused_loss=True, logit_bytes=4.0)
     if "mlperf" in words:
-        known = replace(known, graphs=True, logs_step_only=True)
-    return _with_options(known, options or {})
+        software = replace(software, graphs=True, logs_step_only=True)
+    return _with_options(software, options or {})
 
 
 def _family(words: str) -> Software:
@@ -140,11 +126,11 @@ def _family(words: str) -> Software:
     return _CORE
 
 
-def _with_options(known: Software, options: Mapping[str, Any]) -> Software:
+def _with_options(software: Software, options: Mapping[str, Any]) -> Software:
     if "torch_compile" in options:
-        known = replace(known, fused_elementwise=options["torch_compile"] is True)
+        software = replace(software, fused_elementwise=options["torch_compile"] is True)
     if options.get("async_tp") is True:
-        known = replace(known, tensor_overlap=Overlap.FULL)
+        software = replace(software, tensor_overlap=Overlap.FULL)
     if options.get("zero1_group") == -1:
-        known = replace(known, zero_broadcasts=True)
-    return known
+        software = replace(software, zero_broadcasts=True)
+    return software

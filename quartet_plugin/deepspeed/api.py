@@ -4,6 +4,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -11,15 +12,22 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 
 from quartet_plugin.deepspeed import seams
-from quartet_plugin.deepspeed.choice import Choice
-from quartet_plugin.deepspeed.config import clipping_notice, clips_by_first_stage, planned_config
-from quartet_plugin.deepspeed.engine import adopt
+from quartet_plugin.deepspeed.config import (
+    SECTION,
+    Settings,
+    as_config,
+    clipping_notice,
+    clips_by_first_stage,
+    parse_settings,
+    planned_config,
+)
+from quartet_plugin.deepspeed.engine import make_planned_engine
 from quartet_plugin.deepspeed.module import planned_class, planned_topology
-from quartet_plugin.deepspeed.place import place_of
-from quartet_plugin.deepspeed.planning import Planned, decide
-from quartet_plugin.deepspeed.settings import AUTO, SECTION, Settings, as_config, parse_settings
-from quartet_plugin.errors import ConfigError, PlanError, QuartetError
-from quartet_plugin.rank.session import leave_error
+from quartet_plugin.deepspeed.pipeline import PipelineSpec
+from quartet_plugin.deepspeed.planning import AgreedPlan, decide
+from quartet_plugin.errors import PlanError, QuartetError
+from quartet_plugin.rank.rendezvous import RankEnv
+from quartet_plugin.rank.session import write_command_failure
 
 _ARGUMENTS = ("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler")
 # Arguments of PipelineModule's constructor that the module keeps under the same name.
@@ -31,14 +39,27 @@ _CONSTRUCTOR_ATTRIBUTES = (
 Edit = Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Initialized:
+    """The `results` of `deepspeed.initialize`, and the plan's key (None: no plan).
+
+    `config` is the ds_config with the plan's layout, `left_out` names the settings that a trial dropped.
+    """
+
+    results: Any
+    config: dict[str, Any]
+    left_out: list[str]
+    plan_key: str | None
+
+
 def initialize(*positional: Any, **call: Any) -> Any:
-    """See `quartet_plugin.deepspeed.initialize`. Leaves the error where `quartet train` asks for it."""
+    """See `quartet_plugin.deepspeed.initialize`. Records an error where `quartet train` reads it."""
     if session_initialize is not None:
         return session_initialize(*positional, **call)
     try:
-        return initialize_planned(deepspeed.initialize, named_arguments(positional, call))
+        return initialize_planned(deepspeed.initialize, named_arguments(positional, call)).results
     except QuartetError as error:
-        leave_error(error, place=place_of())
+        write_command_failure(error, rank_env=RankEnv.of(os.environ))
         raise
 
 
@@ -58,77 +79,80 @@ def initialize_planned(
     settings: Settings | None = None,
     edit: Edit | None = None,
     on_module: Callable[[Any], None] | None = None,
-) -> Any:
+) -> Initialized:
     """`stock_initialize(**call)` with the plan that the call's config, `settings` or its module names.
 
-    `edit` makes a trial's config and names what it leaves out. `on_module` gets the module with the stages
-    it will have, before DeepSpeed's engine does. The results are those of `deepspeed.initialize`.
+    `edit` makes a trial's config and names the settings that it leaves out. `on_module` gets the module with
+    the plan's stages, before DeepSpeed's engine does.
     """
     model, config = call.get("model"), _config_of(call)
     if config is None or not isinstance(model, PipelineModule):
-        if settings is not None and not settings.is_empty:
+        if edit is not None or (settings is not None and not settings.is_empty):
             raise PlanError(
                 f"{type(model).__name__}: a plan needs a deepspeed.pipe.PipelineModule and a config"
             )
-        return stock_initialize(**call)
-    planned: Planned | None = getattr(model, "quartet_planned", None)
-    if planned is None:
-        planned = _plan_of(settings or parse_settings(config), model=model, config=config)
-        if planned is not None:
-            tell(planned)
-            _take(model, planned, call)
+        return Initialized(results=stock_initialize(**call), config={}, left_out=[], plan_key=None)
+    agreed: AgreedPlan | None = getattr(model, "quartet_agreed", None)
+    if agreed is None:
+        agreed = _plan_of(settings or parse_settings(config), model=model, config=config)
+        if agreed is not None:
+            print_notes(*agreed.notes)
+            _apply_to_built_module(model, agreed, call)
+    plan = None if agreed is None else agreed.plan
     changed = {name: value for name, value in config.items() if name != SECTION}
-    if planned is not None and planned.plan is not None:
-        size = planned.plan.made_for.global_batch_size
-        changed = planned_config(config, layout=planned.plan.layout, global_batch_size=size)
+    if plan is not None:
+        changed = planned_config(
+            config, layout=plan.layout, global_batch_size=plan.made_for.global_batch_size
+        )
     _notice_clipping(model, changed)
-    given, left_out = (changed, []) if edit is None else edit(changed)
+    final, left_out = (changed, []) if edit is None else edit(changed)
     if on_module is not None:
         on_module(model)
-    results = stock_initialize(**{**_without_config(call), "config": given})
-    engine = results[0]
-    if planned is not None and hasattr(model, "quartet_choice"):
-        adopt(engine, planned.choice)
-    engine.quartet_config = changed
-    engine.quartet_neutralised = left_out
-    engine.quartet_plan_key = None if planned is None or planned.plan is None else planned.plan.key
-    return results
+    results = stock_initialize(**{**_without_config(call), "config": final})
+    if hasattr(model, "quartet_agreed"):
+        make_planned_engine(results[0], model.quartet_agreed.pipeline)
+    return Initialized(
+        results=results, config=changed, left_out=left_out, plan_key=None if plan is None else plan.key
+    )
 
 
-def _plan_of(settings: Settings, *, model: Any, config: Mapping[str, Any]) -> Planned | None:
+def _plan_of(settings: Settings, *, model: Any, config: Mapping[str, Any]) -> AgreedPlan | None:
     if settings.is_empty:
         return None
-    if settings.is_auto:
-        raise ConfigError(
-            f"{SECTION}.plan: {AUTO!r} is for trials of `quartet tune`; name a plan file to train with it"
-        )
+    settings.refuse_auto()
     seams.check()
     return decide(
         settings,
         specs=model._layer_specs,
         config=config,
         script_stages=model.num_stages,
-        place=place_of(),
+        rank_env=RankEnv.of(os.environ),
     )
 
 
-def make_planned(model: Any, planned: Planned, constructor: Any, arguments: dict[str, Any]) -> None:
-    """Run a PipelineModule's constructor on `model` with the stages of the choice."""
-    choice = planned.choice
-    object.__setattr__(model, "__class__", planned_class(type(model)))
-    object.__setattr__(model, "quartet_choice", choice)
-    object.__setattr__(model, "quartet_planned", planned)
+def make_planned_module(model: Any, agreed: AgreedPlan, constructor: Any, arguments: dict[str, Any]) -> None:
+    """Run a PipelineModule's constructor on `model` with the stages of the agreed plan."""
+    _mark_planned(model, agreed)
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    topology = planned_topology(choice, world_size=world_size)
+    topology = planned_topology(agreed.pipeline, world_size=world_size)
     constructor(model, **{**arguments, "num_stages": None, "topology": topology})
 
 
-def _take(model: Any, planned: Planned, call: dict[str, Any]) -> None:
-    """Give a finished module the plan's stages: kept where they are the module's already, else made again."""
-    choice = planned.choice
-    if _has_stages_of(model, choice):
-        if choice.recipe is not None:
-            _dress(model, planned)
+def _mark_planned(model: Any, agreed: AgreedPlan) -> None:
+    # Before torch's constructor has run, a module takes attributes by `object.__setattr__` alone.
+    object.__setattr__(model, "__class__", planned_class(type(model)))
+    object.__setattr__(model, "quartet_pipeline", agreed.pipeline)
+    object.__setattr__(model, "quartet_agreed", agreed)
+
+
+def _apply_to_built_module(model: Any, agreed: AgreedPlan, call: dict[str, Any]) -> None:
+    """Give a module that is built the plan's stages: kept where it has them already, else built again."""
+    if _has_stages_of(model, agreed.pipeline):
+        if agreed.pipeline.schedule is not None:
+            _mark_planned(model, agreed)
+            model._functions = {model.stage_id: model.forward_funcs}
+            model._checkpointable = {}
+            model._numbers = list(range(model._local_start, model._local_stop))
         return
     optimizer, parameters = call.get("optimizer"), call.get("model_parameters")
     hint = (
@@ -140,49 +164,31 @@ def _take(model: Any, planned: Planned, call: dict[str, Any]) -> None:
         parameters = list(parameters)
         if any(isinstance(group, Mapping) for group in parameters):
             raise PlanError(f"model_parameters: groups of the module's own stages; {hint}")
-    make_planned(
-        model,
-        planned,
-        PipelineModule.__init__,
-        {
-            "layers": model._layer_specs,
-            "partition_method": "uniform",
-            **{name: getattr(model, name) for name in _CONSTRUCTOR_ATTRIBUTES},
-        },
-    )
+    arguments = {name: getattr(model, name) for name in _CONSTRUCTOR_ATTRIBUTES}
+    arguments |= {"layers": model._layer_specs, "partition_method": "uniform"}
+    make_planned_module(model, agreed, PipelineModule.__init__, arguments)
     if parameters is not None:
         call["model_parameters"] = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _has_stages_of(model: Any, choice: Choice) -> bool:
+def _has_stages_of(model: Any, pipeline: PipelineSpec) -> bool:
     return (
-        choice.num_stages == choice.num_devices == model.num_stages
-        and list(model.parts) == list(choice.bounds)
-        and (choice.rank_of is None or list(choice.rank_of) == sorted(choice.rank_of))
+        pipeline.num_stages == pipeline.num_devices == model.num_stages
+        and list(model.parts) == list(pipeline.bounds)
+        and (pipeline.rank_of is None or list(pipeline.rank_of) == sorted(pipeline.rank_of))
     )
 
 
-def _dress(model: Any, planned: Planned) -> None:
-    """The planned class on a module whose stages are the plan's already: its weights stay."""
-    object.__setattr__(model, "__class__", planned_class(type(model)))
-    model.quartet_choice = planned.choice
-    model.quartet_planned = planned
-    model._functions = {model.stage_id: model.forward_funcs}
-    model._checkpointable = {}
-    model._numbers = list(range(model._local_start, model._local_stop))
-
-
-def tell(planned: Planned) -> None:
-    """Print the notes once."""
+def print_notes(*notes: str) -> None:
+    """Print lines for the user, on RANK 0 alone."""
     if int(os.environ.get("RANK", "0")) == 0:
-        for note in planned.notes:
+        for note in notes:
             print(f"quartet: {note}", file=sys.stderr, flush=True)
 
 
 def _notice_clipping(model: Any, config: Mapping[str, Any]) -> None:
-    stages = getattr(model, "num_stages", 1)
-    if int(os.environ.get("RANK", "0")) == 0 and clips_by_first_stage(config, pipeline_parallel=stages):
-        print(f"quartet: {clipping_notice(config)}", file=sys.stderr, flush=True)
+    if clips_by_first_stage(config, pipeline_parallel=getattr(model, "num_stages", 1)):
+        print_notes(clipping_notice(config))
 
 
 def _config_of(call: Mapping[str, Any]) -> dict[str, Any] | None:

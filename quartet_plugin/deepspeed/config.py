@@ -1,12 +1,23 @@
-"""The parts of a ds_config that a plan or a trial reads: batch sizes, ZeRO stage, clipping, side effects."""
+"""The parts of a ds_config that the adapter reads: its section, batch sizes, ZeRO, clipping, side effects."""
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Literal
 
-from quartet_plugin.deepspeed.settings import SECTION
+from pydantic import Field
+
 from quartet_plugin.errors import ConfigError, PlanError
+from quartet_plugin.model.files import read_json
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.sections import Section, validate
+
+SECTION = "quartet"
+AUTO = "auto"
+_FLAGS = ("--deepspeed_config", "--deepspeed-config")
+_MAX_BYTES = 16 * 2**20
 
 # What DeepSpeed 0.19 clips at where a ds_config does not say.
 DEFAULT_CLIPPING = 1.0
@@ -14,17 +25,11 @@ DEFAULT_CLIPPING = 1.0
 # Sizes, in elements, of what ZeRO 1 reduces and gathers at once: tuned where a plan says them.
 BUCKETS = ("reduce_bucket_size", "allgather_bucket_size")
 
-# Sections that start services, profilers or writers.
-_SECTIONS = (
-    "tensorboard",
-    "wandb",
-    "comet",
-    "csv_monitor",
-    "flops_profiler",
-    "comms_logger",
-    "monitor_config",
+# Sections that start services, profilers or writers, and switches that print.
+_SIDE_EFFECTS = (
+    *("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "comms_logger", "monitor_config"),
+    *("wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_breakdown"),
 )
-_SWITCHES = ("wall_clock_breakdown", "memory_breakdown", "dump_state", "prescale_breakdown")
 _REFUSED = {
     "autotuning": "DeepSpeed's own tuner would start processes of its own",
     "elasticity": "the number of processes would change",
@@ -33,9 +38,89 @@ _REFUSED = {
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
+class _PlanSection(Section):
+    plan: str | None = Field(default=None, min_length=1, max_length=4096)
+    schedule: str | None = Field(default=None, min_length=1, max_length=4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The `quartet` section: the files of a plan and of a schedule; `is_auto`: the plan is `auto`.
+
+    A schedule file brings a split and a placement, which replace the plan's.
+    """
+
+    plan: Path | None = None
+    schedule: Path | None = None
+    is_auto: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the section names no file and no `auto`."""
+        return self.plan is None and self.schedule is None and not self.is_auto
+
+    def refuse_auto(self) -> None:
+        """Raise ConfigError for the plan `auto`, which stands for a plan in trials only."""
+        if self.is_auto:
+            raise ConfigError(
+                f"{SECTION}.plan: {AUTO!r} is for trials of `quartet tune`; name a plan file to train with it"
+            )
+
+
+def parse_settings(config: Mapping[str, Any], *, where: str = "ds_config") -> Settings:
+    """The `quartet` section of a ds_config; empty settings where there is none.
+
+    Raises ConfigError in one line for an unknown key or a wrong value.
+    """
+    if SECTION not in config:
+        return Settings()
+    data = config[SECTION]
+    if not isinstance(data, Mapping):
+        raise ConfigError(f'{where}: {SECTION}: must be an object like {{"plan": "plan.json"}}')
+    section = validate(_PlanSection, dict(data), where=f"{where}: {SECTION}")
+    if section.plan is None and section.schedule is None:
+        raise ConfigError(f"{where}: {SECTION}: names nothing; give plan, the file of a plan, or auto")
+    return Settings(
+        plan=None if section.plan in (None, AUTO) else Path(section.plan),
+        schedule=None if section.schedule is None else Path(section.schedule),
+        is_auto=section.plan == AUTO,
+    )
+
+
+def config_file_of(words: Sequence[str]) -> Path | None:
+    """The ds_config that a script's arguments name; None where they name none. The last one counts."""
+    path = None
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        flag, has_value, value = word.partition("=")
+        if flag in _FLAGS:
+            text = value if has_value else following
+            path = Path(text) if text else None
+    return path
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The content of a ds_config file. Raises ConfigError where that is no JSON object."""
+    data = read_json(path, max_bytes=_MAX_BYTES)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a ds_config is a JSON object; this is a {type(data).__name__}")
+    return data
+
+
+def as_config(value: Any) -> dict[str, Any] | None:
+    """A config argument of `deepspeed.initialize` as a copied dictionary; None if no file or mapping.
+
+    Raises ConfigError for a file that cannot be read.
+    """
+    if isinstance(value, Mapping):
+        return copy.deepcopy(dict(value))
+    if isinstance(value, str | Path) and Path(value).is_file():
+        return read_config(Path(value))
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """DeepSpeed's three sizes, which determine one another."""
+    """The batch sizes of a ds_config, in samples and in microbatches; any two determine the third."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -43,7 +128,7 @@ class BatchSizes:
 
 
 def batch_sizes(config: Mapping[str, Any], *, data_parallel: int) -> BatchSizes:
-    """The sizes as DeepSpeed resolves them. Raises ConfigError where they contradict each other."""
+    """The batch sizes as DeepSpeed resolves them. Raises ConfigError where they contradict each other."""
     total = _size(config, "train_batch_size")
     micro = _size(config, "train_micro_batch_size_per_gpu")
     steps = _size(config, "gradient_accumulation_steps")
@@ -73,7 +158,7 @@ def _size(config: Mapping[str, Any], name: str) -> int | None:
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
-    """The ZeRO stage."""
+    """The ZeRO stage of a ds_config."""
     section = config.get("zero_optimization")
     stage = section.get("stage", 0) if isinstance(section, Mapping) else 0
     return int(stage) if isinstance(stage, int) else 0
@@ -89,7 +174,7 @@ def precision(config: Mapping[str, Any]) -> Precision:
 
 
 def check_zero(config: Mapping[str, Any]) -> None:
-    """Raises PlanError for a ZeRO stage that pipelines do not have."""
+    """Raise PlanError for a ZeRO stage that pipelines do not support."""
     stage = zero_stage(config)
     if stage > 1:
         raise PlanError(
@@ -99,7 +184,7 @@ def check_zero(config: Mapping[str, Any]) -> None:
 
 
 def check_precision(config: Mapping[str, Any], *, has_fp16: bool) -> None:
-    """Raises PlanError for a type that the device does not compute in (`has_fp16`: it does in fp16)."""
+    """Raise PlanError for a number format that the device does not support; `has_fp16`: it supports fp16."""
     if precision(config) == "fp16" and not has_fp16:
         raise PlanError("fp16.enabled: true; this device does not compute in fp16: use bf16, or neither")
 
@@ -113,27 +198,25 @@ def clips_by_first_stage(config: Mapping[str, Any], *, pipeline_parallel: int) -
 
 
 def clips_in_fp32(config: Mapping[str, Any]) -> bool:
-    """Whether gradients are clipped, in fp32: then ZeRO 0 and 1 clip by different norms on several stages."""
+    """Whether gradients are in fp32 and clipped: ZeRO 0 and 1 then clip several stages by different norms."""
     clipping = config.get("gradient_clipping", DEFAULT_CLIPPING)
     return isinstance(clipping, int | float) and clipping > 0 and precision(config) == "fp32"
 
 
 def clipping_notice(config: Mapping[str, Any]) -> str:
-    """One line on it for the user."""
-    is_given = "gradient_clipping" in config
-    clipping = config.get("gradient_clipping", DEFAULT_CLIPPING)
+    """The line that warns the user of a job for which `clips_by_first_stage` holds."""
+    clipping = config.get("gradient_clipping", f"{DEFAULT_CLIPPING} (the default)")
     return (
-        f"gradient_clipping {clipping}{'' if is_given else ' (the default)'}: in fp32 with ZeRO 0 DeepSpeed "
+        f"gradient_clipping {clipping}: in fp32 with ZeRO 0 DeepSpeed "
         "clips all stages by the first stage's gradient norm alone; set zero_optimization.stage 1, or "
         "gradient_clipping 0, and stages train what one device would"
     )
 
 
 def planned_config(config: Mapping[str, Any], *, layout: Layout, global_batch_size: int) -> dict[str, Any]:
-    """The ds_config with a plan's layout in it, without the `quartet` section: a plain one of DeepSpeed's."""
-    planned = dict(config)
-    planned.pop(SECTION, None)
-    planned |= {
+    """The ds_config with a plan's layout in it and without the `quartet` section."""
+    planned = {
+        **{name: value for name, value in config.items() if name != SECTION},
         "train_batch_size": global_batch_size,
         "train_micro_batch_size_per_gpu": layout.micro_batch_size,
         "gradient_accumulation_steps": layout.num_microbatches(global_batch_size),
@@ -147,7 +230,7 @@ def planned_config(config: Mapping[str, Any], *, layout: Layout, global_batch_si
 
 
 def strip_side_effects(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The ds_config of a trial, which starts no service, profiler or writer, and the names of what it lacks.
+    """The ds_config of a trial, which starts no service, profiler or writer, and the dropped settings' names.
 
     Raises ConfigError for a section beside which no trial could run.
     """
@@ -156,6 +239,6 @@ def strip_side_effects(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[
         if isinstance(section, Mapping) and section.get("enabled"):
             raise ConfigError(f"{name}: {reason}; leave it out")
     changed = dict(config)
-    removed = [name for name in (*_SECTIONS, *_SWITCHES) if changed.pop(name, None)]
+    removed = [name for name in _SIDE_EFFECTS if changed.pop(name, None)]
     changed["steps_per_print"] = 10**9
     return changed, removed

@@ -40,9 +40,7 @@ def shape_of(specs: Sequence[Any], *, seq_length: int) -> ModelShape:
         if isinstance(module, nn.Embedding)
     ]
     table = max(embeddings, key=lambda weight: weight.shape[0], default=None)
-    matrices = (
-        [] if block is None else [parameter for parameter in block.parameters() if parameter.dim() == 2]
-    )
+    matrices = [matrix for matrix in block.parameters() if matrix.dim() == 2] if block is not None else []
     if not matrices:
         raise ConfigError("the PipelineModule's layers hold no matrices: their size cannot be told")
     width = int(table.shape[1]) if table is not None else int(min(min(matrix.shape) for matrix in matrices))
@@ -99,31 +97,37 @@ def _is_tied(specs: Sequence[Any]) -> bool:
     return len(keys) > len(set(keys))
 
 
-def features_of(engine: Any, config: Mapping[str, Any]) -> list[str]:
-    """The names of the properties that limit which plans fit."""
+def features_of(engine: Any, config: Mapping[str, Any], *, has_own_iterator: bool) -> list[str]:
+    """The names of the properties that limit plans; `has_own_iterator`: the script passes its own data."""
     has = {
         "clips_by_first_stage": clips_by_first_stage(config, pipeline_parallel=engine.num_stages),
         "clips_in_fp32": clips_in_fp32(config),
         "tensor_parallel_topology": engine.grid.model_parallel_size > 1,
-        "own_data_iterator": getattr(engine, "quartet_own_data", False),
+        "own_data_iterator": has_own_iterator,
         "dynamic_shape": engine.module.dynamic_shape,
     }
     return sorted(name for name, value in has.items() if value)
 
 
 def describe_job(
-    engine: Any, *, config: Mapping[str, Any], train_iters: int, seq_length: int, neutralised: list[str]
+    engine: Any,
+    *,
+    config: Mapping[str, Any],
+    seq_length: int,
+    has_own_iterator: bool,
+    neutralised: list[str],
 ) -> dict[str, Any]:
     """The `job` of rank-K.json, from the engine as DeepSpeed resolved it."""
     module, grid = engine.module, engine.grid
     layers = layer_list(module._layer_specs)
     chunks = len(module.parts) - 1
+    devices = grid.pipe_parallel_size
     recompute: Recompute = "full" if module.activation_checkpoint_interval > 0 else "none"
     layout = Layout(
         tensor_parallel=grid.model_parallel_size,
-        pipeline_parallel=grid.pipe_parallel_size,
+        pipeline_parallel=devices,
         data_parallel=grid.data_parallel_size,
-        virtual_stages=chunks // grid.pipe_parallel_size,
+        virtual_stages=chunks // devices,
         context_parallel=1,
         expert_parallel=1,
         micro_batch_size=engine.micro_batch_size,
@@ -131,17 +135,9 @@ def describe_job(
         distributed_optimizer=bool(engine.zero_optimization()),
         recompute=recompute,
     )
-    name = (
-        "no-pipelining"
-        if grid.pipe_parallel_size == 1
-        else "interleaved"
-        if layout.virtual_stages > 1
-        else "1f1b"
-    )
-    schedule = ScheduleChoice(
-        name=name,  # type: ignore[arg-type]
-        group=grid.pipe_parallel_size if name == "interleaved" else None,
-    )
+    schedule = ScheduleChoice(name="no-pipelining" if devices == 1 else "1f1b")
+    if devices > 1 and layout.virtual_stages > 1:
+        schedule = ScheduleChoice(name="interleaved", group=devices)
     return {
         "framework": frameworks.DEEPSPEED.framework,
         "framework_version": DEEPSPEED.installed_version(),
@@ -151,8 +147,8 @@ def describe_job(
         "split": dump(Split(transformer_layers_per_stage=layers.counts(module.parts))),
         "schedule": dump(schedule),
         "global_batch_size": engine.train_batch_size(),
-        "train_iters": train_iters,
+        "train_iters": 0,  # DeepSpeed is not told how long a run is.
         "precision": precision(config),
-        "features": features_of(engine, config),
+        "features": features_of(engine, config, has_own_iterator=has_own_iterator),
         "neutralised": neutralised,
     }

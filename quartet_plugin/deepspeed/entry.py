@@ -17,19 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from quartet_plugin.deepspeed.place import place_of
-from quartet_plugin.deepspeed.settings import (
-    AUTO,
-    SECTION,
-    Settings,
-    config_file_of,
-    parse_settings,
-    read_config,
-)
-from quartet_plugin.errors import ConfigError, QuartetError
+from quartet_plugin.deepspeed.config import Settings, config_file_of, parse_settings, read_config
+from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.accelerator import shows_accelerator
-from quartet_plugin.rank.entry_options import EntryOptions, read_command
-from quartet_plugin.rank.program import run_program
+from quartet_plugin.rank.entry_options import EntryOptions, read_command, run_program
+from quartet_plugin.rank.rendezvous import RankEnv
 from quartet_plugin.rank.session import Session
 
 USAGE = "python -m quartet_plugin.deepspeed [-m MODULE | SCRIPT] ARGS... [--quartet-plan FILE]"
@@ -37,14 +29,14 @@ USAGE = "python -m quartet_plugin.deepspeed [-m MODULE | SCRIPT] ARGS... [--quar
 
 @dataclass(slots=True, kw_only=True)
 class DeepSpeedSession(Session):
-    """A process of a DeepSpeed start: its ds_config, and what the `quartet` section says."""
+    """A process of a DeepSpeed start, with its ds_config and the settings of the `quartet` section."""
 
     settings: Settings = field(default_factory=Settings)
     config: dict[str, Any] | None = None
 
 
 def main() -> None:
-    """Run the command line of this process; ends as the script ends."""
+    """Run the command line of this process; it ends as the script ends."""
     leading, rest = _launcher_words(sys.argv[1:])
     try:
         command = read_command(rest, usage=USAGE)
@@ -56,7 +48,7 @@ def main() -> None:
         return
     faulthandler.enable()
     command = replace(command, arguments=(*leading, *command.arguments))
-    run(DeepSpeedSession(command=command, place=place_of()))
+    run(DeepSpeedSession(command=command, rank_env=RankEnv.of(os.environ)))
 
 
 def _launcher_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -68,14 +60,14 @@ def _launcher_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(session: DeepSpeedSession) -> None:
-    """Prepare, run the script, and leave a record of how it ended."""
+    """Prepare, run the script, and record how it ended."""
 
     def work() -> None:
         prepare(session)
         run_program(session.command, list(session.command.arguments))
 
-    # A refusal leaves the interpreter aside: communicator threads may wait there for peers that refused too.
-    session.run(work, end_well=session.end_of_script, refuse=_exit_now)
+    # A refusal skips the interpreter's teardown: communicator threads may wait there for other peers.
+    session.run(work, on_end=session.end_trial, on_refusal=_exit_now)
 
 
 def prepare(session: DeepSpeedSession) -> None:
@@ -86,24 +78,21 @@ def prepare(session: DeepSpeedSession) -> None:
     if file is not None and file.exists():
         session.config = read_config(file)
         session.settings = parse_settings(session.config, where=str(file))
-    session.settings = _settled(session.settings, options, in_trial=session.files is not None)
+    session.settings = _effective_settings(session.settings, options, in_trial=session.files is not None)
     _use_device(options)
     _install(session)
     if session.files is not None:
         session.files.move("init", 0)
 
 
-def _settled(settings: Settings, options: EntryOptions, *, in_trial: bool) -> Settings:
-    """The section, with the flag's plan where it says auto or nothing."""
+def _effective_settings(settings: Settings, options: EntryOptions, *, in_trial: bool) -> Settings:
+    """The settings of the section, with the plan of `--quartet-plan` where there is one."""
     if options.plan is not None:
         return replace(settings, plan=options.plan, is_auto=False)
     if in_trial:
         # Trial 0 measures the user's configuration; a schedule file in it is part of that.
         return replace(settings, plan=None, is_auto=False)
-    if settings.is_auto:
-        raise ConfigError(
-            f"{SECTION}.plan: {AUTO!r} is for trials of `quartet tune`; name a plan file to train with it"
-        )
+    settings.refuse_auto()
     return settings
 
 
@@ -134,7 +123,7 @@ def _install(session: DeepSpeedSession) -> None:
 
         session.meter = BatchMeter(session.files, started_at=time.time())
         wrappers |= session.meter.wrappers
-        if session.files.order.is_compared:
+        if session.files.spec.is_compared:
             from quartet_plugin.deepspeed.parity import switch_dropout_off
 
             switch_dropout_off()
@@ -150,22 +139,22 @@ def _planned_constructor(session: DeepSpeedSession, constructor: Any) -> Any:
         from quartet_plugin.deepspeed import api
         from quartet_plugin.deepspeed.planning import decide
 
-        if session.config is None or session.settings.is_empty or hasattr(type(self), "quartet_choice"):
+        if session.config is None or session.settings.is_empty:
             constructor(self, *args, **kwargs)
             return
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
         del arguments["self"]
         topology = arguments.get("topology")
         arguments["layers"] = list(arguments["layers"])
-        planned = decide(
+        agreed = decide(
             session.settings,
             specs=arguments["layers"],
             config=session.config,
             script_stages=arguments.get("num_stages") or 1 if topology is None else topology.get_dim("pipe"),
-            place=session.place,
+            rank_env=session.rank_env,
         )
-        api.tell(planned)
-        api.make_planned(self, planned, constructor, arguments)
+        api.print_notes(*agreed.notes)
+        api.make_planned_module(self, agreed, constructor, arguments)
 
     return construct
 
@@ -177,7 +166,7 @@ def _planned_initialize(session: DeepSpeedSession, stock_initialize: Any) -> Any
         from quartet_plugin.deepspeed import api
         from quartet_plugin.deepspeed.config import strip_side_effects
 
-        results = api.initialize_planned(
+        initialized = api.initialize_planned(
             stock_initialize,
             api.named_arguments(args, kwargs),
             settings=session.settings,
@@ -185,25 +174,27 @@ def _planned_initialize(session: DeepSpeedSession, stock_initialize: Any) -> Any
             on_module=_start_of(session),
         )
         if session.meter is not None:
-            session.files.plan_key = results[0].quartet_plan_key
-            session.meter.watch(results[0])
-        return results
+            session.files.plan_key = initialized.plan_key
+            session.meter.watch(
+                initialized.results[0], config=initialized.config, left_out=initialized.left_out
+            )
+        return initialized.results
 
     return initialize
 
 
 def _start_of(session: DeepSpeedSession) -> Any:
     """In a trial of the parity gate weights are written, or both sides start from those that were."""
-    order = None if session.files is None else session.files.order
-    if order is None or not order.is_compared:
+    spec = None if session.files is None else session.files.spec
+    if spec is None or not spec.is_compared:
         return None
     from quartet_plugin.deepspeed import parity
 
     def start(module: Any) -> None:
-        if order.weights is not None:
-            parity.load_weights(module, Path(order.weights))
-        if order.save_weights is not None:
-            parity.save_weights(module, Path(order.save_weights))
+        if spec.weights is not None:
+            parity.load_weights(module, Path(spec.weights))
+        if spec.save_weights is not None:
+            parity.save_weights(module, Path(spec.save_weights))
 
     return start
 

@@ -5,26 +5,25 @@ from typing import Any
 
 from quartet_plugin.deepspeed import seams
 from quartet_plugin.deepspeed.describe import describe_job
-from quartet_plugin.deepspeed.engine import PlannedEngine
+from quartet_plugin.deepspeed.engine import PlannedEngine, ProgramRunner
 from quartet_plugin.deepspeed.parity import ParityMeter
 from quartet_plugin.deepspeed.seams import Seam, Wrapper
-from quartet_plugin.rank.actions import write_actions
 from quartet_plugin.rank.files import RankFileWriter
-from quartet_plugin.rank.step_meter import StepMeter, rank_now
+from quartet_plugin.rank.step_meter import StepMeter, StepResult
 
-# DeepSpeed is not told how long a run is.
-_TRAIN_ITERS = 0
-# What a trial leaves out, and the result that the caller gets.
+# The methods that a trial leaves out, and the result that their caller gets.
 _LEFT_OUT: dict[Seam, Any] = {seams.SAVE: True, seams.LOAD: (None, {}), seams.SAVE_16BIT: True}
 
 
 class BatchMeter(StepMeter):
-    """The meter of one rank: an engine's `train_batch` for a training step."""
+    """The meter of one rank: it times an engine's `train_batch` as a training step."""
 
     def __init__(self, files: RankFileWriter, *, started_at: float) -> None:
         super().__init__(files, neutralised=[], started_at=started_at)
         self._engine: Any = None
-        self._compared = ParityMeter(files) if files.order.is_compared else None
+        self._config: dict[str, Any] = {}
+        self._has_own_iterator = False
+        self._compared = ParityMeter(files) if files.spec.is_compared else None
         self._seq_length: int | None = None
 
     @property
@@ -35,30 +34,37 @@ class BatchMeter(StepMeter):
         }
         return {seams.TRAIN_BATCH: self._measured, seams.NEXT_BATCH: self._with_length, **left_out}
 
-    def watch(self, engine: Any) -> None:
-        """Measure this engine from its first step on."""
-        self._engine = engine
-        checkpoints = [seam.name.rpartition(".")[2] for seam in _LEFT_OUT]
-        self._neutralised = [*engine.quartet_neutralised, *checkpoints]
+    def watch(self, engine: Any, *, config: dict[str, Any], left_out: list[str]) -> None:
+        """Measure an engine from its first step on; `left_out` names what its trial lacks of `config`."""
+        self._engine, self._config = engine, config
+        self._neutralised = [*left_out, *(seam.name.rpartition(".")[2] for seam in _LEFT_OUT)]
         if self._compared is not None:
             self._compared.watch(engine)
-        if isinstance(engine, PlannedEngine):
-            engine.quartet_record()
+        if self._runner is not None:
+            self._runner.record()
+
+    @property
+    def _runner(self) -> ProgramRunner | None:
+        return self._engine.quartet_runner if isinstance(self._engine, PlannedEngine) else None
 
     def _measured(self, train_batch: Callable[..., Any]) -> Callable[..., Any]:
-        def step(engine: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        def step(engine: Any, *args: Any, **kwargs: Any) -> tuple[StepResult, Any]:
             if args or kwargs.get("data_iter") is not None:
-                engine.quartet_own_data = True
+                self._has_own_iterator = True
             skipped = engine.skipped_steps
             loss = train_batch(engine, *args, **kwargs)
-            losses = {"loss": loss} if engine.is_last_stage() else {}
             norm = engine.get_global_grad_norm()
             if self._compared is not None:
                 norm = self._compared.step_done(norm)
-            return losses, engine.skipped_steps > skipped, loss, None, None, norm
+            result = StepResult(
+                loss=loss if engine.is_last_stage() else None,
+                skipped=engine.skipped_steps > skipped,
+                grad_norm=norm,
+            )
+            return result, loss
 
         measured = self.wrap(step)
-        return lambda engine, *args, **kwargs: measured(engine, *args, **kwargs)[2]
+        return lambda engine, *args, **kwargs: measured(engine, *args, **kwargs)[1]
 
     def _with_length(self, next_batch: Callable[..., Any]) -> Callable[..., Any]:
         def take(engine: Any) -> Any:
@@ -71,25 +77,23 @@ class BatchMeter(StepMeter):
     def write(self) -> None:
         """Write the measurements so far, and the last step's actions where the plan has a custom schedule."""
         super().write()
-        engine = self._engine
-        if not isinstance(engine, PlannedEngine) or engine.quartet_actions is None:
-            return
-        write_actions(
-            self._files,
-            actions=engine.quartet_actions,
-            recorder=engine.quartet_recorder,
-            device=engine.stage_id,
-            replica=engine.grid.get_data_parallel_id(),
-        )
+        if self._runner is not None:
+            self._files.write_actions(
+                actions=self._runner.actions(),
+                recorder=self._runner.recorder,
+                device=self._engine.stage_id,
+                replica=self._engine.grid.get_data_parallel_id(),
+            )
 
-    def _job(self) -> dict[str, Any] | None:
-        if rank_now() != 0:
-            return None
+    def _result_of(self, results: tuple[StepResult, Any]) -> StepResult:
+        return results[0]
+
+    def _job(self) -> dict[str, Any]:
         return describe_job(
             self._engine,
-            config=self._engine.quartet_config,
-            train_iters=_TRAIN_ITERS,
+            config=self._config,
             seq_length=self._seq_length or 1,
+            has_own_iterator=self._has_own_iterator,
             neutralised=self._neutralised,
         )
 

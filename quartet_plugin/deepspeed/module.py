@@ -13,13 +13,13 @@ from typing import Any
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
-from quartet_plugin.deepspeed.choice import Choice
+from quartet_plugin.deepspeed.pipeline import PipelineSpec
 
 
 class PlannedModule(PipelineModule):  # type: ignore[misc]
-    """Mixed in front of the user's own class by `planned_class`; `quartet_choice` is set beforehand."""
+    """Mixed in front of the user's own class by `planned_class`; `quartet_pipeline` is set beforehand."""
 
-    quartet_choice: Choice
+    quartet_pipeline: PipelineSpec
     forward_funcs: list[Any]
     is_checkpointable_results: list[bool]
     _local_start: int
@@ -29,20 +29,19 @@ class PlannedModule(PipelineModule):  # type: ignore[misc]
         # Stock first: by parameters it builds layers, which moves the random generator on.
         with contextlib.redirect_stdout(io.StringIO()):
             super()._partition_layers(method)
-        choice = self.quartet_choice
-        self.parts = list(choice.bounds)
-        edges = [self._stage_bounds(stage) for stage in choice.stages_of(self.stage_id)]
+        self.parts = list(self.quartet_pipeline.bounds)
+        edges = [self._stage_bounds(stage) for stage in self.quartet_pipeline.stages_of(self.stage_id)]
         self._set_bounds(start=edges[0][0], stop=edges[-1][1])
 
     def _stage_bounds(self, stage: int) -> tuple[int, int]:
-        return self.quartet_choice.bounds[stage], self.quartet_choice.bounds[stage + 1]
+        return self.quartet_pipeline.bounds[stage], self.quartet_pipeline.bounds[stage + 1]
 
     def _build(self) -> None:
         bounds = self._local_start, self._local_stop
         self._functions: dict[int, list[Any]] = {}
         self._checkpointable: dict[int, list[bool]] = {}
         self._numbers: list[int] = []
-        for stage in self.quartet_choice.stages_of(self.stage_id):
+        for stage in self.quartet_pipeline.stages_of(self.stage_id):
             start, stop = self._stage_bounds(stage)
             before = len(self.forward_funcs)
             self._set_bounds(start=start, stop=stop)
@@ -53,17 +52,17 @@ class PlannedModule(PipelineModule):  # type: ignore[misc]
 
     def stage_owner(self, layer_idx: int) -> int:
         """The device that holds a layer: what DeepSpeed calls a stage."""
-        for stage, (start, stop) in enumerate(pairwise(self.quartet_choice.bounds)):
+        for stage, (start, stop) in enumerate(pairwise(self.quartet_pipeline.bounds)):
             if start <= layer_idx < stop:
-                return self.quartet_choice.placement[stage]
-        raise IndexError(f"layer {layer_idx} of {self.quartet_choice.bounds[-1]}")
+                return self.quartet_pipeline.placement[stage]
+        raise IndexError(f"layer {layer_idx} of {self.quartet_pipeline.bounds[-1]}")
 
     @contextlib.contextmanager
     def running(self, stage: int) -> Iterator[None]:
         """While a stage computes, or recomputes, the module consists of its layers alone."""
         kept = self.forward_funcs, self._local_start, self.is_checkpointable_results
         self.forward_funcs = self._functions[stage]
-        self._local_start = self.quartet_choice.bounds[stage]
+        self._local_start = self.quartet_pipeline.bounds[stage]
         self.is_checkpointable_results = self._checkpointable.get(stage, kept[2])
         try:
             yield
@@ -96,10 +95,10 @@ def planned_class(cls: type) -> type:
     return type(cls.__name__, (PlannedModule, cls), {"__module__": cls.__module__})
 
 
-def planned_topology(choice: Choice, *, world_size: int) -> Any:
-    """DeepSpeed's pipeline x data topology with the choice's ranks."""
-    devices = choice.num_devices
+def planned_topology(pipeline: PipelineSpec, *, world_size: int) -> Any:
+    """DeepSpeed's pipeline x data topology with the plan's ranks."""
+    devices = pipeline.num_devices
     topology = PipeDataParallelTopology(num_pp=devices, num_dp=world_size // devices)
-    if choice.rank_of is not None:
-        topology.mapping = {coord: choice.rank_of[rank] for coord, rank in topology.mapping.items()}
+    if pipeline.rank_of is not None:
+        topology.mapping = {coord: pipeline.rank_of[rank] for coord, rank in topology.mapping.items()}
     return topology

@@ -1,8 +1,8 @@
-"""A rank's side of the parity gate: the weights both sides start from, and the gradients of every step.
+"""A rank's side of the parity gate: the weights that both runs start from, and the gradients of every step.
 
 Weights are written and read a layer at a time by the layer's number in the whole model, before DeepSpeed
-makes its own copies of them, so that they fit any stages. Beside loss and gradient norm each rank leaves the
-squared gradient norm of its share of every part of the model. Only trials that are asked for it pay for this.
+copies them, so that they fit any stages. Beside loss and gradient norm each rank writes the squared gradient
+norm of its share of every part of the model. Only the trials of the gate pay for this.
 """
 
 import math
@@ -18,55 +18,39 @@ from torch import nn
 
 from quartet_plugin.deepspeed.layers import LayerList, layer_list
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.schema import as_number
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.seams import Installation, Redirect, redirect
 
 # The gate looks for it before it runs anything from the folder: written last.
 _COMPLETE = "latest_checkpointed_iteration.txt"
-_DROPOUTS = (
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "alpha_dropout",
-    "feature_alpha_dropout",
-)
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
 class ParityMeter:
-    """Looks at the gradients of one rank just before every optimizer step."""
+    """Measures the gradients of one rank just before every optimizer step."""
 
     def __init__(self, files: RankFileWriter) -> None:
         self._files = files
-        self._steps: list[dict[str, Any]] = []
+        self._steps: list[dict[str, float]] = []
         self._norm: float | None = None
 
     def watch(self, engine: Any) -> None:
-        """From now on look before this engine's optimizer steps."""
+        """Measure before each optimizer step of this engine from now on."""
         step = engine._INSTRUCTION_MAP[stock.OptimizerStep]
         part_of = dict(_parts(engine.module))
 
         def compared_step(running: Any, **kwargs: Any) -> None:
             squares = part_squares(running, part_of)
             counted = squares if running.grid.get_data_parallel_id() == 0 else {}
-            self._steps.append({"squares": {part: as_number(value) for part, value in counted.items()}})
+            self._steps.append(counted)
             self._norm = _norm_over_stages(running, squares) if _is_plain(running) else None
             step(running, **kwargs)
 
         engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, stock.OptimizerStep: compared_step}
 
     def step_done(self, norm: Any) -> Any:
-        """The step's gradient norm over all stages: DeepSpeed's own (`norm`) where it knows it."""
-        order, place = self._files.order, self._files.place
-        content = {
-            "schema_version": 1,
-            "attempt_id": order.attempt_id,
-            "launch_rank": place.launch_rank,
-            "steps": self._steps,
-        }
-        write_json_atomic(Path(order.folder, f"rank-{place.launch_rank}.parity.json"), content)
+        """Write the measurements; returns the gradient norm over all stages, DeepSpeed's if known."""
+        self._files.write_gradients(self._steps)
         return norm if self._norm is None else self._norm
 
 
@@ -110,8 +94,7 @@ def part_name(layers: LayerList, index: int) -> str:
     before = sum(block <= index for block in layers.blocks)
     if before == 0:
         return "embedding"
-    is_after = index > layers.blocks[-1]
-    return "head" if is_after else f"layer.{before - 1}"
+    return "head" if index > layers.blocks[-1] else f"layer.{before - 1}"
 
 
 def _modules(module: Any) -> Iterator[tuple[int, nn.Module]]:

@@ -1,9 +1,9 @@
 """DeepSpeed's releases, and every function of DeepSpeed that the adapter replaces or relies on.
 
-What `worker.seams` says of a seam holds here too. `check` comes before anything of DeepSpeed is changed.
+`rank.seams` defines a seam. `check` comes before anything of DeepSpeed is changed.
 """
 
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 
 from quartet_plugin.errors import SeamError
@@ -35,27 +35,19 @@ class Seam(seams.Seam):
     framework = DEEPSPEED
 
 
-def _seam(module: str, name: str, parameters: str, source: str, *callers: str) -> Seam:
-    """`callers`: methods of the same class that call the seam."""
-    sites = tuple(f"{module}:{name.partition('.')[0]}.{caller}" for caller in callers)
-    return Seam(module=module, name=name, parameters=parameters, sources={"0.19.8": source}, use_sites=sites)
+def _seam(module: str, owner: str, name: str, parameters: str, source: str, *callers: str) -> Seam:
+    """The seam `owner.name`; `callers`: methods of the same class that call it."""
+    sites = tuple(f"{module}:{owner}{caller}" for caller in callers)
+    return Seam(module, owner + name, parameters, {"0.19.8": source}, use_sites=sites)
 
 
-def _base(name: str, *declared: str) -> Seam:
-    return _seam("deepspeed.runtime.engine", f"DeepSpeedEngine.{name}", *declared)
-
-
-def _engine(name: str, *declared: str) -> Seam:
-    return _seam("deepspeed.runtime.pipe.engine", f"PipelineEngine.{name}", *declared)
-
-
-def _module(name: str, *declared: str) -> Seam:
-    return _seam("deepspeed.runtime.pipe.module", f"PipelineModule.{name}", *declared)
-
-
+_base = partial(_seam, "deepspeed.runtime.engine", "DeepSpeedEngine.")
+_engine = partial(_seam, "deepspeed.runtime.pipe.engine", "PipelineEngine.")
+_module = partial(_seam, "deepspeed.runtime.pipe.module", "PipelineModule.")
 # Replaced: the first two for every plan, the others in a trial.
 INITIALIZE = _seam(
     "deepspeed",
+    "",
     "initialize",
     "args model optimizer model_parameters training_data lr_scheduler distributed_port mpu "
     "dist_init_required collate_fn config mesh_param config_params",
@@ -111,9 +103,9 @@ SEAMS = (
 
 @cache
 def check() -> None:
-    """Hold release and seams against what is declared, once a process: later some of them are replaced.
+    """Compare the release and its functions with the seams, once a process: later some of them are replaced.
 
-    Raises SeamError, naming function and release, for what is not as known.
+    Raises SeamError, naming function and release, for the first difference.
     """
     DEEPSPEED.check_version()
     for seam in SEAMS:

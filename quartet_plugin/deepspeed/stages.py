@@ -19,15 +19,18 @@ from quartet_plugin.errors import ConfigError
 class EngineStages:
     """`StageCompute` for one step of an engine (training, or with `forward_only` evaluation)."""
 
-    def __init__(self, engine: Any, *, gradients: WeightGradients, forward_only: bool) -> None:
+    def __init__(
+        self, engine: Any, *, gradients: WeightGradients, num_microbatches: int, forward_only: bool
+    ) -> None:
         self._engine = engine
         self._gradients = gradients
         self._forward_only = forward_only
-        self._last_stage = engine.quartet_choice.num_stages - 1
+        self._last_stage = engine.quartet_pipeline.num_stages - 1
         self._held: dict[tuple[int, int], tuple[Value, Value]] = {}
         self._losses: dict[int, Any] = {}
         self._num_loaded = 0
         self._first_offset = engine.module.micro_offset
+        self._end_offset = engine.module.micro_offset + num_microbatches
 
     def forward(self, stage: int, microbatch: int, received: Value | None) -> Value | None:
         """F, as `ForwardPass` with what it loads or receives."""
@@ -76,7 +79,7 @@ class EngineStages:
 
     def end(self) -> None:
         """Count the microbatches as DeepSpeed does: one each, whatever the number of chunks."""
-        self._engine.module.micro_offset = self._first_offset + self._engine.quartet_num_microbatches
+        self._engine.module.micro_offset = self._end_offset
         assert not self._held
 
     def _loaded(self, microbatch: int) -> Value:

@@ -1,9 +1,9 @@
-"""The user's own training command: what starts it, what it runs, and where our words go in.
+"""The user's training command: its starter, its script, and the places where the plugin's words go in.
 
 Supported are `torchrun`, `python -m torch.distributed.run`, `deepspeed` and plain `python`, each with a
 script or `-m MODULE`, behind an optional `env NAME=VALUE ...`. The user's words are never edited: wrapping
 puts `-m quartet_plugin.megatron` before the script, or `-m quartet_plugin.deepspeed` where `deepspeed` starts
-it or its arguments name a ds_config, and our flags behind the user's.
+it or its arguments name a ds_config, and the plugin's flags behind the user's.
 """
 
 import os
@@ -14,22 +14,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.launchers.starter_options import (
-    DEEPSPEED_FLAGS,
-    DEEPSPEED_VALUES,
-    PYTHON_FLAGS,
-    PYTHON_VALUES,
-    TORCHRUN_FLAGS,
-    TORCHRUN_VALUES,
-    ParsedOptions,
-    read_options,
-)
+from quartet_plugin.launchers.starter_options import ParsedOptions, Starter, read_options
 
 ENTRY_MODULE = "quartet_plugin.megatron"
 DEEPSPEED_MODULE = "quartet_plugin.deepspeed"
 MAX_WORDS = 100_000
 
-Starter = Literal["torchrun", "python", "deepspeed"]
+Assignments = tuple[tuple[str, str], ...]
 PortFlag = Literal["--master-port", "--rdzv-endpoint", "--master_port"]
 
 _SUPPORTED = (
@@ -38,6 +29,7 @@ _SUPPORTED = (
 _DS_CONFIG = re.compile(r"--deepspeed[_-]config(=.*)?", re.DOTALL)
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?(\.exe)?")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=", re.ASCII)
+_MACHINE_COUNTS = ("auto", "cpu", "gpu", "xpu")
 _RUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _ADVICE = {
     "srun": "write the command that srun starts, from torchrun on",
@@ -57,7 +49,7 @@ class Command:
     """A parsed command. `words` are the user's, all of them and in order.
 
     `words[:before]` start the processes (with `has_module_flag`, a `-m` is among them);
-    `words[target_at:]` are the script (with `is_module`, the module) and its arguments. `num_processes` is
+    `words[target_index:]` are the script (with `is_module`, the module) and its arguments. `num_processes` is
     None where only the machine itself knows (`auto`, `gpu`, `cpu`), `num_nodes` where it is a range.
     `port_flag` is the option that may name a free port, None where the user named a place. `entry` is the
     adapter's module.
@@ -66,11 +58,11 @@ class Command:
     words: tuple[str, ...]
     starter: Starter
     before: int
-    target_at: int
+    target_index: int
     has_module_flag: bool
     is_module: bool
     is_wrapped: bool
-    environment: tuple[tuple[str, str], ...]
+    environment: Assignments
     num_processes: int | None
     num_nodes: int | None
     port_flag: PortFlag | None
@@ -85,12 +77,12 @@ class Command:
     @property
     def target(self) -> str:
         """The script or module that trains."""
-        return self.words[self.target_at]
+        return self.words[self.target_index]
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """The training program's own arguments."""
-        return self.words[self.target_at + 1 :]
+        return self.words[self.target_index + 1 :]
 
     def wrapped(self, extra_flags: Sequence[str] = (), *, port: int | None = None) -> list[str]:
         """The argv that runs the same under the adapter, with `extra_flags` behind the user's.
@@ -100,13 +92,13 @@ class Command:
         argv = list(self.words[: self.before])
         if port is not None and self.port_flag is not None:
             place = f"localhost:{port}" if self.port_flag == "--rdzv-endpoint" else str(port)
-            at = len(argv) - (argv[-1] in ("-m", "--module"))
-            argv[at:at] = [self.port_flag, place]
+            index = len(argv) - (argv[-1] in ("-m", "--module"))
+            argv[index:index] = [self.port_flag, place]
         flag = "--module" if self.starter == "deepspeed" else "-m"
         argv += [self.entry] if self.has_module_flag else [flag, self.entry]
         if self.is_module:
             argv.append("-m")
-        return [*argv, *self.words[self.target_at :], *extra_flags]
+        return [*argv, *self.words[self.target_index :], *extra_flags]
 
     def __str__(self) -> str:
         """The command as one types it."""
@@ -124,17 +116,17 @@ def parse_command(words: Sequence[str], *, environment: Mapping[str, str] | None
         raise ConfigError(f"the command after -- is empty; {_SUPPORTED}")
     if len(words) > MAX_WORDS or any("\0" in word for word in words):
         raise ConfigError(f"the command after --: at most {MAX_WORDS} words, without NUL characters")
-    assignments, at = _environment_words(words)
+    assignments, first = _environment_words(words)
     known = {**(os.environ if environment is None else environment), **dict(assignments)}
-    program = _program(words[at])
+    program = _program(words[first])
     if program == "torchrun":
-        return _torchrun(words, at + 1, assignments, known)
+        return _torchrun(words, first + 1, assignments, known)
     if program == "deepspeed":
-        return _deepspeed(words, at + 1, assignments)
+        return _deepspeed(words, first + 1, assignments)
     if is_starter(program):
-        return _python(words, at + 1, assignments, known)
+        return _python(words, first + 1, assignments, known)
     advice = f": {_ADVICE[program]}" if program in _ADVICE else ""
-    raise ConfigError(f"command {words[at]!r}: not supported; {_SUPPORTED}{advice}")
+    raise ConfigError(f"command {words[first]!r}: not supported; {_SUPPORTED}{advice}")
 
 
 def is_starter(word: str) -> bool:
@@ -147,7 +139,7 @@ def _program(word: str) -> str:
     return word.replace("\\", "/").rpartition("/")[2]
 
 
-def _environment_words(words: tuple[str, ...]) -> tuple[tuple[tuple[str, str], ...], int]:
+def _environment_words(words: tuple[str, ...]) -> tuple[Assignments, int]:
     """The assignments of a leading `env`, and where the program is."""
     if _ASSIGNMENT.match(words[0]):
         raise ConfigError(
@@ -155,67 +147,57 @@ def _environment_words(words: tuple[str, ...]) -> tuple[tuple[tuple[str, str], .
         )
     if words[0].rpartition("/")[2] != "env":
         return (), 0
-    at = 1
-    while at < len(words) and _ASSIGNMENT.match(words[at]):
-        at += 1
-    if at == len(words):
+    first = 1
+    while first < len(words) and _ASSIGNMENT.match(words[first]):
+        first += 1
+    if first == len(words):
         raise ConfigError(f"command `env`: no program follows; {_SUPPORTED}")
-    if words[at].startswith("-"):
-        raise ConfigError(f"command env {words[at]}: options of env are not supported, only NAME=VALUE")
-    pairs = (word.partition("=") for word in words[1:at])
-    return tuple((name, value) for name, _, value in pairs), at
+    if words[first].startswith("-"):
+        raise ConfigError(f"command env {words[first]}: options of env are not supported, only NAME=VALUE")
+    pairs = (word.partition("=") for word in words[1:first])
+    return tuple((name, value) for name, _, value in pairs), first
 
 
 def _torchrun(
-    words: tuple[str, ...],
-    at: int,
-    assignments: tuple[tuple[str, str], ...],
-    environment: Mapping[str, str],
+    words: tuple[str, ...], first: int, assignments: Assignments, environment: Mapping[str, str]
 ) -> Command:
-    options = read_options(
-        words, at, flags=TORCHRUN_FLAGS, values=TORCHRUN_VALUES, prefixes=True, program="torchrun"
-    )
+    options = read_options(words, first, program="torchrun")
     for flag in ("help", "no_python", "run_path"):
-        if flag in options.found or (flag != "help" and _is_set(environment, flag)):
+        if flag in options.values or (flag != "help" and _is_set(environment, flag)):
             raise ConfigError(
                 f"torchrun --{flag.replace('_', '-')}: not supported; torchrun must start a Python script"
             )
-    start = _target_at(words, options, program="torchrun")
-    if _is_set(environment, "module") and "module" not in options.found:
+    if _is_set(environment, "module") and "module" not in options.values:
         raise ConfigError("PET_MODULE: not supported; write torchrun -m MODULE")
-    num_processes = _count(options, environment, "nproc_per_node", unknown=("auto", "cpu", "gpu", "xpu"))
+    count = _setting(options, environment, "nproc_per_node")
+    per_node = _number("1" if count is None else count, "torchrun --nproc-per-node", words=_MACHINE_COUNTS)
     num_nodes = _num_nodes(options, environment)
     return _command(
         words,
+        options,
         starter="torchrun",
-        start=start,
-        has_module_flag="module" in options.found,
         assignments=assignments,
-        num_processes=None if num_processes is None or num_nodes is None else num_processes * num_nodes,
+        num_processes=None if per_node is None or num_nodes is None else per_node * num_nodes,
         num_nodes=num_nodes,
         port_flag=_port_flag(options, environment, num_nodes),
     )
 
 
-def _deepspeed(words: tuple[str, ...], at: int, assignments: tuple[tuple[str, str], ...]) -> Command:
-    options = read_options(
-        words, at, flags=DEEPSPEED_FLAGS, values=DEEPSPEED_VALUES, prefixes=True, program="deepspeed"
-    )
+def _deepspeed(words: tuple[str, ...], first: int, assignments: Assignments) -> Command:
+    options = read_options(words, first, program="deepspeed")
     for flag in ("help", "no_python", "autotuning"):
-        if flag in options.found:
+        if flag in options.values:
             raise ConfigError(f"deepspeed --{flag}: not supported; deepspeed must start a Python script")
-    start = _target_at(words, options, program="deepspeed")
-    found = options.found
-    spans_nodes = any(name in found for name in ("hostfile", "include", "exclude", "force_multi"))
-    num_nodes = None if spans_nodes else _number(found.get("num_nodes", "1"), "deepspeed --num_nodes")
-    devices = found.get("num_gpus", found.get("num_accelerators"))
+    values = options.values
+    spans_nodes = any(name in values for name in ("hostfile", "include", "exclude", "force_multi"))
+    num_nodes = None if spans_nodes else _number(values.get("num_nodes", "1"), "deepspeed --num_nodes")
+    devices = values.get("num_gpus", values.get("num_accelerators"))
     per_node = None if devices in (None, "-1") else _number(str(devices), "deepspeed --num_gpus")
-    is_free = num_nodes == 1 and "master_port" not in found
+    is_free = num_nodes == 1 and "master_port" not in values
     return _command(
         words,
+        options,
         starter="deepspeed",
-        start=start,
-        has_module_flag="module" in found,
         assignments=assignments,
         num_processes=None if per_node is None or num_nodes is None else per_node * num_nodes,
         num_nodes=num_nodes,
@@ -223,30 +205,25 @@ def _deepspeed(words: tuple[str, ...], at: int, assignments: tuple[tuple[str, st
     )
 
 
-def _number(text: str, name: str) -> int:
+def _number(text: str, name: str, *, words: Sequence[str] = ()) -> int | None:
+    """A number above 0; None for one of `words`, whose number only the machine knows."""
+    if text in words:
+        return None
     if not re.fullmatch(r"[0-9]{1,7}", text, re.ASCII) or int(text) < 1:
-        raise ConfigError(f"{name}: {text!r}; must be a number above 0")
+        others = f" or one of {', '.join(words)}" if words else ""
+        raise ConfigError(f"{name}: {text!r}; must be a number above 0{others}")
     return int(text)
 
 
 def _python(
-    words: tuple[str, ...],
-    at: int,
-    assignments: tuple[tuple[str, str], ...],
-    environment: Mapping[str, str],
+    words: tuple[str, ...], first: int, assignments: Assignments, environment: Mapping[str, str]
 ) -> Command:
-    options = read_options(
-        words, at, flags=PYTHON_FLAGS, values=PYTHON_VALUES, prefixes=False, program="python"
-    )
-    if "command" in options.found:
+    options = read_options(words, first, program="python")
+    if "command" in options.values:
         raise ConfigError("python -c: not supported; put the program into a script")
-    start = _target_at(words, options, program="python")
-    if "module" in options.found and words[start] in _RUN_MODULES:
-        if (
-            words[start] == "torch.distributed.launch"
-            and "--use-env" not in words
-            and "--use_env" not in words
-        ):
+    start = _target_index(words, options, program="python")
+    if "module" in options.values and words[start] in _RUN_MODULES:
+        if words[start] == "torch.distributed.launch" and not {"--use-env", "--use_env"} & set(words):
             raise ConfigError(
                 "python -m torch.distributed.launch: not supported without --use-env; write torchrun"
             )
@@ -255,9 +232,8 @@ def _python(
         raise ConfigError(f"python {words[start]}: a script or -m MODULE is needed")
     return _command(
         words,
+        options,
         starter="python",
-        start=start,
-        has_module_flag="module" in options.found,
         assignments=assignments,
         num_processes=1,
         num_nodes=1,
@@ -267,16 +243,17 @@ def _python(
 
 def _command(
     words: tuple[str, ...],
+    options: ParsedOptions,
     *,
     starter: Starter,
-    start: int,
-    has_module_flag: bool,
-    assignments: tuple[tuple[str, str], ...],
+    assignments: Assignments,
     num_processes: int | None,
     num_nodes: int | None,
     port_flag: PortFlag | None,
 ) -> Command:
-    before, is_module, is_wrapped = start, has_module_flag, False
+    before = start = _target_index(words, options, program=starter)
+    has_module_flag = is_module = "module" in options.values
+    is_wrapped = False
     entry = ENTRY_MODULE
     if starter == "deepspeed" or any(_DS_CONFIG.fullmatch(word) for word in words[start + 1 :]):
         entry = DEEPSPEED_MODULE
@@ -292,7 +269,7 @@ def _command(
         starter=starter,
         before=before,
         has_module_flag=has_module_flag,
-        target_at=start,
+        target_index=start,
         is_module=is_module,
         is_wrapped=is_wrapped,
         environment=assignments,
@@ -303,7 +280,7 @@ def _command(
     )
 
 
-def _target_at(words: tuple[str, ...], options: ParsedOptions, *, program: str) -> int:
+def _target_index(words: tuple[str, ...], options: ParsedOptions, *, program: str) -> int:
     if options.end >= len(words):
         raise ConfigError(f"command {program}: no script follows; {_SUPPORTED}")
     target = words[options.end]
@@ -314,27 +291,11 @@ def _target_at(words: tuple[str, ...], options: ParsedOptions, *, program: str) 
 
 def _setting(options: ParsedOptions, environment: Mapping[str, str], name: str) -> str | None:
     """An option as torchrun resolves it: given, else from the environment's PET_NAME."""
-    return options.found.get(name, environment.get(f"PET_{name.upper()}"))
+    return options.values.get(name, environment.get(f"PET_{name.upper()}"))
 
 
 def _is_set(environment: Mapping[str, str], name: str) -> bool:
     return environment.get(f"PET_{name.upper()}", "0") not in ("", "0")
-
-
-def _count(
-    options: ParsedOptions, environment: Mapping[str, str], name: str, *, unknown: Sequence[str]
-) -> int | None:
-    text = _setting(options, environment, name)
-    if text is None:
-        return 1
-    if text in unknown:
-        return None
-    if not re.fullmatch(r"[0-9]{1,7}", text, re.ASCII) or int(text) < 1:
-        raise ConfigError(
-            f"torchrun --{name.replace('_', '-')}: {text!r}; "
-            f"must be a number above 0 or one of {', '.join(unknown)}"
-        )
-    return int(text)
 
 
 def _num_nodes(options: ParsedOptions, environment: Mapping[str, str]) -> int | None:
@@ -349,7 +310,7 @@ def _port_flag(
     options: ParsedOptions, environment: Mapping[str, str], num_nodes: int | None
 ) -> PortFlag | None:
     """What may name a free port: nothing where the user named a place, or several nodes must agree."""
-    if num_nodes != 1 or "standalone" in options.found or _is_set(environment, "standalone"):
+    if num_nodes != 1 or "standalone" in options.values or _is_set(environment, "standalone"):
         return None
     if _setting(options, environment, "rdzv_endpoint"):
         return None

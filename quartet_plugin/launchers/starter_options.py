@@ -1,9 +1,12 @@
-"""The options of torchrun and python: which take a value, so that the script is found among the words."""
+"""The options of torchrun, deepspeed and python: which take a value, so that the script can be located."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from quartet_plugin.errors import ConfigError
+
+Starter = Literal["torchrun", "python", "deepspeed"]
 
 # Torchrun 2.11's options without and with a value, by their spelling -> their name. A contract test
 # compares both tables with torch's own parser.
@@ -23,31 +26,11 @@ TORCHRUN_FLAGS: dict[str, str] = {
     "--use_env": "use_env",
 }
 _TORCHRUN_VALUE_NAMES = (
-    "nnodes",
-    "nproc_per_node",
-    "rdzv_backend",
-    "rdzv_endpoint",
-    "rdzv_id",
-    "rdzv_conf",
-    "max_restarts",
-    "monitor_interval",
-    "start_method",
-    "event_log_handler",
-    "role",
-    "log_dir",
-    "redirects",
-    "tee",
-    "local_ranks_filter",
-    "duplicate_stdout_filters",
-    "duplicate_stderr_filters",
-    "node_rank",
-    "master_addr",
-    "master_port",
-    "local_addr",
-    "logs_specs",
-    "numa_binding",
-    "signals_to_handle",
-)
+    "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts",
+    "monitor_interval", "start_method", "event_log_handler", "role", "log_dir", "redirects", "tee",
+    "local_ranks_filter", "duplicate_stdout_filters", "duplicate_stderr_filters", "node_rank",
+    "master_addr", "master_port", "local_addr", "logs_specs", "numa_binding", "signals_to_handle",
+)  # fmt: skip
 TORCHRUN_VALUES: dict[str, str] = {
     **{f"--{name}": name for name in _TORCHRUN_VALUE_NAMES},
     **{f"--{name.replace('_', '-')}": name for name in _TORCHRUN_VALUE_NAMES},
@@ -70,24 +53,10 @@ DEEPSPEED_FLAGS: dict[str, str] = {
     "--quiet": "quiet",
 }
 _DEEPSPEED_VALUE_NAMES = (
-    "hostfile",
-    "include",
-    "exclude",
-    "num_nodes",
-    "num_gpus",
-    "num_accelerators",
-    "master_port",
-    "master_addr",
-    "node_rank",
-    "launcher",
-    "launcher_args",
-    "enable_each_rank_log",
-    "autotuning",
-    "bind_core_list",
-    "ssh_port",
-    "venv_script",
-    "log_level",
-)
+    "hostfile", "include", "exclude", "num_nodes", "num_gpus", "num_accelerators", "master_port",
+    "master_addr", "node_rank", "launcher", "launcher_args", "enable_each_rank_log", "autotuning",
+    "bind_core_list", "ssh_port", "venv_script", "log_level",
+)  # fmt: skip
 DEEPSPEED_VALUES: dict[str, str] = {
     **{f"--{name}": name for name in _DEEPSPEED_VALUE_NAMES},
     "-H": "hostfile",
@@ -102,64 +71,65 @@ PYTHON_VALUES: dict[str, str] = {
 }
 
 
+# The options without and with a value of each starter.
+_OPTIONS: dict[Starter, tuple[dict[str, str], dict[str, str]]] = {
+    "torchrun": (TORCHRUN_FLAGS, TORCHRUN_VALUES),
+    "deepspeed": (DEEPSPEED_FLAGS, DEEPSPEED_VALUES),
+    "python": (PYTHON_FLAGS, PYTHON_VALUES),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedOptions:
-    """The options that were read: `found[name]` is the last value ("" for a flag), `end` the next word."""
+    """Options by name with their last value ("" for a flag); `end` is the index of the word behind them."""
 
-    found: Mapping[str, str]
+    values: Mapping[str, str]
     end: int
 
 
-def read_options(
-    words: Sequence[str],
-    at: int,
-    *,
-    flags: Mapping[str, str],
-    values: Mapping[str, str],
-    prefixes: bool,
-    program: str,
-) -> ParsedOptions:
-    """Read options from `words[at]` up to the first word that is none.
+def read_options(words: Sequence[str], start: int, *, program: Starter) -> ParsedOptions:
+    """Read the options of `program` from `words[start]` up to the first word that is none.
 
-    `prefixes` allows unambiguous abbreviations of long options, as argparse does. Raises ConfigError for
-    an option that is not known, or lacks its value: the script cannot be found behind it for certain.
+    Unambiguous abbreviations of long options are read as argparse does, but not python's. Raises ConfigError
+    for an option that is not known, or lacks its value: the script cannot be found behind it for certain.
     """
-    found: dict[str, str] = {}
-    while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "--"):
-        word = words[at]
+    flags, values = _OPTIONS[program]
+    read: dict[str, str] = {}
+    index = start
+    while index < len(words) and words[index].startswith("-") and words[index] not in ("-", "--"):
+        word = words[index]
         if program == "python" and word in ("-m", "-c"):
-            found["module" if word == "-m" else "command"] = ""
-            at += 1
+            read["module" if word == "-m" else "command"] = ""
+            index += 1
             break  # what follows is the program, and its arguments
-        spelling, inline = _spelling(word, flags=flags, values=values, prefixes=prefixes, program=program)
-        for one in spelling[:-1]:
-            found[flags[one]] = ""
+        spelling, inline = _spelling(word, program=program)
+        for option in spelling[:-1]:
+            read[flags[option]] = ""
         last = spelling[-1]
         if last in flags:
-            found[flags[last]] = ""
+            read[flags[last]] = ""
         elif inline is not None:
-            found[values[last]] = inline
+            read[values[last]] = inline
         else:
-            at += 1
-            if at >= len(words):
+            index += 1
+            if index >= len(words):
                 raise ConfigError(f"command {program} {word}: its value is missing")
-            found[values[last]] = words[at]
-        at += 1
-    return ParsedOptions(found=found, end=at)
+            read[values[last]] = words[index]
+        index += 1
+    return ParsedOptions(values=read, end=index)
 
 
-def _spelling(
-    word: str, *, flags: Mapping[str, str], values: Mapping[str, str], prefixes: bool, program: str
-) -> tuple[tuple[str, ...], str | None]:
+def _spelling(word: str, *, program: Starter) -> tuple[tuple[str, ...], str | None]:
     """The options in one word (several for `-uB`) and the value the last one holds in it."""
+    flags, values = _OPTIONS[program]
     if word in flags or word in values:
         return (word,), None
     if word.startswith("--"):
         name, equals, value = word.partition("=")
-        if name not in flags and name not in values and prefixes:
+        if name not in flags and name not in values and program != "python":
             every = {**flags, **values}
-            matches = [one for one in every if one.startswith(name)]
-            name = matches[0] if len({every[one] for one in matches}) == 1 else name
+            matches = [option for option in every if option.startswith(name)]
+            name = matches[0] if len({every[option] for option in matches}) == 1 else name
         if name in values or (name in flags and not equals):
             return (name,), value if equals else None
     else:

@@ -1,1 +1,1 @@
-"""Axis 4: which physical slot plays which rank."""
+"""Axis 4: the physical slot of every rank."""

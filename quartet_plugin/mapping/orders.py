@@ -1,4 +1,4 @@
-"""Axis 4: which slot plays which rank.
+"""Axis 4: the slot of every rank, by named orders.
 
 Megatron numbers ranks tp fastest, then cp, dp and pp ("tp-cp-ep-dp-pp"):
 RANK = tp + TP (cp + CP (dp + DP pp)).
@@ -32,12 +32,12 @@ def slots_of(nodes: Sequence[NodeInfo]) -> tuple[Slot, ...]:
     )
 
 
-def orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[RankOrder, ...]:
-    """The candidates for `layout`, `stock` first where it is legal, each physical arrangement once.
+def legal_orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[RankOrder, ...]:
+    """The orders for `layout`, `stock` first where it is legal, each physical arrangement once.
 
-    Up to four processes these are all permutations modulo what is equal: the order inside a TP group, and
-    which of the equal data-parallel replicas is called which. Beyond, named orders. Nodes of unequal size
-    keep the stock order: RANKs could not be dealt out at launch. Raises PlanError when
+    Up to four processes these are all permutations but for equivalent ones: the order inside a TP group and
+    the numbering of data-parallel replicas change nothing. With more processes they are the named orders.
+    Nodes of unequal size keep the stock order: RANKs could not be assigned at launch. Raises PlanError when
     `nodes` do not have one slot a process.
     """
     slots = slots_of(nodes)
@@ -46,16 +46,16 @@ def orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[RankOrder, ...
     if len({node.num_slots for node in nodes}) > 1:
         return (_order(STOCK, slots),)
     named = _permutations(slots) if len(slots) <= EXHAUSTIVE_RANKS else _named(layout, slots=slots)
-    found: dict[object, RankOrder] = {}
+    by_arrangement: dict[object, RankOrder] = {}
     for name, candidate in named:
-        if not is_legal(candidate, layout=layout):
-            continue
-        found.setdefault(_arrangement(candidate, layout=layout), _order(name, candidate))
-    return tuple(found.values())
+        if is_legal(candidate, layout=layout):
+            arrangement = _arrangement(candidate, layout=layout)
+            by_arrangement.setdefault(arrangement, _order(name, candidate))
+    return tuple(by_arrangement.values())
 
 
 def order_named(name: str, *, layout: Layout, nodes: Sequence[NodeInfo]) -> RankOrder:
-    """The order called `name`: `stock`, one of `orders`, or the slot of every rank ("1,0").
+    """The order called `name`: `stock`, one of `legal_orders`, or the slot of every rank ("1,0").
 
     Raises PlanError for an unknown name, or slots that break a rule.
     """
@@ -82,8 +82,7 @@ def order_named(name: str, *, layout: Layout, nodes: Sequence[NodeInfo]) -> Rank
 
 def is_legal(slots: Sequence[Slot], *, layout: Layout) -> bool:
     """Whether RANK 0 is on node 0 and every TP group on one node."""
-    size = layout.tensor_parallel
-    groups = [slots[at : at + size] for at in range(0, len(slots), size)]
+    groups = itertools.batched(slots, layout.tensor_parallel)
     return slots[0].node == 0 and all(len({slot.node for slot in group}) == 1 for group in groups)
 
 
@@ -106,7 +105,7 @@ def _order(name: str, slots: Sequence[Slot]) -> RankOrder:
 
 
 def _arrangement(slots: Sequence[Slot], *, layout: Layout) -> object:
-    """What is physically different: a set of replicas, each a list of stages of CP lists of TP sets."""
+    """The physical arrangement: a set of replicas, each a list of stages of CP lists of TP sets."""
     replicas = []
     for dp in range(layout.data_parallel):
         stages = []
@@ -120,7 +119,7 @@ def _arrangement(slots: Sequence[Slot], *, layout: Layout) -> object:
     return frozenset(replicas)
 
 
-_Named = tuple[str, tuple[Slot, ...]]
+type _Named = tuple[str, tuple[Slot, ...]]
 
 
 def _permutations(slots: Sequence[Slot]) -> list[_Named]:
@@ -132,11 +131,11 @@ def _permutations(slots: Sequence[Slot]) -> list[_Named]:
 
 def _named(layout: Layout, *, slots: Sequence[Slot]) -> list[_Named]:
     """The named orders; the slot of a rank is the stock slot of the rank that `rule` names."""
-    found: list[_Named] = [(STOCK, tuple(slots))]
+    named: list[_Named] = [(STOCK, tuple(slots))]
     for name, rule in _RULES.items():
         indices = [rule(layout, *coordinates(rank, layout=layout)) for rank in range(layout.world_size)]
-        found.append((name, tuple(slots[index] for index in indices)))
-    return found
+        named.append((name, tuple(slots[index] for index in indices)))
+    return named
 
 
 def _pipeline_reversed(layout: Layout, tp: int, cp: int, dp: int, pp: int) -> int:

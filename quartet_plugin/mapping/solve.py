@@ -1,9 +1,8 @@
 """The mapping that minimizes a step: exact where few arrangements differ, local search where many do.
 
 Blocks of one kind (equal node, domain and slowdown) are interchangeable, and so are data-parallel replicas
-and the columns of a context-parallel group; arrangements that differ only so are counted once. RANK 0 stays
-on node 0. The result is never worse, by the given costs, than Megatron's two stock orders, which it starts
-from.
+and the columns of a context-parallel group; arrangements that differ only in these are counted once. RANK 0
+stays on node 0. The search starts from Megatron's two stock orders, so by the costs it is never worse.
 """
 
 import itertools
@@ -30,10 +29,10 @@ NUM_CLIMBS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """`slots[r]` plays RANK r, an index into the places' slots; `step_s` by the given costs.
+    """An order of slots: `slots[r]`, an index into the topology's slots, plays RANK r in a step of `step_s`.
 
-    `stock_s` has the legal ones of `STOCK_ORDERS`; `exact`: nothing is better. `others` are the next best
-    that were tried, for a judge that knows more than the costs do.
+    `stock_s` has the seconds of the legal `STOCK_ORDERS`; `exact`: no order is better. `others` are the next
+    best orders that were tried, for a prediction that includes more than the costs do.
     """
 
     slots: tuple[int, ...]
@@ -43,14 +42,14 @@ class Solution:
     num_evaluated: int
     others: tuple[tuple[int, ...], ...] = ()
 
-    def mapping(self, places: Topology) -> plan.Mapping:
-        """As a plan holds it."""
-        return plan.Mapping(slots=tuple(places.slots[slot] for slot in self.slots))
+    def mapping(self, topology: Topology) -> plan.Mapping:
+        """The order as a plan holds it."""
+        return plan.Mapping(slots=tuple(topology.slots[slot] for slot in self.slots))
 
 
 def solve(
     costs: StepCosts,
-    places: Topology,
+    topology: Topology,
     *,
     inside: frozenset[str] = frozenset(),
     seed: int = 0,
@@ -58,19 +57,19 @@ def solve(
     exact_limit: int = EXACT_LIMIT,
     num_others: int = 0,
 ) -> Solution:
-    """The best arrangement found; `evaluations` bounds local search, `exact_limit` enumeration.
+    """The best order of the search; `evaluations` limits local search, `exact_limit` enumeration.
 
-    Depends on its arguments alone. Raises PlanError where slots and ranks differ in number, a
+    The result depends on the arguments alone. Raises PlanError where slots and ranks differ in number, a
     tensor-parallel group cannot stay in a domain, or no arrangement keeps `inside` groups in one.
     """
     layout = costs.layout
-    if len(places.slots) != layout.world_size:
+    if len(topology.slots) != layout.world_size:
         raise PlanError(
-            f"mapping: {len(places.slots)} slots for {layout.world_size} ranks; one each is needed"
+            f"mapping: {len(topology.slots)} slots for {layout.world_size} ranks; one each is needed"
         )
-    blocks = blocks_of(places, size=layout.tensor_parallel)
-    search = _Search(StepTime(costs, places, blocks, inside=inside), blocks, layout)
-    stock = _stock(costs, places, blocks, inside)
+    blocks = blocks_of(topology, size=layout.tensor_parallel)
+    search = _Search(StepTime(costs, topology, blocks, inside=inside), blocks, layout)
+    stock = _stock(costs, topology, blocks, inside)
     for start in _starts(costs, blocks, [arrangement for arrangement, _ in stock.values()]):
         search.try_out(start)
     exact = search.enumerate(exact_limit)
@@ -83,7 +82,8 @@ def solve(
         )
     order = [search.best, *search.others(num_others)]
     slots, *others = (
-        tuple(slot for block in one.ravel().tolist() for slot in blocks.slots[block]) for one in order
+        tuple(slot for block in arrangement.ravel().tolist() for slot in blocks.slots[block])
+        for arrangement in order
     )
     return Solution(
         slots=slots,
@@ -106,11 +106,11 @@ def stock_arrangement(layout: Layout, name: str) -> IntArray:
 
 
 class _Search:
-    """The best arrangement seen, in canonical form, and everything that looks for better ones."""
+    """The best arrangement tried, in canonical form; enumeration and local search for better ones."""
 
     def __init__(self, step: StepTime, blocks: Blocks, layout: Layout) -> None:
         self._step, self._blocks, self._layout = step, blocks, layout
-        # Columns that keep their places relative to each other when replicas are renamed.
+        # Columns that keep their topology relative to each other when replicas are renamed.
         experts, context = layout.expert_parallel, layout.context_parallel
         self._width = context if experts == 1 else math.lcm(context, experts)
         self._copies = layout.context_parallel * layout.data_parallel
@@ -121,37 +121,41 @@ class _Search:
         self.num_evaluated = 0
 
     def try_out(self, arrangement: IntArray) -> float:
-        """Its time, infinite where RANK 0 cannot be on node 0."""
-        named = self._canonical(arrangement)
-        if named is None:
+        """Seconds a step of the arrangement, infinite where RANK 0 cannot be on node 0."""
+        canonical = self._canonical(arrangement)
+        if canonical is None:
             return math.inf
-        key = self._blocks.kind[named].tobytes()
-        found = self._seen.get(key)
-        if found is None:
-            found = self._seen[key] = self._step(named)
-            self._ranked.append((found, self.num_evaluated, named))
+        key = self._blocks.kind[canonical].tobytes()
+        seconds = self._seen.get(key)
+        if seconds is None:
+            seconds = self._seen[key] = self._step(canonical)
+            self._ranked.append((seconds, self.num_evaluated, canonical))
             self.num_evaluated += 1
-        if found < self.best_s:
-            self.best, self.best_s = named, found
-        return found
+        if seconds < self.best_s:
+            self.best, self.best_s = canonical, seconds
+        return seconds
 
     def others(self, number: int) -> list[IntArray]:
-        """The `number` best beside the best one."""
+        """The `number` next best after the best one."""
         tried = sorted(self._ranked, key=lambda entry: entry[:2])[: number + 1]
-        return [one for seconds, _, one in tried if one is not self.best and seconds < NEVER_S][:number]
+        return [
+            arrangement
+            for seconds, _, arrangement in tried
+            if arrangement is not self.best and seconds < NEVER_S
+        ][:number]
 
     def enumerate(self, limit: int) -> bool:
         """Try every arrangement, each kind once; False where there may be more than `limit`."""
         if self._least_count() > limit:
             return False
-        for at, arrangement in enumerate(self._every()):
-            if at >= limit:
+        for number, arrangement in enumerate(self._every()):
+            if number >= limit:
                 return False
             self.try_out(arrangement)
         return True
 
     def climb(self, rng: random.Random, evaluations: int) -> None:
-        """Exchanges that do not make it worse, from the best starts in turn, `evaluations` in all."""
+        """Local search by exchanges that are no worse, from the best starts in turn, `evaluations` in all."""
         starts = [entry[2] for entry in sorted(self._ranked, key=lambda entry: entry[:2])[:NUM_CLIMBS]]
         for start in starts:
             current, seconds = start, self.try_out(start)
@@ -187,9 +191,9 @@ class _Search:
         return other
 
     def _canonical(self, arrangement: IntArray) -> IntArray | None:
-        """Replicas in ascending order of their blocks; None where no name puts RANK 0 on node 0.
+        """The arrangement with replicas in ascending order of their blocks; None without RANK 0 on node 0.
 
-        A block is in one place only, so that of stage 0 tells columns and groups of columns apart.
+        Every block occurs once, so the blocks of stage 0 tell columns and groups of columns apart.
         """
         groups = arrangement[0].reshape(-1, self._width)
         columns = np.arange(arrangement.shape[1]).reshape(groups.shape)
@@ -214,27 +218,29 @@ class _Search:
         """Every arrangement, replicas in ascending order of kinds."""
         kinds = self._blocks.kind.tolist()
         free = [kinds.count(kind) for kind in range(max(kinds) + 1)]
-        members = [[at for at, kind in enumerate(kinds) if kind == one] for one in range(len(free))]
+        members = [
+            [block for block, kind in enumerate(kinds) if kind == wanted] for wanted in range(len(free))
+        ]
         for columns in self._columns([], free):
             cursors = [iter(blocks) for blocks in members]
             yield np.array([[next(cursors[kind]) for kind in column] for column in columns]).T
 
     def _columns(self, chosen: list[tuple[int, ...]], free: list[int]) -> Iterator[list[tuple[int, ...]]]:
-        at = len(chosen)
-        if at == self._copies:
+        count = len(chosen)
+        if count == self._copies:
             yield chosen
             return
         width = self._width
         least: tuple[int, ...] = ()
-        if self._layout.expert_parallel == 1 and at % width:
+        if self._layout.expert_parallel == 1 and count % width:
             least = chosen[-1]
-        elif at >= width and at % width == 0:
-            least = chosen[at - width]
+        elif count >= width and count % width == 0:
+            least = chosen[count - width]
         for column in _draws(free, self._layout.pipeline_parallel):
             if column < least:
                 continue
             more = [*chosen, column]
-            if (at + 1) % width == 0 and at >= width and more[-width:] < more[-2 * width : -width]:
+            if (count + 1) % width == 0 and count >= width and more[-width:] < more[-2 * width : -width]:
                 continue
             for kind in column:
                 free[kind] -= 1
@@ -258,26 +264,23 @@ def _draws(free: list[int], length: int) -> Iterator[tuple[int, ...]]:
 
 
 def _stock(
-    costs: StepCosts, places: Topology, blocks: Blocks, inside: frozenset[str]
+    costs: StepCosts, topology: Topology, blocks: Blocks, inside: frozenset[str]
 ) -> dict[str, tuple[IntArray, float]]:
-    """Of each stock order, the same with equal or faster blocks at every place, and its own seconds.
+    """Each stock order with equal or faster blocks at every position, and the seconds of the order itself.
 
-    Tensor-parallel groups of a domain are cut anew, slots of like speed together: the fastest of them
-    stands where the fastest of the order's own stood, so no place is slower.
+    Tensor-parallel groups of a domain are cut anew, slots of like speed together: the fastest new block takes
+    the position of the order's fastest one, so no position gets slower.
     """
     layout = costs.layout
-    own = blocks_of(places, size=layout.tensor_parallel, sort=False)
+    unsorted = blocks_of(topology, size=layout.tensor_parallel, sort=False)
     better = np.arange(len(blocks), dtype=np.int64)
-    cells = own.domain * (int(own.node.max()) + 1) + own.node
+    cells = unsorted.domain * (int(unsorted.node.max()) + 1) + unsorted.node
     for cell in np.unique(cells):
-        at = np.flatnonzero(cells == cell)
-        better[at[np.argsort(own.slowdown[at], kind="stable")]] = at
-    timed = StepTime(costs, places, own, inside=inside)
-    found = {}
-    for name in STOCK_ORDERS:
-        arrangement = stock_arrangement(layout, name)
-        found[name] = (better[arrangement], timed(arrangement))
-    return found
+        members = np.flatnonzero(cells == cell)
+        better[members[np.argsort(unsorted.slowdown[members], kind="stable")]] = members
+    step = StepTime(costs, topology, unsorted, inside=inside)
+    arrangements = {name: stock_arrangement(layout, name) for name in STOCK_ORDERS}
+    return {name: (better[arrangement], step(arrangement)) for name, arrangement in arrangements.items()}
 
 
 def _starts(costs: StepCosts, blocks: Blocks, stock: Sequence[IntArray]) -> Iterator[IntArray]:
@@ -294,8 +297,7 @@ def _starts(costs: StepCosts, blocks: Blocks, stock: Sequence[IntArray]) -> Iter
 
 def _tilings(layout: Layout, blocks: Blocks) -> Iterator[IntArray]:
     """Arrangements where every cell (the blocks of a node in a domain) holds an equal box of the layout."""
-    cells, sizes = np.unique(np.stack([blocks.node, blocks.domain]), axis=1, return_counts=True)
-    del cells
+    _, sizes = np.unique(np.stack([blocks.node, blocks.domain]), axis=1, return_counts=True)
     if len(set(sizes.tolist())) > 1:
         return
     degrees = (layout.pipeline_parallel, layout.data_parallel, layout.context_parallel)

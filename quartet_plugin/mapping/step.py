@@ -1,4 +1,4 @@
-"""The step's time as a function of where blocks are: what the solver minimizes.
+"""The step's time as a function of the assignment of blocks: the solver's objective.
 
 With one microbatch's time t[k, q] of pipeline rank k in column q (a column is one data- and context-parallel
 index, with a block a pipeline rank), m microbatches and v chunks a rank,
@@ -6,7 +6,7 @@ index, with a block a pipeline rank), m microbatches and v chunks a rank,
     step = max over q of ( m max_k t + (sum_k t - max_k t) / v + transfers while filling and draining )
            + max over k of exposed gradient traffic
 
-Compute runs at the pace of the slowest of the ranks that wait for each other in every layer: those of a
+Compute runs at the slowdown of the slowest of the ranks that wait for each other in every layer: those of a
 tensor, context or expert parallel group. Replicas wait for each other once a step.
 """
 
@@ -19,7 +19,7 @@ from quartet_plugin.mapping.topology import Blocks, GroupLink, Topology, blocks_
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
 
-# What a forbidden arrangement takes a microbatch: no step takes so long, and sums of it stay finite.
+# Seconds a microbatch of a forbidden arrangement: longer than any step, and sums of it stay finite.
 NEVER_S = 1e30
 
 
@@ -31,7 +31,7 @@ class Collective:
     rounds: FloatArray
 
     def seconds(self, link: GroupLink, rank: int) -> float:
-        """Their time on `link`."""
+        """Seconds of rank `rank`'s collectives on `link`."""
         if link.size == 1:
             return 0.0
         moved = float(self.volume_bytes[rank]) / link.bytes_per_s
@@ -40,13 +40,13 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepCosts:
-    """What a step does wherever its ranks are; arrays are [pipeline_parallel].
+    """The costs of a step that do not depend on the slots of its ranks; arrays are [pipeline_parallel].
 
-    `compute_s`: one microbatch forward and backward on a rank at slowdown 1, collectives left out.
-    `tensor`, `context`, `expert`: of one microbatch, what is not hidden. `boundary_bytes`: a boundary tensor,
-    its latency taken once; `peer_share`: the bandwidth one sender reaches of a collective's inside a domain;
-    `blocking`: ranks wait for their own sends. `gradients`, `expert_gradients`: once a step, of which
-    `exposed_share` stays visible at least, and what `hidden_s` cannot hide.
+    `compute_s`: one microbatch forward and backward on a rank at slowdown 1, without collectives.
+    `tensor`, `context`, `expert`: one microbatch's exposed collectives. `boundary_bytes`: a boundary tensor,
+    its latency counted once; `peer_share`: the share of a collective's bandwidth inside a domain that one
+    sender reaches; `blocking`: ranks wait for their own sends. `gradients`, `expert_gradients`: once a step;
+    compute hides `hidden_s` of them, but at least the part `exposed_share` stays exposed.
     """
 
     layout: Layout
@@ -68,18 +68,18 @@ class StepTime:
     """`StepCosts` on `Topology`: call it with an arrangement, blocks by [pp, copies], for seconds a step.
 
     `inside` names the groups ("context", "expert") that may not leave a domain: an arrangement that breaks it
-    takes for ever.
+    takes `NEVER_S` a microbatch.
     """
 
     def __init__(
-        self, costs: StepCosts, places: Topology, blocks: Blocks, *, inside: frozenset[str] = frozenset()
+        self, costs: StepCosts, topology: Topology, blocks: Blocks, *, inside: frozenset[str] = frozenset()
     ) -> None:
-        self._costs, self._places, self._blocks, self._inside = costs, places, blocks, inside
+        self._costs, self._topology, self._blocks, self._inside = costs, topology, blocks, inside
         self._links: dict[bytes, GroupLink] = {}
-        self._transfer_s = _transfer_matrix(costs, places)
-        home = group_link(places, [0] * costs.layout.tensor_parallel)
+        self._transfer_s = _transfer_matrix(costs, topology)
+        tensor = group_link(topology, [0] * costs.layout.tensor_parallel)
         ranks = range(costs.layout.pipeline_parallel)
-        self._tensor_s = np.array([costs.tensor.seconds(home, rank) for rank in ranks])
+        self._tensor_s = np.array([costs.tensor.seconds(tensor, rank) for rank in ranks])
 
     def __call__(self, arrangement: IntArray) -> float:
         """Seconds a step."""
@@ -89,7 +89,7 @@ class StepTime:
         """Seconds of each column's pipeline [copies]."""
         costs, layout = self._costs, self._costs.layout
         domains = self._blocks.domain[arrangement]
-        busy = self.paces(arrangement) * costs.compute_s[:, None] + self._tensor_s[:, None]
+        busy = self.slowdowns(arrangement) * costs.compute_s[:, None] + self._tensor_s[:, None]
         for name, collective, size in (
             ("context", costs.context, layout.context_parallel),
             ("expert", costs.expert, layout.expert_parallel),
@@ -109,74 +109,75 @@ class StepTime:
                 wrap = self._transfer_s[domains[-1], domains[0]] + self._transfer_s[domains[0], domains[-1]]
                 filling = filling + wrap * (layout.virtual_stages - 1)
         longest = busy.max(axis=0)
-        found: FloatArray = costs.num_microbatches * longest
-        found += (busy.sum(axis=0) - longest) / layout.virtual_stages + filling
-        return found
+        seconds: FloatArray = costs.num_microbatches * longest
+        seconds += (busy.sum(axis=0) - longest) / layout.virtual_stages + filling
+        return seconds
 
-    def paces(self, arrangement: IntArray) -> FloatArray:
+    def slowdowns(self, arrangement: IntArray) -> FloatArray:
         """The slowdown of each block with those it waits for in every layer [pp, copies]."""
         layout = self._costs.layout
-        pace: FloatArray = self._blocks.slowdown[arrangement]
+        slowdowns: FloatArray = self._blocks.slowdown[arrangement]
         for size in (layout.context_parallel, layout.expert_parallel):
             if size > 1:
-                groups = pace.reshape(len(pace), -1, size).max(axis=2)
-                pace = np.repeat(groups, size, axis=1)
-        return pace
+                groups = slowdowns.reshape(len(slowdowns), -1, size).max(axis=2)
+                slowdowns = np.repeat(groups, size, axis=1)
+        return slowdowns
 
     def _grouped(self, domains: IntArray, collective: Collective, size: int, *, inside: bool) -> FloatArray:
         """Seconds of the collectives of groups of `size` neighbouring columns [pp, copies]."""
-        found = np.zeros(domains.shape)
+        seconds = np.zeros(domains.shape)
         for rank, row in enumerate(domains):
-            for at in range(0, len(row), size):
-                link = self.link(row[at : at + size])
-                seconds = collective.seconds(link, rank)
-                found[rank, at : at + size] = NEVER_S if inside and link.num_domains > 1 else seconds
-        return found
+            for start in range(0, len(row), size):
+                group = slice(start, start + size)
+                link = self.link(row[group])
+                is_forbidden = inside and link.num_domains > 1
+                seconds[rank, group] = NEVER_S if is_forbidden else collective.seconds(link, rank)
+        return seconds
 
     def _gradients(self, domains: IntArray) -> float:
         costs, experts = self._costs, self._costs.layout.expert_parallel
         worst = 0.0
         for rank, row in enumerate(domains):
-            spent = costs.gradients.seconds(self.link(row), rank)
+            traffic = costs.gradients.seconds(self.link(row), rank)
             if costs.expert_gradients.volume_bytes[rank] > 0:
-                spent += max(
-                    costs.expert_gradients.seconds(self.link(row[at::experts]), rank) for at in range(experts)
+                traffic += max(
+                    costs.expert_gradients.seconds(self.link(row[first::experts]), rank)
+                    for first in range(experts)
                 )
-            worst = max(worst, spent * costs.exposed_share, spent - float(costs.hidden_s[rank]))
+            worst = max(worst, traffic * costs.exposed_share, traffic - float(costs.hidden_s[rank]))
         return worst
 
     def link(self, domains: IntArray) -> GroupLink:
-        """The link of a group, looked up where it was seen before."""
+        """The link of a group whose members are in `domains`, computed once."""
         key = domains.tobytes()
-        found = self._links.get(key)
-        if found is None:
-            found = self._links[key] = group_link(self._places, domains.tolist())
-        return found
+        if key not in self._links:
+            self._links[key] = group_link(self._topology, domains.tolist())
+        return self._links[key]
 
 
-def _transfer_matrix(costs: StepCosts, places: Topology) -> FloatArray:
+def _transfer_matrix(costs: StepCosts, topology: Topology) -> FloatArray:
     """Seconds of a boundary tensor between domains, row to column; inside one on the diagonal."""
     between = costs.boundary_bytes / np.where(
-        places.between_bytes_per_s > 0, places.between_bytes_per_s, np.inf
+        topology.between_bytes_per_s > 0, topology.between_bytes_per_s, np.inf
     )
-    found: FloatArray = between + places.between_latency_s
-    own = costs.boundary_bytes / (places.inside_bytes_per_s * costs.peer_share) + places.inside_latency_s
-    np.fill_diagonal(found, own)
-    return found
+    seconds: FloatArray = between + topology.between_latency_s
+    inside = costs.boundary_bytes / (topology.inside_bytes_per_s * costs.peer_share)
+    np.fill_diagonal(seconds, inside + topology.inside_latency_s)
+    return seconds
 
 
 def step_s(
-    costs: StepCosts, places: Topology, slots: Sequence[int], *, inside: frozenset[str] = frozenset()
+    costs: StepCosts, topology: Topology, slots: Sequence[int], *, inside: frozenset[str] = frozenset()
 ) -> float:
-    """Seconds a step when RANK r is played by slot `slots[r]`, an index into `places.slots`.
+    """Seconds a step when RANK r is played by slot `slots[r]`, an index into `topology.slots`.
 
     Raises PlanError where a tensor-parallel group leaves its node or domain.
     """
-    blocks = blocks_in_order(places, slots, size=costs.layout.tensor_parallel)
+    blocks = blocks_in_order(topology, slots, size=costs.layout.tensor_parallel)
     arrangement = np.arange(len(blocks), dtype=np.int64).reshape(costs.layout.pipeline_parallel, -1)
-    return StepTime(costs, places, blocks, inside=inside)(arrangement)
+    return StepTime(costs, topology, blocks, inside=inside)(arrangement)
 
 
-def nothing(num_ranks: int) -> Collective:
-    """A collective that is not there."""
+def no_collective(num_ranks: int) -> Collective:
+    """The collective of groups of one rank: no bytes and no rounds."""
     return Collective(volume_bytes=np.zeros(num_ranks), rounds=np.zeros(num_ranks))

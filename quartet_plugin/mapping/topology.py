@@ -1,11 +1,12 @@
-"""Where slots are, and what the links between them do to a group of ranks.
+"""The slots of a cluster, the links between them, and the bottleneck link of a group of ranks.
 
 A *domain* holds slots that fast links join (scale-up); between domains the links may be unequal. A *block* is
-the slots of one tensor-parallel group: always on one node and in one domain, so it is placed as a whole.
+the slots of one tensor-parallel group: always on one node and in one domain, so it is assigned as a unit.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import batched
 
 import numpy as np
 
@@ -39,10 +40,10 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLink:
-    """What a group of ranks sees: its size, its domains, and the bottleneck of the ring through all of them.
+    """The link of a group of ranks: its size, its domains, and the bottleneck of the ring through them all.
 
-    `local` is its ranks in the domain that has the fewest: several rings, one through each of these devices,
-    share the traffic between domains.
+    `local` counts its ranks in the domain that has the fewest: several rings, one through each of these
+    devices, share the traffic between domains.
     """
 
     size: int
@@ -54,12 +55,12 @@ class GroupLink:
 
     @property
     def ring_latency_s(self) -> float:
-        """Of one pass around the ring of all ranks."""
-        far = self.latency_s * (self.num_domains - 1)
-        return far + self.inside_latency_s * (self.size - self.num_domains)
+        """Seconds of latency in one pass around the ring of all ranks."""
+        between = self.latency_s * (self.num_domains - 1)
+        return between + self.inside_latency_s * (self.size - self.num_domains)
 
 
-def group_link(places: Topology, domains: Sequence[int]) -> GroupLink:
+def group_link(topology: Topology, domains: Sequence[int]) -> GroupLink:
     """The link of a group whose members are in `domains`, one entry a member.
 
     The ring visits domains in ascending order, as a communication library that orders ranks by node does.
@@ -68,32 +69,32 @@ def group_link(places: Topology, domains: Sequence[int]) -> GroupLink:
     for domain in domains:
         counts[domain] = counts.get(domain, 0) + 1
     order = sorted(counts)
-    inside, near = places.inside_bytes_per_s, places.inside_latency_s
+    inside, inside_latency = topology.inside_bytes_per_s, topology.inside_latency_s
     if len(order) == 1:
         return GroupLink(
             size=len(domains),
             num_domains=1,
             local=len(domains),
             bytes_per_s=inside,
-            latency_s=near,
-            inside_latency_s=near,
+            latency_s=inside_latency,
+            inside_latency_s=inside_latency,
         )
     pairs = list(zip(order, [*order[1:], order[0]], strict=True))
     local = min(counts.values())
-    slowest = min(float(places.between_bytes_per_s[a, b]) for a, b in pairs) * local
+    slowest = min(float(topology.between_bytes_per_s[a, b]) for a, b in pairs) * local
     return GroupLink(
         size=len(domains),
         num_domains=len(order),
         local=local,
         bytes_per_s=min(slowest, inside) if local > 1 else slowest,
-        latency_s=max(float(places.between_latency_s[a, b]) for a, b in pairs),
-        inside_latency_s=near,
+        latency_s=max(float(topology.between_latency_s[a, b]) for a, b in pairs),
+        inside_latency_s=inside_latency,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Blocks:
-    """The slots of each block, ascending by node and domain; `kind` is equal for interchangeable ones.
+    """The slots of each block, ascending by node and domain; `kind` is equal for interchangeable blocks.
 
     `slots` holds indices into `Topology.slots`; `node`, `domain`, `slowdown` (the slowest slot's) and `kind`
     are [num_blocks].
@@ -109,16 +110,16 @@ class Blocks:
         return len(self.slots)
 
 
-def blocks_of(places: Topology, *, size: int, sort: bool = True) -> Blocks:
-    """Slots cut into blocks of `size`, each on one node and in one domain.
+def blocks_of(topology: Topology, *, size: int, sort: bool = True) -> Blocks:
+    """Blocks of `size` slots, each on one node and in one domain.
 
-    Sorted, slots of like speed share a block: of all ways to cut a domain this gives the least slowdowns,
-    block by block. Otherwise consecutive slots do, as in the launcher's order. Raises PlanError where the
-    slots of a node in a domain are no multiple of `size`.
+    With `sort`, slots of like speed share a block: of all ways to cut a domain this gives the least
+    slowdowns, block by block. Without, consecutive slots share one, as in the launcher's order. Raises
+    PlanError where the slots of a node in a domain are no multiple of `size`.
     """
-    nodes = places.node_of_slot
+    nodes = topology.node_of_slot
     cells: dict[tuple[int, int], list[int]] = {}
-    for slot, (node, domain) in enumerate(zip(nodes.tolist(), places.domain_of_slot.tolist(), strict=True)):
+    for slot, (node, domain) in enumerate(zip(nodes.tolist(), topology.domain_of_slot.tolist(), strict=True)):
         cells.setdefault((node, domain), []).append(slot)
     cut: list[tuple[int, ...]] = []
     for (node, domain), members in sorted(cells.items()):
@@ -127,40 +128,37 @@ def blocks_of(places: Topology, *, size: int, sort: bool = True) -> Blocks:
                 f"tensor_parallel: {size}; must divide the {len(members)} devices of node {node} in scale-up "
                 f"domain {domain}, or a group would leave it"
             )
-        ordered = sorted(members, key=lambda slot: (places.slowdown[slot], slot)) if sort else members
-        cut += [tuple(sorted(ordered[at : at + size])) for at in range(0, len(members), size)]
-    return _blocks(places, cut)
+        ordered = sorted(members, key=lambda slot: (topology.slowdown[slot], slot)) if sort else members
+        cut += [tuple(sorted(block)) for block in batched(ordered, size)]
+    return _blocks(topology, cut)
 
 
-def blocks_in_order(places: Topology, slots: Sequence[int], *, size: int) -> Blocks:
-    """The blocks of a given order of slots, RANK 0 first.
-
-    Raises PlanError where one leaves its node or domain.
-    """
-    cut = [tuple(slots[at : at + size]) for at in range(0, len(slots), size)]
-    nodes, domains = places.node_of_slot, places.domain_of_slot
+def blocks_in_order(topology: Topology, slots: Sequence[int], *, size: int) -> Blocks:
+    """The blocks of an order of slots, RANK 0 first. Raises PlanError for a block on two nodes or domains."""
+    cut = list(batched(slots, size))
+    nodes, domains = topology.node_of_slot, topology.domain_of_slot
     for block in cut:
         if len({(int(nodes[slot]), int(domains[slot])) for slot in block}) > 1:
             raise PlanError(
                 f"mapping: slots {list(block)}; a tensor-parallel group must stay on one node and in one "
                 "scale-up domain"
             )
-    return _blocks(places, cut)
+    return _blocks(topology, cut)
 
 
-def _blocks(places: Topology, cut: Sequence[tuple[int, ...]]) -> Blocks:
-    nodes = places.node_of_slot
+def _blocks(topology: Topology, cut: Sequence[tuple[int, ...]]) -> Blocks:
+    nodes = topology.node_of_slot
     firsts = [block[0] for block in cut]
-    slowdown = np.array([max(places.slowdown[slot] for slot in block) for block in cut], dtype=np.float64)
+    slowdown = np.array([max(topology.slowdown[slot] for slot in block) for block in cut], dtype=np.float64)
     keys = [
-        (int(nodes[first]), int(places.domain_of_slot[first]), float(slow))
+        (int(nodes[first]), int(topology.domain_of_slot[first]), float(slow))
         for first, slow in zip(firsts, slowdown, strict=True)
     ]
-    index = {key: at for at, key in enumerate(sorted(set(keys)))}
+    index = {key: number for number, key in enumerate(sorted(set(keys)))}
     return Blocks(
         slots=tuple(cut),
         node=nodes[firsts],
-        domain=places.domain_of_slot[firsts],
+        domain=topology.domain_of_slot[firsts],
         slowdown=slowdown,
         kind=np.array([index[key] for key in keys], dtype=np.int64),
     )

@@ -1,6 +1,6 @@
-"""A plan, applied to a command: what it was made for is checked, then flags and RANK are set.
+"""Applies a plan to a command: checks the job that the plan was made for, then sets flags and RANK.
 
-Only what differs from the user's own flags is touched, and every flag of theirs that is replaced is named.
+Only flags that differ from the user's are changed, and every flag of the user that is replaced is named.
 """
 
 import os
@@ -70,41 +70,41 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def apply_plan(
-    plan: Plan, *, flags: Flags, words: Sequence[str], version: str, meeting: Rendezvous, place: RankEnv
+    plan: Plan, *, flags: Flags, words: Sequence[str], version: str, rendezvous: Rendezvous, rank_env: RankEnv
 ) -> tuple[list[str], Wrapper]:
     """The command's words with the plan in them; RANK is set, and one rank tells what was changed.
 
     Also returns a wrapper of Megatron's tokenizer builder that checks the vocabulary, which is known only
     then. Raises AgreedRefusalError on all ranks when the plan does not fit on one of them.
     """
-    processes = gather_processes(meeting, place)
+    processes = gather_processes(rendezvous, rank_env)
     refusal: QuartetError | None = None
-    edited, rank = list(words), place.launch_rank
+    edited, rank = list(words), rank_env.launch_rank
     notes: list[str] = []
     try:
         user = flags.values(words)
-        check_fit(plan, user, version=version, world_size=place.world_size)
+        check_fit(plan, user, version=version, world_size=rank_env.world_size)
         edited, notes = rewrite(plan, flags=flags, words=words)
         assignment = assign(plan, processes, args=flags.values(edited))
-        rank = assignment.rank_of[place.launch_rank]
+        rank = assignment.rank_of[rank_env.launch_rank]
         if assignment.note is not None:
             notes.append(assignment.note)
         if not assignment.is_stock:
             notes.append(table_of(processes, assignment))
     except QuartetError as error:
         refusal = error
-    meeting.agree_or_raise("fit", refusal)
-    os.environ["RANK"] = str(rank) if place.world_size > 1 else os.environ.get("RANK", "0")
-    if place.launch_rank == 0:
+    rendezvous.agree_or_raise("fit", refusal)
+    os.environ["RANK"] = str(rank) if rank_env.world_size > 1 else os.environ.get("RANK", "0")
+    if rank_env.launch_rank == 0:
         for note in notes:
             print(f"quartet: {note}", file=sys.stderr, flush=True)
     return edited, _vocabulary_check(plan, user)
 
 
 def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> None:
-    """Hold what the plan was made for against the user's own flags; PlanError names every difference."""
+    """Compare the plan's `made_for` with the user's flags. Raises PlanError with every difference."""
     for dest, reason in _REFUSED.items():
-        # Our own schedule is made for any number of microbatches.
+        # A custom schedule is made for any number of microbatches.
         allowed = dest == "rampup_batch_size" and plan.schedule.custom is not None
         if getattr(user, dest, None) and not allowed:
             raise PlanError(f"--{dest.replace('_', '-')} cannot be used with a plan: {reason}")
@@ -113,18 +113,15 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
     batch = user.global_batch_size or user.micro_batch_size * layout.data_parallel
     # The tokenizer decides the vocabulary, so it is compared when Megatron has built that.
     shape = dump(shape_of(user, vocab_size=made_for.shape.vocab_size))
-    stated = {
-        "framework": (made_for.framework, FRAMEWORK),
-        "framework_version": (made_for.framework_version, version),
-        "world_size": (made_for.world_size, world_size),
-        "global_batch_size": (made_for.global_batch_size, batch),
-        **{name: (value, shape[name]) for name, value in dump(made_for.shape).items()},
-    }
-    different = [f"{name} {here} (plan: {there})" for name, (there, here) in stated.items() if there != here]
-    if different:
-        raise PlanError(
-            f"the plan was made for another job: {', '.join(different)}; make one with `quartet tune`"
-        )
+    made_for.check_same_job(
+        {
+            "framework": FRAMEWORK,
+            "framework_version": version,
+            "world_size": world_size,
+            "global_batch_size": batch,
+            **shape,
+        }
+    )
     for name in _FIXED_SHAPE:
         if getattr(plan.shape, name) != getattr(made_for.shape, name):
             raise PlanError(
@@ -133,9 +130,9 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
 
 
 def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words with the plan's flags, and one line on the user's flags that it replaces (or none).
+    """The words with the plan's flags, and at most one line about the user's flags that they replace.
 
-    Raises PlanError for what stock flags cannot express.
+    Raises PlanError for a part of the plan that stock flags cannot express.
     """
     user = flags.values(words)
     values: dict[str, Any] = {}
@@ -145,14 +142,14 @@ def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str
     _add_split(plan, user, values, remove)
     if user.global_batch_size is None:
         values["global_batch_size"] = plan.made_for.global_batch_size
-    edited, taken = flags.edit(words, remove=remove | set(values), append=flags.words_for(values))
+    edited, removed = flags.edit(words, remove=remove | set(values), append=flags.words_for(values))
     _check_result(plan, flags.values(edited))
-    if not taken:
+    if not removed:
         return edited, []
-    given = flags.given(words)
+    before = flags.explicit_values(words)
     replaced = []
-    for item in {item.dest: item for item in taken}.values():
-        old = "" if given[item.dest] is True else f" {given[item.dest]}"
+    for item in {item.dest: item for item in removed}.values():
+        old = "" if before[item.dest] is True else f" {before[item.dest]}"
         new = values.get(item.dest)
         now = "left out" if new is None else "set" if new is True else str(new)
         replaced.append(f"{item.flag}{old} -> {now}")
@@ -184,24 +181,24 @@ def _add_shape(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
 
 def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[str]) -> None:
     layout = plan.layout
-    theirs = layout_of(user, world_size=layout.world_size)
+    current = layout_of(user, world_size=layout.world_size)
     for field, dest in _DEGREE_FLAGS.items():
         planned = getattr(layout, field)
         # A switch is compared as given: Megatron ignores --sequence-parallel without tensor parallelism.
-        current = getattr(user, dest) if isinstance(planned, bool) else getattr(theirs, field)
-        if current == planned:
+        value = getattr(user, dest) if isinstance(planned, bool) else getattr(current, field)
+        if value == planned:
             continue
         if planned is False:
             remove.add(dest)
         else:
             values[dest] = planned
-    if theirs.recompute != layout.recompute:
+    if current.recompute != layout.recompute:
         remove |= set(_RECOMPUTE_FLAGS)
         if layout.recompute != "none":
             values["recompute_granularity"] = layout.recompute
         if layout.recompute == "full":
             values |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    if theirs.tensor_parallel != layout.tensor_parallel and user.padded_vocab_size is None:
+    if current.tensor_parallel != layout.tensor_parallel and user.padded_vocab_size is None:
         # Megatron pads by the tensor-parallel size: without this the model would change with the layout.
         if plan.shape.vocab_size % layout.tensor_parallel:
             raise PlanError(
@@ -213,8 +210,8 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
 
 def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[str]) -> None:
     layout = plan.layout
-    theirs = layout_of(user, world_size=layout.world_size)
-    same_stages = (theirs.pipeline_parallel, theirs.virtual_stages) == (
+    current = layout_of(user, world_size=layout.world_size)
+    same_stages = (current.pipeline_parallel, current.virtual_stages) == (
         layout.pipeline_parallel,
         layout.virtual_stages,
     )
@@ -229,7 +226,7 @@ def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
             values["pipeline_model_parallel_layout"] = plan.split.megatron_layout
     group = plan.schedule.group
     if plan.schedule.name != "interleaved":
-        if theirs.virtual_stages > 1:
+        if current.virtual_stages > 1:
             remove.add("microbatch_group_size_per_vp_stage")
     elif group != (user.microbatch_group_size_per_vp_stage or layout.pipeline_parallel):
         values["microbatch_group_size_per_vp_stage"] = group
@@ -244,22 +241,22 @@ def _split_or_none(user: Namespace) -> Split | None:
 
 
 def _check_result(plan: Plan, args: Namespace) -> None:
-    """The rewritten flags must say what the plan says: our own invariant, checked at every start."""
+    """Raise PlanError where the rewritten flags do not say what the plan says; an invariant of `rewrite`."""
     layout = layout_of(args, world_size=plan.layout.world_size)
-    found = {
+    written = {
         "shape": shape_of(args, vocab_size=plan.shape.vocab_size),
         "layout": layout,
         "split": split_of(args),
         "schedule": schedule_of(args),
     }
     if plan.schedule.custom is not None:
-        # The flags say Megatron's own schedule for these stages, in whose place ours is put.
-        del found["schedule"]
-    wrong = [name for name, value in found.items() if value != getattr(plan, name)]
+        # The flags name Megatron's schedule for these stages, which the custom schedule replaces.
+        del written["schedule"]
+    wrong = [name for name, value in written.items() if value != getattr(plan, name)]
     if wrong:
         raise PlanError(
             f"{wrong[0]}: {getattr(plan, wrong[0])} cannot be written in Megatron's flags; "
-            f"they would say {found[wrong[0]]}"
+            f"they would say {written[wrong[0]]}"
         )
 
 

@@ -1,8 +1,8 @@
-"""Editing a command's words with the framework's own parser: which flags were given, and where.
+"""Edits the words of a command with the framework's parser, which locates every given flag.
 
 Nothing is guessed from a flag's spelling. The parser says which words are options and how many values each
 takes; words it does not know, those of the script itself, stay where they are. After every edit the new
-words are parsed again and compared with what was asked for.
+words are parsed again and compared with the intended values.
 """
 
 import argparse
@@ -17,7 +17,7 @@ AddArguments = Callable[[argparse.ArgumentParser], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occurrence:
-    """One given option: its words are `words[start:stop]`."""
+    """An option in a command: its words are `words[start:stop]`."""
 
     dest: str
     flag: str
@@ -42,8 +42,8 @@ class Flags:
         self.defaults.update(self._parser._defaults)
         self._parser._defaults.clear()
 
-    def given(self, words: Sequence[str]) -> dict[str, Any]:
-        """The values that the words give, by destination; nothing for what they leave out.
+    def explicit_values(self, words: Sequence[str]) -> dict[str, Any]:
+        """The values in the words, by destination; destinations without a flag are absent.
 
         Ends as the framework's own parser does (SystemExit, code 2) on a value that it refuses.
         """
@@ -51,63 +51,59 @@ class Flags:
 
     def values(self, words: Sequence[str]) -> argparse.Namespace:
         """All values, the framework's defaults filled in."""
-        return argparse.Namespace(**{**self.defaults, **self.given(words)})
+        return argparse.Namespace(**{**self.defaults, **self.explicit_values(words)})
 
     def occurrences(self, words: Sequence[str]) -> list[Occurrence]:
         """The known options among the words, in order, with the words that belong to each."""
-        found = []
-        at = 0
-        while at < len(words) and words[at] != "--":
-            flag, has_value, _ = words[at].partition("=")
-            action = self._actions.get(words[at]) or (self._actions.get(flag) if has_value else None)
-            stop = at + 1
+        options = []
+        start = 0
+        while start < len(words) and words[start] != "--":
+            word, stop = words[start], start + 1
+            flag, has_value, _ = word.partition("=")
+            action = self._actions.get(word) or (self._actions.get(flag) if has_value else None)
             if action is not None:
-                if words[at] in self._actions:
-                    flag = words[at]
+                if word in self._actions:
+                    flag = word
                     stop += self._num_values(action, words[stop:])
-                found.append(Occurrence(dest=action.dest, flag=flag, start=at, stop=stop))
-            at = stop
-        return found
+                options.append(Occurrence(dest=action.dest, flag=flag, start=start, stop=stop))
+            start = stop
+        return options
 
     def edit(
         self, words: Sequence[str], *, remove: Set[str], append: Sequence[str]
     ) -> tuple[list[str], list[Occurrence]]:
-        """The words without the options of these destinations, then `append`; and what was taken out.
+        """The words without the options of these destinations, then `append`; and the removed options.
 
-        Raises PlanError if the result would not parse to exactly that, which means the command cannot be
+        Raises PlanError if the result would not parse to exactly these values: then the command cannot be
         edited safely.
         """
-        taken = [item for item in self.occurrences(words) if item.dest in remove]
-        dropped = {index for item in taken for index in range(item.start, item.stop)}
+        removed = [item for item in self.occurrences(words) if item.dest in remove]
+        dropped = {index for item in removed for index in range(item.start, item.stop)}
         kept = [word for index, word in enumerate(words) if index not in dropped]
         end = kept.index("--") if "--" in kept else len(kept)
         edited = [*kept[:end], *append, *kept[end:]]
-        before = {name: value for name, value in self.given(words).items() if name not in remove}
-        expected = {**before, **self.given(append)}
-        if self.given(edited) != expected:
+        before = {name: value for name, value in self.explicit_values(words).items() if name not in remove}
+        expected = {**before, **self.explicit_values(append)}
+        if self.explicit_values(edited) != expected:
             raise PlanError(
                 "the command's flags cannot be edited without changing others; "
                 "write each flag with its value as separate words, and no value that looks like a flag"
             )
-        return edited, taken
+        return edited, removed
 
     def flag_of(self, dest: str, value: Any = True) -> str:
         """The option that stores into `dest`; for switches the one that stores `value`."""
         for action in self._parser._actions:
             if action.dest == dest and action.option_strings:
                 if isinstance(action, argparse.BooleanOptionalAction):
-                    wanted = "--no-" if value is False else "--"
-                    return next(
-                        flag
-                        for flag in action.option_strings
-                        if flag.startswith("--no-") == (wanted == "--no-")
-                    )
+                    options = action.option_strings
+                    return next(flag for flag in options if flag.startswith("--no-") == (value is False))
                 if action.nargs != 0 or action.const == value:
                     return action.option_strings[0]
         raise PlanError(f"{dest}: this Megatron has no flag that sets it to {value!r}")
 
     def words_for(self, values: Mapping[str, Any]) -> list[str]:
-        """Words that set these values; a switch is one word, anything else a flag and its value."""
+        """The words that set these values: one word for a switch, a flag and its value otherwise."""
         words: list[str] = []
         for dest, value in values.items():
             words.append(self.flag_of(dest, value))
@@ -120,7 +116,7 @@ class Flags:
         return any(action.dest == dest for action in self._parser._actions)
 
     def _num_values(self, action: argparse.Action, words: Sequence[str]) -> int:
-        """How many of the words behind an option are its values, by argparse's rules."""
+        """The number of words behind an option that are its values, by argparse's rules."""
         available = 0
         while available < len(words) and self._is_value(words[available]):
             available += 1

@@ -1,6 +1,6 @@
-"""Keeps a checkpoint from being loaded where it would silently give layers each other's state.
+"""Refuses to load a checkpoint where it would silently give layers each other's state.
 
-Which layers lie where (split and placement) is kept with every checkpoint: among its arguments, where every
+The stages of a run (split and placement) are kept with every checkpoint: among its arguments, where every
 format of Megatron's has room, and readable beside it as `quartet.json`. Megatron's default form of the
 distributed optimizer keys its state by rank and buffer, its old format by rank and local layer number, and
 both check sizes only; a checkpoint of either is loaded only onto the same stages.
@@ -8,7 +8,7 @@ both check sizes only; a checkpoint of either is loaded only onto the same stage
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ LOAD = Seam(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Which layers lie on which rank of a pipeline, and on which place of the cluster.
+    """The layers of every pipeline rank, and the slots of the ranks.
 
     `layers` counts each stage's transformer layers (or is a hybrid model's own pattern), `placement` is the
     pipeline rank of each stage. `slots` is the mapping, None for the launcher's order.
@@ -85,7 +85,7 @@ class Stages:
         return text
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: what is kept with a checkpoint."""
+        """The JSON object that is kept with a checkpoint."""
         return {"schema_version": 1, "digest": self.digest, **asdict(self)}
 
 
@@ -95,7 +95,7 @@ def loop(num_stages: int, num_ranks: int) -> tuple[int, ...]:
 
 
 def stages_of(args: Namespace) -> Stages | None:
-    """The stages that stock Megatron builds from its arguments; None where they do not say."""
+    """The stages that stock Megatron builds from its arguments; None for incomplete arguments."""
     try:
         pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(
             args, "hybrid_override_pattern", None
@@ -114,7 +114,7 @@ def stages_of(args: Namespace) -> Stages | None:
 
 
 def stages_kept(saved: Namespace) -> Stages | None:
-    """The stages of a checkpoint, from its own arguments: as we kept them, else as stock builds them."""
+    """The stages of a checkpoint, from its arguments: as the guard kept them, else as stock builds them."""
     kept = getattr(saved, ATTRIBUTE, None)
     if kept is None:
         return stages_of(saved)
@@ -133,7 +133,7 @@ def stages_kept(saved: Namespace) -> Stages | None:
 
 
 class CheckpointGuard:
-    """The wrappers for one run. `placement` is the rank of each stage, None for stock's own.
+    """Keeps and checks the stages of one run. `placement` is the rank of each stage, None for stock.
 
     `slots` is the mapping of the plan, None for the launcher's order.
     """
@@ -151,21 +151,15 @@ class CheckpointGuard:
 
     @property
     def wrappers(self) -> dict[Seam, Wrapper]:
-        """To be installed with the run's others."""
+        """The wrappers, to be installed with the run's others."""
         return {SAVE: self._wrap_save, LOAD: self._wrap_load}
 
     def stages(self, args: Namespace) -> Stages | None:
         """This run's stages."""
-        found = stages_of(args)
-        if found is None:
+        stock = stages_of(args)
+        if stock is None:
             return None
-        return Stages(
-            tensor_parallel=found.tensor_parallel,
-            pipeline_parallel=found.pipeline_parallel,
-            layers=found.layers,
-            placement=self._placement or found.placement,
-            slots=self._slots,
-        )
+        return replace(stock, placement=self._placement or stock.placement, slots=self._slots)
 
     def _wrap_save(self, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def save_with_stages(iteration: int, *args: Any, **kwargs: Any) -> Any:
@@ -208,15 +202,15 @@ class CheckpointGuard:
         bound = _bound(state, args, saved_args, form=form, release=release)
         if bound is None:
             return
-        what, cure = bound
+        reason, cure = bound
         then, now = stages_kept(saved_args), self.stages(args)
         if then is None or now is None:
             if not self._has_plan:
                 return
-            raise AgreedRefusalError(f"checkpoint {name}: {what}, and it does not say which; {cure}")
+            raise AgreedRefusalError(f"checkpoint {name}: {reason}, and it does not say which; {cure}")
         if then.digest != now.digest:
             raise AgreedRefusalError(
-                f"checkpoint {name}: {what} ({then.text}), this run has {now.text}: layers would get each "
+                f"checkpoint {name}: {reason} ({then.text}), this run has {now.text}: layers would get each "
                 f"other's state; {cure}"
             )
         if form == "LOCAL" and then.slots != now.slots:
@@ -229,7 +223,7 @@ class CheckpointGuard:
 def _bound(
     state: dict[str, Any], args: Namespace, saved: Namespace, *, form: str, release: bool
 ) -> tuple[str, str] | None:
-    """What binds a checkpoint to its stages, and what cures that; None for one that loads anywhere."""
+    """The reason that binds a checkpoint to its stages, and its cure; None if it loads onto any stages."""
     if form == "LEGACY":
         return (
             "its format (--ckpt-format torch) binds it to the stages it was saved with",
@@ -266,6 +260,6 @@ def _write_beside(folder: str, iteration: int, stages: Stages, *, release: bool)
 
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    place = Path(get_checkpoint_name(folder, iteration, release=release, return_base_dir=True))
-    if place.is_dir():
-        write_json_atomic(place / FILE, stages.to_json())
+    checkpoint = Path(get_checkpoint_name(folder, iteration, release=release, return_base_dir=True))
+    if checkpoint.is_dir():
+        write_json_atomic(checkpoint / FILE, stages.to_json())

@@ -1,7 +1,7 @@
-"""What Megatron's arguments say about model, layout, split and schedule, as the plan's own types.
+"""Reads model, layout, split and schedule out of Megatron's arguments, as the types of a plan.
 
 The arguments may be the user's flags as they are (with the parser's defaults) or what Megatron made of them:
-where Megatron derives a value, the same rule is here, with its place in 0.19.2 named.
+where Megatron derives a value, the same rule is here, with its function in 0.19.2 named.
 """
 
 from argparse import Namespace
@@ -48,9 +48,9 @@ _SWITCHES = {
 
 
 def shape_of(args: Namespace, *, vocab_size: int | None = None) -> ModelShape:
-    """The model; `vocab_size` is the padded one, None where the arguments already hold it.
+    """The model's shape; `vocab_size` is padded, None where the arguments already have it.
 
-    Raises ConfigError for arguments that do not say a size that every model needs.
+    Raises ConfigError for arguments without a size that every model needs.
     """
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if getattr(args, name, None) is None:
@@ -138,7 +138,7 @@ def _layout_stages(args: Namespace) -> list[int] | None:
 
 
 def _virtual_stages(args: Namespace) -> int:
-    """Chunks a device, as validate_args derives them."""
+    """Chunks on each device, as validate_args derives them."""
     pp = int(args.pipeline_model_parallel_size)
     if pp == 1:
         return 1
@@ -153,7 +153,7 @@ def _virtual_stages(args: Namespace) -> int:
 
 
 def _num_split_layers(args: Namespace) -> int:
-    """Layers that are divided evenly, with embedding and loss where they are counted as layers."""
+    """Entries that are divided evenly: layers, and embedding and loss where they count as layers."""
     extra = bool(args.account_for_embedding_in_pipeline_split) + bool(args.account_for_loss_in_pipeline_split)
     return int(args.num_layers) + extra
 
@@ -201,22 +201,22 @@ def schedule_of(args: Namespace) -> ScheduleChoice:
 
 
 def features_of(args: Namespace) -> list[str]:
-    """What limits the plans that fit, by name."""
-    found = [name for name, dests in _SWITCHES.items() if any(_is_on(args, dest) for dest in dests)]
+    """The features of the command that limit its plans, by name."""
+    features = [name for name, dests in _SWITCHES.items() if any(_is_on(args, dest) for dest in dests)]
     if args.context_parallel_size > 1:
-        found.append("context_parallel")
+        features.append("context_parallel")
     if getattr(args, "cuda_graph_impl", "none") not in (None, "none") or _is_on(args, "enable_cuda_graph"):
-        found.append("cuda_graphs")
+        features.append("cuda_graphs")
     if getattr(args, "num_distributed_optimizer_instances", 1) > 1:
-        found.append("distributed_optimizer_instances")
+        features.append("distributed_optimizer_instances")
     if (getattr(args, "gtp_weight_remat_size", 1) or 1) > 1:
-        found.append("weight_shards")
+        features.append("weight_shards")
     if _is_on(args, "eod_mask_loss") and not _is_on(args, "calculate_per_token_loss"):
-        found.append("masked_tokens")
+        features.append("masked_tokens")
     loader = getattr(args, "dataloader_type", None)
     if loader not in (None, "single"):
-        found.append("cyclic_data" if loader == "cyclic" else "external_data")
-    return sorted(found)
+        features.append("cyclic_data" if loader == "cyclic" else "external_data")
+    return sorted(features)
 
 
 def _is_on(args: Namespace, dest: str) -> bool:

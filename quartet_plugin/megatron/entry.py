@@ -1,4 +1,4 @@
-"""The drop-in entry: runs a pretrain script as python would, with a plan, measured, or merely passed through.
+"""The drop-in entry: runs a pretrain script as python would, with a plan, as a trial, or unchanged.
 
     torchrun ... -m quartet_plugin.megatron [-m MODULE | SCRIPT] ARGS... [--quartet-plan FILE]
 
@@ -21,10 +21,9 @@ from quartet_plugin.errors import QuartetError
 from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
 from quartet_plugin.model.accelerator import shows_accelerator
-from quartet_plugin.model.conversion import VARIABLE
-from quartet_plugin.rank.entry_options import USAGE, EntryOptions, add_group, read_command
+from quartet_plugin.protocol.environment import CONVERSION_FILE, PROFILE
+from quartet_plugin.rank.entry_options import USAGE, EntryOptions, add_group, read_command, run_program
 from quartet_plugin.rank.failure import show_script_error
-from quartet_plugin.rank.program import run_program
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous, agree_on_plan
 from quartet_plugin.rank.session import Session
 
@@ -34,13 +33,10 @@ if TYPE_CHECKING:
     from quartet_plugin.megatron.seams import Seam, Wrapper
     from quartet_plugin.model.plan import Plan
 
-# As `quartet profile` sets it.
-PROFILE_VARIABLE = "QUARTET_PROFILE"
-
 
 @dataclass(slots=True, kw_only=True)
 class MegatronSession(Session):
-    """A process of a Megatron start: `runtime` is the plan's own schedule at work."""
+    """A process of a Megatron start; `runtime` executes the plan's custom schedule."""
 
     runtime: Any = None
     neutralised: list[str] = field(default_factory=list)
@@ -60,7 +56,7 @@ def main() -> None:
         return
     faulthandler.enable()
     sys.excepthook = show_script_error
-    run(MegatronSession(command=command, place=RankEnv.of(os.environ)))
+    run(MegatronSession(command=command, rank_env=RankEnv.of(os.environ)))
 
 
 def run(session: MegatronSession) -> None:
@@ -72,7 +68,7 @@ def run(session: MegatronSession) -> None:
             session.files.move("init", 0)
         run_program(session.command, arguments)
 
-    session.run(work, end_well=lambda: _end_well(session), refuse=_refuse)
+    session.run(work, on_end=lambda: _end_well(session), on_refusal=_refuse)
 
 
 def _refuse(exit_code: int) -> NoReturn:
@@ -89,7 +85,7 @@ def prepare(session: MegatronSession) -> list[str]:
     if on_cpu:
         cpu_device.ensure_environment()
     session.open_trial()
-    is_passive = options.plan is None and options.trial is None and VARIABLE not in os.environ
+    is_passive = options.plan is None and options.trial is None and CONVERSION_FILE not in os.environ
     if not is_passive:
         from quartet_plugin.megatron.seams import check_version
 
@@ -97,8 +93,16 @@ def prepare(session: MegatronSession) -> list[str]:
     if on_cpu:
         cpu_device.install()
     if is_passive:
-        after_import("megatron.training.arguments", lambda _: _add_group_if_possible(options, on_cpu))
-        after_import("megatron.training.checkpointing", lambda _: _guard_if_possible())
+        from quartet_plugin.megatron.seams import ARGUMENTS
+
+        group = {ARGUMENTS: _group_wrapper(options, on_cpu=on_cpu)}
+        after_import(
+            "megatron.training.arguments", lambda _: _install_if_possible(group, lacking="quartet flags")
+        )
+        after_import(
+            "megatron.training.checkpointing",
+            lambda _: _install_if_possible(_guard(None), lacking="checkpoint guard"),
+        )
         return list(session.command.arguments)
     arguments = _change(session)
     return _with_cpu_flags(arguments) if on_cpu else arguments
@@ -119,18 +123,18 @@ def _change(session: MegatronSession) -> list[str]:
 
     options, words = session.options, list(session.command.arguments)
     wrappers: dict[seams.Seam, seams.Wrapper] = {seams.ARGUMENTS: _group_wrapper(options, on_cpu=False)}
-    plan, meeting = None, None
+    plan, rendezvous = None, None
     version = seams.check_version()
     if options.plan is not None:
-        meeting = Rendezvous.open(session.place)
-        plan = agree_on_plan(options.plan, meeting=meeting)
+        rendezvous = Rendezvous.open(session.rank_env)
+        plan = agree_on_plan(options.plan, rendezvous=rendezvous)
         if session.files is not None:
             session.files.plan_key = plan.key
     from quartet_plugin.megatron.arguments import Flags
 
     _, add_megatron_arguments = seams.resolve(seams.ARGUMENTS)
     flags = Flags(add_megatron_arguments)
-    if plan is not None and meeting is not None:
+    if plan is not None and rendezvous is not None:
         from quartet_plugin.megatron.apply import apply_plan
 
         words, check_tokenizer = apply_plan(
@@ -138,19 +142,19 @@ def _change(session: MegatronSession) -> list[str]:
             flags=flags,
             words=words,
             version=version,
-            meeting=meeting,
-            place=session.place,
+            rendezvous=rendezvous,
+            rank_env=session.rank_env,
         )
         wrappers[seams.TOKENIZER] = check_tokenizer
     if session.files is not None:
         words = _measured(session, flags, wrappers, words)
-    elif VARIABLE in os.environ:
-        from quartet_plugin.megatron.convert import conversion_words
+    elif CONVERSION_FILE in os.environ:
+        from quartet_plugin.megatron.side_effects import conversion_words
         from quartet_plugin.model.conversion import read_conversion
 
-        conversion = read_conversion(Path(os.environ[VARIABLE]))
+        conversion = read_conversion(Path(os.environ[CONVERSION_FILE]))
         words = conversion_words(conversion, flags=flags, words=words)
-    # As the run will have them: on a CPU other layers than the command asks for.
+    # With the flags of the run: on a CPU its layers are other than the command's.
     as_run = _with_cpu_flags(words) if use_cpu(options) else words
     prepared = _runtime(session, plan, flags.values(as_run))
     if prepared is not None:
@@ -159,7 +163,7 @@ def _change(session: MegatronSession) -> list[str]:
         off = flags.words_for(without_alignment(flags.values(words)))
         words, _ = flags.edit(words, remove=set(), append=off)
     if session.files is None:
-        wrappers |= _guard(plan, is_placed=prepared is not None)
+        wrappers |= _guard(plan, is_custom=prepared is not None)
     for seam, wrapper in (prepared.wrappers if prepared is not None else {}).items():
         wrappers[seam] = seams.chain(wrappers.get(seam), wrapper)
     seams.install(wrappers)
@@ -169,53 +173,51 @@ def _change(session: MegatronSession) -> list[str]:
 def _measured(
     session: MegatronSession, flags: "Flags", wrappers: "dict[Seam, Wrapper]", words: list[str]
 ) -> list[str]:
-    """The arguments of a trial, which is measured, and compared or profiled where that is asked for."""
+    """The arguments of a trial, whose steps are measured, and compared or profiled on request."""
     from quartet_plugin.megatron import seams
     from quartet_plugin.megatron.measure import MegatronMeter
     from quartet_plugin.megatron.parity import ParityMeter
-    from quartet_plugin.megatron.side_effects import compare_from, strip_side_effects
+    from quartet_plugin.megatron.side_effects import parity_words, strip_side_effects
 
     words, session.neutralised = strip_side_effects(flags, words)
-    order = session.files.order
-    if order.is_compared:
-        words = compare_from(flags, words, weights=order.weights, save_weights=order.save_weights)
+    spec = session.files.spec
+    if spec.is_compared:
+        words = parity_words(flags, words, weights=spec.weights, save_weights=spec.save_weights)
     session.meter = MegatronMeter(session.files, neutralised=session.neutralised, started_at=time.time())
     meter = session.meter
-    if order.is_compared:
-        comparing = ParityMeter(session.files)
-        wrappers[seams.TRAIN_STEP] = lambda train_step: meter.wrap(comparing.wrap(train_step))
+    if spec.is_compared:
+        wrappers[seams.TRAIN_STEP] = seams.chain(meter.wrap, ParityMeter(session.files).wrap)
     else:
         wrappers[seams.TRAIN_STEP] = meter.wrap
-    if PROFILE_VARIABLE in os.environ:
+    if PROFILE in os.environ:
         words = _profiled(session, wrappers, words)
     return words
 
 
 def _profiled(session: MegatronSession, wrappers: "dict[Seam, Wrapper]", words: list[str]) -> list[str]:
-    """Let the ranks of a trial measure their layers too; the arguments for a rank that is played alone."""
+    """Let the ranks of a trial measure their layers too; the arguments, extended for a simulated rank."""
     from quartet_plugin.megatron import seams
-    from quartet_plugin.megatron.profiling import LayerProfiler
-    from quartet_plugin.megatron.profiling_rank import SimulatedRank
+    from quartet_plugin.megatron.profiling import LayerProfiler, SimulatedRank
 
     profiler = LayerProfiler(session.files)
     profiler.prepare()
     wrappers[seams.TRAIN_STEP] = seams.chain(session.meter.wrap, profiler.wrap)
-    played = SimulatedRank.of(os.environ[PROFILE_VARIABLE])
-    if played is None:
+    simulated = SimulatedRank.of(os.environ[PROFILE])
+    if simulated is None:
         return words
-    played.play()
-    wrappers[seams.ARGUMENTS] = seams.chain(wrappers[seams.ARGUMENTS], played.wrap_arguments)
+    simulated.simulate()
+    wrappers[seams.ARGUMENTS] = seams.chain(wrappers[seams.ARGUMENTS], simulated.wrap_arguments)
     return [*words, "--fake-process-group"]
 
 
 def _runtime(session: MegatronSession, plan: "Plan | None", args: argparse.Namespace) -> "Prepared | None":
-    """The runtime for a plan with a schedule of our own, if the command's features go with it."""
+    """The runtime for a plan with a custom schedule; None where a feature of the command refuses it."""
     if plan is None or plan.schedule.custom is None:
         return None
-    from quartet_plugin.megatron.runtime.plan import prepare_plan
+    from quartet_plugin.megatron.runtime.install import prepare_plan
 
     prepared, notes = prepare_plan(plan, args, on_cpu=use_cpu(session.options))
-    if session.place.launch_rank == 0:
+    if session.rank_env.launch_rank == 0:
         for note in notes:
             print(f"quartet: {note}", file=sys.stderr, flush=True)
     session.runtime = None if prepared is None else prepared.runtime
@@ -227,10 +229,10 @@ def _runtime(session: MegatronSession, plan: "Plan | None", args: argparse.Names
     return prepared
 
 
-def _guard(plan: "Plan | None", *, is_placed: bool = False) -> "dict[Seam, Wrapper]":
-    """Checkpoints keep the plan's stages, and are not loaded onto others where that goes wrong silently.
+def _guard(plan: "Plan | None", *, is_custom: bool = False) -> "dict[Seam, Wrapper]":
+    """The guard that keeps the plan's stages with checkpoints and refuses to load them onto other stages.
 
-    `is_placed`: the stages lie where the plan's own schedule puts them, not in Megatron's order.
+    `is_custom`: the stages have the placement of the plan's custom schedule, not stock's.
     """
     from quartet_plugin.megatron.checkpoints import CheckpointGuard
 
@@ -238,7 +240,7 @@ def _guard(plan: "Plan | None", *, is_placed: bool = False) -> "dict[Seam, Wrapp
         return CheckpointGuard().wrappers
     mapping = plan.mapping
     return CheckpointGuard(
-        placement=plan.schedule.placement if is_placed else None,
+        placement=plan.schedule.placement if is_custom else None,
         slots=None if mapping.is_stock else [(slot.node, slot.local) for slot in mapping.slots],
         has_plan=True,
     ).wrappers
@@ -248,7 +250,7 @@ def _group_wrapper(
     options: EntryOptions, *, on_cpu: bool
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
-        def add_arguments_and_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        def add_arguments_and_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             parser = add_megatron_arguments(parser)
             add_group(parser, options)
             if on_cpu:
@@ -256,31 +258,20 @@ def _group_wrapper(
                 sys.argv[1:] = _with_cpu_flags(sys.argv[1:])
             return parser
 
-        return add_arguments_and_ours
+        return add_arguments_and_group
 
     return wrap
 
 
-def _add_group_if_possible(options: EntryOptions, on_cpu: bool) -> None:
-    """The group is a courtesy where nothing else was asked for: any Megatron then runs as it is."""
+def _install_if_possible(wrappers: "dict[Seam, Wrapper]", *, lacking: str) -> None:
+    """Install the conveniences of a start without a plan: any Megatron then runs, without them if need be."""
     from quartet_plugin.errors import SeamError
     from quartet_plugin.megatron import seams
 
     try:
-        seams.install({seams.ARGUMENTS: _group_wrapper(options, on_cpu=on_cpu)})
+        seams.install(wrappers)
     except SeamError as error:
-        print(f"quartet: {error}; running without the quartet flags", file=sys.stderr, flush=True)
-
-
-def _guard_if_possible() -> None:
-    """Without a plan the guard is a courtesy too: any Megatron then runs as it is."""
-    from quartet_plugin.errors import SeamError
-    from quartet_plugin.megatron import seams
-
-    try:
-        seams.install(_guard(None))
-    except SeamError as error:
-        print(f"quartet: {error}; running without the checkpoint guard", file=sys.stderr, flush=True)
+        print(f"quartet: {error}; running without the {lacking}", file=sys.stderr, flush=True)
 
 
 def _with_cpu_flags(words: list[str]) -> list[str]:
@@ -290,6 +281,6 @@ def _with_cpu_flags(words: list[str]) -> list[str]:
 
 def _end_well(session: MegatronSession) -> None:
     """The script ended without an error; on the CPU device the process ends here too."""
-    session.end_of_script()
+    session.end_trial()
     if cpu_device.is_installed():
         cpu_device.exit_now()

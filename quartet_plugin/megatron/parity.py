@@ -1,4 +1,4 @@
-"""A rank's side of the parity gate: weights written before the first step, and what every step gave.
+"""A rank's side of the parity gate: weights written before the first step, and gradient norms of every step.
 
 Beside loss and gradient norm each rank leaves the squared gradient norm of its share of every part of the
 model, by global layer number, so that two layouts can be compared stage by stage. Only trials that are asked
@@ -7,11 +7,9 @@ for it pay for this.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.schema import Number, as_number
+from quartet_plugin.megatron.measure import step_result
 from quartet_plugin.rank.files import RankFileWriter
 
 # Megatron takes 0 for "no checkpoint"; a run that starts from weights alone counts from 0 whatever they say.
@@ -23,7 +21,7 @@ class ParityMeter:
 
     def __init__(self, files: RankFileWriter) -> None:
         self._files = files
-        self._steps: list[dict[str, Any]] = []
+        self._steps: list[dict[str, float]] = []
 
     def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """`train_step` as Megatron calls it, with our file written after every step."""
@@ -37,27 +35,16 @@ class ParityMeter:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            if not self._steps and self._files.order.save_weights is not None:
+            if not self._steps and self._files.spec.save_weights is not None:
                 save_weights(model, optimizer, opt_param_scheduler)
             results = train_step(
                 forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, *args, **kwargs
             )
-            self._steps.append({"squares": _as_numbers(part_squares(model, optimizer, results[5]))})
-            self._write()
+            self._steps.append(part_squares(model, optimizer, step_result(results).grad_norm))
+            self._files.write_gradients(self._steps)
             return results
 
         return compared_train_step
-
-    def _write(self) -> None:
-        order, place = self._files.order, self._files.place
-        path = Path(order.folder, f"rank-{place.launch_rank}.parity.json")
-        content = {
-            "schema_version": 1,
-            "attempt_id": order.attempt_id,
-            "launch_rank": place.launch_rank,
-            "steps": self._steps,
-        }
-        write_json_atomic(path, content)
 
 
 def save_weights(model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
@@ -96,7 +83,7 @@ def part_squares(model: Any, optimizer: Any, grad_norm: Any) -> dict[str, float]
 
 
 def _clip_factor(grad_norm: Any, clip: float) -> float:
-    """What clipping has multiplied the gradients with (core/optimizer/clip_grads.py)."""
+    """The factor of gradient clipping (core/optimizer/clip_grads.py)."""
     if grad_norm is None or clip <= 0.0:
         return 1.0
     factor = clip / (float(grad_norm) + 1.0e-6)
@@ -118,19 +105,15 @@ def _named_parts(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _gradient(param: Any, optimizer: Any) -> Any:
-    """The gradient that the optimizer used for a parameter, or for this rank's shard of it; None for none."""
+    """The gradient that the optimizer used for a parameter or this rank's shard of it; None without."""
     holder = param
-    for one in getattr(optimizer, "chained_optimizers", None) or (optimizer,):
-        places = getattr(one, "model_param_group_index_map", None)
-        if places is None:
+    for single in getattr(optimizer, "chained_optimizers", None) or (optimizer,):
+        index_of = getattr(single, "model_param_group_index_map", None)
+        if index_of is None:
             main = getattr(param, "main_param", None)
             holder = param if main is None else main
-        elif param in places:
-            group, index = places[param]
-            holder = one.optimizer.param_groups[group]["params"][index]
+        elif param in index_of:
+            group, index = index_of[param]
+            holder = single.optimizer.param_groups[group]["params"][index]
     decoupled = getattr(holder, "decoupled_grad", None)
     return holder.grad if decoupled is None else decoupled
-
-
-def _as_numbers(squares: dict[str, float]) -> dict[str, Number]:
-    return {part: as_number(value) for part, value in squares.items()}

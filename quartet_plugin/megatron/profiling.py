@@ -1,34 +1,95 @@
-"""What the embedding, each layer and the head take on a rank, forward and backward, measured from outside.
+"""Measures seconds and bytes of the embedding, each layer and the head on a rank, forward and backward.
 
 Module hooks mark the boundaries in a forward, hooks on the tensors between layers mark them in the backward:
-a gradient reaches a boundary when all that comes after it has been worked off. Every second iteration defers
-weight gradients (see `split_backward`) and times them one by one, so that input and weight gradients are
-told apart. Waiting for other ranks lies outside of every interval but those of `finalize`.
+a gradient reaches a boundary when the backward of all later parts has ended. Every second iteration defers
+weight gradients (see `split_backward`) and times each of them, so that input and weight gradients are
+measured separately. Waiting for other ranks lies outside of every interval except those of `finalize`.
 """
 
 import os
+import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 
-from quartet_plugin.errors import SeamError
+from quartet_plugin.errors import SeamError, UsageError
 from quartet_plugin.megatron import split_backward
-from quartet_plugin.megatron.profiling_memory import ActivationLedger
-from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.protocol.environment import PROFILE
+from quartet_plugin.protocol.rank_files import PartTimes, RankProfile, StepPart
 from quartet_plugin.rank.device import device_name, peak_memory_bytes
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.runtime.records import Clock, CudaClock, HostClock
 
 EMBEDDING, HEAD, OTHER = "embedding", "head", "other"
-STEP_PARTS = ("iteration", "forward_backward", "finalize", "optimizer")
-# An interval longer than so many medians was an accident of the machine, and counts as that long.
+# An interval above this many medians was an accident of the machine, and counts as that many.
 MOST_MEDIANS = 3.0
+MAX_WORLD_SIZE = 65_536
 
 Key = tuple[str, str]
+
+
+class PartActivations:
+    """The bytes that autograd saves for each part of the model; a storage counts for its first part.
+
+    Parameters and their views are left out. While `is_open`, the first forward of each part is counted: its
+    storages live until its backward, so that their addresses identify them.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._stack: ExitStack | None = None
+        self._part = ""
+        self._seen: set[int] = set()
+        self._bytes: dict[str, int] = defaultdict(int)
+        self._counted: set[str] = set()
+        self._parameters: set[int] = set()
+
+    def leave_out(self, parameters: Iterable[Any]) -> None:
+        """Exclude the storages of parameters."""
+        self._parameters |= {parameter.untyped_storage().data_ptr() for parameter in parameters}
+
+    def bytes_of(self, part: str) -> int:
+        """The bytes that the part keeps for one microbatch."""
+        return self._bytes.get(part, 0)
+
+    def enter(self, part: str) -> None:
+        """Count tensors that are saved from now on for `part`."""
+        if not self.is_open:
+            return
+        self._finish_part()
+        self._part = part
+        if self._stack is None:
+            self._seen = set()
+            self._stack = ExitStack()
+            self._stack.enter_context(
+                torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+            )
+
+    def leave(self) -> None:
+        """End the count of a chunk's forward."""
+        self._finish_part()
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+
+    def _finish_part(self) -> None:
+        if self._part:
+            self._counted.add(self._part)
+        self._part = ""
+
+    def _pack(self, tensor: Any) -> Any:
+        if self._part and self._part not in self._counted:
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if address not in self._seen and address not in self._parameters:
+                self._seen.add(address)
+                self._bytes[self._part] += storage.nbytes()
+        return tensor
 
 
 class LayerProfiler:
@@ -44,29 +105,29 @@ class LayerProfiler:
         self._gradients: split_backward.WeightGradients | None = None
         self._defers = False
         self._num_steps = 0
-        self.ledger = ActivationLedger()
+        self.activations = PartActivations()
 
     def prepare(self) -> None:
-        """Let linear layers defer their weight gradients; must run before models are built."""
+        """Let linear layers defer their weight gradients. Must run before models are built."""
         gradients = split_backward.WeightGradients()
         try:
             split_backward.install(gradients)
         except SeamError:
-            return  # already installed by a schedule of ours, or not as known: whole backwards only
+            return  # deferred by a custom schedule already, or not as known: full backwards only
         self._gradients = gradients
 
     def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        """`train_step` as Megatron calls it; our file is written after every step that counts."""
+        """`train_step` as Megatron calls it; the profile is written after the last step."""
 
         def profiled_train_step(*args: Any, **kwargs: Any) -> Any:
             names = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler")
             call = {**dict(zip((*names, "config", "forward_backward_func"), args, strict=False)), **kwargs}
             if not self._chunks:
                 self._attach(call["model"], call["optimizer"], call["config"])
-            order = self._files.order
-            self._is_counting = self._num_steps >= order.warmup
+            spec = self._files.spec
+            self._is_counting = self._num_steps >= spec.warmup
             self._defers = self._gradients is not None and self._num_steps % 2 == 1
-            self.ledger.is_open = self._num_steps == 0
+            self.activations.is_open = self._num_steps == 0
             begin = self._clock.mark()
             rest = list(args)
             wrapped = self._timed(call["forward_backward_func"], "forward_backward")
@@ -77,49 +138,48 @@ class LayerProfiler:
             results = train_step(*rest, **kwargs)
             self._span(("iteration", "step"), begin, self._clock.mark())
             self._num_steps += 1
-            if self._num_steps >= order.num_iterations:
+            if self._num_steps >= spec.num_iterations:
                 self.write()
             return results
 
         return profiled_train_step
 
     def write(self) -> None:
-        """Write rank-K.profile.json: means of parts, medians of steps, and how many intervals each is of."""
+        """Write rank-K.profile.json: means of parts, medians of steps, and the numbers of intervals."""
         from megatron.core import mpu
-        from megatron.training.global_vars import get_args
+        from megatron.training.global_vars import get_args as get_megatron_args
 
         from quartet_plugin.megatron.describe import describe_job
 
-        order, place = self._files.order, self._files.place
-        content = {
-            "schema_version": 1,
-            "attempt_id": order.attempt_id,
-            "launch_rank": place.launch_rank,
-            "rank": int(os.environ.get("RANK", "0")),
-            "pipeline_rank": mpu.get_pipeline_model_parallel_rank(),
-            "tensor_rank": mpu.get_tensor_model_parallel_rank(),
-            "device": device_name(),
-            "peak_memory_bytes": peak_memory_bytes(),
-            "parts": self._parts(),
-            "steps": {name: self._median((name, "step")) for name in STEP_PARTS},
-            "job": describe_job(get_args(), neutralised=[]),
-        }
-        write_json_atomic(Path(order.folder, f"rank-{place.launch_rank}.profile.json"), content)
+        profile = RankProfile(
+            schema_version=1,
+            attempt_id=self._files.spec.attempt_id,
+            launch_rank=self._files.rank_env.launch_rank,
+            rank=self._files.rank,
+            pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
+            tensor_rank=mpu.get_tensor_model_parallel_rank(),
+            device=device_name(),
+            peak_memory_bytes=peak_memory_bytes(),
+            parts=self._parts(),
+            steps={name: self._median((name, "step")) for name in get_args(StepPart)},
+            job=describe_job(get_megatron_args(), neutralised=[]),
+        )
+        self._files.write(profile)
 
-    def _parts(self) -> list[dict[str, Any]]:
+    def _parts(self) -> tuple[PartTimes, ...]:
         names = dict.fromkeys(name for name, kind in self._spans if kind != "step")
-        return [
-            {
-                "name": name,
-                "forward_s": self._mean((name, "F")),
-                "backward_s": self._mean((name, "B")),
-                "input_grad_s": self._mean((name, "I")),
-                "weight_grad_s": self._weight_grad_s(name),
-                "num_intervals": len(self._spans[name, "F"]),
-                "activation_bytes": self.ledger.bytes_of(name),
-            }
+        return tuple(
+            PartTimes(
+                name=name,
+                forward_s=self._mean((name, "F")),
+                backward_s=self._mean((name, "B")),
+                input_grad_s=self._mean((name, "I")),
+                weight_grad_s=self._weight_grad_s(name),
+                num_intervals=len(self._spans[name, "F"]),
+                activation_bytes=self.activations.bytes_of(name),
+            )
             for name in names
-        ]
+        )
 
     def _seconds(self, key: Key) -> list[float]:
         return [self._clock.seconds(*span) for span in self._spans.get(key, ())]
@@ -133,9 +193,9 @@ class LayerProfiler:
         return cut_mean(seconds) if seconds else None
 
     def _weight_grad_s(self, name: str) -> float | None:
-        """Per microbatch: the sum over the part's weights of each one's mean."""
-        own = [key for key in self._spans if key[0] == name and key[1].startswith("W")]
-        return sum(self._mean(key) or 0.0 for key in own) if own else None
+        """Seconds a microbatch: the sum of the means over the part's weights."""
+        keys = [key for key in self._spans if key[0] == name and key[1].startswith("W")]
+        return sum(self._mean(key) or 0.0 for key in keys) if keys else None
 
     def _span(self, key: Key, begin: Any, end: Any) -> None:
         if self._is_counting:
@@ -147,7 +207,7 @@ class LayerProfiler:
         chunks = unwrap_model(list(model))
         self._chunks = [_Chunk(self, chunk) for chunk in chunks]
         for chunk in chunks:
-            self.ledger.leave_out(chunk.parameters())
+            self.activations.leave_out(chunk.parameters())
         optimizer.step = self._timed(optimizer.step, "optimizer")
         if getattr(config, "finalize_model_grads_func", None) is not None:
             config.finalize_model_grads_func = self._timed(config.finalize_model_grads_func, "finalize")
@@ -164,21 +224,21 @@ class LayerProfiler:
 
     @property
     def is_recomputing(self) -> bool:
-        """Whether a forward that runs now only repeats one for a backward."""
+        """Whether a running forward recomputes activations for a backward."""
         return self._in_backward
 
     def starts(self) -> None:
-        """A forward of a chunk begins."""
+        """Mark the begin of a chunk's forward."""
         self._last = self._clock.mark()
 
     def passes(self, name: str, kind: str) -> None:
-        """What ran since the last mark belongs to the part `name`."""
+        """Count the interval since the last mark for the part `name`."""
         now = self._clock.mark()
         self._span((name, kind), self._last, now)
         self._last = now
 
     def backward_starts(self, chunk: "_Chunk") -> None:
-        """The gradient of a chunk's output is there."""
+        """Mark the begin of a chunk's backward, when its output's gradient has arrived."""
         self._in_backward = True
         if self._defers and self._gradients is not None:
             self._gradients.begin()
@@ -186,7 +246,7 @@ class LayerProfiler:
         self._last = self._clock.mark()
 
     def backward_passes(self, name: str) -> None:
-        """All of the part `name` has been worked off in the backward."""
+        """Count the interval since the last mark for the backward of the part `name`."""
         self.passes(name, "I" if self._defers else "B")
 
     def _backward_ends(self, chunk: "_Chunk") -> None:
@@ -195,24 +255,24 @@ class LayerProfiler:
         if not self._defers or self._gradients is None:
             return
         pending, self._gradients.open = self._gradients.open or [], None
-        for number, one in enumerate(pending):
+        for number, gradient in enumerate(pending):
             begin = self._clock.mark()
-            split_backward._accumulate(one)
-            name = chunk.owners.get(id(one.weight), OTHER)
+            split_backward._accumulate(gradient)
+            name = chunk.owners.get(id(gradient.weight), OTHER)
             self._span((name, f"W{number}"), begin, self._clock.mark())
 
 
 def cut_mean(seconds: Sequence[float]) -> float:
-    """What many such intervals add up to, a share each: medians do not, where collectives wait now and then.
+    """The mean of intervals, each counted as at most MOST_MEDIANS medians: accidents are cut off.
 
-    Accidents are cut off: what is above three medians counts as three.
+    Medians would lose the time that collectives wait now and then.
     """
     most = MOST_MEDIANS * statistics.median(seconds)
-    return statistics.fmean(min(one, most) for one in seconds)
+    return statistics.fmean(min(interval, most) for interval in seconds)
 
 
 class _Chunk:
-    """Hooks on one model chunk."""
+    """The hooks on a model chunk."""
 
     def __init__(self, profiler: LayerProfiler, model: Any) -> None:
         self._profiler = profiler
@@ -232,8 +292,8 @@ class _Chunk:
         model.register_forward_pre_hook(self._begin)
         if layers:
             layers[0].register_forward_pre_hook(self._first_layer, with_kwargs=True)
-        for at, layer in enumerate(layers):
-            layer.register_forward_hook(self._after_layer(at))
+        for index, layer in enumerate(layers):
+            layer.register_forward_hook(self._after_layer(index))
         model.register_forward_hook(self._end)
 
     @property
@@ -247,7 +307,7 @@ class _Chunk:
     def _begin(self, module: Any, args: Any) -> None:
         del module, args
         if not self._profiler.is_recomputing:
-            self._profiler.ledger.enter(self._first)
+            self._profiler.activations.enter(self._first)
             self._profiler.starts()
 
     def _first_layer(self, module: Any, args: Any, kwargs: Any) -> None:
@@ -256,12 +316,12 @@ class _Chunk:
         if profiler.is_recomputing:
             return
         profiler.passes(self._first, "F")
-        profiler.ledger.enter(self._names[0])
+        profiler.activations.enter(self._names[0])
         self._on_gradient(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0], self._names[0])
 
-    def _after_layer(self, at: int) -> Callable[..., None]:
-        name = self._names[at]
-        following = self._names[at + 1] if at + 1 < len(self._names) else self._last
+    def _after_layer(self, index: int) -> Callable[..., None]:
+        name = self._names[index]
+        following = self._names[index + 1] if index + 1 < len(self._names) else self._last
 
         def hook(module: Any, args: Any, output: Any) -> None:
             del module, args
@@ -269,7 +329,7 @@ class _Chunk:
             if profiler.is_recomputing:
                 return
             profiler.passes(name, "F")
-            profiler.ledger.enter(following)
+            profiler.activations.enter(following)
             self._on_gradient(output[0] if isinstance(output, tuple) else output, following)
 
         return hook
@@ -280,10 +340,54 @@ class _Chunk:
         if profiler.is_recomputing:
             return
         profiler.passes(self._last, "F")
-        profiler.ledger.leave()
+        profiler.activations.leave()
         if output.requires_grad:
             output.register_hook(lambda _: profiler.backward_starts(self))
 
     def _on_gradient(self, tensor: Any, name: str) -> None:
         if tensor.requires_grad:
             tensor.register_hook(lambda _: self._profiler.backward_passes(name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRank:
+    """A rank of a job larger than the machine, built and run alone: compute and memory, no communication."""
+
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, text: str) -> "SimulatedRank | None":
+        """The rank that `quartet profile` set as RANK/WORLD_SIZE; None for another text, with real processes.
+
+        Raises UsageError.
+        """
+        if "/" not in text:
+            return None
+        match = re.fullmatch(r"([0-9]{1,5})/([0-9]{1,5})", text, re.ASCII)
+        rank, world = (int(match[1]), int(match[2])) if match else (0, 0)
+        if not rank < world <= MAX_WORLD_SIZE:
+            raise UsageError(f"{PROFILE}: {text[:40]!r}; must be RANK/WORLD_SIZE, RANK below WORLD_SIZE")
+        return cls(rank=rank, world_size=world)
+
+    def simulate(self) -> None:
+        """Set the environment, which Megatron reads later, to this rank."""
+        from torch.testing._internal.distributed import fake_pg
+
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(self.rank), str(self.world_size)
+        os.environ["LOCAL_RANK"] = "0"
+        # Megatron's store can be neither written nor read; this store can, inside the process.
+        fake_pg.FakeStore = torch.distributed.HashStore
+        # Buffers that nobody sent hold old memory; denormal numbers would be very slow.
+        torch.set_flush_denormal(True)
+
+    @staticmethod
+    def wrap_arguments(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
+        """Set `do_train`, which RANK 0 otherwise sends to ranks without data."""
+
+        def add_arguments_and_train(parser: Any) -> Any:
+            parser = add_megatron_arguments(parser)
+            parser.set_defaults(do_train=True)
+            return parser
+
+        return add_arguments_and_train

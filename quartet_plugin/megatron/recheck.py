@@ -1,6 +1,6 @@
-"""`python -m quartet_plugin.megatron.recheck RESULT.json`: is the installed Megatron still the one we know?
+"""`python -m quartet_plugin.megatron.recheck RESULT.json` compares the installed Megatron with the seams.
 
-Resolves every seam and writes what it found. Started by `quartet recheck`, which has no torch of its own.
+It resolves every seam and writes the faults. Started by `quartet recheck`, which has no torch of its own.
 """
 
 import sys
@@ -25,9 +25,9 @@ def declared(*, with_runtime: bool) -> Iterator[Seam]:
 
 
 def report(*, with_runtime: bool) -> dict[str, Any]:
-    """The version found and its fault, and every seam with its own; None where it is as known.
+    """The installed version and its fault, and every seam with its fault; None for no fault.
 
-    In a release that is not supported the seams are looked at all the same: what has changed there is said.
+    In an unsupported release the seams are resolved too, so that its changes are named.
     """
     content: dict[str, Any] = {"framework_version": None, "fault": None, "seams": []}
     try:
@@ -43,12 +43,12 @@ def report(*, with_runtime: bool) -> dict[str, Any]:
         content["fault"] = content["fault"] or f"{error.name}: cannot be imported ({error})"
         return content
     for seam in known:
+        fault = None
         try:
             seams.resolve(seam)
         except SeamError as error:
-            content["seams"].append({"path": seam.path, "fault": str(error)})
-        else:
-            content["seams"].append({"path": seam.path, "fault": None})
+            fault = str(error)
+        content["seams"].append({"path": seam.path, "fault": fault})
     return content
 
 

@@ -1,7 +1,7 @@
-"""Megatron's releases, and its seams of every plan and trial; `worker.seams` says what a seam is."""
+"""Megatron's releases, and its seams of every plan and trial; `rank.seams` defines a seam."""
 
-import ast
 import importlib.util
+import re
 from pathlib import Path
 
 from quartet_plugin.errors import SeamError
@@ -25,13 +25,10 @@ def installed_version() -> str:
             f"Megatron is not installed; {MEGATRON.supported} is needed: "
             "pip install 'quartet-plugin[megatron]'"
         )
-    values = {
-        target.id: str(node.value.value)
-        for node in ast.parse(sources[0].read_text(encoding="utf-8")).body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    assignment = r"""^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['"]?([^'"\s]*)"""
+    values: dict[str, str] = dict(
+        re.findall(assignment, sources[0].read_text(encoding="utf-8"), re.MULTILINE)
+    )
     numbers = [values.get(name, "?") for name in ("MAJOR", "MINOR", "PATCH")]
     return ".".join(numbers) + values.get("PRE_RELEASE", "")
 

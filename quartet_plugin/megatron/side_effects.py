@@ -1,7 +1,8 @@
-"""The flags that a trial leaves out of the user's command: those that write, load, serve or evaluate.
+"""The flags that a trial, a parity trial or a conversion takes out of the user's command or adds to it.
 
-The list is fixed and shown. Flags that decide about the training itself stay, `--train-iters` in
-particular, on which the learning rate and the order of the data depend.
+A trial leaves out flags that write, load, serve or evaluate; the list is fixed and shown. Flags that decide
+about the training itself stay, `--train-iters` in particular, on which the learning rate and the order of the
+data depend.
 """
 
 from collections.abc import Sequence
@@ -9,71 +10,38 @@ from typing import Any
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.megatron.arguments import Flags
+from quartet_plugin.model.conversion import FORMAT, Conversion
 
-REMOVED = (
-    # Checkpoints written.
-    "save",
-    "save_interval",
-    "save_retain_interval",
-    "save_params_interval",
-    "save_activations_interval",
-    "save_tokens_per_expert_interval",
-    "save_wgrads_interval",
-    "save_dgrads_interval",
-    "non_persistent_save_interval",
-    "non_persistent_ckpt_type",
-    "non_persistent_global_ckpt_dir",
-    "non_persistent_local_ckpt_dir",
-    "replication",
-    "ckpt_convert_format",
-    "ckpt_convert_save",
-    "ckpt_convert_update_legacy_dist_opt_format",
-    "async_save",
-    "use_persistent_ckpt_worker",
-    "log_progress",
-    # Checkpoints read.
-    "load",
-    "load_main_params_from_ckpt",
-    "pretrained_checkpoint",
-    "ckpt_step",
-    "exit_on_missing_checkpoint",
-    "auto_detect_ckpt_format",
-    "override_ckpt_iteration",
-    "ict_load",
-    "bert_load",
-    # Logging services.
-    "tensorboard_dir",
-    "wandb_project",
-    "wandb_exp_name",
-    "wandb_save_dir",
-    "wandb_entity",
-    "log_energy",
-    "logits_save_dir",
-    # Evaluation; its interval stays, since Megatron counts the validation samples with it.
-    "full_validation",
-    # Profilers and snapshots.
-    "profile",
-    "use_pytorch_profiler",
-    "record_memory_history",
-    "rl_profile",
-    # Servers, and what ends or restarts a job by itself.
-    "log_straggler",
-    "run_workload_inspector_server",
-    "exit_interval",
-    "exit_duration_in_mins",
-    "exit_signal_handler",
-    "exit_signal_handler_for_training",
-    "exit_signal_handler_for_dataloader",
-    "adlr_autoresume",
-    "inprocess_restart",
-    "enable_ft_package",
-    "calc_ft_timeouts",
-    "result_rejected_tracker_filename",
-)
+_REMOVED_BY_KIND = {
+    "checkpoints written": (
+        "save save_interval save_retain_interval save_params_interval save_activations_interval "
+        "save_tokens_per_expert_interval save_wgrads_interval save_dgrads_interval "
+        "non_persistent_save_interval non_persistent_ckpt_type non_persistent_global_ckpt_dir "
+        "non_persistent_local_ckpt_dir replication ckpt_convert_format ckpt_convert_save "
+        "ckpt_convert_update_legacy_dist_opt_format async_save use_persistent_ckpt_worker log_progress"
+    ),
+    "checkpoints read": (
+        "load load_main_params_from_ckpt pretrained_checkpoint ckpt_step exit_on_missing_checkpoint "
+        "auto_detect_ckpt_format override_ckpt_iteration ict_load bert_load"
+    ),
+    "logging services": (
+        "tensorboard_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity log_energy logits_save_dir"
+    ),
+    # Its interval stays, since Megatron counts the validation samples with it.
+    "evaluation": "full_validation",
+    "profilers": "profile use_pytorch_profiler record_memory_history rl_profile",
+    "servers and job control": (
+        "log_straggler run_workload_inspector_server exit_interval exit_duration_in_mins "
+        "exit_signal_handler exit_signal_handler_for_training exit_signal_handler_for_dataloader "
+        "adlr_autoresume inprocess_restart enable_ft_package calc_ft_timeouts "
+        "result_rejected_tracker_filename"
+    ),
+}
+REMOVED = tuple(" ".join(_REMOVED_BY_KIND.values()).split())
 # Set whether given or not: Megatron evaluates and asks for its logger by default.
 SET: dict[str, Any] = {"eval_iters": 0, "enable_one_logger": False}
 # A trial's own watchdog must speak before a collective's timeout does. The interval is never reached.
-SET_UNLESS_GIVEN: dict[str, Any] = {"distributed_timeout_minutes": 5, "eval_interval": 1000}
+DEFAULTS: dict[str, Any] = {"distributed_timeout_minutes": 5, "eval_interval": 1000}
 # Random at every forward pass, and off unless given.
 _NOISE = ("moe_input_jitter_eps",)
 _REFUSED = {
@@ -82,6 +50,8 @@ _REFUSED = {
     "yaml_cfg": "the configuration is not in flags; write it as flags",
     "skip_train": "nothing is trained; leave it out",
 }
+# Flags of a start from weights alone; in a conversion they would drop the iteration or the optimizer.
+_STATE = ("finetune", "no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng")
 
 
 def strip_side_effects(flags: Flags, words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -89,16 +59,16 @@ def strip_side_effects(flags: Flags, words: Sequence[str]) -> tuple[list[str], l
 
     Raises ConfigError for a command whose model or layout no trial could know.
     """
-    given = flags.given(words)
+    user = flags.explicit_values(words)
     for dest, reason in _REFUSED.items():
-        if given.get(dest):
+        if user.get(dest):
             raise ConfigError(f"{flags.flag_of(dest)}: {reason}")
-    settings = {**SET, **{dest: value for dest, value in SET_UNLESS_GIVEN.items() if dest not in given}}
+    settings = {**SET, **{dest: value for dest, value in DEFAULTS.items() if dest not in user}}
     edited, removed = flags.edit(words, remove={*REMOVED, *SET}, append=flags.words_for(settings))
     return edited, list(dict.fromkeys(item.flag for item in removed))
 
 
-def compare_from(
+def parity_words(
     flags: Flags, words: Sequence[str], *, weights: str | None, save_weights: str | None
 ) -> list[str]:
     """The words of a trial of the parity gate: dropout and jitter off, weights loaded or ready to be saved.
@@ -118,4 +88,28 @@ def compare_from(
         # The interval is never reached: Megatron only insists on one.
         values |= {"save": save_weights, "save_interval": 10**9, "no_save_optim": True, "no_save_rng": True}
     edited, _ = flags.edit(words, remove={*values, *_NOISE}, append=flags.words_for(values))
+    return edited
+
+
+def conversion_words(conversion: Conversion, *, flags: Flags, words: Sequence[str]) -> list[str]:
+    """The words of a conversion: the command without side effects, with Megatron's `--ckpt-convert-format`.
+
+    Megatron builds model and optimizer as for training, loads the checkpoint, saves it and trains nothing.
+    Optimizer state is saved in the form that loads onto any stages. Raises ConfigError for a command whose
+    model comes from a checkpoint.
+    """
+    edited, _ = strip_side_effects(flags, words)
+    values: dict[str, Any] = {
+        "load": conversion.load,
+        "exit_on_missing_checkpoint": True,
+        "ckpt_convert_format": FORMAT,
+        "ckpt_convert_save": conversion.save,
+    }
+    if conversion.step is not None:
+        values["ckpt_step"] = conversion.step
+    if conversion.is_weights_only:
+        values |= dict.fromkeys(("no_load_optim", "no_load_rng", "no_save_optim", "no_save_rng"), True)
+    elif flags.values(edited).use_distributed_optimizer:
+        values["dist_ckpt_optim_fully_reshardable"] = True
+    edited, _ = flags.edit(edited, remove={*values, *_STATE}, append=flags.words_for(values))
     return edited

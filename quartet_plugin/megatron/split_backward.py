@@ -1,12 +1,12 @@
-"""Weight gradients later: Megatron's local linear layers leave them in a queue while an input gradient runs.
+"""Defers the weight gradients of Megatron's local linear layers from I actions to W actions.
 
-In an I action the layers' backward computes the gradient of the input only and appends what the weight's
-needs; the W action works that off. Gradients reach `main_grad` through DDP's own door for delayed weight
+In an I action the layers' backward computes the input's gradient only and queues the tensors of the weight's
+gradient; the W action computes it. Gradients reach `main_grad` through DDP's hook for delayed weight
 gradients, so that its buffers, gradient accumulation fusion and reductions see nothing unusual. All other
-parameters (norms, biases, embeddings) get theirs in I. Outside I everything is Megatron's own.
+parameters (norms, biases, embeddings) get their gradients in I. Outside I Megatron's backward is unchanged.
 
 Under sequence parallelism the queue holds the local shard of a layer's input, and W gathers it again, as the
-whole backward would have: Megatron's gather buffer is one for all layers.
+full backward would have: all layers share one gather buffer of Megatron's.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ DDP_INIT = Seam(
     "self config ddp_config module disable_bucketing pg_collection full_param_layout",
     {"0.19.2": "70ec01fd126be284"},
 )
-# What a deferred gradient is computed as, and handed over to.
+# The functions that compute a deferred gradient and take it over.
 CALLED = (
     Seam(
         _LAYERS,
@@ -69,7 +69,7 @@ CALLED = (
 
 @dataclass(slots=True)
 class PendingGradient:
-    """One layer's weight gradient still to be computed."""
+    """The tensors of a layer's weight gradient that is still to be computed."""
 
     weight: Any
     main_grad: Any
@@ -88,15 +88,15 @@ class WeightGradients(DeferredGradients[PendingGradient]):
         self._layers: dict[tuple[int, int], Sequence[DelayedLayer]] = {}
 
     def accumulate(self, pending: PendingGradient) -> None:
-        """As the layer's own backward does, but for the weight alone."""
+        """Compute the weight's gradient as the layer's backward does, without the input's."""
         _accumulate(pending)
 
     def tensors_of(self, pending: PendingGradient) -> tuple[Any, ...]:
-        """The layer's input and its output's gradient; what Transformer Engine keeps is not seen."""
+        """The layer's input and its output's gradient; Transformer Engine's stores are not counted."""
         return pending.layer_input, pending.grad_output
 
     def end(self, stage: int, microbatch: int, layers: Sequence[DelayedLayer] = ()) -> None:
-        """The I action is over; its W also calls `layers`, which have kept theirs to themselves."""
+        """End the I action; its W also calls `layers`, which store their own weight gradients."""
         super().end(stage, microbatch)
         self._layers[stage, microbatch] = layers
 
@@ -107,7 +107,7 @@ class WeightGradients(DeferredGradients[PendingGradient]):
             layer.run()
 
     def clear(self) -> None:
-        """Forget everything: a step was broken off."""
+        """Drop all deferred gradients after an interrupted step."""
         super().clear()
         self._layers.clear()
 
@@ -147,7 +147,7 @@ def _accumulate_fused(pending: PendingGradient, grad_output: Any, total_input: A
 
 
 def install(gradients: WeightGradients) -> Callable[[], None]:
-    """Let Megatron's local linear layers defer; returns what undoes it.
+    """Let Megatron's local linear layers defer weight gradients; returns the function that undoes it.
 
     Must run before models are built. Raises SeamError when the layers' function or DDP is not as known.
     """
@@ -157,18 +157,18 @@ def install(gradients: WeightGradients) -> Callable[[], None]:
 
 
 def wrappers(gradients: WeightGradients, *, delays_te: bool = False) -> dict[Seam, Wrapper]:
-    """The layers' function with a backward that may defer, and DDP with its door open for their weights.
+    """The layers' function with a backward that may defer, and DDP with hooks for their weights.
 
-    `delays_te`: Transformer Engine's layers keep theirs too, and whoever runs the backwards works them off.
+    `delays_te`: Transformer Engine's layers store theirs too, and the runtime computes them in B and W.
     """
     return {
         LINEAR: lambda original: _splitting(original, gradients),
-        DDP_INIT: lambda original: _with_door(original, delays_te=delays_te),
+        DDP_INIT: lambda original: _with_hooks(original, delays_te=delays_te),
     }
 
 
-def _with_door(initialise: Callable[..., Any], *, delays_te: bool) -> Callable[..., Any]:
-    def init_with_door(
+def _with_hooks(initialise: Callable[..., Any], *, delays_te: bool) -> Callable[..., Any]:
+    def init_with_hooks(
         self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any
     ) -> None:
         _mark(module)
@@ -181,11 +181,11 @@ def _with_door(initialise: Callable[..., Any], *, delays_te: bool) -> Callable[.
         finally:
             ddp_config.delay_wgrad_compute = before
 
-    return init_with_door
+    return init_with_hooks
 
 
 def _mark(module: Any) -> None:
-    """Open DDP's door for the weights of local linear layers: their hook is handed to us."""
+    """Mark the weights of local linear layers: DDP then hands their hooks to `_HookReceiver`."""
     for layer in module.modules():
         if not isinstance(layer, (layers.ColumnParallelLinear, layers.RowParallelLinear)):
             continue
@@ -193,11 +193,11 @@ def _mark(module: Any) -> None:
         if weight is None or not weight.requires_grad:
             continue
         weight.skip_backward_post_hook = True
-        layer.register_wgrad_accumulation_and_reduce_hooks = _Door(weight)
+        layer.register_wgrad_accumulation_and_reduce_hooks = _HookReceiver(weight)
 
 
-class _Door:
-    """What DDP calls with the hook of a marked weight."""
+class _HookReceiver:
+    """Receives from DDP the hook of a marked weight."""
 
     def __init__(self, weight: Any) -> None:
         self._weight = weight
@@ -205,11 +205,11 @@ class _Door:
     def __call__(self, hook: Callable[..., None]) -> None:
         weight = self._weight
         weight._quartet_grad_ready = hook
-        # A whole backward computes the weight's gradient at once and needs the hook right then.
-        weight.register_post_accumulate_grad_hook(_whole(hook))
+        # A full backward computes the weight's gradient at once and needs the hook right then.
+        weight.register_post_accumulate_grad_hook(_full_backward(hook))
 
 
-def _whole(hook: Callable[..., None]) -> Callable[[Any], None]:
+def _full_backward(hook: Callable[..., None]) -> Callable[[Any], None]:
     def after(weight: Any) -> None:
         if weight.grad is not None:
             hook()
@@ -221,7 +221,7 @@ def _splitting(original: Any, gradients: WeightGradients) -> Any:
     """The layers' function with a backward that defers while a queue is open."""
 
     class SplitLinear(torch.autograd.Function):  # type: ignore[misc]
-        """Megatron's linear, its weight gradient later where asked for."""
+        """Megatron's linear, whose weight gradient is deferred while a queue is open."""
 
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
@@ -250,9 +250,9 @@ def _input_gradient(ctx: Any, grad_output: Any, queue: list[PendingGradient]) ->
     if ctx.allreduce_dgrad:
         handle = torch.distributed.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
     elif ctx.sequence_parallel:
-        whole = grad_input
+        unscattered = grad_input
         grad_input = torch.empty(layer_input.size(), dtype=layer_input.dtype, device=layer_input.device)
-        handle = layers.dist_reduce_scatter_func(grad_input, whole, group=ctx.tp_group, async_op=True)
+        handle = layers.dist_reduce_scatter_func(grad_input, unscattered, group=ctx.tp_group, async_op=True)
     queue.append(
         PendingGradient(
             weight=weight,

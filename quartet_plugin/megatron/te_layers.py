@@ -1,9 +1,9 @@
-"""Weight gradients later in Transformer Engine's layers, through their own delayed weight gradients.
+"""Defers the weight gradients of Transformer Engine's layers, through their delayed weight gradients.
 
-Such a layer keeps what a weight's gradient needs in a store of its own, first in, first out, and works one
-off at each `backward_dw`. Megatron opens this door only together with expert overlap; here it is opened on
-the layers themselves, once they are built and before DDP looks at them. A W action calls every layer of its
-stage once. Should orders of I and W differ, a W works off another microbatch's share: the sum is the same.
+A layer keeps the tensors of a weight's gradient in its store, first in, first out, and computes the oldest
+gradient at each `backward_dw`. Megatron enables the store only together with expert overlap; `delay` enables
+it on the layers, once they are built and before DDP reads them. A W action calls every layer of its stage
+once. Where the orders of I and W differ, a W computes another microbatch's gradient: the sum is the same.
 """
 
 import importlib.metadata
@@ -17,13 +17,13 @@ from typing import Any
 _OLDEST = (2, 8)
 _MARK = "_quartet_is_delayed"
 _NEEDED = ("wgrad_store", "backward_dw", "register_wgrad_accumulation_and_reduce_hooks", "weight_names")
-_WHOLE = "backwards are not split"
+_FULL_BACKWARD = "backwards are not split"
 _NOT_SPLIT = {
-    "fp8": f"--fp8-format: {_WHOLE}, because delayed gradients of quantized layers were not tried",
-    "fp4": f"--fp4-format: {_WHOLE}, because delayed gradients of quantized layers were not tried",
-    "tp_comm_overlap": f"--tp-comm-overlap: {_WHOLE}, because it computes weight gradients by itself",
+    "fp8": f"--fp8-format: {_FULL_BACKWARD}, because delayed gradients of quantized layers were not tried",
+    "fp4": f"--fp4-format: {_FULL_BACKWARD}, because delayed gradients of quantized layers were not tried",
+    "tp_comm_overlap": f"--tp-comm-overlap: {_FULL_BACKWARD}, because it computes weight gradients by itself",
     "use_transformer_engine_op_fuser": (
-        f"--use-transformer-engine-op-fuser: {_WHOLE}, because fused layers have no such door"
+        f"--use-transformer-engine-op-fuser: {_FULL_BACKWARD}, because fused layers have no such store"
     ),
 }
 
@@ -35,15 +35,15 @@ class DelayedLayer:
     layer: Any
 
     def run(self) -> None:
-        """Compute the oldest one; DDP's hooks are called by the layer."""
-        # Megatron's own method asks the configuration first, which does not know.
-        own_method = _own_method(self.layer)
-        assert own_method is not None
-        own_method(self.layer)
+        """Compute the oldest gradient; the layer calls DDP's hooks."""
+        # Megatron's method first reads the configuration, which does not say that gradients are delayed.
+        backward_dw = _engine_method(self.layer)
+        assert backward_dw is not None
+        backward_dw(self.layer)
 
 
 def obstacle(args: Namespace, *, version: str | None = None) -> str | None:
-    """Why Transformer Engine's layers keep whole backwards, in one line; None where they need not.
+    """Why Transformer Engine's layers need full backwards, in one line; None where they do not.
 
     `version` is Transformer Engine's, None for the installed one.
     """
@@ -54,20 +54,24 @@ def obstacle(args: Namespace, *, version: str | None = None) -> str | None:
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
     if numbers is None or (int(numbers[1]), int(numbers[2])) < _OLDEST:
         return (
-            f"--transformer-impl transformer_engine: {_WHOLE}; that needs Transformer Engine "
+            f"--transformer-impl transformer_engine: {_FULL_BACKWARD}; that needs Transformer Engine "
             f"{'.'.join(map(str, _OLDEST))}, here is {version or 'none'}"
         )
     return None
 
 
 def delay(model: Any) -> None:
-    """Let the layers of a model that is built keep their weight gradients, as if built so.
+    """Enable the stores of weight gradients in the layers of a model that is built.
 
-    Layers without that door are left alone: they compute theirs in I.
+    Layers without a store are left alone: they compute their weight gradients in I.
     """
     for layer in model.modules():
         store = getattr(layer, "wgrad_store", None)
-        if store is None or _own_method(layer) is None or not all(hasattr(layer, name) for name in _NEEDED):
+        if (
+            store is None
+            or _engine_method(layer) is None
+            or not all(hasattr(layer, name) for name in _NEEDED)
+        ):
             continue
         if not any(p.requires_grad for name, p in layer.named_parameters(recurse=False)):
             continue
@@ -84,8 +88,8 @@ def delayed_layers(model: Any) -> list[DelayedLayer]:
     return [DelayedLayer(layer) for layer in model.modules() if getattr(layer, _MARK, False)]
 
 
-def _own_method(layer: Any) -> Callable[[Any], None] | None:
-    """Transformer Engine's own `backward_dw`, behind Megatron's."""
+def _engine_method(layer: Any) -> Callable[[Any], None] | None:
+    """Transformer Engine's `backward_dw`, which Megatron's method of that name hides."""
     for base in type(layer).__mro__:
         if base.__module__.partition(".")[0] == "transformer_engine" and "backward_dw" in vars(base):
             method: Callable[[Any], None] = vars(base)["backward_dw"]

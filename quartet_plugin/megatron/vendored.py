@@ -24,7 +24,7 @@ def start() -> None:
     try:
         options, words = take_options(sys.argv[1:])
         command = EntryCommand(target=sys.argv[0], is_module=False, arguments=tuple(words), options=options)
-        session = MegatronSession(command=command, place=RankEnv.of(os.environ))
+        session = MegatronSession(command=command, rank_env=RankEnv.of(os.environ))
         sys.argv[1:] = words
         sys.argv[1:] = prepare(session)
     except QuartetError as error:
@@ -32,5 +32,5 @@ def start() -> None:
             print(f"quartet: {error}", file=sys.stderr)
         else:
             session.record(error)
-            session.tell(error)
+            session.print_refusal(error)
         raise SystemExit(int(error.exit_code)) from None

@@ -1,4 +1,4 @@
-"""One text for one value: what digests are taken of.
+"""Canonical JSON, one text for one value: digests are taken of it.
 
 Canonical JSON has sorted keys, no spaces, UTF-8 unescaped, and neither NaN nor infinity.
 """
@@ -53,7 +53,7 @@ def _refuse_other_keys(value: Any) -> None:
                 _refuse_other_keys(item)
 
 
-def derived_seed(seed: int, number: int, what: str) -> int:
-    """A seed of its own for one purpose of one trial."""
-    text = f"{seed}/{number}/{what}".encode()
+def derived_seed(seed: int, number: int, purpose: str) -> int:
+    """A seed for one purpose of the trial `number`, derived from the study's seed."""
+    text = f"{seed}/{number}/{purpose}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "big")

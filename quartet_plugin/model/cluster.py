@@ -26,7 +26,7 @@ Slowdown = Annotated[float, Bounds(ge=1, le=1000)]
 
 @record
 class DeviceValues:
-    """What a cluster's device of some name has: for a device of the library only what differs there.
+    """The rates and sizes of the devices of one name; for a device of the library only those that differ.
 
     A name the library does not have needs `peak_flops` (dense FLOP/s by precision), `memory_bytes` and
     `memory_bandwidth_bytes_per_s`. `compute_units` is how many tiles of a matrix product it works on at once.
@@ -106,7 +106,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         names = [node.name for node in self.nodes]
-        twice = next((name for at, name in enumerate(names) if name in set(names[:at])), None)
+        twice = next((name for index, name in enumerate(names) if name in set(names[:index])), None)
         if twice is not None and len(set(names)) != len(names):
             raise ConfigError(f"nodes: {twice!r} appears twice; give every node a name of its own")
         if self.num_slots > MAX_SLOTS:

@@ -1,4 +1,4 @@
-"""What the ranks are told when a checkpoint is to be saved again for other stages."""
+"""The order to the ranks to save a checkpoint again for other stages."""
 
 from pathlib import Path
 from typing import Literal
@@ -6,8 +6,6 @@ from typing import Literal
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.schema import read_record, record
 
-# Names the file for every rank: they have no flag for it, because nobody starts them so by hand.
-VARIABLE = "QUARTET_CONVERT"
 FORMAT: Literal["torch_dist"] = "torch_dist"
 # Megatron's own, in the folder that --load and --save name.
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -1,4 +1,4 @@
-"""What every layer costs on every device, and what a stage of a given split and placement costs.
+"""The cost table of a pipeline's layers, and the costs of the stages of a split and placement.
 
 Costs are one microbatch's. The device slowdown multiplies compute only. A transfer starts when its
 producer ends, costs no compute, and needs `transfer_s[from, to]`.
@@ -66,7 +66,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
-    """What one microbatch costs on each stage, slowdowns applied: the simulator's whole input.
+    """The costs of one microbatch on each stage, slowdowns applied: the simulator's whole input.
 
     All arrays are [num_stages]. `forward_transfer_s[s]` is from stage s to s+1 (last entry 0),
     `backward_transfer_s[s]` from stage s to s-1 (first entry 0); 0 where both are on one device.

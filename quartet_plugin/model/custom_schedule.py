@@ -1,4 +1,4 @@
-"""A pipeline schedule of our own as a plan holds it: where stages lie, what they cost, how orders are made.
+"""A custom pipeline schedule as a plan holds it: placement and costs of its stages, and its orders' origin.
 
 The number of microbatches of a job changes (batch ramp-up, evaluation, another batch), so a plan says how the
 order is made, not only what it is: by a schedule's name, by a point of the family, or written out for the
@@ -21,7 +21,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,62}[a-z0-9])?", re.ASCII)
 
 @record
 class StageProfile:
-    """What one microbatch costs on each stage, in stage order; seconds and bytes.
+    """The costs of one microbatch on each stage, in stage order; seconds and bytes.
 
     `forward_transfer_s[s]` is from stage s to s + 1, `backward_transfer_s[s]` from s to s - 1, 0 where both
     are on one device. `held_fraction` of a stage's activations stays between input and weight gradient.
@@ -69,7 +69,7 @@ PER_STAGE = (
 
 @record
 class CustomSchedule:
-    """A schedule that our runtime executes.
+    """A schedule that the plugin's runtime executes.
 
     `placement[s]` is the pipeline rank of stage s. `orders[d]` are the actions of pipeline rank d as
     `{stage}{F|I|W|B}{microbatch}`, for the plan's own number of microbatches. `named` (with `group` where the

@@ -1,19 +1,16 @@
-"""A run as its folder and its study tell it: what the search reads back and the reports show."""
+"""A tuning run as its folder and its study hold it: the search reads it back, the reports show it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quartet_plugin.model.launched import CROPPED
+from quartet_plugin.model.launch import DEPTH_PROXY, Phase
 from quartet_plugin.model.measurement import Comparison, Objective
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.regret import Regret
 
 PARTS = ("shape", "layout", "split", "schedule", "mapping")
 
-# What is launched: the user's own command at first, plans, the final rounds, and in between the user's own
-# command again and the parity gate's runs.
-Purpose = Literal["baseline", "cropped", "search", "final", "control", "parity"]
 RunState = Literal["running", "finished", "stopped", "lost", "elsewhere"]
 
 
@@ -67,12 +64,12 @@ class TrialRow:
     @property
     def is_measured(self) -> bool:
         """Whether the iteration time may be compared."""
-        is_whole = self.verdict == "measured" and self.outcome != CROPPED
+        is_whole = self.verdict == "measured" and self.outcome != DEPTH_PROXY
         return is_whole and self.iteration_s is not None
 
     @property
     def label(self) -> str:
-        """The plan in some words."""
+        """The labels of the plan's parts."""
         if self.number == 0:
             return "your own command"
         return ", ".join(self.labels.get(part, "?") for part in PARTS) if self.labels else "unknown"
@@ -88,7 +85,7 @@ class Finalist:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaselineCheck:
+class DriftMeasurement:
     """The baseline's objective after `num_tried` trials, over what it was at the start."""
 
     num_tried: int
@@ -103,7 +100,7 @@ class RunningLaunch:
     """
 
     number: int
-    stage: Purpose
+    stage: Phase
     round_number: int | None
     attempt: int
     phase: str
@@ -172,7 +169,7 @@ class RunHistory:
     finalists: tuple[Finalist, ...]
     winner: Plan | None
     faults: tuple[str, ...] = ()
-    controls: tuple[BaselineCheck, ...] = ()
+    controls: tuple[DriftMeasurement, ...] = ()
     workers: tuple[WorkerRow, ...] = ()
     regret: Regret | None = None
 
@@ -193,7 +190,7 @@ class RunHistory:
 
     def versus_baseline(self, row: TrialRow) -> float | None:
         """A trial's objective over the baseline's; None where either was not measured."""
-        own = self.baseline
-        if own is None or not own.value or not row.is_measured or row.value is None:
+        baseline = self.baseline
+        if baseline is None or not baseline.value or not row.is_measured or row.value is None:
             return None
-        return row.value / own.value
+        return row.value / baseline.value

@@ -1,4 +1,4 @@
-"""How a model is spread over devices: the degrees of parallelism and what goes with them."""
+"""The layout of a model on devices: degrees of parallelism, micro-batch size and memory options."""
 
 from dataclasses import field
 from typing import Literal
@@ -70,7 +70,7 @@ class Layout:
 
     @property
     def batching(self) -> tuple[int, int]:
-        """What says which samples a microbatch holds: its size, and the replicas that take turns."""
+        """The micro-batch size and the number of replicas, which decide the samples of a microbatch."""
         return self.micro_batch_size, self.data_parallel
 
     def num_microbatches(self, global_batch_size: int) -> int:

@@ -1,4 +1,4 @@
-"""What was measured and what was predicted, with their spread."""
+"""Measurements and predictions of plans, with their spread."""
 
 from typing import Literal
 
@@ -40,7 +40,7 @@ class Comparison:
 
 @record
 class Prediction:
-    """What the cost model said before anything ran."""
+    """The cost model's prediction before anything ran."""
 
     iteration_s: float | None
     relative_cost: float | None

@@ -4,9 +4,10 @@ A plan file is shared between people, so it is not trusted: strict schema, size 
 over its canonical JSON, no code, no paths to code and no free command-line words.
 """
 
+from collections.abc import Mapping as Values
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.model.canonical import digest
@@ -66,7 +67,7 @@ class Split:
 class ScheduleChoice:
     """The pipeline schedule by name; `group` (interleaved): microbatches a chunk before the next chunk.
 
-    `custom` goes with the name "custom": a schedule that our own runtime executes.
+    `custom` goes with the name "custom": a schedule that the plugin's runtime executes.
     """
 
     name: ScheduleName
@@ -97,7 +98,7 @@ class Baseline:
 
 @record
 class MadeFor:
-    """What a plan fits: the user's own model, batch and configuration, the framework and the cluster.
+    """The job that a plan fits: the user's model, batch and configuration, the framework and the cluster.
 
     `batching_features` of the job are those by which another micro-batch or DP can change the objective.
     """
@@ -110,6 +111,22 @@ class MadeFor:
     world_size: int
     nodes: tuple[NodeInfo, ...]
     batching_features: tuple[str, ...] | None = field(default=None, metadata=ADDED)
+
+    def differences(self, here: Values[str, Any]) -> dict[str, Any]:
+        """The values of this plan that differ from those of `here`, by name.
+
+        Names are fields of this class, of its shape, or the ds_config's `zero_optimization.stage`.
+        """
+        zero = int(self.baseline.layout.distributed_optimizer)
+        planned = {**dump(self), **dump(self.shape), "zero_optimization.stage": zero}
+        return {name: planned[name] for name, value in here.items() if value != planned[name]}
+
+    def check_same_job(self, here: Values[str, Any]) -> None:
+        """Raises PlanError naming every value of `here` that differs from the plan's."""
+        different = self.differences(here)
+        if different:
+            words = ", ".join(f"{name} {here[name]} (plan: {planned})" for name, planned in different.items())
+            raise PlanError(f"the plan was made for another job: {words}; make one with `quartet tune`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -145,7 +162,7 @@ class Mapping:
 
 @record
 class Provenance:
-    """Where a plan came from."""
+    """The run, trial, seed and version that a plan came from."""
 
     run: str
     trial: int
@@ -183,7 +200,7 @@ class Plan:
 
     @property
     def key(self) -> str:
-        """sha256 of what the plan does, without where it came from and what was measured."""
+        """sha256 of the plan without its provenance, prediction and measurement."""
         bare = replace(
             self,
             prediction=None,
@@ -194,7 +211,7 @@ class Plan:
 
     @property
     def execution(self) -> str:
-        """The key without what only told an order of ours how to be made: one for all that execute alike."""
+        """The key without the origin of a custom order: equal for all plans that execute the same actions."""
         custom = self.schedule.custom
         if custom is None:
             return self.key

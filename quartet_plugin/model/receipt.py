@@ -74,7 +74,7 @@ class Failure:
 
 @record
 class Receipt:
-    """What `quartet check` found. `reference` is what the plan was compared with: the user's own command,
+    """The result of `quartet check`. `reference` is the other side of the comparison: the user's command,
     or stock parallelism of the plan's own shape. See docs/formats.md for the file.
     """
 
@@ -92,14 +92,16 @@ class Receipt:
     def __post_init__(self) -> None:
         if (self.verdict == "failed") != (self.failure is not None):
             raise ConfigError(f"verdict: {self.verdict!r}; a failure belongs to 'failed' and only to it")
-        if [one.step for one in self.steps] != list(range(1, len(self.steps) + 1)) or not self.steps:
+        if [step.step for step in self.steps] != list(range(1, len(self.steps) + 1)) or not self.steps:
             raise ConfigError("steps: must be numbered from 1 on, at least one")
 
 
 @record
 class StepValues:
-    """What one step gave. `parts` has the gradient norm of each part of the model: `embedding`, `layer.0`
-    ..., `head`; it may be empty, and serves only to name the stage that differs.
+    """The measured values of one step.
+
+    `parts` has the gradient norm of each part of the model: `embedding`, `layer.0` ..., `head`; it may be
+    empty, and serves only to name the stage that differs.
     """
 
     loss: float
@@ -122,14 +124,14 @@ def compare(reference: Sequence[StepValues], measured: Sequence[StepValues]) -> 
     return tuple(
         StepComparison(
             step=step,
-            loss=as_number(ours.loss),
-            reference_loss=as_number(theirs.loss),
-            loss_deviation=as_number(_deviation(ours.loss, theirs.loss)),
-            grad_norm=as_number(ours.grad_norm),
-            reference_grad_norm=as_number(theirs.grad_norm),
-            grad_norm_deviation=as_number(_deviation(ours.grad_norm, theirs.grad_norm)),
+            loss=as_number(actual.loss),
+            reference_loss=as_number(expected.loss),
+            loss_deviation=as_number(_deviation(actual.loss, expected.loss)),
+            grad_norm=as_number(actual.grad_norm),
+            reference_grad_norm=as_number(expected.grad_norm),
+            grad_norm_deviation=as_number(_deviation(actual.grad_norm, expected.grad_norm)),
         )
-        for step, (theirs, ours) in enumerate(zip(reference, measured, strict=True), start=1)
+        for step, (expected, actual) in enumerate(zip(reference, measured, strict=True), start=1)
     )
 
 
@@ -145,14 +147,14 @@ def find_failure(
     None where the plan trains as the reference does.
     """
     steps = compare(reference, measured)
-    for one in steps:
+    for comparison in steps:
         for quantity in _QUANTITIES:
-            if not float(getattr(one, f"{quantity}_deviation")) <= getattr(tolerance, quantity):
+            if not float(getattr(comparison, f"{quantity}_deviation")) <= getattr(tolerance, quantity):
                 return _failure(
-                    plan, reference, measured, step=one.step, quantity=quantity, tolerance=tolerance
+                    plan, reference, measured, step=comparison.step, quantity=quantity, tolerance=tolerance
                 )
     for quantity in _QUANTITIES:
-        deviations = [float(getattr(one, f"{quantity}_deviation")) for one in steps]
+        deviations = [float(getattr(comparison, f"{quantity}_deviation")) for comparison in steps]
         step = _growing_step(deviations, limit=getattr(tolerance, quantity))
         if step is not None:
             return _failure(
@@ -185,10 +187,10 @@ def _failure(
     tolerance: Tolerance,
     grows: bool = False,
 ) -> Failure:
-    theirs, ours = reference[step - 1], measured[step - 1]
-    here, there = getattr(ours, quantity), getattr(theirs, quantity)
+    expected, actual = reference[step - 1], measured[step - 1]
+    here, there = getattr(actual, quantity), getattr(expected, quantity)
     in_forward = quantity == "loss"
-    stage = _first_stage(plan, theirs.parts, ours.parts, in_forward=in_forward, limit=tolerance.grad_norm)
+    stage = _first_stage(plan, expected.parts, actual.parts, in_forward=in_forward, limit=tolerance.grad_norm)
     words = "loss" if in_forward else "gradient norm"
     where = "" if stage is None else f", first in stage {stage} ({', '.join(parts_of(plan, stage)[:6])})"
     how = "grows over the steps" if grows else f"above {getattr(tolerance, quantity):g}"
@@ -215,24 +217,24 @@ def parts_of(plan: Plan, stage: int) -> list[str]:
 
 
 def _first_stage(
-    plan: Plan, theirs: Mapping[str, float], ours: Mapping[str, float], *, in_forward: bool, limit: float
+    plan: Plan, expected: Mapping[str, float], actual: Mapping[str, float], *, in_forward: bool, limit: float
 ) -> int | None:
     """The first stage whose gradients differ, in the order in which the fault travels.
 
     A wrong loss comes from the forward pass, which begins at stage 0; a wrong gradient goes from the last
     stage to the first.
     """
-    found: dict[int, float] = {}
+    deviations: dict[int, float] = {}
     for stage in range(len(plan.split.transformer_layers_per_stage)):
-        names = [name for name in parts_of(plan, stage) if name in theirs and name in ours]
+        names = [name for name in parts_of(plan, stage) if name in expected and name in actual]
         if names:
-            norms = [math.hypot(*(side[name] for name in names)) for side in (ours, theirs)]
-            found[stage] = _deviation(*norms)
-    if not found:
+            norms = [math.hypot(*(side[name] for name in names)) for side in (actual, expected)]
+            deviations[stage] = _deviation(*norms)
+    if not deviations:
         return None
-    above = [stage for stage, deviation in found.items() if not deviation <= limit]
+    above = [stage for stage, deviation in deviations.items() if not deviation <= limit]
     if not above:
-        return max(found, key=lambda stage: found[stage])
+        return max(deviations, key=lambda stage: deviations[stage])
     return min(above) if in_forward else max(above)
 
 

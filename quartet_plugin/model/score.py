@@ -1,4 +1,4 @@
-"""What a measured plan is worth: tokens per second, and model FLOP/s per device when shapes differ."""
+"""The score of a measured plan: tokens per second, or model FLOP/s per device when shapes differ."""
 
 import statistics
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Score:
     model_flops_per_s_per_device: float
 
     def value(self, objective: Objective) -> float:
-        """What the study maximizes."""
+        """The quantity that the study maximizes, for its objective."""
         return self.tokens_per_s if objective == "tokens_per_s" else self.model_flops_per_s_per_device
 
 

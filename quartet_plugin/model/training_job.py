@@ -1,4 +1,4 @@
-"""What the framework resolved from the user's command, as RANK 0 reported it."""
+"""The training job that the framework resolved from the user's command."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal

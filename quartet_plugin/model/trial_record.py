@@ -1,9 +1,9 @@
-"""What came of a plan, as the study keeps it."""
+"""The record of a trial, as the study keeps it."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from quartet_plugin.model.launched import CROPPED
+from quartet_plugin.model.launch import DEPTH_PROXY
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.score import Score
@@ -13,7 +13,7 @@ Verdict = Literal["measured", "infeasible", "wrong", "lost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """What came of a plan, as the study keeps it.
+    """The outcome and the measurement of a plan, as the study keeps them.
 
     `value` is the objective and there is one for `measured` alone. `wrong` plans computed something else and
     are never scored; `lost` ones could not be measured for reasons outside of them and cost no budget.
@@ -21,7 +21,7 @@ class TrialRecord:
     attempts; `repeats` is the number of the trial that measured the same plan before, or that had a plan of
     its kind quarantined. `num_iterations` were measured, `spread` is the relative standard error of their
     median; `predicted_s` an iteration was predicted to take, with `predicted_spread`, one standard deviation
-    of its logarithm. Of a `CROPPED` plan the model with fewer layers alone was measured: its times are
+    of its logarithm. Of a `DEPTH_PROXY` plan the model with fewer layers alone was measured: its times are
     predictions, as uncertain as `spread` says, and it cannot win. `drift` is how fast the machine was then,
     over the baseline's own measurement: `value` is divided by it, times and rates are as they were measured.
     """
@@ -48,16 +48,16 @@ class TrialRecord:
     @property
     def is_depth_proxy(self) -> bool:
         """Whether its whole model was never launched."""
-        return self.outcome == CROPPED
+        return self.outcome == DEPTH_PROXY
 
-    def scored(self, found: Score, *, objective: Objective) -> "TrialRecord":
-        """The same with what the plan is worth."""
+    def scored(self, score: Score, *, objective: Objective) -> "TrialRecord":
+        """The record with the plan's score; `value` is corrected by `drift`."""
         return replace(
             self,
-            value=found.value(objective) / self.drift,
-            iteration_s=found.iteration_s,
-            tokens_per_s=found.tokens_per_s,
-            model_flops_per_s_per_device=found.model_flops_per_s_per_device,
+            value=score.value(objective) / self.drift,
+            iteration_s=score.iteration_s,
+            tokens_per_s=score.tokens_per_s,
+            model_flops_per_s_per_device=score.model_flops_per_s_per_device,
         )
 
 
@@ -72,5 +72,5 @@ class FinishedTrial:
     @property
     def is_spent(self) -> bool:
         """Whether it used up one of the study's trials; the baseline, number 0, did not."""
-        is_own = self.record.repeats is None and self.record.source is None
-        return self.number != 0 and is_own and self.record.verdict != "lost"
+        is_first = self.record.repeats is None and self.record.source is None
+        return self.number != 0 and is_first and self.record.verdict != "lost"

@@ -1,20 +1,17 @@
 """The mapping, and where devices differ the split that goes with it, of one planned layout.
 
-The solver's closed form proposes; what is kept is decided by the whole prediction, among its proposals and
-Megatron's stock orders, so the result is never predicted slower than either of them.
+The solver's closed form proposes orders of slots; the whole prediction decides among its proposals and
+Megatron's stock orders, so the result is never predicted slower than either of those.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quartet_plugin.cost.cluster import topology_of, uniform_topology_of
 from quartet_plugin.cost.constants import Constants
-from quartet_plugin.cost.jobs import run_of
 from quartet_plugin.cost.memory import Memory, peak_memory
 from quartet_plugin.cost.predict import RowPrediction, stage_parts
-from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.solve import STOCK_ORDERS, Solution, solve, stock_arrangement
 from quartet_plugin.mapping.step import NEVER_S, step_s
@@ -35,15 +32,16 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverEffort:
-    """How much is spent on one layout's mapping: fewer `evaluations` where more than `blocks` are placed.
+    """The effort spent on one layout's mapping.
 
-    `predicted` of the solver's orders are judged by the whole prediction.
+    `evaluations` of local search are fewer where more than `blocks` are assigned. The whole prediction judges
+    `num_predicted` of the solver's orders.
     """
 
     evaluations: int
     exact_limit: int
     blocks: int = 32
-    predicted: int = 1
+    num_predicted: int = 1
 
     def evaluations_of(self, num_blocks: int) -> int:
         """Steps of local search."""
@@ -51,160 +49,129 @@ class SolverEffort:
 
 
 QUICK = SolverEffort(evaluations=40, exact_limit=60)
-THOROUGH = SolverEffort(evaluations=1500, exact_limit=5000, blocks=256, predicted=12)
+THOROUGH = SolverEffort(evaluations=1500, exact_limit=5000, blocks=256, num_predicted=12)
 # Equal devices and links: beyond a few arrangements the regular tilings are all that need be tried.
 EQUAL = SolverEffort(evaluations=0, exact_limit=120)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """Where a layout's ranks are: slot `slots[r]` plays RANK r; `stock_s` has the stock orders' times."""
+    """A layout's split and slots: slot `slots[r]` plays RANK r; `stock_s` has the stock orders' seconds."""
 
     split: tuple[int, ...]
     slots: tuple[int, ...]
-    found: RowPrediction
+    prediction: RowPrediction
     memory: Memory
     stock_s: dict[str, float]
 
 
-def planned_run(job: PlanRequest, shape: ModelShape, layout: Layout, split: tuple[int, ...]) -> TrainingRun:
-    """The run that a planned layout stands for."""
-    run = run_of(
-        shape,
-        layout,
-        global_batch_size=job.global_batch_size,
-        layers_per_stage=split,
-        machines=job.machines,
-        precision=job.half,
-        software=job.software,
-    )
-    return replace(run, matmul=job.precision, experts=job.experts)
-
-
-def places_of_job(job: PlanRequest, constants: Constants) -> Topology:
-    """The slots of the job's cluster."""
-    if job.cluster is None:
-        return uniform_topology_of(job.machines, constants)
-    return topology_of(job.cluster, constants)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedFormAssignment:
-    """A split and an order of slots, by the solver's closed form; `paces` as `AssignedRun.paces`."""
+    """A split and an order of slots by the solver's closed form; `slowdowns` as `AssignedRun.slowdowns`."""
 
     split: tuple[int, ...]
     slots: tuple[int, ...]
-    paces: tuple[float, ...]
+    slowdowns: tuple[float, ...]
     step_s: float
 
 
-def assign(
-    job: PlanRequest,
-    shape: ModelShape,
-    layout: Layout,
-    split: tuple[int, ...],
-    *,
-    constants: Constants,
-    places: Topology,
-    effort: SolverEffort = THOROUGH,
-    may_split: bool = True,
-) -> Assignment | None:
-    """The best placement found of a layout with `split`, or, where devices differ, with a split of its own.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssignmentProblem:
+    """One layout whose ranks are assigned to the slots of `topology`.
 
-    None where no order is legal or nothing fits in memory.
+    Where devices differ and `may_split`, other splits than `split` are tried as well.
     """
-    best: list[Assignment] = []
 
-    def consider(placed: AssignedRun) -> tuple[int, ...] | None:
-        memory = peak_memory(placed.run)
-        if not memory.fits:
-            return None
-        found = _placed(job, placed, memory, effort)
-        if found is None:
-            return None
-        best.append(found)
-        return found.slots
+    job: PlanRequest
+    shape: ModelShape
+    layout: Layout
+    split: tuple[int, ...]
+    constants: Constants
+    topology: Topology
+    may_split: bool = True
 
-    _alternate(job, shape, layout, split, constants, places, consider, may_split=may_split)
-    return min(best, key=lambda one: one.found.iter_time_s, default=None)
+    def assignments[A: Assignment | ClosedFormAssignment](
+        self, assignment_of: Callable[[AssignedRun], A | None]
+    ) -> Iterator[A]:
+        """The assignments of the splits to try: each next split follows from the slots of the one before."""
+        job, layout = self.job, self.layout
+        splits = [self.split]
+        if self.may_split and job.has_unequal_devices and layout.pipeline_parallel > 1:
+            splits += self._first_splits()
+        tried: set[tuple[int, ...]] = set()
+        for start in splits:
+            split = start
+            for _ in range(MAX_ROUNDS if len(splits) > 1 else 1):
+                if split in tried:
+                    break
+                tried.add(split)
+                run = AssignedRun(job.run(self.shape, layout, split), self.constants, self.topology)
+                assignment = assignment_of(run)
+                if assignment is None:
+                    break
+                yield assignment
+                if len(splits) > 1:
+                    slowdowns = run.slowdowns(assignment.slots)
+                    split = balanced_split(job, self.shape, layout, self.constants, slowdowns)
+
+    def _first_splits(self) -> list[tuple[int, ...]]:
+        """Splits for the slowest devices together on one pipeline rank: the last one, the first one."""
+        job, layout = self.job, self.layout
+        assert job.cluster is not None
+        slowest = np.sort(job.cluster.slowdown).reshape(layout.pipeline_parallel, -1).max(axis=1)
+        splits = [
+            balanced_split(job, self.shape, layout, self.constants, slowdowns)
+            for slowdowns in (slowest, slowest[::-1])
+        ]
+        return [split for split in splits if split != self.split]
+
+
+def assign(problem: AssignmentProblem, *, effort: SolverEffort = THOROUGH) -> Assignment | None:
+    """The assignment of least predicted time; None where no order is legal or nothing fits in memory."""
+
+    def assignment_of(run: AssignedRun) -> Assignment | None:
+        memory = peak_memory(run.run)
+        return _best_solved(problem.job, run, memory, effort) if memory.fits else None
+
+    return min(
+        problem.assignments(assignment_of),
+        key=lambda assignment: assignment.prediction.iter_time_s,
+        default=None,
+    )
 
 
 def closed_form_assignment(
-    job: PlanRequest,
-    shape: ModelShape,
-    layout: Layout,
-    split: tuple[int, ...],
-    *,
-    constants: Constants,
-    places: Topology,
-    effort: SolverEffort = QUICK,
-    may_split: bool = True,
+    problem: AssignmentProblem, *, effort: SolverEffort = QUICK
 ) -> ClosedFormAssignment | None:
-    """The same by the closed form alone, whatever memory it needs: many times faster."""
-    best: list[ClosedFormAssignment] = []
+    """The assignment with the least closed-form step, whatever memory it needs: many times faster."""
 
-    def consider(placed: AssignedRun) -> tuple[int, ...] | None:
-        solved = _solved(job, placed, effort)
+    def assignment_of(run: AssignedRun) -> ClosedFormAssignment | None:
+        solved = _solved(problem.job, run, effort)
         if solved is None:
             return None
-        best.append(
-            ClosedFormAssignment(
-                split=placed.run.layers_per_stage,
-                slots=solved.slots,
-                paces=tuple(placed.paces(solved.slots).tolist()),
-                step_s=solved.step_s,
-            )
+        return ClosedFormAssignment(
+            split=run.run.layers_per_stage,
+            slots=solved.slots,
+            slowdowns=tuple(run.slowdowns(solved.slots).tolist()),
+            step_s=solved.step_s,
         )
-        return solved.slots
 
-    _alternate(job, shape, layout, split, constants, places, consider, may_split=may_split)
-    return min(best, key=lambda one: one.step_s, default=None)
-
-
-def _alternate(
-    job: PlanRequest,
-    shape: ModelShape,
-    layout: Layout,
-    split: tuple[int, ...],
-    constants: Constants,
-    places: Topology,
-    consider: Callable[[AssignedRun], tuple[int, ...] | None],
-    *,
-    may_split: bool,
-) -> None:
-    """Show `consider` the run of every split that follows from the order of slots it answered before."""
-    splits = [split]
-    if may_split and job.has_unequal_devices and layout.pipeline_parallel > 1:
-        splits += _first_splits(job, shape, layout, split, constants)
-    tried: set[tuple[int, ...]] = set()
-    for start in splits:
-        current = start
-        for _ in range(MAX_ROUNDS if len(splits) > 1 else 1):
-            if current in tried:
-                break
-            tried.add(current)
-            placed = AssignedRun(planned_run(job, shape, layout, current), constants, places)
-            slots = consider(placed)
-            if slots is None:
-                break
-            if len(splits) > 1:
-                current = _split_for(job, shape, layout, constants, placed.paces(slots))
+    return min(problem.assignments(assignment_of), key=lambda assignment: assignment.step_s, default=None)
 
 
 class AssignmentSolver:
-    """Placements of many layouts: those of equal degrees share a mapping.
+    """Assignments of many layouts: layouts of equal degrees form an equivalence class and share a mapping.
 
-    It is solved once for such a family, at micro-batch 1 without recompute and virtual stages, together with
-    the split. Every member takes the best by its own prediction of its own split and the one for that
-    mapping, in that mapping and in the stock orders. What a member gets does not depend on the order in which
-    members are asked for.
+    The mapping is solved once a class, at micro-batch 1 without recompute and virtual stages, together with
+    the split. Each layout takes the best, by its own prediction, of its own split and the split for that
+    mapping, in that mapping and in the stock orders. The result does not depend on the order of the calls.
     """
 
     def __init__(
-        self, job: PlanRequest, constants: Constants, places: Topology, *, effort: SolverEffort = QUICK
+        self, job: PlanRequest, constants: Constants, topology: Topology, *, effort: SolverEffort = QUICK
     ) -> None:
-        self._job, self._constants, self._places, self._effort = job, constants, places, effort
-        self._families: dict[
+        self._job, self._constants, self._topology, self._effort = job, constants, topology, effort
+        self._classes: dict[
             tuple[ModelShape, Layout, tuple[int, ...] | None], ClosedFormAssignment | None
         ] = {}
         self._splits: dict[tuple[ModelShape, Layout], tuple[int, ...]] = {}
@@ -212,128 +179,134 @@ class AssignmentSolver:
     def assign(
         self, shape: ModelShape, layout: Layout, split: tuple[int, ...], *, may_split: bool
     ) -> Assignment | None:
-        """As `assign`, with the family's split and mapping."""
+        """As the function `assign`, with the split and the mapping of the layout's equivalence class."""
         job = self._job
         plain = replace(layout, micro_batch_size=1, recompute="none", distributed_optimizer=False)
-        family = self._family(shape, plain, None if may_split else split)
-        if family is None:
+        shared = self._equivalence_class(shape, plain, None if may_split else split)
+        if shared is None:
             return None
-        splits = dict.fromkeys([split, self._split(shape, plain, family)] if may_split else [split])
-        orders = {"solved": family.slots} if may_move(job) else {}
+        splits = dict.fromkeys([split, self._split(shape, plain, shared)] if may_split else [split])
+        orders = {"solved": shared.slots} if may_move(job) else {}
         best: Assignment | None = None
-        for one in splits:
-            run = planned_run(job, shape, layout, one)
+        for tried in splits:
+            run = job.run(shape, layout, tried)
             memory = peak_memory(run)
             if not memory.fits:
                 continue
-            found = _best_of(job, AssignedRun(run, self._constants, self._places), memory, orders)
-            if found is not None and (best is None or found.found.iter_time_s < best.found.iter_time_s):
-                best = found
+            assignment = _best_of(job, AssignedRun(run, self._constants, self._topology), memory, orders)
+            if assignment is not None and (
+                best is None or assignment.prediction.iter_time_s < best.prediction.iter_time_s
+            ):
+                best = assignment
         return best
 
-    def _family(
+    def _equivalence_class(
         self, shape: ModelShape, layout: Layout, split: tuple[int, ...] | None
     ) -> ClosedFormAssignment | None:
         """The mapping of a written split, or that of all layouts of these degrees."""
         shared = layout if split is not None else replace(layout, virtual_stages=1)
         key = (shape, shared, split)
-        if key not in self._families:
+        if key not in self._classes:
             equal = np.ones(layout.pipeline_parallel)
-            self._families[key] = closed_form_assignment(
-                self._job,
-                shape,
-                shared,
-                split or _split_for(self._job, shape, shared, self._constants, equal),
+            problem = AssignmentProblem(
+                job=self._job,
+                shape=shape,
+                layout=shared,
+                split=split or balanced_split(self._job, shape, shared, self._constants, equal),
                 constants=self._constants,
-                places=self._places,
-                effort=self._effort,
+                topology=self._topology,
                 may_split=split is None,
             )
-        return self._families[key]
+            self._classes[key] = closed_form_assignment(problem, effort=self._effort)
+        return self._classes[key]
 
-    def _split(self, shape: ModelShape, layout: Layout, family: ClosedFormAssignment) -> tuple[int, ...]:
-        """The split for the family's mapping, in this layout's number of stages."""
+    def _split(self, shape: ModelShape, layout: Layout, shared: ClosedFormAssignment) -> tuple[int, ...]:
+        """The split for the class's mapping, in this layout's number of stages."""
         if layout.virtual_stages == 1:
-            return family.split
+            return shared.split
         key = (shape, layout)
         if key not in self._splits:
-            paces = np.array(family.paces)
-            self._splits[key] = _split_for(self._job, shape, layout, self._constants, paces)
+            slowdowns = np.array(shared.slowdowns)
+            self._splits[key] = balanced_split(self._job, shape, layout, self._constants, slowdowns)
         return self._splits[key]
 
 
-def _placed(job: PlanRequest, placed: AssignedRun, memory: Memory, effort: SolverEffort) -> Assignment | None:
+def _best_solved(
+    job: PlanRequest, run: AssignedRun, memory: Memory, effort: SolverEffort
+) -> Assignment | None:
     """The best order of one run's ranks by prediction."""
     if not may_move(job):
-        return _best_of(job, placed, memory, {})
-    solved = _solved(job, placed, effort)
+        return _best_of(job, run, memory, {})
+    solved = _solved(job, run, effort)
     if solved is None:
         return None
-    orders = {f"solved {at}": slots for at, slots in enumerate((solved.slots, *solved.others))}
-    return _best_of(job, placed, memory, orders)
+    orders = {f"solved {index}": slots for index, slots in enumerate((solved.slots, *solved.others))}
+    return _best_of(job, run, memory, orders)
 
 
-def _solved(job: PlanRequest, placed: AssignedRun, effort: SolverEffort) -> Solution | None:
+def _solved(job: PlanRequest, run: AssignedRun, effort: SolverEffort) -> Solution | None:
     """The solver's order, where ranks may not move the launcher's; None where none is legal."""
-    layout, places = placed.run.layout, placed.places
+    layout, topology = run.run.layout, run.topology
     if not may_move(job):
-        own = stock_orders(layout, places).get(STOCK_ORDERS[0])
-        if own is None:
+        stock = stock_orders(layout, topology).get(STOCK_ORDERS[0])
+        if stock is None:
             return None
-        time = step_s(placed.step_costs(), places, own)
-        return Solution(slots=own, step_s=time, stock_s={}, exact=False, num_evaluated=1)
+        time = step_s(run.step_costs(), topology, stock)
+        return Solution(slots=stock, step_s=time, stock_s={}, exact=False, num_evaluated=1)
     try:
         return solve(
-            placed.step_costs(),
-            places,
+            run.step_costs(),
+            topology,
             inside=frozenset(job.search.inside),
             evaluations=effort.evaluations_of(layout.world_size // layout.tensor_parallel),
             exact_limit=effort.exact_limit,
-            num_others=effort.predicted - 1,
+            num_others=effort.num_predicted - 1,
         )
     except PlanError:
         return None
 
 
 def _best_of(
-    job: PlanRequest, placed: AssignedRun, memory: Memory, orders: dict[str, tuple[int, ...]]
+    job: PlanRequest, run: AssignedRun, memory: Memory, orders: dict[str, tuple[int, ...]]
 ) -> Assignment | None:
     """The best by prediction of `orders` and the stock orders that the job allows; None without any."""
-    stock = stock_orders(placed.run.layout, placed.places)
+    stock = stock_orders(run.run.layout, run.topology)
     allowed = STOCK_ORDERS if may_move(job) else STOCK_ORDERS[:1]
-    legal = {name: slots for name, slots in stock.items() if name in allowed and _keeps(job, placed, slots)}
-    found = {name: placed.predict(slots) for name, slots in {**legal, **orders}.items()}
-    if not found:
+    legal = {
+        name: slots for name, slots in stock.items() if name in allowed and _keeps_inside(job, run, slots)
+    }
+    predictions = {name: run.predict(slots) for name, slots in {**legal, **orders}.items()}
+    if not predictions:
         return None
     # Of equals, rounding aside, the launcher's own order: it comes first.
-    least = min(value.iter_time_s for value in found.values()) * (1 + ROUNDING)
-    best = next(name for name in found if found[name].iter_time_s <= least)
+    least = min(prediction.iter_time_s for prediction in predictions.values()) * (1 + ROUNDING)
+    best = next(name for name in predictions if predictions[name].iter_time_s <= least)
     return Assignment(
-        split=placed.run.layers_per_stage,
+        split=run.run.layers_per_stage,
         slots={**legal, **orders}[best],
-        found=found[best],
+        prediction=predictions[best],
         memory=memory,
-        stock_s={name: found[name].iter_time_s for name in legal},
+        stock_s={name: predictions[name].iter_time_s for name in legal},
     )
 
 
-def _keeps(job: PlanRequest, placed: AssignedRun, slots: tuple[int, ...]) -> bool:
+def _keeps_inside(job: PlanRequest, run: AssignedRun, slots: tuple[int, ...]) -> bool:
     """Whether an order keeps the groups that may not leave a domain inside one."""
     inside = frozenset(job.search.inside)
-    return not inside or step_s(placed.step_costs(), placed.places, slots, inside=inside) < NEVER_S
+    return not inside or step_s(run.step_costs(), run.topology, slots, inside=inside) < NEVER_S
 
 
-def stock_orders(layout: Layout, places: Topology) -> dict[str, tuple[int, ...]]:
+def stock_orders(layout: Layout, topology: Topology) -> dict[str, tuple[int, ...]]:
     """The slots of Megatron's stock orders; none where they break up a tensor-parallel group."""
     try:
-        blocks = blocks_of(places, size=layout.tensor_parallel, sort=False)
+        blocks = blocks_of(topology, size=layout.tensor_parallel, sort=False)
     except PlanError:
         return {}
-    found = {}
+    orders = {}
     for name in STOCK_ORDERS:
         order = stock_arrangement(layout, name).ravel().tolist()
-        found[name] = tuple(slot for block in order for slot in blocks.slots[block])
-    return found
+        orders[name] = tuple(slot for block in order for slot in blocks.slots[block])
+    return orders
 
 
 def may_move(job: PlanRequest) -> bool:
@@ -341,20 +314,10 @@ def may_move(job: PlanRequest) -> bool:
     return job.search.mapping is None and (job.cluster is None or job.cluster.has_equal_nodes)
 
 
-def _first_splits(
-    job: PlanRequest, shape: ModelShape, layout: Layout, split: tuple[int, ...], constants: Constants
-) -> list[tuple[int, ...]]:
-    """Splits for the slowest devices together on one pipeline rank: the last one, the first one."""
-    assert job.cluster is not None
-    slowest = np.sort(job.cluster.slowdown).reshape(layout.pipeline_parallel, -1).max(axis=1)
-    found = [_split_for(job, shape, layout, constants, paces) for paces in (slowest, slowest[::-1])]
-    return [one for one in found if one != split]
-
-
-def _split_for(
-    job: PlanRequest, shape: ModelShape, layout: Layout, constants: Constants, paces: FloatArray
+def balanced_split(
+    job: PlanRequest, shape: ModelShape, layout: Layout, constants: Constants, slowdowns: FloatArray
 ) -> tuple[int, ...]:
-    """The balanced split when pipeline rank k is `paces[k]` times slower."""
+    """The balanced split when pipeline rank k is `slowdowns[k]` times slower [pp]."""
     if layout.num_stages == 1:
         return (shape.num_layers,)
     first, layer, last = _layer_seconds(job, shape, layout, constants)
@@ -363,10 +326,10 @@ def _split_for(
         num_microbatches=1,
         layers=(
             _cost("embedding", first),
-            *(_cost(f"layer.{at}", layer) for at in range(shape.num_layers)),
+            *(_cost(f"layer.{index}", layer) for index in range(shape.num_layers)),
             _cost("head", last),
         ),
-        device_slowdown=np.asarray(paces, dtype=np.float64),
+        device_slowdown=np.asarray(slowdowns, dtype=np.float64),
         transfer_s=np.zeros((layout.pipeline_parallel, layout.pipeline_parallel)),
         memory_limit_bytes=None,
         weight_grad_held_fraction=1.0,
@@ -379,7 +342,7 @@ def _split_for(
 def _layer_seconds(
     job: PlanRequest, shape: ModelShape, layout: Layout, constants: Constants
 ) -> tuple[float, float, float]:
-    """Compute of one microbatch in seconds: of the embedding, of a transformer layer, of the head."""
+    """Compute of one microbatch in the embedding, a transformer layer and the head, in seconds."""
     alike = None if job.experts is None else replace(job.experts, num_dense_layers=0)
     three = replace(layout, pipeline_parallel=3, virtual_stages=1)
     run = probe(replace(job, experts=alike), replace(shape, num_layers=3), three)

@@ -1,4 +1,4 @@
-"""What no layout can beat: lower bounds on the predicted time and memory of every candidate at once.
+"""Lower bounds on the predicted time and memory of every layout of a table at once.
 
 The time of a layer, of the embedding and of the head depends on few columns, so it is computed once for each
 of their values by the cost model itself. The pipeline is bounded from below by
@@ -16,25 +16,34 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quartet_plugin.cost import communication
-from quartet_plugin.cost.compute import MEMORY_RATE
+from quartet_plugin.cost.compute import MEMORY_RATE, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants
-from quartet_plugin.cost.jobs import run_of
+from quartet_plugin.cost.critical_path import FULL_ROUNDS
 from quartet_plugin.cost.memory import HALF, bytes_per_weight, layer_activation_bytes, weights_of_stages
-from quartet_plugin.cost.pipeline import FULL_ROUNDS
-from quartet_plugin.cost.predict import COMPUTE, OPTIMIZER_BYTES, contention_gain, stage_parts, total_of
+from quartet_plugin.cost.predict import COMPUTE, OPTIMIZER_BYTES, contention_gain, stage_parts
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.planner.candidates import (
-    EVEN,
-    GIVEN,
-    LayoutCandidates,
-    given_splits,
-    layout_of,
-)
-from quartet_plugin.planner.columns import CP, DP, EP, MODE, PP, SHARDED, SIZE, SPLIT, TP, VIRTUAL
 from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.planner.layout_table import (
+    CP,
+    DP,
+    EP,
+    EVEN,
+    MODE,
+    PP,
+    SHARDED,
+    SIZE,
+    SPLIT,
+    TP,
+    VIRTUAL,
+    WRITTEN,
+    LayoutTable,
+    layout_of,
+    unique_rows,
+    written_splits,
+)
 from quartet_plugin.split.layers import even_split, even_split_with_ends
 
 # Rounding, and for pipelines that the cost model extrapolates the error of doing so.
@@ -43,18 +52,19 @@ ROUNDING, EXTRAPOLATION = 1e-9, 2e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Of each candidate: seconds and bytes that its prediction cannot be under, and the split's ends."""
+    """Of each layout: seconds and bytes that its prediction cannot be under, and its whole end loads.
+
+    `first` and `last` are the loads of embedding and head, rounded to whole layers.
+    """
 
     time_s: FloatArray
     memory_bytes: FloatArray
     first: IntArray
     last: IntArray
 
-    def split(
-        self, job: PlanRequest, shape: ModelShape, candidates: LayoutCandidates, row: int
-    ) -> tuple[int, ...]:
-        """The split that candidate `row` is planned with."""
-        pp, virtual, kind = (int(candidates.columns[row, at]) for at in (PP, VIRTUAL, SPLIT))
+    def split(self, job: PlanRequest, shape: ModelShape, table: LayoutTable, row: int) -> tuple[int, ...]:
+        """The split that the layout of `row` is planned with."""
+        pp, virtual, kind = (int(table.columns[row, column]) for column in (PP, VIRTUAL, SPLIT))
         ends = (int(self.first[row]), int(self.last[row]))
         return split_of(job, shape, pp=pp, virtual=virtual, kind=kind, ends=ends)
 
@@ -63,8 +73,8 @@ def split_of(
     job: PlanRequest, shape: ModelShape, *, pp: int, virtual: int, kind: int, ends: tuple[int, int]
 ) -> tuple[int, ...]:
     """The split that the column `SPLIT` names: balanced, even, or one that the job writes out."""
-    if kind >= GIVEN:
-        return given_splits(job)[kind - GIVEN]
+    if kind >= WRITTEN:
+        return written_splits(job)[kind - WRITTEN]
     if kind == EVEN:
         return even_split(shape.num_layers, num_stages=pp * virtual)
     embedding, head = ends
@@ -74,16 +84,19 @@ def split_of(
 def bounds_of(
     job: PlanRequest,
     shape: ModelShape,
-    candidates: LayoutCandidates,
+    table: LayoutTable,
     *,
     constants: Constants,
     slowdown: FloatArray | None = None,
 ) -> Bounds:
-    """The bounds of all `candidates`; with the slots' `slowdown` those of any split and order of ranks."""
-    columns = candidates.columns
+    """The bounds of all layouts of the table.
+
+    With the slots' `slowdown` [num_slots] they hold for any split and order of ranks.
+    """
+    columns = table.columns
     if not len(columns):
-        nothing = np.zeros(0, dtype=np.int64)
-        return Bounds(time_s=np.zeros(0), memory_bytes=np.zeros(0), first=nothing, last=nothing)
+        empty = np.zeros(0, dtype=np.int64)
+        return Bounds(time_s=np.zeros(0), memory_bytes=np.zeros(0), first=empty, last=empty)
     units = _units(job, shape, columns, constants)
     layer = units[:, :2].sum(axis=1)
     ends = units[:, 2:6].reshape(-1, 2, 2)
@@ -95,8 +108,8 @@ def bounds_of(
     edges = np.searchsorted(groups[order], np.arange(len(keys) + 1))
     transfers = _transfers(job, shape, columns, constants)
     states = _states(job, columns)
-    for at, (pp, virtual, kind, a, b) in enumerate(keys.tolist()):
-        rows = order[edges[at] : edges[at + 1]]
+    for group, (pp, virtual, kind, a, b) in enumerate(keys.tolist()):
+        rows = order[edges[group] : edges[group + 1]]
         microbatches = _num_microbatches(job, columns[rows])
         if slowdown is not None:
             span[rows] = _least_span(shape.num_layers, pp, virtual, units[rows], microbatches, slowdown)
@@ -176,28 +189,18 @@ def _memory(split: IntArray, units: FloatArray, microbatches: IntArray, states: 
     kept, layer, vocabulary = units[:, 6:7], units[:, 8:9], units[:, 9:10]
     held = states[:, None] * (layer * split.sum(axis=0) + vocabulary * (devices == 0))
     warm = pp - devices if virtual == 1 else 2 * (pp - devices - 1) + (virtual - 1) * pp + 1
-    flying = np.minimum(microbatches[:, None] * virtual, warm)
-    bound: FloatArray = (held + flying * (kept * split.min(axis=0) + units[:, 7:8])).max(axis=1)
+    in_flight = np.minimum(microbatches[:, None] * virtual, warm)
+    bound: FloatArray = (held + in_flight * (kept * split.min(axis=0) + units[:, 7:8])).max(axis=1)
     return bound
 
 
-def unique_rows(columns: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """The different rows, where each first is, and which one every row is; rows are packed in one number."""
-    spans = columns.max(axis=0, initial=0) + 1
-    assert math.prod(int(span) for span in spans) < 2**62
-    packed = np.zeros(len(columns), dtype=np.int64)
-    for column, span in zip(columns.T, spans, strict=True):
-        packed = packed * span + column
-    _, index, inverse = np.unique(packed, return_index=True, return_inverse=True)
-    return columns[index], index, inverse.ravel()
-
-
 def _units(job: PlanRequest, shape: ModelShape, columns: IntArray, constants: Constants) -> FloatArray:
-    """One row a candidate, of a layer unless said otherwise.
+    """One row of 16 quantities a layout, of one transformer layer unless said otherwise.
 
-    Seconds forward and backward; more of the embedding and of the head; bytes kept by it and by a stage; its
-    weights, and the embedding's; seconds that selective and full recompute repeat; dense and expert weights;
-    seconds of computation, and more of both ends.
+    0 to 1: seconds forward and backward. 2 to 5: the seconds that the embedding adds to them, then the head.
+    6 and 7: bytes kept a microbatch, and a stage's boundary. 8 and 9: weights, and the embedding's.
+    10 and 11: seconds that selective and full recompute repeat. 12 and 13: dense and expert weights.
+    14 and 15: seconds of computation, and those that both ends add.
     """
     keys, _, inverse = unique_rows(columns[:, [TP, CP, SIZE, EP]])
     table = np.array([_unit(job, shape, key, constants) for key in keys.tolist()]).reshape(-1, 16)
@@ -213,16 +216,17 @@ def _units(job: PlanRequest, shape: ModelShape, columns: IntArray, constants: Co
 def _unit(job: PlanRequest, shape: ModelShape, key: list[int], constants: Constants) -> list[float]:
     """A row of `_units` without recompute.
 
-    With dense layers before those of experts, the less of both: which layers a stage holds is not known here.
+    With dense layers before those of experts it is the minimum of both kinds: which layers a stage holds is
+    not known here.
     """
     if job.experts is None:
         return _unit_of_alike(job, shape, key, constants)
     routed = replace(job, experts=replace(job.experts, num_dense_layers=0))
-    found = _unit_of_alike(routed, shape, key, constants)
+    expert = _unit_of_alike(routed, shape, key, constants)
     if job.experts.num_dense_layers == 0:
-        return found
+        return expert
     dense = _unit_of_alike(replace(job, experts=None), shape, key, constants)
-    return [min(pair) for pair in zip(found, dense, strict=True)]
+    return [min(pair) for pair in zip(expert, dense, strict=True)]
 
 
 def _unit_of_alike(job: PlanRequest, shape: ModelShape, key: list[int], constants: Constants) -> list[float]:
@@ -231,13 +235,13 @@ def _unit_of_alike(job: PlanRequest, shape: ModelShape, key: list[int], constant
     layout = layout_of(tp, cp, 3, ep, size, 1, 0, 0, ep=ep)
     run = probe(job, replace(shape, num_layers=3), layout)
     parts = stage_parts(run, constants)
-    # What a stage takes beside its layers is left out: it is not a layer's.
+    # A stage's time beside its layers is left out.
     first, middle, last = (
-        total_of(times for name, times in part.items() if name != "action") for part in parts
+        Times.sum_of(times for name, times in part.items() if name != "action") for part in parts
     )
     layer = (middle.forward, middle.input_grad + middle.weight_grad)
-    ends = [(one.forward, one.input_grad + one.weight_grad) for one in (first, last)]
-    extra = [end[at] - layer[at] for end in ends for at in (0, 1)]
+    ends = [(end.forward, end.input_grad + end.weight_grad) for end in (first, last)]
+    extra = [end[direction] - layer[direction] for end in ends for direction in (0, 1)]
     whole = layer_activation_bytes(run, experts=run.experts)
     boundary = HALF * run.tokens_per_microbatch * shape.hidden_size / tp
     bare = [sum(part[name].total for name in COMPUTE if name in part) for part in parts]
@@ -261,21 +265,17 @@ def _unit_of_alike(job: PlanRequest, shape: ModelShape, key: list[int], constant
 
 def probe(job: PlanRequest, shape: ModelShape, layout: Layout) -> TrainingRun:
     """A small run on as many devices as `layout` needs, its layers split evenly."""
-    run = run_of(
-        shape,
-        layout,
-        global_batch_size=layout.micro_batch_size * layout.data_parallel * layout.pipeline_parallel,
-        layers_per_stage=(shape.num_layers // layout.num_stages,) * layout.num_stages,
+    small = replace(
+        job,
         machines=replace(job.machines, num_devices=layout.world_size),
-        precision=job.half,
-        software=job.software,
+        global_batch_size=layout.micro_batch_size * layout.data_parallel * layout.pipeline_parallel,
     )
-    return replace(run, matmul=job.precision, experts=job.experts)
+    return small.run(shape, layout, (shape.num_layers // layout.num_stages,) * layout.num_stages)
 
 
 def _num_microbatches(job: PlanRequest, columns: IntArray) -> IntArray:
-    found: IntArray = job.global_batch_size // (columns[:, DP] * columns[:, SIZE])
-    return found
+    microbatches: IntArray = job.global_batch_size // (columns[:, DP] * columns[:, SIZE])
+    return microbatches
 
 
 def _transfers(job: PlanRequest, shape: ModelShape, columns: IntArray, constants: Constants) -> FloatArray:
@@ -284,10 +284,9 @@ def _transfers(job: PlanRequest, shape: ModelShape, columns: IntArray, constants
     domain = job.machines.scale_up_devices
     apart = tp * cp * dp >= domain
     keys, _, inverse = unique_rows(np.column_stack([tp, cp, apart, virtual > 1]).astype(np.int64))
-    one = [_transfer(job, shape, key, constants) for key in keys.tolist()]
-    latency = communication.transfer_latency_s(constants)
-    found: FloatArray = latency + np.array(one)[inverse] * size
-    return np.where(pp > 1, found, 0.0)
+    each = np.array([_transfer(job, shape, key, constants) for key in keys.tolist()])
+    seconds: FloatArray = communication.transfer_latency_s(constants) + each[inverse] * size
+    return np.where(pp > 1, seconds, 0.0)
 
 
 def _transfer(job: PlanRequest, shape: ModelShape, key: list[int], constants: Constants) -> float:
@@ -295,17 +294,17 @@ def _transfer(job: PlanRequest, shape: ModelShape, key: list[int], constants: Co
     tp, cp, apart, looped = key
     layout = layout_of(tp, cp, 2, 1, 1, 1 + looped, 0, 0)
     run = probe(job, replace(shape, num_layers=layout.num_stages), layout)
-    far = communication.transfer_s(run, constants, sender=0, receiver=job.machines.scale_up_devices)
-    near = communication.transfer_s(run, constants, sender=0, receiver=0)
-    return (far if apart else min(near, far)) - communication.transfer_latency_s(constants)
+    inter = communication.transfer_s(run, constants, sender=0, receiver=job.machines.scale_up_devices)
+    intra = communication.transfer_s(run, constants, sender=0, receiver=0)
+    return (inter if apart else min(intra, inter)) - communication.transfer_latency_s(constants)
 
 
 def _states(job: PlanRequest, columns: IntArray) -> FloatArray:
     """Bytes a weight of parameters, gradients and optimizer state."""
     copies = columns[:, CP] * columns[:, DP]
     weight, gradient, optimizer = bytes_per_weight(job.half, job.software)
-    found: FloatArray = weight + gradient + optimizer / np.where(columns[:, SHARDED] == 1, copies, 1)
-    return found
+    total: FloatArray = weight + gradient + optimizer / np.where(columns[:, SHARDED] == 1, copies, 1)
+    return total
 
 
 def _once(
@@ -319,10 +318,10 @@ def _once(
     """Exposed data-parallel traffic and the optimizer's step, of the most layers one device must hold."""
     keys, index, inverse = unique_rows(columns[:, [TP, CP, PP, DP, SHARDED, EP]])
     memory = job.machines.device.memory_bandwidth_bytes_per_s * MEMORY_RATE
-    table = []
-    for (tp, cp, pp, dp, sharded, ep), at in zip(keys.tolist(), index.tolist(), strict=True):
+    seconds = []
+    for (tp, cp, pp, dp, sharded, ep), row in zip(keys.tolist(), index.tolist(), strict=True):
         most = -(-shape.num_layers // pp)
-        held, routed = most * float(dense[at]), most * float(expert[at])
+        held, routed = most * float(dense[row]), most * float(expert[row])
         run = probe(job, shape, layout_of(tp, cp, 1, dp, 1, 1, 0, sharded, ep=ep))
         # All traffic that compute can hide is hidden: the exposed share is what is left.
         traffic = communication.data_parallel(
@@ -330,6 +329,6 @@ def _once(
         )
         shards = run.optimizer_group if sharded else 1
         step = constants.optimizer * (held + routed) * OPTIMIZER_BYTES / shards / memory
-        table.append(traffic + step)
-    found: FloatArray = np.array(table)[inverse]
-    return found
+        seconds.append(traffic + step)
+    once: FloatArray = np.array(seconds)[inverse]
+    return once

@@ -1,26 +1,25 @@
-"""A plan predicted again, with everything that a reader asks of a prediction.
+"""The prediction of a plan with its terms, its memory, and the best layout beside it.
 
-A plan file holds the predicted time and memory alone, so that it stays short and old ones stay whole; the
-terms are computed here, from the plan and the job or the cluster it was made for.
+A plan file holds the predicted time and memory alone; the terms are computed here, from the plan and the job
+or the cluster it was made for.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from quartet_plugin.cost.cluster import look_up
-from quartet_plugin.cost.cluster import uniform_cluster_of as machines_of_cluster
+from quartet_plugin.cost.cluster import look_up, uniform_cluster_of
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec
-from quartet_plugin.cost.jobs import schedule_kind
 from quartet_plugin.cost.memory import Memory, memory_by_device
 from quartet_plugin.cost.predict import RowPrediction, predict
-from quartet_plugin.cost.run import ScheduleKind, TrainingRun
-from quartet_plugin.errors import InfeasibleError, PlanError
+from quartet_plugin.cost.run import ScheduleKind, TrainingRun, schedule_kind
+from quartet_plugin.errors import ConfigError, InfeasibleError, PlanError
 from quartet_plugin.model.cluster import Cluster
 from quartet_plugin.model.plan import Plan, ScheduleChoice
+from quartet_plugin.model.schema import dump
+from quartet_plugin.model.sections import validate
 from quartet_plugin.planner.assigned_prediction import AssignedRun
-from quartet_plugin.planner.assignment_search import places_of_job, planned_run
-from quartet_plugin.planner.job import PlanRequest, PlanSearch, Precision, parse_job
+from quartet_plugin.planner.job import ClusterSection, PlanRequest, PlanSearch, Precision, machines_of
 from quartet_plugin.planner.ranking import Ranked, best_plans
 
 
@@ -48,7 +47,7 @@ def explained(
     """
     _check_made_for(plan, job)
     used = constants or fitted()
-    run = planned_run(job, plan.shape, plan.layout, plan.split.transformer_layers_per_stage)
+    run = job.run(plan.shape, plan.layout, plan.split.transformer_layers_per_stage)
     run = replace(run, schedule=_kind(plan.schedule))
     return Explained(
         prediction=_predicted(plan, job, run, used),
@@ -68,7 +67,7 @@ def job_of_cluster(
     planned = look_up(cluster, precision=precision, devices=devices)
     job = PlanRequest(
         shape=plan.made_for.shape,
-        machines=machines_of_cluster(planned, fitted()),
+        machines=uniform_cluster_of(planned, fitted()),
         global_batch_size=plan.made_for.global_batch_size,
         precision=precision,
         search=PlanSearch(),
@@ -80,7 +79,7 @@ def job_of_cluster(
 def job_of_plan(
     plan: Plan, *, devices: Mapping[str, DeviceSpec] | None = None
 ) -> tuple[PlanRequest, dict[str, str]]:
-    """The job that the plan's own nodes tell, and what was assumed. Raises PlanError where they do not."""
+    """The job on the plan's own nodes, and what was assumed. Raises PlanError for unequal nodes."""
     nodes = plan.made_for.nodes
     classes = {(node.node_class, node.num_slots) for node in nodes}
     device, _, count = nodes[0].node_class.rpartition(" x")
@@ -89,69 +88,62 @@ def job_of_plan(
             f"made_for.nodes: {nodes[0].node_class!r}; no cluster of equal devices can be told from it: give "
             "--cluster with a cluster file or the JOB.yaml"
         )
-    shape = plan.made_for.shape
-    data = {
-        "model": {
-            "num_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "num_attention_heads": shape.num_attention_heads,
-            "seq_length": shape.seq_length,
-            "vocab_size": shape.vocab_size,
-            "kv_channels": shape.kv_channels,
-        },
-        "cluster": {"device": device, "num_nodes": len(nodes), "devices_per_node": nodes[0].num_slots},
-        "batch": {"global_batch_size": plan.made_for.global_batch_size},
-    }
+    section = {"device": device, "num_nodes": len(nodes), "devices_per_node": nodes[0].num_slots}
     try:
-        job = parse_job(data, where="made_for", devices=devices)
-    except Exception as error:
-        raise PlanError(f"{error}; or give --cluster with a cluster file or the JOB.yaml") from error
-    links = "the device's usual ones"
-    return replace(job, shape=shape), {"precision": "bf16", "links": links, "search": "auto"}
+        machines = machines_of(validate(ClusterSection, section, where="made_for: cluster"), devices)
+    except ConfigError as error:
+        raise PlanError(
+            f"made_for: {error}; or give --cluster with a cluster file or the JOB.yaml"
+        ) from error
+    job = PlanRequest(
+        shape=plan.made_for.shape,
+        machines=machines,
+        global_batch_size=plan.made_for.global_batch_size,
+        precision="bf16",
+        search=PlanSearch(),
+    )
+    return job, {"precision": "bf16", "links": "the device's usual ones", "search": "auto"}
 
 
 def _check_made_for(plan: Plan, job: PlanRequest) -> None:
-    made = plan.made_for
-    pairs = (
-        ("devices", made.world_size, job.machines.num_devices),
-        ("global_batch_size", made.global_batch_size, job.global_batch_size),
-        ("shape", made.shape, job.shape),
-    )
-    for name, own, other in pairs:
-        if own != other:
-            words = f"{own}; the job has {other}" if name != "shape" else "the job has another model"
-            raise PlanError(f"made_for: {name}: {words}: explain a plan with the job it was made for")
+    sizes = {"world_size": job.machines.num_devices, "global_batch_size": job.global_batch_size}
+    for name, planned in plan.made_for.differences({**sizes, **dump(job.shape)}).items():
+        words = "shape: the job has another model"
+        if name in sizes:
+            label = "devices" if name == "world_size" else name
+            words = f"{label}: {planned}; the job has {sizes[name]}"
+        raise PlanError(f"made_for: {words}: explain a plan with the job it was made for")
 
 
 def _kind(choice: ScheduleChoice) -> ScheduleKind:
-    found = schedule_kind(choice)
-    if found is None:
+    kind = schedule_kind(choice)
+    if kind is None:
         raise PlanError(
             f"schedule: {choice.label}; only named schedules are predicted without running: look at this one "
             "with `quartet schedule simulate`"
         )
-    return found
+    return kind
 
 
 def _predicted(plan: Plan, job: PlanRequest, run: TrainingRun, constants: Constants) -> RowPrediction:
     if plan.mapping.is_stock and job.cluster is None:
         return predict(run, constants)
-    places = places_of_job(job, constants)
-    index = {slot: at for at, slot in enumerate(places.slots)}
+    topology = job.topology(constants)
+    index = {slot: number for number, slot in enumerate(topology.slots)}
     unknown = next((slot for slot in plan.mapping.slots if slot not in index), None)
     if unknown is not None:
         raise PlanError(
             f"mapping.slots: node {unknown.node}, local {unknown.local}; the job's cluster has no such device"
         )
     slots = tuple(index[slot] for slot in plan.mapping.slots)
-    return AssignedRun(run, constants, places).predict(slots)
+    return AssignedRun(run, constants, topology).predict(slots)
 
 
 def _other(plan: Plan, job: PlanRequest, constants: Constants) -> Ranked | None:
     """The best ranked layout that is not the plan's."""
     try:
-        found = best_plans(job, top=3, constants=constants)
+        ranking = best_plans(job, top=3, constants=constants)
     except InfeasibleError:
         return None
-    own = (plan.shape, plan.layout)
-    return next((one for one in found.best if (one.shape, one.layout) != own), None)
+    planned = (plan.shape, plan.layout)
+    return next((ranked for ranked in ranking.best if (ranked.shape, ranked.layout) != planned), None)

@@ -1,4 +1,4 @@
-"""`JOB.yaml`: a model, a cluster and a batch to plan for. Strict, and read with the safe YAML loader.
+"""`JOB.yaml`: a model, a cluster and a batch to plan for. The reader is strict and uses the safe YAML loader.
 
 The cluster is equal devices by name (`ClusterSection`), or a cluster file (docs/formats.md), named or inline.
 """
@@ -10,27 +10,41 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from quartet_plugin.cost.cluster import ResolvedCluster, look_up, uniform_cluster_of
-from quartet_plugin.cost.constants import fitted
+from quartet_plugin.cost.cluster import (
+    ResolvedCluster,
+    look_up,
+    topology_of,
+    uniform_cluster_of,
+    uniform_topology_of,
+)
+from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec, device_named
-from quartet_plugin.cost.jobs import uniform_cluster_of_device
-from quartet_plugin.cost.run import Experts, HalfPrecision, Software, UniformCluster
-from quartet_plugin.cost.software import ON_CPU
+from quartet_plugin.cost.run import (
+    ON_CPU,
+    Experts,
+    HalfPrecision,
+    Software,
+    TrainingRun,
+    UniformCluster,
+    run_of,
+    uniform_cluster_of_device,
+)
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.cluster import parse_cluster, read_cluster
 from quartet_plugin.model.files import shown
-from quartet_plugin.model.layout import Recompute
+from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.plan import MAX_RANKS
 from quartet_plugin.model.sections import Section, load_yaml, validate
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.planner.columns import check_rules
 from quartet_plugin.space.config import STOCK_NAMES, Degrees, ScalingConfig, SearchConfig, distinct
+from quartet_plugin.space.forbidden import check_table_rules
 
 Precision = Literal["bf16", "fp16", "fp8", "fp32"]
 Size = Annotated[int, Field(ge=1, le=2**31)]
 Bandwidth = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
 VOCABULARY_MULTIPLE = 128
-# Generations of devices that are no accelerators, or of which nobody knows.
+# Generations of devices that are no accelerators, or unknown.
 PROCESSORS = ("cpu", "plain")
 SCHEDULES = ("stock", *STOCK_NAMES)
 
@@ -49,11 +63,11 @@ Groups = Annotated[
 
 
 class ModelSection(Section):
-    """The model. What is left open: an FFN of 4 x hidden, as many query groups as heads, no gated FFN.
+    """The model. Defaults: an FFN of 4 x hidden, as many query groups as heads, no gated FFN.
 
     Embeddings are tied, and positions learned, where the FFN is not gated and queries are not grouped.
-    `num_experts` makes every layer but the first `num_dense_layers` a mixture of experts, each of
-    `expert_ffn_hidden_size` (None: the FFN's), `experts_per_token` a token, beside a shared one.
+    `num_experts` makes every layer but the first `num_dense_layers` a mixture of experts of
+    `expert_ffn_hidden_size` each (None: the FFN's), `experts_per_token` of them a token and a shared one.
     """
 
     num_layers: Size
@@ -102,7 +116,7 @@ class PlanScaling(ScalingConfig):
 
 
 class PlanSearch(SearchConfig):
-    """The tuner's axes, and those that only the planner moves. A key left out is `auto`, but one is 1.
+    """The tuner's axes, and those that only the planner moves. Defaults are `auto`, context parallelism is 1.
 
     `inside` names the groups that may not leave a scale-up domain, because their dispatcher cannot.
     """
@@ -129,9 +143,9 @@ class _JobFile(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What is planned for; `shape` has its vocabulary padded for every tensor-parallel degree.
+    """A request to plan; `shape` has its vocabulary padded for every tensor-parallel degree.
 
-    `machines` are equal devices; where `cluster` is given they are its fastest device and slowest link.
+    `machines` are equal devices; where `cluster` is given they have its fastest device and slowest link.
     """
 
     shape: ModelShape
@@ -144,14 +158,33 @@ class PlanRequest:
 
     @property
     def half(self) -> HalfPrecision:
-        """The format of what is not a layer's matrix product."""
+        """The precision of everything but a layer's matrix products."""
         return "bf16" if self.precision == "fp8" else self.precision
 
     @property
     def software(self) -> Software:
-        """What the framework does: on processors plain fp32 operations."""
+        """The software's properties: on processors plain fp32 operations."""
         on_cpu = self.precision == "fp32" and self.machines.device.generation in PROCESSORS
         return ON_CPU if on_cpu else Software()
+
+    def run(self, shape: ModelShape, layout: Layout, split: tuple[int, ...]) -> TrainingRun:
+        """The run that a planned layout stands for."""
+        run = run_of(
+            shape,
+            layout,
+            global_batch_size=self.global_batch_size,
+            layers_per_stage=split,
+            machines=self.machines,
+            precision=self.half,
+            software=self.software,
+        )
+        return replace(run, matmul=self.precision, experts=self.experts)
+
+    def topology(self, constants: Constants) -> Topology:
+        """The slots of the cluster and their links."""
+        if self.cluster is None:
+            return uniform_topology_of(self.machines, constants)
+        return topology_of(self.cluster, constants)
 
     @property
     def has_unequal_devices(self) -> bool:
@@ -160,7 +193,7 @@ class PlanRequest:
 
     @property
     def largest_tensor_parallel(self) -> int:
-        """What every tensor-parallel size must divide, so that no group leaves its node and domain."""
+        """The number that every tensor-parallel size divides, so that no group leaves its node and domain."""
         return self.machines.devices_per_node if self.cluster is None else self.cluster.largest_block
 
 
@@ -227,26 +260,27 @@ def _cluster(
         return uniform_cluster_of(cluster, fitted()), cluster
     section = validate(ClusterSection, data, where=here)
     try:
-        return _machines(section, devices), None
+        return machines_of(section, devices), None
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _machines(cluster: ClusterSection, devices: Mapping[str, DeviceSpec] | None) -> UniformCluster:
+def machines_of(cluster: ClusterSection, devices: Mapping[str, DeviceSpec] | None) -> UniformCluster:
+    """The equal devices of a cluster section. Raises ConfigError for an unknown device or too many."""
     device = device_named(cluster.device, extra=devices)
     per_node = cluster.devices_per_node or device.devices_per_node
     if cluster.num_nodes * per_node > MAX_RANKS:
         raise ConfigError(
             f"cluster: {cluster.num_nodes} nodes x {per_node} devices; must be at most {MAX_RANKS} devices"
         )
-    found = uniform_cluster_of_device(
+    machines = uniform_cluster_of_device(
         device, num_devices=cluster.num_nodes * per_node, devices_per_node=per_node
     )
     return replace(
-        found,
-        scale_up_bytes_per_s=cluster.scale_up_bandwidth_bytes_per_s or found.scale_up_bytes_per_s,
-        scale_out_bytes_per_s=cluster.scale_out_bandwidth_bytes_per_s or found.scale_out_bytes_per_s,
-        memory_bytes=cluster.memory_bytes or found.memory_bytes,
+        machines,
+        scale_up_bytes_per_s=cluster.scale_up_bandwidth_bytes_per_s or machines.scale_up_bytes_per_s,
+        scale_out_bytes_per_s=cluster.scale_out_bandwidth_bytes_per_s or machines.scale_out_bytes_per_s,
+        memory_bytes=cluster.memory_bytes or machines.memory_bytes,
     )
 
 
@@ -309,7 +343,7 @@ def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
             f"search.change_class: {search.change_class}; a plan without a run knows no command to stay near "
             "to; it is for `quartet tune`"
         )
-    check_rules(search.forbid)
+    check_table_rules(search.forbid)
     unknown = [name for name in search.schedule or () if name not in SCHEDULES]
     if unknown:
         raise ConfigError(

@@ -7,6 +7,7 @@ from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Prediction
@@ -17,15 +18,13 @@ from quartet_plugin.model.plan import (
     NodeInfo,
     Plan,
     Provenance,
-    ScheduleChoice,
-    Slot,
     Split,
 )
 from quartet_plugin.planner.assigned_prediction import AssignedRun
-from quartet_plugin.planner.assignment_search import places_of_job, planned_run
-from quartet_plugin.planner.candidates import RECOMPUTE, legal_candidates
 from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.planner.layout_table import RECOMPUTE, layout_table_of
 from quartet_plugin.planner.ranking import Ranked
+from quartet_plugin.space.layouts import stock_choice
 from quartet_plugin.split.layers import even_split
 
 FRAMEWORK, FRAMEWORK_VERSION = MEGATRON.framework, "0.19.2"
@@ -33,7 +32,7 @@ FRAMEWORK, FRAMEWORK_VERSION = MEGATRON.framework, "0.19.2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
-    """What plans are compared with, and its predicted time."""
+    """The plain layout that plans are compared with, and its predicted seconds an iteration."""
 
     layout: Layout
     split: tuple[int, ...]
@@ -48,8 +47,8 @@ def plain_layout(job: PlanRequest, *, best: Ranked, constants: Constants | None 
     axes: dict[str, object] = {"virtual_stages": (1,), "micro_batch_size": (1,), "context_parallel": (1,)}
     plain = replace(job, search=job.search.model_copy(update=axes))
     used = constants or fitted()
-    candidates = legal_candidates(plain, job.shape)
-    layouts = [candidates.layout(row) for row in range(len(candidates))]
+    table = layout_table_of(plain, job.shape)
+    layouts = [table.layout(row) for row in range(len(table))]
     layouts.sort(
         key=lambda x: (
             RECOMPUTE.index(x.recompute),
@@ -59,13 +58,13 @@ def plain_layout(job: PlanRequest, *, best: Ranked, constants: Constants | None 
     )
     for layout in layouts:
         split = even_split(job.shape.num_layers, num_stages=layout.num_stages)
-        run = planned_run(job, job.shape, layout, split)
+        run = job.run(job.shape, layout, split)
         if peak_memory(run).fits:
             return Plain(layout=layout, split=split, iteration_s=stock_time_s(job, run, used))
     if best.shape == job.shape:
         return Plain(layout=best.layout, split=best.split, iteration_s=best.iteration_s)
     split = even_split(job.shape.num_layers, num_stages=best.layout.num_stages)
-    run = planned_run(job, job.shape, best.layout, split)
+    run = job.run(job.shape, best.layout, split)
     return Plain(layout=best.layout, split=split, iteration_s=stock_time_s(job, run, used))
 
 
@@ -73,17 +72,15 @@ def stock_time_s(job: PlanRequest, run: TrainingRun, constants: Constants) -> fl
     """Seconds an iteration in the launcher's order of ranks."""
     if job.cluster is None:
         return predict(run, constants).iter_time_s
-    placed = AssignedRun(run, constants, places_of_job(job, constants))
-    return placed.predict(tuple(range(run.layout.world_size))).iter_time_s
+    assigned = AssignedRun(run, constants, job.topology(constants))
+    return assigned.predict(tuple(range(run.layout.world_size))).iter_time_s
 
 
 def plan_of(job: PlanRequest, ranked: Ranked, *, plain: Plain, name: str, place: int) -> Plan:
     """The plan of one ranked layout: predicted, not measured; hosts are numbered where nobody names them."""
     machines = job.machines
     nodes = nodes_of(job)
-    slots = tuple(
-        Slot(node=at, local=local) for at, node in enumerate(nodes) for local in range(node.num_slots)
-    )
+    slots = slots_of(nodes)
     return Plan(
         made_for=MadeFor(
             framework=FRAMEWORK,
@@ -93,7 +90,7 @@ def plan_of(job: PlanRequest, ranked: Ranked, *, plain: Plain, name: str, place:
             baseline=Baseline(
                 layout=plain.layout,
                 split=Split(transformer_layers_per_stage=plain.split),
-                schedule=schedule_of(plain.layout),
+                schedule=stock_choice(plain.layout),
             ),
             world_size=machines.num_devices,
             nodes=nodes,
@@ -101,7 +98,7 @@ def plan_of(job: PlanRequest, ranked: Ranked, *, plain: Plain, name: str, place:
         shape=ranked.shape,
         layout=ranked.layout,
         split=Split(transformer_layers_per_stage=ranked.split),
-        schedule=schedule_of(ranked.layout),
+        schedule=stock_choice(ranked.layout),
         mapping=Mapping(slots=slots if ranked.slots is None else tuple(slots[slot] for slot in ranked.slots)),
         provenance=Provenance(run=name, trial=place, seed=0, quartet_version=__version__),
         prediction=Prediction(
@@ -118,15 +115,8 @@ def nodes_of(job: PlanRequest) -> tuple[NodeInfo, ...]:
         return job.cluster.nodes
     machines, per_node = job.machines, job.machines.devices_per_node
     return tuple(
-        NodeInfo(host=f"node-{at:04d}", node_class=f"{machines.device.name} x{per_node}", num_slots=per_node)
-        for at in range(machines.num_devices // per_node)
+        NodeInfo(
+            host=f"node-{index:04d}", node_class=f"{machines.device.name} x{per_node}", num_slots=per_node
+        )
+        for index in range(machines.num_devices // per_node)
     )
-
-
-def schedule_of(layout: Layout) -> ScheduleChoice:
-    """The stock schedule of a layout."""
-    if layout.pipeline_parallel == 1:
-        return ScheduleChoice(name="no-pipelining")
-    if layout.virtual_stages == 1:
-        return ScheduleChoice(name="1f1b")
-    return ScheduleChoice(name="interleaved", group=layout.pipeline_parallel)

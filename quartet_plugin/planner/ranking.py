@@ -23,17 +23,22 @@ from quartet_plugin.planner.assignment_search import (
     EQUAL,
     THOROUGH,
     Assignment,
+    AssignmentProblem,
     AssignmentSolver,
     SolverEffort,
     assign,
-    places_of_job,
-    planned_run,
 )
 from quartet_plugin.planner.bounds import Bounds, bounds_of
-from quartet_plugin.planner.candidates import BALANCED, LayoutCandidates, legal_candidates
-from quartet_plugin.planner.columns import SPLIT
 from quartet_plugin.planner.job import PlanRequest
-from quartet_plugin.planner.refusals import Refusal, TooLarge, refused_degrees, too_large_of
+from quartet_plugin.planner.layout_table import (
+    BALANCED,
+    SPLIT,
+    LayoutTable,
+    Refusal,
+    TooLarge,
+    layout_table_of,
+    refused_degrees,
+)
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 
 # Layouts of a cluster whose mappings are solved with more effort than for ranking.
@@ -42,10 +47,10 @@ REFINED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """One planned layout. `equal_work_s` is its time for the FLOPs of the job's own model.
+    """One planned layout. `equal_work_s` is its time for the FLOPs of the requested model.
 
-    `slots[r]` plays RANK r, None in the launcher's order; `stock_s` has what Megatron's stock orders take
-    where they were compared.
+    `slots[r]` plays RANK r, None in the launcher's order; `stock_s` has the seconds of Megatron's stock
+    orders where they were compared.
     """
 
     shape: ModelShape
@@ -61,7 +66,7 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """The best first, and what became of all candidates; `too_large` says what did not fit in memory."""
+    """The best layouts first, and how many of all were predicted, too large for memory, or pruned."""
 
     best: tuple[Ranked, ...]
     num_considered: int
@@ -73,10 +78,10 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Field:
-    """The candidates of one shape."""
+    """The layouts of one shape; `scale` makes their times those for the FLOPs of the requested shape."""
 
     shape: ModelShape
-    candidates: LayoutCandidates
+    table: LayoutTable
     bounds: Bounds
     scale: float
 
@@ -86,31 +91,31 @@ def rank(
 ) -> Ranking:
     """The `top` layouts that fit in memory, by predicted time for equal work.
 
-    Candidates are predicted in the order of their bounds until no bound is under the last of the best, so
-    the ranking is that of predicting all, which `exhaustive` does. Raises InfeasibleError, naming the layout
-    that comes nearest, when none is legal or none fits.
+    Layouts are predicted in the order of their bounds until no bound is under the last of the best, so the
+    ranking is that of predicting all, which `exhaustive` does. Raises InfeasibleError when none is legal or
+    none fits; it names the layout that needs the least memory.
     """
     used = constants or fitted()
     fields = [_field(job, shape, used) for shape in _shapes(job)]
-    total = sum(len(field.candidates) for field in fields)
+    total = sum(len(field.table) for field in fields)
     if not total:
         raise InfeasibleError(_no_layout(job))
-    placer = None if job.cluster is None else AssignmentSolver(job, used, places_of_job(job, used))
+    solver = None if job.cluster is None else AssignmentSolver(job, used, job.topology(used))
     best: list[tuple[float, int, int, Ranked]] = []
     limit = _available(job)
     order = _ordered(fields, limit=math.inf if exhaustive else limit)
     predicted, visited = 0, 0
     unfit: list[tuple[int, int]] = []
-    for bound, at, row in order:
+    for bound, index, row in order:
         if not exhaustive and len(best) == top and bound > best[-1][0]:
             break
         visited += 1
-        found = _planned(job, fields[at], row, used, placer)
-        if found is None:
-            unfit.append((at, row))
+        ranked = _planned(job, fields[index], row, used, solver)
+        if ranked is None:
+            unfit.append((index, row))
             continue
         predicted += 1
-        bisect.insort(best, (found.equal_work_s, at, row, found), key=lambda entry: entry[:3])
+        bisect.insort(best, (ranked.equal_work_s, index, row, ranked), key=lambda entry: entry[:3])
         del best[top:]
     if not best:
         raise InfeasibleError(_nearest(job, fields))
@@ -129,13 +134,14 @@ def best_plans(
 ) -> Ranking:
     """The `top` layouts, mappings solved; more are ranked first where that can change their order."""
     more = top if job.cluster is None else max(top, REFINED)
-    found = refine(job, rank(job, top=more, exhaustive=exhaustive, constants=constants), constants=constants)
-    return replace(found, best=found.best[:top])
+    ranking = rank(job, top=more, exhaustive=exhaustive, constants=constants)
+    refined = refine(job, ranking, constants=constants)
+    return replace(refined, best=refined.best[:top])
 
 
 def refine(
     job: PlanRequest,
-    found: Ranking,
+    ranking: Ranking,
     *,
     constants: Constants | None = None,
     effort: SolverEffort | None = None,
@@ -145,98 +151,99 @@ def refine(
     Unchanged where the job wants the launcher's order and devices are equal.
     """
     if job.search.mapping is not None and not job.has_unequal_devices:
-        return found
+        return ranking
     used = constants or fitted()
-    spent = effort or (EQUAL if job.cluster is None else THOROUGH)
-    places = places_of_job(job, used)
-    placed = []
-    for ranked in found.best:
-        better = assign(
-            job,
-            ranked.shape,
-            ranked.layout,
-            ranked.split,
+    effort = effort or (EQUAL if job.cluster is None else THOROUGH)
+    topology = job.topology(used)
+    refined = []
+    for ranked in ranking.best:
+        problem = AssignmentProblem(
+            job=job,
+            shape=ranked.shape,
+            layout=ranked.layout,
+            split=ranked.split,
             constants=used,
-            places=places,
-            effort=spent,
+            topology=topology,
             may_split=job.search.split is None,
         )
-        if better is not None and better.found.iter_time_s <= ranked.iteration_s * (1 + 1e-12):
+        better = assign(problem, effort=effort)
+        if better is not None and better.prediction.iter_time_s <= ranked.iteration_s * (1 + 1e-12):
             ranked = _with(ranked, better)
-        placed.append(ranked)
-    placed.sort(key=lambda one: one.equal_work_s)
-    return replace(found, best=tuple(placed))
+        refined.append(ranked)
+    refined.sort(key=lambda ranked: ranked.equal_work_s)
+    return replace(ranking, best=tuple(refined))
 
 
-def refusals(job: PlanRequest, found: Ranking | None) -> list[Refusal]:
+def refusals(job: PlanRequest, ranking: Ranking | None) -> list[Refusal]:
     """Why layouts were refused, the reason that refused most first: degrees, then memory."""
+    too_large, available = () if ranking is None else ranking.too_large, _available(job)
     return [
         *refused_degrees(job, job.shape),
-        *too_large_of(found.too_large if found else (), _available(job)),
+        *(group.refusal(available) for group in sorted(too_large, key=lambda group: -group.count)),
     ]
 
 
 def _shapes(job: PlanRequest) -> tuple[ModelShape, ...]:
-    asked = job.search.scaling
-    if asked is None:
+    scaling = job.search.scaling
+    if scaling is None:
         return (job.shape,)
-    return equal_shapes(job.shape, rule=BudgetRule(**asked.model_dump()))
+    return equal_shapes(job.shape, rule=BudgetRule(**scaling.model_dump()))
 
 
 def _field(job: PlanRequest, shape: ModelShape, constants: Constants) -> _Field:
-    candidates = legal_candidates(job, shape)
+    table = layout_table_of(job, shape)
     bounded, used = job, constants
     if job.cluster is not None:
         machines, used = ideal(job.cluster, constants)
         bounded = replace(job, machines=machines)
     return _Field(
         shape=shape,
-        candidates=candidates,
-        bounds=bounds_of(bounded, shape, candidates, constants=used, slowdown=slowdown_of(job)),
+        table=table,
+        bounds=bounds_of(bounded, shape, table, constants=used, slowdown=slowdown_of(job)),
         scale=job.shape.model_flops_per_sequence / shape.model_flops_per_sequence,
     )
 
 
 def slowdown_of(job: PlanRequest) -> FloatArray | None:
-    """Of each slot where devices differ, so that layouts get splits of their own; None where none does."""
+    """The slowdown of each slot [num_slots]; None where all devices are equal."""
     return job.cluster.slowdown if job.cluster is not None and job.has_unequal_devices else None
 
 
 def _ordered(fields: list[_Field], *, limit: float) -> list[tuple[float, int, int]]:
-    """(bound, field, row) by rising bound, of the candidates whose memory may be under `limit` bytes."""
+    """(bound, field, row) by rising bound, of the layouts whose memory may be under `limit` bytes."""
     scaled = np.concatenate([field.bounds.time_s * field.scale for field in fields])
     memory = np.concatenate([field.bounds.memory_bytes for field in fields])
-    owner = np.repeat(np.arange(len(fields)), [len(field.candidates) for field in fields])
-    rows = np.concatenate([np.arange(len(field.candidates)) for field in fields])
+    owner = np.repeat(np.arange(len(fields)), [len(field.table) for field in fields])
+    rows = np.concatenate([np.arange(len(field.table)) for field in fields])
     order = np.argsort(scaled, kind="stable")
     order = order[memory[order] <= limit]
     return list(zip(scaled[order].tolist(), owner[order].tolist(), rows[order].tolist(), strict=True))
 
 
 def _planned(
-    job: PlanRequest, field: _Field, row: int, constants: Constants, placer: AssignmentSolver | None
+    job: PlanRequest, field: _Field, row: int, constants: Constants, solver: AssignmentSolver | None
 ) -> Ranked | None:
-    """The candidate with its prediction; None where it does not fit in memory or no order is legal."""
-    layout = field.candidates.layout(row)
-    split = field.bounds.split(job, field.shape, field.candidates, row)
-    if placer is None:
-        run = planned_run(job, field.shape, layout, split)
+    """The layout with its prediction; None where it does not fit in memory or no order is legal."""
+    layout = field.table.layout(row)
+    split = field.bounds.split(job, field.shape, field.table, row)
+    if solver is None:
+        run = job.run(field.shape, layout, split)
         memory = peak_memory(run)
         if not memory.fits:
             return None
-        found = predict(run, constants)
+        prediction = predict(run, constants)
         return Ranked(
             shape=field.shape,
             layout=layout,
             split=split,
-            iteration_s=found.iter_time_s,
-            equal_work_s=found.iter_time_s * field.scale,
-            terms=found.terms,
+            iteration_s=prediction.iter_time_s,
+            equal_work_s=prediction.iter_time_s * field.scale,
+            terms=prediction.terms,
             memory=memory,
         )
-    is_free = int(field.candidates.columns[row, SPLIT]) == BALANCED
-    placed = placer.assign(field.shape, layout, split, may_split=is_free)
-    if placed is None:
+    is_free = int(field.table.columns[row, SPLIT]) == BALANCED
+    assignment = solver.assign(field.shape, layout, split, may_split=is_free)
+    if assignment is None:
         return None
     bare = Ranked(
         shape=field.shape,
@@ -245,34 +252,34 @@ def _planned(
         iteration_s=1.0,
         equal_work_s=field.scale,
         terms={},
-        memory=placed.memory,
+        memory=assignment.memory,
     )
-    return _with(bare, placed)
+    return _with(bare, assignment)
 
 
-def _with(ranked: Ranked, placement: Assignment) -> Ranked:
-    """The layout with a placement; its other shape's scale stays."""
-    time = placement.found.iter_time_s
+def _with(ranked: Ranked, assignment: Assignment) -> Ranked:
+    """The layout with an assignment; the scale of its shape stays."""
+    time = assignment.prediction.iter_time_s
     return replace(
         ranked,
-        split=placement.split,
+        split=assignment.split,
         iteration_s=time,
         equal_work_s=time * ranked.equal_work_s / ranked.iteration_s,
-        terms=placement.found.terms,
-        memory=placement.memory,
-        slots=None if list(placement.slots) == sorted(placement.slots) else placement.slots,
-        stock_s=placement.stock_s,
+        terms=assignment.prediction.terms,
+        memory=assignment.memory,
+        slots=None if list(assignment.slots) == sorted(assignment.slots) else assignment.slots,
+        stock_s=assignment.stock_s,
     )
 
 
 def _too_large(fields: list[_Field], unfit: list[tuple[int, int]], limit: float) -> tuple[TooLarge, ...]:
-    """By degrees: how many layouts are over `limit`, and the least that one of them needs at the least."""
-    found: list[TooLarge] = []
-    for at, field in enumerate(fields):
+    """The layouts over `limit` bytes or measured unfit, grouped by degrees."""
+    groups: list[TooLarge] = []
+    for index, field in enumerate(fields):
         over = field.bounds.memory_bytes > limit
-        over[[row for owner, row in unfit if owner == at]] = True
-        found += TooLarge.by_degrees(field.candidates.columns[over], field.bounds.memory_bytes[over])
-    return tuple(found)
+        over[[row for owner, row in unfit if owner == index]] = True
+        groups += TooLarge.by_degrees(field.table.columns[over], field.bounds.memory_bytes[over])
+    return tuple(groups)
 
 
 def _available(job: PlanRequest) -> float:
@@ -286,18 +293,18 @@ def _available(job: PlanRequest) -> float:
 def _nearest(job: PlanRequest, fields: list[_Field]) -> str:
     """Which layout needs the least memory, and how much too much that is."""
     order = sorted(
-        (float(field.bounds.memory_bytes[row]), at, row)
-        for at, field in enumerate(fields)
-        for row in range(len(field.candidates))
+        (float(field.bounds.memory_bytes[row]), index, row)
+        for index, field in enumerate(fields)
+        for row in range(len(field.table))
     )
     best: tuple[float, Layout, Memory] | None = None
-    for bound, at, row in order:
+    for bound, index, row in order:
         if best is not None and bound >= best[0]:
             break
-        field = fields[at]
-        layout = field.candidates.layout(row)
-        split = field.bounds.split(job, field.shape, field.candidates, row)
-        memory = peak_memory(planned_run(job, field.shape, layout, split))
+        field = fields[index]
+        layout = field.table.layout(row)
+        split = field.bounds.split(job, field.shape, field.table, row)
+        memory = peak_memory(job.run(field.shape, layout, split))
         if best is None or memory.total < best[0]:
             best = (memory.total, layout, memory)
     assert best is not None

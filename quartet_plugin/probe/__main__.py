@@ -1,6 +1,6 @@
 """One rank of `quartet probe`: `torchrun ... -m quartet_plugin.probe FINDINGS.json {cpu,cuda} LIMIT_S`.
 
-Rank 0 writes what all of them found; the command line makes a cluster file of it.
+Rank 0 writes the measurements of all ranks; the command line makes a cluster file of them.
 """
 
 import os
@@ -19,7 +19,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from quartet_plugin.probe import devices, links, rates
+    from quartet_plugin.probe import devices, links
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     torch.set_num_threads(1)
@@ -30,14 +30,15 @@ def main() -> None:
     )
     try:
         where = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
-        own = devices.describe(where, local_rank=local_rank)
+        rank = {"host": socket.gethostname(), "local_rank": local_rank}
+        rank |= devices.describe(where, local_rank=local_rank)
         dist.barrier()
-        own |= rates.measure(where)
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, {"host": socket.gethostname(), "local_rank": local_rank, **own})
-        measured = links.measure(where, hosts=[one["host"] for one in everybody])
+        rank |= devices.measure_rates(where)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, rank)
+        measured = links.measure_links(where, hosts=[rank["host"] for rank in ranks])
         if dist.get_rank() == 0:
-            content = {"schema_version": 1, "device": device, "ranks": everybody, "links": measured}
+            content = {"schema_version": 1, "device": device, "ranks": ranks, "links": measured}
             write_json_atomic(output, content)
         dist.barrier()
     finally:

@@ -1,20 +1,36 @@
-"""What a rank's device is: NVML's answer where its library is there, torch's or the system's otherwise."""
+"""A rank's device: its name and size, and its rates while all of its node are busy."""
 
 import contextlib
 import importlib
 import os
 import platform
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
 _CPU_INFO = Path("/proc/cpuinfo")
+# Side of the square products, by device and format; large enough that a larger one is no faster.
+_SIDES = {
+    "cpu": {"fp32": 768, "bf16": 384},
+    "cuda": {"fp32": 4096, "bf16": 8192, "fp16": 8192},
+}
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Beyond the last level of a processor's cache.
+_COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 1024 * 2**20}
+_WINDOW_S = 0.4
+_LEAST_REPEATS = 3
 
 
 def describe(device: torch.device, *, local_rank: int) -> dict[str, Any]:
-    """`name`, `memory_bytes` and `compute_units` of the device; a core has its share of the memory."""
+    """`name`, `memory_bytes` and `compute_units` of the device; a core has its share of the memory.
+
+    NVML answers where its library is there, otherwise torch or the system.
+    """
     if device.type == "cuda":
         return _gpu(device, local_rank=local_rank)
     cores = len(os.sched_getaffinity(0))
@@ -24,7 +40,7 @@ def describe(device: torch.device, *, local_rank: int) -> dict[str, Any]:
 
 def _gpu(device: torch.device, *, local_rank: int) -> dict[str, Any]:
     known = torch.cuda.get_device_properties(device)
-    found = {
+    properties = {
         "name": str(known.name),
         "memory_bytes": int(known.total_memory),
         "compute_units": int(known.multi_processor_count),
@@ -32,8 +48,8 @@ def _gpu(device: torch.device, *, local_rank: int) -> dict[str, Any]:
     }
     with contextlib.suppress(Exception):
         # Optional, and a driver may refuse any of its questions: what torch says is enough to go on.
-        found |= _nvml(local_rank)
-    return found
+        properties |= _nvml(local_rank)
+    return properties
 
 
 def _nvml(local_rank: int) -> dict[str, Any]:
@@ -60,3 +76,37 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or "processor"
+
+
+def measure_rates(device: torch.device) -> dict[str, Any]:
+    """`matmul_flops`, the highest FLOP/s of a product by format, and `copy_bytes_per_s`, read and written."""
+    flops: dict[str, float] = {}
+    for precision, side in _SIDES[device.type].items():
+        left = torch.randn(side, side, device=device).to(_TYPES[precision])
+        seconds = _shortest_s(_product(left), device=device)
+        flops[precision] = 2 * side**3 / seconds
+    size = _COPY_BYTES[device.type]
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    seconds = _shortest_s(lambda: target.copy_(source), device=device)
+    return {"matmul_flops": flops, "copy_bytes_per_s": 2 * size / seconds}
+
+
+def _product(left: torch.Tensor) -> Callable[[], Any]:
+    out = torch.empty_like(left)
+    return lambda: torch.mm(left, left, out=out)
+
+
+def _shortest_s(action: Callable[[], Any], *, device: torch.device) -> float:
+    """The shortest time of an action in seconds, begun by all ranks together and repeated for a moment."""
+    action()
+    dist.barrier()
+    end = time.perf_counter() + _WINDOW_S
+    times: list[float] = []
+    while len(times) < _LEAST_REPEATS or time.perf_counter() < end:
+        begin = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times)

@@ -20,7 +20,7 @@ _PINGS = 50
 MAX_MATRIX_NODES = 16
 
 
-def measure(device: torch.device, *, hosts: Sequence[str]) -> dict[str, Any]:
+def measure_links(device: torch.device, *, hosts: Sequence[str]) -> dict[str, Any]:
     """Links inside the nodes, between them, and the table of node pairs; None for what is not there.
 
     `hosts` names the node of each rank. Every rank calls this together.
@@ -28,28 +28,28 @@ def measure(device: torch.device, *, hosts: Sequence[str]) -> dict[str, Any]:
     nodes = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     inside = _level(device, nodes) if max(len(node) for node in nodes) > 1 else None
     # Ranks of equal place in their nodes, so that all ports of a node are used at once.
-    across = [[node[at] for node in nodes] for at in range(min(len(node) for node in nodes))]
+    across = [[node[index] for node in nodes] for index in range(min(len(node) for node in nodes))]
     between = _level(device, across) if len(nodes) > 1 else None
     return {"scale_up": inside, "network": between, "pairs": _pairs(device, nodes)}
 
 
 def _level(device: torch.device, groups: Sequence[Sequence[int]]) -> dict[str, float]:
     """All groups at once; the slowest rank's figures. A rank in no group of several measures nothing."""
-    own, members = None, [dist.get_rank()]
+    group, members = None, [dist.get_rank()]
     for ranks in groups:
-        made = dist.new_group(list(ranks))
+        new_group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:
-            own, members = made, list(ranks)
+            group, members = new_group, list(ranks)
     speed, latency = math.inf, 0.0
-    if own is not None and len(members) > 1:
+    if group is not None and len(members) > 1:
         tensor = torch.ones(_BYTES[device.type] // 4, device=device)
-        seconds = _median(lambda: dist.all_reduce(tensor, group=own), device, group=own)
+        seconds = _median(lambda: dist.all_reduce(tensor, group=group), device, group=group)
         # What a ring sends over one rank's link: twice all but its own share.
         speed = 2 * (len(members) - 1) / len(members) * _BYTES[device.type] / seconds
         latency = _ping_s(device, members)
     dist.barrier()
-    found = _everybodys([speed, latency], device)
-    return {"bandwidth_bytes_per_s": float(found[:, 0].min()), "latency_s": float(found[:, 1].max())}
+    figures = _gathered([speed, latency], device)
+    return {"bandwidth_bytes_per_s": float(figures[:, 0].min()), "latency_s": float(figures[:, 1].max())}
 
 
 def _pairs(device: torch.device, nodes: Sequence[Sequence[int]]) -> list[list[float]] | None:
@@ -66,27 +66,27 @@ def _pairs(device: torch.device, nodes: Sequence[Sequence[int]]) -> list[list[fl
 
 def _one_way_s(device: torch.device, senders: Sequence[int], receivers: Sequence[int]) -> float:
     rank = dist.get_rank()
-    pair = next((one for one in zip(senders, receivers, strict=False) if rank in one), None)
+    pair = next((pair for pair in zip(senders, receivers, strict=False) if rank in pair), None)
     seconds = 0.0
     if pair is not None:
         tensor = torch.ones(_BYTES[device.type] // 4, device=device)
         send, receive = (lambda: dist.send(tensor, pair[1])), (lambda: dist.recv(tensor, pair[0]))
         seconds = _median(send if rank == pair[0] else receive, device, group=None)
     dist.barrier()
-    return float(_everybodys([seconds], device).max())
+    return float(_gathered([seconds], device).max())
 
 
 def _ping_s(device: torch.device, members: Sequence[int]) -> float:
     """Half of a round trip of 4 bytes between neighbours of a group; a rank without one measures nothing."""
-    at = members.index(dist.get_rank())
-    partner = at ^ 1
+    index = members.index(dist.get_rank())
+    partner = index ^ 1
     if partner >= len(members):
         return 0.0
     peer, tensor = members[partner], torch.zeros(1, device=device)
     times = []
     for _ in range(_PINGS):
         begin = time.perf_counter()
-        if at < partner:
+        if index < partner:
             dist.send(tensor, peer)
             dist.recv(tensor, peer)
         else:
@@ -100,20 +100,22 @@ def _ping_s(device: torch.device, members: Sequence[int]) -> float:
 
 def _median(action: Callable[[], Any], device: torch.device, *, group: Any) -> float:
     times = []
-    for at in range(_REPEATS + 1):
+    for repeat in range(_REPEATS + 1):
         if group is not None:
             dist.barrier(group=group)
         begin = time.perf_counter()
         action()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        if at:
+        if repeat:
             times.append(time.perf_counter() - begin)
     return statistics.median(times)
 
 
-def _everybodys(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    own = torch.tensor(values, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
+def _gathered(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    tensor = torch.tensor(
+        values, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device
+    )
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
     return torch.stack(gathered)

@@ -6,25 +6,18 @@ is one ConfigError line that names the file, the field, the value and the rule.
 
 import errno
 import os
-import re
 import stat
-from collections.abc import Mapping
-from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.model.files import parse_json
-from quartet_plugin.model.schema import ADDED, Bounds, Length, Matches, Number, parse, record
+from quartet_plugin.model.schema import Bounds, Length, Matches, Number, parse, record
 
 MAX_RANKS = 65_536
-MAX_BEAT_BYTES = 64 * 1024
+MAX_ITERATIONS = 100_000
 MAX_BYTES = 64 * 2**20
 
-RankPhase = Literal["import", "init", "warmup", "measure", "done"]
-ErrorKind = Literal["out-of-memory", "refused", "plan", "seam", "network", "error"]
-
-_NAME = re.compile(r"rank-(0|[1-9][0-9]{0,4})(\.beat|\.err|)\.json", re.ASCII)
 
 Version = Literal[1]
 AttemptId = Annotated[str, Matches(pattern=r"[0-9a-f]{32}")]
@@ -33,102 +26,57 @@ Rank = Annotated[int, Bounds(ge=0, lt=MAX_RANKS)]
 Count = Annotated[int, Bounds(ge=0, le=2**53)]
 Pid = Annotated[int, Bounds(ge=1, le=2**31)]
 Seconds = Annotated[float, Bounds(ge=0, le=1e10)]
+# What an attempt's folder holds beside the files of the ranks.
+TRIAL_FILE, COMMAND_FILE, RESULT_FILE, PLAN_FILE = "trial.json", "command.json", "result.json", "plan.json"
+PROCESSES_FILE, LOG_FILE, STOP_FILE = "processes.json", "stdout.log", "STOP"
+
 Name = Annotated[str, Length(most=512)]
+FilePath = Annotated[str, Length(most=4096)]
 Text = Annotated[str, Length(most=100_000)]
 
 
 @record
-class Beat:
-    """rank-K.beat.json: where a rank's process is. `rank` is the launcher's."""
+class TrialSpec:
+    """trial.json: the trial that the ranks run.
 
-    schema_version: Version
-    attempt_id: AttemptId
-    rank: Rank
-    pid: Pid
-    process_start: Seconds
-    host: Name
-    local_rank: Rank
-    phase: RankPhase
-    iteration: Count
-    time: Seconds
-
-
-@record
-class Iteration:
-    """One iteration as a rank saw it; `loss` only on ranks of the last stage."""
-
-    iteration: Count
-    iteration_s: Seconds
-    loss: Number | None
-    grad_norm: Number | None
-    skipped: bool
-
-
-@record
-class RankReport:
-    """rank-K.json: what a rank measured, warm-up included. `job` is on RANK 0 alone.
-
-    `cores` are the processor cores that a rank that trains on them may use.
+    `weights` names a weights-only checkpoint that every rank starts from, `save_weights` a folder where one
+    is written before the first step; with either, dropout and jitter are off and the ranks leave what the
+    parity gate compares. Raises ConfigError for paths that are not absolute.
     """
 
-    schema_version: Version
     attempt_id: AttemptId
-    rank: Rank
-    launch_rank: Rank
-    host: Name
-    local_rank: Rank
-    pid: Pid
+    folder: FilePath
+    warmup: Annotated[int, Bounds(ge=0, le=MAX_ITERATIONS)]
+    measure: Annotated[int, Bounds(ge=1, le=MAX_ITERATIONS)]
     plan_key: PlanKey | None
-    device: Name
-    phases_s: Annotated[dict[Name, Seconds], Length(most=64)]
-    iterations: Annotated[tuple[Iteration, ...], Length(most=200_000)]
-    peak_memory_bytes: Count
-    job: dict[str, Any] | None
-    cores: Annotated[tuple[Count, ...], Length(most=65_536)] | None = field(default=None, metadata=ADDED)
-
-
-@record
-class ErrReport:
-    """rank-K.err.json: how a rank failed."""
-
-    schema_version: Version
-    attempt_id: AttemptId
-    rank: Rank
-    launch_rank: Rank
-    host: Name
-    phase: RankPhase
-    iteration: Count
-    time: Seconds
-    kind: ErrorKind
-    type: Name
-    message: Text
-    exit_code: Annotated[int, Bounds(ge=0, le=255)]
-    peak_memory_bytes: Count
-    wanted_bytes: Count
-    traceback: Annotated[tuple[Text, ...], Length(most=10_000)]
-
-
-@record
-class TrialSheet:
-    """trial.json: what the ranks were told."""
-
-    attempt_id: AttemptId
-    folder: Annotated[str, Length(most=4096)]
-    warmup: Annotated[int, Bounds(ge=0, le=100_000)]
-    measure: Annotated[int, Bounds(ge=1, le=100_000)]
-    plan_key: PlanKey | None
-    weights: Annotated[str, Length(most=4096)] | None = None
-    save_weights: Annotated[str, Length(most=4096)] | None = None
+    weights: FilePath | None = None
+    save_weights: FilePath | None = None
     schema_version: Version = 1
 
+    def __post_init__(self) -> None:
+        for name in ("folder", "weights", "save_weights"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_absolute():
+                raise ConfigError(f"{name}: {path[:200]!r}; must be an absolute path")
+
+    @property
+    def num_iterations(self) -> int:
+        """Warm-up and measured iterations together."""
+        return self.warmup + self.measure
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether this is a trial of the parity gate."""
+        return self.weights is not None or self.save_weights is not None
+
 
 @record
-class CommandSheet:
+class LaunchRecord:
     """command.json: what was started (secrets blanked), when (seconds since 1970) and its limits."""
 
     attempt_id: AttemptId
     argv: Annotated[tuple[Text, ...], Length(most=100_000)]
-    cwd: Annotated[str, Length(most=4096)]
+    cwd: FilePath
     environment: dict[Name, Text]
     starter: Literal["torchrun", "python", "deepspeed"]
     num_processes: Annotated[int, Bounds(ge=1, le=MAX_RANKS)] | None
@@ -141,7 +89,7 @@ class CommandSheet:
 
 
 @record
-class ResultSheet:
+class ResultRecord:
     """result.json: the outcome of an attempt."""
 
     attempt_id: AttemptId
@@ -156,23 +104,6 @@ class ResultSheet:
     peak_memory_bytes: Count
     wall_s: Seconds
     schema_version: Version = 1
-
-
-@record
-class PartSquares:
-    """One step's squared gradient norms of a rank's share of every part of the model."""
-
-    squares: Annotated[dict[Name, Number], Length(most=100_000)]
-
-
-@record
-class ParitySheet:
-    """rank-K.parity.json: what the parity gate compares beside loss and gradient norm."""
-
-    schema_version: Version
-    attempt_id: AttemptId
-    launch_rank: Rank
-    steps: Annotated[tuple[PartSquares, ...], Length(most=100_000)]
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
@@ -201,85 +132,6 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     return content
 
 
-def read_sheet[T](kind: type[T], path: Path, *, max_bytes: int = MAX_BYTES) -> T:
+def read_shared[T](kind: type[T], path: Path, *, max_bytes: int = MAX_BYTES) -> T:
     """The record in the file `path`. Raises FileNotFoundError, ConfigError or StorageError."""
     return parse(kind, parse_json(read_bytes(path, max_bytes=max_bytes), where=path), where=str(path))
-
-
-@record
-class Snapshot:
-    """What the ranks have written, by the launcher's rank. `faults` are files that break the format.
-
-    Files of another attempt are left out: a late writer of an old attempt is not listened to.
-    """
-
-    beats: Mapping[int, Beat] = field(default_factory=dict)
-    reports: Mapping[int, RankReport] = field(default_factory=dict)
-    errs: Mapping[int, ErrReport] = field(default_factory=dict)
-    faults: tuple[str, ...] = ()
-
-
-class RankFileReader:
-    """Reads the rank files of an attempt's folder again and again; unchanged ones are not read twice."""
-
-    def __init__(self, folder: Path, *, attempt_id: str) -> None:
-        self._folder = folder
-        self._attempt_id = attempt_id
-        self._known: dict[str, tuple[tuple[int, int, int], Beat | RankReport | ErrReport | str]] = {}
-
-    def scan(self) -> Snapshot:
-        """What is there now. Raises StorageError when the folder cannot be read."""
-        found: dict[str, tuple[tuple[int, int, int], Beat | RankReport | ErrReport | str]] = {}
-        try:
-            with os.scandir(self._folder) as entries:
-                for entry in entries:
-                    match = _NAME.fullmatch(entry.name)
-                    if match is None:
-                        continue
-                    status = entry.stat(follow_symlinks=False)
-                    stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
-                    before = self._known.get(entry.name)
-                    if before is not None and before[0] == stamp:
-                        found[entry.name] = before
-                    else:
-                        found[entry.name] = (stamp, self._read(entry.name, int(match[1])))
-        except FileNotFoundError as error:
-            # A rename during the listing; only the folder itself may not be gone.
-            if not self._folder.is_dir():
-                raise StorageError(f"{self._folder}: the attempt's folder is gone") from error
-            return self._snapshot(self._known)
-        except OSError as error:
-            raise StorageError(f"{self._folder}: cannot be read: {error.strerror}") from error
-        self._known = found
-        return self._snapshot(found)
-
-    def _read(self, name: str, rank: int) -> Beat | RankReport | ErrReport | str:
-        path = self._folder / name
-        item: Beat | RankReport | ErrReport
-        try:
-            if name.endswith(".beat.json"):
-                item = read_sheet(Beat, path, max_bytes=MAX_BEAT_BYTES)
-                stated = item.rank
-            elif name.endswith(".err.json"):
-                item = read_sheet(ErrReport, path)
-                stated = item.launch_rank
-            else:
-                item = read_sheet(RankReport, path)
-                stated = item.launch_rank
-        except ConfigError as error:
-            return str(error)
-        if stated != rank:
-            return f"{path}: rank {stated}: must be the {rank} of the file's name"
-        return item
-
-    def _snapshot(
-        self, known: Mapping[str, tuple[tuple[int, int, int], Beat | RankReport | ErrReport | str]]
-    ) -> Snapshot:
-        items = [item for _, item in known.values()]
-        ours = [item for item in items if not isinstance(item, str) and item.attempt_id == self._attempt_id]
-        return Snapshot(
-            beats={item.rank: item for item in ours if isinstance(item, Beat)},
-            reports={item.launch_rank: item for item in ours if isinstance(item, RankReport)},
-            errs={item.launch_rank: item for item in ours if isinstance(item, ErrReport)},
-            faults=tuple(sorted(item for item in items if isinstance(item, str))),
-        )

@@ -22,10 +22,15 @@ def device_name() -> str:
 
 
 def peak_memory_bytes() -> int:
-    """The most that the allocator reserved on the CUDA device; on the CPU the process's own peak."""
+    """The most bytes that the allocator reserved on the CUDA device; on the CPU the process's peak."""
     torch = sys.modules.get("torch")
     if torch is not None and device_name() != _CPU and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_reserved())
+    return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """The most bytes of this process that were in RAM; 0 where the kernel does not count them."""
     # Not getrusage: its peak is inherited from the launcher across fork and exec.
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():

@@ -1,6 +1,8 @@
-"""The few flags of the drop-in entry, read before anything heavy is imported."""
+"""The command of the drop-in entry: the plugin's few flags, and the user's program, run as python would."""
 
 import argparse
+import runpy
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ _HELP = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryOptions:
-    """What the `--quartet-*` flags say."""
+    """The values of the `--quartet-*` flags."""
 
     plan: Path | None = None
     device: Device = "auto"
@@ -30,7 +32,7 @@ class EntryOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryCommand:
-    """The program to run as __main__, its arguments without ours, and our options."""
+    """The program to run as __main__, its arguments without the plugin's flags, and their values."""
 
     target: str
     is_module: bool
@@ -39,7 +41,7 @@ class EntryCommand:
 
 
 def read_command(words: Sequence[str], *, usage: str = USAGE) -> EntryCommand | None:
-    """The command line behind `-m quartet_plugin.ADAPTER`; None when it asks for our own help.
+    """The command line behind `-m quartet_plugin.ADAPTER`; None when it asks for the entry's help.
 
     Raises UsageError for a missing program, an unknown `--quartet-*` flag or a wrong value.
     """
@@ -49,19 +51,18 @@ def read_command(words: Sequence[str], *, usage: str = USAGE) -> EntryCommand | 
     is_module = rest[:1] == ["-m"]
     rest = rest[1:] if is_module else rest
     if not rest or rest[0].startswith("-"):
-        what = "module follows -m" if is_module else "script to run"
-        raise UsageError(f"no {what}; usage: {usage}")
+        missing = "module follows -m" if is_module else "script to run"
+        raise UsageError(f"no {missing}; usage: {usage}")
     return EntryCommand(target=rest[0], is_module=is_module, arguments=tuple(rest[1:]), options=options)
 
 
 def take_options(words: Sequence[str]) -> tuple[EntryOptions, list[str]]:
-    """Our flags anywhere before a `--`, and all other words in their order."""
-    found: dict[str, str] = {}
+    """The plugin's flags anywhere before a `--`, and all other words in their order."""
+    values: dict[str, str] = {}
     rest: list[str] = []
-    at = 0
-    while at < len(words) and words[at] != "--":
-        word = words[at]
-        at += 1
+    end = words.index("--") if "--" in words else len(words)
+    flags = iter(words[:end])
+    for word in flags:
         if not word.startswith("--quartet-"):
             rest.append(word)
             continue
@@ -70,27 +71,26 @@ def take_options(words: Sequence[str]) -> tuple[EntryOptions, list[str]]:
         if name not in _HELP:
             raise UsageError(f"{flag}: unknown; ours are {', '.join(f'--quartet-{n}' for n in _HELP)}")
         if not has_value:
-            if at == len(words):
+            value = next(flags, "--")
+            if value == "--":
                 raise UsageError(f"{flag}: a value must follow: {_HELP[name][0]}")
-            value = words[at]
-            at += 1
-        found[name] = value
-    rest += words[at:]
-    device = found.get("device", "auto")
+        values[name] = value
+    rest += words[end:]
+    device = values.get("device", "auto")
     if device not in _DEVICES:
         raise UsageError(f"--quartet-device: {device!r}; must be one of {', '.join(_DEVICES)}")
     options = EntryOptions(
-        plan=_path(found, "plan"), device=cast(Device, device), trial=_path(found, "trial")
+        plan=_path(values, "plan"), device=cast(Device, device), trial=_path(values, "trial")
     )
     return options, rest
 
 
-def _path(found: dict[str, str], name: str) -> Path | None:
-    if name not in found:
+def _path(values: dict[str, str], name: str) -> Path | None:
+    if name not in values:
         return None
-    if not found[name]:
+    if not values[name]:
         raise UsageError(f"--quartet-{name}: the file's name is empty")
-    return Path(found[name])
+    return Path(values[name])
 
 
 def add_group(parser: argparse.ArgumentParser, options: EntryOptions) -> None:
@@ -115,3 +115,15 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
             _ = (action.help or "") % {**vars(action), "prog": parser.prog}
         except (ValueError, TypeError, KeyError):
             action.help = (action.help or "").replace("%", "%%")
+
+
+def run_program(command: EntryCommand, arguments: list[str]) -> None:
+    """Run a script or module as __main__, with sys.argv and sys.path[0] as python sets them."""
+    sys.argv = [command.target, *arguments]
+    if command.is_module:
+        # `python -m` puts the current folder first, and so did the one that started the entry.
+        runpy.run_module(command.target, run_name="__main__", alter_sys=True)
+        return
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(command.target).resolve().parent)
+    runpy.run_path(command.target, run_name="__main__")

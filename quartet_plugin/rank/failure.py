@@ -1,4 +1,4 @@
-"""What an exception of a rank means to whoever runs the trial."""
+"""An exception of a rank as a failure: its kind, its exit code and its words, for the tuner and the user."""
 
 import errno
 import linecache
@@ -6,11 +6,9 @@ import re
 import sys
 import traceback
 from types import TracebackType
-from typing import Any, Literal
 
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, SeamError
-
-Kind = Literal["out-of-memory", "refused", "plan", "seam", "network", "error"]
+from quartet_plugin.protocol.rank_files import ErrorKind, Failure
 
 _MAX_LINES = 200
 _MAX_CHARACTERS = 4_000
@@ -38,23 +36,23 @@ _NETWORK_ERRNOS = {
 _FRAMEWORKS = ("megatron", "transformer_engine", "deepspeed", "argparse")
 
 
-def describe_failure(error: BaseException, *, num_steps: int, peak_bytes: int) -> dict[str, Any]:
-    """The part of rank-K.err.json that the exception itself tells; `num_steps` training steps were done."""
+def describe_failure(error: BaseException, *, num_steps: int, peak_bytes: int) -> Failure:
+    """The failure that the exception means after `num_steps` training steps."""
     text = message_of(error)
     lines = "".join(traceback.format_exception(error)).splitlines()
-    return {
-        "kind": kind_of(error, num_steps=num_steps),
-        "type": type(error).__name__,
-        "message": text[:_MAX_CHARACTERS],
-        "exit_code": exit_code_of(error),
-        "peak_memory_bytes": peak_bytes,
-        "wanted_bytes": wanted_bytes_of(text),
-        "traceback": [line[:_MAX_CHARACTERS] for line in lines[-_MAX_LINES:]],
-    }
+    return Failure(
+        kind=kind_of(error, num_steps=num_steps),
+        type=type(error).__name__,
+        message=text[:_MAX_CHARACTERS],
+        exit_code=exit_code_of(error),
+        peak_memory_bytes=peak_bytes,
+        wanted_bytes=wanted_bytes_of(text),
+        traceback=tuple(line[:_MAX_CHARACTERS] for line in lines[-_MAX_LINES:]),
+    )
 
 
-def kind_of(error: BaseException, *, num_steps: int) -> Kind:
-    """What went wrong, from the exception and where it was raised; never from anybody's output."""
+def kind_of(error: BaseException, *, num_steps: int) -> ErrorKind:
+    """The kind of failure, from the exception and where it was raised; never from a process's output."""
     if isinstance(error, SeamError):
         return "seam"
     if isinstance(error, InfrastructureError):
@@ -87,7 +85,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def message_of(error: BaseException) -> str:
-    """What the exception says; for argparse, which only exits, the sentence that it printed."""
+    """The exception's words; for argparse, which only exits, the sentence that it printed."""
     if isinstance(error, SystemExit):
         for entry in _innermost(error.__traceback__):
             frame = entry.tb_frame
@@ -98,28 +96,28 @@ def message_of(error: BaseException) -> str:
 
 
 def wanted_bytes_of(text: str) -> int:
-    """The size of the allocation that failed, as the allocator wrote it; 0 if it did not."""
+    """The size in bytes of the allocation that failed, as the allocator wrote it; 0 where it wrote none."""
     match = _WANTED.search(text)
     return round(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 def show_script_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A sys.excepthook: shows an error of the script as python alone does, without the frames that ran it."""
+    """A sys.excepthook that shows an error of the script as python does, without the frames that ran it."""
     part = _script_part(trace)
     sys.__excepthook__(kind, error.with_traceback(part), part)
 
 
 def _script_part(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the script's own first frame on; all of it where no script was run."""
-    found = trace
-    while found is not None and found.tb_frame.f_code.co_name != "run_program":
-        found = found.tb_next
-    if found is None:
+    entry = trace
+    while entry is not None and entry.tb_frame.f_code.co_name != "run_program":
+        entry = entry.tb_next
+    if entry is None:
         return trace
-    found = found.tb_next
-    while found is not None and found.tb_frame.f_globals.get("__name__") == "runpy":
-        found = found.tb_next
-    return found
+    entry = entry.tb_next
+    while entry is not None and entry.tb_frame.f_globals.get("__name__") == "runpy":
+        entry = entry.tb_next
+    return entry
 
 
 def _is_verdict(error: BaseException) -> bool:

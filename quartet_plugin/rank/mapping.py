@@ -1,8 +1,8 @@
 """Slots to RANKs at launch: which process plays which rank.
 
-A plan names slots, not RANKs, because launchers number processes anew at every start. All ranks exchange
-where they are, solve the same puzzle, and RANK is set before the process group exists; LOCAL_RANK and the
-device stay. RANK 0 stays on the launcher's first host, where MASTER_ADDR is.
+A plan names slots, not RANKs, because launchers number processes anew at every start. All ranks gather
+where every process is, make the same assignment of it, and set RANK before the process group exists;
+LOCAL_RANK and the device stay. RANK 0 stays on the launcher's first host, where MASTER_ADDR is.
 """
 
 import json
@@ -29,7 +29,7 @@ _NEEDS_WHOLE_NODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """Where one process of the start is; `node` counts the launcher's nodes in their order."""
+    """The place of one process; `group_rank` counts the launcher's nodes in their order."""
 
     host: str
     group_rank: int
@@ -50,15 +50,15 @@ class RankAssignment:
         return list(self.rank_of) == list(range(len(self.rank_of)))
 
 
-def gather_processes(meeting: Rendezvous, place: RankEnv) -> list[Process]:
-    """Where every process is, in launch order."""
-    mine = {
-        "host": place.host,
-        "group_rank": place.group_rank,
-        "local_rank": place.local_rank,
-        "local_world_size": place.local_world_size,
+def gather_processes(rendezvous: Rendezvous, rank_env: RankEnv) -> list[Process]:
+    """The host and the local rank of every process, in launch order."""
+    process = {
+        "host": rank_env.host,
+        "group_rank": rank_env.group_rank,
+        "local_rank": rank_env.local_rank,
+        "local_world_size": rank_env.local_world_size,
     }
-    return [Process(**json.loads(word)) for word in meeting.all_gather("place", json.dumps(mine))]
+    return [Process(**json.loads(word)) for word in rendezvous.all_gather("place", json.dumps(process))]
 
 
 def assign(plan: Plan, processes: Sequence[Process], *, args: Namespace) -> RankAssignment:

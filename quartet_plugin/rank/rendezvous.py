@@ -1,4 +1,4 @@
-"""Who this process is, and how all ranks tell each other something before the process group exists."""
+"""The environment of a rank, and an all-gather of words among ranks before the process group exists."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ EXCHANGE_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnv:
-    """A process as its launcher started it; `group_rank` tells apart two launchers on one host."""
+    """A process's ranks as its launcher numbered them; `group_rank` tells apart two launchers on one host."""
 
     launch_rank: int
     world_size: int
@@ -27,45 +27,45 @@ class RankEnv:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "RankEnv":
-        """What torchrun's variables say; one process alone where there are none."""
+        """The process that the variables of torchrun or the deepspeed launcher describe; else a lone one."""
 
-        def number(name: str) -> int | None:
-            text = environment.get(name, "")
+        def number(name: str, deepspeed_name: str = "") -> int | None:
+            text = environment.get(name, environment.get(deepspeed_name, ""))
             return int(text) if text.isdecimal() else None
 
         return cls(
             launch_rank=number("RANK") or 0,
             world_size=number("WORLD_SIZE") or 1,
             local_rank=number("LOCAL_RANK"),
-            local_world_size=number("LOCAL_WORLD_SIZE"),
-            group_rank=number("GROUP_RANK") or 0,
+            local_world_size=number("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+            group_rank=number("GROUP_RANK", "CROSS_RANK") or 0,
             host=socket.gethostname(),
         )
 
 
 class AgreedRefusalError(PlanError):
-    """A refusal that every rank has come to; launch rank 0 alone tells it."""
+    """A refusal that every rank has come to; launch rank 0 alone prints it."""
 
 
 class Rendezvous:
-    """All ranks of a start, before and beside Megatron's own process group."""
+    """All-gathers words among the ranks of a launch, before and beside the framework's process group."""
 
-    def __init__(self, place: RankEnv, store: Any) -> None:
-        self._place = place
+    def __init__(self, rank_env: RankEnv, store: Any) -> None:
+        self._rank_env = rank_env
         self._store = store
 
     @classmethod
-    def open(cls, place: RankEnv) -> "Rendezvous":
-        """Meet over the store that torchrun's agent keeps.
+    def open(cls, rank_env: RankEnv) -> "Rendezvous":
+        """A rendezvous over the store that torchrun's agent keeps.
 
         Raises PlanError for several processes that were started without one, InfrastructureError when it
         cannot be reached.
         """
-        if place.world_size == 1:
-            return cls(place, None)
+        if rank_env.world_size == 1:
+            return cls(rank_env, None)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             raise AgreedRefusalError(
-                f"a plan for {place.world_size} processes must be agreed on through torchrun's store; "
+                f"a plan for {rank_env.world_size} processes must be agreed on through torchrun's store; "
                 "start the script with torchrun"
             )
         import torch.distributed as dist
@@ -74,31 +74,32 @@ class Rendezvous:
             store = dist.TCPStore(
                 os.environ["MASTER_ADDR"],
                 int(os.environ["MASTER_PORT"]),
-                world_size=place.world_size,
+                world_size=rank_env.world_size,
                 is_master=False,
                 timeout=timedelta(seconds=EXCHANGE_TIMEOUT_S),
             )
         except (RuntimeError, KeyError, ValueError) as error:
             raise InfrastructureError(f"torchrun's store cannot be reached: {_line(error)}") from error
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return cls(place, dist.PrefixStore(f"quartet/{attempt}", store))
+        return cls(rank_env, dist.PrefixStore(f"quartet/{attempt}", store))
 
     def all_gather(self, name: str, value: str) -> list[str]:
-        """Every rank's value, in launch order; returns when all have given theirs.
+        """Every rank's value, in launch order; returns when all ranks have written theirs.
 
         Raises InfrastructureError, naming the ranks that did not come in time.
         """
         if self._store is None:
             return [value]
-        keys = [f"{name}/{rank}" for rank in range(self._place.world_size)]
-        self._store.set(keys[self._place.launch_rank], value)
+        keys = [f"{name}/{rank}" for rank in range(self._rank_env.world_size)]
+        self._store.set(keys[self._rank_env.launch_rank], value)
         try:
             self._store.wait(keys, timedelta(seconds=EXCHANGE_TIMEOUT_S))
             return [item.decode("utf-8") for item in self._store.multi_get(keys)]
         except RuntimeError as error:
             absent = [rank for rank, key in enumerate(keys) if not self._is_there(key)]
             raise InfrastructureError(
-                f"no word about {name} from {named(absent)} within {EXCHANGE_TIMEOUT_S:g} s: {_line(error)}"
+                f"no word about {name} from {listed_ranks(absent)} within {EXCHANGE_TIMEOUT_S:g} s: "
+                f"{_line(error)}"
             ) from error
 
     def agree_or_raise(self, name: str, refusal: QuartetError | None) -> None:
@@ -112,8 +113,8 @@ class Rendezvous:
         if len(set(verdicts)) == 1:
             raise AgreedRefusalError(verdicts[0]) from refusal
         by_verdict = _ranks_by_word(verdicts)
-        told = "; ".join(f"{named(ranks)}: {text}" for text, ranks in by_verdict.items() if text)
-        raise AgreedRefusalError(f"only on {told}") from refusal
+        refusals = "; ".join(f"{listed_ranks(ranks)}: {text}" for text, ranks in by_verdict.items() if text)
+        raise AgreedRefusalError(f"only on {refusals}") from refusal
 
     def _is_there(self, key: str) -> bool:
         try:
@@ -123,13 +124,13 @@ class Rendezvous:
 
 
 def _ranks_by_word(words: Sequence[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, word in enumerate(words):
-        found.setdefault(word, []).append(rank)
-    return found
+        ranks.setdefault(word, []).append(rank)
+    return ranks
 
 
-def agree_on_plan(path: Path, *, meeting: Rendezvous) -> Plan:
+def agree_on_plan(path: Path, *, rendezvous: Rendezvous) -> Plan:
     """Read the plan on every rank and go on only with one and the same.
 
     Raises AgreedRefusalError: for a bad plan its fault, for different plans the ranks in the minority.
@@ -139,7 +140,7 @@ def agree_on_plan(path: Path, *, meeting: Rendezvous) -> Plan:
         plan = read_plan(path)
     except QuartetError as error:
         fault = str(error)
-    words = meeting.all_gather("plan", fault or f"digest {plan.digest if plan else ''}")
+    words = rendezvous.all_gather("plan", fault or f"digest {plan.digest if plan else ''}")
     by_word = _ranks_by_word(words)
     if len(by_word) == 1:
         if plan is None:
@@ -147,12 +148,12 @@ def agree_on_plan(path: Path, *, meeting: Rendezvous) -> Plan:
         return plan
     usual = max(by_word, key=lambda word: (len(by_word[word]), -by_word[word][0]))
     odd = "; ".join(
-        f"{named(ranks)} {'has' if len(ranks) == 1 else 'have'} {_short(word)}"
+        f"{listed_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {_short(word)}"
         for word, ranks in by_word.items()
         if word != usual
     )
     raise AgreedRefusalError(
-        f"{path}: the ranks have different plans: {named(by_word[usual])} {_short(usual)}, but {odd}; "
+        f"{path}: the ranks have different plans: {listed_ranks(by_word[usual])} {_short(usual)}, but {odd}; "
         "give every node the same file"
     )
 
@@ -162,7 +163,7 @@ def _short(word: str) -> str:
     return word[:19] if word.startswith("digest ") else word
 
 
-def named(ranks: Sequence[int], *, limit: int = 8) -> str:
+def listed_ranks(ranks: Sequence[int], *, limit: int = 8) -> str:
     """`rank 3` or `ranks 0, 2, 5`, shortened where they are many."""
     if not ranks:
         return "no rank"

@@ -23,7 +23,7 @@ from quartet_plugin.errors import SeamError
 
 # Modules whose decorators a framework puts around some of its functions.
 _DECORATORS = ("functools", "torch")
-# Not searched for stale references: large modules, none of which imports a framework.
+# Large modules, none of which imports a framework: they are not searched for stale references.
 _LEFT_OUT = frozenset(
     {*sys.stdlib_module_names, "torch", "numpy", "triton", "numba", "scipy", "quartet_plugin", "transformers"}
 ) - {"__main__"}
@@ -73,11 +73,10 @@ class Framework:
 class Seam:
     """A function or class of the framework: `module.name`, where `name` may be `Class.method`.
 
-    `parameters` are names with spaces between; a class has none, its methods have seams of their own.
-    `sources` has the hash of the source by the release that it was tried with. `aliases` are the modules that
-    import the name for good, `use_sites` (`module:function`) those that call it: a test holds both against
-    the release, so that a new one is noticed. `num_decorators` stand around it. Each adapter has a subclass
-    with its `framework`.
+    `parameters` are names with spaces between; a class has none. `sources` maps each release that the adapter
+    was tried with to the hash of the source. `aliases` are the modules that import the name for good,
+    `use_sites` (`module:function`) the callers: a test compares both with the release, to notice new callers.
+    `num_decorators` stand around the function. Each adapter has a subclass with its `framework`.
     """
 
     framework: ClassVar[Framework]
@@ -97,10 +96,9 @@ class Seam:
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """A name that is replaced without a pin on its source: `module.name`, where `name` may be `Class.method`.
+    """A replacement that holds for any source: of `module.name`, where `name` may be `Class.method`.
 
-    `wrap` makes the replacement from the original. The modules in `aliases` hold the same original under the
-    same name, and get the same replacement.
+    `wrap` makes the replacement from the original, also for the `aliases`, modules with the same original.
     """
 
     module: str
@@ -110,8 +108,8 @@ class Redirect:
 
 
 @dataclass(frozen=True, slots=True)
-class _Applied:
-    """A replaced name; `original` is _ABSENT where the holder, a class, inherits it."""
+class _Change:
+    """A name to replace; `original` is _ABSENT where the holder, a class, inherits the name."""
 
     holder: Any
     name: str
@@ -122,8 +120,8 @@ class _Applied:
 class Installation:
     """Replacements in place; `uninstall` restores every original."""
 
-    def __init__(self, changes: Sequence[_Applied]) -> None:
-        self._applied: list[_Applied] = []
+    def __init__(self, changes: Sequence[_Change]) -> None:
+        self._applied: list[_Change] = []
         try:
             for change in changes:
                 setattr(change.holder, change.name, change.replacement)
@@ -148,24 +146,26 @@ class Installation:
 
 
 def install[S: Seam](wrappers: Mapping[S, Wrapper]) -> Installation:
-    """Replace every seam by what its wrapper makes of it.
+    """Replace every seam by the result of its wrapper.
 
     Raises SeamError, with nothing touched, if a seam is missing, changed or taken, or if a loaded module
     keeps an original where it cannot be replaced.
     """
-    resolved = [(seam, *resolve(seam)) for seam in wrappers]
-    for seam, _, original in resolved:
+    resolved = {seam: resolve(seam) for seam in wrappers}
+    for seam, (_, original) in resolved.items():
         _check_aliases(seam, original)
-    pairs, applied = [], []
-    for seam, holder, original in resolved:
-        replacement = _replacement(original, wrappers[seam])
+    changes, of_module = [], {}
+    for seam, (holder, original) in resolved.items():
+        replacement = wrappers[seam](_function(original))
         if isinstance(holder, ModuleType):
-            pairs.append((original, replacement))
+            of_module[id(original)] = (original, replacement)
         else:
-            applied.append(_Applied(holder, seam.name.rpartition(".")[2], original, replacement))
-    installation = Installation([*_loaded_globals(pairs), *applied])
-    seam_of = {id(_function(original)): seam for seam, _, original in resolved}
-    for original, place in stale_refs([_function(original) for _, _, original in resolved]):
+            if isinstance(original, (staticmethod, classmethod)):
+                replacement = type(original)(replacement)
+            changes.append(_Change(holder, seam.name.rpartition(".")[2], original, replacement))
+    installation = Installation([*_global_changes(of_module), *changes])
+    seam_of = {id(_function(original)): seam for seam, (_, original) in resolved.items()}
+    for original, place in stale_refs(_function(original) for _, original in resolved.values()):
         installation.uninstall()
         seam = seam_of[id(original)]
         raise SeamError(
@@ -177,7 +177,7 @@ def install[S: Seam](wrappers: Mapping[S, Wrapper]) -> Installation:
 
 def redirect(redirects: Iterable[Redirect]) -> Installation:
     """Put every replacement in place. Raises SeamError, with nothing touched, where a name is missing."""
-    applied = []
+    changes = []
     for entry in redirects:
         replacement = _ABSENT
         *classes, name = entry.name.split(".")
@@ -192,67 +192,62 @@ def redirect(redirects: Iterable[Redirect]) -> Installation:
                 raise SeamError(f"{module}.{entry.name}: not in {package} {version}; install another release")
             if replacement is _ABSENT:
                 replacement = entry.wrap(original)
-            applied.append(_Applied(holder, name, vars(holder).get(name, _ABSENT), replacement))
-    return Installation(applied)
+            changes.append(_Change(holder, name, vars(holder).get(name, _ABSENT), replacement))
+    return Installation(changes)
 
 
-def _loaded_globals(pairs: Sequence[tuple[Any, Any]]) -> Iterator[_Applied]:
-    """For each pair of original and replacement: every global of a loaded module that is the original."""
-    pair_of = {id(pair[0]): pair for pair in pairs}
+def _global_changes(pair_of: Mapping[int, tuple[Any, Any]]) -> Iterator[_Change]:
+    """A change of every global of a loaded module that is an original, by id with its replacement."""
     for module in list(sys.modules.values()):
         # Anything may stand in sys.modules, None and lazy objects too.
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if id(value) in pair_of:
-                yield _Applied(module, name, *pair_of[id(value)])
+                yield _Change(module, name, *pair_of[id(value)])
 
 
 def chain(*wrappers: Wrapper | None) -> Wrapper:
-    """Several wrappers of a seam as a single one; the first is the outermost, None is left out."""
-
-    def wrap(original: Any) -> Any:
-        for wrapper in reversed(wrappers):
-            if wrapper is not None:
-                original = wrapper(original)
-        return original
-
-    return wrap
+    """Several wrappers of a seam as a single wrapper; the first is the outermost, None is left out."""
+    present = [wrapper for wrapper in reversed(wrappers) if wrapper is not None]
+    return lambda original: functools.reduce(lambda inner, wrapper: wrapper(inner), present, original)
 
 
 def resolve(seam: Seam) -> tuple[Any, Any]:
     """The module or class that holds the name, and its value: a function, a staticmethod, or a class.
 
-    Raises SeamError, naming the release, if it is anything else than the framework's own as it is known.
+    Raises SeamError, naming the release, if the value is not the framework's function of a known release.
     """
-    here = seam.framework
+    framework = seam.framework
     try:
         holder: Any = _loaded(seam.module)
     except ImportError as error:
-        raise SeamError(f"{seam.module}: cannot be imported ({error}); {here.supported} is needed") from error
+        raise SeamError(
+            f"{seam.module}: cannot be imported ({error}); {framework.supported} is needed"
+        ) from error
     first, *rest = seam.name.split(".")
     value: Any = vars(holder).get(first)
     for part in rest:
         holder, value = value, vars(value).get(part) if isinstance(value, type) else None
     if value is None:
-        raise SeamError(f"{seam.path}: not in {here.release}; {here.supported} is needed")
+        raise SeamError(f"{seam.path}: not in {framework.release}; {framework.supported} is needed")
     plain = _undecorated(seam, value)
     if isinstance(plain, FunctionType):
         parameters = " ".join(inspect.signature(plain, follow_wrapped=False).parameters)
         if parameters != seam.parameters:
             raise SeamError(
-                f"{seam.path}: takes ({parameters.replace(' ', ', ')}) in {here.release}, "
-                f"({seam.parameters.replace(' ', ', ')}) is known; {here.supported} is needed"
+                f"{seam.path}: takes ({parameters.replace(' ', ', ')}) in {framework.release}, "
+                f"({seam.parameters.replace(' ', ', ')}) is known; {framework.supported} is needed"
             )
     try:
         digest = source_hash(plain)
     except (OSError, SyntaxError) as error:
         raise SeamError(
-            f"{seam.path}: its source cannot be read ({error}); install {here.supported}"
+            f"{seam.path}: its source cannot be read ({error}); install {framework.supported}"
         ) from error
     if digest not in seam.sources.values():
         known = ", ".join(f"{source} in {version}" for version, source in seam.sources.items())
         raise SeamError(
-            f"{seam.path}: its source is another one in {here.release} ({digest}; known: {known}); "
-            f"{here.supported} is needed, unchanged"
+            f"{seam.path}: its source is another one in {framework.release} ({digest}; known: {known}); "
+            f"{framework.supported} is needed, unchanged"
         )
     return holder, value
 
@@ -263,7 +258,7 @@ def _loaded(name: str) -> Any:
 
 
 def _undecorated(seam: Seam, value: Any) -> Any:
-    """The framework's own function or class behind its own decorators; SeamError for anybody else's."""
+    """The framework's function or class behind its decorators; SeamError for anybody else's."""
     plain = _function(value)
     for _ in range(seam.num_decorators):
         if not _owner(plain).startswith(_DECORATORS):
@@ -291,24 +286,16 @@ def _taken(seam: Seam, path: str, value: Any) -> SeamError:
     )
 
 
-def _replacement(original: Any, wrapper: Wrapper) -> Any:
-    if isinstance(original, staticmethod):
-        return staticmethod(wrapper(original.__func__))
-    return wrapper(original)
-
-
 def _function(value: Any) -> Any:
     return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
 
 
 def _owner(function: Any) -> str:
-    """The module whose source the function really comes from; decorators copy `__module__`, not globals."""
+    """The module whose source the function comes from; decorators copy `__module__`, not globals."""
     names = getattr(function, "__globals__", None)
     if isinstance(names, dict):
         return str(names.get("__name__"))
-    if isinstance(function, type):
-        return function.__module__
-    return type(function).__module__
+    return function.__module__ if isinstance(function, type) else type(function).__module__
 
 
 def stale_refs(originals: Iterable[Any]) -> Iterator[tuple[Any, str]]:
@@ -354,7 +341,7 @@ def source_hash(definition: Any) -> str:
 
 
 def node_hash(node: ast.AST) -> str:
-    """The same for a definition out of a parsed file; `node` loses its docstrings."""
+    """`source_hash` of a definition in a parsed file; `node` loses its docstrings."""
     for inner in ast.walk(node):
         if isinstance(inner, _DEFINITIONS) and ast.get_docstring(inner, clean=False) is not None:
             inner.body = inner.body[1:] or [ast.Pass()]

@@ -1,37 +1,37 @@
-"""One process of one start: what it was asked to run, its trial's files, and how its end is told."""
+"""One process from its command line to its end: its trial's files, its step meter, its failure."""
 
 import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.schema import dump
+from quartet_plugin.protocol.environment import ERRORS_FOLDER
+from quartet_plugin.protocol.rank_files import CommandFailure, rank_file
 from quartet_plugin.rank.device import peak_memory_bytes
 from quartet_plugin.rank.entry_options import EntryCommand, EntryOptions
 from quartet_plugin.rank.failure import describe_failure
 from quartet_plugin.rank.rendezvous import AgreedRefusalError, RankEnv
 
-# As `quartet train` sets it: no launcher passes a rank's exit code on.
-ERRORS_VARIABLE = "QUARTET_ERRORS"
 _GRACE_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """A process from its command line to its end; `files` and `meter` are there in a trial only."""
+    """A process from its command line to its end; only a trial's has `files` and a `meter`."""
 
     command: EntryCommand
-    place: RankEnv
+    rank_env: RankEnv
     files: Any = None
     meter: Any = None
 
     @property
     def options(self) -> EntryOptions:
-        """Our own flags."""
+        """The values of the plugin's flags."""
         return self.command.options
 
     @property
@@ -40,32 +40,32 @@ class Session:
         return 0 if self.meter is None else int(self.meter.num_steps)
 
     def open_trial(self) -> None:
-        """Where a trial is asked for, read its order and begin its heartbeat. Raises ConfigError."""
+        """Read the trial's specification, if there is one, and start the heartbeat. Raises ConfigError."""
         if self.options.trial is None:
             return
         from quartet_plugin.rank.files import RankFileWriter, read_trial_spec
 
-        self.files = RankFileWriter(read_trial_spec(self.options.trial), self.place)
+        self.files = RankFileWriter(read_trial_spec(self.options.trial), self.rank_env)
         self.files.start()
 
     def run(
-        self, work: Callable[[], None], *, end_well: Callable[[], None], refuse: Callable[[int], NoReturn]
+        self, work: Callable[[], None], *, on_end: Callable[[], None], on_refusal: Callable[[int], NoReturn]
     ) -> None:
-        """Do `work`, the preparing and the script, and leave a record of how it ended.
+        """Do `work`, the preparation and the script, and record the failure that ends it.
 
-        `end_well` follows a script that ended by itself without an error; `refuse` ends the process with the
-        exit code of a refusal of ours, which was told.
+        `on_end` follows a script that ended by itself without an error; `on_refusal` ends the process with
+        the exit code of a QuartetError, after its line was printed.
         """
         try:
             work()
-            end_well()
+            on_end()
         except QuartetError as error:
             self.record(error)
-            self.tell(error)
-            refuse(int(error.exit_code))
+            self.print_refusal(error)
+            on_refusal(int(error.exit_code))
         except SystemExit as error:
             if error.code in (None, 0):
-                end_well()
+                on_end()
             else:
                 self.record(error)
             raise
@@ -73,9 +73,9 @@ class Session:
             self.record(error)
             raise
 
-    def tell(self, error: QuartetError) -> None:
-        """One line for the user: from launch rank 0 at once, from others if that has not ended the start."""
-        rank = self.place.launch_rank
+    def print_refusal(self, error: QuartetError) -> None:
+        """Print one line: from launch rank 0 at once, from others if that has not ended the launch."""
+        rank = self.rank_env.launch_rank
         if rank != 0:
             # torchrun ends the others once the first one has gone: most refusals are the same.
             time.sleep(_GRACE_S)
@@ -84,8 +84,8 @@ class Session:
         where = f"rank {rank}: " if rank else ""
         print(f"quartet: {where}{error}", file=sys.stderr, flush=True)
 
-    def end_of_script(self) -> None:
-        """The script ended by itself; in a trial, before all its iterations were seen."""
+    def end_trial(self) -> None:
+        """Write what a trial measured whose script ended by itself before all iterations were done."""
         if self.files is None:
             return
         if self.num_steps:
@@ -96,12 +96,12 @@ class Session:
             self.record(RuntimeError("the script ended before its first training step"))
 
     def record(self, error: BaseException) -> None:
-        """Write rank-K.err.json; the error itself matters more than a record that cannot be written."""
+        """Write rank-K.err.json, or print why it cannot be written; the error itself matters more."""
         if self.files is None:
-            leave_error(error, place=self.place, num_steps=self.num_steps)
+            write_command_failure(error, rank_env=self.rank_env, num_steps=self.num_steps)
             return
         try:
-            self.files.write_error(
+            self.files.write_failure(
                 describe_failure(error, num_steps=self.num_steps, peak_bytes=peak_memory_bytes())
             )
             self.files.close()
@@ -109,16 +109,15 @@ class Session:
             print(f"quartet: the failure could not be recorded: {unwritten}", file=sys.stderr, flush=True)
 
 
-def leave_error(error: BaseException, *, place: RankEnv, num_steps: int = 0) -> None:
+def write_command_failure(error: BaseException, *, rank_env: RankEnv, num_steps: int = 0) -> None:
     """Outside of a trial: write rank-K.err.json into the folder that the environment names, if any."""
-    folder = os.environ.get(ERRORS_VARIABLE)
+    folder = os.environ.get(ERRORS_FOLDER)
     if not folder:
         return
-    rank = place.launch_rank
-    content = describe_failure(error, num_steps=num_steps, peak_bytes=0)
+    failure = describe_failure(error, num_steps=num_steps, peak_bytes=0)
+    rank = rank_env.launch_rank
+    content = CommandFailure(launch_rank=rank, time=time.time(), **dump(failure))
     try:
-        write_json_atomic(
-            Path(folder, f"rank-{rank}.err.json"), {"launch_rank": rank, "time": time.time(), **content}
-        )
+        write_json_atomic(rank_file(CommandFailure, folder=folder, launch_rank=rank), dump(content))
     except (QuartetError, OSError):
         return

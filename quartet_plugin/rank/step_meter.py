@@ -1,4 +1,4 @@
-"""Measures a training step from outside and ends a trial when it has seen enough.
+"""Measures training steps from outside and ends a trial after its last iteration.
 
 Nothing is added to an iteration that waits for the device: losses stay tensors until the file is written.
 """
@@ -8,21 +8,29 @@ import multiprocessing
 import os
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from quartet_plugin.model.schema import as_number
+from quartet_plugin.model.schema import as_number, record
+from quartet_plugin.protocol.rank_files import Iteration
 from quartet_plugin.rank.device import device_name, peak_memory_bytes
 from quartet_plugin.rank.files import RankFileWriter
 
 _STOP_KEY = "quartet/stop-after"
 
 
-class StepMeter:
-    """Wraps a training step: times each call and keeps what it returns, for one rank of a trial.
+@record
+class StepResult:
+    """What one training step computed; `loss` is None on ranks that have none."""
 
-    An adapter's own meter says by `_job` what the framework made of the command.
-    """
+    loss: Any
+    skipped: bool
+    grad_norm: Any
+
+
+class StepMeter(ABC):
+    """Wraps a training step: times each call and keeps its result, for one rank of a trial."""
 
     def __init__(self, files: RankFileWriter, *, neutralised: list[str], started_at: float) -> None:
         """`started_at` is the wall clock when the script itself began to run."""
@@ -31,12 +39,12 @@ class StepMeter:
         self._started_at = started_at
         self._first_step_at = 0.0
         self._last_end = 0.0
-        self._steps: list[tuple[float, Any, Any, bool]] = []
-        self._stop_after = files.order.num_iterations
+        self._steps: list[tuple[float, StepResult]] = []
+        self._stop_after = files.spec.num_iterations
 
     @property
     def num_steps(self) -> int:
-        """Training steps that have been done."""
+        """Training steps done so far."""
         return len(self._steps)
 
     def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +54,7 @@ class StepMeter:
             if not self._steps:
                 self._before_first_step()
             results = train_step(*args, **kwargs)
-            self._after_step(results)
+            self._after_step(self._result_of(results))
             if len(self._steps) >= self._stop_after:
                 self._finish()
             return results
@@ -54,58 +62,55 @@ class StepMeter:
         return measured_train_step
 
     def write(self) -> None:
-        """Write what was measured so far, in numbers."""
+        """Write the iterations measured so far."""
         iterations = [
-            {
-                "iteration": index,
-                "iteration_s": seconds,
-                "loss": _as_number(loss),
-                "grad_norm": _as_number(grad_norm),
-                "skipped": skipped,
-            }
-            for index, (seconds, loss, grad_norm, skipped) in enumerate(self._steps, start=1)
+            Iteration(
+                iteration=index,
+                iteration_s=seconds,
+                loss=None if step.loss is None else as_number(float(step.loss)),
+                grad_norm=None if step.grad_norm is None else as_number(float(step.grad_norm)),
+                skipped=step.skipped,
+            )
+            for index, (seconds, step) in enumerate(self._steps, start=1)
         ]
         device = device_name()
-        self._files.write_result(
-            {
-                "device": device,
-                "cores": sorted(os.sched_getaffinity(0)) if device == "cpu" else None,
-                "phases_s": {
-                    "import": max(0.0, self._started_at - self._files.process_start),
-                    "init": max(0.0, self._first_step_at - self._started_at),
-                    "first_step": self._steps[0][0] if self._steps else 0.0,
-                },
-                "iterations": iterations,
-                "peak_memory_bytes": peak_memory_bytes(),
-                "job": self._job(),
-            }
+        self._files.write_report(
+            device=device,
+            cores=sorted(os.sched_getaffinity(0)) if device == "cpu" else None,
+            phases_s={
+                "import": max(0.0, self._started_at - self._files.process_start),
+                "init": max(0.0, self._first_step_at - self._started_at),
+                "first_step": self._steps[0][0] if self._steps else 0.0,
+            },
+            iterations=iterations,
+            peak_memory_bytes=peak_memory_bytes(),
+            job=self._job() if self._files.rank == 0 else None,
         )
 
     def _before_first_step(self) -> None:
         self._first_step_at = time.time()
-        self._files.move("warmup" if self._files.order.warmup else "measure", 0)
+        self._files.move("warmup" if self._files.spec.warmup else "measure", 0)
         self._last_end = time.perf_counter()
 
-    def _after_step(self, results: Any) -> None:
+    def _after_step(self, result: StepResult) -> None:
         end = time.perf_counter()
-        losses, skipped, grad_norm = results[0], results[1], results[5]
-        self._steps.append((end - self._last_end, _main_loss(losses), grad_norm, bool(skipped)))
+        self._steps.append((end - self._last_end, result))
         self._last_end = end
         done = len(self._steps)
-        self._files.move("warmup" if done < self._files.order.warmup else "measure", done)
+        self._files.move("warmup" if done < self._files.spec.warmup else "measure", done)
         self._agree_on_stop(done)
 
     def _agree_on_stop(self, done: int) -> None:
-        """Let all ranks stop after the same step once somebody has put a STOP file there.
+        """Let all ranks stop after the same step once the tuner has put a STOP file into the folder.
 
-        RANK 0 sees the file after step i and tells step i + 2 through the store. The reductions inside a
+        RANK 0 sees the file after step i and announces step i + 2 through the store. The reductions inside a
         step keep every rank from ending step i + 2 before RANK 0 has ended step i + 1, so all have read it.
         """
         store = _default_store()
         if store is None:
             if self._files.is_stop_asked:
                 self._stop_after = done
-        elif rank_now() == 0:
+        elif self._files.rank == 0:
             if self._stop_after > done + 2 and self._files.is_stop_asked:
                 self._stop_after = done + 2
                 store.set(_STOP_KEY, str(self._stop_after))
@@ -120,14 +125,18 @@ class StepMeter:
         self.write()
         self._files.move("done", len(self._steps))
         self._files.close()
-        leave()
+        exit_now()
 
-    def _job(self) -> dict[str, Any] | None:
-        """What the framework made of the command, as RANK 0 tells it; None on the others."""
-        return None
+    @abstractmethod
+    def _result_of(self, results: Any) -> StepResult:
+        """The result in what the wrapped training step returned."""
+
+    @abstractmethod
+    def _job(self) -> dict[str, Any]:
+        """The job that the framework made of the command; asked for on RANK 0 alone."""
 
 
-def leave() -> NoReturn:
+def exit_now() -> NoReturn:
     """End this process at once with code 0, its own children first.
 
     Everything that counts is on the disk. The interpreter's own way out joins data loaders and communicator
@@ -140,22 +149,6 @@ def leave() -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(0)
-
-
-def _main_loss(losses: Any) -> Any:
-    """The language model's loss where there are several; None on ranks that have none."""
-    if not losses:
-        return None
-    return losses["lm loss"] if "lm loss" in losses else next(iter(losses.values()))
-
-
-def _as_number(value: Any) -> float | str | None:
-    return None if value is None else as_number(float(value))
-
-
-def rank_now() -> int:
-    """This process's RANK, which a plan's mapping may have changed since the launch."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def _default_store() -> Any:

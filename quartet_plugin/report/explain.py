@@ -1,4 +1,4 @@
-"""A prediction for reading: what the step's time and every stage's memory are made of, with bars."""
+"""A prediction for reading: the terms of the step's time and of every stage's memory, with bars."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """All that is shown. Seconds an iteration; `stated_s` is what the plan file says it was predicted as."""
+    """A prediction and its terms, in seconds an iteration; `stated_s` is what the plan's file predicts."""
 
     title: Sequence[tuple[str, str]]
     iteration_s: float
@@ -67,7 +67,7 @@ class Explanation:
     assumed: Mapping[str, str]
 
     def as_data(self) -> dict[str, object]:
-        """The same for programs."""
+        """The explanation as JSON data."""
         return {
             "schema_version": 1,
             "iteration_s": self.iteration_s,
@@ -78,8 +78,8 @@ class Explanation:
             "memory": {
                 "available_bytes": self.available_bytes,
                 "ranks": [
-                    {"rank": one.rank, "total_bytes": one.total_bytes, "terms": dict(one.terms)}
-                    for one in self.memory
+                    {"rank": stage.rank, "total_bytes": stage.total_bytes, "terms": dict(stage.terms)}
+                    for stage in self.memory
                 ],
             },
             "runner_up": None
@@ -96,21 +96,21 @@ class Explanation:
 
 def differences(terms: Mapping[str, float], against: Mapping[str, float], *, most: int = 3) -> str:
     """The terms that differ most, "pp_bubble +0.2 s, tp_comm -0.1 s"; empty where nothing does."""
-    found = [(name, terms.get(name, 0.0) - against.get(name, 0.0)) for name in {**terms, **against}]
-    found.sort(key=lambda item: -abs(item[1]))
+    by_term = [(name, terms.get(name, 0.0) - against.get(name, 0.0)) for name in {**terms, **against}]
+    by_term.sort(key=lambda item: -abs(item[1]))
     scale = max(sum(against.values()), 1e-30)
-    kept = [(name, by) for name, by in found[:most] if abs(by) > 1e-3 * scale]
+    kept = [(name, by) for name, by in by_term[:most] if abs(by) > 1e-3 * scale]
     return ", ".join(f"{name.removesuffix('_s')} {by:+.3g} s" for name, by in kept)
 
 
 def show(explanation: Explanation, *, console: "Console") -> None:
-    """Print it, bars included."""
+    """Print the explanation, bars included."""
     for part in renderables(explanation):
         console.print(part)
 
 
 def renderables(explanation: Explanation) -> "list[RenderableType]":
-    """The parts in their order."""
+    """The lines and tables, in the order of the page."""
     from rich.text import Text
 
     head = [Text(f"{name:<10}{words}") for name, words in explanation.title]
@@ -150,16 +150,16 @@ def _time_table(explanation: Explanation) -> "RenderableType":
 def _memory_table(explanation: Explanation) -> "RenderableType":
     limit = explanation.available_bytes
     table = _table(("rank", "layers", "GiB", "of usable", "", "most of it"))
-    for one in explanation.memory[:MAX_RANKS]:
-        largest = max(one.terms, key=lambda name: one.terms[name]).removesuffix("_bytes")
-        share = one.total_bytes / limit
+    for stage in explanation.memory[:MAX_RANKS]:
+        largest, largest_bytes = max(stage.terms.items(), key=lambda item: item[1])
+        share = stage.total_bytes / limit
         table.add_row(
-            str(one.rank),
-            str(one.num_layers),
-            f"{one.total_bytes / _GIB:.2f}",
+            str(stage.rank),
+            str(stage.num_layers),
+            f"{stage.total_bytes / _GIB:.2f}",
             f"{100 * share:.0f} %",
             bar(share),
-            f"{largest} {one.terms[f'{largest}_bytes'] / _GIB:.2f} GiB"
+            f"{largest.removesuffix('_bytes')} {largest_bytes / _GIB:.2f} GiB"
             + (" DOES NOT FIT" if share > 1 else ""),
         )
     if len(explanation.memory) > MAX_RANKS:
@@ -175,9 +175,9 @@ def _closing(explanation: Explanation) -> list[str]:
     else:
         by = 100 * (other.equal_work_s / explanation.iteration_s - 1)
         verdict = f"{by:.1f} % slower" if by >= 0 else f"{-by:.1f} % faster than this plan"
-        found = differences(other.terms, explanation.terms)
+        terms = differences(other.terms, explanation.terms)
         lines.append(
-            f"runner-up {other.label}: {other.equal_work_s:.4g} s, {verdict}{': ' + found if found else ''}"
+            f"runner-up {other.label}: {other.equal_work_s:.4g} s, {verdict}{': ' + terms if terms else ''}"
         )
     if explanation.assumed:
         words = ", ".join(f"{name} {value}" for name, value in explanation.assumed.items())
@@ -198,7 +198,7 @@ def _table(heads: Sequence[str]) -> "Table":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_edge=False)
-    for at, head in enumerate(heads):
+    for column, head in enumerate(heads):
         numeric = head in ("seconds", "share", "GiB", "of usable", "rank", "layers")
-        table.add_column(head, justify="right" if numeric else "left", no_wrap=at < len(heads) - 1)
+        table.add_column(head, justify="right" if numeric else "left", no_wrap=column < len(heads) - 1)
     return table

@@ -1,4 +1,4 @@
-"""The report's pictures of a run, each a function from the run to one SVG, or None where there is nothing."""
+"""The report's figures of a run: each function returns one SVG, or None where there is nothing to draw."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -6,9 +6,9 @@ from itertools import combinations
 
 from quartet_plugin.model.history import Finalist, RunHistory, TrialRow
 from quartet_plugin.model.measurement import Interval
+from quartet_plugin.report.formatting import clean, size, spread
 from quartet_plugin.report.svg import Scale, drawing, element, short, text, title, x_axis, y_axis
 from quartet_plugin.report.trial_table import class_of, outcome_of
-from quartet_plugin.report.words import clean, size
 
 WIDTH = 1060.0
 HALF = 520.0
@@ -25,52 +25,56 @@ def intervals(history: RunHistory) -> str | None:
     row_height, top = 38.0, 12.0
     bottom = top + row_height * (len(finalists) + 1)
     rows: list[tuple[str, str, Interval, Finalist | None]] = [
-        ("your own command", "own", finalists[0].comparison.baseline.iteration_s, None)
+        ("your own command", "baseline", finalists[0].comparison.baseline.iteration_s, None)
     ]
     winner = history.winner.provenance.trial if history.winner else None
-    for one in finalists:
-        style = "won" if one.number == winner else "other"
-        rows.append((f"trial {one.number}", style, one.comparison.plan.iteration_s, one))
+    for finalist in finalists:
+        style = "won" if finalist.number == winner else "other"
+        rows.append((f"trial {finalist.number}", style, finalist.comparison.plan.iteration_s, finalist))
     times = [value for _, _, i, _ in rows for value in (i.low, i.high, i.median)]
-    gains = [v for one in finalists for i in [one.comparison.speedup] for v in (i.low, i.high, i.median)]
+    speedups = [finalist.comparison.speedup for finalist in finalists]
+    gains = [value for i in speedups for value in (i.low, i.high, i.median)]
     left = Scale.over(times, start=150, end=600)
     right = Scale.over(
-        [*gains, *(r for one in finalists for r in one.ratios)], start=680, end=1040, include=[1.0]
+        [*gains, *(ratio for finalist in finalists for ratio in finalist.ratios)],
+        start=680,
+        end=1040,
+        include=[1.0],
     )
     parts = [
         x_axis(left, bottom, top=top - 8, words="seconds an iteration (less is better)", count=5),
         x_axis(right, bottom, top=top - 8, words="times the baseline (more is better)", unit="x", count=4),
         element("line", x1=right(1.0), x2=right(1.0), y1=top - 8, y2=bottom, cls="reference"),
     ]
-    for at, (name, style, interval, finalist) in enumerate(rows):
-        y = top + row_height * (at + 0.5)
+    for index, (name, style, interval, measured) in enumerate(rows):
+        y = top + row_height * (index + 0.5)
         parts.append(text(138, y + 4, name, cls="label", anchor="end"))
-        parts.append(_whisker(left, interval, y, style=style, words=f"{name}: {_spread(interval)} s"))
-        if finalist is not None:
-            for ratio in finalist.ratios:
+        parts.append(
+            _whisker(left, interval, y, style=style, words=f"{name}: {spread(interval, '{:.3f}')} s")
+        )
+        if measured is not None:
+            for ratio in measured.ratios:
                 parts.append(
                     element("line", x1=right(ratio), x2=right(ratio), y1=y + 9, y2=y + 14, cls="rug")
                 )
-            speedup = finalist.comparison.speedup
-            parts.append(_whisker(right, speedup, y, style=style, words=f"{name}: {_spread(speedup)} x"))
+            speedup = measured.comparison.speedup
+            parts.append(
+                _whisker(right, speedup, y, style=style, words=f"{name}: {spread(speedup, '{:.3f}')} x")
+            )
     return drawing(WIDTH, bottom + 44, *parts, label="Best plans against the baseline, with 95 % intervals")
 
 
 def _whisker(scale: Scale, interval: Interval, y: float, *, style: str, words: str) -> str:
-    low, high, at = scale(interval.low), scale(interval.high), scale(interval.median)
+    low, high, median = scale(interval.low), scale(interval.high), scale(interval.median)
     return element(
         "g",
         title(words),
         element("line", x1=low, x2=high, y1=y, y2=y, cls="stem"),
         element("line", x1=low, x2=low, y1=y - 5, y2=y + 5, cls="stem"),
         element("line", x1=high, x2=high, y1=y - 5, y2=y + 5, cls="stem"),
-        element("circle", cx=at, cy=y, r=5.5),
+        element("circle", cx=median, cy=y, r=5.5),
         cls=f"whisker {style}",
     )
-
-
-def _spread(interval: Interval) -> str:
-    return f"{interval.median:.3f} ({interval.low:.3f} to {interval.high:.3f})"
 
 
 def progress(history: RunHistory) -> str | None:
@@ -95,9 +99,9 @@ def progress(history: RunHistory) -> str | None:
             parts.append(text(x(tick), strip + 24, short(tick), cls="tick", anchor="middle"))
     parts.append(text((x.start + x.end) / 2, strip + 44, "trial", cls="axis", anchor="middle"))
     for control in history.controls:
-        at, level = x(control.num_tried + 0.5), y(control.ratio)
+        center, level = x(control.num_tried + 0.5), y(control.ratio)
         words = f"your own command again after {control.num_tried} trials: {control.ratio:.2f}x"
-        diamond = f"M{at:.1f} {level - 5:.1f}l5 5l-5 5l-5 -5z"
+        diamond = f"M{center:.1f} {level - 5:.1f}l5 5l-5 5l-5 -5z"
         parts.append(element("path", title(words), d=diamond, cls="control"))
     best = max(ratios, key=lambda number: (ratios[number], -number))
     winner = history.winner.provenance.trial if history.winner else None
@@ -121,19 +125,24 @@ def _best_so_far(ratios: Mapping[int, float], x: Scale, y: Scale) -> str:
 
 def _point(row: TrialRow, ratio: float | None, x: Scale, y: Scale, strip: float, *, is_best: bool) -> str:
     words = f"trial {row.number}, {clean(row.label, limit=120)}: {outcome_of(row)}"
-    at = x(row.number)
+    center = x(row.number)
     if ratio is None:
-        cross = f"M{at - 4:.1f} {strip - 4:.1f}l8 8m0 -8l-8 8"
+        cross = f"M{center - 4:.1f} {strip - 4:.1f}l8 8m0 -8l-8 8"
         return element("path", title(f"{words}: {clean(row.reason, limit=200)}"), d=cross, cls="cross")
     kind = "repeat" if row.repeats is not None else "unstable" if row.outcome == "UNSTABLE" else "measured"
     style = f"{kind} top" if is_best else kind
     return element(
-        "circle", title(f"{words}, {ratio:.2f}x"), cx=at, cy=y(ratio), r=5.5 if is_best else 4.0, cls=style
+        "circle",
+        title(f"{words}, {ratio:.2f}x"),
+        cx=center,
+        cy=y(ratio),
+        r=5.5 if is_best else 4.0,
+        cls=style,
     )
 
 
 def importance(shares: Mapping[str, float]) -> str | None:
-    """How much of the objective each parameter decides."""
+    """Bars of the share of the objective's spread that each parameter explains."""
     ranked = sorted(shares.items(), key=lambda item: (-item[1], item[0]))[:_MAX_BARS]
     if not ranked:
         return None
@@ -141,19 +150,11 @@ def importance(shares: Mapping[str, float]) -> str | None:
     x = Scale(low=0.0, high=max(max(share for _, share in ranked), 1e-9) * 1.15, start=200, end=HALF - 10)
     parts = [x_axis(Scale(low=0, high=100 * x.high, start=x.start, end=x.end), height + 8, top=2,
                     words="share of the spread it explains", unit=" %", count=4)]  # fmt: skip
-    for at, (name, share) in enumerate(ranked):
-        y = 24.0 * at + 4
+    for index, (name, share) in enumerate(ranked):
+        y = 24.0 * index + 4
         parts.append(text(192, y + 13, clean(name, limit=30), cls="label", anchor="end"))
-        bar = element(
-            "rect",
-            title(f"{100 * share:.1f} %"),
-            x=x.start,
-            y=y,
-            height=17,
-            width=max(x(share) - x.start, 1),
-            cls="bar",
-        )
-        parts.append(bar)
+        wide, words = max(x(share) - x.start, 1), title(f"{100 * share:.1f} %")
+        parts.append(element("rect", words, x=x.start, y=y, height=17, width=wide, cls="bar"))
     return drawing(HALF, height + 50, *parts, label="Parameter importance")
 
 
@@ -182,7 +183,7 @@ def predicted_measured(history: RunHistory) -> str | None:
 
 
 def prediction_words(history: RunHistory) -> str:
-    """How far the predictions were off, and how well they ordered the plans."""
+    """The predictions' median error, and the share of pairs of plans that they put in the right order."""
     rows = _predicted_rows(history)
     pairs = [(row.predicted_iteration_s or 0.0, row.iteration_s or 1.0) for row in rows]
     errors = [abs(predicted / measured - 1) for predicted, measured in pairs]
@@ -212,14 +213,14 @@ def memory(rows: Sequence[tuple[str, str, TrialRow]]) -> str | None:
 
     A pipeline rank's is the highest of its processes, which lie together in Megatron's order of ranks.
     """
-    peaks = {name: found for name, _, row in rows if (found := stage_peaks(row))}
-    count = max((len(found) for found in peaks.values()), default=0)
+    peaks = {name: stages for name, _, row in rows if (stages := stage_peaks(row))}
+    count = max(map(len, peaks.values()), default=0)
     if not count:
         return None
-    unit, unit_name = (2.0**30, "GiB") if max(max(p) for p in peaks.values()) >= 2**30 else (2.0**20, "MiB")
+    highest = max(map(max, peaks.values()))
+    unit, unit_name = (2.0**30, "GiB") if highest >= 2**30 else (2.0**20, "MiB")
     top, bottom = 30.0, 250.0
-    high = max(max(found) for found in peaks.values()) / unit
-    y = Scale(low=0.0, high=1.1 * high, start=bottom, end=top)
+    y = Scale(low=0.0, high=1.1 * (highest / unit), start=bottom, end=top)
     slot = (HALF - 80) / count
     wide = min(slot * 0.76 / max(len(peaks), 1), 46.0)
     parts = [y_axis(y, 70, right=HALF - 4, words=f"peak memory, {unit_name}")]
@@ -227,41 +228,23 @@ def memory(rows: Sequence[tuple[str, str, TrialRow]]) -> str | None:
         middle = 74 + slot * (stage + 0.5)
         if count <= 16 or stage % -(-count // 16) == 0:
             parts.append(text(middle, bottom + 16, str(stage), cls="tick", anchor="middle"))
-        for at, (name, style, _) in enumerate(row for row in rows if row[0] in peaks):
+        for index, (name, style, _) in enumerate(row for row in rows if row[0] in peaks):
             if stage >= len(peaks[name]):
                 continue
             peak = peaks[name][stage]
-            x = middle + wide * (at - len(peaks) / 2)
-            words = f"{name}, pipeline rank {stage}: {size(peak)}"
-            bar_top = y(peak / unit)
-            parts.append(
-                element(
-                    "rect",
-                    title(words),
-                    x=x,
-                    y=bar_top,
-                    width=wide * 0.92,
-                    height=bottom - bar_top,
-                    cls=f"bar {style}",
-                )
-            )
+            x = middle + wide * (index - len(peaks) / 2)
+            words = title(f"{name}, pipeline rank {stage}: {size(peak)}")
+            box = {"x": x, "y": y(peak / unit), "width": wide * 0.92, "height": bottom - y(peak / unit)}
+            parts.append(element("rect", words, **box, cls=f"bar {style}"))
     parts.append(text((74 + HALF) / 2, bottom + 34, "pipeline rank", cls="axis", anchor="middle"))
-    for at, (name, style, row) in enumerate(row for row in rows if row[0] in peaks):
-        parts.append(element("rect", x=80 + 190 * at, y=4, width=11, height=11, cls=f"bar {style}"))
-        parts.append(text(96 + 190 * at, 14, name, cls="label"))
+    for index, (name, style, row) in enumerate(row for row in rows if row[0] in peaks):
+        parts.append(element("rect", x=80 + 190 * index, y=4, width=11, height=11, cls=f"bar {style}"))
+        parts.append(text(96 + 190 * index, 14, name, cls="label"))
         predicted = row.predicted_memory_bytes
         if predicted:
             level = y(predicted / unit)
-            line = element(
-                "line",
-                title(f"{name}: {size(predicted)} predicted"),
-                x1=74,
-                x2=HALF - 4,
-                y1=level,
-                y2=level,
-                cls="reference",
-            )
-            parts.append(line)
+            words = title(f"{name}: {size(predicted)} predicted")
+            parts.append(element("line", words, x1=74, x2=HALF - 4, y1=level, y2=level, cls="reference"))
     return drawing(HALF, bottom + 44, *parts, label="Peak memory of each pipeline rank")
 
 
@@ -269,16 +252,14 @@ def stage_peaks(row: TrialRow) -> list[int]:
     """The highest memory on each pipeline rank in bytes; empty where it is not known."""
     if row.plan is None or not row.ranks:
         return []
-    num_ranks, size_of_stage = (
-        len(row.ranks),
-        row.plan.made_for.world_size // row.plan.layout.pipeline_parallel,
-    )
-    if num_ranks != row.plan.made_for.world_size or row.plan.layout.pipeline_parallel > _MAX_STAGES:
+    num_ranks, num_stages = len(row.ranks), row.plan.layout.pipeline_parallel
+    if num_ranks != row.plan.made_for.world_size or num_stages > _MAX_STAGES:
         return []
-    ordered = [one.peak_bytes for one in sorted(row.ranks, key=lambda one: one.rank)]
-    return [max(ordered[at : at + size_of_stage]) for at in range(0, num_ranks, size_of_stage)]
+    width = num_ranks // num_stages
+    ordered = [rank.peak_bytes for rank in sorted(row.ranks, key=lambda rank: rank.rank)]
+    return [max(ordered[first : first + width]) for first in range(0, num_ranks, width)]
 
 
 def label_of(row: TrialRow) -> str:
-    """A trial for a legend."""
+    """A trial's name in a legend."""
     return "your own command" if row.number == 0 else f"trial {row.number}, class {class_of(row)}"

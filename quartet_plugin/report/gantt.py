@@ -3,9 +3,9 @@
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from quartet_plugin.report.formatting import time_of
 from quartet_plugin.report.svg import Scale, drawing, element, rectangles, text, x_axis
-from quartet_plugin.report.timeline import KIND_WORDS, Colour, shade
-from quartet_plugin.report.words import time_of
+from quartet_plugin.report.timeline import KIND_NAMES, UNITS, Colour, is_dark, shade
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.placement import chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
@@ -19,7 +19,6 @@ _WIDTH = 1080.0
 _LEFT, _RIGHT = 82.0, 1000.0
 _MAX_LABELS = 1_500
 _DIGIT_PIXELS = 5.4
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 Box = tuple[float, float, float, float]
 
@@ -30,7 +29,7 @@ def timeline(schedule: Schedule, simulation: "Simulation", *, label: str) -> str
     span_s = simulation.makespan_s
     if not 0 < num_actions <= MAX_ACTIONS or schedule.num_devices > MAX_DEVICES or span_s <= 0:
         return None
-    scale, unit = next((pair for pair in _UNITS if span_s >= pair[0]), _UNITS[-1])
+    scale, unit = next((pair for pair in UNITS if span_s >= pair[0]), UNITS[-1])
     x = Scale(low=0.0, high=span_s / scale, start=_LEFT, end=_RIGHT)
     row = min(30.0, max(12.0, 560.0 / schedule.num_devices))
     top = 34.0
@@ -47,19 +46,17 @@ def timeline(schedule: Schedule, simulation: "Simulation", *, label: str) -> str
             chunk = int(chunks[action.stage])
             boxes[action.kind, chunk].append((left, y + 1.5, max(right - left, 0.2), row - 3))
             if right - left >= _DIGIT_PIXELS * len(str(action.microbatch)) + 3:
-                is_dark = _is_dark(shade(action.kind, chunk, num_chunks=num_chunks))
-                labels.append(((left + right) / 2, y + row / 2 + 3, str(action.microbatch), is_dark))
-    lanes = [(_LEFT, top + row * at + 1.5, _RIGHT - _LEFT, row - 3) for at in range(schedule.num_devices)]
-    parts = [
-        element("path", d=rectangles(lanes), cls="idle"),
-    ]
-    for (kind, chunk), found in sorted(boxes.items()):
+                dark = is_dark(shade(action.kind, chunk, num_chunks=num_chunks))
+                labels.append(((left + right) / 2, y + row / 2 + 3, str(action.microbatch), dark))
+    lanes = [(_LEFT, top + row * y + 1.5, _RIGHT - _LEFT, row - 3) for y in range(schedule.num_devices)]
+    parts = [element("path", d=rectangles(lanes), cls="idle")]
+    for (kind, chunk), drawn in sorted(boxes.items()):
         colour = _hex(shade(kind, chunk, num_chunks=num_chunks))
-        parts.append(element("path", d=rectangles(found), fill=colour, cls="action"))
+        parts.append(element("path", d=rectangles(drawn), fill=colour, cls="action"))
     if len(labels) <= _MAX_LABELS and row >= 14:
         parts += [
-            text(at, y, words, cls="on-dark" if is_dark else "on-light", anchor="middle")
-            for at, y, words, is_dark in labels
+            text(x, y, words, cls="on-dark" if dark else "on-light", anchor="middle")
+            for x, y, words, dark in labels
         ]
     parts += _rows(schedule, simulation, top=top, row=row)
     parts.append(_legend(boxes, num_chunks))
@@ -86,7 +83,9 @@ def _rows(schedule: Schedule, simulation: "Simulation", *, top: float, row: floa
 def _legend(boxes: dict[tuple[ActionKind, int], list[Box]], num_chunks: int) -> str:
     parts, x = [], _LEFT
     kinds = sorted({kind for kind, _ in boxes})
-    entries = [(_hex(shade(kind, 0, num_chunks=num_chunks)), KIND_WORDS[kind]) for kind in kinds]
+    entries = [
+        (_hex(shade(kind, 0, num_chunks=num_chunks)), f"{kind.name} {KIND_NAMES[kind]}") for kind in kinds
+    ]
     if num_chunks > 1:
         shown = range(num_chunks) if num_chunks <= 4 else (0, num_chunks - 1)
         entries += [
@@ -103,8 +102,3 @@ def _legend(boxes: dict[tuple[ActionKind, int], list[Box]], num_chunks: int) -> 
 
 def _hex(colour: Colour) -> str:
     return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
-
-
-def _is_dark(colour: Colour) -> bool:
-    red, green, blue = colour
-    return 0.299 * red + 0.587 * green + 0.114 * blue < 0.58

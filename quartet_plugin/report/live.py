@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from quartet_plugin.model.launched import Launched, Stage
+from quartet_plugin.model.launch import LaunchRecord, Phase
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.report.words import duration
+from quartet_plugin.report.formatting import duration
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_ROWS = 24
 # A terminal with fewer columns gets the table without those that say the same twice.
 WIDE = 116
-_TOLD_PHASES = ("init", "measure")
+_SHOWN_PHASES = ("init", "measure")
 _COLUMNS = {
     "trial": "left",
     "shape": "left",
@@ -34,25 +34,25 @@ _WIDE_ALONE = ("outcome", "tokens/s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """The launch that runs now."""
+    """A launch without a result yet; `began_s` on the watcher's clock."""
 
     label: str
     plan: Plan | None
-    stage: Stage
+    phase: Phase
     began_s: float
     time_left_s: float | None
-    phase: str = "launch"
+    rank_phase: str = "launch"
     iteration: int = 0
     num_iterations: int = 0
 
     def sentence(self, *, now_s: float) -> str:
-        """Where it is and what is left, in one line."""
-        kind = "final, trial" if self.stage == "final" else "trial"
-        name = "baseline" if self.stage == "baseline" else f"{kind} {self.label}"
+        """The launch's phase, iteration, elapsed and remaining time, in one line."""
+        kind = "final, trial" if self.phase == "final" else "trial"
+        name = "baseline" if self.phase == "baseline" else f"{kind} {self.label}"
         step = f" {self.iteration}/{self.num_iterations}" if self.num_iterations else ""
         elapsed_s = now_s - self.began_s
         left = "" if self.time_left_s is None else f"; about {duration(self.time_left_s - elapsed_s)} left"
-        return f"{name}: {self.phase}{step}, {duration(elapsed_s)}{left}"
+        return f"{name}: {self.rank_phase}{step}, {duration(elapsed_s)}{left}"
 
 
 class PlainLines:
@@ -74,22 +74,22 @@ class PlainLines:
         """One line."""
         self._write(text)
 
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
+    def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """One line."""
         self._running = Running(
-            label=label, plan=plan, stage=stage, began_s=self._clock(), time_left_s=time_left_s
+            label=label, plan=plan, phase=phase, began_s=self._clock(), time_left_s=time_left_s
         )
         self._write(self._running.sentence(now_s=self._clock()))
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """A line where the wait changes its kind, not one for each iteration."""
         running = self._running
-        if running is None or running.phase == phase or phase not in _TOLD_PHASES:
+        if running is None or running.rank_phase == phase or phase not in _SHOWN_PHASES:
             return
-        self._running = replace(running, phase=phase, iteration=iteration, num_iterations=num_iterations)
+        self._running = replace(running, rank_phase=phase, iteration=iteration, num_iterations=num_iterations)
         self._write(self._running.sentence(now_s=self._clock()))
 
-    def plan_finished(self, launch: Launched) -> None:
+    def plan_finished(self, launch: LaunchRecord) -> None:
         """One line."""
         self._running = None
         self._write(sentence(launch))
@@ -101,7 +101,7 @@ class LiveTable:
     def __init__(self, console: "Console", *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._rows: list[Launched] = []
+        self._rows: list[LaunchRecord] = []
         self._running: dict[str, Running] = {}
         self._live: Live | None = None
 
@@ -127,11 +127,11 @@ class LiveTable:
 
         self._console.print(Text(text))
 
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
+    def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """Show the launch below the table."""
         self._drop(label)
         self._running[label] = Running(
-            label=label, plan=plan, stage=stage, began_s=self._clock(), time_left_s=time_left_s
+            label=label, plan=plan, phase=phase, began_s=self._clock(), time_left_s=time_left_s
         )
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
@@ -139,10 +139,10 @@ class LiveTable:
         label = next(reversed(self._running), None)
         if label is not None:
             self._running[label] = replace(
-                self._running[label], phase=phase, iteration=iteration, num_iterations=num_iterations
+                self._running[label], rank_phase=phase, iteration=iteration, num_iterations=num_iterations
             )
 
-    def plan_finished(self, launch: Launched) -> None:
+    def plan_finished(self, launch: LaunchRecord) -> None:
         """Put it into the table; a launch that was not measured also says why."""
         self._drop(launch.label)
         self._rows.append(launch)
@@ -169,21 +169,21 @@ class LiveTable:
         return Group(table, *(Text(words, style="cyan") for words in self._under_way()))
 
     def _under_way(self) -> list[str]:
-        """What runs now; of several at once no more than their numbers."""
+        """The running launch in one line; several launches by their labels alone."""
         running, now_s = list(self._running.values()), self._clock()
         if len(running) <= 1:
-            return [one.sentence(now_s=now_s) for one in running]
-        longest_s = max(now_s - one.began_s for one in running)
+            return [launch.sentence(now_s=now_s) for launch in running]
+        longest_s = max(now_s - launch.began_s for launch in running)
         left_s = running[-1].time_left_s
         left = "" if left_s is None else f"; about {duration(left_s - now_s + running[-1].began_s)} left"
         return [f"trials {', '.join(self._running)}: {duration(longest_s)}{left}"]
 
     def _drop(self, label: str) -> None:
-        """A launch has ended, and with it what was run for it before."""
-        for known in [one for one in self._running if one == label or one.startswith(f"{label} ")]:
-            del self._running[known]
+        """Forget a launch, and the runs that were made for it (its label with more words)."""
+        for name in [name for name in self._running if name == label or name.startswith(f"{label} ")]:
+            del self._running[name]
 
-    def _shown(self) -> list[Launched]:
+    def _shown(self) -> list[LaunchRecord]:
         """The baseline and the latest rows, as many as the screen has room for."""
         num_rows = max(4, min(MAX_ROWS, self._console.height - 3))
         if len(self._rows) <= num_rows:
@@ -191,7 +191,7 @@ class LiveTable:
         return [self._rows[0], *self._rows[-(num_rows - 1) :]]
 
 
-def row_cells(launch: Launched, *, split_width: int) -> dict[str, str]:
+def row_cells(launch: LaunchRecord, *, split_width: int) -> dict[str, str]:
     """The cells of one row by column; a launch that was not measured has its outcome in the last one."""
     ratio = "" if launch.iteration_s is not None else launch.outcome.lower()
     names = ("shape", "layout", "split", "schedule", "mapping")
@@ -205,17 +205,17 @@ def row_cells(launch: Launched, *, split_width: int) -> dict[str, str]:
     }
 
 
-def sentence(launch: Launched) -> str:
+def sentence(launch: LaunchRecord) -> str:
     """The launch in one line."""
-    what = "your own command" if launch.plan is None else ", ".join(plan_cells(launch.plan))
+    words = "your own command" if launch.plan is None else ", ".join(plan_cells(launch.plan))
     if launch.iteration_s is None:
-        return f"trial {launch.label}: {what}: {launch.outcome}: {launch.reason}"
+        return f"trial {launch.label}: {words}: {launch.outcome}: {launch.reason}"
     speed = "" if launch.tokens_per_s is None else f", {launch.tokens_per_s:,.0f} tokens/s"
     ratio = "" if launch.versus_baseline is None else f", {launch.versus_baseline:.2f}x the baseline"
     note = "" if launch.outcome == "OK" else f" ({launch.outcome.lower()}: {launch.reason})"
     if launch.outcome == "OK" and launch.reason.startswith("cut short"):
         note = f" ({launch.reason})"
-    return f"trial {launch.label}: {what}: {launch.iteration_s:.3f} s/iteration{speed}{ratio}{note}"
+    return f"trial {launch.label}: {words}: {launch.iteration_s:.3f} s/iteration{speed}{ratio}{note}"
 
 
 def plan_cells(plan: Plan | None, *, split_width: int = 24) -> tuple[str, str, str, str, str]:

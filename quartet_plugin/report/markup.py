@@ -21,8 +21,8 @@ def section(heading: str, body: str) -> str:
 
 def pair(*sections: str) -> str:
     """Sections side by side where the page is wide enough."""
-    found = [one for one in sections if one]
-    return f'<div class="pair">{"".join(found)}</div>' if len(found) > 1 else "".join(found)
+    shown = [section for section in sections if section]
+    return f'<div class="pair">{"".join(shown)}</div>' if len(shown) > 1 else "".join(shown)
 
 
 def figure(svg: str, caption: str) -> str:

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from html import escape
 
 from quartet_plugin.model.history import RunHistory, TrialRow
-from quartet_plugin.model.measurement import Interval, Measurement
+from quartet_plugin.model.measurement import Measurement
 from quartet_plugin.report import figures, markup, page_tables
-from quartet_plugin.report.regret import regret_words
-from quartet_plugin.report.status import stamp, told_words
+from quartet_plugin.report.formatting import duration, rate, size, spread
+from quartet_plugin.report.status import counts_words, regret_words, stamp
 from quartet_plugin.report.style import STYLE
 from quartet_plugin.report.tables import CLASS_MEANING, OBJECTIVE_WORDS, changes, confidence
-from quartet_plugin.report.words import duration, rate, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +30,10 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """What a page shows beside the run itself.
+    """The parts of a page that are not in the run's history.
 
     `train` are the lines that train with the winner, `flags` those without the plugin, or why there are none.
-    `parity` is what the parity gate found of it. `fault` says why the study could not be read.
+    `parity` is the parity gate's verdict on it in words. `fault` says why the study could not be read.
     """
 
     importance: Mapping[str, float] = field(default_factory=dict)
@@ -58,7 +57,7 @@ def page(history: RunHistory, extras: Extras) -> str:
         _regret(history),
         _progress(history),
         markup.pair(_importance(extras), _predictions(history), _memory(history), _changes(history)),
-        *(markup.section(one.heading, markup.figure(one.svg, one.caption)) for one in extras.timelines),
+        *(markup.section(t.heading, markup.figure(t.svg, t.caption)) for t in extras.timelines),
         _train(history, extras),
         page_tables.trials(history),
         page_tables.failed(history),
@@ -77,14 +76,11 @@ def page(history: RunHistory, extras: Extras) -> str:
     )
 
 
-# What was found
-
-
 def _head(history: RunHistory) -> str:
     framework = ""
-    own = history.baseline
-    if own is not None and own.plan is not None:
-        made = own.plan.made_for
+    baseline = history.baseline
+    if baseline is not None and baseline.plan is not None:
+        made = baseline.plan.made_for
         nodes = len(made.nodes)
         framework = (
             f"{made.framework} {made.framework_version}, {made.world_size} processes on "
@@ -93,7 +89,7 @@ def _head(history: RunHistory) -> str:
     begun = "" if history.began_at is None else f"begun {stamp(history.began_at)}, "
     return (
         f"<h1>{markup.text(history.name)}</h1>\n"
-        f'<p class="sub">{markup.text(framework)}{markup.text(begun)}{markup.text(told_words(history))}</p>\n'
+        f'<p class="sub">{markup.text(framework + begun + counts_words(history))}</p>\n'
         f"{_verdict(history)}"
     )
 
@@ -104,7 +100,7 @@ def _verdict(history: RunHistory) -> str:
         rounds = comparison.plan.num_launches
         return (
             f'<p class="verdict">Trial {history.winner.provenance.trial} is '
-            f"<strong>{_spread(comparison.speedup, '{:.2f}x')}</strong> as fast as your own command.</p>\n"
+            f"<strong>{spread(comparison.speedup, '{:.2f}x')}</strong> as fast as your own command.</p>\n"
             f'<p class="note">In {markup.text(OBJECTIVE_WORDS[comparison.objective])}, measured in turns '
             f"with it over {rounds} rounds; {100 * confidence(rounds):.0f} % interval.</p>"
         )
@@ -118,13 +114,13 @@ def _verdict(history: RunHistory) -> str:
 
 
 def _cards(history: RunHistory) -> str:
-    own, best = history.baseline, history.best
+    baseline, best = history.baseline, history.best
     cards: list[tuple[str, str, str]] = []
     chosen = history.winner.measurement if history.winner else None
     if chosen is not None:
         cards.append(_measured_card("your own command", chosen.baseline))
-    elif own is not None and own.iteration_s is not None:
-        cards.append(_speed_card("your own command", own))
+    elif baseline is not None and baseline.iteration_s is not None:
+        cards.append(_speed_card("your own command", baseline))
     if chosen is not None:
         cards.append(_measured_card("best plan", chosen.plan))
     elif best is not None and best.number > 0:
@@ -138,7 +134,8 @@ def _cards(history: RunHistory) -> str:
     cards.append(("time in trials", duration(wall_s), f"the session took {duration(history.elapsed_s)}"))
     peak = history.row(history.winner.provenance.trial) if history.winner else best
     if peak is not None and peak.peak_memory_bytes:
-        was = "" if own is None or not own.peak_memory_bytes else f"was {size(own.peak_memory_bytes)}"
+        before = 0 if baseline is None else baseline.peak_memory_bytes
+        was = f"was {size(before)}" if before else ""
         cards.append(("peak memory of a process", size(peak.peak_memory_bytes), was))
     items = "".join(
         f"<div><dt>{markup.text(name)}</dt><dd>{markup.text(value)}<small>{markup.text(note)}</small></dd></div>"
@@ -147,17 +144,26 @@ def _cards(history: RunHistory) -> str:
     return f'<dl class="cards">{items}</dl>'
 
 
-def _measured_card(name: str, found: Measurement) -> tuple[str, str, str]:
-    flops = rate(found.model_flops_per_s_per_device)
-    return name, f"{found.iteration_s.median:.3f} s", f"{found.tokens_per_s:,.0f} tokens/s, {flops} a device"
+def _measured_card(name: str, measured: Measurement) -> tuple[str, str, str]:
+    return _card(
+        name,
+        measured.iteration_s.median,
+        tokens_per_s=measured.tokens_per_s,
+        flops_per_s=measured.model_flops_per_s_per_device,
+    )
 
 
 def _speed_card(name: str, row: TrialRow) -> tuple[str, str, str]:
-    tokens, flops = row.tokens_per_s or 0.0, row.model_flops_per_s_per_device or 0.0
-    return name, f"{row.iteration_s or 0.0:.3f} s", f"{tokens:,.0f} tokens/s, {rate(flops)} a device"
+    return _card(
+        name,
+        row.iteration_s or 0.0,
+        tokens_per_s=row.tokens_per_s or 0.0,
+        flops_per_s=row.model_flops_per_s_per_device or 0.0,
+    )
 
 
-# Pictures
+def _card(name: str, iteration_s: float, *, tokens_per_s: float, flops_per_s: float) -> tuple[str, str, str]:
+    return name, f"{iteration_s:.3f} s", f"{tokens_per_s:,.0f} tokens/s, {rate(flops_per_s)} a device"
 
 
 def _intervals(history: RunHistory) -> str:
@@ -181,9 +187,6 @@ def _regret(history: RunHistory) -> str:
 
 
 def _progress(history: RunHistory) -> str:
-    svg = figures.progress(history)
-    if svg is None:
-        return ""
     caption = (
         f"In {OBJECTIVE_WORDS[history.objective]}. Single measurements, so the best of them is partly "
         "luck. The line is the best so far; hollow points repeat an earlier plan or were unstable, "
@@ -194,36 +197,36 @@ def _progress(history: RunHistory) -> str:
             " Diamonds are your own command measured again: how the machine drifted. Trials after a drift "
             "beyond chance are compared with that."
         )
-    return markup.section("History", markup.figure(svg, caption))
+    return _drawn("History", figures.progress(history), caption)
+
+
+def _drawn(heading: str, svg: str | None, caption: str) -> str:
+    return "" if svg is None else markup.section(heading, markup.figure(svg, caption))
 
 
 def _importance(extras: Extras) -> str:
     svg = figures.importance(extras.importance)
-    if svg is None:
-        return markup.section("What mattered", markup.note(extras.fault)) if extras.fault else ""
+    if svg is None and extras.fault:
+        return markup.section("What mattered", markup.note(extras.fault))
     caption = "PED-ANOVA over the told trials: which parameters separate the fast plans from the others."
-    return markup.section("What mattered", markup.figure(svg, caption))
+    return _drawn("What mattered", svg, caption)
 
 
 def _predictions(history: RunHistory) -> str:
     svg = figures.predicted_measured(history)
-    if svg is None:
-        return ""
-    caption = f"On the dashed line a prediction was right. {figures.prediction_words(history)}."
-    return markup.section("Predicted against measured", markup.figure(svg, caption))
+    words = "" if svg is None else figures.prediction_words(history)
+    caption = f"On the dashed line a prediction was right. {words}."
+    return _drawn("Predicted against measured", svg, caption)
 
 
 def _memory(history: RunHistory) -> str:
-    own = history.baseline
+    baseline = history.baseline
     best = history.row(history.winner.provenance.trial) if history.winner else history.best
-    rows = [] if own is None else [(figures.label_of(own), "own", own)]
+    rows = [] if baseline is None else [(figures.label_of(baseline), "baseline", baseline)]
     if best is not None and best.number > 0:
         rows.append((figures.label_of(best), "won" if history.winner else "other", best))
-    svg = figures.memory(rows)
-    if svg is None:
-        return ""
     caption = "The highest of each pipeline rank's processes, as the framework reported it."
-    return markup.section("Memory per stage", markup.figure(svg, caption))
+    return _drawn("Memory per stage", figures.memory(rows), caption)
 
 
 def _changes(history: RunHistory) -> str:
@@ -258,7 +261,3 @@ def _train(history: RunHistory, extras: Extras) -> str:
             markup.pre(extras.flags),
         ]
     return markup.section("Train with the best plan", "".join(parts))
-
-
-def _spread(interval: Interval, form: str) -> str:
-    return f"{form.format(interval.median)} ({form.format(interval.low)} to {form.format(interval.high)})"

@@ -2,9 +2,9 @@
 
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
 from quartet_plugin.report import markup
+from quartet_plugin.report.formatting import clean, size
 from quartet_plugin.report.tables import OBJECTIVE_WORDS
-from quartet_plugin.report.trial_table import class_of, outcome_of
-from quartet_plugin.report.words import clean, rate, size
+from quartet_plugin.report.trial_table import class_of, number_cells, outcome_of
 
 MAX_ROWS = 2_000
 _PLAIN = {"shape", "layout", "outcome"}
@@ -19,6 +19,7 @@ _TAGS = {
 
 
 def trials(history: RunHistory) -> str:
+    """The table of every trial."""
     heads = (
         "trial", *PARTS, "class", "outcome", "s/iteration", "predicted", "tokens/s", "FLOP/s/device",
         "vs own", "peak memory",
@@ -28,13 +29,8 @@ def trials(history: RunHistory) -> str:
     chosen = history.winner.provenance.trial if history.winner else best.number if best else None
     body = []
     for row in history.trials[:MAX_ROWS]:
-        style = (
-            "best"
-            if row.number == chosen
-            else "faint"
-            if not row.is_measured or row.repeats is not None
-            else ""
-        )
+        is_faint = not row.is_measured or row.repeats is not None
+        style = "best" if row.number == chosen else "faint" if is_faint else ""
         cells = [
             markup.cell(value, style="number" if head in numbers else "plain" if head in _PLAIN else "")
             for head, value in zip(heads, _values(row, history), strict=True)
@@ -46,28 +42,22 @@ def trials(history: RunHistory) -> str:
 
 
 def _values(row: TrialRow, history: RunHistory) -> list[str]:
-    ratio = history.versus_baseline(row)
-    flops = row.model_flops_per_s_per_device
     return [
         markup.text(str(row.number)),
         *(markup.breakable(clean(row.labels.get(part, ""), limit=160)) for part in PARTS),
         markup.text(class_of(row)),
         _tag(row),
-        "" if row.iteration_s is None else f"{row.iteration_s:.3f}",
-        "" if row.predicted_iteration_s is None else f"{row.predicted_iteration_s:.3f}",
-        "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        "" if flops is None else markup.text(rate(flops)),
-        "" if ratio is None else f"{ratio:.2f}x",
-        markup.text(size(row.peak_memory_bytes)) if row.peak_memory_bytes else "",
+        *map(markup.text, number_cells(row, history)),
     ]
 
 
 def failed(history: RunHistory) -> str:
-    failed = [row for row in history.trials if row.verdict and not row.is_measured and row.repeats is None]
-    if not failed:
+    """The table of the trials without a time, with their reasons."""
+    rows = [row for row in history.trials if row.verdict and not row.is_measured and row.repeats is None]
+    if not rows:
         return markup.section("Refused and failed", markup.note("None: every trial was measured."))
     body = []
-    for row in failed[:MAX_ROWS]:
+    for row in rows[:MAX_ROWS]:
         excess = f" ({size(row.memory_excess_bytes)} too much)" if row.memory_excess_bytes else ""
         body.append(
             "<tr>"
@@ -83,6 +73,7 @@ def failed(history: RunHistory) -> str:
 
 
 def left_out(history: RunHistory) -> str:
+    """The list of flags and axes that the search left as they were."""
     items = []
     if history.neutralised:
         items.append("Left out in trials, back in training: " + ", ".join(history.neutralised))
@@ -101,6 +92,7 @@ def left_out(history: RunHistory) -> str:
 
 
 def provenance(history: RunHistory, fault: str | None) -> str:
+    """The table of the run's command, folder, study and nodes, and the files that could not be read."""
     study = history.config.get("study", {})
     nodes = ", ".join(f"{node.host} ({node.node_class})" for node in history.nodes[:8])
     more = f" and {len(history.nodes) - 8} more" if len(history.nodes) > 8 else ""
@@ -114,8 +106,7 @@ def provenance(history: RunHistory, fault: str | None) -> str:
         ("nodes", nodes + more),
         ("quartet", history.quartet_version),
     ]
-    faults = [fault] if fault else []
-    faults += list(history.faults[:20])
+    faults = [*([fault] if fault else []), *history.faults[:20]]
     rows = [(name, clean(value, limit=4000)) for name, value in facts if value]
     listed = "".join(f"<li>{markup.text(clean(fault))}</li>" for fault in faults)
     unread = f"<p>Not readable, and so not shown:</p><ul>{listed}</ul>" if faults else ""

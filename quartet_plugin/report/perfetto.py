@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quartet_plugin.report.timeline import KIND_NAMES
 from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.schedule import Schedule
 
@@ -17,12 +18,6 @@ if TYPE_CHECKING:
 MAX_FLOWS = 50_000
 _PROCESS = 1
 _US = 1e6
-_WORDS = {
-    ActionKind.F: "forward",
-    ActionKind.I: "input gradient",
-    ActionKind.W: "weight gradient",
-    ActionKind.B: "backward",
-}
 
 Event = dict[str, Any]
 
@@ -80,7 +75,7 @@ def _slices(schedule: Schedule, simulation: "Simulation", device: int) -> list[E
             "ts": start,
             "dur": end - start,
             "name": str(action),
-            "cat": _WORDS[action.kind],
+            "cat": KIND_NAMES[action.kind],
             "args": {"stage": action.stage, "kind": action.kind.name, "microbatch": action.microbatch},
         }
         for action, start, end in zip(schedule.actions(device), starts, ends, strict=True)
@@ -122,13 +117,8 @@ def _memory(schedule: Schedule, simulation: "Simulation", device: int, costs: "S
     change = np.where(kinds == ActionKind.F, size, -freed * size)
     times = np.where(kinds == ActionKind.F, simulation.start_s[device], simulation.end_s[device]) * _US
     levels = np.maximum(np.cumsum(change), 0.0)
+    name = f"activations of device {device}"
     return [
-        {
-            "ph": "C",
-            "pid": _PROCESS,
-            "name": f"activations of device {device}",
-            "ts": at,
-            "args": {"bytes": level},
-        }
-        for at, level in zip(times.tolist(), levels.tolist(), strict=True)
+        {"ph": "C", "pid": _PROCESS, "name": name, "ts": time_us, "args": {"bytes": level}}
+        for time_us, level in zip(times.tolist(), levels.tolist(), strict=True)
     ]

@@ -1,13 +1,13 @@
-"""Where a run is, in a few lines."""
+"""The state of a run in a few lines, as data, and what its search may have missed."""
 
 import time
 from collections import Counter
 from typing import Any
 
 from quartet_plugin.model.history import LeaseHolder, RunHistory, RunningLaunch, TrialRow, WorkerRow
+from quartet_plugin.model.regret import NOTABLE, Regret
 from quartet_plugin.model.schema import dump
-from quartet_plugin.report.regret import regret_lines
-from quartet_plugin.report.words import clean, duration
+from quartet_plugin.report.formatting import clean, duration
 
 _STATES = {
     "running": "running",
@@ -19,15 +19,15 @@ _STATES = {
 
 
 def status_lines(history: RunHistory) -> list[str]:
-    """The run, who holds it, what runs now, what is done, what is best, what is left."""
+    """A line each: the run, its holder, launches, workers, counts, the best trial, the winner, time left."""
     begun = "" if history.began_at is None else f", begun {stamp(history.began_at)}"
     lines = [
         f"run       {history.name} in {history.path}{begun}",
         f"state     {_STATES[history.state]}{_holder_words(history.holder)}",
     ]
-    lines += [f"now       {running_words(one, history)}" for one in history.running]
-    lines += [f"worker    {_worker_words(one)}" for one in history.workers]
-    lines.append(f"told      {told_words(history)}")
+    lines += [f"now       {running_words(launch, history)}" for launch in history.running]
+    lines += [f"worker    {_worker_words(worker)}" for worker in history.workers]
+    lines.append(f"told      {counts_words(history)}")
     best = history.best
     if best is not None:
         ratio = history.versus_baseline(best)
@@ -66,47 +66,29 @@ def status_line(history: RunHistory) -> str:
 
 
 def status_record(history: RunHistory) -> dict[str, Any]:
-    """The same as data."""
+    """The run's state as data for other programs; see docs/formats.md."""
     best, holder = history.best, history.holder
     return {
         "schema_version": 1,
         "run": history.name,
         "path": history.path,
         "state": history.state,
-        "holder": None
-        if holder is None
-        else {
-            "host": holder.host,
-            "pid": holder.pid,
-            "generation": holder.generation,
-            "is_alive": holder.is_alive,
-            "renewed_s": round(holder.renewed_s, 3),
-        },
+        "holder": None if holder is None else {**dump(holder), "renewed_s": round(holder.renewed_s, 3)},
         "running": [
             {
-                "trial": one.number,
-                "stage": one.stage,
-                "round": one.round_number,
-                "attempt": one.attempt,
-                "phase": one.phase,
-                "iteration": one.iteration,
-                "num_iterations": one.num_iterations,
-                "elapsed_s": round(one.elapsed_s, 3),
-                "worker": one.worker,
+                "trial": launch.number,
+                "stage": launch.stage,
+                "round": launch.round_number,
+                "attempt": launch.attempt,
+                "phase": launch.phase,
+                "iteration": launch.iteration,
+                "num_iterations": launch.num_iterations,
+                "elapsed_s": round(launch.elapsed_s, 3),
+                "worker": launch.worker,
             }
-            for one in history.running
+            for launch in history.running
         ],
-        "workers": [
-            {
-                "name": one.name,
-                "host": one.host,
-                "pid": one.pid,
-                "devices": one.devices,
-                "trial": one.trial,
-                "renewed_s": round(one.renewed_s, 3),
-            }
-            for one in history.workers
-        ],
+        "workers": [{**dump(worker), "renewed_s": round(worker.renewed_s, 3)} for worker in history.workers],
         "num_asked": history.num_asked,
         "num_spent": history.num_spent,
         "verdicts": dict(_verdicts(history)),
@@ -126,39 +108,40 @@ def status_record(history: RunHistory) -> dict[str, Any]:
     }
 
 
-def running_words(one: RunningLaunch, history: RunHistory) -> str:
-    """A launch that runs: which, in which phase, since when."""
+def running_words(launch: RunningLaunch, history: RunHistory) -> str:
+    """The plan, phase, iteration and seconds of a launch that runs."""
     asked = history.num_asked
     name = {
         "baseline": "the baseline",
         "control": "the baseline again",
         "cropped": "a cropped model",
         "parity": "a parity check",
-        "search": f"trial {one.number}, {min(history.num_spent + 1, asked)} of {asked}",
-        "final": f"final round {(one.round_number or 0) + 1}, "
-        + ("the baseline" if one.number == 0 else f"trial {one.number}"),
-    }[one.stage]
-    step = f" {one.iteration}/{one.num_iterations}" if one.phase in ("warmup", "measure") else ""
-    again = f", attempt {one.attempt}" if one.attempt > 1 else ""
-    again += f", worker {clean(one.worker)}" if one.worker else ""
-    return f"{name}{again}: {one.phase}{step}, {duration(one.elapsed_s)}"
+        "search": f"trial {launch.number}, {min(history.num_spent + 1, asked)} of {asked}",
+        "final": f"final round {(launch.round_number or 0) + 1}, "
+        + ("the baseline" if launch.number == 0 else f"trial {launch.number}"),
+    }[launch.stage]
+    step = f" {launch.iteration}/{launch.num_iterations}" if launch.phase in ("warmup", "measure") else ""
+    again = f", attempt {launch.attempt}" if launch.attempt > 1 else ""
+    again += f", worker {clean(launch.worker)}" if launch.worker else ""
+    return f"{name}{again}: {launch.phase}{step}, {duration(launch.elapsed_s)}"
 
 
-def told_words(history: RunHistory) -> str:
-    """How many trials came to what."""
+def counts_words(history: RunHistory) -> str:
+    """The number of trials, in all and by verdict."""
     counts = _verdicts(history)
     words = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
     return f"{history.num_spent} of {history.num_asked} trials" + (f": {words}" if words else "")
 
 
-def stamp(at: float) -> str:
-    """A time in this machine's own zone."""
-    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(at))
+def stamp(time_s: float) -> str:
+    """A time (seconds since 1970) in this machine's zone."""
+    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(time_s))
 
 
-def _worker_words(one: WorkerRow) -> str:
-    work = "waits" if one.trial is None else f"trial {one.trial}"
-    return clean(f"{one.name} on {one.host}, {one.devices}: {work}, renewed {duration(one.renewed_s)} ago")
+def _worker_words(worker: WorkerRow) -> str:
+    work = "waits" if worker.trial is None else f"trial {worker.trial}"
+    renewed = duration(worker.renewed_s)
+    return clean(f"{worker.name} on {worker.host}, {worker.devices}: {work}, renewed {renewed} ago")
 
 
 def _verdicts(history: RunHistory) -> Counter[str]:
@@ -173,3 +156,44 @@ def _holder_words(holder: LeaseHolder | None) -> str:
         return ""
     state = {True: "alive", False: "ended", None: "not visible from here"}[holder.is_alive]
     return f": process {holder.pid} on {holder.host}, {state}, renewed {duration(holder.renewed_s)} ago"
+
+
+def regret_lines(regret: Regret) -> list[str]:
+    """The estimate in up to three lines, the first one the figure."""
+    if regret.num_untried == 0:
+        return ["regret    none: every plan of the space was tried"]
+    return [
+        f"regret    {_figure(regret)}",
+        f"          most likely {clean(regret.likely or '', limit=200)}: the best in "
+        f"{100 * regret.likely_chance:.0f} % of the draws",
+        f"          {_basis(regret)}",
+    ]
+
+
+def regret_words(regret: Regret) -> str:
+    """The estimate as one paragraph."""
+    if regret.num_untried == 0:
+        return "Every plan of the space was tried, so no other is left to be faster."
+    likely = clean(regret.likely or "", limit=200)
+    figure, basis = _figure(regret), _basis(regret)
+    return (
+        f"{figure[:1].upper()}{figure[1:]}. Most likely it would be {likely}, the best in "
+        f"{100 * regret.likely_chance:.0f} % of the draws. {basis[:1].upper()}{basis[1:]}."
+    )
+
+
+def _figure(regret: Regret) -> str:
+    gain = regret.gain
+    return (
+        f"an untried plan may be faster by about {100 * gain.median:.1f} % ({100 * gain.low:.1f} to "
+        f"{100 * gain.high:.1f} %), by more than {100 * NOTABLE:.0f} % with a chance of "
+        f"{100 * regret.notable:.0f} %"
+    )
+
+
+def _basis(regret: Regret) -> str:
+    how = {
+        "calibrated cost model": "predicted by the cost model as the trials calibrated it",
+        "measured trials": "judged by the plans that were measured and how alike they are",
+    }.get(regret.source, regret.source)
+    return f"{regret.num_untried} untried plans, {how} ({regret.num_measured} measured)"

@@ -47,7 +47,7 @@ svg .reference { stroke: var(--muted); stroke-width: 1.2; stroke-dasharray: 4 4;
 svg .rug { stroke: var(--muted); stroke-width: 1.2; }
 svg .stem { stroke: currentColor; stroke-width: 2; }
 svg .whisker circle { fill: currentColor; }
-svg .own, svg .own.bar { color: var(--muted); fill: var(--muted); }
+svg .baseline, svg .baseline.bar { color: var(--muted); fill: var(--muted); }
 svg .won, svg .won.bar { color: var(--good); fill: var(--good); }
 svg .other, svg .other.bar { color: var(--accent); fill: var(--accent); }
 svg .bar { fill: var(--accent); }

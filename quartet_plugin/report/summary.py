@@ -1,9 +1,10 @@
-"""What a schedule comes to, in a few lines of plain text."""
+"""The figures of a simulated schedule, in a few lines of plain text."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quartet_plugin.model.costs import FloatArray
+from quartet_plugin.report.formatting import BYTES
 from quartet_plugin.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -11,7 +12,6 @@ if TYPE_CHECKING:
 
 _MAX_DEVICES = 64
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-_BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 
 
 def seconds(value: float) -> str:
@@ -22,7 +22,7 @@ def seconds(value: float) -> str:
 
 def size(value: float) -> str:
     """A number of bytes with three digits and a fitting unit."""
-    scale, unit = next((pair for pair in _BYTES if value >= pair[0]), _BYTES[-1])
+    scale, unit = next((pair for pair in BYTES if value >= pair[0]), BYTES[-1])
     return f"{value / scale:.3g} {unit}" if scale > 1 else f"{value:.6g} B"
 
 
@@ -58,7 +58,7 @@ def schedule_summary(
 
 
 def describe(schedule: Schedule) -> str:
-    """Where it comes from and its sizes, in one line."""
+    """The schedule's origin and sizes, in one line."""
     origin = schedule.origin.get("name") or ("the family" if "family" in schedule.origin else "of no origin")
     copies = ", two copies of the model" if schedule.routes is not None else ""
     return (

@@ -40,7 +40,7 @@ def text(
 
 
 def title(words: str) -> str:
-    """What a pointer over the element is told."""
+    """The words that are shown while a pointer is over the element."""
     return element("title", escape(words))
 
 
@@ -102,13 +102,13 @@ class Scale:
     def ticks(self, count: int = 5) -> list[float]:
         """Round values inside the scale."""
         if self.is_log:
-            found = _log_ticks(self.low, self.high)
-            if len(found) >= 2:
-                return found
+            ticks = _log_ticks(self.low, self.high)
+            if len(ticks) >= 2:
+                return ticks
         step = _round_step((self.high - self.low) / max(count, 1))
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
-        return [round(at * step, 12) for at in range(first, last + 1)]
+        return [round(index * step, 12) for index in range(first, last + 1)]
 
 
 def _round_step(rough: float) -> float:
@@ -117,10 +117,10 @@ def _round_step(rough: float) -> float:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    found = []
-    for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
-        found += [factor * 10.0**power for factor in (1, 2, 5) if low <= factor * 10.0**power <= high]
-    return found
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1, 2, 5) if len(powers) <= 12 else (1,)
+    values = (factor * 10.0**power for power in powers for factor in factors)
+    return [value for value in values if low <= value <= high]
 
 
 def short(value: float) -> str:
@@ -132,9 +132,9 @@ def x_axis(scale: Scale, y: float, *, top: float, words: str, unit: str = "", co
     """Ticks below `y` with faint lines up to `top`, and what the axis shows."""
     parts = []
     for tick in scale.ticks(count):
-        at = scale(tick)
-        parts.append(element("line", x1=at, x2=at, y1=top, y2=y, cls="grid"))
-        parts.append(text(at, y + 16, f"{short(tick)}{unit}", cls="tick", anchor="middle"))
+        x = scale(tick)
+        parts.append(element("line", x1=x, x2=x, y1=top, y2=y, cls="grid"))
+        parts.append(text(x, y + 16, f"{short(tick)}{unit}", cls="tick", anchor="middle"))
     parts.append(text((scale.start + scale.end) / 2, y + 34, words, cls="axis", anchor="middle"))
     return "".join(parts)
 
@@ -143,9 +143,9 @@ def y_axis(scale: Scale, x: float, *, right: float, words: str, unit: str = "", 
     """Ticks left of `x` with faint lines to `right`, and what the axis shows."""
     parts = []
     for tick in scale.ticks(count):
-        at = scale(tick)
-        parts.append(element("line", x1=x, x2=right, y1=at, y2=at, cls="grid"))
-        parts.append(text(x - 8, at + 4, f"{short(tick)}{unit}", cls="tick", anchor="end"))
+        y = scale(tick)
+        parts.append(element("line", x1=x, x2=right, y1=y, y2=y, cls="grid"))
+        parts.append(text(x - 8, y + 4, f"{short(tick)}{unit}", cls="tick", anchor="end"))
     middle = (scale.start + scale.end) / 2
     parts.append(text(x - 50, middle, words, cls="axis", anchor="middle", rotate=-90))
     return "".join(parts)

@@ -1,12 +1,13 @@
-"""What a plan is, what it changes and what it gained, as lines of text."""
+"""A plan as lines of text: its parts, its changes against the baseline and their class, its speedup."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from quartet_plugin.model.measurement import Comparison, Interval, Measurement, Objective
+from quartet_plugin.model.measurement import Comparison, Measurement, Objective
 from quartet_plugin.model.plan import STOCK, Plan
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.report.formatting import spread
 
 # A: rounding of nothing but order; B: rounding of reductions; C: may change the objective; D: another model.
 ChangeClass = Literal["A", "B", "C", "D"]
@@ -23,7 +24,7 @@ OBJECTIVE_WORDS: dict[Objective, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Change:
     """One part of a plan that differs from the baseline's."""
 
@@ -34,35 +35,25 @@ class Change:
 
 
 def changes(plan: Plan) -> tuple[Change, ...]:
-    """What a plan changes against the user's own configuration, with the class of each change."""
+    """The parts of a plan that differ from the baseline's, with the class of each change."""
     baseline = plan.made_for.baseline
-    own, other = plan.layout, baseline.layout
+    layout, before = plan.layout, baseline.layout
     numbers = ("tensor_parallel", "data_parallel", "context_parallel", "expert_parallel", "micro_batch_size")
-    reduces = any(getattr(own, name) != getattr(other, name) for name in numbers)
-    reduces |= own.distributed_optimizer != other.distributed_optimizer
-    rebatches = own.batching != other.batching and plan.made_for.batching_features is not None
+    reduces = any(getattr(layout, name) != getattr(before, name) for name in numbers)
+    reduces |= layout.distributed_optimizer != before.distributed_optimizer
+    rebatches = layout.batching != before.batching and plan.made_for.batching_features is not None
     candidates = (
-        Change(
-            part="shape",
-            before=plan.made_for.shape.label,
-            after=plan.shape.label,
-            change_class="D",
-        ),
-        Change(
-            part="layout",
-            before=other.label,
-            after=own.label,
-            change_class="C" if rebatches else "B" if reduces else "A",
-        ),
-        Change(part="split", before=baseline.split.label, after=plan.split.label, change_class="A"),
-        Change(part="schedule", before=baseline.schedule.label, after=plan.schedule.label, change_class="A"),
-        Change(part="mapping", before=STOCK, after=plan.mapping.label, change_class="A"),
+        Change("shape", plan.made_for.shape.label, plan.shape.label, "D"),
+        Change("layout", before.label, layout.label, "C" if rebatches else "B" if reduces else "A"),
+        Change("split", baseline.split.label, plan.split.label, "A"),
+        Change("schedule", baseline.schedule.label, plan.schedule.label, "A"),
+        Change("mapping", STOCK, plan.mapping.label, "A"),
     )
     return tuple(change for change in candidates if change.before != change.after)
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """A plan for reading."""
+    """The whole plan: origin, model, shape, layout, split, schedule, mapping, changes and speedup."""
     made = plan.made_for
     nodes = ", ".join(f"{node.host} ({node.node_class})" for node in made.nodes[:8])
     more = f", and {len(made.nodes) - 8} more" if len(made.nodes) > 8 else ""
@@ -83,18 +74,13 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def change_lines(plan: Plan) -> list[str]:
-    """What the plan changes and how far that can be seen in the training."""
-    found = changes(plan)
-    if not found:
-        return ["changes   nothing"]
-    lines = []
-    for at, change in enumerate(found):
-        head = "changes   " if at == 0 else "          "
-        lines.append(
-            f"{head}{change.part} {change.before} -> {change.after} (class {change.change_class}: "
-            f"{CLASS_MEANING[change.change_class]})"
-        )
-    return lines
+    """A line for each change against the baseline, with the meaning of its class for the training."""
+    rows = [
+        f"{change.part} {change.before} -> {change.after} (class {change.change_class}: "
+        f"{CLASS_MEANING[change.change_class]})"
+        for change in changes(plan)
+    ] or ["nothing"]
+    return [f"{'' if row else 'changes':<10}{words}" for row, words in enumerate(rows)]
 
 
 def comparison_lines(comparison: Comparison, *, names: Sequence[str] = ("baseline", "plan")) -> list[str]:
@@ -102,7 +88,7 @@ def comparison_lines(comparison: Comparison, *, names: Sequence[str] = ("baselin
     return [
         _measurement_line(names[0], comparison.baseline),
         _measurement_line(names[1], comparison.plan),
-        f"speedup   {_spread(comparison.speedup, '{:.2f}x')} in {OBJECTIVE_WORDS[comparison.objective]}, "
+        f"speedup   {spread(comparison.speedup, '{:.2f}x')} in {OBJECTIVE_WORDS[comparison.objective]}, "
         f"measured in turns over {comparison.plan.num_launches} rounds "
         f"({100 * confidence(comparison.plan.num_launches):.0f} % interval)",
     ]
@@ -117,17 +103,13 @@ def confidence(num_rounds: int) -> float:
     return min(0.95, 1.0 - 2.0 ** (1 - num_rounds))
 
 
-def _measurement_line(name: str, found: Measurement) -> str:
+def _measurement_line(name: str, measured: Measurement) -> str:
     return (
-        f"{name:<10}{_spread(found.iteration_s, '{:.3f}')} s/iteration, "
-        f"{found.tokens_per_s:,.0f} tokens/s, "
-        f"{found.model_flops_per_s_per_device:.3g} model FLOP/s per device, "
-        f"peak {found.peak_memory_bytes / 2**20:,.0f} MiB"
+        f"{name:<10}{spread(measured.iteration_s, '{:.3f}')} s/iteration, "
+        f"{measured.tokens_per_s:,.0f} tokens/s, "
+        f"{measured.model_flops_per_s_per_device:.3g} model FLOP/s per device, "
+        f"peak {measured.peak_memory_bytes / 2**20:,.0f} MiB"
     )
-
-
-def _spread(interval: Interval, form: str) -> str:
-    return f"{form.format(interval.median)} ({form.format(interval.low)} to {form.format(interval.high)})"
 
 
 def _shape_words(shape: ModelShape) -> str:

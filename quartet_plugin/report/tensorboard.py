@@ -9,10 +9,9 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from quartet_plugin.model.files import write_bytes_atomic
-from quartet_plugin.model.launched import Launched, Stage
+from quartet_plugin.model.launch import LaunchRecord, Observer, Phase
 from quartet_plugin.model.plan import Plan
 
 FILE_NAME = "events.out.tfevents.0000000000.quartet"
@@ -21,27 +20,11 @@ _POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
 _MASK = 0xA282EAD8
 
 
-class Watcher(Protocol):
-    """Whoever else watches the run."""
-
-    def message(self, text: str) -> None:
-        """One line."""
-
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
-        """A launch begins."""
-
-    def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
-        """Where it is."""
-
-    def plan_finished(self, launch: Launched) -> None:
-        """It ended."""
-
-
 class Scalars:
-    """Passes everything on to another watcher, and writes what was measured into `folder`."""
+    """Passes every event on to another observer, and writes the measured values into `folder`."""
 
-    def __init__(self, watcher: Watcher, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
-        self._watcher = watcher
+    def __init__(self, observer: Observer, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._observer = observer
         self._file = folder / FILE_NAME
         self._clock = clock
         self._best: float | None = None
@@ -51,19 +34,19 @@ class Scalars:
 
     def message(self, text: str) -> None:
         """Pass it on."""
-        self._watcher.message(text)
+        self._observer.message(text)
 
-    def plan_started(self, label: str, plan: Plan | None, *, stage: Stage, time_left_s: float | None) -> None:
+    def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """Pass it on."""
-        self._watcher.plan_started(label, plan, stage=stage, time_left_s=time_left_s)
+        self._observer.plan_started(label, plan, phase=phase, time_left_s=time_left_s)
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """Pass it on."""
-        self._watcher.progressed(phase, iteration=iteration, num_iterations=num_iterations)
+        self._observer.progressed(phase, iteration=iteration, num_iterations=num_iterations)
 
-    def plan_finished(self, launch: Launched) -> None:
+    def plan_finished(self, launch: LaunchRecord) -> None:
         """Pass it on and write it down; launches of the final rounds are no trials of their own."""
-        self._watcher.plan_finished(launch)
+        self._observer.plan_finished(launch)
         if not launch.label.isdecimal():
             return
         values = {"trial/is_measured": 0.0 if launch.iteration_s is None else 1.0}
@@ -85,14 +68,14 @@ class Scalars:
                 file.write(content)
         except OSError as error:
             self._is_broken = True
-            self._watcher.message(f"{self._file}: cannot be written: {error.strerror}; the run goes on")
+            self._observer.message(f"{self._file}: cannot be written: {error.strerror}; the run goes on")
 
 
 def event(
-    at: float, *, step: int = 0, version: str | None = None, scalars: Mapping[str, float] | None = None
+    time_s: float, *, step: int = 0, version: str | None = None, scalars: Mapping[str, float] | None = None
 ) -> bytes:
     """An Event message: wall time (1), step (2), file version (3) or a summary (5) of named scalars."""
-    parts = [b"\x09", struct.pack("<d", at)]
+    parts = [b"\x09", struct.pack("<d", time_s)]
     if step:
         parts += [b"\x10", _varint(step)]
     if version is not None:
@@ -111,12 +94,12 @@ def record(content: bytes) -> bytes:
 
 def crc32c(content: bytes) -> int:
     """CRC-32C (Castagnoli), as RFC 3720 has it."""
-    found = 0xFFFFFFFF
+    remainder = 0xFFFFFFFF
     for byte in content:
-        found ^= byte
+        remainder ^= byte
         for _ in range(8):
-            found = (found >> 1) ^ (_POLYNOMIAL if found & 1 else 0)
-    return found ^ 0xFFFFFFFF
+            remainder = (remainder >> 1) ^ (_POLYNOMIAL if remainder & 1 else 0)
+    return remainder ^ 0xFFFFFFFF
 
 
 def _value(name: str, value: float) -> bytes:
@@ -124,8 +107,8 @@ def _value(name: str, value: float) -> bytes:
 
 
 def _checksum(content: bytes) -> bytes:
-    found = crc32c(content)
-    return struct.pack("<I", (((found >> 15) | (found << 17)) + _MASK) & 0xFFFFFFFF)
+    checksum = crc32c(content)
+    return struct.pack("<I", (((checksum >> 15) | (checksum << 17)) + _MASK) & 0xFFFFFFFF)
 
 
 def _sized(content: bytes) -> bytes:
@@ -133,9 +116,9 @@ def _sized(content: bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)

@@ -27,11 +27,11 @@ KIND_COLOURS: dict[ActionKind, Colour] = {
     ActionKind.W: (0.18, 0.58, 0.34),
     ActionKind.B: (0.72, 0.22, 0.32),
 }
-KIND_WORDS = {
-    ActionKind.F: "F forward",
-    ActionKind.I: "I input gradient",
-    ActionKind.W: "W weight gradient",
-    ActionKind.B: "B backward",
+KIND_NAMES = {
+    ActionKind.F: "forward",
+    ActionKind.I: "input gradient",
+    ActionKind.W: "weight gradient",
+    ActionKind.B: "backward",
 }
 WAITING_COLOUR: Colour = (0.90, 0.90, 0.91)
 
@@ -53,7 +53,7 @@ _SEAM_PIXELS = 5.0  # narrower bars would be mostly the white line between them
 _MAX_TICKS = 40
 _MAX_CHUNKS_SHOWN = 4
 _LIGHTEST = 0.58
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +116,14 @@ def shade(kind: ActionKind, chunk: int, *, num_chunks: int) -> Colour:
     return red + (1 - red) * mixed, green + (1 - green) * mixed, blue + (1 - blue) * mixed
 
 
+def is_dark(colour: Colour) -> bool:
+    """Whether white text is easier to read on the colour than black."""
+    red, green, blue = colour
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 0.58
+
+
 def _unit(makespan_s: float) -> tuple[float, str]:
-    for scale, name in _UNITS:
-        if makespan_s >= scale:
-            return scale, name
-    return _UNITS[-1]
+    return next((unit for unit in UNITS if makespan_s >= unit[0]), UNITS[-1])
 
 
 def _bars(schedule: Schedule, simulation: "Simulation", scale: float) -> _Bars:
@@ -129,7 +132,7 @@ def _bars(schedule: Schedule, simulation: "Simulation", scale: float) -> _Bars:
     routes = schedule.routes or (schedule.placement,)
     # The second copy of a two-copy schedule is shaded as further chunks of its devices.
     per_copy = schedule.num_stages // schedule.num_devices
-    chunks = np.stack([chunk_of_stage(route) + at * per_copy for at, route in enumerate(routes)])
+    chunks = np.stack([chunk_of_stage(route) + copy * per_copy for copy, route in enumerate(routes)])
     route = np.asarray(schedule.route_of_microbatch or [0] * schedule.num_microbatches, dtype=np.int64)
     return _Bars(
         device=np.repeat(np.arange(schedule.num_devices), [len(order) for order in schedule.orders]),
@@ -236,17 +239,16 @@ def _label_bars(axes: "Axes", bars: _Bars, page: _Page) -> None:
     if size < _FONT_POINTS[0] or len(fits) > _MAX_LABELS:
         return
     count = int(bars.chunk.max()) + 1
-    for at in fits.tolist():
-        red, green, blue = shade(ActionKind(int(bars.kind[at])), int(bars.chunk[at]), num_chunks=count)
-        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.58
+    for bar in fits.tolist():
+        colour = shade(ActionKind(int(bars.kind[bar])), int(bars.chunk[bar]), num_chunks=count)
         axes.text(
-            middle[at],
-            bars.device[at] + 0.03,
-            str(bars.microbatch[at]),
+            middle[bar],
+            bars.device[bar] + 0.03,
+            str(bars.microbatch[bar]),
             ha="center",
             va="center",
             fontsize=size,
-            color="white" if dark else "black",
+            color="white" if is_dark(colour) else "black",
             clip_on=True,
         )
 
@@ -284,7 +286,7 @@ def _head(axes: "Axes", bars: _Bars, title: str) -> None:
 
     count = int(bars.chunk.max()) + 1
     kinds = [kind for kind in ActionKind if (bars.kind == kind).any()]
-    handles = [Patch(facecolor=KIND_COLOURS[kind], label=KIND_WORDS[kind]) for kind in kinds]
+    handles = [Patch(facecolor=KIND_COLOURS[kind], label=f"{kind.name} {KIND_NAMES[kind]}") for kind in kinds]
     handles.append(Patch(facecolor=WAITING_COLOUR, label="waiting"))
     if count > 1:
         shown = range(count) if count <= _MAX_CHUNKS_SHOWN else (0, count - 1)

@@ -3,10 +3,10 @@
 from typing import Any
 
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
-from quartet_plugin.model.launched import FORBIDDEN
+from quartet_plugin.model.launch import FORBIDDEN
+from quartet_plugin.report.formatting import clean, rate, size
 from quartet_plugin.report.summary import aligned
 from quartet_plugin.report.tables import changes
-from quartet_plugin.report.words import clean, rate, size
 
 _HEAD = (
     ">trial", "class", "plan", "outcome", ">s/iter", ">predicted", ">tokens/s", ">vs own", ">FLOP/s/device",
@@ -22,7 +22,7 @@ def class_of(row: TrialRow) -> str:
 
 
 def outcome_of(row: TrialRow) -> str:
-    """What came of a trial, in a word."""
+    """A trial's outcome in a word or two."""
     if row.is_running:
         return "running"
     if row.outcome == FORBIDDEN:
@@ -46,7 +46,7 @@ def table_lines(history: RunHistory) -> list[str]:
 
 
 def records(history: RunHistory) -> dict[str, Any]:
-    """All of it as plain data; seconds, bytes and FLOP/s as they were measured."""
+    """Every trial as plain data, in seconds, bytes and FLOP/s as measured; see docs/formats.md."""
     return {
         "schema_version": 1,
         "run": history.name,
@@ -57,24 +57,26 @@ def records(history: RunHistory) -> dict[str, Any]:
 
 
 def _cells(row: TrialRow, history: RunHistory) -> list[str]:
-    ratio = history.versus_baseline(row)
-
-    def number(value: float | None, form: str) -> str:
-        return "" if value is None else form.format(value)
-
-    flops = row.model_flops_per_s_per_device
     return [
         str(row.number),
         class_of(row),
         clean(row.label, limit=90),
         outcome_of(row),
-        number(row.iteration_s, "{:.3f}"),
-        number(row.predicted_iteration_s, "{:.3f}"),
-        number(row.tokens_per_s, "{:,.0f}"),
-        number(ratio, "{:.2f}x"),
-        "" if flops is None else rate(flops),
-        size(row.peak_memory_bytes) if row.peak_memory_bytes else "",
+        *number_cells(row, history),
     ]
+
+
+def number_cells(row: TrialRow, history: RunHistory) -> list[str]:
+    """Seconds, predicted seconds, tokens/s, ratio to the baseline, FLOP/s a device and peak memory; or ""."""
+    numbers = (
+        (row.iteration_s, "{:.3f}".format),
+        (row.predicted_iteration_s, "{:.3f}".format),
+        (row.tokens_per_s, "{:,.0f}".format),
+        (history.versus_baseline(row), "{:.2f}x".format),
+        (row.model_flops_per_s_per_device, rate),
+        (row.peak_memory_bytes or None, size),
+    )
+    return ["" if value is None else words(value) for value, words in numbers]
 
 
 def _record(row: TrialRow, history: RunHistory) -> dict[str, Any]:

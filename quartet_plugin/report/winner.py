@@ -1,4 +1,4 @@
-"""What a plan's step would look like: its schedule and its stages' costs, simulated."""
+"""The predicted timeline of a plan's step: its schedule and its stages' costs, simulated."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -8,9 +8,7 @@ import numpy as np
 from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.gantt import MAX_ACTIONS
-from quartet_plugin.schedule.choice import costs_of, family_of, written_of
-from quartet_plugin.schedule.family import generate
-from quartet_plugin.schedule.named import named
+from quartet_plugin.schedule.choice import costs_of, generated, written_of
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.split.layers import flops_end_loads
 
@@ -21,10 +19,11 @@ _ACTIONS_A_MICROBATCH = 3
 
 
 def simulated_plan(plan: Plan, *, iteration_s: float | None) -> "tuple[Schedule, Simulation, str] | None":
-    """The plan's schedule, its simulation, and in words what the times are; None without a pipeline.
+    """The plan's schedule, its simulation, and the origin of its times in words; None without a pipeline.
 
-    A schedule of ours has the costs that its plan carries. For the framework's own, stages cost in proportion
-    to their FLOPs, and the measured `iteration_s` sets the scale. Of many microbatches the first are drawn.
+    A custom schedule has the costs that its plan carries. For a stock schedule, stages cost in proportion to
+    their FLOPs, and the measured `iteration_s` (seconds) sets the scale. Of many microbatches the first are
+    drawn.
     """
     from quartet_plugin.schedule.simulate import simulate
 
@@ -32,21 +31,19 @@ def simulated_plan(plan: Plan, *, iteration_s: float | None) -> "tuple[Schedule,
     count = min(plan.num_microbatches, max(1, MAX_ACTIONS // (_ACTIONS_A_MICROBATCH * num_stages)))
     if plan.layout.pipeline_parallel == 1:
         return None
-    if plan.schedule.custom is not None:
-        schedule = _own_schedule(plan, count)
+    custom = plan.schedule.custom
+    if custom is not None:
+        if custom.orders is not None:
+            schedule = written_of(custom, num_microbatches=plan.num_microbatches)
+        else:
+            schedule = generated(plan.schedule, layout=plan.layout, num_microbatches=count)
         if schedule is None:
             return None
-        simulation = simulate(schedule, costs_of(plan.schedule.custom))
+        simulation = simulate(schedule, costs_of(custom))
         return schedule, simulation, _shown(plan, schedule, "stage times are those the plan carries")
     devices = plan.layout.pipeline_parallel
     count = max(devices, count - count % devices) if plan.schedule.name == "interleaved" else count
-    schedule = named(
-        plan.schedule.name,
-        num_devices=devices,
-        num_microbatches=count,
-        chunks=plan.layout.virtual_stages if plan.layout.virtual_stages > 1 else None,
-        group=plan.schedule.group,
-    )
+    schedule = generated(plan.schedule, layout=plan.layout, num_microbatches=count)
     costs = flop_costs(plan)
     simulation = simulate(schedule, costs)
     words = "stage times are in proportion to FLOPs, transfers left out"
@@ -74,31 +71,6 @@ def flop_costs(plan: Plan) -> StageCosts:
         forward_transfer_s=np.zeros(num_stages),
         backward_transfer_s=np.zeros(num_stages),
         held_fraction=1.0,
-    )
-
-
-def _own_schedule(plan: Plan, count: int) -> Schedule | None:
-    choice = plan.schedule.custom
-    assert choice is not None
-    if choice.orders is not None:
-        return written_of(choice, num_microbatches=plan.num_microbatches)
-    if choice.named is not None:
-        return named(
-            choice.named,
-            num_devices=choice.num_devices,
-            num_microbatches=count,
-            chunks=len(choice.placement) // choice.num_devices,
-            group=choice.group,
-        )
-    family = family_of(choice)
-    if family is None:
-        return None
-    limits = choice.profile.memory_limit_bytes
-    return generate(
-        family,
-        costs_of(choice),
-        count,
-        memory_limit_bytes=None if limits is None else np.array(limits, dtype=np.float64),
     )
 
 

@@ -58,6 +58,10 @@ class Channels:
         atexit.register(_release, own)
         return cls(groups=own, ranks=tuple(ranks))
 
+    def address(self, transfer: Transfer) -> tuple[int, Any]:
+        """The global rank of the device at the other end, and the process group of the message."""
+        return self.ranks[transfer.peer], self.groups[transfer.message.group]
+
 
 def _release(groups: Sequence[Any]) -> None:
     """End gloo's threads before the interpreter takes their objects apart, which can abort the process."""
@@ -78,8 +82,7 @@ class PairTransport:
     def post(self, transfers: Sequence[tuple[Transfer, torch.Tensor | None]]) -> None:
         """Start every transfer."""
         for transfer, tensor in transfers:
-            peer = self._channels.ranks[transfer.peer]
-            group = self._channels.groups[transfer.message.group]
+            peer, group = self._channels.address(transfer)
             if transfer.side is Side.SEND:
                 # A view of one's own: the owner may free its tensor, which would free a shared storage.
                 held = self._checked(tensor, transfer)
@@ -147,8 +150,7 @@ class HostTransport(PairTransport):
     def post(self, transfers: Sequence[tuple[Transfer, torch.Tensor | None]]) -> None:
         """Copy what is sent to the host, then start the transfers."""
         for transfer, tensor in transfers:
-            peer = self._channels.ranks[transfer.peer]
-            group = self._channels.groups[transfer.message.group]
+            peer, group = self._channels.address(transfer)
             stage = self._stage(transfer)
             if transfer.side is Side.SEND:
                 # Blocks until the tensor is there: gloo reads the memory at once.

@@ -1,10 +1,10 @@
 """Axis 1: shapes of an equal budget around the user's own.
 
 Depth is traded against width at an equal number of parameters or of FLOPs a sequence. The ratio of FFN to
-hidden size and the ratio of query heads to groups are kept, and the head's size unless others are named; what
-is trained is another model (class D), which is why nobody gets it without asking.
+hidden size and the ratio of query heads to groups are kept, and the head's size unless others are named. The
+result is another model (class D), so it is tried only on request.
 
-How far depth may be traded is the band of hidden_size / num_layers. Kaplan et al. (2020, arXiv 2001.08361,
+The band of hidden_size / num_layers limits how far depth is traded. Kaplan et al. (2020, arXiv 2001.08361,
 section 3.1) found loss at a fixed number of parameters nearly flat in that ratio: 6 layers of 4288 come
 within 3 % of 48 layers of 1600, a factor of 21 in the ratio. Levine et al. (2020, arXiv 2006.12467) found a
 best depth that grows with the logarithm of the width. The default band, a factor of 4 to either side of the
@@ -30,12 +30,12 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetRule:
-    """What an equal shape is.
+    """The rule by which a shape counts as equal to the base.
 
     `tolerance` is the largest relative difference of the budget; `depth_width_band` the largest factor by
     which hidden_size / num_layers may differ from the user's; `max_shapes` includes the user's own.
     `head_sizes` are tried beside the user's own head size: more, smaller heads or fewer, larger ones.
-    `shapes` are the labels (`24x2048`) of those that are asked for, None: spread over the band.
+    `shapes` are the requested labels (`24x2048`), None: shapes spread over the band.
     """
 
     budget: Budget = "parameters"
@@ -70,32 +70,33 @@ def depth_width_ratio(shape: ModelShape) -> float:
 
 
 def equal_shapes(base: ModelShape, *, rule: BudgetRule) -> tuple[ModelShape, ...]:
-    """`base` first, then the other shapes `rule` allows, by how little their proportions differ.
+    """`base` first, then the other shapes that `rule` allows, in the order of their distance in proportions.
 
-    Where shapes are asked for, those alone, in their order; raises ConfigError for one that is not equal.
-
-    Deterministic. Of shapes with one width and head size only the layer count nearest to the budget is kept,
-    and of two shapes equally far the shallower one comes first. Where the granularity of layers and heads
-    leaves nothing inside the tolerance, `base` is alone.
+    Requested shapes replace these, in their order; raises ConfigError for one that is not equal. Of shapes
+    with one width and head size only the layer count nearest to the budget is kept, and of two shapes equally
+    far the shallower comes first. Where the granularity of layers and heads leaves nothing inside the
+    tolerance, `base` is alone.
     """
-    found: list[tuple[float, int, int, ModelShape]] = []
+    ranked: list[tuple[float, int, int, ModelShape]] = []
     limit = math.log(rule.depth_width_band) + 1e-9
-    for at, headed in enumerate((base, *_other_heads(base, rule=rule))):
+    for index, headed in enumerate((base, *_other_heads(base, rule=rule))):
         for hidden_size in _widths(headed, rule=rule):
             shape = _of_width(headed, hidden_size=hidden_size, target=base, rule=rule)
             if shape is None or shape == base:
                 continue
             distance = abs(math.log(depth_width_ratio(shape) / depth_width_ratio(base)))
             if distance <= limit:
-                found.append((distance, shape.num_layers, at, shape))
-    found.sort(key=lambda entry: entry[:3])
-    others = [entry[3] for entry in found]
+                ranked.append((distance, shape.num_layers, index, shape))
+    ranked.sort(key=lambda entry: entry[:3])
+    others = [entry[3] for entry in ranked]
     if rule.shapes is not None:
-        return _asked((base, *others), rule=rule, labels=rule.shapes)
+        return _labelled((base, *others), rule=rule, labels=rule.shapes)
     return (base, *_spread(others, num=rule.max_shapes - 1))
 
 
-def _asked(known: Sequence[ModelShape], *, rule: BudgetRule, labels: Sequence[str]) -> tuple[ModelShape, ...]:
+def _labelled(
+    known: Sequence[ModelShape], *, rule: BudgetRule, labels: Sequence[str]
+) -> tuple[ModelShape, ...]:
     for label in labels:
         if not any(shape.label == label for shape in known):
             listed = ", ".join(dict.fromkeys(shape.label for shape in known))
@@ -108,7 +109,7 @@ def _asked(known: Sequence[ModelShape], *, rule: BudgetRule, labels: Sequence[st
 
 def _other_heads(base: ModelShape, *, rule: BudgetRule) -> list[ModelShape]:
     """`base` with its heads cut to the rule's other sizes, all of them together as wide as before."""
-    found = []
+    shapes = []
     for size in rule.head_sizes:
         heads, rest = divmod(base.attention_size, size)
         if size == base.kv_channels or rest:
@@ -117,10 +118,10 @@ def _other_heads(base: ModelShape, *, rule: BudgetRule) -> list[ModelShape]:
         if base.num_query_groups == 1:
             groups = Fraction(1)
         if groups >= 1 and groups.denominator == 1 and heads % int(groups) == 0:
-            found.append(
+            shapes.append(
                 replace(base, num_attention_heads=heads, num_query_groups=int(groups), kv_channels=size)
             )
-    return found
+    return shapes
 
 
 def _spread(shapes: list[ModelShape], *, num: int) -> list[ModelShape]:
@@ -129,7 +130,7 @@ def _spread(shapes: list[ModelShape], *, num: int) -> list[ModelShape]:
         return shapes
     if num <= 1:
         return shapes[:num]
-    return [shapes[round(at * (len(shapes) - 1) / (num - 1))] for at in range(num)]
+    return [shapes[round(index * (len(shapes) - 1) / (num - 1))] for index in range(num)]
 
 
 def _widths(base: ModelShape, *, rule: BudgetRule) -> range:
@@ -165,16 +166,16 @@ def _of_width(
     scaled = _scaled(base, hidden_size=hidden_size)
     if scaled is None:
         return None
-    wanted = budget_of(target, budget=rule.budget)
-    one = budget_of(replace(scaled, num_layers=1), budget=rule.budget)
-    per_layer = budget_of(replace(scaled, num_layers=2), budget=rule.budget) - one
-    layers = (wanted - (one - per_layer)) / per_layer
+    budget = budget_of(target, budget=rule.budget)
+    one_layer = budget_of(replace(scaled, num_layers=1), budget=rule.budget)
+    per_layer = budget_of(replace(scaled, num_layers=2), budget=rule.budget) - one_layer
+    layers = (budget - (one_layer - per_layer)) / per_layer
     best: tuple[float, ModelShape] | None = None
     for num_layers in (math.floor(layers), math.ceil(layers)):
         if not 1 <= num_layers <= MAX_LAYERS:
             continue
         shape = replace(scaled, num_layers=num_layers)
-        error = abs(budget_of(shape, budget=rule.budget) - wanted) / wanted
+        error = abs(budget_of(shape, budget=rule.budget) - budget) / budget
         if error <= rule.tolerance and (best is None or error < best[0]):
             best = (error, shape)
     return None if best is None else best[1]
@@ -205,7 +206,7 @@ def _scaled(base: ModelShape, *, hidden_size: int) -> ModelShape | None:
 
 
 def _scaled_ffn(base: ModelShape, *, hidden_size: int) -> int:
-    """The FFN's size in the same ratio; a broken ratio (8/3) is rounded as coarsely as the base's own was."""
+    """The FFN's size in the same ratio; a fractional ratio (8/3) is rounded as coarsely as the base's."""
     exact = Fraction(base.ffn_hidden_size * hidden_size, base.hidden_size)
     if exact.denominator == 1:
         return int(exact)

@@ -8,8 +8,11 @@ import numpy as np
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import FloatArray, StageCosts
 from quartet_plugin.model.custom_schedule import PER_STAGE, CustomSchedule, StageProfile
-from quartet_plugin.schedule.family import Family
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import ScheduleChoice
+from quartet_plugin.schedule.family import Family, generate
 from quartet_plugin.schedule.files import order_texts, parse_order
+from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 
 
@@ -101,4 +104,36 @@ def written_of(choice: CustomSchedule, *, num_microbatches: int) -> Schedule | N
         num_microbatches=num_microbatches,
         placement=choice.placement,
         orders=orders,
+    )
+
+
+def generated(choice: ScheduleChoice, *, layout: Layout, num_microbatches: int) -> Schedule:
+    """The schedule that a plan names, or a point of the family, for any number of microbatches.
+
+    Raises PlanError for parameters that are no point of the family.
+    """
+    custom = choice.custom
+    if custom is None:
+        return named(
+            choice.name,
+            num_devices=layout.pipeline_parallel,
+            num_microbatches=num_microbatches,
+            chunks=layout.virtual_stages if layout.virtual_stages > 1 else None,
+            group=choice.group,
+        )
+    if custom.named is not None:
+        return named(
+            custom.named,
+            num_devices=custom.num_devices,
+            num_microbatches=num_microbatches,
+            chunks=len(custom.placement) // custom.num_devices,
+            group=custom.group,
+        )
+    family, limits = family_of(custom), custom.profile.memory_limit_bytes
+    assert family is not None, "a custom schedule is named, written or of the family"
+    return generate(
+        family,
+        costs_of(custom),
+        num_microbatches,
+        memory_limit_bytes=None if limits is None else np.array(limits, dtype=np.float64),
     )

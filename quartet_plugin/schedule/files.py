@@ -6,22 +6,14 @@ Every refusal is one ConfigError line that names the field, the value and the ru
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    Field,
-    JsonValue,
-    StringConstraints,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
 
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.model.costs import Costs, LayerCost
 from quartet_plugin.model.files import read_json, shown, write_json_atomic
-from quartet_plugin.model.sections import Section, validate
+from quartet_plugin.model.schema import Bounds, Length, dump, parse, record
 from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, MAX_STAGES, Action, ActionKind
 from quartet_plugin.schedule.schedule import CodeArray, Schedule
 from quartet_plugin.schedule.validate import check_placement
@@ -32,30 +24,24 @@ MAX_SECONDS = 1e9
 MAX_BYTES = 1e18
 
 
-def _known_version(version: int) -> int:
-    if version != SCHEMA_VERSION:
-        raise _fault(
-            f"schema_version: {shown(version)}: must be {SCHEMA_VERSION}, the version this release knows"
-        )
-    return version
-
-
-_Version = Annotated[int, AfterValidator(_known_version)]
-_Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
-_Bytes = Annotated[float, Field(ge=0, le=MAX_BYTES)]
-_Name = Annotated[str, StringConstraints(min_length=1, max_length=200)]
-_Count = Annotated[int, Field(ge=0, le=MAX_LAYERS)]
-_Device = Annotated[int, Field(ge=0, lt=MAX_STAGES)]
-_Devices = Annotated[int, Field(ge=1, le=MAX_STAGES)]
-_Microbatches = Annotated[int, Field(ge=1, le=MAX_MICROBATCHES)]
-_Route = Annotated[int, Field(ge=0, le=1)]
+_Seconds = Annotated[float, Bounds(ge=0, le=MAX_SECONDS)]
+_Bytes = Annotated[float, Bounds(ge=0, le=MAX_BYTES)]
+_Name = Annotated[str, Length(least=1, most=200)]
+_Count = Annotated[int, Bounds(ge=0, le=MAX_LAYERS)]
+_Device = Annotated[int, Bounds(ge=0, lt=MAX_STAGES)]
+_Devices = Annotated[int, Bounds(ge=1, le=MAX_STAGES)]
+_Microbatches = Annotated[int, Bounds(ge=1, le=MAX_MICROBATCHES)]
+_Route = Annotated[int, Bounds(ge=0, le=1)]
+# A field that a file does not have, told apart from one that is there and empty.
+_ABSENT: Any = ("absent",)
 
 _KIND_NAMES = "".join(kind.name for kind in ActionKind)
 _ORDER = re.compile(r"(?:(?:0|[1-9][0-9]{0,4})[FIWB](?:0|[1-9][0-9]{0,5}),)*+", re.ASCII)
 _TO_NUMBERS = str.maketrans({kind.name: f" {int(kind)} " for kind in ActionKind} | {",": " "})
 
 
-class _Layer(Section):
+@record
+class _Layer:
     name: _Name
     forward_s: _Seconds
     input_grad_s: _Seconds
@@ -63,88 +49,88 @@ class _Layer(Section):
     activation_bytes: _Bytes
 
 
-class _CostsFile(Section):
-    schema_version: _Version
+@record
+class _CostsFile:
+    schema_version: Literal[1]
     num_devices: _Devices
     num_microbatches: _Microbatches
-    layers: Annotated[list[_Layer], Field(min_length=1, max_length=MAX_LAYERS)]
-    device_slowdown: list[Annotated[float, Field(gt=0, le=1e6)]] = Field(default_factory=list)
-    transfer_s: list[list[_Seconds]] = Field(default_factory=list)
-    memory_limit_bytes: list[_Bytes] | None = None
-    weight_grad_held_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
-    backward_fused_s: list[_Seconds] | None = None
+    layers: Annotated[tuple[_Layer, ...], Length(least=1, most=MAX_LAYERS)]
+    device_slowdown: tuple[Annotated[float, Bounds(gt=0, le=1e6)], ...] = _ABSENT
+    transfer_s: tuple[tuple[_Seconds, ...], ...] = _ABSENT
+    memory_limit_bytes: tuple[_Bytes, ...] | None = None
+    weight_grad_held_fraction: Annotated[float, Bounds(ge=0, le=1)] = 1.0
+    backward_fused_s: tuple[_Seconds, ...] | None = None
 
-    @model_validator(mode="after")
-    def _sizes(self) -> Self:
-        devices, given = self.num_devices, self.model_fields_set
-        if "device_slowdown" in given:
+    def __post_init__(self) -> None:
+        devices = self.num_devices
+        if self.device_slowdown is not _ABSENT:
             _expect_length("device_slowdown", self.device_slowdown, devices, "one a device")
-        if "transfer_s" in given:
+        if self.transfer_s is not _ABSENT:
             _expect_length("transfer_s", self.transfer_s, devices, "one row a device")
-            for at, row in enumerate(self.transfer_s):
-                _expect_length(f"transfer_s[{at}]", row, devices, "one a device")
-                if row[at] != 0:
-                    raise _fault(f"transfer_s[{at}][{at}]: {row[at]}: the diagonal must be 0")
+            for device, row in enumerate(self.transfer_s):
+                _expect_length(f"transfer_s[{device}]", row, devices, "one a device")
+                if row[device] != 0:
+                    raise ConfigError(
+                        f"transfer_s[{device}][{device}]: {row[device]}: the diagonal must be 0"
+                    )
         if self.memory_limit_bytes is not None:
             _expect_length("memory_limit_bytes", self.memory_limit_bytes, devices, "one a device")
         if self.backward_fused_s is not None:
             _expect_length("backward_fused_s", self.backward_fused_s, len(self.layers), "one a layer")
-        return self
 
 
-class _Origin(Section):
+@record
+class _Origin:
     name: _Name | None = None
-    family: dict[str, JsonValue] | None = None
+    family: dict[str, Any] | None = None
 
-    @model_validator(mode="after")
-    def _one(self) -> Self:
+    def __post_init__(self) -> None:
         if (self.name is None) == (self.family is None):
-            raise _fault("origin: needs exactly one of name and family")
-        return self
+            raise ConfigError("origin: needs exactly one of name and family")
 
 
-class _Predicted(Section):
-    makespan_s: Annotated[float, Field(ge=0)]
-    period_s: Annotated[float, Field(ge=0)]
-    bubble_fraction: Annotated[float, Field(ge=-1e-6, le=1)]
-    peak_activation_bytes: list[Annotated[float, Field(ge=-1e-3)]]
+@record
+class _Predicted:
+    makespan_s: Annotated[float, Bounds(ge=0)]
+    period_s: Annotated[float, Bounds(ge=0)]
+    bubble_fraction: Annotated[float, Bounds(ge=-1e-6, le=1)]
+    peak_activation_bytes: tuple[Annotated[float, Bounds(ge=-1e-3)], ...]
 
 
-class _ScheduleFile(Section):
-    schema_version: _Version
+@record
+class _ScheduleFile:
+    schema_version: Literal[1]
     num_devices: _Devices
     num_microbatches: _Microbatches
-    placement: Annotated[list[_Device], Field(min_length=1, max_length=MAX_STAGES)]
-    layers_per_stage: Annotated[list[_Count], Field(min_length=1, max_length=MAX_STAGES)]
-    orders: Annotated[list[list[str]], Field(max_length=MAX_STAGES)]
+    placement: Annotated[tuple[_Device, ...], Length(least=1, most=MAX_STAGES)]
+    layers_per_stage: Annotated[tuple[_Count, ...], Length(least=1, most=MAX_STAGES)]
+    orders: Annotated[tuple[tuple[str, ...], ...], Length(most=MAX_STAGES)]
     origin: _Origin | None = None
     predicted: _Predicted | None = None
-    routes: list[Annotated[list[_Device], Field(max_length=MAX_STAGES)]] | None = None
-    route_of_microbatch: Annotated[list[_Route], Field(max_length=MAX_MICROBATCHES)] | None = None
+    routes: tuple[Annotated[tuple[_Device, ...], Length(most=MAX_STAGES)], ...] | None = None
+    route_of_microbatch: Annotated[tuple[_Route, ...], Length(most=MAX_MICROBATCHES)] | None = None
 
-    @model_validator(mode="after")
-    def _sizes(self) -> Self:
+    def __post_init__(self) -> None:
         stages = len(self.placement)
         _expect_length("layers_per_stage", self.layers_per_stage, stages, "one a stage, as in placement")
         _expect_length("orders", self.orders, self.num_devices, "one list a device")
         if self.placement[0] != 0:
-            raise _fault(f"placement[0]: {self.placement[0]}: stage 0 must be on device 0")
+            raise ConfigError(f"placement[0]: {self.placement[0]}: stage 0 must be on device 0")
         _expect_placement("placement", self.placement, self.num_devices)
         if self.predicted is not None:
             peaks = self.predicted.peak_activation_bytes
             _expect_length("predicted.peak_activation_bytes", peaks, self.num_devices, "one a device")
         self._check_routes(stages)
-        return self
 
     def _check_routes(self, stages: int) -> None:
         if self.routes is None and self.route_of_microbatch is None:
             return
         if self.routes is None or self.route_of_microbatch is None:
             missing = "routes" if self.routes is None else "route_of_microbatch"
-            raise _fault(f"{missing}: missing; routes and route_of_microbatch go together")
+            raise ConfigError(f"{missing}: missing; routes and route_of_microbatch go together")
         _expect_length("routes", self.routes, 2, "one placement for each copy of the model")
         if self.routes[0] != self.placement:
-            raise _fault(f"routes[0]: {shown(self.routes[0])}: must be the placement")
+            raise ConfigError(f"routes[0]: {shown(list(self.routes[0]))}: must be the placement")
         _expect_length("routes[1]", self.routes[1], stages, "one device a stage")
         _expect_placement("routes[1]", self.routes[1], self.num_devices)
         microbatches = self.num_microbatches
@@ -158,19 +144,21 @@ def read_costs(path: str | os.PathLike[str]) -> Costs:
 
 def costs_from_json(data: Any, *, where: str = "costs") -> Costs:
     """The cost table of a parsed `COSTS.json`, defaults filled in; raises ConfigError."""
-    file = validate(_CostsFile, data, where=where)
+    file = parse(_CostsFile, data, where=where)
     devices = file.num_devices
-    layers = tuple(LayerCost(**layer.model_dump()) for layer in file.layers)
+    layers = tuple(LayerCost(**dump(layer)) for layer in file.layers)
+    slowdown = [1.0] * devices if file.device_slowdown is _ABSENT else file.device_slowdown
+    transfer_s = np.zeros((devices, devices)) if file.transfer_s is _ABSENT else file.transfer_s
     limit, fused = file.memory_limit_bytes, file.backward_fused_s
     return Costs(
         num_devices=devices,
         num_microbatches=file.num_microbatches,
         layers=layers,
-        device_slowdown=np.array(file.device_slowdown or [1.0] * devices, dtype=np.float64),
-        transfer_s=np.array(file.transfer_s or np.zeros((devices, devices)), dtype=np.float64),
+        device_slowdown=np.array(slowdown, dtype=np.float64),
+        transfer_s=np.array(transfer_s, dtype=np.float64),
         memory_limit_bytes=None if limit is None else np.array(limit, dtype=np.float64),
         weight_grad_held_fraction=file.weight_grad_held_fraction,
-        backward_fused_s=None if fused is None else tuple(fused),
+        backward_fused_s=fused,
     )
 
 
@@ -207,7 +195,7 @@ def read_schedule(path: str | os.PathLike[str]) -> Schedule:
 
 def schedule_from_json(data: Any, *, where: str = "schedule") -> Schedule:
     """The schedule of a parsed `SCHEDULE.json`; raises ConfigError."""
-    file = validate(_ScheduleFile, data, where=where)
+    file = parse(_ScheduleFile, data, where=where)
     total = sum(map(len, file.orders))
     if total > MAX_ACTIONS:
         raise ConfigError(f"{where}: orders: {total} actions: at most {MAX_ACTIONS}")
@@ -217,18 +205,20 @@ def schedule_from_json(data: Any, *, where: str = "schedule") -> Schedule:
             for row in file.orders
         ]
     except _OrderError as error:
-        device = next(at for at, row in enumerate(file.orders) if row is error.row)
+        device = next(index for index, row in enumerate(file.orders) if row is error.row)
         raise ConfigError(f"{where}: orders[{device}]{error}") from error
     routes = file.routes
     return Schedule(
         num_devices=file.num_devices,
         num_microbatches=file.num_microbatches,
-        placement=tuple(file.placement),
-        layers_per_stage=tuple(file.layers_per_stage),
+        placement=file.placement,
+        layers_per_stage=file.layers_per_stage,
         orders=tuple(orders),
-        origin={} if file.origin is None else file.origin.model_dump(exclude_none=True),
-        routes=None if routes is None else (tuple(routes[0]), tuple(routes[1])),
-        route_of_microbatch=None if file.route_of_microbatch is None else tuple(file.route_of_microbatch),
+        origin={}
+        if file.origin is None
+        else {key: value for key, value in dump(file.origin).items() if value is not None},
+        routes=None if routes is None else (routes[0], routes[1]),
+        route_of_microbatch=file.route_of_microbatch,
     )
 
 
@@ -319,16 +309,11 @@ def _first_bad(texts: Sequence[str]) -> int:
 
 def _expect_length(name: str, values: Sequence[Any], length: int, rule: str) -> None:
     if len(values) != length:
-        raise _fault(f"{name}: {len(values)} entries: must be {length}, {rule}")
+        raise ConfigError(f"{name}: {len(values)} entries: must be {length}, {rule}")
 
 
 def _expect_placement(name: str, placement: Sequence[int], num_devices: int) -> None:
     try:
         check_placement(placement, num_devices=num_devices)
     except PlanError as error:
-        raise _fault(str(error).replace("placement", name, 1)) from error
-
-
-def _fault(message: str) -> PydanticCustomError:
-    # A type of its own: `validate` shows the message alone, as it names the field and the value itself.
-    return PydanticCustomError("rule", "{message}", {"message": message})
+        raise ConfigError(str(error).replace("placement", name, 1)) from error

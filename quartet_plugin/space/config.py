@@ -1,4 +1,4 @@
-"""The `search` section of q.yaml and JOB.yaml: what a user asks of every axis.
+"""The `search` section of q.yaml and JOB.yaml: the user's request for every axis.
 
 Three forms hold for every axis: `auto` is tuned, a literal is fixed, a list is searched.
 """
@@ -34,14 +34,14 @@ _SHAPE = re.compile(r"\d{1,6}x\d{1,7}")
 
 
 def _as_list(value: Any) -> Any:
-    """A literal is a list of one; `auto` is None: nothing is asked for."""
+    """A literal is a list of one; `auto` is None: no request."""
     if value == "auto":
         return None
     return value if isinstance(value, list) else [value]
 
 
 def distinct[T](values: tuple[T, ...] | None) -> tuple[T, ...] | None:
-    """The choices of a list, each once; raises ValueError for too many, none or one twice."""
+    """The choices of a list; raises ValueError for an empty list, too many choices, or one twice."""
     if values is None:
         return None
     if not 1 <= len(values) <= MAX_CHOICES:
@@ -87,9 +87,9 @@ Schedules = Annotated[
 
 
 class ScalingConfig(Section):
-    """Other models of an equal budget; without this section the user's shape is never changed.
+    """Other shapes of an equal budget; without this section the user's shape is never changed.
 
-    `shapes` names those to choose from, like `24x2048` (layers x hidden size).
+    `shapes` lists the labels to choose from, like `24x2048` (layers x hidden size).
     """
 
     budget: Literal["parameters", "flops"] = "parameters"
@@ -100,7 +100,7 @@ class ScalingConfig(Section):
 
 
 class _Axes(Section):
-    """The axes that a search chooses along and rules are about."""
+    """The axes of a search and of its rules."""
 
     tensor_parallel: Degrees = None
     pipeline_parallel: Degrees = None
@@ -114,7 +114,7 @@ class _Axes(Section):
 
 
 class Forbidden(_Axes):
-    """What no plan may be, all of it at once: a value or a list for each axis that matters."""
+    """A rule: a value or a list for some axes; no plan may match all of them."""
 
     shape: Shapes = None
 
@@ -131,7 +131,7 @@ class Forbidden(_Axes):
 
     @property
     def label(self) -> str:
-        """As it is written in q.yaml."""
+        """The rule as q.yaml has it."""
         words = (f"{name}: {_written(values)}" for name, values in self.axes.items())
         return f"{{{', '.join(words)}}}"
 
@@ -144,8 +144,8 @@ def _written(values: tuple[Any, ...]) -> str:
 class SearchConfig(_Axes):
     """The axes. None is `auto`. No plan matches one of the `forbid` rules.
 
-    `change_class` is how far a plan may change the training, docs/support.md: `A` the order of work alone,
-    `B` the rounding of reductions, `C` possibly the objective. Another model (D) takes a `scaling` section.
+    `change_class` limits how far a plan may change the training (docs/support.md): `A` the order of work
+    alone, `B` the rounding of reductions, `C` possibly the objective. Another model (D) needs `scaling`.
     """
 
     # DeepSpeed's, in elements, with ZeRO 1.

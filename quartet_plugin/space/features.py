@@ -1,11 +1,11 @@
-"""Which axes a feature of the user's job keeps at stock. See docs/support.md for the whole table."""
+"""The axes that a feature of the user's job locks at stock. See docs/support.md for the whole table."""
 
 from collections.abc import Iterable
 from enum import StrEnum
 
 
 class Axis(StrEnum):
-    """What a plan can vary; the first four are the paper's, the others the parallel layout's."""
+    """The axes that a plan can vary; the first four are the paper's, the others the parallel layout's."""
 
     SCALING = "scaling"
     SPLIT = "split"
@@ -23,7 +23,7 @@ _MAPPING = frozenset({Axis.MAPPING})
 _NONE: frozenset[Axis] = frozenset()
 
 # Features with which micro-batch and DP can change the objective (class C), since a loss is a mean over
-# microbatches, which then hold other tokens or samples. What they keep is tuned where that is asked for.
+# microbatches, which then hold other tokens or samples. The axes they lock are tuned with change class C.
 _BATCHING = frozenset({"moe", "packing", "masked_tokens", "cyclic_data", "external_data"})
 
 _LOCKS: dict[str, frozenset[Axis]] = {
@@ -39,7 +39,7 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     # Token counts differ between microbatches.
     "packing": _DATA,
     "masked_tokens": _DATA,
-    # Which samples a microbatch holds depends on DP and micro-batch, or is the script's own doing.
+    # The samples of a microbatch depend on DP and micro-batch, or on the script.
     "cyclic_data": _DATA,
     "external_data": _DATA,
     # The number of microbatches changes while training; no plan can be applied.
@@ -48,7 +48,7 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "fsdp": _STAGES,
     "weight_shards": _STAGES | _MAPPING,
     "cpu_offload": _STAGES,
-    # Ranks are taken for places, or in another order.
+    # Ranks are taken for slots, or in another order.
     "tp_comm_overlap": _MAPPING,
     "hierarchical_context_parallel": _MAPPING | {Axis.DEGREES},
     "distributed_optimizer_instances": _MAPPING | {Axis.DEGREES},
@@ -70,17 +70,16 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "fp4": _NONE,
 }
 
-# With these on the plugin's own runtime steps aside and the framework's schedule runs: a plan of ours would
-# measure something else than it says. Features that keep the whole axis are not repeated.
-_WITHOUT_OWN_RUNTIME = frozenset(
+# With these features the plugin's runtime steps aside and the stock schedule runs, so a custom schedule would
+# not run as planned. Features that lock the axis are not repeated.
+_WITHOUT_CUSTOM_RUNTIME = frozenset(
     {"hierarchical_context_parallel", "distributed_optimizer_instances", "inprocess_restart"}
 )
 
 
 def no_custom_schedules(features: Iterable[str]) -> str | None:
-    """The feature that keeps schedules of ours out of this job; None where they can be tried."""
-    found = sorted(_WITHOUT_OWN_RUNTIME & set(features))
-    return found[0] if found else None
+    """The feature that rules custom schedules out; None where they can be tried."""
+    return min(_WITHOUT_CUSTOM_RUNTIME & set(features), default=None)
 
 
 def batching_features(features: Iterable[str]) -> tuple[str, ...]:
@@ -89,14 +88,14 @@ def batching_features(features: Iterable[str]) -> tuple[str, ...]:
 
 
 def locked_axes(features: Iterable[str], *, change_class: str) -> dict[Axis, str]:
-    """The axes that stay at stock, each with what keeps it; an unknown feature keeps all.
+    """The axes that stay at stock, each with the feature that locks it; an unknown feature locks all.
 
-    `change_class` (A, B or C) is how far a plan may change the training.
+    `change_class` (A, B or C) limits how far a plan may change the training.
     """
     locked: dict[Axis, str] = {}
     for feature in features:
         for axis in Axis:
-            if axis in _kept_by(feature, change_class=change_class):
+            if axis in _locked_by(feature, change_class=change_class):
                 locked.setdefault(axis, feature)
     if change_class == "A":
         for axis in (Axis.DEGREES, Axis.MICRO_BATCH):
@@ -104,6 +103,6 @@ def locked_axes(features: Iterable[str], *, change_class: str) -> dict[Axis, str
     return locked
 
 
-def _kept_by(feature: str, *, change_class: str) -> frozenset[Axis]:
-    kept = _LOCKS.get(feature, _ALL)
-    return kept - _DATA if change_class == "C" and feature in _BATCHING else kept
+def _locked_by(feature: str, *, change_class: str) -> frozenset[Axis]:
+    axes = _LOCKS.get(feature, _ALL)
+    return axes - _DATA if change_class == "C" and feature in _BATCHING else axes

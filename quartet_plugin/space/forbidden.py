@@ -1,49 +1,62 @@
-"""What the user forbids: the rules of `search.forbid`, judged as soon as a plan is known far enough.
+"""The rules of `search.forbid`: judged for a plan as soon as its axes are known, and for a table of layouts.
 
-A rule about layouts, or about layouts and schedules, takes those out of the space, so that nothing is
-proposed that it meets. What any other rule meets is refused as a whole plan, before it is launched.
+A rule about layouts, or about layouts and schedules, takes those out of the space, so that none is proposed.
+What any other rule meets is refused as a complete plan, before it is launched.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_, or_
 from typing import Any
 
-from quartet_plugin.errors import PlanError
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.mapping.orders import order_named
+from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import STOCK, NodeInfo, Plan
 from quartet_plugin.model.training_job import TrainingJob
-from quartet_plugin.space.config import SEARCHED, Forbidden
+from quartet_plugin.space.config import SEARCHED, STOCK_NAMES, Forbidden
 from quartet_plugin.split.layers import even_split
 
 _LAYOUT = ("tensor_parallel", "pipeline_parallel", "data_parallel", "virtual_stages", "micro_batch_size")
 
-# Whether an axis has a value, for each axis that is known.
-type _Facts = Mapping[str, Callable[[Any], bool]]
+# Whether an axis has a value, for each axis that is known: one answer, or one a row of a table.
+type _Facts = Mapping[str, Callable[[Any], Any]]
+
+
+def _is_met(rule: Forbidden, facts: _Facts) -> Any:
+    """Whether every axis that the rule names is known and has one of the rule's values."""
+    if any(axis not in facts for axis in rule.axes):
+        return False
+    return reduce(and_, (reduce(or_, map(facts[axis], values)) for axis, values in rule.axes.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prohibitions:
-    """The rules over the plans of one job. Each method gives the first rule that is met, None for none."""
+    """The rules over the plans of one job. Each method returns the first rule that is met, None for none."""
 
     rules: Sequence[Forbidden]
     job: TrainingJob
     nodes: tuple[NodeInfo, ...]
 
     def of_layout(self, layout: Layout) -> Forbidden | None:
-        """Of the rules that name nothing but layouts."""
+        """The first rule that names nothing but axes of the layout."""
         return self._first(lambda: _layout_facts(layout))
 
     def of_schedule(self, layout: Layout, name: str) -> Forbidden | None:
-        """Of the rules about layouts and schedules alone; `name` is the schedule's in the space."""
+        """The first rule about layouts and schedules alone; `name` is the schedule's in the space."""
         return self._first(lambda: {**_layout_facts(layout), "schedule": self._is_schedule(name)})
 
     def of_plan(self, plan: Plan) -> Forbidden | None:
-        """Of all rules. The user's own configuration is measured whatever they say; ask for others."""
+        """The first of all rules. The baseline is measured whatever they say; ask about other plans."""
         return self._first(lambda: self._facts(plan))
 
     def _first(self, facts_of: Callable[[], _Facts]) -> Forbidden | None:
-        """Asked of every choice of a study, most of which has no rules: then nothing is made."""
+        """Called for every choice of a study; most studies have no rules, and then no facts are computed."""
         if not self.rules:
             return None
         facts = facts_of()
@@ -62,15 +75,15 @@ class Prohibitions:
         }
 
     def _is_schedule(self, name: str) -> Callable[[str], bool]:
-        own = self.job.schedule.name
-        return lambda word: name == (own if word == STOCK else word)
+        stock = self.job.schedule.name
+        return lambda word: name == (stock if word == STOCK else word)
 
     def _is_split(self, plan: Plan, word: str) -> bool:
-        counts = plan.split.transformer_layers_per_stage
+        split = plan.split.transformer_layers_per_stage
         if word == STOCK:
-            return self.job.split is not None and counts == self.job.split.transformer_layers_per_stage
+            return self.job.split is not None and split == self.job.split.transformer_layers_per_stage
         if word == "even":
-            return counts == even_split(plan.shape.num_layers, num_stages=len(counts))
+            return split == even_split(plan.shape.num_layers, num_stages=len(split))
         return plan.split.label == word
 
     def _is_mapped(self, plan: Plan, word: str) -> bool:
@@ -85,8 +98,30 @@ def _layout_facts(layout: Layout) -> dict[str, Callable[[Any], bool]]:
     return {name: getattr(layout, name).__eq__ for name in _LAYOUT}
 
 
-def _is_met(rule: Forbidden, facts: _Facts) -> bool:
-    """Whether all that the rule names is known and as it says."""
-    return all(
-        name in facts and any(facts[name](value) for value in values) for name, values in rule.axes.items()
-    )
+def check_table_rules(rules: Sequence[Forbidden]) -> None:
+    """Raises ConfigError for a rule over what a plan without a run does not choose."""
+    for rule in rules:
+        for axis, values in rule.axes.items():
+            if axis not in (*_LAYOUT, "schedule"):
+                raise ConfigError(
+                    f"search.forbid: {rule.label}: {axis}; a plan without a run is forbidden by "
+                    f"{', '.join(_LAYOUT)} and schedule; others are for `quartet tune`"
+                )
+            unknown = [value for value in values if axis == "schedule" and value not in STOCK_NAMES]
+            if unknown:
+                raise ConfigError(
+                    f"search.forbid: {rule.label}: {unknown[0]}; a plan without a run has "
+                    f"{', '.join(STOCK_NAMES[:-1])} or {STOCK_NAMES[-1]}"
+                )
+
+
+def forbidden_rows(
+    rules: Sequence[Forbidden], columns: Mapping[str, IntArray], *, num_rows: int
+) -> NDArray[np.bool_]:
+    """Whether each row of a table of layouts meets a rule [num_rows].
+
+    `columns` has the rows' values by axis, schedules as indices of `STOCK_NAMES`.
+    """
+    facts: dict[str, Callable[[Any], Any]] = {name: columns[name].__eq__ for name in _LAYOUT}
+    facts["schedule"] = lambda name: columns["schedule"] == STOCK_NAMES.index(name)
+    return reduce(or_, (_is_met(rule, facts) for rule in rules), np.zeros(num_rows, dtype=np.bool_))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import NodeInfo, ScheduleName
+from quartet_plugin.model.plan import NodeInfo, ScheduleChoice, ScheduleName
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.config import CUSTOM_NAMES, SearchConfig
@@ -17,15 +17,15 @@ from quartet_plugin.space.schedules import custom_schedules_of
 MAX_VIRTUAL_STAGES = 4
 MAX_MICRO_BATCH_FACTOR = 8
 MAX_GROUPS = 8
-# ZeRO's, in elements. DeepSpeed's own are 5e8.
+# ZeRO's bucket sizes to try, in elements; DeepSpeed's default is 5e8.
 BUCKET_SIZES = (5_000_000, 50_000_000, 500_000_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRules:
-    """What the job, the machine and the user's wishes allow.
+    """The job, the nodes and the search section that layouts must satisfy.
 
-    `no_custom_schedules` is why schedules of ours are left out, None where they are not.
+    `no_custom_schedules` is the feature that rules custom schedules out, None where they are allowed.
     """
 
     job: TrainingJob
@@ -36,26 +36,26 @@ class LayoutRules:
 
     @property
     def slots_per_node(self) -> int:
-        """What a TP group must divide: the greatest common divisor over the nodes."""
+        """The number that a TP group must divide: the greatest common divisor of the nodes' slots."""
         return math.gcd(*(node.num_slots for node in self.nodes))
 
     @property
     def prohibitions(self) -> Prohibitions:
-        """What the user forbids."""
+        """The rules of `search.forbid`."""
         return Prohibitions(rules=self.search.forbid, job=self.job, nodes=self.nodes)
 
     def can_change_objective(self, layout: Layout) -> bool:
-        """Whether the layout deals the samples out otherwise, in a job that notices: class C."""
+        """Whether the layout batches samples otherwise, in a job whose loss depends on it: class C."""
         return layout.batching != self.job.layout.batching and bool(batching_features(self.job.features))
 
 
 def legal_layouts(shape: ModelShape, *, rules: LayoutRules) -> tuple[Layout, ...]:
-    """Every layout for `shape`, in a fixed order; the user's own is among them unless it was ruled out.
+    """Every layout for `shape`, in a fixed order; the baseline's is among them unless it was ruled out.
 
-    Context and expert parallelism and recompute stay as the user has them. The optimizer's form does too,
-    except under DeepSpeed, where ZeRO 0 and 1 are both tried.
+    Context and expert parallelism and recompute stay as in the baseline. So does the sharding of the
+    optimizer, except under DeepSpeed, where ZeRO 0 and 1 are both tried.
     """
-    found = [
+    layouts = [
         layout
         for degrees in _degrees(rules)
         for virtual in _virtual_stages(degrees, shape=shape, rules=rules)
@@ -63,14 +63,14 @@ def legal_layouts(shape: ModelShape, *, rules: LayoutRules) -> tuple[Layout, ...
         for layout in _micro_batches(sharded, rules=rules)
         if _fits(layout, shape=shape, rules=rules)
     ]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(layouts))
 
 
 def legal_groups(layout: Layout, *, num_microbatches: int) -> tuple[int, ...]:
-    """Microbatches a chunk before the next one, that Megatron's interleaved schedule accepts.
+    """Group sizes (microbatches a chunk before the next one) that Megatron's interleaved schedule accepts.
 
-    From the pipeline's degree (stock) to all microbatches; what is left over must be none or fill the
-    pipeline. At most eight are offered: the degree's doublings and all.
+    At most eight are offered, from the pipeline's degree (stock) by doublings to all microbatches; leftover
+    microbatches must be none or fill the pipeline.
     """
     least = layout.pipeline_parallel
     doublings = [least * 2**power for power in range(MAX_GROUPS)]
@@ -90,65 +90,68 @@ def is_legal_group(group: int, layout: Layout, *, num_microbatches: int) -> bool
 
 def _degrees(rules: LayoutRules) -> list[Layout]:
     """TP x PP x DP that fill the processes; TP groups divide the nodes."""
-    own, search = rules.job.layout, rules.search
+    baseline, search = rules.job.layout, rules.search
     if Axis.DEGREES in rules.locked:
-        return [own]
-    processes = own.world_size // own.context_parallel
-    found = []
-    for tensor in _divisors(processes):
-        if tensor != own.tensor_parallel and (
+        return [baseline]
+    processes = baseline.world_size // baseline.context_parallel
+    layouts = []
+    for tensor in divisors(processes):
+        if tensor != baseline.tensor_parallel and (
             rules.slots_per_node % tensor or not capabilities(rules.job.framework).changes_tensor_parallel
         ):
             continue
-        for pipeline in _divisors(processes // tensor):
+        for pipeline in divisors(processes // tensor):
             data = processes // tensor // pipeline
-            wanted = (
-                _is_asked(search.tensor_parallel, tensor)
-                and _is_asked(search.pipeline_parallel, pipeline)
-                and _is_asked(search.data_parallel, data)
+            allowed = (
+                is_requested(search.tensor_parallel, tensor)
+                and is_requested(search.pipeline_parallel, pipeline)
+                and is_requested(search.data_parallel, data)
             )
-            if wanted and _holds_experts(own, tensor=tensor, data=data, rules=rules):
-                found.append(
+            if allowed and _holds_experts(baseline, tensor=tensor, data=data, rules=rules):
+                layouts.append(
                     replace(
-                        own,
+                        baseline,
                         tensor_parallel=tensor,
                         pipeline_parallel=pipeline,
                         data_parallel=data,
                         virtual_stages=1,
-                        # Stays where the user has it; without tensor parallelism there is nothing to split.
-                        sequence_parallel=own.sequence_parallel and tensor > 1,
+                        # Stays as in the baseline; without tensor parallelism there is nothing to split.
+                        sequence_parallel=baseline.sequence_parallel and tensor > 1,
                     )
                 )
-    return found
+    return layouts
 
 
-def _holds_experts(own: Layout, *, tensor: int, data: int, rules: LayoutRules) -> bool:
-    """Whether the user's expert-parallel groups fit: into the ranks of equal dense weights, TP as it is."""
+def _holds_experts(baseline: Layout, *, tensor: int, data: int, rules: LayoutRules) -> bool:
+    """Whether the expert-parallel groups fit into the ranks of equal dense weights, at the baseline's TP."""
     if "moe" not in rules.job.features:
         return True
-    return tensor == own.tensor_parallel and own.context_parallel * data % own.expert_parallel == 0
+    return (
+        tensor == baseline.tensor_parallel
+        and baseline.context_parallel * data % baseline.expert_parallel == 0
+    )
 
 
 def _virtual_stages(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> list[Layout]:
-    own, asked = rules.job.layout, rules.search.virtual_stages
+    baseline, requested = rules.job.layout, rules.search.virtual_stages
     if Axis.SCHEDULE in rules.locked:
-        same_degree = layout.pipeline_parallel == own.pipeline_parallel
-        return [replace(layout, virtual_stages=own.virtual_stages if same_degree else 1)]
+        same_degree = layout.pipeline_parallel == baseline.pipeline_parallel
+        return [replace(layout, virtual_stages=baseline.virtual_stages if same_degree else 1)]
     if layout.pipeline_parallel == 1:
-        return [layout] if _is_asked(asked, 1) else []
-    choices = asked or tuple(sorted({1, 2, MAX_VIRTUAL_STAGES, own.virtual_stages}))
+        return [layout] if is_requested(requested, 1) else []
+    choices = requested or tuple(sorted({1, 2, MAX_VIRTUAL_STAGES, baseline.virtual_stages}))
     return [
         replace(layout, virtual_stages=choice)
         for choice in choices
         if choice * layout.pipeline_parallel <= shape.num_layers + 2
-        and (asked or choice * layout.pipeline_parallel <= shape.num_layers)
+        and (requested or choice * layout.pipeline_parallel <= shape.num_layers)
     ]
 
 
 def _optimizers(layout: Layout, *, rules: LayoutRules) -> list[Layout]:
-    """The optimizer whole or sharded, the user's own first: ZeRO 0 and 1.
+    """The optimizer replicated or sharded, as in the baseline first: ZeRO 0 and 1.
 
-    In fp32 with clipping DeepSpeed clips otherwise with ZeRO 0 on several stages, so the user's own stays.
+    In fp32 with clipping DeepSpeed clips otherwise with ZeRO 0 on several stages, so the baseline's stays.
     """
     job = rules.job
     can_change = capabilities(job.framework).changes_zero_stage
@@ -161,33 +164,33 @@ def _optimizers(layout: Layout, *, rules: LayoutRules) -> list[Layout]:
 def bucket_sizes(
     layout: Layout, *, shape: ModelShape, rules: LayoutRules
 ) -> dict[str, tuple[int | None, ...]]:
-    """The sizes to choose from for each of ZeRO's buckets, by its name; None is the ds_config's own.
+    """The sizes to choose from for each of ZeRO's buckets, by name; None keeps the size of the ds_config.
 
-    Unasked, only sizes that do not hold a device's whole share of the model: all larger ones do the same.
+    By default only sizes below a device's share of the model are offered: all larger ones do the same.
     """
     is_kept = rules.search.change_class == "A" or set(rules.locked) == set(Axis)
     has_buckets = layout.distributed_optimizer and layout.data_parallel > 1
     if not capabilities(rules.job.framework).has_zero_buckets or is_kept or not has_buckets:
         return {}
     share = shape.num_parameters // layout.pipeline_parallel
-    unasked: tuple[int | None, ...] = (None, *(size for size in BUCKET_SIZES if size < share))
+    default: tuple[int | None, ...] = (None, *(size for size in BUCKET_SIZES if size < share))
     return {
-        "reduce_bucket_size": rules.search.reduce_bucket_size or unasked,
-        "allgather_bucket_size": rules.search.allgather_bucket_size or unasked,
+        "reduce_bucket_size": rules.search.reduce_bucket_size or default,
+        "allgather_bucket_size": rules.search.allgather_bucket_size or default,
     }
 
 
 def _micro_batches(layout: Layout, *, rules: LayoutRules) -> list[Layout]:
-    own, batch = rules.job.layout, rules.job.global_batch_size
-    asked = rules.search.micro_batch_size
+    baseline, batch = rules.job.layout, rules.job.global_batch_size
+    requested = rules.search.micro_batch_size
     if Axis.MICRO_BATCH in rules.locked:
-        choices: Sequence[int] = (own.micro_batch_size,)
-    elif asked:
-        choices = asked
+        choices: Sequence[int] = (baseline.micro_batch_size,)
+    elif requested:
+        choices = requested
     else:
-        most = own.micro_batch_size * MAX_MICRO_BATCH_FACTOR
+        most = baseline.micro_batch_size * MAX_MICRO_BATCH_FACTOR
         powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
-        choices = sorted({*powers, own.micro_batch_size})
+        choices = sorted({*powers, baseline.micro_batch_size})
     return [
         replace(layout, micro_batch_size=choice)
         for choice in choices
@@ -196,7 +199,7 @@ def _micro_batches(layout: Layout, *, rules: LayoutRules) -> list[Layout]:
 
 
 def _fits(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> bool:
-    """Megatron's own divisibility rules, and the group where the schedule is interleaved."""
+    """Whether Megatron's divisibility rules hold, no rule forbids the layout and a schedule runs it."""
     tensor = layout.tensor_parallel
     divided = (
         shape.num_attention_heads,
@@ -213,24 +216,24 @@ def _fits(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> bool:
 def schedules_of(layout: Layout, *, rules: LayoutRules) -> tuple[str, ...]:
     """The names of the schedules to choose from for a layout, stock's first; none where it cannot be run.
 
-    The parity gate compares with the command as it is, so what may change the objective has none of ours.
+    The parity gate compares with the baseline, so a layout that may change the objective has no custom ones.
     """
     stock = stock_schedule(layout)
     is_kept = Axis.SCHEDULE in rules.locked
     names: list[str] = []
-    if (is_kept or _is_stock_asked(stock, rules)) and (
-        layout.virtual_stages == 1 or asked_groups(layout, rules=rules)
+    if (is_kept or _is_stock_requested(stock, rules)) and (
+        layout.virtual_stages == 1 or requested_groups(layout, rules=rules)
     ):
         names.append(stock)
-    # Whoever asks for a group asks for the interleaved schedule.
+    # A requested group requests the interleaved schedule.
     is_grouped = layout.virtual_stages > 1 and rules.search.group and not rules.search.schedule
-    is_ours = not is_kept and not is_grouped and rules.no_custom_schedules is None
-    if is_ours and not rules.can_change_objective(layout):
+    is_custom = not is_kept and not is_grouped and rules.no_custom_schedules is None
+    if is_custom and not rules.can_change_objective(layout):
         features = rules.job.features
         names += custom_schedules_of(
             layout,
             num_microbatches=layout.num_microbatches(rules.job.global_batch_size),
-            asked=rules.search.schedule,
+            requested=rules.search.schedule,
             splits_backward=layout.recompute != "full" and "moe" not in features,
         )
     prohibitions = rules.prohibitions
@@ -238,14 +241,22 @@ def schedules_of(layout: Layout, *, rules: LayoutRules) -> tuple[str, ...]:
 
 
 def stock_schedule(layout: Layout) -> ScheduleName:
-    """The framework's own schedule for a layout."""
+    """The stock schedule of a layout."""
     if layout.pipeline_parallel == 1:
         return "no-pipelining"
     return "1f1b" if layout.virtual_stages == 1 else "interleaved"
 
 
-def asked_groups(layout: Layout, *, rules: LayoutRules) -> tuple[int, ...]:
-    """The groups to choose from for an interleaved layout; none where the layout cannot be run as asked."""
+def stock_choice(layout: Layout, *, group: int | None = None) -> ScheduleChoice:
+    """The stock schedule of a layout as plans hold it; without `group` an interleaved one has PP's."""
+    name = stock_schedule(layout)
+    return ScheduleChoice(
+        name=name, group=(group or layout.pipeline_parallel) if name == "interleaved" else None
+    )
+
+
+def requested_groups(layout: Layout, *, rules: LayoutRules) -> tuple[int, ...]:
+    """The groups to choose from for an interleaved layout; none where it cannot run as requested."""
     num_microbatches = layout.num_microbatches(rules.job.global_batch_size)
     if rules.search.group:
         return tuple(
@@ -253,22 +264,24 @@ def asked_groups(layout: Layout, *, rules: LayoutRules) -> tuple[int, ...]:
             for group in rules.search.group
             if is_legal_group(group, layout, num_microbatches=num_microbatches)
         )
-    found = legal_groups(layout, num_microbatches=num_microbatches)
-    return found[:1] if Axis.SCHEDULE in rules.locked else found
+    groups = legal_groups(layout, num_microbatches=num_microbatches)
+    return groups[:1] if Axis.SCHEDULE in rules.locked else groups
 
 
-def _is_stock_asked(name: str, rules: LayoutRules) -> bool:
-    """Where ours cannot be had and nothing else was asked for, the framework's own are what is left."""
-    asked = rules.search.schedule
-    if not asked or name in asked or ("stock" in asked and name == rules.job.schedule.name):
+def _is_stock_requested(name: str, rules: LayoutRules) -> bool:
+    """Whether the stock schedule is requested, or left where the requested custom ones are ruled out."""
+    requested = rules.search.schedule
+    if not requested or name in requested or ("stock" in requested and name == rules.job.schedule.name):
         return True
-    return rules.no_custom_schedules is not None and set(asked) <= set(CUSTOM_NAMES)
+    return rules.no_custom_schedules is not None and set(requested) <= set(CUSTOM_NAMES)
 
 
-def _is_asked(asked: Sequence[int] | None, value: int) -> bool:
-    return not asked or value in asked
+def is_requested[T](requested: Sequence[T] | None, value: T) -> bool:
+    """Whether the search allows `value`; None is `auto`."""
+    return not requested or value in requested
 
 
-def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})

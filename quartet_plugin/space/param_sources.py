@@ -1,4 +1,4 @@
-"""Who makes the choices of a plan: recorded parameters, chance, or a plan that is to be found again."""
+"""Sources of the parameters of a plan: recorded ones, chance, or a plan that is encoded."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -21,17 +21,17 @@ SPLIT_HEAD = "split.head"
 
 
 class ParamSource(Protocol):
-    """Makes the choices of one plan: a sampler, a recorded point, or chance."""
+    """The source of one plan's parameters: a sampler, a recorded point, or chance."""
 
     def category(self, name: str, choices: Sequence[str]) -> str:
-        """One of `choices`, at least two."""
+        """One of `choices`, of which there are at least two."""
 
     def unit_float(self, name: str) -> float:
         """A number from -1 to 1."""
 
 
 class FixedParams:
-    """Repeats recorded parameters. A KeyError is a parameter that was not recorded."""
+    """Recorded parameters. KeyError is raised for a parameter that was not recorded."""
 
     def __init__(self, params: Params) -> None:
         self._params = params
@@ -49,28 +49,28 @@ class FixedParams:
 
 
 class RandomParams:
-    """Chooses by chance, and records."""
+    """Random parameters, which are recorded."""
 
     def __init__(self, generator: random.Random) -> None:
         self._generator = generator
         self.params: dict[str, str | int | float] = {}
 
     def category(self, name: str, choices: Sequence[str]) -> str:
-        """Any choice, each as likely."""
+        """A choice, each equally likely."""
         self.params[name] = choice = self._generator.choice(list(choices))
         return choice
 
     def unit_float(self, name: str) -> float:
         """Any number from -1 to 1."""
-        self.params[name] = weight = self._generator.uniform(-1.0, 1.0)
-        return weight
+        self.params[name] = number = self._generator.uniform(-1.0, 1.0)
+        return number
 
 
 class ParamEncoder:
-    """Chooses what leads to a given plan, and records it.
+    """The parameters that lead to `plan`, recorded as they are requested.
 
-    `orders_of` names the rank orders to choose from, `schedule` is the schedule's name in the space, `ends`
-    what the ends weigh where that is known.
+    `orders_of` returns the rank orders to choose from, `schedule` is the schedule's name in the space, `ends`
+    the end loads where they are known.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class ParamEncoder:
         self.params: dict[str, str | int | float] = {}
 
     def category(self, name: str, choices: Sequence[str]) -> str:
-        """The plan's own choice. A KeyError is one that the space does not have."""
-        wanted = self._wanted(name)
-        if wanted not in choices:
+        """The plan's choice. KeyError is raised for one that the space does not have."""
+        choice = self._choice(name)
+        if choice not in choices:
             raise KeyError(name)
-        self.params[name] = wanted
-        return wanted
+        self.params[name] = choice
+        return choice
 
     def unit_float(self, name: str) -> float:
-        """The end load that the plan's split implies, over all layers. A KeyError is a split without one."""
+        """The end load that the split implies, over all layers. KeyError is raised where it implies none."""
         plan = self._plan
         if self._ends is None and plan.schedule.custom is None:
             self._ends = end_loads_for_split(
@@ -108,33 +108,34 @@ class ParamEncoder:
         self.params[name] = value
         return value
 
-    def _wanted(self, name: str) -> str:
+    def _choice(self, name: str) -> str:
         plan = self._plan
         kind = name.partition("[")[0].partition(".")[0]
-        if kind == "shape":
-            return plan.shape.label
-        if kind == "layout":
-            return degree_label(plan.layout)
-        if kind == "micro_batch_size":
-            return str(plan.layout.micro_batch_size)
-        if kind == "optimizer":
-            return optimizer_label(plan.layout)
-        if kind in ("reduce_bucket_size", "allgather_bucket_size"):
-            return bucket_label(getattr(plan.layout, kind))
-        if kind == "split":
-            return plan.split.label
-        if kind == "schedule":
-            return self._schedule
-        if kind == "group":
-            return str(plan.schedule.group)
-        found = self._orders_of(plan.layout)
-        return next((order.name for order in found if order.mapping == plan.mapping), "")
+        match kind:
+            case "shape":
+                return plan.shape.label
+            case "layout":
+                return degree_label(plan.layout)
+            case "optimizer":
+                return optimizer_label(plan.layout)
+            case "reduce_bucket_size" | "allgather_bucket_size":
+                return bucket_label(getattr(plan.layout, kind))
+            case "micro_batch_size":
+                return str(plan.layout.micro_batch_size)
+            case "split":
+                return plan.split.label
+            case "schedule":
+                return self._schedule
+            case "group":
+                return str(plan.schedule.group)
+        orders = self._orders_of(plan.layout)
+        return next((order.name for order in orders if order.mapping == plan.mapping), "")
 
 
 def param_encoders(plan: Plan, *, orders_of: OrdersOf) -> Iterator[ParamEncoder]:
-    """Recorders of `plan`, likely ones first.
+    """Encoders of `plan`, likely ones first.
 
-    A schedule of ours may have been found by searching, whatever its name; the ends are guessed.
+    A custom schedule may come from a search, whatever its name; its end loads are guessed.
     """
     custom = plan.schedule.custom
     if custom is None:
@@ -153,10 +154,10 @@ def degree_label(layout: Layout) -> str:
 
 
 def optimizer_label(layout: Layout) -> str:
-    """Whether the optimizer's state is sharded over the data-parallel processes."""
+    """`sharded` where the optimizer's state is sharded over the data-parallel processes, else `whole`."""
     return "sharded" if layout.distributed_optimizer else "whole"
 
 
 def bucket_label(size: int | None) -> str:
-    """A bucket's size; the ds_config's own where the plan has none."""
+    """A bucket's size; `own` where the plan keeps the size of the ds_config."""
     return "own" if size is None else str(size)

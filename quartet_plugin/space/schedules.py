@@ -1,8 +1,7 @@
-"""Axis 3: the schedules of our own that a layout can have, and the split and order of each.
+"""Axis 3: the custom schedules that a layout can have, and the split and order of each.
 
-Order and split are chosen together, by simulation, for stages whose ends weigh what the sampler says: the
-sampled numbers are the trade-off, what is made of them is optimal for it. Costs are relative: a transformer
-layer's forward is 1. The same arguments always give the same plan.
+The sampler chooses the end loads; for these, order and split are optimized together by simulation. Costs are
+relative: a transformer layer's forward is 1. The same arguments always give the same plan.
 """
 
 from dataclasses import dataclass, replace
@@ -38,9 +37,9 @@ _MAX_CLIMB = 150
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomOrder:
-    """A schedule of ours with its split (transformer layers a stage).
+    """A custom schedule with its split in layers.
 
-    `makespan` is in forwards of one layer, when the ends weigh what their FLOPs say.
+    `makespan` is in forwards of one layer, under the end loads by FLOPs.
     """
 
     split: tuple[int, ...]
@@ -49,22 +48,24 @@ class CustomOrder:
 
 
 def custom_schedules_of(
-    layout: Layout, *, num_microbatches: int, asked: tuple[str, ...] | None, splits_backward: bool
+    layout: Layout, *, num_microbatches: int, requested: tuple[str, ...] | None, splits_backward: bool
 ) -> tuple[str, ...]:
-    """The schedules of ours for a layout, in a fixed order; none without a pipeline.
+    """The names of the custom schedules for a layout, in a fixed order; none without a pipeline.
 
-    Unasked, only those that gain from a split backward, and ZB-H2, which holds nearly two pipelines of
-    microbatches, only where the job does not save memory by recomputing.
+    By default only where backwards can be split, and ZB-H2, which holds nearly two pipelines of microbatches,
+    only where the job does not save memory by recomputing.
     """
     if layout.pipeline_parallel == 1:
         return ()
-    if asked is None and not splits_backward:
+    if requested is None and not splits_backward:
         return ()
-    names = DEFAULT_NAMES if asked is None else [name for name in CUSTOM_NAMES if name in asked]
-    found = [name for name in names if _is_legal(name, layout, num_microbatches=num_microbatches)]
-    if asked is None and layout.recompute != "none":
-        found = [name for name in found if name != "zb-h2"]
-    return tuple(found)
+    names = DEFAULT_NAMES if requested is None else [name for name in CUSTOM_NAMES if name in requested]
+    skipped = "zb-h2" if requested is None and layout.recompute != "none" else None
+    return tuple(
+        name
+        for name in names
+        if name != skipped and _is_legal(name, layout, num_microbatches=num_microbatches)
+    )
 
 
 def _is_legal(name: str, layout: Layout, *, num_microbatches: int) -> bool:
@@ -90,9 +91,9 @@ def custom_order(
     ends: EndLoads | None,
     split: tuple[int, ...] | None,
 ) -> CustomOrder:
-    """The best split and order of a schedule of ours; `split` (transformer layers a stage) where it is fixed.
+    """The best split and order of a custom schedule; `split` is given where it is fixed.
 
-    `ends` are what the sampler says, None for what FLOPs say.
+    `ends` are the sampler's end loads, None for those by FLOPs.
     """
     by_flops = flops_end_loads(shape).rounded()
     placement = placement_of(name, num_devices=num_devices, chunks=chunks)
@@ -112,16 +113,16 @@ def custom_order(
     problem = _problem(costs, is_free=False)
     limited = limit if schedule.origin.get("name") is None else None
     custom = choice_of(schedule, problem.stage_costs(placement, counts), memory_limit_bytes=limited)
-    true = _problem(table(ends=by_flops), is_free=False)
+    flops_problem = _problem(table(ends=by_flops), is_free=False)
     return CustomOrder(
         split=layers_of(counts),
         custom=custom,
-        makespan=unscored(schedule, counts).climbed(true, steps=0, seed=0).score,
+        makespan=unscored(schedule, counts).climbed(flops_problem, steps=0, seed=0).score,
     )
 
 
 def placement_of(name: str, *, num_devices: int, chunks: int) -> Placement:
-    """Where the stages lie: as the schedule has them; a searched one goes to and fro."""
+    """The placement of a named schedule's stages; a searched one's is a snake."""
     if name != SEARCHED:
         return places.build(lookup(name).placement, num_devices=num_devices, num_chunks=chunks)
     return places.snake(num_devices, chunks)
@@ -132,7 +133,7 @@ def cost_table(
 ) -> Costs:
     """Relative costs of a microbatch: attention's core has no weights, the embedding's gradients are in I.
 
-    An end below 0 is a faster device: one that would take so many layers more.
+    An end load below 0 makes the end's device faster by as many layers.
     """
     core = core_share(shape)
     embedding, head = max(0.0, ends.embedding), max(0.0, ends.head)
@@ -174,7 +175,7 @@ def core_share(shape: ModelShape) -> float:
 
 
 def memory_limit(costs: Costs, placement: Placement) -> FloatArray:
-    """What 1F1B may hold: as many microbatches as devices, of the fullest device of the balanced split."""
+    """The activations that 1F1B holds: a microbatch a device, on the fullest device of the balanced split."""
     held = np.zeros(costs.num_devices)
     for device, count in zip(placement, layers_of(balanced_entries(costs, placement)), strict=True):
         held[device] += count
@@ -196,16 +197,16 @@ def _named(name: str, costs: Costs, placement: Placement, *, entries: Entries | 
         return replace(schedule, layers_per_stage=entries)
     problem = _problem(costs, is_free=True)
     steps = min(_MAX_CLIMB, _CLIMB_WORK // _num_actions(placement, costs.num_microbatches))
-    found: list[NamedStart] = [
+    starts: list[NamedStart] = [
         unscored(schedule, start).climbed(problem, steps=steps, seed=0)
         for start in splits_for(costs, placement, AUTO, allow_empty=False)
     ]
-    best = min(found, key=lambda one: one.score)
+    best = min(starts, key=lambda start: start.score)
     return replace(schedule, layers_per_stage=best.split)
 
 
 def _searched(costs: Costs, placement: Placement, *, entries: Entries | None) -> Schedule:
-    """The best order found, never worse than the named ones that fit; memory as 1F1B's."""
+    """The best order of the search, never worse than the named ones that fit into 1F1B's memory."""
     work = _SEARCH_WORK // _num_actions(placement, costs.num_microbatches)
     return search(
         costs,
@@ -221,7 +222,7 @@ def _num_actions(placement: Placement, num_microbatches: int) -> int:
 
 
 def end_load_candidates(plan: Plan) -> list[EndLoads]:
-    """What a sampler may have said of the ends of a plan that `custom_order` made: guesses, likely first."""
+    """Guesses, likely first, of the end loads for which `custom_order` makes the plan."""
     custom = plan.schedule.custom
     assert custom is not None
     share = plan.shape.num_layers / plan.layout.pipeline_parallel
@@ -234,7 +235,7 @@ def end_load_candidates(plan: Plan) -> list[EndLoads]:
             for stage, time, count in zip((0, -1), forward, layers, strict=True)
         ]
         return [EndLoads(embedding=first, head=last).rounded() for first in either[0] for last in either[1]]
-    found = []
+    candidates = []
     for speed in dict.fromkeys((*_speeds(plan, 0), *_speeds(plan, -1))):
         first, last = (
             _end_load(time, count, speed, 0.0) for time, count in zip(forward, layers, strict=True)
@@ -245,8 +246,8 @@ def end_load_candidates(plan: Plan) -> list[EndLoads]:
             first = spare if last > QUANTUM / 2 else max(spare, -float(plan.shape.num_layers))
             spare -= first
         head = last if last > QUANTUM / 2 else spare
-        found.append(EndLoads(embedding=first, head=head).rounded())
-    return found
+        candidates.append(EndLoads(embedding=first, head=head).rounded())
+    return candidates
 
 
 def _end_load(forward: float, num_layers: int, speed: float, share: float) -> float:
@@ -256,7 +257,7 @@ def _end_load(forward: float, num_layers: int, speed: float, share: float) -> fl
 
 
 def _speeds(plan: Plan, end: int) -> list[float]:
-    """How many times as long as elsewhere a layer may take on the device of the first or the last stage."""
+    """Guesses of a layer's time on the device of stage `end` (0 or -1), relative to the other devices."""
     custom = plan.schedule.custom
     assert custom is not None
     counts, profile = plan.split.transformer_layers_per_stage, custom.profile
@@ -269,10 +270,10 @@ def _speeds(plan: Plan, end: int) -> list[float]:
         return inner[:1]
     core = core_share(plan.shape)
     forward, weight_grad, count = profile.forward_s[end], profile.weight_grad_s[end], counts[end]
-    found = [1.0]
+    guesses = [1.0]
     if count and end == 0:
-        found.insert(0, weight_grad / (count * (1.0 - core)))
+        guesses.insert(0, weight_grad / (count * (1.0 - core)))
     elif count and core > 0.0:
         # The head's forward and weight gradient take the same time.
-        found.insert(0, (forward - weight_grad) / (count * core))
-    return [speed for speed in found if 0.0 < speed <= 1.0 + 1e-9]
+        guesses.insert(0, (forward - weight_grad) / (count * core))
+    return [speed for speed in guesses if 0.0 < speed <= 1.0 + 1e-9]

@@ -2,8 +2,8 @@
 
 Gaussian processes, quasi-Monte Carlo and genetic algorithms want every trial to have every parameter; where
 one does not they draw at random. Here parameters that always occur together are a group, as in Optuna's TPE,
-and each group has a study of its own in memory, made of the told trials that have it. So the sampler sees a
-fixed space, writes nothing into the run's study, and what it proposes follows from what was told alone.
+and each group has its study in memory, made of the finished trials that have it. So the sampler sees a fixed
+space, writes nothing into the run's study, and its proposals follow from the finished trials alone.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 type Group = tuple[dict[str, BaseDistribution], list[FrozenTrial]]
 
-# A plan that does not fit is told with bytes, which say nothing about plans that were refused.
+# The excess of a plan that does not fit is in bytes, which say nothing about plans that were refused.
 _INFEASIBLE = "infeasible"
 # Optuna's own probability, one over the number of parameters, would leave nothing of a group of one.
 MUTATION = 0.2
@@ -29,8 +29,8 @@ MUTATION = 0.2
 class GroupedSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyped here
     """One trial's sampler; `study_seed` is the same for all trials of a study.
 
-    Groups with fewer than `num_startup_trials` told trials, and parameters that no trial had, are drawn at
-    random.
+    Groups with fewer than `num_startup_trials` finished trials, and parameters that no trial had, are
+    drawn at random.
     """
 
     def __init__(
@@ -49,18 +49,20 @@ class GroupedSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as un
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """All parameters of the groups that have enough trials."""
         del trial
-        return {name: one for space, _ in self._groups(study) for name, one in space.items()}
+        return {
+            name: distribution for space, _ in self._groups(study) for name, distribution in space.items()
+        }
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """A value for each of them, each group by itself."""
         del trial
-        found: dict[str, Any] = {}
+        params: dict[str, Any] = {}
         for space, trials in self._groups(study):
             if space.keys() <= search_space.keys():
-                found |= self._sample(space, trials, direction=study.direction)
-        return found
+                params |= self._sample(space, trials, direction=study.direction)
+        return params
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
@@ -69,26 +71,26 @@ class GroupedSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as un
         return self._random.sample_independent(study, trial, param_name, param_distribution)
 
     def _groups(self, study: Study) -> list[Group]:
-        told = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        return [group for group in groups_of(told) if len(group[1]) >= self._least]
+        complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        return [group for group in groups_of(complete) if len(group[1]) >= self._least]
 
     def _sample(
         self, space: Mapping[str, BaseDistribution], trials: Sequence[FrozenTrial], *, direction: Any
     ) -> dict[str, Any]:
-        """What the sampler proposes where all it knows is one group's part of the told trials."""
+        """The sampler's proposal from one group's part of the finished trials alone."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             inner = optuna.create_study(direction=direction, sampler=self._inner(space))
         if self._name == "qmc":
-            # The sequence goes on with every told trial; the first one only says which space it is in.
-            inner.add_trial(self._part(trials[0], space, constraints=None, at=0))
+            # The sequence goes on with every finished trial; the first only says which space it is in.
+            inner.add_trial(self._part(trials[0], space, constraints=None, index=0))
             for _ in trials[1:]:
                 inner.ask(fixed_distributions=dict(space))
         else:
             any_excess = any(_excess(trial) > 0 for trial in trials)
-            for at, trial in enumerate(trials):
+            for index, trial in enumerate(trials):
                 constraints = {_INFEASIBLE: 1.0 if _excess(trial) > 0 else -1.0} if any_excess else None
-                inner.add_trial(self._part(trial, space, constraints=constraints, at=at))
+                inner.add_trial(self._part(trial, space, constraints=constraints, index=index))
         return dict(inner.ask(fixed_distributions=dict(space)).params)
 
     def _part(
@@ -97,12 +99,12 @@ class GroupedSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as un
         space: Mapping[str, BaseDistribution],
         *,
         constraints: dict[str, float] | None,
-        at: int,
+        index: int,
     ) -> FrozenTrial:
-        """What one group has of a trial; generations are counted by the told trials' order."""
+        """One group's part of a trial; generations are counted in the order of the finished trials."""
         attributes = {}
         if self._name == "nsga2":
-            attributes[NSGAIISampler._get_generation_key()] = at // self._num_startup_trials
+            attributes[NSGAIISampler._get_generation_key()] = index // self._num_startup_trials
         return create_trial(
             value=trial.value,
             params={name: trial.params[name] for name in space},
@@ -141,15 +143,15 @@ def groups_of(trials: Sequence[FrozenTrial]) -> list[Group]:
     members: dict[str, list[int]] = {}
     distributions: dict[str, BaseDistribution] = {}
     mixed: set[str] = set()
-    for at, trial in enumerate(trials):
+    for index, trial in enumerate(trials):
         for name, distribution in trial.distributions.items():
-            members.setdefault(name, []).append(at)
+            members.setdefault(name, []).append(index)
             if distributions.setdefault(name, distribution) != distribution:
                 mixed.add(name)
     groups: dict[tuple[int, ...], dict[str, BaseDistribution]] = {}
     for name in sorted(members.keys() - mixed):
         groups.setdefault(tuple(members[name]), {})[name] = distributions[name]
-    return [(space, [trials[at] for at in key]) for key, space in groups.items()]
+    return [(space, [trials[index] for index in key]) for key, space in groups.items()]
 
 
 def _excess(trial: FrozenTrial) -> float:

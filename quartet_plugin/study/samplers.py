@@ -1,7 +1,7 @@
 """The samplers that a study can have, by name.
 
 Each is made anew for every trial from a seed of that trial, and keeps nothing between trials: what it
-proposes follows from what was told alone, so that a resumed run proposes what it would have proposed.
+proposes follows from the finished trials alone, so that a resumed run proposes as if it had not stopped.
 """
 
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""Where a study is kept: SQLite or a journal file in the run folder, PostgreSQL or a gRPC proxy by URL.
+"""The storage of a study: SQLite or a journal file in the run folder, PostgreSQL or a gRPC proxy by URL.
 
 Only the coordinator writes, under the run's lease. What is kept is JSON: storages that pickle are refused. A
 URL's password reaches the driver alone; it is cut out of everything that is written or shown.
@@ -66,11 +66,11 @@ def without_password(address: str) -> str:
         parts = urlsplit(address)
     except ValueError:
         return address.partition("://")[0] + "://..."
-    user, at, host = parts.netloc.rpartition("@")
+    user, separator, host = parts.netloc.rpartition("@")
     query = [
         (name, value) for name, value in parse_qsl(parts.query, keep_blank_values=True) if not is_secret(name)
     ]
-    netloc = f"{user.partition(':')[0]}{at}{host}"
+    netloc = f"{user.partition(':')[0]}{separator}{host}"
     return urlunsplit((parts.scheme, netloc, parts.path, urlencode(query), ""))
 
 
@@ -79,9 +79,11 @@ def passwords_of(address: str) -> tuple[str, ...]:
     if "://" not in address:
         return ()
     parts = urlsplit(address)
-    found = [value for name, value in parse_qsl(parts.query) if is_secret(name)]
-    found.append(parts.netloc.rpartition("@")[0].partition(":")[2])
-    forms = {form for text in found if text for form in (text, unquote(text), quote(unquote(text), safe=""))}
+    secrets = [value for name, value in parse_qsl(parts.query) if is_secret(name)]
+    secrets.append(parts.netloc.rpartition("@")[0].partition(":")[2])
+    forms = {
+        form for text in secrets if text for form in (text, unquote(text), quote(unquote(text), safe=""))
+    }
     return tuple(sorted(forms, key=len, reverse=True))
 
 
@@ -117,14 +119,14 @@ class StudyStorage:
 
     @property
     def shown(self) -> str:
-        """What other Optuna tools take for it, without a password."""
+        """The address that other Optuna tools take, without a password."""
         if self.address == SQLITE:
             return f"sqlite:///{self.file}"
         return str(self.file) if self.address == JOURNAL else without_password(self.address)
 
     @property
     def tool_line(self) -> str:
-        """How the study is looked at while it runs."""
+        """The line that says how other tools show the study while it runs."""
         if self.address.startswith("grpc:"):
             return f"study {self.study_name} at {self.shown}: optuna-dashboard opens the proxy's own storage"
         named = "" if self.file else f"study {self.study_name}: "
@@ -195,7 +197,7 @@ class StudyStorage:
                 with contextlib.closing(
                     sqlite3.connect(f"{_plain(path).as_uri()}?mode=ro", uri=True)
                 ) as file:
-                    found = file.execute("PRAGMA quick_check(1)").fetchone()
+                    findings = file.execute("PRAGMA quick_check(1)").fetchone()
                     file.execute("SELECT COUNT(*) FROM trials").fetchone()
             except sqlite3.OperationalError as error:
                 if "locked" in str(error):
@@ -203,13 +205,13 @@ class StudyStorage:
                 raise StorageError(f"{path}: not a study: {error}") from error
             except sqlite3.Error as error:
                 raise StorageError(f"{path}: damaged: {error}") from error
-            if found != ("ok",):
-                raise StorageError(f"{path}: damaged: {str(found[0])[:200]}")
+            if findings != ("ok",):
+                raise StorageError(f"{path}: damaged: {str(findings[0])[:200]}")
 
     def _proxy(self) -> Any:
         import optuna
 
-        _need("grpc", what="grpc://")
+        _need("grpc", purpose="grpc://")
         parts = urlsplit(self.address)
         storage = optuna.storages.GrpcStorageProxy(host=parts.hostname or "", port=parts.port or 0)
         storage.wait_server_ready(timeout=_CONNECT_S)
@@ -218,7 +220,7 @@ class StudyStorage:
     def _server(self) -> Any:
         import optuna
 
-        _need("psycopg", what="postgresql://")
+        _need("psycopg", purpose="postgresql://")
         url = self.address.replace("postgresql://", "postgresql+psycopg://", 1)
         # Of a database in SQL_ASCII psycopg would give bytes where SQLAlchemy waits for text.
         arguments = {"connect_timeout": _CONNECT_S, "client_encoding": "utf8"}
@@ -227,7 +229,7 @@ class StudyStorage:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """What Optuna and its drivers raise, as one StorageError line without the password."""
+        """Turn the errors of Optuna and its drivers into StorageError, one line without the password."""
         from optuna.exceptions import StorageInternalError
         from sqlalchemy.exc import SQLAlchemyError
 
@@ -311,8 +313,8 @@ class StudyStorage:
     def repair(self) -> int:
         """Keep the journal's valid records up to the first damage; how many bytes were cut off.
 
-        What is cut off is told again from the trials' folders when the run is resumed. Raises ConfigError
-        where the study is no journal.
+        Records that are cut off are read again from the trials' folders when the run is resumed. Raises
+        ConfigError where the study is no journal.
         """
         path = self.file
         if self.address != JOURNAL or path is None:
@@ -361,12 +363,12 @@ def _plain(path: Path | None) -> Path:
     return path.absolute()
 
 
-def _need(module: str, *, what: str) -> None:
+def _need(module: str, *, purpose: str) -> None:
     from importlib.util import find_spec
 
     if find_spec(module) is None:
         raise ConfigError(
-            f"study.storage: {what} needs {module}, which is not installed; "
+            f"study.storage: {purpose} needs {module}, which is not installed; "
             "pip install 'quartet-plugin[cluster]'"
         )
 
@@ -394,15 +396,15 @@ def _release_stale_lock(lock: Path) -> None:
 
 
 def _valid_journal(content: bytes) -> tuple[int, int]:
-    """How many bytes from the start are whole records, and how many records those are."""
-    at = num_records = 0
-    while (end := content.find(b"\n", at)) >= 0:
+    """The number of bytes from the start that are whole records, and the number of those records."""
+    start = num_records = 0
+    while (end := content.find(b"\n", start)) >= 0:
         try:
-            record = json.loads(content[at:end])
+            record = json.loads(content[start:end])
         except ValueError:
             break
         if not isinstance(record, dict):
             break
-        at = end + 1
+        start = end + 1
         num_records += 1
-    return at, num_records
+    return start, num_records

@@ -1,7 +1,7 @@
-"""The Optuna study of a run: asked for plans, told what came of them, resumable exactly.
+"""The Optuna study of a run: asked for plans, told their records, resumable exactly.
 
-The sampler is seeded anew for every trial from the study's seed and the trial's number, so what is proposed
-depends on what was told alone, not on how often the tuner was restarted. Only the coordinator writes here.
+The sampler is seeded anew for every trial from the study's seed and the trial's number, so proposals depend
+on the finished trials alone, not on how often the tuner was restarted. Only the coordinator writes here.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ COMPLETE = "complete"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A trial that was asked for and not yet told; see `TrialRecord` for what was predicted of it."""
+    """A trial that was asked for and is not finished; see `TrialRecord` for its prediction."""
 
     number: int
     plan: Plan
@@ -62,7 +62,7 @@ class TuneStudy:
         self._seed = seed
         self._sampler = sampler
         self._finished: dict[int, FinishedTrial] = {}
-        self._open: set[int] = set()  # given out and not yet told
+        self._open: set[int] = set()  # given out and not finished
 
     @classmethod
     def create(
@@ -78,7 +78,7 @@ class TuneStudy:
         prior: Sequence[tuple[Params, TrialRecord]] = (),
         sampler: SamplerName = DEFAULT,
     ) -> "TuneStudy":
-        """Make the study with the measured baseline as trial 0, `prior` trials told and `starts` waiting.
+        """Make the study with the measured baseline as trial 0, `prior` trials finished and `starts` waiting.
 
         A study that was not made to its end lacks the mark, and `open` does not take it.
         """
@@ -122,14 +122,14 @@ class TuneStudy:
         place.mend()
         with place.errors():
             try:
-                found = cls._connect(place, space=space, seed=seed, sampler=sampler)
+                opened = cls._connect(place, space=space, seed=seed, sampler=sampler)
             except KeyError:
                 return None  # the schema is there, the study is not yet
-            if not found._study.user_attrs.get(COMPLETE):
-                found.close()
+            if not opened._study.user_attrs.get(COMPLETE):
+                opened.close()
                 return None
-            found._read_finished()
-            return found
+            opened._read_finished()
+            return opened
 
     @classmethod
     def _connect(
@@ -151,11 +151,11 @@ class TuneStudy:
         close(self._storage)
 
     def trials(self) -> list[FinishedTrial]:
-        """Every told trial, in order."""
+        """Every finished trial, in order."""
         return [self._finished[number] for number in sorted(self._finished)]
 
     def _read_finished(self) -> None:
-        """What was told before; from then on this object knows, since nobody else writes."""
+        """Read the finished trials once; from then on this object knows them, since nobody else writes."""
         for frozen in self._optuna_trials():
             if frozen.state.is_finished():
                 self._finished[frozen.number] = self._finished_trial(frozen)
@@ -178,7 +178,7 @@ class TuneStudy:
         if begun is not None:
             return begun
         trials = self._optuna_trials()
-        number = next((one.number for one in trials if one.state.name == "WAITING"), len(trials))
+        number = next((frozen.number for frozen in trials if frozen.state.name == "WAITING"), len(trials))
         self._reseed(number, "trial")
         with self._where.errors():
             return self._proposal(self._study.ask())
@@ -186,7 +186,7 @@ class TuneStudy:
     @property
     def has_waiting(self) -> bool:
         """Whether a point waits: the next trial will be that one."""
-        return any(one.state.name == "WAITING" for one in self._optuna_trials())
+        return any(frozen.state.name == "WAITING" for frozen in self._optuna_trials())
 
     def enqueue(self, point: Params) -> None:
         """Let the next trial be `point`. Asked for where none waits, a resumed study asks for it just so."""
@@ -197,10 +197,10 @@ class TuneStudy:
         """Let the next trial be a random plan that is not known; False where none is found."""
         generator = random.Random(derived_seed(self._seed, len(self._optuna_trials()), "fresh"))  # noqa: S311
         for _ in range(MAX_FRESH_TRIES):
-            chooser = RandomParams(generator)
-            if not is_known(self._space.decode(chooser, trial=0)):
+            params = RandomParams(generator)
+            if not is_known(self._space.decode(params, trial=0)):
                 with self._where.errors():
-                    self._study.enqueue_trial(chooser.params)
+                    self._study.enqueue_trial(params.params)
                 return True
         return False
 
@@ -242,7 +242,7 @@ class TuneStudy:
             self._finished[proposal.number] = finished
 
     def _worst(self) -> float:
-        """The worst objective measured so far: what is told for a plan that does not fit."""
+        """The worst objective measured so far, which stands for that of a plan that does not fit."""
         values = [r.record.value for r in self.trials() if r.record.value is not None]
         return min(values, default=0.0)
 
@@ -256,13 +256,13 @@ class TuneStudy:
         with self._where.errors():
             self._reseed(number, "relative")
             _ = trial.relative_params  # drawn here, with its own seed, whichever parameter comes first
-            chooser = _TrialParams(trial, reseed=lambda name: self._reseed(number, name))
-            plan = self._space.decode(chooser, trial=number)
+            params = _TrialParams(trial, reseed=lambda name: self._reseed(number, name))
+            plan = self._space.decode(params, trial=number)
         self._open.add(number)
         return Proposal(number=number, plan=plan, trial=trial)
 
-    def _reseed(self, number: int, what: str) -> None:
-        seed = derived_seed(self._seed, number, what)
+    def _reseed(self, number: int, purpose: str) -> None:
+        seed = derived_seed(self._seed, number, purpose)
         is_parallel = bool(self._open - {number})
         self._study.sampler = make(self._sampler, seed=seed, study_seed=self._seed, is_parallel=is_parallel)
 
@@ -299,7 +299,7 @@ class _TrialParams:
 
 
 def _readable(plan: Plan) -> dict[str, str]:
-    """What Optuna's tools show beside a trial."""
+    """The labels that Optuna's tools show beside a trial."""
     return {
         "plan_key": plan.key,
         "shape": plan.shape.label,

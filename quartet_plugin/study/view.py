@@ -1,4 +1,4 @@
-"""A study read back: what was told of every trial, and which parameters mattered."""
+"""A study read back: the record of every trial, and which parameters mattered."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from quartet_plugin.study.tune_study import PLAN, TOLD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRow:
-    """A trial as the study has it: what was told and the plan's labels, both as they were written."""
+    """A trial as the study has it: its record and the plan's labels, both as they were written."""
 
     number: int
     is_finished: bool
@@ -78,7 +78,7 @@ def _importance(study: Any, trials: list[Any], *, min_trials: int) -> dict[str, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = optuna.importance.get_param_importances(study)
+            importances = optuna.importance.get_param_importances(study)
         except (ValueError, RuntimeError):
             return {}  # too few trials share a parameter
-    return {name: float(value) for name, value in found.items() if value > 0}
+    return {name: float(value) for name, value in importances.items() if value > 0}

@@ -14,15 +14,22 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import write_plan
 from quartet_plugin.model.schema import as_number, dump
 from quartet_plugin.protocol.attempt_files import (
-    CommandSheet,
-    RankFileReader,
-    ResultSheet,
-    TrialSheet,
-    read_sheet,
+    COMMAND_FILE,
+    LOG_FILE,
+    PLAN_FILE,
+    PROCESSES_FILE,
+    RESULT_FILE,
+    STOP_FILE,
+    TRIAL_FILE,
+    LaunchRecord,
+    ResultRecord,
+    TrialSpec,
+    read_shared,
 )
+from quartet_plugin.protocol.environment import ATTEMPT_ID, DEVICE_FLAG, PLAN_FLAG, TRIAL_FLAG
+from quartet_plugin.protocol.rank_files import RankFileReader
 from quartet_plugin.trial.log import last_lines, read_tail
 from quartet_plugin.trial.outcome import Verdict
-from quartet_plugin.trial.processes import ATTEMPT_VARIABLE
 from quartet_plugin.trial.redact import recorded_environment, redacted_argv
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 
@@ -34,23 +41,23 @@ class Attempt:
     """An attempt whose files are written and whose processes may be started."""
 
     folder: Path
-    spec: TrialSheet
-    command: CommandSheet
+    spec: TrialSpec
+    command: LaunchRecord
 
     @property
     def log(self) -> Path:
         """The file that the processes print to."""
-        return self.folder / "stdout.log"
+        return self.folder / LOG_FILE
 
     @property
     def stop_file(self) -> Path:
         """The file whose existence asks the ranks to end at their next iteration."""
-        return self.folder / "STOP"
+        return self.folder / STOP_FILE
 
     @property
     def processes_file(self) -> Path:
         """The file that lists the processes of the attempt."""
-        return self.folder / "processes.json"
+        return self.folder / PROCESSES_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +78,16 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
     folder = _make_folder(request, number=number)
     device = resolve_device(request.device, environment=os.environ)
     attempt_id = request.fence + secrets.token_hex(16)[len(request.fence) :]
-    flags = ["--quartet-trial", str(folder / "trial.json"), "--quartet-device", device]
+    flags = [TRIAL_FLAG, str(folder / TRIAL_FILE), DEVICE_FLAG, device]
     if request.plan is not None:
-        write_plan(request.plan, path=folder / "plan.json")
-        flags += ["--quartet-plan", str(folder / "plan.json")]
+        write_plan(request.plan, path=folder / PLAN_FILE)
+        flags += [PLAN_FLAG, str(folder / PLAN_FILE)]
     argv = request.command.wrapped(flags, port=port)
     environment = child_environment(device, environment=os.environ)
-    environment[ATTEMPT_VARIABLE] = attempt_id
+    environment[ATTEMPT_ID] = attempt_id
     environment.setdefault("PYTHONFAULTHANDLER", "1")
     cwd = (request.cwd or Path()).absolute()
-    spec = TrialSheet(
+    spec = TrialSpec(
         attempt_id=attempt_id,
         folder=str(folder),
         warmup=request.warmup,
@@ -89,7 +96,7 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
         weights=None if request.weights is None else str(request.weights.absolute()),
         save_weights=None if request.save_weights is None else str(request.save_weights.absolute()),
     )
-    command = CommandSheet(
+    command = LaunchRecord(
         attempt_id=attempt_id,
         argv=tuple(redacted_argv(argv)),
         cwd=str(cwd),
@@ -102,8 +109,8 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
         timeouts=asdict(request.timeouts),
         max_spread=request.max_spread,
     )
-    write_json_atomic(folder / "trial.json", dump(spec))
-    write_json_atomic(folder / "command.json", dump(command))
+    write_json_atomic(folder / TRIAL_FILE, dump(spec))
+    write_json_atomic(folder / COMMAND_FILE, dump(command))
     attempt = Attempt(folder=folder, spec=spec, command=command)
     return Launch(attempt=attempt, argv=tuple(argv), environment=environment, cwd=cwd)
 
@@ -143,18 +150,18 @@ def open_attempt(folder: Path) -> Attempt | None:
     Raises ConfigError for files that break their format or belong to another folder.
     """
     try:
-        spec = read_sheet(TrialSheet, folder / "trial.json")
-        command = read_sheet(CommandSheet, folder / "command.json")
+        spec = read_shared(TrialSpec, folder / TRIAL_FILE)
+        command = read_shared(LaunchRecord, folder / COMMAND_FILE)
     except FileNotFoundError:
         return None
     if command.attempt_id != spec.attempt_id:
-        raise ConfigError(f"{folder / 'command.json'}: attempt_id: not that of trial.json")
+        raise ConfigError(f"{folder / COMMAND_FILE}: attempt_id: not that of trial.json")
     return Attempt(folder=folder, spec=spec, command=command)
 
 
-def write_result(folder: Path, spec: TrialSheet, verdict: Verdict, *, wall_s: float) -> TrialResult:
+def write_result(folder: Path, spec: TrialSpec, verdict: Verdict, *, wall_s: float) -> TrialResult:
     """Write result.json atomically and return its content as a TrialResult. Raises StorageError."""
-    sheet = ResultSheet(
+    sheet = ResultRecord(
         attempt_id=spec.attempt_id,
         plan_key=spec.plan_key,
         outcome=verdict.outcome.value,
@@ -167,20 +174,20 @@ def write_result(folder: Path, spec: TrialSheet, verdict: Verdict, *, wall_s: fl
         peak_memory_bytes=verdict.peak_memory_bytes,
         wall_s=wall_s,
     )
-    write_json_atomic(folder / "result.json", dump(sheet))
+    write_json_atomic(folder / RESULT_FILE, dump(sheet))
     return _result(sheet, folder=folder)
 
 
 def read_result(folder: Path) -> TrialResult | None:
     """The result in an attempt's folder, None where it has no result. Raises ConfigError, StorageError."""
     try:
-        sheet = read_sheet(ResultSheet, folder / "result.json")
+        sheet = read_shared(ResultRecord, folder / RESULT_FILE)
     except FileNotFoundError:
         return None
     return _result(sheet, folder=folder)
 
 
-def _result(sheet: ResultSheet, *, folder: Path) -> TrialResult:
+def _result(sheet: ResultRecord, *, folder: Path) -> TrialResult:
     snapshot = RankFileReader(folder, attempt_id=sheet.attempt_id).scan()
     jobs = [report.job for report in snapshot.reports.values() if report.rank == 0]
     phases = [report.phases_s for report in snapshot.reports.values()]
@@ -198,7 +205,7 @@ def _result(sheet: ResultSheet, *, folder: Path) -> TrialResult:
         wall_s=sheet.wall_s,
         job=jobs[0] if jobs else None,
         folder=folder,
-        last_lines=last_lines(read_tail(folder / "stdout.log")),
+        last_lines=last_lines(read_tail(folder / LOG_FILE)),
         start_s=max((rank.get("import", 0.0) + rank.get("init", 0.0) for rank in phases), default=0.0),
         first_step_s=max((rank.get("first_step", 0.0) for rank in phases), default=0.0),
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from quartet_plugin.errors import InfrastructureError
-from quartet_plugin.trial.processes import ATTEMPT_VARIABLE
+from quartet_plugin.protocol.environment import ATTEMPT_ID
 
 TOOL = "nvidia-smi"
 # Seconds for the driver to release a killed process's memory, and the bytes that may stay held.
@@ -193,5 +193,5 @@ def _is_unrelated(pid: int) -> bool:
     """Whether the process is another user's or has no attempt's id; False where it cannot be read."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        return process.uids().real != os.getuid() or ATTEMPT_VARIABLE not in process.environ()
+        return process.uids().real != os.getuid() or ATTEMPT_ID not in process.environ()
     return False

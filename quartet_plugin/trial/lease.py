@@ -19,12 +19,11 @@ from typing import Annotated
 from quartet_plugin.errors import StorageError
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import Bounds, dump, record
-from quartet_plugin.protocol.attempt_files import Name, Version, read_sheet
+from quartet_plugin.protocol.attempt_files import Name, Version, read_shared
+from quartet_plugin.protocol.environment import EXPIRY_S, LEASE_RENEWAL_S
 from quartet_plugin.trial.processes import Identity, current_identity
 
 LOCK_NAME = "lock.json"
-EXPIRY_S = 120.0
-RENEW_S = 20.0
 
 _GUARD_NAME = ".lock.guard"
 _GUARD_WAIT_S = 30.0
@@ -60,7 +59,7 @@ class Lease:
         *,
         takeover: bool = False,
         expiry_s: float = EXPIRY_S,
-        renew_s: float = RENEW_S,
+        renew_s: float = LEASE_RENEWAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> "Lease":
         """Take the run folder.
@@ -129,7 +128,7 @@ class Lease:
 
 def _read(folder: Path) -> Holder | None:
     try:
-        return read_sheet(Holder, folder / LOCK_NAME, max_bytes=64 * 1024)
+        return read_shared(Holder, folder / LOCK_NAME, max_bytes=64 * 1024)
     except FileNotFoundError:
         return None
 

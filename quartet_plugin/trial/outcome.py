@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-from quartet_plugin.protocol.attempt_files import ErrReport, RankReport, Snapshot, TrialSheet
+from quartet_plugin.protocol.attempt_files import TrialSpec
+from quartet_plugin.protocol.rank_files import RankFailure, RankReport, Snapshot
 from quartet_plugin.trial.log import has_address_in_use, root_cause
 from quartet_plugin.trial.request import PHASES, AttemptOutcome, Outcome, Phase
 from quartet_plugin.trial.watchdog import Expiry
@@ -83,7 +84,7 @@ class Evidence:
     ranks were asked to end early because the plan was clearly slow.
     """
 
-    spec: TrialSheet
+    spec: TrialSpec
     snapshot: Snapshot
     num_processes: int | None
     stopped_by: StoppedBy
@@ -181,12 +182,12 @@ def one_line(text: str, *, limit: int = 400) -> str:
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
-def _first_error(snapshot: Snapshot) -> ErrReport | None:
+def _first_error(snapshot: Snapshot) -> RankFailure | None:
     """The root cause: the earliest report, before those that only saw a peer go away."""
     return min(snapshot.errs.values(), key=lambda err: (err.kind == "network", err.time), default=None)
 
 
-def _reported(evidence: Evidence, err: ErrReport) -> Verdict:
+def _reported(evidence: Evidence, err: RankFailure) -> Verdict:
     cause = _CAUSES[err.kind]
     if cause in (Cause.ERROR, Cause.NETWORK) and _DEVICE_FAULT.search(err.message):
         cause = Cause.DEVICE
@@ -306,7 +307,7 @@ def _not_finite(report: RankReport) -> str | None:
     return None
 
 
-def _with_numbers(verdict: Verdict, reports: Sequence[RankReport], spec: TrialSheet) -> Verdict:
+def _with_numbers(verdict: Verdict, reports: Sequence[RankReport], spec: TrialSpec) -> Verdict:
     """Add the measured iterations: the slowest rank's time, the lowest RANK's loss and gradient norm."""
     reports = sorted(reports, key=lambda report: report.rank)
     end = min(spec.warmup + spec.measure, *(len(report.iterations) for report in reports))

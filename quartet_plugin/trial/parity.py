@@ -19,7 +19,7 @@ from quartet_plugin.errors import (
     SeamError,
 )
 from quartet_plugin.launchers.command import Command
-from quartet_plugin.launchers.launcher import Launcher
+from quartet_plugin.launchers.local import Launcher
 from quartet_plugin.model.plan import Mapping, Plan, ScheduleChoice, Split
 from quartet_plugin.model.receipt import (
     Precision,
@@ -32,11 +32,8 @@ from quartet_plugin.model.receipt import (
 )
 from quartet_plugin.model.schema import Number
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.protocol.attempt_files import (
-    ParitySheet,
-    RankFileReader,
-    read_sheet,
-)
+from quartet_plugin.protocol.attempt_files import read_shared
+from quartet_plugin.protocol.rank_files import RankFileReader, RankGradients, rank_files_of
 from quartet_plugin.split.layers import even_split
 from quartet_plugin.trial.attempt import PREFIX
 from quartet_plugin.trial.devices import DeviceGuard
@@ -248,10 +245,10 @@ def read_parts(folder: Path, *, attempt_id: str) -> list[dict[str, float]]:
 
     It only names the stage of a fault, so a file that breaks its format is no error and disables it.
     """
-    sheets: list[ParitySheet] = []
-    for path in sorted(folder.glob("rank-*.parity.json")):
+    sheets: list[RankGradients] = []
+    for path in rank_files_of(RankGradients, folder):
         try:
-            sheet = read_sheet(ParitySheet, path)
+            sheet = read_shared(RankGradients, path)
         except (QuartetError, FileNotFoundError):
             return []
         if sheet.attempt_id == attempt_id:

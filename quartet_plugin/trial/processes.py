@@ -19,9 +19,8 @@ import psutil
 
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import Bounds, Length, dump, record
-from quartet_plugin.protocol.attempt_files import AttemptId, Name, Pid, Seconds, Version, read_sheet
-
-ATTEMPT_VARIABLE = "QUARTET_ATTEMPT_ID"
+from quartet_plugin.protocol.attempt_files import AttemptId, Name, Pid, Seconds, Version, read_shared
+from quartet_plugin.protocol.environment import ATTEMPT_ID
 
 # Only where the system does not count ticks: a start time in seconds moves when the clock is set.
 _START_TOLERANCE_S = 1.0
@@ -135,7 +134,7 @@ def marked_processes(attempt_id: str) -> set[Identity]:
 
 def _carries(process: psutil.Process, attempt_id: str) -> bool:
     try:
-        return process.uids().real == os.getuid() and process.environ().get(ATTEMPT_VARIABLE) == attempt_id
+        return process.uids().real == os.getuid() and process.environ().get(ATTEMPT_ID) == attempt_id
     except (psutil.Error, OSError):
         return False
 
@@ -165,7 +164,7 @@ class ProcessRegistry:
         """The registry that an earlier tuner wrote; empty where it wrote none."""
         registry = cls(path, attempt_id=attempt_id)
         with contextlib.suppress(FileNotFoundError):
-            content = read_sheet(_ProcessesFile, path)
+            content = read_shared(_ProcessesFile, path)
             if content.attempt_id == attempt_id:
                 registry._known = set(content.processes)
         return registry

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.protocol.attempt_files import TrialSheet
+from quartet_plugin.protocol.attempt_files import TrialSpec
 from quartet_plugin.trial.attempt import PREFIX, Attempt, open_attempt, read_result, write_result
 from quartet_plugin.trial.outcome import Cause, Verdict, classify
 from quartet_plugin.trial.processes import Identity, ProcessRegistry, send_signal
@@ -88,7 +88,7 @@ def _finish(folder: Path, *, stop: Stop | None, clock: Callable[[], float], poll
     if attempt is None:
         _remove_torn(folder)
         # The attempt's files were never written: the result gets an id of its own.
-        spec = TrialSheet(
+        spec = TrialSpec(
             attempt_id=secrets.token_hex(16), folder=str(folder), warmup=0, measure=1, plan_key=None
         )
         verdict = Verdict(

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
-from quartet_plugin.launchers.launcher import Launcher
-from quartet_plugin.launchers.local import LocalLauncher, free_port, resolve_device
+from quartet_plugin.launchers.local import Launcher, LocalLauncher, free_port, resolve_device
 from quartet_plugin.trial.attempt import Launch, attempt_number, create_attempt, write_result
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.outcome import Cause, Verdict, classify, device_fault

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from quartet_plugin.errors import StorageError
-from quartet_plugin.launchers.launcher import Handle
+from quartet_plugin.launchers.local import Handle
 from quartet_plugin.model.files import write_text_atomic
-from quartet_plugin.protocol.attempt_files import RankFileReader, Snapshot
+from quartet_plugin.protocol.rank_files import RankFileReader, Snapshot
 from quartet_plugin.trial.attempt import Attempt, attempt_number
 from quartet_plugin.trial.log import CappedLog, read_tail
 from quartet_plugin.trial.outcome import Evidence, StoppedBy, is_complete, slowest_phase

@@ -7,7 +7,7 @@ this process's monotonic clock: the clocks of ranks may jump.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from quartet_plugin.protocol.attempt_files import Beat
+from quartet_plugin.protocol.rank_files import Heartbeat
 from quartet_plugin.trial.request import PHASES, Phase, Timeouts
 
 # A rank writes its heartbeat at most once a second, so the latest one may be that old.
@@ -54,7 +54,7 @@ class Watchdog:
         """Seconds since the launch."""
         return self.clock() - self._start
 
-    def observe(self, beats: Iterable[Beat]) -> None:
+    def observe(self, beats: Iterable[Heartbeat]) -> None:
         """Record which ranks have moved to another phase or iteration."""
         now = self.clock()
         for beat in beats:
@@ -117,7 +117,7 @@ class SlowdownDetector:
     slow_above_s: float | None
     _first: tuple[int, float] | None = None
 
-    def is_slow(self, beats: Iterable[Beat]) -> bool:
+    def is_slow(self, beats: Iterable[Heartbeat]) -> bool:
         """Whether MIN_ITERATIONS or more measured iterations took longer than the limit on average."""
         if self.slow_above_s is None:
             return False

@@ -9,11 +9,12 @@ from pathlib import Path
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow, WorkerRow
 from quartet_plugin.model.plan import Plan, read_plan
-from quartet_plugin.protocol.attempt_files import RankFileReader, RankReport, read_sheet
+from quartet_plugin.protocol.attempt_files import read_shared
+from quartet_plugin.protocol.rank_files import RankFileReader, RankReport
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt, read_result
 from quartet_plugin.trial.lease import LOCK_NAME, Holder
 from quartet_plugin.trial.request import PHASES, TrialResult
-from quartet_plugin.tuner.launches import SETTLED
+from quartet_plugin.tuner.trial_backend import SETTLED
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
 
@@ -36,7 +37,7 @@ class AttemptState:
     num_iterations: int = 0
 
     def row(self, number: int) -> TrialRow:
-        """What the folder alone says of the trial."""
+        """The trial's row by its folder alone."""
         result = self.result
         common = TrialRow(
             number=number,
@@ -72,15 +73,15 @@ def read_launch(folder: Path, *, faults: list[str]) -> AttemptState:
     attempts = sorted((path for path in folder.glob(f"{PREFIX}*") if path.is_dir()), key=attempt_number)
     if not attempts:
         return AttemptState(folder=folder, attempt=0, num_attempts=0)
-    found: list[tuple[Path, TrialResult | None]] = []
+    results: list[tuple[Path, TrialResult | None]] = []
     for path in attempts:
         try:
-            found.append((path, read_result(path)))
+            results.append((path, read_result(path)))
         except QuartetError as error:
             faults.append(str(error))
-            found.append((path, None))
-    settled = [pair for pair in found if pair[1] is not None and pair[1].outcome in SETTLED]
-    path, result = (settled or found)[-1]
+            results.append((path, None))
+    settled = [pair for pair in results if pair[1] is not None and pair[1].outcome in SETTLED]
+    path, result = (settled or results)[-1]
     plan, reports = _plan_and_reports(path, result, faults=faults)
     launch = AttemptState(
         folder=path,
@@ -130,10 +131,10 @@ def _where_it_is(launch: AttemptState, *, faults: list[str]) -> AttemptState:
 
 
 def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
-    """Who holds the run; None where nobody does, or where lock.json says nothing."""
+    """The holder of the run's lease; None where nobody does, or where lock.json says nothing."""
     path = folder / LOCK_NAME
     with contextlib.suppress(FileNotFoundError, QuartetError):
-        holder = read_sheet(Holder, path, max_bytes=64 * 1024)
+        holder = read_shared(Holder, path, max_bytes=64 * 1024)
         is_here = holder.host == socket.gethostname()
         return LeaseHolder(
             host=holder.host,
@@ -146,21 +147,22 @@ def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
 
 
 def workers_of(folder: Path, *, now: float) -> tuple[WorkerRow, ...]:
-    """The workers of a run, and what each of them measures; empty where the run takes none."""
-    board = WorkQueue(folder=folder)
-    if not board.is_there:
+    """The workers of a run, each with the trial it measures; empty where the run takes none."""
+    queue = WorkQueue(folder=folder)
+    if not queue.is_there:
         return ()
     with contextlib.suppress(QuartetError):
-        held = {claim.worker: order.trial for order in board.orders() if (claim := board.claim_of(order))}
+        claims = [queue.claim_of(queued) for queued in queue.queued_trials()]
+        held = {claim.worker: claim.trial for claim in claims if claim is not None}
         return tuple(
             WorkerRow(
-                name=one.name,
-                host=one.host,
-                pid=one.identity.pid,
-                devices=one.share.device_slice.label,
-                trial=held.get(one.name),
-                renewed_s=max(0.0, now - (board.beat_of(one) or 0) / 1e9),
+                name=member.name,
+                host=member.host,
+                pid=member.identity.pid,
+                devices=member.share.device_slice.label,
+                trial=held.get(member.name),
+                renewed_s=max(0.0, now - (queue.beat_of(member) or 0) / 1e9),
             )
-            for one in board.members()
+            for member in queue.members()
         )
     return ()

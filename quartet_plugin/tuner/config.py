@@ -78,7 +78,7 @@ FileName = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class MachineConfig(Section):
-    """What is known of the machine: files that `quartet probe` and `quartet calibrate` wrote."""
+    """Descriptions of the machine: files that `quartet probe` and `quartet calibrate` wrote."""
 
     cluster: FileName | None = None
     calibration: FileName | None = None
@@ -104,6 +104,15 @@ class StudyConfig(Section):
     starts: Literal["auto", "none"] = "auto"
     explore: int = Field(default=5, ge=0, le=100_000)
     objective: Literal["auto", "tokens_per_s", "model_flops_per_s_per_device"] = "auto"
+
+    @property
+    def num_final_launches(self) -> int:
+        """The launches of the final rounds."""
+        return self.rounds * (self.top_k + 1)
+
+    def num_launches_after(self, num_tried: int) -> int:
+        """The launches that are still to come after `num_tried` trials."""
+        return self.trials - num_tried + self.num_final_launches
 
 
 class TuneConfig(Section):

@@ -1,50 +1,41 @@
-"""The coordinator: the one process that asks the study, has plans launched, and tells what came of them.
+"""The coordinator: the one process that asks the study, has plans launched, and writes the study's records.
 
 Trial 0 is the user's own command, untouched. Its report opens the space; the study spends the trials; the
-best plans and the baseline are measured again in turns. Whatever was measured is on disk before the study
-is told, and telling is by trial and attempt, so a killed coordinator resumes as if it had not been.
+best plans and the baseline are measured again in turns. Every measurement is on disk before the study gets
+it, by trial and attempt, so a killed coordinator resumes as if it had not been.
 """
 
 import contextlib
 import os
 import socket
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from quartet_plugin.cost.estimate import relative_cost
+from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.errors import InfrastructureError, QuartetError, SeamError, StorageError
-from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.measurement import Objective
-from quartet_plugin.model.plan import NodeInfo, Plan
-from quartet_plugin.model.receipt import Receipt
-from quartet_plugin.model.regret import Regret
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.score import objective_of, score
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.space.features import Axis, batching_features
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.study.tune_study import TuneStudy
-from quartet_plugin.trial.request import Outcome, TrialResult
+from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
+from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.depth_proxy import depth_proxy_for
-from quartet_plugin.tuner.drift import DriftMeasurement, DriftMonitor
+from quartet_plugin.tuner.drift import DriftMonitor
 from quartet_plugin.tuner.earlier_run import Prior, read_prior
-from quartet_plugin.tuner.events import EventLog
-from quartet_plugin.tuner.final_rounds import FinalRounds, winner_of
-from quartet_plugin.tuner.finalists import BASELINE, FinalistResult, candidates
-from quartet_plugin.tuner.launches import Launches, ShouldStop, read_judged
-from quartet_plugin.tuner.observer import Observer
+from quartet_plugin.tuner.final_rounds import FinalRounds, proven_finalists, winner_of
+from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.parity import ParityKeeper
 from quartet_plugin.tuner.proposer import proposer_of
 from quartet_plugin.tuner.regret import FinishedSearch, regret_of
-from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.sequential_search import SequentialSearch
-from quartet_plugin.tuner.time_budget import TimeBudget
-from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLauncher, record_of
+from quartet_plugin.tuner.trial_backend import read_judged
+from quartet_plugin.tuner.trial_launcher import BaselineScore, Launch, TrialLauncher, record_of
+from quartet_plugin.tuner.tune_result import TuneResult
 from quartet_plugin.tuner.workers.dispatcher import Dispatcher
 from quartet_plugin.tuner.workers.messages import Offer, worker_name
 from quartet_plugin.tuner.workers.parallel_search import ParallelSearch
@@ -52,100 +43,32 @@ from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker_pool import WorkerPool, end_earlier
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneResult:
-    """What a run found. `winner` is None where nothing beat the baseline.
-
-    `receipt` is the parity gate's for a winner with a schedule of ours, `controls` the baseline's
-    re-measurements during the search, `regret` what it may have missed.
-    """
-
-    objective: Objective
-    baseline: Plan
-    trials: tuple[FinishedTrial, ...]
-    rankings: tuple[FinalistResult, ...]
-    winner: FinalistResult | None
-    receipt: Receipt | None = None
-    controls: tuple[DriftMeasurement, ...] = ()
-    regret: Regret | None = None
-
-
 class Coordinator:
     """Runs one tuning run, from its baseline to its winner.
 
-    `fence` is called before every write and raises where another tuner has taken the run. `prior` is the
-    folder of another run, whose measurements a study that begins is given. With `slices` of this host trials
-    run beside each other, a worker on each (docs/workers.md). `make_room` frees disk space that
-    was kept for the last words.
+    `prior` is the folder of another run, whose measurements a study that begins is given. With `slices` of
+    this host trials run beside each other, a worker on each (docs/workers.md). `make_room` frees disk space
+    that was kept for the last words.
     """
 
     def __init__(
         self,
-        run: TuningRun,
+        context: TuningContext,
         *,
-        command: Command,
-        launches: Launches,
-        observer: Observer,
-        should_stop: ShouldStop = lambda: False,
-        fence: Callable[[], None] = lambda: None,
-        max_minutes: float | None = None,
         prior: Path | None = None,
         slices: tuple[DeviceSlice, ...] = (),
         make_room: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run = run
-        self._config = run.config.study
-        self._launches = launches
-        self._observer = observer
-        self._should_stop = should_stop
-        self._fence = fence
+        self._context = context
+        self._run = context.run
+        self._config = context.run.config.study
+        self._say = context.observer.message
         self._prior = prior
         self._make_room = make_room
         self._slices = slices
-        self._command = command.words
-        self._events = EventLog(run.folder.events_file)
-        limit_s = None if max_minutes is None else 60.0 * max_minutes
-        self._budget = TimeBudget(limit_s=limit_s, clock=clock)
-        self._launching = TrialLauncher(
-            run,
-            command=command,
-            launches=launches,
-            observer=observer,
-            events=self._events,
-            should_stop=should_stop,
-            fence=fence,
-            budget=self._budget,
-        )
-        self._parity = ParityKeeper(
-            run=run,
-            command=command,
-            launches=launches,
-            observer=observer,
-            events=self._events,
-            should_stop=should_stop,
-            fence=fence,
-        )
-        self._controls = DriftMonitor(
-            run=run,
-            launches=launches,
-            launching=self._launching,
-            observer=observer,
-            events=self._events,
-            budget=self._budget,
-        )
-        self._search = SequentialSearch(
-            run=run,
-            launching=self._launching,
-            parity=self._parity,
-            controls=self._controls,
-            events=self._events,
-            budget=self._budget,
-            fence=fence,
-        )
 
     def tune(self) -> TuneResult:
-        """The whole run.
+        """The result of the whole run.
 
         Raises InfrastructureError when the user's own command fails or trials cannot be run, SeamError where
         the plugin does not fit the framework, InfeasibleError when nothing fits, InterruptedByUserError when
@@ -158,115 +81,150 @@ class Coordinator:
             raise
 
     def _leave_last_words(self, reason: str) -> None:
-        """Say why the run ended, where the disk takes it and no other tuner has the run meanwhile."""
+        """Log why the run ended, where the disk takes it and no other tuner has the run meanwhile."""
         self._make_room()
         with contextlib.suppress(QuartetError, OSError):
-            self._fence()
-            self._events.add("storage", reason=reason)
+            self._context.fence()
+            self._context.events.add("storage", reason=reason)
 
     def _tune(self) -> TuneResult:
-        self._events.add("begin", run=self._run.name)
-        places = self._run.folder
-        in_work = end_earlier(WorkQueue(folder=places.path), keeps_joined=bool(self._slices))
-        for folder in (places.trials, places.croppings, places.controls, places.final, places.parity):
-            self._launches.recover(folder, should_stop=self._should_stop, skip=in_work)
-        self._open_board()
-        result = self._measure_baseline()
+        context, folder = self._context, self._run.folder
+        context.events.add("begin", run=self._run.name)
+        in_work = end_earlier(WorkQueue(folder=folder.path), keeps_joined=bool(self._slices))
+        for path in (folder.trials, folder.depth_proxies, folder.drift_checks, folder.final, folder.parity):
+            context.backend.recover(path, should_stop=context.should_stop, skip=in_work)
+        self._open_work_queue()
+        first = TrialLauncher(
+            context=context, baseline=None, timeouts=Timeouts.within(self._run.config.trial.deadline_s)
+        )
+        launch = Launch(
+            number=BASELINE,
+            label=str(BASELINE),
+            plan=None,
+            folder=folder.trial(BASELINE),
+            phase="baseline",
+        )
+        result = self._checked_baseline(first.launch(launch, num_left=self._config.num_launches_after(0) + 1))
         space = self._open_space(result)
-        yardstick = BaselineScore(
+        baseline = BaselineScore(
             plan=space.baseline,
             score=score(space.baseline, iteration_s=result.iteration_s),
             objective=objective_of(
                 self._config.objective, num_shapes=len({space.baseline.shape, *space.shapes})
             ),
         )
-        self._launching.yardstick = yardstick
-        self._launching.show(str(BASELINE), None, result, stage="baseline")
+        launcher = TrialLauncher(context=context, baseline=baseline, timeouts=first.timeouts)
+        launcher.show(launch, result)
+        parity = ParityKeeper.open(context, job=space.job)
         try:
-            self._parity.open(space.job)
-            found = self._spend(space, result, yardstick)
+            tuned = self._search(space, result, launcher=launcher, baseline=baseline, parity=parity)
         finally:
-            self._parity.close()
-        self._events.add("end", winner=None if found.winner is None else found.winner.trial.number)
-        return found
+            parity.close()
+        context.events.add("end", winner=None if tuned.winner is None else tuned.winner.trial.number)
+        return tuned
 
-    def _spend(self, space: Space, result: TrialResult, yardstick: BaselineScore) -> TuneResult:
-        """The study and the final rounds."""
-        study = self._open_study(space, result, yardstick)
-        proposer = proposer_of(space, run=self._run, objective=yardstick.objective)
-        cropping = depth_proxy_for(
-            space,
-            result,
-            run=self._run,
+    def _search(
+        self,
+        space: Space,
+        result: TrialResult,
+        *,
+        launcher: TrialLauncher,
+        baseline: BaselineScore,
+        parity: ParityKeeper,
+    ) -> TuneResult:
+        """Spend the study and run the final rounds; `result` is the baseline's."""
+        context = self._context
+        study = self._open_study(space, result, launcher=launcher, baseline=baseline)
+        proposer = proposer_of(space, run=self._run, objective=baseline.objective)
+        search = SequentialSearch(
+            context=context,
+            space=space,
+            baseline=baseline,
+            study=study,
+            launcher=launcher,
+            parity=parity,
+            drift_monitor=DriftMonitor(context=context, launcher=launcher, baseline=baseline),
             proposer=proposer,
-            is_alone=not self._slices,
-            launches=self._launches,
-            launching=self._launching,
-            observer=self._observer,
-            events=self._events,
-        )
-        self._search = replace(
-            self._search, proposer=proposer, cropping=cropping, why_forbidden=space.refusal_of
+            depth_proxy=depth_proxy_for(
+                space,
+                result,
+                context=context,
+                launcher=launcher,
+                baseline=baseline,
+                proposer=proposer,
+                is_alone=not self._slices,
+            ),
         )
         try:
-            self._parity.restore(study.trials())
-            self._observer.message(self._spender().spend(study))
+            parity.restore(study.trials())
+            self._say(self._with_workers(search).spend() if self._slices else search.spend())
             trials = study.trials()
         finally:
             study.close()
-        return self._finish(space, trials, yardstick)
+        finalists = proven_finalists(search.best_trials(trials), context=context, parity=parity)
+        rankings = FinalRounds(context=context, launcher=launcher, baseline=baseline).measure(finalists)
+        winner = winner_of(rankings)
+        finished = FinishedSearch(
+            baseline=baseline.plan,
+            trials=trials,
+            rankings=rankings,
+            winner=winner,
+            objective=baseline.objective,
+            seed=self._config.seed,
+        )
+        return TuneResult(
+            objective=baseline.objective,
+            baseline=baseline.plan,
+            trials=tuple(trials),
+            rankings=tuple(rankings),
+            winner=winner,
+            receipt=None if winner is None else parity.receipt_of(winner.trial.plan),
+            drift_checks=tuple(search.drift_monitor.measurements),
+            regret=regret_of(space, finished, proposer=proposer),
+        )
 
     # Workers
 
-    def _open_board(self) -> None:
+    def _open_work_queue(self) -> None:
         """Let workers come, where there are to be any."""
         if not self._slices:
             return
         first = self._slices[0]
-        WorkQueue(folder=self._run.folder.path).open(
-            Offer(device=first.device, num_devices=first.num_devices)
-        )
+        offer = Offer(device=first.device, num_devices=first.num_devices)
+        WorkQueue(folder=self._run.folder.path).open(offer)
         labels = "; ".join(dict.fromkeys(part.label for part in self._slices))
-        self._observer.message(f"workers on this host: {len(self._slices)}, on {labels}")
+        self._say(f"workers on this host: {len(self._slices)}, on {labels}")
         if len(self._slices) > 1 and first.device == "cpu":
-            self._observer.message(
+            self._say(
                 "workers of one machine share its memory bandwidth: times are noisier than those of one "
                 "alone; the baseline and the final rounds are measured alone"
             )
 
-    def _spender(self) -> SequentialSearch | ParallelSearch:
-        """What spends the trials: this process alone, or its workers."""
-        if not self._slices:
-            return self._search
-        board, host = WorkQueue(folder=self._run.folder.path), socket.gethostname()
-        say = self._observer.message
-        desk = Dispatcher(
-            board=board,
-            launches=self._launches,
+    def _with_workers(self, search: SequentialSearch) -> ParallelSearch:
+        """The same search with a worker on each slice."""
+        context, queue = self._context, WorkQueue(folder=self._run.folder.path)
+        dispatcher = Dispatcher(
+            queue=queue,
+            backend=context.backend,
             read=read_judged,
-            fence=self._fence,
-            say=say,
-            events=self._events,
+            fence=context.fence,
+            say=self._say,
+            events=context.events,
         )
-        names = tuple(worker_name(host, os.getpid(), part.index) for part in self._slices)
-        crew = WorkerPool(board=board, command=self._command, slices=self._slices, names=names, say=say)
-        return ParallelSearch(search=self._search, desk=desk, crew=crew, observer=self._observer)
-
-    # Trial 0 and what it opens
-
-    def _measure_baseline(self) -> TrialResult:
-        result = self._launching.launch(
-            None,
-            number=BASELINE,
-            folder=self._run.folder.trial(BASELINE),
-            label=str(BASELINE),
-            stage="baseline",
-            num_left=self._search.num_left(tried=0) + 1,
+        names = tuple(worker_name(socket.gethostname(), os.getpid(), part.index) for part in self._slices)
+        pool = WorkerPool(
+            queue=queue, command=context.command.words, slices=self._slices, names=names, say=self._say
         )
+        return ParallelSearch(search=search, dispatcher=dispatcher, pool=pool)
+
+    # Trial 0, the space and the study
+
+    def _checked_baseline(self, result: TrialResult) -> TrialResult:
+        """The baseline's result; raises SeamError or InfrastructureError where it was not measured."""
         if result.is_measured and result.job is not None:
             return result
         for line in result.last_lines:
-            self._observer.message(f"  | {line}")
+            self._say(f"  | {line}")
         if result.outcome is Outcome.HARNESS:
             raise SeamError(f"your own command could not be measured: {result.reason}")
         advice = "make it run by itself first; nothing is searched"
@@ -279,131 +237,76 @@ class Coordinator:
         raise InfrastructureError(f"your own command failed: {result.reason}; {advice}")
 
     def _open_space(self, result: TrialResult) -> Space:
+        """The space around the baseline; the cluster is written, and the user reads the limits."""
         job = parse_training_job(result.job or {}, where=str(result.folder))
-        nodes = self._launches.nodes(result)
-        self._write_cluster(nodes)
-        search = self._run.config.search
+        nodes = self._context.backend.nodes(result)
+        content = {"schema_version": 1, "nodes": [dump(node) for node in nodes]}
+        write_json_atomic(self._run.folder.cluster_file, content)
         space = build_space(
             job,
             nodes=nodes,
-            search=search,
+            search=self._run.config.search,
             run=self._run.name,
             seed=self._config.seed,
             relative_cost=relative_cost,
         )
-        self._tell_limits(space, job)
+        self._show_limits(space, job)
         return space
 
-    def _write_cluster(self, nodes: tuple[NodeInfo, ...]) -> None:
-        content = {"schema_version": 1, "nodes": [dump(node) for node in nodes]}
-        write_json_atomic(self._run.folder.cluster_file, content)
-
-    def _tell_limits(self, space: Space, job: TrainingJob) -> None:
-        """What is not tuned and why, and what trials leave out: never silently."""
+    def _show_limits(self, space: Space, job: TrainingJob) -> None:
+        """Show which axes are not tuned and why, and what trials leave out: never silently."""
         by_feature: dict[str, list[str]] = {}
         for axis, feature in space.locked.items():
             by_feature.setdefault(feature, []).append(axis.value)
         batching = () if space.search.change_class == "C" else batching_features(job.features)
         for feature, axes in by_feature.items():
             more = " (search.change_class: C tunes degrees and micro_batch)" if feature in batching else ""
-            self._observer.message(f"{feature} keeps as they are: {', '.join(axes)}{more}")
+            self._say(f"{feature} keeps as they are: {', '.join(axes)}{more}")
         if space.no_custom_schedules is not None and Axis.SCHEDULE not in space.locked:
-            self._observer.message(f"{space.no_custom_schedules} keeps the framework's own schedules")
+            self._say(f"{space.no_custom_schedules} keeps the framework's own schedules")
         if job.neutralised:
-            self._observer.message(f"left out in trials: {', '.join(job.neutralised)}")
+            self._say(f"left out in trials: {', '.join(job.neutralised)}")
         if self._run.config.search.scaling is not None and space.shapes == (job.shape,):
-            self._observer.message("scaling: no other shape is inside the tolerance and the band")
+            self._say("scaling: no other shape is inside the tolerance and the band")
 
-    def _open_study(self, space: Space, result: TrialResult, yardstick: BaselineScore) -> TuneStudy:
-        config = self._config
-        place = replace(self._run.storage, say=self._observer.message, should_stop=self._should_stop_waiting)
+    def _open_study(
+        self, space: Space, result: TrialResult, *, launcher: TrialLauncher, baseline: BaselineScore
+    ) -> TuneStudy:
+        """The run's study: an earlier process's, or a new one with the baseline as trial 0."""
+        config, context = self._config, self._context
+        storage = replace(self._run.storage, say=self._say, should_stop=self._should_stop_waiting)
         study = TuneStudy.open(
-            place, space=space, seed=config.seed, name=self._run.name, sampler=config.sampler
+            storage, space=space, seed=config.seed, name=self._run.name, sampler=config.sampler
         )
         if study is not None:
-            self._observer.message(place.tool_line)
+            self._say(storage.tool_line)
             for trial in study.trials():
                 if trial.record.repeats is None and trial.record.source is None:
-                    self._budget.add(trial.record.wall_s)
+                    context.budget.add(trial.record.wall_s)
                     if trial.number != BASELINE:
-                        self._launching.show_told(trial)
+                        launcher.show_finished(trial)
             return study
         prior = Prior()
         if self._prior is not None:
             prior = read_prior(
-                self._prior, space=space, baseline=yardstick.score, objective=yardstick.objective
+                self._prior, space=space, baseline=baseline.score, objective=baseline.objective
             )
-            self._observer.message(prior.words)
+            self._say(prior.words)
         study = TuneStudy.create(
-            place,
+            storage,
             space=space,
             seed=config.seed,
             name=self._run.name,
-            objective=yardstick.objective,
-            baseline=record_of(space.baseline, result, objective=yardstick.objective),
+            objective=baseline.objective,
+            baseline=record_of(space.baseline, result, objective=baseline.objective),
             starts=prior.starts,
-            prior=[(one.params, one.record) for one in prior.trials],
+            prior=[(trial.params, trial.record) for trial in prior.trials],
             sampler=config.sampler,
         )
-        self._observer.message(place.tool_line)
+        self._say(storage.tool_line)
         return study
 
     def _should_stop_waiting(self) -> bool:
         """Asked while the study's server is lost: the run is kept meanwhile, or given up where taken."""
-        self._fence()
-        return self._should_stop()
-
-    # The final rounds
-
-    def _finish(self, space: Space, trials: list[FinishedTrial], yardstick: BaselineScore) -> TuneResult:
-        rounds = FinalRounds(
-            run=self._run, launching=self._launching, budget=self._budget, observer=self._observer
-        )
-        rankings = rounds.measure(self._proven(trials, yardstick), yardstick=yardstick)
-        winner = winner_of(rankings)
-        ended = FinishedSearch(
-            baseline=yardstick.plan,
-            trials=trials,
-            rankings=rankings,
-            winner=winner,
-            objective=yardstick.objective,
-            seed=self._config.seed,
-        )
-        return TuneResult(
-            objective=yardstick.objective,
-            baseline=yardstick.plan,
-            trials=tuple(trials),
-            rankings=tuple(rankings),
-            winner=winner,
-            receipt=None if winner is None else self._parity.receipt_of(winner.trial.plan),
-            controls=tuple(self._controls.found),
-            regret=regret_of(space, ended, proposer=self._search.proposer),
-        )
-
-    def _proven(self, trials: list[FinishedTrial], yardstick: BaselineScore) -> list[FinishedTrial]:
-        """The best plans, each of ours checked by itself: what cannot win is not measured again."""
-        chosen: list[FinishedTrial] = []
-        believed = self._search.posterior_means(trials)
-        ranked = candidates(trials, baseline_value=yardstick.value, top_k=len(trials), believed=believed)
-        for trial in ranked:
-            if len(chosen) == self._config.top_k:
-                break
-            self._launching.check_stop()
-            refusal = self._parity.prove(trial.plan, trial=trial.number)
-            if refusal is None:
-                chosen.append(trial)
-            else:
-                self._observer.message(f"trial {trial.number} is out: {refusal.reason}")
-                chosen = self._still_in(chosen)
-        return chosen
-
-    def _still_in(self, chosen: list[FinishedTrial]) -> list[FinishedTrial]:
-        """Without those that had passed before another plan of their kind failed."""
-        kept: list[FinishedTrial] = []
-        for trial in chosen:
-            refusal = self._parity.refusal_of(trial.plan)
-            if refusal is None:
-                kept.append(trial)
-            else:
-                self._observer.message(f"trial {trial.number} is out: {refusal.reason}")
-        return kept
+        self._context.fence()
+        return self._context.should_stop()

@@ -1,8 +1,8 @@
-"""The cheapest live fidelity: a plan with fewer layers a stage, before the whole model.
+"""Depth proxies, the cheapest live fidelity: a plan is measured with fewer layers a stage before it is whole.
 
 Width, layout, order of actions and ranks stay; only layers are left out, in proportion. The calibrated cost
-model, which has seen the baseline whole and cropped, says what the cropped model's time means for the whole
-one, and how surely. A plan that is clearly behind by then ends there.
+model, which has learned the baseline whole and as a proxy, predicts the whole model from the proxy's time,
+with its uncertainty. A plan that is clearly behind by then ends there.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from quartet_plugin.calibration.observations import spread_of
 from quartet_plugin.calibration.predictor import DepthProxyTime
 from quartet_plugin.model.frameworks import capabilities
-from quartet_plugin.model.launched import CROPPED
+from quartet_plugin.model.launch import DEPTH_PROXY
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.score import score_of_median
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
@@ -20,24 +20,21 @@ from quartet_plugin.space.features import Axis
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import Proposal
 from quartet_plugin.trial.request import TrialResult
-from quartet_plugin.tuner.events import EventLog
+from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.finalists import BASELINE
-from quartet_plugin.tuner.launches import Launches
-from quartet_plugin.tuner.observer import Observer
 from quartet_plugin.tuner.proposer import Proposer
-from quartet_plugin.tuner.run_folder import TuningRun
-from quartet_plugin.tuner.trial_launcher import TrialLauncher
+from quartet_plugin.tuner.trial_launcher import BaselineScore, Launch, TrialLauncher
 
-# `auto` keeps a quarter of the layers, where that saves this much of a launch, and more than a minute.
-AUTO_SHARE = 0.25
+# `auto` keeps a quarter of the layers, where that saves this part of a launch, and more than a minute.
+AUTO_FRACTION = 0.25
 LEAST_SAVED, LEAST_SAVED_S = 0.5, 60.0
-# A prediction as sure as this learns too little from a cropped model.
+# A prediction with a smaller relative deviation learns too little from a depth proxy.
 SURE = 0.03
-# Deviations that a plan must be behind the best by to end at its cropped model.
+# A plan ends at its depth proxy where it is this many deviations behind the best.
 BEHIND = 2.0
 
 
-def cropped(plan: Plan, *, layers: int) -> Plan | None:
+def reduced_depth(plan: Plan, *, layers: int) -> Plan | None:
     """The plan with `layers` layers on its largest stage, others in proportion; None if it has no more.
 
     A stage that has layers keeps at least one.
@@ -45,8 +42,8 @@ def cropped(plan: Plan, *, layers: int) -> Plan | None:
     counts = plan.split.transformer_layers_per_stage
     if max(counts) <= layers:
         return None
-    share = layers / max(counts)
-    kept = tuple(max(1, round(count * share)) if count else 0 for count in counts)
+    fraction = layers / max(counts)
+    kept = tuple(max(1, round(count * fraction)) if count else 0 for count in counts)
     return replace(
         plan,
         shape=replace(plan.shape, num_layers=sum(kept)),
@@ -59,42 +56,31 @@ def depth_proxy_for(
     space: Space,
     result: TrialResult,
     *,
-    run: TuningRun,
+    context: TuningContext,
+    launcher: TrialLauncher,
+    baseline: BaselineScore,
     proposer: Proposer | None,
     is_alone: bool,
-    launches: Launches,
-    launching: TrialLauncher,
-    observer: Observer,
-    events: EventLog,
 ) -> "DepthProxy | None":
-    """What measures a run's plans cropped; None where that is not asked for or saves nothing.
+    """The depth proxies of a run; None where they are not asked for or save nothing.
 
     `result` is the baseline's; `is_alone` says whether one trial runs at a time.
     """
-    asked = run.config.trial.crop
+    asked = context.run.config.trial.crop
     layers, why = layers_to_keep(space, result, asked=asked)
     if layers is not None and (proposer is None or not is_alone):
         layers = None
         if asked != "auto":
             why = f"trial.crop: {asked}; only trials that the cost model proposes one at a time are cropped"
     if why:
-        observer.message(why)
+        context.observer.message(why)
     if layers is None or proposer is None:
         return None
-    return DepthProxy(
-        run=run,
-        launches=launches,
-        launching=launching,
-        proposer=proposer,
-        observer=observer,
-        events=events,
-        baseline=space.baseline,
-        layers=layers,
-    )
+    return DepthProxy(context=context, launcher=launcher, baseline=baseline, proposer=proposer, layers=layers)
 
 
 def layers_to_keep(space: Space, result: TrialResult, *, asked: str | int) -> tuple[int | None, str]:
-    """Layers on the largest stage of the baseline that a cropped model keeps, None for none; and why not.
+    """The layers that a depth proxy of the baseline keeps on its largest stage, None for no proxies; and why.
 
     `result` is the baseline's. The reason is empty where nothing was asked for.
     """
@@ -108,7 +94,7 @@ def layers_to_keep(space: Space, result: TrialResult, *, asked: str | int) -> tu
     if isinstance(asked, int):
         is_less = asked < largest
         return (asked, "") if is_less else (None, f"trial.crop: {asked}; a stage has {largest} layers")
-    layers = math.ceil(AUTO_SHARE * largest)
+    layers = math.ceil(AUTO_FRACTION * largest)
     saved_s = (result.wall_s - result.start_s) * (1.0 - layers / largest)
     is_worth_it = saved_s >= max(LEAST_SAVED_S, LEAST_SAVED * result.wall_s)
     return (layers if is_worth_it else None), ""
@@ -116,113 +102,102 @@ def layers_to_keep(space: Space, result: TrialResult, *, asked: str | int) -> tu
 
 @dataclass(slots=True, kw_only=True)
 class DepthProxy:
-    """Measures plans cropped, and tells which are not worth their whole model.
+    """Measures plans with fewer layers, and ends those that are not worth their whole model.
 
-    `layers` stay on the baseline's largest stage, and the same share of every other plan's.
+    `layers` stay on the baseline's largest stage, and the same fraction of every other plan's.
     """
 
-    run: TuningRun
-    launches: Launches
-    launching: TrialLauncher
+    context: TuningContext
+    launcher: TrialLauncher
+    baseline: BaselineScore
     proposer: Proposer
-    observer: Observer
-    events: EventLog
-    baseline: Plan
     layers: int
     is_on: bool = True
     is_open: bool = False
 
     @property
     def is_begun(self) -> bool:
-        """Whether an earlier process has cropped models measured."""
-        return self._is_recorded(self.baseline, number=BASELINE)
+        """Whether an earlier process has measured depth proxies."""
+        return self._is_recorded(self.baseline.plan, number=BASELINE)
 
-    def open(self, trials: list[FinishedTrial], *, num_left: int) -> None:
-        """Measure the baseline cropped, and take in what an earlier process measured."""
+    def open(self, trials: list[FinishedTrial], *, num_left: int, drift: float) -> None:
+        """Measure the baseline's depth proxy, and take in the proxies that an earlier process measured."""
         self.is_open = True
-        self.proposer.ranker.learn(trials)
-        self.observer.message(
-            f"plans are tried with {self.layers} of {_largest_stage(self.baseline)} layers a stage first"
-        )
-        drift = 1.0 if self.is_begun else self.launching.drift
-        if not self._measure(self.baseline, number=BASELINE, num_left=num_left, drift=drift):
-            self._end("the cropped baseline could not be measured")
+        plan, say = self.baseline.plan, self.context.observer.message
+        self.proposer.predictor.learn(trials)
+        say(f"plans are tried with {self.layers} of {_largest_stage(plan)} layers a stage first")
+        first_drift = 1.0 if self.is_begun else drift
+        if not self._measure(plan, number=BASELINE, num_left=num_left, drift=first_drift):
+            self.is_on = False
+            say("the cropped baseline could not be measured: plans are tried whole")
         for trial in trials:
             plan, number = trial.plan, trial.number
             if self.is_on and number != BASELINE and self._is_recorded(plan, number=number):
                 self._measure(plan, number=number, num_left=num_left, drift=trial.record.drift)
 
-    def judge(self, proposal: Proposal, *, num_left: int) -> TrialRecord | None:
-        """What to tell of a proposal that its cropped model shows to be behind; None for one worth more."""
+    def judge(self, proposal: Proposal, *, num_left: int, drift: float) -> TrialRecord | None:
+        """The record of a proposal that its depth proxy shows to be behind; None for one worth its model."""
         if not self.is_on or proposal.predicted_spread is None or proposal.predicted_spread < SURE:
             return None
-        plan, drift = proposal.plan, self.launching.drift
+        plan = proposal.plan
         result = self._measure(plan, number=proposal.number, num_left=num_left, drift=drift)
         if result is None:
             return None
-        forecast = self.proposer.ranker.predict([plan])[0]
-        lead = self.proposer.lead(plan, forecast)
-        self.events.add("cropped", trial=proposal.number, predicted_s=forecast.iteration_s, lead=lead)
-        if lead + BEHIND * forecast.spread >= 0.0:
+        prediction = self.proposer.predictor.predict([plan])[0]
+        iteration_s, spread = prediction.iteration_s, prediction.spread
+        log_speedup = self.proposer.log_speedup(plan, prediction)
+        self.context.events.add("cropped", trial=proposal.number, predicted_s=iteration_s, lead=log_speedup)
+        if log_speedup + BEHIND * spread >= 0.0:
             return None
-        own = self.launching.yardstick
-        assert own is not None
         record = TrialRecord(
             verdict="measured",
-            outcome=CROPPED,
-            reason=(
-                f"its cropped model is behind: {forecast.iteration_s:.3g} s +- {forecast.spread:.0%} expected"
-            ),
+            outcome=DEPTH_PROXY,
+            reason=f"its cropped model is behind: {iteration_s:.3g} s +- {spread:.0%} expected",
             attempt_id=result.attempt_id,
             wall_s=result.wall_s,
             num_iterations=0,
-            spread=forecast.spread,
+            spread=spread,
             drift=drift,
         )
-        scored = score_of_median(plan, iteration_s=forecast.iteration_s / drift)
-        return record.scored(scored, objective=own.objective)
+        scored = score_of_median(plan, iteration_s=iteration_s / drift)
+        return record.scored(scored, objective=self.baseline.objective)
 
     def _measure(self, plan: Plan, *, number: int, num_left: int, drift: float) -> TrialResult | None:
-        """Launch the plan's cropped model, or find it measured, and learn from it; None without a time.
+        """The result of the plan's depth proxy, which the predictor learns; None without a time.
 
-        `drift` is the machine's when it was launched, see `TrialLauncher`.
+        `drift` is the machine's when the proxy was launched, see `Launch`.
         """
-        small = self._small(plan)
-        if small is None or not self.proposer.ranker.knows(small):
+        proxy = self._proxy(plan)
+        if proxy is None or not self.proposer.predictor.knows(proxy):
             return None
-        result = self.launching.launch(
-            small,
+        launch = Launch(
             number=number,
-            folder=self.run.folder.cropped(number),
             label=f"{number} cropped",
-            stage="cropped",
-            num_left=num_left,
+            plan=proxy,
+            folder=self.context.run.folder.depth_proxy(number),
+            phase="cropped",
         )
+        result = self.launcher.launch(launch, num_left=num_left)
         if not result.is_measured:
             return None
-        self.proposer.ranker.learn_depth_proxy(
+        self.proposer.predictor.learn_depth_proxy(
             DepthProxyTime(
                 number=number,
                 plan=plan,
-                small=small,
+                small=proxy,
                 iteration_s=statistics.median(result.iteration_s) * drift,
                 spread=spread_of(result.iteration_s),
             )
         )
         return result
 
-    def _small(self, plan: Plan) -> Plan | None:
-        share = self.layers / _largest_stage(self.baseline)
-        return cropped(plan, layers=max(1, round(share * _largest_stage(plan))))
+    def _proxy(self, plan: Plan) -> Plan | None:
+        fraction = self.layers / _largest_stage(self.baseline.plan)
+        return reduced_depth(plan, layers=max(1, round(fraction * _largest_stage(plan))))
 
     def _is_recorded(self, plan: Plan, *, number: int) -> bool:
-        small = self._small(plan)
-        folder = self.run.folder.cropped(number)
-        return small is not None and self.launches.recorded(folder, plan_key=small.key) is not None
-
-    def _end(self, why: str) -> None:
-        self.is_on = False
-        self.observer.message(f"{why}: plans are tried whole")
+        proxy, folder = self._proxy(plan), self.context.run.folder.depth_proxy(number)
+        return proxy is not None and self.context.backend.recorded(folder, plan_key=proxy.key) is not None
 
 
 def _largest_stage(plan: Plan) -> int:

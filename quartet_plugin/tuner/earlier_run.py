@@ -1,6 +1,6 @@
-"""What another run measured, for a study that begins: told where it holds here too, else only tried first.
+"""The measurements of another run, for a study that begins: trials where they hold here, else starts.
 
-The same job on the same nodes: its measurements are told as trials with their source, scaled by the ratio of
+The same job on the same nodes: its measurements become trials with their source, scaled by the ratio of
 the two baselines, so that a machine that was slower or faster that day does not count. They cost no budget,
 and the final rounds measure again what could win. Another cluster or another model: its best plans, as far as
 they exist here, are only the first to be tried.
@@ -26,7 +26,7 @@ MAX_STARTS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriorTrial:
-    """A trial of another run that holds here: the choices that lead to its plan, and what to tell."""
+    """A trial of another run that holds here: the choices that lead to its plan, and its record."""
 
     params: Params
     record: TrialRecord
@@ -34,7 +34,7 @@ class PriorTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """What another run gives: trials to tell, points to try first, and one line about it."""
+    """Another run's trials, its points to try first, and one line about it."""
 
     trials: tuple[PriorTrial, ...] = ()
     starts: tuple[Params, ...] = ()
@@ -42,7 +42,7 @@ class Prior:
 
 
 def read_prior(path: Path, *, space: Space, baseline: Score, objective: Objective) -> Prior:
-    """What the run in `path` says for `space`, whose baseline was just measured.
+    """The trials and starts of the run in `path` for `space`, whose baseline was just measured.
 
     Raises ConfigError where there is no such run or it measured nothing.
     """
@@ -55,16 +55,16 @@ def read_prior(path: Path, *, space: Space, baseline: Score, objective: Objectiv
     except StorageError:
         study = None  # the trials' folders say enough
     other = read_history(path, study=study)
-    own = other.baseline
-    if own is None or own.plan is None or own.iteration_s is None:
+    baseline_row = other.baseline
+    if baseline_row is None or baseline_row.plan is None or baseline_row.iteration_s is None:
         raise ConfigError(f"{path}: its baseline was not measured; name another run with --from")
-    if own.plan.key != space.baseline.key:
+    if baseline_row.plan.key != space.baseline.key:
         starts = tuple(_starts(other, space))
         return Prior(
             starts=starts,
             words=f"from {other.name}: another job or cluster; {len(starts)} of its best plans come first",
         )
-    ratio = own.iteration_s / baseline.iteration_s
+    ratio = baseline_row.iteration_s / baseline.iteration_s
     trials = tuple(_trials(other, space, ratio=ratio, objective=objective))
     return Prior(
         trials=trials,
@@ -87,17 +87,18 @@ def _trials(other: RunHistory, space: Space, *, ratio: float, objective: Objecti
             or len(seen) > MAX_TOLD
         ):
             continue
-        record = _told(row, plan, source=f"{other.name}:{row.number}", ratio=ratio, objective=objective)
+        source = f"{other.name}:{row.number}"
+        record = _record_here(row, plan, source=source, ratio=ratio, objective=objective)
         params = None if record is None or space.refusal_of(plan) else space.params_of(plan)
         if record is not None and params is not None:
             seen.add(plan.key)
             yield PriorTrial(params=params, record=record)
 
 
-def _told(
+def _record_here(
     row: TrialRow, plan: Plan, *, source: str, ratio: float, objective: Objective
 ) -> TrialRecord | None:
-    """What to tell of another run's trial; None for what was unstable, wrong or lost."""
+    """The record of another run's trial here; None for one that was unstable, wrong or lost."""
     common = TrialRecord(
         verdict="infeasible",
         outcome=row.outcome,
@@ -118,13 +119,13 @@ def _told(
 def _starts(other: RunHistory, space: Space) -> Iterable[Params]:
     measured = [row for row in other.trials if row.is_measured and row.number > 0 and row.repeats is None]
     ranked = sorted(measured, key=lambda row: (-(other.versus_baseline(row) or 0.0), row.number))
-    found = 0
+    num_starts = 0
     for row in ranked:
         params = None if row.plan is None else _params_here(row.plan, space)
         if params is not None:
             yield params
-            found += 1
-        if found == MAX_STARTS:
+            num_starts += 1
+        if num_starts == MAX_STARTS:
             return
 
 

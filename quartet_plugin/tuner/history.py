@@ -6,6 +6,7 @@ named in `faults`; only a folder that is no run, or a study that is damaged, is 
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,36 +14,36 @@ from typing import Any, Literal, get_args
 from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.model.history import (
     Finalist,
-    Purpose,
     RunHistory,
     RunningLaunch,
     RunState,
     TrialRow,
     WorkerRow,
 )
+from quartet_plugin.model.launch import Phase
 from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
-from quartet_plugin.model.regret import Regret, read_regret
+from quartet_plugin.model.regret import read_regret
 from quartet_plugin.model.score import score
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
-from quartet_plugin.space.baseline import baseline_plan
 from quartet_plugin.space.features import locked_axes
+from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.study.view import StudyView
 from quartet_plugin.trial.redact import redacted_argv
 from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.attempts import AttemptState, holder_of, read_launch, workers_of
 from quartet_plugin.tuner.finalists import BASELINE, rank
 from quartet_plugin.tuner.history_rows import (
-    controls_of,
+    drift_checks_of,
     labels_of,
     objective_by_events,
     read_events,
     state_of,
     with_events,
-    with_told,
+    with_record,
 )
-from quartet_plugin.tuner.launches import nodes_of
 from quartet_plugin.tuner.run_folder import TuningRun, resume_run
+from quartet_plugin.tuner.trial_backend import nodes_of
 
 _LATEST = 10
 _Beside = Literal["cropped", "control", "parity"]
@@ -72,7 +73,7 @@ class _Reader:
 
     def __init__(self, run: TuningRun, *, study: StudyView | None, now: float) -> None:
         self._run = run
-        self._told = {row.number: row for row in study.rows} if study else {}
+        self._study_rows = {row.number: row for row in study.rows} if study else {}
         self._objective = study.objective if study else None
         self._now = now
         self._faults: list[str] = []
@@ -95,22 +96,27 @@ class _Reader:
         holder = holder_of(folder.path, now=self._now)
         self._workers = workers_of(folder.path, now=self._now)
         state = state_of(events, is_held=holder is not None, is_alive=holder.is_alive if holder else None)
-        numbers = sorted(set(launches) | {number for number, row in self._told.items() if row.is_finished})
+        finished = {number for number, row in self._study_rows.items() if row.is_finished}
+        numbers = sorted(set(launches) | finished)
         rows = [self._row(number, launches.get(number), state=state) for number in numbers]
-        if not self._told:
+        if not self._study_rows:
             rows = with_events(rows, events)
         rows = self._with_predictions(rows)
         running = [
-            *(self._running(number, one) for number, one in launches.items()),
-            *(self._running(number, one, at=at) for number, per in finals.items() for at, one in per.items()),
-            *(self._beside(purpose) for purpose in get_args(_Beside)),
+            *(self._running(number, launch) for number, launch in launches.items()),
+            *(
+                self._running(number, launch, round_index=index)
+                for number, rounds in finals.items()
+                for index, launch in rounds.items()
+            ),
+            *(self._beside(phase) for phase in get_args(_Beside)),
         ]
         return self._history(
             rows=tuple(rows),
             events=events,
             state=state,
             holder=holder,
-            running=tuple(one for one in running if one and state in ("running", "elsewhere")),
+            running=tuple(launch for launch in running if launch and state in ("running", "elsewhere")),
             finals=finals,
         )
 
@@ -162,14 +168,14 @@ class _Reader:
             nodes=self._nodes,
             features=features,
             neutralised=self._job.neutralised if self._job else (),
-            locked={axis.value: what for axis, what in locked.items()},
+            locked={axis.value: feature for axis, feature in locked.items()},
             trials=tuple(self._valued(row, objective=objective) for row in rows),
             finalists=self._finalists(finals, objective=objective),
-            winner=self._winner(),
+            winner=self._read_if_there(read_plan, self._run.folder.best_plan),
             faults=tuple(self._faults),
-            controls=controls_of(events),
+            controls=drift_checks_of(events),
             workers=self._workers if state in ("running", "elsewhere") else (),
-            regret=self._regret(),
+            regret=self._read_if_there(read_regret, self._run.folder.best_regret),
         )
 
     # Trial 0
@@ -196,21 +202,21 @@ class _Reader:
     # Rows
 
     def _row(self, number: int, launch: AttemptState | None, *, state: RunState) -> TrialRow:
-        found = TrialRow(number=number) if launch is None else launch.row(number)
-        if number == BASELINE and found.plan is None:
-            found = replace(found, plan=self._baseline)
+        row = TrialRow(number=number) if launch is None else launch.row(number)
+        if number == BASELINE and row.plan is None:
+            row = replace(row, plan=self._baseline)
         result = launch.result if launch else None
         if result is not None:
-            found = replace(found, verdict=_VERDICTS.get(result.outcome.value, "lost"))
+            row = replace(row, verdict=_VERDICTS.get(result.outcome.value, "lost"))
         elif launch is not None:
-            found = replace(found, is_running=state in ("running", "elsewhere"))
-        if found.plan is not None:
-            found = replace(found, labels=labels_of(found.plan))
-        in_study = self._told.get(number)
-        return found if in_study is None else with_told(found, in_study)
+            row = replace(row, is_running=state in ("running", "elsewhere"))
+        if row.plan is not None:
+            row = replace(row, labels=labels_of(row.plan))
+        in_study = self._study_rows.get(number)
+        return row if in_study is None else with_record(row, in_study)
 
     def _valued(self, row: TrialRow, *, objective: str) -> TrialRow:
-        """What the times are worth; only now it is known by what they are compared."""
+        """The row with its objective, which is known once all rows are read."""
         if row.plan is None or row.iteration_s is None:
             return row
         scored = score(row.plan, iteration_s=row.iterations_s or (row.iteration_s,))
@@ -223,40 +229,42 @@ class _Reader:
         )
 
     def _with_predictions(self, rows: list[TrialRow]) -> list[TrialRow]:
-        """A cost relative to the baseline's is for equal work; here it becomes seconds an iteration."""
-        own = next((row for row in rows if row.number == BASELINE), None)
-        found = []
+        """The rows with predicted seconds an iteration; a relative cost is for equal model FLOPs."""
+        baseline = next((row for row in rows if row.number == BASELINE), TrialRow(number=BASELINE))
+        baseline_s = baseline.iteration_s
+        baseline_flops = baseline.plan.shape.model_flops_per_sequence if baseline.plan else None
+        predicted = []
         for row in rows:
             prediction = row.plan.prediction if row.plan is not None else None
             if prediction is None or row.plan is None:
-                found.append(row)
+                predicted.append(row)
                 continue
             predicted_s = prediction.iteration_s
-            if predicted_s is None and prediction.relative_cost and own and own.iteration_s and own.plan:
-                work = row.plan.shape.model_flops_per_sequence / own.plan.shape.model_flops_per_sequence
-                predicted_s = prediction.relative_cost * own.iteration_s * work
+            if predicted_s is None and prediction.relative_cost and baseline_flops and baseline_s:
+                work = row.plan.shape.model_flops_per_sequence / baseline_flops
+                predicted_s = prediction.relative_cost * baseline_s * work
             if predicted_s is not None:
                 predicted_s /= row.drift  # it was for the machine as it was at the start
-            found.append(
+            predicted.append(
                 replace(
                     row,
                     predicted_iteration_s=predicted_s,
                     predicted_memory_bytes=prediction.peak_memory_bytes,
                 )
             )
-        return found
+        return predicted
 
     # The final rounds
 
     def _finals(self) -> dict[int, dict[int, AttemptState]]:
         """`[number][round]`, rounds counted from 0."""
-        found: dict[int, dict[int, AttemptState]] = {}
+        rounds: dict[int, dict[int, AttemptState]] = {}
         for path in sorted(self._run.folder.final.glob("*-round-*")):
-            number, _, at = path.name.partition("-round-")
-            if number.isdecimal() and at.isdecimal() and int(at) > 0:
+            number, _, round_number = path.name.partition("-round-")
+            if number.isdecimal() and round_number.isdecimal() and int(round_number) > 0:
                 launch = read_launch(path, faults=self._faults)
-                found.setdefault(int(number), {})[int(at) - 1] = launch
-        return found
+                rounds.setdefault(int(number), {})[int(round_number) - 1] = launch
+        return rounds
 
     def _finalists(
         self, finals: dict[int, dict[int, AttemptState]], *, objective: Any
@@ -264,8 +272,12 @@ class _Reader:
         if self._baseline is None:
             return ()
         results: dict[int, dict[int, TrialResult]] = {
-            number: {at: one.result for at, one in per.items() if one.result and one.result.is_measured}
-            for number, per in finals.items()
+            number: {
+                index: state.result
+                for index, state in rounds.items()
+                if state.result and state.result.is_measured
+            }
+            for number, rounds in finals.items()
         }
         trials = []
         for number, per in finals.items():
@@ -282,71 +294,64 @@ class _Reader:
             num_asked=self._run.config.study.rounds,
         )
         return tuple(
-            Finalist(number=one.trial.number, comparison=one.comparison, ratios=one.ratios)
-            for one in rankings
+            Finalist(number=ranking.trial.number, comparison=ranking.comparison, ratios=ranking.ratios)
+            for ranking in rankings
         )
 
-    def _winner(self) -> Plan | None:
-        path = self._run.folder.best_plan
+    def _read_if_there[Content](self, read: Callable[[Path], Content], path: Path) -> Content | None:
         if not path.exists():
             return None
         try:
-            return read_plan(path)
+            return read(path)
         except QuartetError as error:
             self._faults.append(str(error))
             return None
 
-    def _regret(self) -> Regret | None:
-        path = self._run.folder.best_regret
-        if not path.exists():
-            return None
-        try:
-            return read_regret(path)
-        except QuartetError as error:
-            self._faults.append(str(error))
-            return None
+    # Running launches
 
-    # What runs
-
-    def _running(self, number: int, launch: AttemptState, *, at: int | None = None) -> RunningLaunch | None:
+    def _running(
+        self, number: int, launch: AttemptState, *, round_index: int | None = None
+    ) -> RunningLaunch | None:
         if launch.result is not None or launch.began_at is None:
             return None
-        stage: Purpose = "final" if at is not None else "baseline" if number == BASELINE else "search"
-        return self._launched(launch, launch.began_at, number=number, stage=stage, at=at)
+        phase: Phase = "final" if round_index is not None else "baseline" if number == BASELINE else "search"
+        return self._launched(launch, launch.began_at, number=number, phase=phase, round_index=round_index)
 
-    def _beside(self, purpose: "_Beside") -> RunningLaunch | None:
+    def _beside(self, phase: "_Beside") -> RunningLaunch | None:
         """The latest launch that belongs to no trial, where it runs."""
-        folders = [path.parent for path in (self._run.folder.path / purpose).glob("*/attempt-*")]
+        folders = [path.parent for path in (self._run.folder.path / phase).glob("*/attempt-*")]
         latest = max(folders, key=lambda path: path.stat().st_mtime_ns, default=None)
         launch = None if latest is None else read_launch(latest, faults=self._faults)
         if launch is None or launch.result is not None or launch.began_at is None:
             return None
-        return self._launched(launch, launch.began_at, number=BASELINE, stage=purpose, at=None)
+        return self._launched(launch, launch.began_at, number=BASELINE, phase=phase, round_index=None)
 
     def _launched(
-        self, launch: AttemptState, began_at: float, *, number: int, stage: Purpose, at: int | None
+        self, launch: AttemptState, began_at: float, *, number: int, phase: Phase, round_index: int | None
     ) -> RunningLaunch:
         return RunningLaunch(
             number=number,
-            stage=stage,
-            round_number=at,
+            stage=phase,
+            round_number=round_index,
             attempt=launch.attempt,
             phase=launch.phase,
             iteration=launch.iteration,
             num_iterations=launch.num_iterations,
             elapsed_s=max(0.0, self._now - began_at),
-            worker=next((one.name for one in self._workers if stage == "search" and one.trial == number), ""),
+            worker=next(
+                (worker.name for worker in self._workers if phase == "search" and worker.trial == number), ""
+            ),
         )
 
     def _time_left_s(
         self, rows: tuple[TrialRow, ...], spent: list[TrialRow], finals: dict[int, dict[int, AttemptState]]
     ) -> float | None:
-        """As the coordinator forecasts it: a typical launch's time for each that is still to come."""
+        """The seconds left as `TimeBudget` has them: a typical launch's for each that is still to come."""
         study = self._run.config.study
-        done = [one.result for per in finals.values() for one in per.values() if one.result]
+        done = [state.result for per in finals.values() for state in per.values() if state.result]
         walls = [row.wall_s for row in rows if row.wall_s > 0] + [result.wall_s for result in done]
         if not walls:
             return None
         num_left = max(0, study.trials - len(spent)) if not finals else 0
-        num_left += max(0, study.rounds * (study.top_k + 1) - len(done))
+        num_left += max(0, study.num_final_launches - len(done))
         return statistics.fmean(walls[-_LATEST:]) * num_left

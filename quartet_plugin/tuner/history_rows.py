@@ -1,4 +1,4 @@
-"""What the rows of a run's history are made of: its events, and what its study was told."""
+"""The parts of a run's history: rows by its events and by the records of its study."""
 
 import json
 import math
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.errors import StorageError
-from quartet_plugin.model.history import BaselineCheck, RunState, TrialRow
-from quartet_plugin.model.launched import CROPPED
+from quartet_plugin.model.history import DriftMeasurement, RunState, TrialRow
+from quartet_plugin.model.launch import DEPTH_PROXY
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.score import objective_of, score
@@ -18,8 +18,8 @@ MAX_EVENT_BYTES = 64 * 2**20
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Whole events alone: a torn last line is what a crash leaves. Raises StorageError."""
-    found = []
+    """The whole events of a log; a crash tears its last line. Raises StorageError."""
+    events = []
     try:
         with path.open("rb") as file:
             text = file.read(MAX_EVENT_BYTES)
@@ -33,12 +33,12 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             continue
         if isinstance(event, dict) and isinstance(event.get("time"), int | float):
-            found.append({**event, "kind": str(event.get("kind"))})
-    return found
+            events.append({**event, "kind": str(event.get("kind"))})
+    return events
 
 
 def objective_by_events(rows: tuple[TrialRow, ...], *, asked: Any) -> Objective:
-    """What the study maximizes, without the study: what the events' values are, else by the shapes tried."""
+    """The objective without the study: by the events' values, else by the shapes tried."""
     for row in rows:
         if row.value and row.plan is not None and row.iterations_s:
             tokens_per_s = score(row.plan, iteration_s=row.iterations_s).tokens_per_s
@@ -58,8 +58,8 @@ def labels_of(plan: Plan) -> dict[str, str]:
     }
 
 
-def with_told(row: TrialRow, in_study: StudyRow) -> TrialRow:
-    """What the study was told goes before what the folder says: it has judged the result."""
+def with_record(row: TrialRow, in_study: StudyRow) -> TrialRow:
+    """The row with the study's record, which goes before the folder: it has judged the result."""
     record = in_study.record
     row = replace(row, labels=dict(in_study.labels) or row.labels)
     if not record or not in_study.is_finished:
@@ -69,8 +69,8 @@ def with_told(row: TrialRow, in_study: StudyRow) -> TrialRow:
         for name in ("value", "iteration_s", "tokens_per_s", "model_flops_per_s_per_device", "drift")
         if isinstance(record.get(name), int | float)
     }
-    if record.get("outcome") == CROPPED:
-        # What the study was told is a prediction.
+    if record.get("outcome") == DEPTH_PROXY:
+        # The record of a depth proxy is a prediction.
         numbers = {"predicted_iteration_s": numbers["iteration_s"]} if "iteration_s" in numbers else {}
     repeats = record.get("repeats")
     source = record.get("source")
@@ -91,14 +91,14 @@ def with_told(row: TrialRow, in_study: StudyRow) -> TrialRow:
 
 
 def with_events(rows: list[TrialRow], events: list[dict[str, Any]]) -> list[TrialRow]:
-    """Without the study: what it was told, and which trials only repeated another, as the events say."""
+    """The rows without the study: verdicts and repeats as the events have them."""
     repeats = {e.get("trial"): e.get("of") for e in events if e["kind"] == "repeat"}
     known = {row.number: row for row in rows}
     for event in events:
         row, verdict, value = known.get(event.get("trial", -1)), event.get("verdict"), event.get("value")
         number = event.get("trial")
-        if row is None and isinstance(number, int) and event.get("outcome") == CROPPED:
-            row = TrialRow(number=number, outcome=CROPPED)
+        if row is None and isinstance(number, int) and event.get("outcome") == DEPTH_PROXY:
+            row = TrialRow(number=number, outcome=DEPTH_PROXY)
         if event["kind"] == "told" and row is not None and isinstance(verdict, str):
             objective = float(value) if isinstance(value, int | float) else None
             drift = event.get("drift")
@@ -115,14 +115,14 @@ def with_events(rows: list[TrialRow], events: list[dict[str, Any]]) -> list[Tria
     return [known[number] for number in sorted(known)]
 
 
-def controls_of(events: list[dict[str, Any]]) -> tuple[BaselineCheck, ...]:
-    """The baseline's re-measurements: one a place in the search; a resumed run tells them again."""
-    found = {}
+def drift_checks_of(events: list[dict[str, Any]]) -> tuple[DriftMeasurement, ...]:
+    """The drift checks, one for each number of trials; a resumed run logs them again."""
+    checks = {}
     for event in events:
         after, ratio = event.get("after"), event.get("ratio")
         if event["kind"] == "control" and isinstance(after, int) and isinstance(ratio, int | float):
-            found[after] = BaselineCheck(num_tried=after, ratio=float(ratio))
-    return tuple(found[after] for after in sorted(found))
+            checks[after] = DriftMeasurement(num_tried=after, ratio=float(ratio))
+    return tuple(checks[after] for after in sorted(checks))
 
 
 def state_of(events: list[dict[str, Any]], *, is_held: bool, is_alive: bool | None) -> RunState:

@@ -1,13 +1,13 @@
-"""The parity gate of a study: what runs on our own runtime must train as stock does before it is timed.
+"""The parity gate of a study: a plan with a custom schedule must train as stock does before it is timed.
 
-Once a kind (family, placement and the features that are on), before its first timing; and each plan by
-itself before it can win. A failure quarantines the kind: it is not scored and not tried again, and the study
-goes on without it. Receipts lie beside the plans they are for, so a resumed run repeats none.
+A kind of plans (family, placement and the features that are on) is checked once, before its first timing; and
+each plan by itself before it can win. A failure quarantines the kind: it is not scored and not tried again,
+and the study goes on without it. Receipts lie beside the plans they are for, so a resumed run repeats none.
 """
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from quartet_plugin.errors import (
     QuartetError,
     StorageError,
 )
-from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.receipt import Receipt, needs_receipt, read_receipt, receipt_path, write_receipt
 from quartet_plugin.model.training_job import TrainingJob
@@ -28,11 +27,8 @@ from quartet_plugin.schedule.placement import PlacementKind, kind_of, loop
 from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
 from quartet_plugin.trial.parity import ParityUnavailableError
-from quartet_plugin.trial.request import Progress
-from quartet_plugin.tuner.events import EventLog
-from quartet_plugin.tuner.launches import Check, Launches, ShouldStop
-from quartet_plugin.tuner.observer import Observer
-from quartet_plugin.tuner.run_folder import TuningRun
+from quartet_plugin.tuner.context import TuningContext
+from quartet_plugin.tuner.trial_backend import ParityCheck
 
 # Runs of the user's command for the first plan (weights, reference, the plan) and for every later one.
 FIRST_RUNS = 3
@@ -41,7 +37,7 @@ LATER_RUNS = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityKind:
-    """What is checked once: the family of a schedule, where its stages lie, and what is on."""
+    """A kind of plans that is checked once: family of schedule, placement, and features that are on."""
 
     family: str
     placement: PlacementKind
@@ -65,8 +61,8 @@ class ParityRefusal:
     reason: str
     culprit: str | None = None
 
-    def told(self, *, repeats: int | None) -> TrialRecord:
-        """What the study keeps of it; `repeats` is the trial that was tried in its place."""
+    def record(self, *, repeats: int | None) -> TrialRecord:
+        """The record of the refused trial; `repeats` is the trial that was tried in its place."""
         excess = {"wrong": 1.0, "infeasible": REFUSED_EXCESS}.get(self.verdict, 0.0)
         return TrialRecord(
             verdict=self.verdict,
@@ -79,7 +75,7 @@ class ParityRefusal:
 
 
 def kind_of_plan(plan: Plan, *, features: Iterable[str]) -> ParityKind:
-    """The kind of a plan that our runtime executes; what the layout turns on counts as a feature."""
+    """The kind of a plan that the plugin's runtime executes; what its layout turns on counts as a feature."""
     custom, layout = plan.schedule.custom, plan.layout
     devices = layout.pipeline_parallel
     placement = loop(devices, layout.virtual_stages) if custom is None else custom.placement
@@ -101,26 +97,46 @@ def kind_of_plan(plan: Plan, *, features: Iterable[str]) -> ParityKind:
 
 @dataclass(slots=True, kw_only=True)
 class ParityKeeper:
-    """Knows what passed and what is quarantined in a run, and has the rest checked."""
+    """Knows which plans passed and which kinds are quarantined in a run, and has the rest checked.
 
-    run: TuningRun
-    command: Command
-    launches: Launches
-    observer: Observer
-    events: EventLog
-    should_stop: ShouldStop
-    fence: Callable[[], None]
-    _features: tuple[str, ...] = ()
+    `features` are those that the job has on.
+    """
+
+    context: TuningContext
+    features: tuple[str, ...]
     _passed: set[ParityKind] = field(default_factory=set)
     _receipts: dict[str, Receipt] = field(default_factory=dict)
     _quarantined: dict[ParityKind, ParityRefusal] = field(default_factory=dict)
     _unavailable: ParityRefusal | None = None
     _num_checks: int = 0
 
+    @classmethod
+    def open(cls, context: TuningContext, *, job: TrainingJob) -> "ParityKeeper":
+        """The gate with what an earlier process checked, for this job under these versions."""
+        keeper = cls(context=context, features=job.features)
+        keeper.close()
+        for torn in keeper.folder.glob("plan-*/.*.tmp"):
+            torn.unlink(missing_ok=True)
+        versions_now = (job.framework_version, job.torch_version)
+        for path in sorted(keeper.folder.glob("plan-*/plan.parity.json")):
+            # What breaks its format is worth nothing: the plan is checked again.
+            with contextlib.suppress(QuartetError):
+                plan, receipt = read_plan(path.with_name("plan.json")), read_receipt(path)
+                versions = (receipt.versions.framework_version, receipt.versions.torch_version)
+                if receipt.plan_key == plan.key and needs_receipt(plan) and versions == versions_now:
+                    keeper._remember(plan, receipt)
+        return keeper
+
+    def close(self) -> None:
+        """Remove the weights, which are large; not those of a tuner that has taken the run."""
+        with contextlib.suppress(StorageError):
+            self.context.fence()
+            shutil.rmtree(self.context.run.folder.parity_weights, ignore_errors=True)
+
     @property
     def folder(self) -> Path:
-        """Where checks run, and where receipts lie."""
-        return self.run.folder.parity
+        """The folder of the checks and of the receipts."""
+        return self.context.run.folder.parity
 
     @property
     def num_runs(self) -> int:
@@ -129,7 +145,7 @@ class ParityKeeper:
 
     def num_runs_to_admit(self, plan: Plan) -> int:
         """Runs of the user's command that `admit` takes before this plan can be timed."""
-        is_checked = kind_of_plan(plan, features=self._features) in self._passed
+        is_checked = self._kind(plan) in self._passed
         return 0 if is_checked or not needs_receipt(plan) or self.refusal_of(plan) else self.num_runs
 
     def num_runs_to_prove(self, plans: Iterable[Plan]) -> int:
@@ -140,54 +156,33 @@ class ParityKeeper:
         )
         return unproven * LATER_RUNS + self.num_runs - LATER_RUNS if unproven else 0
 
-    def open(self, job: TrainingJob) -> None:
-        """Find what an earlier process checked, for this job under these versions."""
-        self._features = job.features
-        self.close()
-        for torn in self.folder.glob("plan-*/.*.tmp"):
-            torn.unlink(missing_ok=True)
-        here = (job.framework_version, job.torch_version)
-        for path in sorted(self.folder.glob("plan-*/plan.parity.json")):
-            # What breaks its format is worth nothing: the plan is checked again.
-            with contextlib.suppress(QuartetError):
-                plan, receipt = read_plan(path.with_name("plan.json")), read_receipt(path)
-                then = (receipt.versions.framework_version, receipt.versions.torch_version)
-                if receipt.plan_key == plan.key and needs_receipt(plan) and then == here:
-                    self._remember(plan, receipt)
-
-    def close(self) -> None:
-        """Remove the weights, which are large; not those of a tuner that has taken the run."""
-        with contextlib.suppress(StorageError):
-            self.fence()
-            shutil.rmtree(self.run.folder.parity_weights, ignore_errors=True)
-
     def restore(self, trials: Iterable[FinishedTrial]) -> None:
         """Quarantine again what an earlier process found to be wrong in its trials."""
         for trial in trials:
             if trial.record.verdict == "wrong" and trial.record.repeats is None and needs_receipt(trial.plan):
-                self._put_away(trial.plan, trial.record.reason)
+                self._quarantine_kind(trial.plan, trial.record.reason)
 
     def receipt_of(self, plan: Plan) -> Receipt | None:
         """The receipt of a plan that passed."""
-        found = self._receipts.get(plan.key)
-        return found if found is not None and found.failure is None else None
+        receipt = self._receipts.get(plan.key)
+        return receipt if receipt is not None and receipt.failure is None else None
 
     def refusal_of(self, plan: Plan) -> ParityRefusal | None:
         """Why a plan is out already, without checking anything."""
         if not needs_receipt(plan):
             return None
-        own = self._receipts.get(plan.key)
-        if own is not None and own.failure is not None:
-            return _failed(own, kind_of_plan(plan, features=self._features))
-        found = self._quarantined.get(kind_of_plan(plan, features=self._features), self._unavailable)
-        return None if found is None or found.culprit == plan.key else found
+        kind, receipt = self._kind(plan), self._receipts.get(plan.key)
+        if receipt is not None and receipt.failure is not None:
+            return _failed(receipt, kind)
+        refusal = self._quarantined.get(kind, self._unavailable)
+        return None if refusal is None or refusal.culprit == plan.key else refusal
 
     def admit(self, plan: Plan, *, trial: int) -> ParityRefusal | None:
         """Before a plan is timed: None where its kind has passed, or does so now."""
         refusal = self.refusal_of(plan)
         if refusal is not None or not needs_receipt(plan):
             return refusal
-        if kind_of_plan(plan, features=self._features) in self._passed:
+        if self._kind(plan) in self._passed:
             return None
         return self._check(plan, trial=trial)
 
@@ -199,13 +194,16 @@ class ParityKeeper:
         return self._check(plan, trial=trial)
 
     def quarantine(self, plan: Plan, reason: str, *, trial: int) -> None:
-        """A trial of a plan of ours computed something wrong: its kind is out."""
-        kind = self._put_away(plan, reason)
-        self.events.add("quarantine", trial=trial, schedule=kind.label, reason=reason)
-        self.observer.message(f"{kind.label} is left out from now on: {reason}")
+        """Leave out the kind of a plan with a custom schedule, whose trial computed something wrong."""
+        kind = self._quarantine_kind(plan, reason)
+        self.context.events.add("quarantine", trial=trial, schedule=kind.label, reason=reason)
+        self.context.observer.message(f"{kind.label} is left out from now on: {reason}")
 
-    def _put_away(self, plan: Plan, reason: str) -> ParityKind:
-        kind = kind_of_plan(plan, features=self._features)
+    def _kind(self, plan: Plan) -> ParityKind:
+        return kind_of_plan(plan, features=self.features)
+
+    def _quarantine_kind(self, plan: Plan, reason: str) -> ParityKind:
+        kind = self._kind(plan)
         refusal = ParityRefusal(
             verdict="wrong",
             outcome="WRONG",
@@ -218,19 +216,19 @@ class ParityKeeper:
     def _remember(self, plan: Plan, receipt: Receipt) -> None:
         self._receipts[plan.key] = receipt
         if receipt.failure is not None:
-            self._put_away(plan, receipt.failure.reason)
+            self._quarantine_kind(plan, receipt.failure.reason)
         else:
-            self._passed.add(kind_of_plan(plan, features=self._features))
+            self._passed.add(self._kind(plan))
 
     def _check(self, plan: Plan, *, trial: int) -> ParityRefusal | None:
-        kind = kind_of_plan(plan, features=self._features)
-        self.fence()
-        self.observer.plan_started(f"{trial} parity check", plan, stage="search", time_left_s=None)
-        self.events.add("parity", trial=trial, schedule=kind.label)
+        kind = self._kind(plan)
+        self.context.fence()
+        self.context.observer.plan_started(f"{trial} parity check", plan, phase="search", time_left_s=None)
+        self.context.events.add("parity", trial=trial, schedule=kind.label)
         try:
             receipt = self._run(plan)
         except InterruptedByUserError:
-            self.events.add("interrupted")
+            self.context.events.add("interrupted")
             raise
         except ParityUnavailableError as error:
             return self._give_up(kind, str(error), trial=trial)
@@ -238,53 +236,51 @@ class ParityKeeper:
             return self._not_checked("infeasible", "INFEASIBLE", str(error), trial=trial)
         except InfrastructureError as error:
             return self._not_checked("lost", "INFRA", str(error), trial=trial)
-        self.fence()
-        place = self.folder / f"plan-{plan.key[:12]}" / "plan.json"
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_plan(plan, path=place)
-        write_receipt(receipt, path=receipt_path(place))
+        self.context.fence()
+        plan_file = self.folder / f"plan-{plan.key[:12]}" / "plan.json"
+        plan_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_plan(plan, path=plan_file)
+        write_receipt(receipt, path=receipt_path(plan_file))
         self._remember(plan, receipt)
-        self.events.add("parity-verdict", trial=trial, schedule=kind.label, verdict=receipt.verdict)
+        self.context.events.add("parity-verdict", trial=trial, schedule=kind.label, verdict=receipt.verdict)
         if receipt.failure is None:
-            self.observer.message(f"parity check of {kind.label}: trains as stock does, {_worst(receipt)}")
+            self.context.observer.message(
+                f"parity check of {kind.label}: trains as stock does, {_worst(receipt)}"
+            )
             return None
-        self.events.add("quarantine", trial=trial, schedule=kind.label, reason=receipt.failure.reason)
+        self.context.events.add("quarantine", trial=trial, schedule=kind.label, reason=receipt.failure.reason)
         return _failed(receipt, kind)
 
     def _run(self, plan: Plan) -> Receipt:
-        config = self.run.config
-        check = Check(
+        context, run = self.context, self.context.run
+        check = ParityCheck(
             plan=plan,
-            command=self.command,
+            command=context.command,
             folder=self.folder,
-            weights=self.run.folder.parity_weights,
-            device=config.device,
-            deadline_s=config.trial.deadline_s,
-            cwd=self.run.cwd,
+            weights=run.folder.parity_weights,
+            device=run.config.device,
+            deadline_s=run.config.trial.deadline_s,
+            cwd=run.cwd,
         )
-        receipt = self.launches.check(check, on_progress=self._progressed, should_stop=self.should_stop)
+        receipt = context.backend.check(
+            check, on_progress=context.show_progress, should_stop=context.should_stop
+        )
         self._num_checks += 1
         return receipt
 
-    def _progressed(self, progress: Progress) -> None:
-        self.fence()
-        self.observer.progressed(
-            progress.phase, iteration=progress.iteration, num_iterations=progress.num_iterations
-        )
-
     def _give_up(self, kind: ParityKind, reason: str, *, trial: int) -> ParityRefusal:
-        """Nothing of ours can be checked here, so nothing of ours is tried."""
+        """Refuse every custom schedule from now on: none can be checked here."""
         text = " ".join(reason.split())
         self._unavailable = ParityRefusal(verdict="infeasible", outcome="INFEASIBLE", reason=text, culprit="")
-        self.events.add("quarantine", trial=trial, schedule="every schedule of ours", reason=text)
-        self.observer.message(
-            f"schedules of ours are left out, they cannot be checked ({kind.label}): {text}"
+        self.context.events.add("quarantine", trial=trial, schedule="every schedule of ours", reason=text)
+        self.context.observer.message(
+            f"custom schedules are left out, they cannot be checked ({kind.label}): {text}"
         )
         return self._unavailable
 
     def _not_checked(self, verdict: Verdict, outcome: str, reason: str, *, trial: int) -> ParityRefusal:
         text = " ".join(reason.split())
-        self.events.add("parity-verdict", trial=trial, verdict=verdict, reason=text)
+        self.context.events.add("parity-verdict", trial=trial, verdict=verdict, reason=text)
         return ParityRefusal(verdict=verdict, outcome=outcome, reason=text)
 
 

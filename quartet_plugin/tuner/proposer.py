@@ -1,17 +1,21 @@
-"""What a calibrated study tries next: the plan with the largest expected improvement, ranked anew each time.
+"""The next trial of a calibrated study: the plan with the largest expected improvement, ranked anew always.
 
-Nothing is remembered but what was told: the ranker learns the told records in their order, every candidate is
-predicted anew, and one point is put before the study just before it is asked. Every few trials the sampler is
-left its own choice, so that a cost model that is wrong in a way no correction can mend does not trap the
+Nothing is remembered but the finished trials: the predictor learns them in their order, every candidate is
+predicted anew, and one point is put before the study just before it is asked. Every few trials the choice is
+left to the sampler, so that a cost model that is wrong in a way no correction can mend does not trap the
 study.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from quartet_plugin.calibration.machine_prior import machine_model_of
+from quartet_plugin.calibration.constants_fit import read_calibration
+from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of
 from quartet_plugin.calibration.predictor import PlanPrediction, PlanPredictor
+from quartet_plugin.model.cluster import read_cluster
+from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.measurement import Objective, Prediction
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.score import score_of_median
@@ -19,8 +23,8 @@ from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
-from quartet_plugin.tuner.known_machine import kept_machine
-from quartet_plugin.tuner.run_folder import TuningRun
+from quartet_plugin.tuner.config import MachineConfig
+from quartet_plugin.tuner.run_folder import RunFolder, TuningRun
 
 # A plan counts as an improvement only beyond this part of the best one.
 LEAST_GAIN = 0.002
@@ -31,38 +35,35 @@ def proposer_of(space: Space, *, run: TuningRun, objective: Objective) -> "Propo
     config = run.config
     if config.study.starts == "none":
         return None
-    ranker = PlanPredictor(
+    predictor = PlanPredictor(
         machine_model_of(space.nodes, precision=space.job.precision, machine=kept_machine(run.folder)),
         num_iterations=config.trial.measure,
         folder_of=run.folder.trial,
     )
-    return Proposer(space, ranker=ranker, objective=objective, explore=config.study.explore)
+    return Proposer(space, predictor=predictor, objective=objective, explore=config.study.explore)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredPlan:
-    """A candidate with what is expected of it: `gain` is the expected improvement of the logarithm of the
-    objective over the best plan measured, times the chance that it fits."""
+    """A candidate with its prediction and score.
+
+    `expected_improvement` is that of the objective's logarithm over the best plan measured, times the chance
+    that the plan fits.
+    """
 
     candidate: Candidate
-    forecast: PlanPrediction
-    gain: float
+    prediction: PlanPrediction
+    expected_improvement: float
 
 
 class Proposer:
-    """Puts the most promising plan before the study. `explore`: every so many trials the sampler's turn, 0
-    never."""
+    """Puts the most promising plan before the study; every `explore`-th trial (0: none) is the sampler's."""
 
-    def __init__(self, space: Space, *, ranker: PlanPredictor, objective: Objective, explore: int) -> None:
-        self._ranker = ranker
+    def __init__(self, space: Space, *, predictor: PlanPredictor, objective: Objective, explore: int) -> None:
+        self.predictor = predictor
         self._objective = objective
         self._explore = explore
-        self._candidates = PlanCandidates(space, knows=ranker.knows)
-
-    @property
-    def ranker(self) -> PlanPredictor:
-        """What predicts the plans."""
-        return self._ranker
+        self._candidates = PlanCandidates(space, knows=predictor.knows)
 
     def prepare(
         self,
@@ -72,102 +73,142 @@ class Proposer:
         is_known: Callable[[Plan], bool],
         pending: Sequence[Plan] = (),
     ) -> ScoredPlan | None:
-        """Put a point before the study where it is the ranker's turn and none waits; the point, if any.
+        """Put a point before the study where it is the predictor's turn and none waits; the point, if any.
 
-        `is_known` plans were told, are under way, or are refused: they are not proposed. Plans like the
-        `pending` ones promise less: what those measure will be known soon.
+        Plans that `is_known` were tried, are under way, or are refused: they are not proposed. Plans like
+        the `pending` ones score less: what those measure will be known soon.
         """
-        self._ranker.learn(trials)
-        if study.has_waiting or not self._ranker.is_ready or self._is_samplers_turn(trials):
+        self.predictor.learn(trials)
+        if study.has_waiting or not self.predictor.is_ready or self._is_samplers_turn(trials):
             return None
-        best = next((one for one in self.scored_plans(pending) if not is_known(one.candidate.plan)), None)
+        scored = self.scored_plans(pending)
+        best = next((plan for plan in scored if not is_known(plan.candidate.plan)), None)
         if best is not None:
             study.enqueue(best.candidate.params)
         return best
 
     def scored_plans(self, pending: Sequence[Plan] = ()) -> list[ScoredPlan]:
         """Every candidate, the most promising first. Something must have been measured."""
-        found = self._candidates.best(rate=self._rates, ends_of=self._ranker.end_loads)
-        forecasts = self._ranker.predict([one.plan for one in found])
+        candidates = self._candidates.best(rate=self._rates, ends_of=self.predictor.end_loads)
+        plans = [candidate.plan for candidate in candidates]
+        predictions = self.predictor.predict(plans)
         best = self._best()
-        new = 1.0 - self._ranker.similarity([one.plan for one in found], pending)
-        promises = [
+        novelty = 1.0 - self.predictor.similarity(plans, pending)
+        scored = [
             ScoredPlan(
-                candidate=one, forecast=forecast, gain=share * self._gain(one.plan, forecast, best=best)
+                candidate=candidate,
+                prediction=prediction,
+                expected_improvement=new * self._expected_improvement(candidate.plan, prediction, best=best),
             )
-            for one, forecast, share in zip(found, forecasts, new.tolist(), strict=True)
+            for candidate, prediction, new in zip(candidates, predictions, novelty.tolist(), strict=True)
         ]
-        order = sorted(range(len(promises)), key=lambda at: (-promises[at].gain, at))
-        return [promises[at] for at in order]
+        return sorted(scored, key=lambda plan: -plan.expected_improvement)
 
     def predict(self, proposal: Proposal, trials: Sequence[FinishedTrial]) -> Proposal:
         """The proposal with its predicted iteration in its plan, and how sure that is."""
-        self._ranker.learn(trials)
-        if not (self._ranker.is_ready and self._ranker.knows(proposal.plan)):
+        self.predictor.learn(trials)
+        if not (self.predictor.is_ready and self.predictor.knows(proposal.plan)):
             return proposal
-        forecast = self._ranker.predict([proposal.plan])[0]
+        predicted = self.predictor.predict([proposal.plan])[0]
         before = proposal.plan.prediction
         plan = replace(
             proposal.plan,
             prediction=Prediction(
-                iteration_s=forecast.iteration_s,
+                iteration_s=predicted.iteration_s,
                 relative_cost=None if before is None else before.relative_cost,
-                peak_memory_bytes=self._ranker.feasibility.peak_bytes(proposal.plan),
+                peak_memory_bytes=self.predictor.feasibility.peak_bytes(proposal.plan),
             ),
         )
         return replace(
-            proposal, plan=plan, predicted_s=forecast.iteration_s, predicted_spread=forecast.spread
+            proposal, plan=plan, predicted_s=predicted.iteration_s, predicted_spread=predicted.spread
         )
 
     def posterior_means(self, trials: Sequence[FinishedTrial]) -> dict[int, float]:
         """The objective of every measured plan by its trial's number, as the posterior has it."""
-        self._ranker.learn(trials)
-        return {number: math.exp(value) for number, value in self._believed().items()}
+        self.predictor.learn(trials)
+        return {number: math.exp(value) for number, value in self._log_posterior_means().items()}
 
     def _is_samplers_turn(self, trials: Sequence[FinishedTrial]) -> bool:
         """Every `explore`-th trial of the study's own; one that repeated a plan used its turn up."""
         if not self._explore:
             return False
-        own = [one for one in trials if one.number > 0 and one.record.source is None]
-        spent = sum(one.record.repeats is None for one in own)
-        repeated = bool(own) and own[-1].record.repeats is not None
+        asked = [trial for trial in trials if trial.number > 0 and trial.record.source is None]
+        spent = sum(trial.record.repeats is None for trial in asked)
+        repeated = bool(asked) and asked[-1].record.repeats is not None
         return spent % self._explore == self._explore - 1 and not repeated
 
-    def lead(self, plan: Plan, forecast: PlanPrediction) -> float:
-        """How far the plan is before the best measured one, in the objective's logarithm."""
-        return self._log_value(plan, forecast.iteration_s) - self._best()
+    def log_speedup(self, plan: Plan, prediction: PlanPrediction) -> float:
+        """The logarithm of the plan's predicted objective over that of the best measured plan."""
+        return self._log_value(plan, prediction.iteration_s) - self._best()
 
     def _best(self) -> float:
         """The logarithm of the best measured plan's objective, as the posterior has it: without its luck."""
-        return max(self._believed().values())
+        return max(self._log_posterior_means().values())
 
-    def _believed(self) -> dict[int, float]:
+    def _log_posterior_means(self) -> dict[int, float]:
         """The logarithm of every measured plan's objective by its trial."""
-        plans = self._ranker.measured
-        forecasts = self._ranker.predict(list(plans.values()))
+        plans = self.predictor.measured
+        predictions = self.predictor.predict(list(plans.values()))
         return {
-            number: self._log_value(plan, forecast.iteration_s)
-            for (number, plan), forecast in zip(plans.items(), forecasts, strict=True)
+            number: self._log_value(plan, prediction.iteration_s)
+            for (number, plan), prediction in zip(plans.items(), predictions, strict=True)
         }
 
-    def _gain(self, plan: Plan, forecast: PlanPrediction, *, best: float) -> float:
-        """The mean over what the measurements may mean."""
-        found = 0.0
-        for weight, log_s, spread in forecast.posterior_samples:
-            lead = self._log_value(plan, math.exp(log_s)) - best - LEAST_GAIN
-            found += weight * expected_improvement(lead, spread)
-        return found * self._ranker.feasibility.chance(plan)
+    def _expected_improvement(self, plan: Plan, prediction: PlanPrediction, *, best: float) -> float:
+        """The mean over the posterior's samples, times the chance that the plan fits."""
+        total = 0.0
+        for weight, log_s, spread in prediction.posterior_samples:
+            log_speedup = self._log_value(plan, math.exp(log_s)) - best - LEAST_GAIN
+            total += weight * expected_improvement(log_speedup, spread)
+        return total * self.predictor.feasibility.chance(plan)
 
     def _rates(self, plans: Sequence[Plan]) -> list[float]:
-        found = self._ranker.most_likely_s(plans)
-        return [-self._log_value(plan, seconds) for plan, seconds in zip(plans, found, strict=True)]
+        likeliest = self.predictor.most_likely_s(plans)
+        return [-self._log_value(plan, seconds) for plan, seconds in zip(plans, likeliest, strict=True)]
 
     def _log_value(self, plan: Plan, iteration_s: float) -> float:
         return math.log(score_of_median(plan, iteration_s=iteration_s).value(self._objective))
 
 
-def expected_improvement(lead: float, spread: float) -> float:
-    """The mean of what is above 0 of a normal variable around `lead` (Mockus 1974, Jones et al. 1998)."""
-    at = lead / spread
-    density = math.exp(-0.5 * at * at) / math.sqrt(2.0 * math.pi)
-    return lead * 0.5 * math.erfc(-at / math.sqrt(2.0)) + spread * density
+def expected_improvement(mean: float, spread: float) -> float:
+    """The mean of the part above 0 of a normal variable around `mean` (Mockus 1974, Jones et al. 1998)."""
+    deviations = mean / spread
+    density = math.exp(-0.5 * deviations * deviations) / math.sqrt(2.0 * math.pi)
+    return mean * 0.5 * math.erfc(-deviations / math.sqrt(2.0)) + spread * density
+
+
+# The files that describe the machine, copied when a run begins so that a resumed run reads the same
+
+
+def machine_of(config: MachineConfig, *, cwd: Path) -> KnownMachine:
+    """The contents of the files that `config` names. Raises ConfigError in one line."""
+    return _read(
+        cluster=None if config.cluster is None else cwd / config.cluster,
+        calibration=None if config.calibration is None else cwd / config.calibration,
+    )
+
+
+def keep_machine(config: MachineConfig, *, cwd: Path, folder: RunFolder) -> None:
+    """Copy the files into the run's folder. Raises ConfigError for one that cannot be read."""
+    copies = {folder.machine_file: config.cluster, folder.calibration_file: config.calibration}
+    for copy, source in copies.items():
+        if source is None:
+            copy.unlink(missing_ok=True)  # of a run that failed before it measured
+        else:
+            write_json_atomic(copy, read_json(cwd / source))
+
+
+def kept_machine(folder: RunFolder) -> KnownMachine:
+    """The contents of the copies that the run was begun with."""
+    cluster, calibration = folder.machine_file, folder.calibration_file
+    return _read(
+        cluster=cluster if cluster.exists() else None,
+        calibration=calibration if calibration.exists() else None,
+    )
+
+
+def _read(*, cluster: Path | None, calibration: Path | None) -> KnownMachine:
+    return KnownMachine(
+        cluster=None if cluster is None else read_cluster(cluster),
+        calibration=None if calibration is None else read_calibration(calibration),
+    )

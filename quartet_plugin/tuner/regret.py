@@ -1,8 +1,8 @@
-"""How much better than the winner the best untried plan may be, as what was measured tells it.
+"""The regret of a search: how much faster than the winner the best untried plan may be.
 
-Untried plans are drawn together from what is believed of them; in each draw the best of those that fit is
-compared with the winner, whose own speed is drawn as well. The spread of these comparisons is the estimate.
-It says nothing about plans outside of the space.
+Untried plans are drawn together from their posterior; in each draw the best of those that fit is compared
+with the winner, whose speed is drawn as well. The spread of these comparisons is the estimate. It says
+nothing about plans outside of the space.
 """
 
 import math
@@ -30,7 +30,7 @@ from quartet_plugin.tuner.finalists import BASELINE, FinalistResult
 if TYPE_CHECKING:
     from quartet_plugin.tuner.proposer import Proposer
 
-# Plans besides the baseline without which nothing is said.
+# The least number of measured plans, besides the baseline, for an estimate.
 MIN_MEASURED = 3
 NUM_DRAWS = 4_000
 # Untried plans that are looked at, how many are made to find them, and of those how many whose order is
@@ -51,7 +51,7 @@ Forecasts = Callable[[Sequence[Plan]], Sequence[tuple[float, float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSearch:
-    """What a search ended with. `winner` is None where the baseline stays."""
+    """The trials and rankings of a search that has ended; `winner` is None where the baseline stays."""
 
     baseline: Plan
     trials: Sequence[FinishedTrial]
@@ -62,7 +62,7 @@ class FinishedSearch:
 
     @property
     def best(self) -> Plan:
-        """What one would train with."""
+        """The plan to train with."""
         return self.baseline if self.winner is None else self.winner.trial.plan
 
 
@@ -85,10 +85,10 @@ def estimate_regret(
     }
     if len(measured - {search.baseline.key}) < MIN_MEASURED:
         return None
-    known = {one.execution for one in (search.baseline, *(trial.plan for trial in search.trials))}
-    wanted = untried_plans(space, search) if untried is None else untried
-    distinct = {plan.execution: plan for plan in wanted}
-    plans = [plan for what, plan in distinct.items() if what not in known][:MAX_UNTRIED]
+    known = {plan.execution for plan in (search.baseline, *(trial.plan for trial in search.trials))}
+    looked_at = untried_plans(space, search) if untried is None else untried
+    distinct = {plan.execution: plan for plan in looked_at}
+    plans = [plan for execution, plan in distinct.items() if execution not in known][:MAX_UNTRIED]
     if not plans:
         nothing = Interval(median=0.0, low=0.0, high=0.0)
         return Regret(
@@ -107,25 +107,31 @@ def estimate_regret(
         draws, best = _by_forecasts(search, plans, forecasts, generator)
     draws = np.where(_fits(search, plans, generator), draws, -np.inf)
     return _summary(
-        draws, best, plans, num_measured=len(measured), by_model=forecasts is not None, own=search.baseline
+        draws,
+        best,
+        plans,
+        num_measured=len(measured),
+        by_model=forecasts is not None,
+        baseline=search.baseline,
     )
 
 
 def regret_of(space: Space, search: FinishedSearch, *, proposer: "Proposer | None") -> Regret | None:
-    """The estimate by the calibrated cost model where the search had one, else by what was measured alone."""
+    """The estimate by the calibrated cost model where the search had one, else by the measurements alone."""
     if proposer is None:
         return estimate_regret(space, search)
-    ranker = proposer.ranker
-    ranker.learn(search.trials)
-    if not ranker.is_ready or not all(ranker.knows(plan) for plan in (search.baseline, search.best)):
+    predictor = proposer.predictor
+    predictor.learn(search.trials)
+    if not predictor.is_ready or not all(predictor.knows(plan) for plan in (search.baseline, search.best)):
         return estimate_regret(space, search)
     # The most promising first, so that those that are left out are the least.
-    untried = [one.candidate.plan for one in proposer.scored_plans() if ranker.knows(one.candidate.plan)]
+    ranked = [scored.candidate.plan for scored in proposer.scored_plans()]
+    untried = [plan for plan in ranked if predictor.knows(plan)]
 
-    def forecasts(plans: Sequence[Plan]) -> list[tuple[float, float]]:
-        return [(one.iteration_s, one.spread) for one in ranker.predict(plans)]
+    def predict(plans: Sequence[Plan]) -> list[tuple[float, float]]:
+        return [(prediction.iteration_s, prediction.spread) for prediction in predictor.predict(plans)]
 
-    return estimate_regret(space, search, untried=untried, forecasts=forecasts)
+    return estimate_regret(space, search, untried=untried, forecasts=predict)
 
 
 def _summary(
@@ -135,16 +141,16 @@ def _summary(
     *,
     num_measured: int,
     by_model: bool,
-    own: Plan,
+    baseline: Plan,
 ) -> Regret:
     gains = np.expm1(np.clip(draws.max(axis=1) - best, 0.0, 50.0))
-    low, median, high = (float(one) for one in np.quantile(gains, (0.025, 0.5, 0.975)))
+    low, median, high = (float(quantile) for quantile in np.quantile(gains, (0.025, 0.5, 0.975)))
     leaders = np.bincount(draws.argmax(axis=1), minlength=len(plans))
     leader = int(leaders.argmax())
     return Regret(
         gain=Interval(median=median, low=low, high=high),
         notable=float((gains > NOTABLE).mean()),
-        likely=words_of(plans[leader], own=own),
+        likely=words_of(plans[leader], baseline=baseline),
         likely_chance=float(leaders[leader] / len(draws)),
         num_untried=len(plans),
         num_measured=num_measured,
@@ -152,10 +158,10 @@ def _summary(
     )
 
 
-def words_of(plan: Plan, *, own: Plan) -> str:
+def words_of(plan: Plan, *, baseline: Plan) -> str:
     """A plan in a few words; what it shares with the user's own configuration is left out."""
     parts = [
-        plan.shape.label if plan.shape != own.shape else "",
+        plan.shape.label if plan.shape != baseline.shape else "",
         plan.layout.label,
         plan.split.label if plan.layout.num_stages > 1 else "",
         plan.schedule.label if plan.layout.pipeline_parallel > 1 else "",
@@ -164,28 +170,28 @@ def words_of(plan: Plan, *, own: Plan) -> str:
     return ", ".join(part for part in parts if part)
 
 
-# What is believed of untried plans
+# The posterior of untried plans
 
 
 def _by_process(
     search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
-    """Draws of the untried plans [draws, plans] and of the best [draws], fitted to what was measured."""
+    """Draws of the untried plans [draws, plans] and of the best [draws], fitted to the measurements."""
     every = {search.baseline.key: search.baseline}
     for trial in search.trials:
         every.setdefault(trial.plan.key, trial.plan)
     measured = list(every.values())
-    at = {key: index for index, key in enumerate(every)}
+    index_of = {key: index for index, key in enumerate(every)}
     together = [*measured, *plans]
     predicted = np.array([_predicted(plan, search) for plan in together])
-    found = draw(
+    values = draw(
         features_of(together),
         predicted,
-        _evidence(search, at),
+        _observations(search, index_of),
         count=NUM_DRAWS,
         generator=generator,
     )
-    return found[:, len(measured) :], found[:, at[search.best.key]]
+    return values[:, len(measured) :], values[:, index_of[search.best.key]]
 
 
 def _predicted(plan: Plan, search: FinishedSearch) -> float:
@@ -198,24 +204,24 @@ def _work(plan: Plan, search: FinishedSearch) -> float:
     """Costs are for equal model FLOPs; where tokens count, a smaller model has more of them."""
     if search.objective == "model_flops_per_s_per_device":
         return 0.0
-    own = search.baseline.shape.model_flops_per_sequence
-    return math.log(own / plan.shape.model_flops_per_sequence)
+    baseline_flops = search.baseline.shape.model_flops_per_sequence
+    return math.log(baseline_flops / plan.shape.model_flops_per_sequence)
 
 
-def _evidence(search: FinishedSearch, at: dict[str, int]) -> GpObservations:
-    """The search's measurements, those of the final rounds, and that the baseline is 1 of itself."""
-    own = next(trial.record.value for trial in search.trials if trial.number == BASELINE)
-    assert own is not None, "the baseline of a search was measured"
-    rows = [(at[search.baseline.key], 0.0, 1e-8, 0.0)]
+def _observations(search: FinishedSearch, index_of: dict[str, int]) -> GpObservations:
+    """The measurements of the search and of the final rounds; the baseline is exactly 1 of itself."""
+    baseline_value = next(trial.record.value for trial in search.trials if trial.number == BASELINE)
+    assert baseline_value is not None, "the baseline of a search was measured"
+    rows = [(index_of[search.baseline.key], 0.0, 1e-8, 0.0)]
     for trial in search.trials:
         record = trial.record
         if trial.number == BASELINE or record.value is None or record.repeats is not None:
             continue
         variance = (record.spread or 0.0) ** 2 if record.is_depth_proxy else 0.0
-        rows.append((at[trial.plan.key], math.log(record.value / own), variance, 1.0))
+        rows.append((index_of[trial.plan.key], math.log(record.value / baseline_value), variance, 1.0))
     for ranking in search.rankings:
         value = math.log(ranking.comparison.speedup.median)
-        rows.append((at[ranking.trial.plan.key], value, ranking_error(ranking) ** 2, 0.0))
+        rows.append((index_of[ranking.trial.plan.key], value, ranking_error(ranking) ** 2, 0.0))
     top = max(row[1] for row in rows)
     wide = [variance + (0.5 * max(0.0, top - value - FAR)) ** 2 for _, value, variance, _ in rows]
     return GpObservations(
@@ -235,7 +241,7 @@ def ranking_error(ranking: FinalistResult) -> float:
 
 def noise_of_rounds(rankings: Sequence[FinalistResult]) -> float | None:
     """The deviation of the logarithm of one launch, from the final rounds; None without them."""
-    pooled = [statistics.variance([math.log(ratio) for ratio in one.ratios]) for one in rankings]
+    pooled = [statistics.variance([math.log(ratio) for ratio in ranking.ratios]) for ranking in rankings]
     # A ratio is of two launches.
     return max(LEAST, math.sqrt(statistics.fmean(pooled) / 2.0)) if pooled else None
 
@@ -243,14 +249,14 @@ def noise_of_rounds(rankings: Sequence[FinalistResult]) -> float | None:
 def _by_forecasts(
     search: FinishedSearch, plans: Sequence[Plan], forecasts: Forecasts, generator: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
-    """The same by calibrated predictions; the winner is where the final rounds have it."""
+    """The same draws by calibrated predictions; the winner is where the final rounds have it."""
     every = [search.baseline, search.best, *plans]
-    found = forecasts(every)
-    own_s = found[0][0]
-    mean = np.array(
-        [math.log(own_s / one[0]) + _own_work(p, search) for p, one in zip(every, found, strict=True)]
-    )
-    spread = np.array([max(LEAST_FORECAST, one[1]) for one in found])
+    predictions = forecasts(every)
+    baseline_s = predictions[0][0]
+    works = [_relative_work(plan, search) for plan in every]
+    seconds = [predicted_s for predicted_s, _ in predictions]
+    mean = np.array([math.log(baseline_s / s) + work for s, work in zip(seconds, works, strict=True)])
+    spread = np.array([max(LEAST_FORECAST, deviation) for _, deviation in predictions])
     spread[0] = LEAST
     if search.winner is not None:
         error, final = ranking_error(search.winner), math.log(search.winner.comparison.speedup.median)
@@ -261,12 +267,12 @@ def _by_forecasts(
     return draws[:, 2:], draws[:, 1]
 
 
-def _own_work(plan: Plan, search: FinishedSearch) -> float:
+def _relative_work(plan: Plan, search: FinishedSearch) -> float:
     """Forecasts are of seconds an iteration: with equal tokens more FLOPs count as more."""
     if search.objective == "tokens_per_s":
         return 0.0
-    own = search.baseline.shape.model_flops_per_sequence
-    return math.log(plan.shape.model_flops_per_sequence / own)
+    baseline_flops = search.baseline.shape.model_flops_per_sequence
+    return math.log(plan.shape.model_flops_per_sequence / baseline_flops)
 
 
 def _fits(search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Generator) -> NDArray[np.bool_]:
@@ -274,19 +280,21 @@ def _fits(search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Ge
 
     What one layout lacks all of its plans do, so they fit together or not at all.
     """
-    tried = [r for r in search.trials if r.record.repeats is None and not r.record.is_depth_proxy]
-    could = np.array([trial.record.verdict == "measured" for trial in tried], dtype=np.float64)
-    could_not = np.array([r.record.verdict in ("infeasible", "wrong") for r in tried], dtype=np.float64)
+    trials = search.trials
+    tried = [trial for trial in trials if trial.record.repeats is None and not trial.record.is_depth_proxy]
+    verdicts = [trial.record.verdict for trial in tried]
+    could = np.array([verdict == "measured" for verdict in verdicts], dtype=np.float64)
+    could_not = np.array([verdict in ("infeasible", "wrong") for verdict in verdicts], dtype=np.float64)
     together = features_of([*(trial.plan for trial in tried), *plans])
-    rows = PlanFeatures(codes=together.codes[len(tried) :], ends=together.ends[len(tried) :])
-    columns = PlanFeatures(codes=together.codes[: len(tried)], ends=together.ends[: len(tried)])
-    alike = rows.fits_alike(columns)
+    rows = PlanFeatures(codes=together.codes[len(tried) :], end_layers=together.end_layers[len(tried) :])
+    columns = PlanFeatures(codes=together.codes[: len(tried)], end_layers=together.end_layers[: len(tried)])
+    alike = rows.fit_similarity(columns)
     chance = (HOPE + alike @ could) / (HOPE + alike @ (could + could_not))
     layouts: dict[object, int] = {}
     index = [layouts.setdefault((plan.shape, plan.layout), len(layouts)) for plan in plans]
     luck = generator.random((NUM_DRAWS, len(layouts)))
-    found: NDArray[np.bool_] = luck[:, index] < chance
-    return found
+    fits: NDArray[np.bool_] = luck[:, index] < chance
+    return fits
 
 
 # Untried plans
@@ -295,26 +303,26 @@ def _fits(search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Ge
 def untried_plans(space: Space, search: FinishedSearch) -> list[Plan]:
     """Plans of the space that were not tried: neighbours of the best ones and any, in turns."""
     generator = random.Random(derived_seed(search.seed, len(search.trials), "untried"))  # noqa: S311
-    known = {one.execution for one in (search.baseline, *(trial.plan for trial in search.trials))}
+    known = {plan.execution for plan in (search.baseline, *(trial.plan for trial in search.trials))}
     ranked = sorted(
-        (r for r in search.trials if r.record.value is not None and r.record.repeats is None),
+        (trial for trial in search.trials if trial.record.value is not None and trial.record.repeats is None),
         key=lambda trial: (-(trial.record.value or 0.0), trial.number),
     )
-    points = [space.params_of(plan) for plan in (search.best, *(one.plan for one in ranked[:NUM_VARIED]))]
+    points = [space.params_of(plan) for plan in (search.best, *(trial.plan for trial in ranked[:NUM_VARIED]))]
     near = [params for params in points if params is not None]
-    found: dict[object, Plan] = {}
+    untried: dict[object, Plan] = {}
     num_searched = 0
     for number in range(MAX_MADE):
         point = near[number // 2 % len(near)] if near and number % 2 else {}
-        chooser = _Neighbour(point, generator=generator, is_searching=num_searched < MAX_SEARCHED)
-        plan = space.decode(chooser, trial=0)
-        num_searched += SEARCHED in chooser.params.values()
-        what = plan.execution
-        if what not in known and space.refusal_of(plan) is None:
-            found.setdefault(what, plan)
-        if len(found) == MAX_UNTRIED:
+        params = _Neighbour(point, generator=generator, is_searching=num_searched < MAX_SEARCHED)
+        plan = space.decode(params, trial=0)
+        num_searched += SEARCHED in params.params.values()
+        execution = plan.execution
+        if execution not in known and space.refusal_of(plan) is None:
+            untried.setdefault(execution, plan)
+        if len(untried) == MAX_UNTRIED:
             break
-    return list(found.values())
+    return list(untried.values())
 
 
 class _Neighbour(RandomParams):

@@ -63,7 +63,7 @@ class RunFolder:
 
     @property
     def events_file(self) -> Path:
-        """What happened, a line an event."""
+        """The log of events, a line each."""
         return self.path / "events.jsonl"
 
     @property
@@ -77,12 +77,12 @@ class RunFolder:
         return self.path / "final"
 
     @property
-    def controls(self) -> Path:
+    def drift_checks(self) -> Path:
         """The baseline's re-measurements during the search."""
         return self.path / "control"
 
     @property
-    def croppings(self) -> Path:
+    def depth_proxies(self) -> Path:
         """The trials' models with fewer layers."""
         return self.path / "cropped"
 
@@ -93,7 +93,7 @@ class RunFolder:
 
     @property
     def parity_weights(self) -> Path:
-        """What both sides of the gate start from; gone when the tuner ends."""
+        """The weights that both sides of the gate start from; gone when the tuner ends."""
         return self.parity / "weights"
 
     @property
@@ -108,20 +108,20 @@ class RunFolder:
 
     @property
     def best_regret(self) -> Path:
-        """What the search may have missed."""
+        """The estimate of what the search missed."""
         return self.path / "best" / "regret.json"
 
     def trial(self, number: int) -> Path:
         """One trial's folder."""
         return self.trials / f"{number:06d}"
 
-    def control(self, num_tried: int) -> Path:
+    def drift_check(self, num_tried: int) -> Path:
         """The folder of the baseline's re-measurement after so many trials."""
-        return self.controls / f"{num_tried:06d}"
+        return self.drift_checks / f"{num_tried:06d}"
 
-    def cropped(self, number: int) -> Path:
+    def depth_proxy(self, number: int) -> Path:
         """The folder of a trial's model with fewer layers."""
-        return self.croppings / f"{number:06d}"
+        return self.depth_proxies / f"{number:06d}"
 
     def final_launch(self, number: int, *, round_number: int) -> Path:
         """The folder of a trial's plan in one of the final rounds, both counted from 0."""
@@ -147,7 +147,7 @@ class TuningRun:
 
     @property
     def storage(self) -> StudyStorage:
-        """Where its study is kept."""
+        """The storage of its study."""
         return StudyStorage(folder=self.folder.path, run=self.name, address=self.config.study.storage)
 
 
@@ -238,7 +238,7 @@ def _remove_torn(folder: RunFolder) -> None:
 
 
 def _difference(begun: Sequence[str], now: Sequence[str]) -> str:
-    """Where two commands begin to differ, with the word before it: a flag with its value."""
+    """The first words in which two commands differ, with the word before: a flag with its value."""
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(begun, now, strict=False)))
     was, here = (shlex.join(words[max(0, same - 1) : same + 2])[:100] for words in (begun, now))
     return f"it has `{was}` where this one has `{here}`"

@@ -1,4 +1,4 @@
-"""The search as it is spent: the study is asked, what needs no launch is answered, the rest launched, told.
+"""The search without workers: the study is asked, what needs no launch is answered, the rest is launched.
 
 `ask` and `tell` are the two places where the study's next point is chosen and where a measurement reaches it,
 however many trials are under way.
@@ -9,21 +9,21 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from quartet_plugin.errors import InfeasibleError, InfrastructureError, SeamError
-from quartet_plugin.model.launched import FORBIDDEN
+from quartet_plugin.model.launch import FORBIDDEN
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import needs_receipt
-from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.model.score import score_of_median
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
+from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
 from quartet_plugin.trial.request import Outcome, TrialResult
+from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.depth_proxy import DepthProxy
 from quartet_plugin.tuner.drift import DriftMonitor
-from quartet_plugin.tuner.events import EventLog
 from quartet_plugin.tuner.finalists import BASELINE, candidates
 from quartet_plugin.tuner.parity import ParityKeeper, ParityRefusal
 from quartet_plugin.tuner.proposer import Proposer
-from quartet_plugin.tuner.run_folder import TuningRun
-from quartet_plugin.tuner.time_budget import TimeBudget
-from quartet_plugin.tuner.trial_launcher import TrialLauncher, record_of
+from quartet_plugin.tuner.trial_launcher import BaselineScore, Launch, TrialLauncher, record_of
 
 MAX_INFEASIBLE_IN_A_ROW = 30
 MAX_LOST_IN_A_ROW = 3
@@ -32,56 +32,56 @@ MAX_REPEATS_IN_A_ROW = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequentialSearch:
-    """Spends a study's trials, one after the other."""
+    """Spends a study's trials, one after the other. `proposer` is None where the sampler is left alone."""
 
-    run: TuningRun
-    launching: TrialLauncher
+    context: TuningContext
+    space: Space
+    baseline: BaselineScore
+    study: TuneStudy
+    launcher: TrialLauncher
     parity: ParityKeeper
-    controls: DriftMonitor
-    events: EventLog
-    budget: TimeBudget
-    fence: Callable[[], None]
-    proposer: Proposer | None = None
-    cropping: DepthProxy | None = None
-    why_forbidden: Callable[[Plan], str | None] = lambda _: None
+    drift_monitor: DriftMonitor
+    proposer: Proposer | None
+    depth_proxy: DepthProxy | None
 
-    def spend(self, study: TuneStudy) -> str:
+    def spend(self) -> str:
         """Spend the trials; returns why the search ended."""
-        begun = all_unfinished(study)
+        study, proxy = self.study, self.depth_proxy
+        unfinished = all_unfinished(study)
         trials = study.trials()
         num_before = len(trials)
-        if self.cropping is not None and self.cropping.is_begun:
-            self.cropping.open(trials, num_left=self.num_left(tried=num_spent(trials)))
+        if proxy is not None and proxy.is_begun:
+            proxy.open(trials, num_left=self.num_left(tried=num_spent(trials)), drift=1.0)
         while True:
             trials = study.trials()
-            check_rows(trials, num_before=num_before)
+            check_progress(trials, num_before=num_before)
             tried = num_spent(trials)
-            over = self.is_over(tried)
-            self.controls.after(tried, trials=trials, num_left=self.num_left(tried=tried), is_over=over)
-            if over:
+            num_left, is_over = self.num_left(tried=tried), self.is_over(tried)
+            drift = self.drift_monitor.check(tried, trials=trials, num_left=num_left, is_over=is_over)
+            if is_over:
                 return f"{tried} plans were tried"
             if not self.has_time(trials):
                 return f"{tried} plans were tried; the time that is left is kept for the final rounds"
-            if self.cropping is not None and not self.cropping.is_open:
-                self.cropping.open(trials, num_left=self.num_left(tried=tried))
+            if proxy is not None and not proxy.is_open:
+                proxy.open(trials, num_left=num_left, drift=drift)
                 continue
-            proposal = self.predict(begun.popleft(), trials) if begun else self.ask(study, trials)
+            proposal = self.predict(unfinished.popleft(), trials) if unfinished else self.ask(trials)
             if proposal is None:
                 return f"{tried} plans were tried; there are no others to try"
             if not self.has_time(trials, then_try=proposal.plan):
                 return f"{tried} plans were tried; the time that is left is kept for the final rounds"
-            self._try(study, proposal, trials, tried=tried)
+            if self.answer(proposal, trials) or self._is_behind(proposal, num_left=num_left, drift=drift):
+                continue
+            launch = self.launch_of(proposal, trials, drift=drift)
+            self.tell(proposal, self.launcher.launch(launch, num_left=num_left), drift=drift)
 
-    def ask(
-        self, study: TuneStudy, trials: list[FinishedTrial], *, pending: Collection[Plan] = ()
-    ) -> Proposal | None:
-        """A new proposal; None where no new plan is left. After some repeats chance finds one.
+    def ask(self, trials: list[FinishedTrial], *, pending: Collection[Plan] = ()) -> Proposal | None:
+        """A new proposal; None where no new plan is left. After some repeats chance draws one.
 
-        The calibrated cost model puts its point before the study where it is its turn.
-
-        `pending` plans are under way and not told yet.
+        The calibrated cost model puts its point before the study where it is its turn. `pending` plans are
+        under way and not finished yet.
         """
-        self.launching.check_stop()
+        self.context.check_stop()
         repeats = in_a_row(trials, lambda trial: trial.record.repeats is not None)
         known = frozenset(plan.execution for plan in (*(trial.plan for trial in trials), *pending))
 
@@ -90,53 +90,64 @@ class SequentialSearch:
                 return True
             return self.parity.refusal_of(plan) is not None
 
-        promise = None
+        scored = None
         if repeats >= MAX_REPEATS_IN_A_ROW:
-            if not study.enqueue_fresh(is_known=is_known):
+            if not self.study.enqueue_fresh(is_known=is_known):
                 return None
         elif self.proposer is not None:
-            self.fence()
-            promise = self.proposer.prepare(study, trials, is_known=is_known, pending=list(pending))
-        proposal = self.predict(study.ask(), trials)
-        if promise is not None:
-            forecast = promise.forecast
-            self.events.add(
+            self.context.fence()
+            scored = self.proposer.prepare(self.study, trials, is_known=is_known, pending=list(pending))
+        proposal = self.predict(self.study.ask(), trials)
+        if scored is not None:
+            self.context.events.add(
                 "proposed",
                 trial=proposal.number,
-                predicted_s=forecast.iteration_s,
-                spread=forecast.spread,
-                gain=promise.gain,
+                predicted_s=scored.prediction.iteration_s,
+                spread=scored.prediction.spread,
+                gain=scored.expected_improvement,
             )
         return proposal
 
     def predict(self, proposal: Proposal, trials: list[FinishedTrial]) -> Proposal:
-        """The proposal with what the calibrated cost model says of it, where there is one."""
+        """The proposal with the calibrated cost model's prediction, where there is one."""
         return proposal if self.proposer is None else self.proposer.predict(proposal, trials)
 
-    def answer(self, study: TuneStudy, proposal: Proposal, trials: list[FinishedTrial]) -> bool:
-        """Whether the study was told without a launch: the plan was measured before, or it is refused."""
-        self.fence()
-        self.launching.best_value = max(r.record.value for r in trials if r.record.value is not None)
-        same = proposal.plan.execution
-        known = next(
-            (one for one in trials if one.plan.execution == same and one.record.verdict != "lost"), None
-        )
-        if known is not None:
-            study.tell(proposal, replace(known.record, repeats=known.number, wall_s=0.0))
-            self.events.add("repeat", trial=proposal.number, of=known.number)
-            return True
-        return self._is_refused(study, proposal, trials)
+    def answer(self, proposal: Proposal, trials: list[FinishedTrial]) -> bool:
+        """Whether the proposal is finished without a launch: its plan was measured before, or is refused."""
+        self.context.fence()
+        execution = proposal.plan.execution
+        for trial in trials:
+            if trial.plan.execution == execution and trial.record.verdict != "lost":
+                self.study.tell(proposal, replace(trial.record, repeats=trial.number, wall_s=0.0))
+                self.context.events.add("repeat", trial=proposal.number, of=trial.number)
+                return True
+        return self._is_refused(proposal, trials)
 
-    def tell(self, study: TuneStudy, proposal: Proposal, result: TrialResult) -> None:
-        """Tell the study what came of a launch. Raises SeamError for a fault of our own."""
-        yardstick = self.launching.yardstick
-        assert yardstick is not None
+    def launch_of(self, proposal: Proposal, trials: list[FinishedTrial], *, drift: float) -> Launch:
+        """The launch of a proposal, which is cut short where it is far behind the best of `trials`."""
+        best = max(trial.record.value for trial in trials if trial.record.value is not None)
+        slow_above_s = None
+        if best:
+            in_a_second = score_of_median(proposal.plan, iteration_s=1.0).value(self.baseline.objective)
+            slow_above_s = self.context.run.config.trial.cut_above * in_a_second / (best * drift)
+        return Launch(
+            number=proposal.number,
+            label=str(proposal.number),
+            plan=proposal.plan,
+            folder=self.context.run.folder.trial(proposal.number),
+            phase="search",
+            drift=drift,
+            slow_above_s=slow_above_s,
+        )
+
+    def tell(self, proposal: Proposal, result: TrialResult, *, drift: float) -> None:
+        """Give the study the record of a launch. Raises SeamError for a fault of the plugin itself."""
         if result.outcome is Outcome.HARNESS:
             raise SeamError(f"trial {proposal.number}: {result.reason}; see {result.folder}")
-        self.fence()
-        record = record_of(proposal.plan, result, objective=yardstick.objective, drift=self.launching.drift)
-        study.tell(proposal, record)
-        self.events.add(
+        self.context.fence()
+        record = record_of(proposal.plan, result, objective=self.baseline.objective, drift=drift)
+        self.study.tell(proposal, record)
+        self.context.events.add(
             "told", trial=proposal.number, verdict=record.verdict, value=record.value, drift=record.drift
         )
         if record.verdict == "wrong" and needs_receipt(proposal.plan):
@@ -144,106 +155,90 @@ class SequentialSearch:
 
     def is_over(self, tried: int) -> bool:
         """Whether every trial is used up."""
-        return tried >= self.run.config.study.trials
+        return tried >= self.context.run.config.study.trials
 
     def has_time(self, trials: list[FinishedTrial], *, then_try: Plan | None = None) -> bool:
         """Whether another trial and the final rounds are likely to end in time, parity checks included."""
-        if self.budget.limit_s is None:
+        budget, config = self.context.budget, self.context.run.config.study
+        if budget.limit_s is None:
             return True
         ahead = 0 if then_try is None else self.parity.num_runs_to_admit(then_try)
-        ahead += self.cropping is not None and self.cropping.is_on
-        own = self.launching.yardstick
-        assert own is not None
-        best = candidates(
-            trials,
-            baseline_value=own.value,
-            top_k=self.run.config.study.top_k,
-            believed=self.posterior_means(trials),
-        )
+        ahead += self.depth_proxy is not None and self.depth_proxy.is_on
+        best = self.best_trials(trials)[: config.top_k]
         proofs = self.parity.num_runs_to_prove(trial.plan for trial in best)
-        return self.budget.fits(num_launches=1 + ahead, then=self.num_in_final() + proofs)
+        return budget.fits(num_launches=1 + ahead, then=config.num_final_launches + proofs)
 
-    def posterior_means(self, trials: list[FinishedTrial]) -> dict[int, float]:
-        """What measured plans are worth by all that is known, by trial; nothing without a cost model."""
-        return {} if self.proposer is None else self.proposer.posterior_means(trials)
-
-    def num_in_final(self) -> int:
-        """Launches of the final rounds."""
-        study = self.run.config.study
-        return study.rounds * (study.top_k + 1)
+    def best_trials(self, trials: list[FinishedTrial]) -> list[FinishedTrial]:
+        """The trials that may win, the best first, by the posterior where there is a cost model."""
+        means = {} if self.proposer is None else self.proposer.posterior_means(trials)
+        return candidates(trials, baseline_value=self.baseline.value, posterior_means=means)
 
     def num_left(self, *, tried: int) -> int:
-        """Launches that are still to come after so many trials."""
-        return self.run.config.study.trials - tried + self.num_in_final()
+        """Launches that are still to come after `tried` trials."""
+        return self.context.run.config.study.num_launches_after(tried)
 
-    def _try(self, study: TuneStudy, proposal: Proposal, trials: list[FinishedTrial], *, tried: int) -> None:
-        """Launch the proposal, or answer it from what was measured, and tell the study."""
-        if self.answer(study, proposal, trials) or self._is_behind(study, proposal, tried=tried):
-            return
-        result = self.launching.launch(
-            proposal.plan,
-            number=proposal.number,
-            folder=self.run.folder.trial(proposal.number),
-            label=str(proposal.number),
-            stage="search",
-            num_left=self.num_left(tried=tried),
-        )
-        self.tell(study, proposal, result)
-
-    def _is_behind(self, study: TuneStudy, proposal: Proposal, *, tried: int) -> bool:
-        """Whether a model with fewer layers shows enough of the proposal; then the study is told."""
-        if self.cropping is None:
+    def _is_behind(self, proposal: Proposal, *, num_left: int, drift: float) -> bool:
+        """Whether the proposal's depth proxy is so far behind that the trial is finished with it."""
+        if self.depth_proxy is None:
             return False
-        record = self.cropping.judge(proposal, num_left=self.num_left(tried=tried))
+        record = self.depth_proxy.judge(proposal, num_left=num_left, drift=drift)
         if record is None:
             return False
-        self.fence()
-        study.tell(proposal, record)
-        self.events.add(
+        self.context.fence()
+        self.study.tell(proposal, record)
+        self.context.events.add(
             "told", trial=proposal.number, verdict=record.verdict, value=record.value, outcome=record.outcome
         )
-        self.launching.show_told(FinishedTrial(number=proposal.number, plan=proposal.plan, record=record))
+        self._show(proposal, record)
         return True
 
     def _forbidden(self, plan: Plan) -> ParityRefusal | None:
         """The user's own refusal of a plan."""
-        why = self.why_forbidden(plan)
+        why = self.space.refusal_of(plan)
         if why is None:
             return None
         return ParityRefusal(verdict="infeasible", outcome=FORBIDDEN, reason=why, culprit="")
 
-    def _is_refused(self, study: TuneStudy, proposal: Proposal, trials: list[FinishedTrial]) -> bool:
-        """Whether the user or the parity gate keeps the proposal from being timed; then the study is told."""
+    def _is_refused(self, proposal: Proposal, trials: list[FinishedTrial]) -> bool:
+        """Whether the user or the parity gate refuses the proposal, which finishes its trial."""
         plan, number = proposal.plan, proposal.number
         refusal = self._forbidden(plan) or self.parity.admit(plan, trial=number)
         if refusal is None:
             return False
-        self.fence()
+        self.context.fence()
         repeats = None
         if refusal.culprit is not None:
-            repeats = next((r.number for r in trials if r.plan.key == refusal.culprit), BASELINE)
-        record = refusal.told(repeats=repeats)
-        study.tell(proposal, record)
-        self.events.add("told", trial=number, verdict=record.verdict, reason=record.reason, of=repeats)
+            culprits = (trial.number for trial in trials if trial.plan.key == refusal.culprit)
+            repeats = next(culprits, BASELINE)
+        record = refusal.record(repeats=repeats)
+        self.study.tell(proposal, record)
+        self.context.events.add(
+            "told", trial=number, verdict=record.verdict, reason=record.reason, of=repeats
+        )
         if repeats is None:
-            self.launching.show_told(FinishedTrial(number=number, plan=plan, record=record))
+            self._show(proposal, record)
         return True
+
+    def _show(self, proposal: Proposal, record: TrialRecord) -> None:
+        trial = FinishedTrial(number=proposal.number, plan=proposal.plan, record=record)
+        self.launcher.show_finished(trial)
 
 
 def all_unfinished(study: TuneStudy) -> deque[Proposal]:
     """The trials that an earlier process asked for and did not live to tell; several where it had workers."""
-    found: deque[Proposal] = deque()
+    proposals: deque[Proposal] = deque()
     while (proposal := study.unfinished()) is not None:
-        found.append(proposal)
-    return found
+        proposals.append(proposal)
+    return proposals
 
 
-def check_rows(trials: list[FinishedTrial], *, num_before: int = 0) -> None:
+def check_progress(trials: list[FinishedTrial], *, num_before: int = 0) -> None:
     """End a search that goes nowhere: raises InfeasibleError or InfrastructureError.
 
-    What an earlier tuner lost, the first `num_before` records, has been mended since: a resumed run goes on.
+    Trials that an earlier tuner lost, among the first `num_before`, do not count: the cause has been mended
+    since.
     """
-    launched = [one for one in trials if one.record.repeats is None and one.record.source is None]
+    launched = [trial for trial in trials if trial.record.repeats is None and trial.record.source is None]
     infeasible = in_a_row(launched, lambda trial: trial.record.verdict == "infeasible")
     if infeasible >= MAX_INFEASIBLE_IN_A_ROW:
         nearest = min(launched[-infeasible:], key=lambda trial: trial.record.excess)
@@ -259,15 +254,15 @@ def check_rows(trials: list[FinishedTrial], *, num_before: int = 0) -> None:
 
 
 def num_spent(trials: list[FinishedTrial]) -> int:
-    """How many trials used up one of the study's."""
+    """The number of trials that used up one of the study's."""
     return sum(trial.is_spent for trial in trials)
 
 
-def in_a_row(trials: list[FinishedTrial], is_one: Callable[[FinishedTrial], bool]) -> int:
-    """How many of the latest records are such."""
+def in_a_row(trials: list[FinishedTrial], condition: Callable[[FinishedTrial], bool]) -> int:
+    """The number of latest trials that meet the condition without a break."""
     count = 0
     for trial in reversed(trials):
-        if not is_one(trial):
+        if not condition(trial):
             break
         count += 1
     return count

@@ -1,24 +1,18 @@
-"""One launch after another: from a trial's folder or from a launch now, shown, logged and timed."""
+"""One launch of a tuning run: taken from its folder or made now by the backend, shown, logged and timed."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quartet_plugin.calibration.observations import spread_of
-from quartet_plugin.errors import InfrastructureError, InterruptedByUserError
-from quartet_plugin.launchers.command import Command
-from quartet_plugin.model.launched import Launched, Stage
+from quartet_plugin.errors import InfrastructureError
+from quartet_plugin.model.launch import LaunchRecord, Phase
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.score import Score, score, score_of_median
+from quartet_plugin.model.score import Score, score
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, Verdict
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
-from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
-from quartet_plugin.tuner.events import EventLog
-from quartet_plugin.tuner.launches import Launches, ShouldStop
-from quartet_plugin.tuner.observer import Observer
-from quartet_plugin.tuner.run_folder import TuningRun
-from quartet_plugin.tuner.time_budget import TimeBudget
+from quartet_plugin.trial.request import Outcome, Timeouts, TrialRequest, TrialResult
+from quartet_plugin.tuner.context import TuningContext
 
 _VERDICTS: dict[Outcome, Verdict] = {
     Outcome.OK: "measured",
@@ -31,7 +25,7 @@ _VERDICTS: dict[Outcome, Verdict] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineScore:
-    """What the user's own configuration does: its plan, score and what it is compared by."""
+    """The user's own configuration: its plan, its measured score, and the objective plans are compared by."""
 
     plan: Plan
     score: Score
@@ -43,204 +37,171 @@ class BaselineScore:
         return self.score.value(self.objective)
 
 
-class TrialLauncher:
-    """Has plans launched for a run. `yardstick` is None until trial 0 is measured.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One launch that a tuning run wants: of a trial's plan, or of the user's own command (`plan` None).
 
-    `drift` is the baseline's speed at the latest control over that of trial 0, 1 where they are as good as
-    equal: what the search measures now is compared with the yardstick times that.
+    `drift` is the machine's speed now over its speed when trial 0 was measured: the launch is compared with
+    the baseline times that. Where iterations take more than `slow_above_s`, it is cut short.
     """
 
-    def __init__(
-        self,
-        run: TuningRun,
-        *,
-        command: Command,
-        launches: Launches,
-        observer: Observer,
-        events: EventLog,
-        should_stop: ShouldStop,
-        fence: Callable[[], None],
-        budget: TimeBudget,
-    ) -> None:
-        self._run = run
-        self._command = command
-        self._launches = launches
-        self._observer = observer
-        self._events = events
-        self._should_stop = should_stop
-        self._fence = fence
-        self._budget = budget
-        self.yardstick: BaselineScore | None = None
-        self.best_value: float | None = None
-        self.drift = 1.0
-        self._timeouts = Timeouts.within(run.config.trial.deadline_s)
+    number: int
+    label: str
+    plan: Plan | None
+    folder: Path
+    phase: Phase
+    drift: float = 1.0
+    slow_above_s: float | None = None
 
-    def launch(
-        self, plan: Plan | None, *, number: int, folder: Path, label: str, stage: Stage, num_left: int
-    ) -> TrialResult:
-        """The settled result of one launch; None is the user's own command.
 
-        `num_left` launches, this one included, are still to come. Raises InterruptedByUserError when asked
-        to stop, InfrastructureError where it ran on other devices than the baseline.
+@dataclass(slots=True, kw_only=True)
+class TrialLauncher:
+    """Launches plans for a run and compares them with `baseline`; trial 0 itself is launched without one.
+
+    `timeouts` grow with the longest start that was measured.
+    """
+
+    context: TuningContext
+    baseline: BaselineScore | None
+    timeouts: Timeouts
+
+    def launch(self, launch: Launch, *, num_left: int) -> TrialResult:
+        """The settled result of one launch; `num_left` launches, this one included, are still to come.
+
+        Raises InterruptedByUserError when asked to stop, InfrastructureError where it ran on other devices
+        than the baseline.
         """
-        known = self._launches.recorded(folder, plan_key=None if plan is None else plan.key)
+        context, plan = self.context, launch.plan
+        recorded = context.backend.recorded(launch.folder, plan_key=None if plan is None else plan.key)
         # A baseline that failed was mended, or given more time, by whoever starts again.
-        is_mended = known is not None and not known.is_measured and stage == "baseline"
-        if known is not None and not is_mended and not self._elsewhere(known):
-            self.found(label, plan, known, stage=stage)
-            return known
-        self.began(number, label, plan, folder=folder, stage=stage, num_left=num_left)
-        result = self._launches.run(
-            self.request(plan, folder=folder, stage=stage),
-            on_progress=self._progressed,
-            should_stop=self._should_stop,
+        is_mended = recorded is not None and not recorded.is_measured and launch.phase == "baseline"
+        if recorded is not None and not is_mended and not self._other_devices(recorded):
+            self.reuse(launch, recorded)
+            return recorded
+        self.begin(launch, num_left=num_left)
+        result = context.backend.run(
+            self.request(launch), on_progress=context.show_progress, should_stop=context.should_stop
         )
-        self.ended(number, label, plan, result, stage=stage)
-        if found := self._elsewhere(result):
+        self.end(launch, result)
+        if other_devices := self._other_devices(result):
             raise InfrastructureError(
-                f"{label}: {found}; --resume where the baseline ran, or begin another run"
+                f"{launch.label}: {other_devices}; --resume where the baseline ran, or begin another run"
             )
         # A preemption ends ranks and tuner alike; the attempt is closed, and its trial is there to resume.
-        is_lost = result.outcome is Outcome.INFRA and self._should_stop()
+        is_lost = result.outcome is Outcome.INFRA and context.should_stop()
         if result.outcome is Outcome.CANCELLED or is_lost:
-            raise self._interrupted()
+            raise context.interruption()
         return result
 
-    def found(self, label: str, plan: Plan | None, result: TrialResult, *, stage: Stage) -> None:
-        """A launch was measured by an earlier process."""
-        self._budget.add(result.wall_s)
-        self._learn(result)
-        if self.yardstick is not None:
-            self.show(label, plan, result, stage=stage)
+    def reuse(self, launch: Launch, result: TrialResult) -> None:
+        """Count and show a result that an earlier process measured."""
+        self.learn(result)
+        if self.baseline is not None:
+            self.show(launch, result)
 
-    def began(
-        self, number: int, label: str, plan: Plan | None, *, folder: Path, stage: Stage, num_left: int
-    ) -> None:
-        """A launch is about to begin. Raises InterruptedByUserError when asked to stop."""
-        self.check_stop()
-        self._fence()
-        left_s = self._budget.forecast_s(num_launches=num_left)
-        self._observer.plan_started(label, plan, stage=stage, time_left_s=left_s)
-        self._events.add("launch", trial=number, stage=stage, folder=folder.name)
+    def begin(self, launch: Launch, *, num_left: int) -> None:
+        """Show and log a launch that begins now. Raises InterruptedByUserError when asked to stop."""
+        context = self.context
+        context.check_stop()
+        context.fence()
+        left_s = context.budget.remaining_s(num_launches=num_left)
+        context.observer.plan_started(launch.label, launch.plan, phase=launch.phase, time_left_s=left_s)
+        context.events.add("launch", trial=launch.number, stage=launch.phase, folder=launch.folder.name)
 
-    def ended(self, number: int, label: str, plan: Plan | None, result: TrialResult, *, stage: Stage) -> None:
-        """A launch has ended."""
-        self._budget.add(result.wall_s)
-        self._learn(result)
-        self._events.add("outcome", trial=number, outcome=result.outcome.value, reason=result.reason)
-        if self.yardstick is not None or not result.is_measured:
-            self.show(label, plan, result, stage=stage)
+    def end(self, launch: Launch, result: TrialResult) -> None:
+        """Count, log and show a launch that has ended."""
+        self.learn(result)
+        self.context.events.add(
+            "outcome", trial=launch.number, outcome=result.outcome.value, reason=result.reason
+        )
+        if self.baseline is not None or not result.is_measured:
+            self.show(launch, result)
 
-    def _elsewhere(self, result: TrialResult) -> str:
-        """Why its times do not compare with the baseline's: it ran on other devices; empty where they do."""
-        own = self.yardstick
-        if own is None or not result.is_measured:
-            return ""
-        expected = [node.node_class for node in own.plan.made_for.nodes]
-        found = [node.node_class for node in self._launches.nodes(result)]
-        if found == expected:
-            return ""
-        return f"it ran on {', '.join(found)}, the baseline on {', '.join(expected)}: times do not compare"
-
-    def _learn(self, result: TrialResult) -> None:
-        """A later start may take some times as long as the longest so far before it counts as a hang."""
+    def learn(self, result: TrialResult) -> None:
+        """Count the seconds of a launch; a later start may take as long as its start before it is a hang."""
+        self.context.budget.add(result.wall_s)
         if result.is_measured:
-            self._timeouts = self._timeouts.learned(start_s=result.start_s, first_step_s=result.first_step_s)
+            self.timeouts = self.timeouts.learned(start_s=result.start_s, first_step_s=result.first_step_s)
 
-    def check_stop(self) -> None:
-        """Raise InterruptedByUserError when asked to stop."""
-        if self._should_stop():
-            raise self._interrupted()
-
-    def _interrupted(self) -> InterruptedByUserError:
-        self._events.add("interrupted")
-        return InterruptedByUserError(
-            "stopped; everything measured is kept: the same command with --resume goes on"
+    def _other_devices(self, result: TrialResult) -> str:
+        """Why the times do not compare with the baseline's: other devices; empty where they do."""
+        if self.baseline is None or not result.is_measured:
+            return ""
+        expected = [node.node_class for node in self.baseline.plan.made_for.nodes]
+        measured_on = [node.node_class for node in self.context.backend.nodes(result)]
+        if measured_on == expected:
+            return ""
+        return (
+            f"it ran on {', '.join(measured_on)}, the baseline on {', '.join(expected)}: times do not compare"
         )
 
-    def request(self, plan: Plan | None, *, folder: Path, stage: Stage) -> TrialRequest:
-        """What is launched for a plan; None is the user's own command."""
-        config = self._run.config
-        predicted_s = None if self.yardstick is None else self.yardstick.score.iteration_s
+    def request(self, launch: Launch) -> TrialRequest:
+        """The request that the backend, or a worker, gets for a launch."""
+        run, plan = self.context.run, launch.plan
+        trial = run.config.trial
+        predicted_s = None if self.baseline is None else self.baseline.score.iteration_s
         if predicted_s is not None and plan is not None and plan.prediction is not None:
             predicted_s *= max(1.0, plan.prediction.relative_cost or 1.0)
         return TrialRequest(
-            folder=folder,
-            command=self._command,
+            folder=launch.folder,
+            command=self.context.command,
             plan=plan,
-            warmup=config.trial.warmup,
-            measure=config.trial.measure,
-            deadline_s=config.trial.deadline_s,
-            device=config.device,
+            warmup=trial.warmup,
+            measure=trial.measure,
+            deadline_s=trial.deadline_s,
+            device=run.config.device,
             predicted_iteration_s=predicted_s,
-            timeouts=self._timeouts,
-            slow_above_s=self._slow_above_s(plan) if stage == "search" else None,
-            cwd=self._run.cwd,
+            timeouts=self.timeouts,
+            slow_above_s=launch.slow_above_s,
+            cwd=run.cwd,
         )
 
-    def _slow_above_s(self, plan: Plan | None) -> float | None:
-        """Seconds an iteration above which a plan is far behind the best so far."""
-        if plan is None or self.yardstick is None or not self.best_value:
-            return None
-        in_a_second = score_of_median(plan, iteration_s=1.0).value(self.yardstick.objective)
-        return self._run.config.trial.cut_above * in_a_second / (self.best_value * self.drift)
-
-    def _progressed(self, progress: Progress) -> None:
-        self._fence()
-        self._observer.progressed(
-            progress.phase,
-            iteration=progress.iteration,
-            num_iterations=progress.num_iterations,
-        )
-
-    def show(self, label: str, plan: Plan | None, result: TrialResult, *, stage: Stage) -> None:
-        """Tell the observer; what a time is worth is known once there is a yardstick.
+    def show(self, launch: Launch, result: TrialResult) -> None:
+        """Show a launch's end to the observer, compared with the baseline where there is one.
 
         In the final rounds a launch is compared with the baseline of its own round alone, and at their end;
-        a cropped model with nothing.
+        the model of a depth proxy with nothing.
         """
-        own = self.yardstick
-        scored, is_compared = None, stage in ("baseline", "search")
-        drift = self.drift if stage == "search" and plan is not None else 1.0
-        shown = plan or (own.plan if own else None)
-        if result.is_measured and shown is not None:
-            scored = score(shown, iteration_s=result.iteration_s)
-        self._observer.plan_finished(
-            Launched(
-                label=label,
-                plan=plan,
+        baseline, measured, versus_baseline = self.baseline, None, None
+        plan = launch.plan or (baseline.plan if baseline else None)
+        if result.is_measured and plan is not None:
+            measured = score(plan, iteration_s=result.iteration_s)
+        if measured and baseline and launch.phase in ("baseline", "search"):
+            versus_baseline = measured.value(baseline.objective) / baseline.value / launch.drift
+        self.context.observer.plan_finished(
+            LaunchRecord(
+                label=launch.label,
+                plan=launch.plan,
                 outcome=result.outcome.value,
                 reason=result.reason,
-                iteration_s=scored.iteration_s if scored else None,
-                tokens_per_s=scored.tokens_per_s if scored and stage != "cropped" else None,
-                versus_baseline=(
-                    scored.value(own.objective) / own.value / drift
-                    if scored and own and is_compared
-                    else None
-                ),
+                iteration_s=measured.iteration_s if measured else None,
+                tokens_per_s=measured.tokens_per_s if measured and launch.phase != "cropped" else None,
+                versus_baseline=versus_baseline,
             )
         )
 
-    def show_told(self, trial: FinishedTrial) -> None:
-        """Tell the observer of a trial that an earlier process told the study."""
-        record, own = trial.record, self.yardstick
-        self._observer.plan_finished(
-            Launched(
+    def show_finished(self, trial: FinishedTrial) -> None:
+        """Show a trial by its record alone: nothing was launched for it in this process."""
+        record, versus_baseline = trial.record, None
+        if record.value is not None and self.baseline is not None:
+            versus_baseline = record.value / self.baseline.value
+        self.context.observer.plan_finished(
+            LaunchRecord(
                 label=str(trial.number),
                 plan=trial.plan,
                 outcome=record.outcome,
                 reason=record.reason,
                 iteration_s=record.iteration_s,
                 tokens_per_s=record.tokens_per_s,
-                versus_baseline=record.value / own.value if record.value is not None and own else None,
+                versus_baseline=versus_baseline,
             )
         )
 
 
 def record_of(plan: Plan, result: TrialResult, *, objective: Objective, drift: float = 1.0) -> TrialRecord:
-    """What the study keeps of a result; not for cancelled trials or faults of the harness.
+    """The record that the study keeps of a result; not for cancelled trials or faults of the harness.
 
-    `drift` is the machine's, see `TrialLauncher`.
+    `drift` is the machine's, see `Launch`.
     """
     common = TrialRecord(
         verdict=_VERDICTS[result.outcome],

@@ -7,17 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quartet_plugin.calibration.calibration_file import read_calibration, write_calibration
 from quartet_plugin.calibration.constants_fit import (
     LINKS,
     Calibration,
-    Direction,
-    Observation,
-    Quantity,
     calibrate,
     fixed_by_probe,
+    read_calibration,
     seconds_of,
+    write_calibration,
 )
+from quartet_plugin.calibration.observations import Direction, Observation, Quantity
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import TrainingRun

@@ -1,4 +1,4 @@
-"""The posterior of factors and residuals, on models whose answer is known."""
+"""The posterior of coefficients and residuals, on models whose answer is known."""
 
 import numpy as np
 import pytest
@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from quartet_plugin.calibration.posterior import Measured, Model, PosteriorSample, fit
 from quartet_plugin.model.costs import FloatArray
 
-NUM_FACTORS = 4
-SPREADS = np.full(NUM_FACTORS, 1.0)
+NUM_COEFFICIENTS = 4
+SPREADS = np.full(NUM_COEFFICIENTS, 1.0)
 
 
 def sums(parts: FloatArray) -> Model:
-    """Times that are sums of parts [n, k], each with a factor."""
+    """Times that are sums of parts [n, k], each with a coefficient."""
 
     def model(point: FloatArray) -> tuple[FloatArray, FloatArray]:
         each = parts * np.exp(point)
@@ -23,44 +23,50 @@ def sums(parts: FloatArray) -> Model:
     return model
 
 
-def views_of(num: int, *, truth: FloatArray, seed: int, noise: float = 0.01) -> list[PosteriorSample]:
+def samples_of(num: int, *, truth: FloatArray, seed: int, noise: float = 0.01) -> list[PosteriorSample]:
     generator = np.random.default_rng(seed)
-    parts = np.exp(generator.normal(size=(num, NUM_FACTORS)))
+    parts = np.exp(generator.normal(size=(num, NUM_COEFFICIENTS)))
     model = sums(parts)
     measured = Measured(
         log_s=model(truth)[0] + noise * generator.normal(size=num),
         noise=np.full(num, noise),
         covariance=np.zeros((num, num)),
     )
-    return fit(model, measured, starts=[np.zeros(NUM_FACTORS)], spreads=SPREADS)
+    return fit(model, measured, starts=[np.zeros(NUM_COEFFICIENTS)], spreads=SPREADS)
 
 
-def moments(views: list[PosteriorSample]) -> tuple[FloatArray, FloatArray]:
-    """Mean and deviation of the factors over the views."""
-    weights, points = np.array([view.weight for view in views]), np.stack([view.point for view in views])
+def moments(samples: list[PosteriorSample]) -> tuple[FloatArray, FloatArray]:
+    """Mean and deviation of the coefficients over the samples."""
+    weights, points = (
+        np.array([sample.weight for sample in samples]),
+        np.stack([sample.point for sample in samples]),
+    )
     mean = weights @ points
     return mean, np.sqrt(weights @ (points - mean) ** 2)
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**31), st.lists(st.floats(-1.2, 1.2), min_size=NUM_FACTORS, max_size=NUM_FACTORS))
-def test_the_mean_converges_to_the_truth_and_the_views_to_each_other(seed: int, wrong: list[float]) -> None:
+@given(
+    st.integers(0, 2**31),
+    st.lists(st.floats(-1.2, 1.2), min_size=NUM_COEFFICIENTS, max_size=NUM_COEFFICIENTS),
+)
+def test_the_mean_converges_to_the_truth_and_the_samples_to_each_other(seed: int, wrong: list[float]) -> None:
     truth = np.array(wrong)
-    _, few = moments(views_of(3, truth=truth, seed=seed))
-    mean, many = moments(views_of(60, truth=truth, seed=seed))
+    _, few = moments(samples_of(3, truth=truth, seed=seed))
+    mean, many = moments(samples_of(60, truth=truth, seed=seed))
     assert np.abs(mean - truth).max() < 0.1
     assert (many**2).sum() < (few**2).sum()
 
 
-def test_the_weights_sum_to_one_and_the_same_arguments_give_the_same_views() -> None:
+def test_the_weights_sum_to_one_and_the_same_arguments_give_the_same_samples() -> None:
     truth = np.array([1.0, -0.5, 0.2, 0.0])
-    one, other = (views_of(8, truth=truth, seed=4) for _ in range(2))
-    assert sum(view.weight for view in one) == pytest.approx(1.0)
-    assert [view.point.tolist() for view in one] == [view.point.tolist() for view in other]
+    first, second = (samples_of(8, truth=truth, seed=4) for _ in range(2))
+    assert sum(sample.weight for sample in first) == pytest.approx(1.0)
+    assert [sample.point.tolist() for sample in first] == [sample.point.tolist() for sample in second]
 
 
 def test_without_measurements_the_prior_is_what_is_left() -> None:
-    _, deviation = moments(views_of(1, truth=np.zeros(NUM_FACTORS), seed=0))
+    _, deviation = moments(samples_of(1, truth=np.zeros(NUM_COEFFICIENTS), seed=0))
     assert deviation.max() > 0.6
 
 
@@ -72,15 +78,17 @@ def test_what_only_bounds_a_factor_leaves_it_open_on_that_side() -> None:
         return point[at : at + 1], np.eye(2)[at : at + 1]
 
     measured = Measured(log_s=np.array([1.0]), noise=np.array([0.01]), covariance=np.zeros((1, 1)))
-    views = fit(model, measured, starts=[np.zeros(2), np.array([0.0, 1.0])], spreads=np.ones(2))
-    points = np.stack([view.point for view in views])
-    assert points.max(axis=1) == pytest.approx(np.ones(len(views)), abs=0.2)
+    samples = fit(model, measured, starts=[np.zeros(2), np.array([0.0, 1.0])], spreads=np.ones(2))
+    points = np.stack([sample.point for sample in samples])
+    assert points.max(axis=1) == pytest.approx(np.ones(len(samples)), abs=0.2)
     assert points.min(axis=1).min() < -0.5
 
 
 def shared(deviation: float, *, ratio: float, others: int) -> tuple[FloatArray, FloatArray]:
-    """One known factor; `others` plans as predicted, three alike ones off by `ratio`: a fourth alike, and one
-    that is like none."""
+    """The corrections of a plan like three that are off by `ratio`, and of a plan like no other.
+
+    `others` plans take what is predicted; the one coefficient is known.
+    """
     num = others + 3
     alike = np.zeros((num, num))
     alike[others:, others:] = deviation**2
@@ -90,7 +98,7 @@ def shared(deviation: float, *, ratio: float, others: int) -> tuple[FloatArray, 
     def model(point: FloatArray) -> tuple[FloatArray, FloatArray]:
         return np.repeat(point, num), np.ones((num, 1))
 
-    views = fit(
+    samples = fit(
         model,
         Measured(log_s=log_s, noise=np.full(num, 0.02), covariance=alike),
         starts=[np.zeros(1)],
@@ -98,10 +106,12 @@ def shared(deviation: float, *, ratio: float, others: int) -> tuple[FloatArray, 
     )
     rows = np.zeros((2, num))
     rows[0, others:] = deviation**2
-    own = np.full(2, deviation**2)
-    each = [view.correct(np.repeat(view.point, 2), shared=rows, own=own) for view in views]
-    weights = np.array([view.weight for view in views])
-    return weights @ np.stack([one for one, _ in each]), weights @ np.stack([wide for _, wide in each])
+    variance = np.full(2, deviation**2)
+    each = [sample.correct(np.repeat(sample.point, 2), shared=rows, variance=variance) for sample in samples]
+    weights = np.array([sample.weight for sample in samples])
+    return weights @ np.stack([log_s for log_s, _ in each]), weights @ np.stack(
+        [spread for _, spread in each]
+    )
 
 
 def test_alike_plans_share_what_the_model_cannot_explain_and_others_do_not() -> None:
@@ -125,10 +135,10 @@ def test_one_measurement_that_is_far_off_does_not_carry_the_others_away() -> Non
     def model(point: FloatArray) -> tuple[FloatArray, FloatArray]:
         return np.repeat(point, num), np.ones((num, 1))
 
-    views = fit(
+    samples = fit(
         model,
         Measured(log_s=log_s, noise=np.full(num, 0.02), covariance=np.zeros((num, num))),
         starts=[np.zeros(1)],
         spreads=np.array([1.0]),
     )
-    assert abs(float(views[0].point[0])) < 0.5 * np.log(3.0) / num
+    assert abs(float(samples[0].point[0])) < 0.5 * np.log(3.0) / num

@@ -188,7 +188,7 @@ def write_actions(folder: Path, plan: Plan, truth: Truth, *, attempt_id: str = A
         actions, start, end, now = [], [], [], 0.0
         for kind, directions in (("F", (0,)), ("I", (1,)), ("W", (2,))):
             for microbatch in range(3):
-                seconds, _ = iteration_model.stage(truth.theta, stage=device, directions=directions)
+                seconds, _ = iteration_model.evaluate_action(truth.theta, stage=device, directions=directions)
                 actions.append(f"{device}{kind}{microbatch}")
                 start.append(now)
                 now += seconds

@@ -6,17 +6,22 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.calibration.constants_fit import Direction, Quantity, seconds_of
-from quartet_plugin.calibration.profile import costs_of, observations_of, parse_rank, typical_parts
-from quartet_plugin.calibration.profile_file import (
+from quartet_plugin.calibration.constants_fit import seconds_of
+from quartet_plugin.calibration.observations import Direction, Quantity
+from quartet_plugin.calibration.profile import (
     SimulatedRankRecord,
+    costs_of,
     make_profile,
+    observations_of,
     read_profile,
+    typical_parts,
     write_profile,
 )
 from quartet_plugin.cost.constants import NEUTRAL
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.schema import parse
+from quartet_plugin.protocol.rank_files import RankProfile
 from quartet_plugin.schedule.files import costs_from_json
 from tests.cost.live import cpu_run
 
@@ -61,14 +66,14 @@ LAST = rank(1, [part("layer.2", 0.014), part("layer.3", 0.010), part("head", 0.0
 
 
 def test_layers_are_joined_by_their_median() -> None:
-    ranks = [parse_rank(one, where="a test") for one in (FIRST, LAST)]
+    ranks = [parse(RankProfile, one, where="a test") for one in (FIRST, LAST)]
     typical = typical_parts(ranks)
     assert set(typical) == {"embedding", "layer", "head"}
     assert typical["layer"].forward_s == pytest.approx(0.011)
 
 
 def test_the_table_has_every_layer_in_its_place() -> None:
-    ranks = [parse_rank(one, where="a test") for one in (FIRST, LAST)]
+    ranks = [parse(RankProfile, one, where="a test") for one in (FIRST, LAST)]
     costs = costs_of(ranks, num_layers=4, num_devices=2, num_microbatches=8)
     assert [layer.name for layer in costs.layers] == [
         "embedding", "layer.0", "layer.1", "layer.2", "layer.3", "head",
@@ -82,20 +87,22 @@ def test_the_table_has_every_layer_in_its_place() -> None:
 
 
 def test_layers_of_other_stages_take_the_median() -> None:
-    costs = costs_of([parse_rank(FIRST, where="a test")], num_layers=6, num_devices=3, num_microbatches=4)
+    costs = costs_of(
+        [parse(RankProfile, FIRST, where="a test")], num_layers=6, num_devices=3, num_microbatches=4
+    )
     assert [layer.name for layer in costs.layers][-1] == "layer.5"
     assert costs.layers[-1].forward_s == pytest.approx(0.011)
     assert costs.layers[-1].activation_bytes == 1000
 
 
 def test_a_profile_without_layers_makes_no_table() -> None:
-    only = parse_rank(rank(0, [part("embedding", 0.001)]), where="a test")
+    only = parse(RankProfile, rank(0, [part("embedding", 0.001)]), where="a test")
     with pytest.raises(ConfigError, match="no layer"):
         costs_of([only], num_layers=2, num_devices=2, num_microbatches=2)
 
 
 def test_measurements_for_the_calibration() -> None:
-    ranks = [parse_rank(one, where="a test") for one in (FIRST, LAST)]
+    ranks = [parse(RankProfile, one, where="a test") for one in (FIRST, LAST)]
     found = {
         (one.quantity, one.direction, one.index): one.seconds for one in observations_of(cpu_run(), ranks)
     }
@@ -112,7 +119,7 @@ def test_measurements_for_the_calibration() -> None:
 def test_gradients_are_measured_where_nothing_hides_them() -> None:
     late, early = rank(0, FIRST["parts"]), rank(1, LAST["parts"])
     late["steps"] |= {"finalize": 0.004}
-    ranks = [parse_rank(one, where="a test") for one in (late, early)]
+    ranks = [parse(RankProfile, one, where="a test") for one in (late, early)]
 
     def gradients(run: TrainingRun) -> list[float]:
         return [one.seconds for one in observations_of(run, ranks) if one.quantity is Quantity.GRADIENTS]
@@ -125,7 +132,7 @@ def test_gradients_are_measured_where_nothing_hides_them() -> None:
 
 
 def test_halves_of_a_backward_count_less_than_the_whole() -> None:
-    found = observations_of(cpu_run(), [parse_rank(FIRST, where="a test")])
+    found = observations_of(cpu_run(), [parse(RankProfile, FIRST, where="a test")])
     spread = {one.direction: one.spread for one in found if one.quantity is Quantity.LAYER}
     assert spread[Direction.INPUT_GRAD] > spread[Direction.BACKWARD]
 
@@ -134,14 +141,14 @@ def test_a_backward_that_was_not_split_is_one_measurement() -> None:
     whole = [part("layer.0", 0.01, input_grad_s=None, weight_grad_s=None)]
     directions = {
         one.direction
-        for one in observations_of(cpu_run(), [parse_rank(rank(0, whole), where="a test")])
+        for one in observations_of(cpu_run(), [parse(RankProfile, rank(0, whole), where="a test")])
         if one.quantity is Quantity.LAYER
     }
     assert directions == {Direction.FORWARD, Direction.BACKWARD}
 
 
 def test_file_and_back(tmp_path: Path) -> None:
-    ranks = [parse_rank(one, where="a test") for one in (FIRST, LAST)]
+    ranks = [parse(RankProfile, one, where="a test") for one in (FIRST, LAST)]
     costs = costs_of(ranks, num_layers=4, num_devices=2, num_microbatches=8)
     played = SimulatedRankRecord(stage=1, rank=512, world_size=1024)
     path = tmp_path / "profile.json"
@@ -166,7 +173,7 @@ def test_file_and_back(tmp_path: Path) -> None:
 )
 def test_files_with_faults_are_refused(data: dict[str, Any], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule) as caught:
-        parse_rank(data, where="rank-0.profile.json")
+        parse(RankProfile, data, where="rank-0.profile.json")
     assert "\n" not in str(caught.value)
 
 
@@ -174,14 +181,14 @@ def test_halves_that_were_not_told_apart_are_equal() -> None:
     """Half a split backward is none: a head with a tied weight defers nothing."""
     parts = [part("layer.0", 0.01), part("head", 0.02, input_grad_s=0.05, weight_grad_s=None)]
     costs = costs_of(
-        [parse_rank(rank(0, parts), where="a test")], num_layers=1, num_devices=1, num_microbatches=1
+        [parse(RankProfile, rank(0, parts), where="a test")], num_layers=1, num_devices=1, num_microbatches=1
     )
     assert costs.layers[-1].input_grad_s == pytest.approx(0.021)
     assert costs.layers[-1].weight_grad_s == pytest.approx(0.021)
 
 
 def test_a_rank_that_was_run_alone_says_nothing_of_links() -> None:
-    ranks = [parse_rank(FIRST, where="a test")]
+    ranks = [parse(RankProfile, FIRST, where="a test")]
     run = cpu_run(pp=1, tp=2)
     together, alone = (
         next(one for one in observations_of(run, ranks, is_alone=is_alone) if one.quantity is Quantity.LAYER)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.calibration.calibration_file import read_calibration
-from quartet_plugin.calibration.constants_fit import Direction, Quantity
+from quartet_plugin.calibration.constants_fit import read_calibration
+from quartet_plugin.calibration.observations import Direction, Quantity
 from quartet_plugin.cli.calibrate import of_run_folder
 from quartet_plugin.cli.main import main
 from quartet_plugin.model.cluster import parse_cluster, write_cluster

@@ -10,8 +10,9 @@ import pytest
 from quartet_plugin.cli import train as train_command
 from quartet_plugin.cli.main import main
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.conversion import FORMAT, TRACKER, VARIABLE, Conversion, read_conversion
+from quartet_plugin.model.conversion import FORMAT, TRACKER, Conversion, read_conversion
 from quartet_plugin.model.plan import write_plan
+from quartet_plugin.protocol.environment import CONVERSION_FILE
 from tests.model.plans import PLAN
 
 COMMAND = ("--", "torchrun", "--nproc-per-node", "2", "train.py")
@@ -35,7 +36,7 @@ class Ranks:
         self._code, self._saves = code, saves
 
     def __call__(self, command: Any, *, flags: list[str], device: str, environment: Mapping[str, str]) -> int:
-        conversion = read_conversion(Path(environment[VARIABLE]))
+        conversion = read_conversion(Path(environment[CONVERSION_FILE]))
         self.told.append(conversion)
         self.flags.append(flags)
         if self._saves:

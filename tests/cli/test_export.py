@@ -1,17 +1,22 @@
-"""`quartet export`: a plan as Megatron's own flags."""
+"""`quartet show` and `quartet export`: a plan for reading, as flags, and as the script best/native.sh."""
 
 import json
 import shlex
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from quartet_plugin.cli.export import export, flags_of, lines
+from quartet_plugin.cli.export import export, flags_of, lines, native_path, native_text, write_native
 from quartet_plugin.cli.main import main
-from quartet_plugin.model.plan import ScheduleChoice, Split, write_plan
+from quartet_plugin.errors import PlanError
+from quartet_plugin.model.measurement import Comparison, Interval, Measurement
+from quartet_plugin.model.plan import Mapping, Plan, ScheduleChoice, Slot, Split, write_plan
+from quartet_plugin.report.tables import changes, plan_lines
 from tests.model.plans import PLAN
 from tests.space.jobs import make_layout, make_shape
+from tests.tuner.fakes import begin
 
 
 def test_flags_say_what_the_plan_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,3 +129,127 @@ def test_a_deepspeed_plan_goes_into_the_users_own_ds_config(
     write_plan(PLAN, path=path)
     assert main(["export", str(path), "--ds-config", str(config)]) == 2
     assert "megatron-core" in capsys.readouterr().err
+
+
+STOCK_MAPPING = Mapping(slots=(Slot(node=0, local=0), Slot(node=0, local=1)))
+BASELINE = replace(PLAN, split=PLAN.made_for.baseline.split, mapping=STOCK_MAPPING)
+
+
+def measured(median: float) -> Measurement:
+    return Measurement(
+        iteration_s=Interval(median=median, low=median * 0.9, high=median * 1.1),
+        tokens_per_s=8192 / median,
+        model_flops_per_s_per_device=1e10 / median,
+        peak_memory_bytes=1 << 30,
+        num_launches=5,
+        num_iterations=50,
+    )
+
+
+def with_gain(plan: Plan) -> Plan:
+    comparison = Comparison(
+        objective="tokens_per_s",
+        plan=measured(0.5),
+        baseline=measured(0.65),
+        speedup=Interval(median=1.3, low=1.24, high=1.37),
+    )
+    return replace(plan, measurement=comparison)
+
+
+def test_a_plan_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(with_gain(PLAN), path=path)
+    assert main(["show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    for words in ("6+2", "1f1b", "1,0", "made for", "1.30x (1.24x to 1.37x)", "class A"):
+        assert words in shown
+
+
+def test_every_change_has_its_class() -> None:
+    found = {change.part: change.change_class for change in changes(PLAN)}
+    assert found == {"split": "A", "mapping": "A"}
+    assert changes(BASELINE) == ()
+    smaller = replace(BASELINE, layout=make_layout(micro_batch_size=2))
+    assert [c.change_class for c in changes(smaller)] == ["B"]
+    deeper = replace(
+        BASELINE, shape=make_shape(num_layers=10), split=Split(transformer_layers_per_stage=(5, 5))
+    )
+    assert {c.part: c.change_class for c in changes(deeper)} == {
+        "shape": "D",
+        "split": "A",
+    }
+    assert any("class D" in line for line in plan_lines(deeper))
+    assert not any("class D" in line for line in plan_lines(PLAN))
+
+
+def test_a_plan_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    for content in ("", "[]", "{}", '{"digest": 1}', "\x00"):
+        path.write_text(content)
+        assert main(["show", str(path)]) == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert main(["show", str(tmp_path / "none.json")]) == 2
+    assert main(["show", str(path), "--", "torchrun", "x.py"]) == 2
+
+
+NATIVE_PLAN = replace(PLAN, mapping=Mapping(slots=tuple(sorted(PLAN.mapping.slots))))
+PROGRAM = '#!/bin/sh\npwd > seen\nprintf "%s\\n" "$@" >> seen\n'
+
+
+def test_the_script_runs_the_command_with_the_plans_flags(tmp_path: Path) -> None:
+    program = tmp_path / "a program"
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
+    command = (str(program), "--num-layers", "4", "--lr", "3e-4", "it's; $(touch pwned)")
+    script = tmp_path / "native.sh"
+    script.write_text(native_text(NATIVE_PLAN, command=command, cwd=tmp_path))
+    subprocess.run(["sh", str(script)], check=True, cwd="/", timeout=30)
+    where, *words = (tmp_path / "seen").read_text().splitlines()
+    assert where == str(tmp_path)
+    assert words[:5] == list(command[1:])
+    rest = words[5:]
+    for name, value in flags_of(NATIVE_PLAN).items():
+        at = rest.index(name)
+        assert value is True or rest[at + 1] == str(value)
+    assert "--pipeline-model-parallel-layout" in rest
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(
+    ("plan", "command", "says"),
+    [
+        (PLAN, ("torchrun", "x.py"), "orders the ranks"),
+        (NATIVE_PLAN, ("torchrun", "x.py", "--", "more"), "a -- of its own"),
+        (
+            NATIVE_PLAN,
+            ("torchrun", "x.py", "--decoder-first-pipeline-num-layers=3"),
+            "does without --decoder-first",
+        ),
+        (
+            NATIVE_PLAN,
+            ("torchrun", "x.py", "--account_for_loss_in_pipeline_split"),
+            "does without --account-for-loss",
+        ),
+        (
+            replace(NATIVE_PLAN, made_for=replace(NATIVE_PLAN.made_for, framework="deepspeed")),
+            ("deepspeed", "x.py"),
+            "takes no flags",
+        ),
+    ],
+)
+def test_what_flags_cannot_say_has_no_script(plan: Plan, command: tuple[str, ...], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        native_text(plan, command=command, cwd=Path("/"))
+
+
+def test_a_script_is_written_replaced_and_removed(tmp_path: Path) -> None:
+    run = begin(tmp_path / "r")
+    path = native_path(run.folder.path)
+    path.parent.mkdir()
+    assert write_native(NATIVE_PLAN, run=run) == f"sh {path}"
+    other = replace(NATIVE_PLAN, layout=make_layout(micro_batch_size=8))
+    write_native(other, run=run)
+    assert "--micro-batch-size 8" in path.read_text()
+    assert write_native(PLAN, run=run).startswith("no native.sh: the plan orders the ranks")
+    assert not path.exists()
+    assert write_native(None, run=run) == ""

@@ -10,7 +10,7 @@ import typer
 
 from quartet_plugin import __version__, errors
 from quartet_plugin.cli import main as frame
-from quartet_plugin.cli.invocation import invocation, refuse_user_command, user_command
+from quartet_plugin.cli.command import invocation, refuse_user_command, user_command
 from quartet_plugin.cli.main import main
 
 QUARTET = Path(sys.executable).with_name("quartet")

@@ -78,7 +78,7 @@ def test_one_line_and_an_exit_code(
         (
             {"network": {"bandwidth_bytes_per_s": -5.0, "latency_s": 0.0}},
             "H100",
-            "bandwidth_bytes_per_s: '-5.0'",
+            "bandwidth_bytes_per_s: -5.0",
         ),
         ({}, "H9000", "device 'H9000': unknown"),
     ],

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quartet_plugin.calibration.calibration_file import read_calibration
-from quartet_plugin.calibration.profile_file import read_profile
+from quartet_plugin.calibration.constants_fit import read_calibration
+from quartet_plugin.calibration.profile import read_profile
 from quartet_plugin.cli.main import main
 from quartet_plugin.cli.profile import played_rank
 from quartet_plugin.errors import UsageError

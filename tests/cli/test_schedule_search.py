@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.cli.main import main
-from quartet_plugin.cli.schedule_options import CommandClock
+from quartet_plugin.cli.schedule_steps import CommandClock
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.schedule.files import read_schedule
 from quartet_plugin.schedule.validate import validate

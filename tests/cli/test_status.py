@@ -18,7 +18,7 @@ import yaml
 from quartet_plugin.cli.main import main
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
-from quartet_plugin.protocol.attempt_files import Beat
+from quartet_plugin.protocol.rank_files import Heartbeat
 from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.lease import Lease
 from quartet_plugin.tuner.history import open_run, read_history
@@ -188,7 +188,7 @@ def begin_attempt(path: Path, *, iteration: int, trial: str = "trials/000003") -
     command = json.loads((attempt / "command.json").read_text())
     write_json_atomic(attempt / "command.json", {**command, "time": time.time() - 12})
     for rank, at in ((0, iteration), (1, iteration + 1)):
-        beat = Beat(
+        beat = Heartbeat(
             schema_version=1,
             attempt_id=command["attempt_id"],
             rank=rank,

@@ -99,7 +99,14 @@ def test_an_unknown_device_and_a_missing_command_are_refused(capsys: pytest.Capt
 
 def test_the_ranks_own_error_gives_the_exit_code(tmp_path: Path) -> None:
     def write(rank: int, **content: object) -> None:
-        (tmp_path / f"rank-{rank}.err.json").write_text(json.dumps(content))
+        failure = {
+            "type": "X",
+            "peak_memory_bytes": 0,
+            "wanted_bytes": 0,
+            "traceback": [],
+            "launch_rank": rank,
+        }
+        (tmp_path / f"rank-{rank}.err.json").write_text(json.dumps({**failure, **content}))
 
     assert first_error(tmp_path) is None
     write(0, kind="network", time=1.0, exit_code=1, message="Connection closed by peer")

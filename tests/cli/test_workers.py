@@ -71,7 +71,7 @@ class Tuner:
         words, command = prepare(folder, config=CONFIG.replace("STORAGE", storage))
         self.run = folder / "runs" / "fake"
         self.storage = storage
-        self.board = WorkQueue(folder=self.run)
+        self.queue = WorkQueue(folder=self.run)
         self.log = folder / f"tuner-{len(list(folder.glob('tuner-*')))}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -90,8 +90,8 @@ class Tuner:
             assert self.process.poll() is None, self.words
             found[:] = [
                 claim
-                for order in self.board.orders()
-                if (claim := self.board.claim_of(order)) and self.has_begun(order.trial)
+                for queued in self.queue.queued_trials()
+                if (claim := self.queue.claim_of(queued)) and self.has_begun(queued.trial)
             ]
             return len(found) >= num
 
@@ -166,7 +166,7 @@ def test_rows_30_and_31_four_workers_and_one_of_them_killed_in_a_trial(tmp_path:
     tuner.under_way(3)
     if storage != "journal":
         port = int(storage.rpartition(":")[2].partition("/")[0])
-        for member in tuner.board.members():  # nobody but the coordinator knows the study
+        for member in tuner.queue.members():  # nobody but the coordinator knows the study
             connections = psutil.Process(member.identity.pid).net_connections("tcp")
             assert not [one for one in connections if one.raddr and one.raddr.port == port]
     victim = tuner.under_way(1)[-1]
@@ -304,9 +304,9 @@ def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Wo
     monkeypatch.chdir(tmp_path)
     config = parse_config({"run": "r"}, where="test")
     run = create_run(tmp_path / "r", config=config, command=words)
-    board = WorkQueue(folder=run.folder.path)
-    board.open(Offer(device="cpu", num_devices=1))
-    return board
+    queue = WorkQueue(folder=run.folder.path)
+    queue.open(Offer(device="cpu", num_devices=1))
+    return queue
 
 
 TAKEN = "are worker there's; name others with taskset"
@@ -329,10 +329,10 @@ def test_a_host_that_cannot_join_is_told_why_in_one_line(
     given: tuple[str, ...] | None,
     says: str,
 ) -> None:
-    board = open_run(tmp_path, monkeypatch, *words)
+    queue = open_run(tmp_path, monkeypatch, *words)
     everything = SliceRecord(device="cpu", cores=tuple(os.sched_getaffinity(0)))
     me = current_identity()
-    board.enlist(
+    queue.enlist(
         Member(
             name="there", host=socket.gethostname(), identity=me, parent=me, share=everything, is_joined=False
         )

@@ -1,4 +1,4 @@
-"""A plan's iteration taken apart: the cost model's own time, its slopes, and the paces of slots."""
+"""The iteration model: its seconds are those of `predict`, its slopes are derivatives."""
 
 import random
 from dataclasses import replace
@@ -10,14 +10,12 @@ from quartet_plugin.calibration.machine_prior import machine_model_of
 from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.iteration import IterationModelCache
-from quartet_plugin.cost.jobs import run_of
 from quartet_plugin.cost.predict import predict
-from quartet_plugin.cost.software import ON_CPU
+from quartet_plugin.cost.run import ON_CPU, run_of
 from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
-from quartet_plugin.space.baseline import baseline_plan
 from quartet_plugin.space.param_sources import RandomParams
-from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.space.plan_space import Space, baseline_plan, build_space
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes
 
@@ -51,11 +49,11 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_uncorrected_it_is_the_cost_models_own_prediction(name: str) -> None:
+def test_uncorrected_it_is_the_prediction_of_the_cost_model(name: str) -> None:
     plan = PLANS[name]
     iteration_models = iteration_models_of(plan)
-    theta = np.zeros(iteration_models.machine_model.num_coefficients)
-    theta[INDEX[Coefficient.ACTION]] = NOTHING  # the shared constants have no such term
+    log_coefficients = np.zeros(iteration_models.machine_model.num_coefficients)
+    log_coefficients[INDEX[Coefficient.ACTION]] = NOTHING  # the shared constants have no such term
     run = run_of(
         plan.shape,
         plan.layout,
@@ -66,7 +64,7 @@ def test_uncorrected_it_is_the_cost_models_own_prediction(name: str) -> None:
         software=ON_CPU,
     )
     expected = predict(run, fitted()).iter_time_s
-    assert iteration_models.of(plan).evaluate(theta)[0] == pytest.approx(expected, rel=2e-3)
+    assert iteration_models.of(plan).evaluate(log_coefficients)[0] == pytest.approx(expected, rel=2e-3)
 
 
 def sampled(nodes: tuple[int, ...], *, num: int) -> list[Plan]:
@@ -82,57 +80,62 @@ def sampled(nodes: tuple[int, ...], *, num: int) -> list[Plan]:
 
 
 @pytest.mark.parametrize("nodes", [(2,), (2, 2)])
-def test_slopes_are_the_derivatives_by_every_factor(nodes: tuple[int, ...]) -> None:
+def test_slopes_are_the_derivatives_by_every_coefficient(nodes: tuple[int, ...]) -> None:
     generator = np.random.default_rng(0)
     for plan in sampled(nodes, num=12):
         iteration_models = iteration_models_of(plan)
-        theta = generator.normal(scale=0.3, size=iteration_models.machine_model.num_coefficients)
+        log_coefficients = generator.normal(scale=0.3, size=iteration_models.machine_model.num_coefficients)
         iteration_model = iteration_models.of(plan)
-        seconds, slopes = iteration_model.evaluate(theta)
-        for at in range(len(theta)):
+        seconds, slopes = iteration_model.evaluate(log_coefficients)
+        for index in range(len(log_coefficients)):
             step = 1e-7
-            moved = theta.copy()
-            moved[at] += step
+            moved = log_coefficients.copy()
+            moved[index] += step
             slope = (iteration_model.evaluate(moved)[0] - seconds) / step
-            assert slope == pytest.approx(slopes[at], abs=2e-5 * seconds), at
+            assert slope == pytest.approx(slopes[index], abs=2e-5 * seconds), index
 
 
 def test_a_stages_actions_have_slopes_too() -> None:
     plan = PLANS["pp2"]
     iteration_model = iteration_models_of(plan).of(plan)
-    theta = np.random.default_rng(0).normal(scale=0.3, size=len(COEFFICIENTS) + 2)
+    log_coefficients = np.random.default_rng(0).normal(scale=0.3, size=len(COEFFICIENTS) + 2)
     for stage in (0, 1):
         for directions in ((0,), (1,), (1, 2)):
-            seconds, slopes = iteration_model.stage(theta, stage=stage, directions=directions)
-            for at in range(len(theta)):
-                moved = theta.copy()
-                moved[at] += 1e-6
-                there, _ = iteration_model.stage(moved, stage=stage, directions=directions)
-                assert (there - seconds) / 1e-6 == pytest.approx(slopes[at], abs=1e-4 * seconds)
+            seconds, slopes = iteration_model.evaluate_action(
+                log_coefficients, stage=stage, directions=directions
+            )
+            for index in range(len(log_coefficients)):
+                moved = log_coefficients.copy()
+                moved[index] += 1e-6
+                moved_s, _ = iteration_model.evaluate_action(moved, stage=stage, directions=directions)
+                assert (moved_s - seconds) / 1e-6 == pytest.approx(slopes[index], abs=1e-4 * seconds)
 
 
 def test_a_slow_slot_costs_less_where_fewer_layers_are() -> None:
     light_first, light_last = plan_of(split=(2, 6)), plan_of(split=(6, 2))
     iteration_models = iteration_models_of(light_first)
-    theta = np.zeros(iteration_models.machine_model.num_coefficients)
-    theta[len(COEFFICIENTS)] = np.log(4.0)
-    theta[INDEX[Coefficient.HEAD]] = NOTHING
-    slow_first = iteration_models.of(light_first).evaluate(theta)[0]
-    assert slow_first < iteration_models.of(light_last).evaluate(theta)[0]
+    log_coefficients = np.zeros(iteration_models.machine_model.num_coefficients)
+    log_coefficients[len(COEFFICIENTS)] = np.log(4.0)
+    log_coefficients[INDEX[Coefficient.HEAD]] = NOTHING
+    slow_first = iteration_models.of(light_first).evaluate(log_coefficients)[0]
+    assert slow_first < iteration_models.of(light_last).evaluate(log_coefficients)[0]
     moved = plan_of(split=(6, 2), mapping="1,0")
-    assert iteration_models.of(moved).evaluate(theta)[0] < iteration_models.of(light_last).evaluate(theta)[0]
+    assert (
+        iteration_models.of(moved).evaluate(log_coefficients)[0]
+        < iteration_models.of(light_last).evaluate(log_coefficients)[0]
+    )
 
 
 def test_transfers_between_nodes_are_corrected_apart() -> None:
     apart, together = plan_of((1, 1)), plan_of((2,))
-    for plan, factor in ((apart, Coefficient.NETWORK), (together, Coefficient.TRANSFER)):
+    for plan, coefficient in ((apart, Coefficient.NETWORK), (together, Coefficient.TRANSFER)):
         _, slopes = iteration_models_of(plan).of(plan).evaluate(np.zeros(len(COEFFICIENTS) + 2))
-        other = Coefficient.TRANSFER if factor is Coefficient.NETWORK else Coefficient.NETWORK
-        assert slopes[INDEX[factor]] > 0
+        other = Coefficient.TRANSFER if coefficient is Coefficient.NETWORK else Coefficient.NETWORK
+        assert slopes[INDEX[coefficient]] > 0
         assert slopes[INDEX[other]] == 0
 
 
-def test_many_slots_share_the_pace_of_their_node_or_have_none() -> None:
+def test_many_slots_share_the_slowdown_of_their_node_or_have_none() -> None:
     assert machine_model_of(make_nodes(8, 8, 8), precision="bf16").num_coefficients == len(COEFFICIENTS) + 3
     assert machine_model_of(make_nodes(64), precision="bf16").num_coefficients == len(COEFFICIENTS)
     assert machine_model_of(make_nodes(2), precision="bf16").num_coefficients == len(COEFFICIENTS) + 2
@@ -150,22 +153,25 @@ def test_a_device_of_the_library_is_known_better_than_a_processor() -> None:
     assert (known.spreads < unknown.spreads).all()
 
 
-def test_schedules_of_ours_run_in_their_own_order() -> None:
+def test_custom_schedules_run_in_their_order() -> None:
     """A split backward fills waiting: with equal stages it is faster than 1F1B."""
-    own = next(
+    custom = next(
         plan
         for plan in sampled((2,), num=120)
         if plan.schedule.label == "zb-h1" and min(plan.split.transformer_layers_per_stage) > 2
     )
-    stock = replace(own, schedule=ScheduleChoice(name="1f1b"))
-    iteration_models = iteration_models_of(own)
-    theta = np.zeros(iteration_models.machine_model.num_coefficients)
-    for factor in (
+    stock = replace(custom, schedule=ScheduleChoice(name="1f1b"))
+    iteration_models = iteration_models_of(custom)
+    log_coefficients = np.zeros(iteration_models.machine_model.num_coefficients)
+    for coefficient in (
         Coefficient.HEAD,
         Coefficient.EMBEDDING,
         Coefficient.TRANSFER,
         Coefficient.LATENCY,
         Coefficient.ACTION,
     ):
-        theta[INDEX[factor]] = NOTHING
-    assert iteration_models.of(own).evaluate(theta)[0] < iteration_models.of(stock).evaluate(theta)[0]
+        log_coefficients[INDEX[coefficient]] = NOTHING
+    assert (
+        iteration_models.of(custom).evaluate(log_coefficients)[0]
+        < iteration_models.of(stock).evaluate(log_coefficients)[0]
+    )

@@ -131,7 +131,7 @@ def test_tensor_parallel_ranks_wait_for_the_slowest() -> None:
     run = cpu_run(pp=1, tp=2)
     uneven = replace(NEUTRAL, skew=0.1)
     base, found = (stage_parts(run, constants)[0] for constants in (NEUTRAL, uneven))
-    computed = layer_times(run, NEUTRAL, Rates(run, NEUTRAL), experts=None).forward_s
+    computed = layer_times(run, NEUTRAL, Rates(run, NEUTRAL), experts=None).total.forward
     waited = found["tp_comm"].forward - base["tp_comm"].forward
     assert waited == pytest.approx(0.1 * computed * run.shape.num_layers)
     assert {name: found[name] for name in found if name != "tp_comm"} == {

@@ -10,8 +10,8 @@ from benchmarks.published_fit import PublishedRun, fit
 from quartet_plugin.cli.main import main
 from quartet_plugin.cost.constants import Constants, fitted, names, of_mapping
 from quartet_plugin.cost.devices import device_named
-from quartet_plugin.cost.jobs import run_of, uniform_cluster_of_device
 from quartet_plugin.cost.predict import predict, predict_row
+from quartet_plugin.cost.run import run_of, uniform_cluster_of_device
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.layout import Layout
 from tests.cost.runs import EXPERTS, PIPELINE, ROW, run

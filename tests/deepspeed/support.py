@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.deepspeed.choice import unit_costs
+from quartet_plugin.deepspeed.pipeline import unit_costs
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import (
     Baseline,

@@ -13,12 +13,11 @@ from quartet_plugin.cli.trace import trace
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import Mapping, Plan, Split
 from quartet_plugin.model.training_job import parse_training_job
-from quartet_plugin.protocol.action_records import read_actions
-from quartet_plugin.protocol.attempt_files import RankFileReader
-from quartet_plugin.space.baseline import baseline_plan
+from quartet_plugin.protocol.rank_files import RankFileReader, read_actions
+from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial
-from quartet_plugin.tuner.launches import nodes_of
+from quartet_plugin.tuner.trial_backend import nodes_of
 from tests.cli.tuning import living
 from tests.deepspeed.support import ROOT, layout, plan, prepare_launchers, schedule, shape
 

@@ -13,20 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.deepspeed.config import (
+    Settings,
     batch_sizes,
     check_precision,
     check_zero,
     clips_by_first_stage,
+    config_file_of,
+    parse_settings,
     planned_config,
     strip_side_effects,
 )
 from quartet_plugin.deepspeed.layers import layer_list
 from quartet_plugin.deepspeed.parity import part_name
-from quartet_plugin.deepspeed.place import place_of
-from quartet_plugin.deepspeed.settings import Settings, config_file_of, parse_settings
 from quartet_plugin.deepspeed.split_backward import WeightGradients, install
 from quartet_plugin.deepspeed.transport import ValueSpec
 from quartet_plugin.errors import ConfigError, PlanError
+from quartet_plugin.rank.rendezvous import RankEnv
 from tests.deepspeed.support import environment, layout
 
 
@@ -243,7 +245,7 @@ def test_weight_gradients_come_later_and_are_the_same() -> None:
 
 def test_the_deepspeed_launcher_names_places_otherwise() -> None:
     where = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1"}
-    place = place_of(where)
+    place = RankEnv.of(where)
     assert (place.launch_rank, place.local_rank, place.local_world_size, place.group_rank) == (3, 1, 2, 1)
-    place = place_of({"RANK": "0", "LOCAL_WORLD_SIZE": "4", "LOCAL_SIZE": "2"})
+    place = RankEnv.of({"RANK": "0", "LOCAL_WORLD_SIZE": "4", "LOCAL_SIZE": "2"})
     assert place.local_world_size == 4

@@ -13,8 +13,9 @@ import pytest
 
 from quartet_plugin.launchers.command import ENTRY_MODULE, parse_command
 from quartet_plugin.launchers.local import LocalHandle, LocalLauncher
+from quartet_plugin.protocol.environment import ATTEMPT_ID
 from quartet_plugin.trial.devices import DeviceGuard
-from quartet_plugin.trial.processes import ATTEMPT_VARIABLE, marked_processes
+from quartet_plugin.trial.processes import marked_processes
 from quartet_plugin.trial.request import Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import run_trial
 
@@ -114,7 +115,7 @@ def assert_nothing_left(root: Path, *, known_children: set[int]) -> None:
 
 def _is_of_a_trial(pid: int | None) -> bool:
     try:
-        return pid is not None and pid != os.getpid() and ATTEMPT_VARIABLE in psutil.Process(pid).environ()
+        return pid is not None and pid != os.getpid() and ATTEMPT_ID in psutil.Process(pid).environ()
     except psutil.Error:
         return False
 

@@ -20,7 +20,7 @@ from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, St
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import Baseline, MadeFor, Mapping, NodeInfo, Plan, Provenance, Slot
 from quartet_plugin.model.training_job import parse_training_job
-from quartet_plugin.protocol.attempt_files import RankFileReader, Snapshot
+from quartet_plugin.protocol.rank_files import RankFileReader, Snapshot
 from quartet_plugin.trial import watch
 from quartet_plugin.trial.attempt import read_result
 from quartet_plugin.trial.devices import DeviceGuard, DeviceState

@@ -1,4 +1,4 @@
-"""Random step costs and places for the mapping's tests."""
+"""Random step costs and topology for the mapping's tests."""
 
 import random
 
@@ -36,7 +36,7 @@ def make_costs(layout: Layout, *, seed: int) -> StepCosts:
     )
 
 
-def make_places(*, num_nodes: int, per_node: int, seed: int, unequal: bool = True) -> Topology:
+def make_topology(*, num_nodes: int, per_node: int, seed: int, unequal: bool = True) -> Topology:
     """Nodes that are a domain each, with unequal devices and links between nodes."""
     draw = random.Random(seed)
     num_slots = num_nodes * per_node

@@ -11,8 +11,8 @@ from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.orders import (
     coordinates,
     is_legal,
+    legal_orders,
     order_named,
-    orders,
     rank_of,
     slots_of,
 )
@@ -47,7 +47,7 @@ def jobs(draw: st.DrawFn) -> tuple[Layout, tuple[NodeInfo, ...]]:
 @given(jobs())
 def test_orders_are_legal_and_distinct(job: tuple[Layout, tuple[NodeInfo, ...]]) -> None:
     layout, nodes = job
-    found = orders(layout, nodes=nodes)
+    found = legal_orders(layout, nodes=nodes)
     assert found[0].name == "stock"
     assert found[0].mapping.slots == slots_of(nodes)
     assert len({order.name for order in found}) == len(found)
@@ -83,7 +83,7 @@ def test_up_to_four_processes_every_arrangement_is_there_once(
     degrees: tuple[int, int, int], num: int
 ) -> None:
     layout = layout_of(*degrees)
-    assert len(orders(layout, nodes=make_nodes(layout.world_size))) == num
+    assert len(legal_orders(layout, nodes=make_nodes(layout.world_size))) == num
 
 
 def test_an_arrangement_beside_the_listed_ones_is_equal_to_one_of_them() -> None:
@@ -92,7 +92,7 @@ def test_an_arrangement_beside_the_listed_ones_is_equal_to_one_of_them() -> None
     slots = slots_of(nodes)
     stages = {
         frozenset(zip(order.mapping.slots[:2], order.mapping.slots[2:], strict=True))
-        for order in orders(layout, nodes=nodes)
+        for order in legal_orders(layout, nodes=nodes)
     }
     for permutation in itertools.permutations(slots):
         assert frozenset(zip(permutation[:2], permutation[2:], strict=True)) in stages
@@ -100,7 +100,7 @@ def test_an_arrangement_beside_the_listed_ones_is_equal_to_one_of_them() -> None
 
 def test_many_processes_have_named_orders() -> None:
     layout = layout_of(2, 4, 2)
-    names = {order.name for order in orders(layout, nodes=make_nodes(8, 8))}
+    names = {order.name for order in legal_orders(layout, nodes=make_nodes(8, 8))}
     assert {"stock", "tp-pp-dp"} <= names
     beside = order_named("tp-pp-dp", layout=layout, nodes=make_nodes(8, 8)).mapping.slots
     replica = [beside[rank_of(0, cp=0, dp=0, pp=pp, layout=layout)].node for pp in range(4)]
@@ -108,7 +108,7 @@ def test_many_processes_have_named_orders() -> None:
 
 
 def test_nodes_of_unequal_size_keep_the_stock_order() -> None:
-    assert [order.name for order in orders(layout_of(1, 3, 1), nodes=make_nodes(1, 2))] == ["stock"]
+    assert [order.name for order in legal_orders(layout_of(1, 3, 1), nodes=make_nodes(1, 2))] == ["stock"]
 
 
 @pytest.mark.parametrize("name", ["0,0", "0,1,2", "sideways", "9,1"])

@@ -16,7 +16,7 @@ from quartet_plugin.mapping.step import StepCosts, step_s
 from quartet_plugin.mapping.topology import Topology, blocks_of, group_link
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping
-from tests.mapping.steps import make_costs, make_places
+from tests.mapping.steps import make_costs, make_topology
 from tests.space.jobs import make_layout
 
 # tp, pp, dp, cp, ep; nodes, devices a node: six slots, or six blocks.
@@ -53,12 +53,12 @@ def layout_of(degrees: tuple[int, ...], virtual: int = 1) -> Layout:
     )
 
 
-def best_of_all(costs: StepCosts, places: Topology) -> float:
+def best_of_all(costs: StepCosts, topology: Topology) -> float:
     """The least of every permutation of the slots that the rules allow."""
     found = math.inf
-    for slots in itertools.permutations(range(len(places.slots))):
-        if is_legal([places.slots[slot] for slot in slots], layout=costs.layout):
-            found = min(found, step_s(costs, places, slots))
+    for slots in itertools.permutations(range(len(topology.slots))):
+        if is_legal([topology.slots[slot] for slot in slots], layout=costs.layout):
+            found = min(found, step_s(costs, topology, slots))
     return found
 
 
@@ -68,11 +68,11 @@ def test_small_cases_are_solved_exactly(
     degrees: tuple[int, ...], cluster: tuple[int, int], seed: int
 ) -> None:
     costs = make_costs(layout_of(degrees, virtual=1 + seed % 2), seed=seed)
-    places = make_places(num_nodes=cluster[0], per_node=cluster[1], seed=seed + 100)
-    found = solve(costs, places)
+    topology = make_topology(num_nodes=cluster[0], per_node=cluster[1], seed=seed + 100)
+    found = solve(costs, topology)
     assert found.exact
-    assert found.step_s == pytest.approx(best_of_all(costs, places), rel=1e-12)
-    assert step_s(costs, places, found.slots) == pytest.approx(found.step_s, rel=1e-12)
+    assert found.step_s == pytest.approx(best_of_all(costs, topology), rel=1e-12)
+    assert step_s(costs, topology, found.slots) == pytest.approx(found.step_s, rel=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
@@ -82,23 +82,25 @@ def test_a_solution_is_legal_and_never_worse_than_stock(
 ) -> None:
     degrees, cluster = case
     costs = make_costs(layout_of(degrees), seed=seed)
-    places = make_places(num_nodes=cluster[0], per_node=cluster[1], seed=seed, unequal=unequal)
-    found = solve(costs, places, evaluations=60, exact_limit=100)
-    assert sorted(found.slots) == list(range(len(places.slots)))
-    assert is_legal([places.slots[slot] for slot in found.slots], layout=costs.layout)
+    topology = make_topology(num_nodes=cluster[0], per_node=cluster[1], seed=seed, unequal=unequal)
+    found = solve(costs, topology, evaluations=60, exact_limit=100)
+    assert sorted(found.slots) == list(range(len(topology.slots)))
+    assert is_legal([topology.slots[slot] for slot in found.slots], layout=costs.layout)
     assert set(found.stock_s) == set(STOCK_ORDERS)
     assert found.step_s <= min(found.stock_s.values()) * (1 + 1e-12)
-    assert step_s(costs, places, found.slots) == pytest.approx(found.step_s, rel=1e-12)
+    assert step_s(costs, topology, found.slots) == pytest.approx(found.step_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", STOCK_ORDERS)
 def test_a_stock_orders_time_is_that_of_its_slots(name: str) -> None:
     costs = make_costs(layout_of((2, 3, 2, 2, 1)), seed=5)
-    places = make_places(num_nodes=3, per_node=8, seed=6)
-    blocks = blocks_of(places, size=2, sort=False)
+    topology = make_topology(num_nodes=3, per_node=8, seed=6)
+    blocks = blocks_of(topology, size=2, sort=False)
     order = stock_arrangement(costs.layout, name).ravel().tolist()
     slots = [slot for block in order for slot in blocks.slots[block]]
-    assert solve(costs, places, evaluations=5).stock_s[name] == pytest.approx(step_s(costs, places, slots))
+    assert solve(costs, topology, evaluations=5).stock_s[name] == pytest.approx(
+        step_s(costs, topology, slots)
+    )
 
 
 def test_the_stock_orders_are_megatrons() -> None:
@@ -112,19 +114,19 @@ def test_a_slow_device_plays_the_lighter_stage() -> None:
     costs = replace(
         make_costs(layout_of((1, 2, 1, 1, 1)), seed=0), compute_s=np.array([1.0, 2.0]), num_microbatches=16
     )
-    places = replace(
-        make_places(num_nodes=1, per_node=2, seed=0, unequal=False), slowdown=np.array([1.0, 1.5])
+    topology = replace(
+        make_topology(num_nodes=1, per_node=2, seed=0, unequal=False), slowdown=np.array([1.0, 1.5])
     )
-    assert solve(costs, places).slots == (1, 0)
+    assert solve(costs, topology).slots == (1, 0)
 
 
 def test_slow_devices_share_a_tensor_parallel_group() -> None:
     costs = make_costs(layout_of((2, 2, 1, 1, 1)), seed=0)
-    places = replace(
-        make_places(num_nodes=1, per_node=4, seed=0, unequal=False),
+    topology = replace(
+        make_topology(num_nodes=1, per_node=4, seed=0, unequal=False),
         slowdown=np.array([1.0, 1.5, 1.0, 1.5]),
     )
-    slots = solve(costs, places).slots
+    slots = solve(costs, topology).slots
     assert {frozenset(slots[:2]), frozenset(slots[2:])} == {frozenset({0, 2}), frozenset({1, 3})}
 
 
@@ -135,48 +137,48 @@ def test_a_slow_link_carries_the_pipeline_and_not_the_gradients() -> None:
         hidden_s=np.zeros(2),
         exposed_share=1.0,
     )
-    places = make_places(num_nodes=2, per_node=2, seed=0, unequal=False)
-    found = solve(costs, places)
+    topology = make_topology(num_nodes=2, per_node=2, seed=0, unequal=False)
+    found = solve(costs, topology)
     assert found.slots == (0, 1, 2, 3)
     far = replace(costs, boundary_bytes=1e10, gradients=replace(costs.gradients, volume_bytes=np.zeros(2)))
-    assert solve(far, places).slots == (0, 2, 1, 3)
+    assert solve(far, topology).slots == (0, 2, 1, 3)
 
 
 def test_a_group_that_must_stay_inside_does() -> None:
     costs = make_costs(layout_of((1, 2, 4, 1, 2)), seed=3)
-    places = make_places(num_nodes=4, per_node=2, seed=3)
-    slots = solve(costs, places, inside=frozenset({"expert"})).slots
-    domains = places.domain_of_slot[list(slots)].reshape(-1, 2)
+    topology = make_topology(num_nodes=4, per_node=2, seed=3)
+    slots = solve(costs, topology, inside=frozenset({"expert"})).slots
+    domains = topology.domain_of_slot[list(slots)].reshape(-1, 2)
     assert (domains[:, 0] == domains[:, 1]).all()
 
 
 def test_what_cannot_stay_inside_is_refused() -> None:
-    places = make_places(num_nodes=4, per_node=2, seed=3)
+    topology = make_topology(num_nodes=4, per_node=2, seed=3)
     with pytest.raises(PlanError, match="expert"):
-        solve(make_costs(layout_of((1, 2, 4, 1, 4)), seed=3), places, inside=frozenset({"expert"}))
+        solve(make_costs(layout_of((1, 2, 4, 1, 4)), seed=3), topology, inside=frozenset({"expert"}))
     with pytest.raises(PlanError, match="tensor_parallel: 4"):
-        solve(make_costs(layout_of((4, 2, 1, 1, 1)), seed=3), places)
+        solve(make_costs(layout_of((4, 2, 1, 1, 1)), seed=3), topology)
     with pytest.raises(PlanError, match="8 slots for 4 ranks"):
-        solve(make_costs(layout_of((1, 2, 2, 1, 1)), seed=3), places)
+        solve(make_costs(layout_of((1, 2, 2, 1, 1)), seed=3), topology)
 
 
 def test_the_same_arguments_give_the_same_mapping() -> None:
     costs = make_costs(layout_of((2, 4, 4, 1, 1)), seed=8)
-    places = make_places(num_nodes=4, per_node=8, seed=8)
-    first = solve(costs, places, evaluations=100, exact_limit=10)
-    assert first == solve(costs, places, evaluations=100, exact_limit=10)
+    topology = make_topology(num_nodes=4, per_node=8, seed=8)
+    first = solve(costs, topology, evaluations=100, exact_limit=10)
+    assert first == solve(costs, topology, evaluations=100, exact_limit=10)
     assert not first.exact
-    assert isinstance(first.mapping(places), Mapping)
+    assert isinstance(first.mapping(topology), Mapping)
 
 
 def test_a_groups_link() -> None:
-    places = replace(
-        make_places(num_nodes=3, per_node=4, seed=0, unequal=False),
+    topology = replace(
+        make_topology(num_nodes=3, per_node=4, seed=0, unequal=False),
         between_bytes_per_s=np.array([[0, 2e9, 3e9], [4e9, 0, 5e9], [6e9, 7e9, 0]]),
     )
-    assert group_link(places, [1, 1]).bytes_per_s == 2e10
-    one = group_link(places, [2, 0, 1])
+    assert group_link(topology, [1, 1]).bytes_per_s == 2e10
+    one = group_link(topology, [2, 0, 1])
     assert (one.num_domains, one.local, one.bytes_per_s) == (3, 1, 2e9)
-    several = group_link(places, [0, 0, 2, 2])
+    several = group_link(topology, [0, 0, 2, 2])
     assert (several.local, several.bytes_per_s) == (2, 6e9)
     assert several.ring_latency_s == pytest.approx(1e-5 + 2 * 1e-6)

@@ -48,7 +48,7 @@ def test_batch_that_follows_from_the_layout_is_kept() -> None:
     words = [word for word in MEGATRON_FLAGS if word not in ("--global-batch-size", "8")]
     plan = make_plan(split=(6,), data=2, micro_batch=1, global_batch_size=4)
     edited, _ = rewrite(plan, flags=native_flags(), words=words)
-    assert native_flags().given(edited)["global_batch_size"] == 4
+    assert native_flags().explicit_values(edited)["global_batch_size"] == 4
 
 
 def test_vocabulary_is_not_padded_further_by_tensor_parallelism() -> None:
@@ -60,12 +60,12 @@ def test_vocabulary_is_not_padded_further_by_tensor_parallelism() -> None:
 def test_interleaving_and_its_group() -> None:
     plan = make_plan(split=(1, 2, 2, 1), pipeline=2, chunks=2, group=4)
     edited, _ = rewrite(plan, flags=native_flags(), words=MEGATRON_FLAGS)
-    found = native_flags().given(edited)
+    found = native_flags().explicit_values(edited)
     assert found["pipeline_model_parallel_layout"] == "Et|tt|tt|tL"
     assert found["microbatch_group_size_per_vp_stage"] == 4
     stock = replace(plan, schedule=replace(plan.schedule, group=2))
     edited, _ = rewrite(stock, flags=native_flags(), words=MEGATRON_FLAGS)
-    assert "microbatch_group_size_per_vp_stage" not in native_flags().given(edited)
+    assert "microbatch_group_size_per_vp_stage" not in native_flags().explicit_values(edited)
 
 
 def test_derived_sizes_are_written_when_megatron_would_derive_others() -> None:
@@ -75,11 +75,11 @@ def test_derived_sizes_are_written_when_megatron_would_derive_others() -> None:
     assert "--ffn-hidden-size" not in edited
     odd = replace(wider, ffn_hidden_size=200, kv_channels=8)
     edited, _ = rewrite(make_plan(split=(4,), shape=odd), flags=native_flags(), words=MEGATRON_FLAGS)
-    found = native_flags().given(edited)
+    found = native_flags().explicit_values(edited)
     assert (found["ffn_hidden_size"], found["kv_channels"]) == (200, 8)
     grouped = replace(SHAPE, num_query_groups=2)
     edited, _ = rewrite(make_plan(split=(6,), shape=grouped), flags=native_flags(), words=MEGATRON_FLAGS)
-    found = native_flags().given(edited)
+    found = native_flags().explicit_values(edited)
     assert (found["group_query_attention"], found["num_query_groups"]) == (True, 2)
 
 

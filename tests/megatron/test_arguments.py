@@ -59,9 +59,11 @@ COMMANDS = st.lists(OCCURRENCES, max_size=8).map(lambda items: [word for item in
     words=COMMANDS, remove=st.sets(st.sampled_from(DESTS)), tail=st.sampled_from([[], ["--", "--one", "5"]])
 )
 def test_removed_flags_are_gone_and_nothing_else(words: list[str], remove: set[str], tail: list[str]) -> None:
-    before = FLAGS.given(words)
+    before = FLAGS.explicit_values(words)
     edited, taken = FLAGS.edit([*words, *tail], remove=remove, append=[])
-    assert FLAGS.given(edited) == {name: value for name, value in before.items() if name not in remove}
+    assert FLAGS.explicit_values(edited) == {
+        name: value for name, value in before.items() if name not in remove
+    }
     assert {item.dest for item in taken} == remove & set(before)
     left = [word for word in words if word.startswith(("--mine", "--onex"))]
     assert [word for word in edited if word.startswith(("--mine", "--onex"))] == left
@@ -70,7 +72,7 @@ def test_removed_flags_are_gone_and_nothing_else(words: list[str], remove: set[s
 
 def test_an_unknown_word_with_a_space_is_a_value_as_argparse_has_it() -> None:
     words = ["--any", "--mine=a b", "--on"]
-    assert FLAGS.given(words) == {"any": ["--mine=a b"], "on": True}
+    assert FLAGS.explicit_values(words) == {"any": ["--mine=a b"], "on": True}
     assert FLAGS.edit(words, remove={"any"}, append=[])[0] == ["--on"]
     assert FLAGS.edit(words, remove={"on"}, append=[])[0] == ["--any", "--mine=a b"]
 
@@ -79,13 +81,13 @@ def test_an_unknown_word_with_a_space_is_a_value_as_argparse_has_it() -> None:
 @given(words=COMMANDS, values=st.dictionaries(st.sampled_from(["one", "text"]), st.integers(0, 99)))
 def test_set_flags_win_once(words: list[str], values: dict[str, int]) -> None:
     edited, _ = FLAGS.edit(words, remove=set(values), append=FLAGS.words_for(values))
-    found = FLAGS.given(edited)
+    found = FLAGS.explicit_values(edited)
     for name, value in values.items():
         assert found[name] == (value if name == "one" else str(value))
         assert (
             sum(word.startswith((f"--{name}", "--other-text")) for word in edited if "mine" not in word) >= 1
         )
-    others = {name: value for name, value in FLAGS.given(words).items() if name not in values}
+    others = {name: value for name, value in FLAGS.explicit_values(words).items() if name not in values}
     assert {name: value for name, value in found.items() if name not in values} == others
 
 
@@ -93,7 +95,7 @@ def test_set_flags_win_once(words: list[str], values: dict[str, int]) -> None:
 @given(words=COMMANDS)
 def test_every_given_flag_is_located(words: list[str]) -> None:
     found = FLAGS.occurrences(words)
-    assert {item.dest for item in found} == set(FLAGS.given(words))
+    assert {item.dest for item in found} == set(FLAGS.explicit_values(words))
     assert all(words[item.start].partition("=")[0] == item.flag for item in found)
     assert all(a.stop <= b.start for a, b in itertools.pairwise(found))
 
@@ -113,5 +115,5 @@ def test_switches_have_the_right_spelling() -> None:
 
 def test_value_that_megatron_refuses_ends_as_argparse_ends() -> None:
     with pytest.raises(SystemExit) as raised:
-        FLAGS.given(["--one", "many"])
+        FLAGS.explicit_values(["--one", "many"])
     assert raised.value.code == 2

@@ -259,7 +259,7 @@ def test_every_redirected_name_exists_and_comes_back(tmp_path: Path) -> None:
         import functools, importlib, json
         from quartet_plugin.errors import SeamError
         from quartet_plugin.megatron.cpu_device import startup
-        from quartet_plugin.megatron.cpu_device.installation import redirects
+        from quartet_plugin.megatron.cpu_device import redirects
         from quartet_plugin.rank.seams import Redirect, redirect
         declared = [*redirects(), *startup._WHILE_IMPORTED]
         places = [(module, entry.name) for entry in declared for module in (entry.module, *entry.aliases)]

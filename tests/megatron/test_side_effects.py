@@ -1,21 +1,30 @@
-"""What a trial leaves out, by Megatron's own flags."""
+"""The flags that trials and conversions change, by Megatron's parser."""
+
+import shlex
 
 import pytest
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.megatron.side_effects import (
+    DEFAULTS,
     REMOVED,
     SET,
-    SET_UNLESS_GIVEN,
-    compare_from,
+    conversion_words,
+    parity_words,
     strip_side_effects,
 )
+from quartet_plugin.model.conversion import Conversion
 from tests.megatron.entry_launch import MEGATRON_FLAGS
 from tests.megatron.native import native_flags
 
+USER = shlex.split(
+    "--load /theirs --save /theirs --save-interval 5 --async-save --finetune --no-load-optim "
+    "--tensorboard-dir /tb --use-distributed-optimizer --ckpt-format torch"
+)
+
 
 def test_every_flag_of_the_list_exists() -> None:
-    assert [dest for dest in (*REMOVED, *SET, *SET_UNLESS_GIVEN) if not native_flags().has(dest)] == []
+    assert [dest for dest in (*REMOVED, *SET, *DEFAULTS) if not native_flags().has(dest)] == []
     assert len(set(REMOVED)) == len(REMOVED)
 
 
@@ -28,15 +37,15 @@ def test_nothing_that_writes_or_loads_is_left() -> None:
         *("--distributed-timeout-minutes", "60", "--script-flag", "x"),
     ]
     edited, names = strip_side_effects(native_flags(), words)
-    found = native_flags().given(edited)
-    assert not set(found) & set(REMOVED)
-    assert (found["eval_iters"], found["enable_one_logger"]) == (0, False)
-    assert (found["train_iters"], found["eval_interval"], found["distributed_timeout_minutes"]) == (
+    values = native_flags().explicit_values(edited)
+    assert not set(values) & set(REMOVED)
+    assert (values["eval_iters"], values["enable_one_logger"]) == (0, False)
+    assert (values["train_iters"], values["eval_interval"], values["distributed_timeout_minutes"]) == (
         20,
         100,
         60,
     )
-    assert found["ckpt_format"] == "torch_dist"
+    assert values["ckpt_format"] == "torch_dist"
     assert edited.count("--script-flag") == 1
     assert set(names) == {
         *("--save", "--load", "--save-interval", "--async-save", "--tensorboard-dir", "--wandb-project"),
@@ -47,7 +56,7 @@ def test_nothing_that_writes_or_loads_is_left() -> None:
 
 def test_timeout_is_shortened_unless_given() -> None:
     edited, _ = strip_side_effects(native_flags(), MEGATRON_FLAGS)
-    assert native_flags().given(edited)["distributed_timeout_minutes"] == 5
+    assert native_flags().explicit_values(edited)["distributed_timeout_minutes"] == 5
 
 
 def test_commands_whose_model_is_not_in_flags() -> None:
@@ -60,18 +69,49 @@ def test_comparisons_start_from_weights_without_dropout() -> None:
     words = [*MEGATRON_FLAGS, "--hidden-dropout", "0.2"]
     words += ["--moe-input-jitter-eps", "0.1", "--ckpt-format", "torch"]
     flags = native_flags()
-    edited = compare_from(flags, words, weights="/weights", save_weights=None)
-    found = flags.given(edited)
-    assert (found["load"], found["hidden_dropout"], found["attention_dropout"]) == ("/weights", 0.0, 0.0)
-    assert found["finetune"] is found["no_load_optim"] is found["no_load_rng"] is True
-    assert found["ckpt_format"] == "torch_dist"
-    assert "moe_input_jitter_eps" not in found
-    assert "save" not in found
+    edited = parity_words(flags, words, weights="/weights", save_weights=None)
+    values = flags.explicit_values(edited)
+    assert (values["load"], values["hidden_dropout"], values["attention_dropout"]) == ("/weights", 0.0, 0.0)
+    assert values["finetune"] is values["no_load_optim"] is values["no_load_rng"] is True
+    assert values["ckpt_format"] == "torch_dist"
+    assert "moe_input_jitter_eps" not in values
+    assert "save" not in values
 
 
 def test_weights_are_saved_without_optimizer_and_random_state() -> None:
     flags = native_flags()
-    found = flags.given(compare_from(flags, MEGATRON_FLAGS, weights=None, save_weights="/weights"))
-    assert (found["save"], found["ckpt_format"]) == ("/weights", "torch_dist")
-    assert found["no_save_optim"] is found["no_save_rng"] is True
-    assert "load" not in found
+    values = flags.explicit_values(parity_words(flags, MEGATRON_FLAGS, weights=None, save_weights="/weights"))
+    assert (values["save"], values["ckpt_format"]) == ("/weights", "torch_dist")
+    assert values["no_save_optim"] is values["no_save_rng"] is True
+    assert "load" not in values
+
+
+def test_everything_is_kept_in_the_form_that_loads_anywhere() -> None:
+    conversion = Conversion(load="/from", save="/into", step=3)
+    words = conversion_words(conversion, flags=native_flags(), words=[*MEGATRON_FLAGS, *USER])
+    values = native_flags().values(words)
+    assert (values.load, values.ckpt_step, values.ckpt_convert_save) == ("/from", 3, "/into")
+    assert values.ckpt_convert_format == "torch_dist"
+    assert values.dist_ckpt_optim_fully_reshardable
+    assert (values.save, values.tensorboard_dir) == (None, None)
+    dropping = ("async_save", "finetune", "no_load_optim", "no_save_optim")
+    assert not any(getattr(values, name) for name in dropping)
+    assert values.train_iters == native_flags().values(MEGATRON_FLAGS).train_iters
+
+
+def test_weights_alone_leave_the_state_out_on_both_sides() -> None:
+    conversion = Conversion(load="/from", save="/into", is_weights_only=True)
+    words = conversion_words(conversion, flags=native_flags(), words=[*MEGATRON_FLAGS, *USER])
+    values = native_flags().values(words)
+    assert values.no_load_optim
+    assert values.no_load_rng
+    assert values.no_save_optim
+    assert values.no_save_rng
+    assert not values.dist_ckpt_optim_fully_reshardable
+    assert values.ckpt_step is None
+
+
+def test_a_model_that_comes_from_a_checkpoint_is_refused() -> None:
+    conversion = Conversion(load="/from", save="/into")
+    with pytest.raises(ConfigError, match="--use-checkpoint-args"):
+        conversion_words(conversion, flags=native_flags(), words=[*MEGATRON_FLAGS, "--use-checkpoint-args"])

@@ -113,10 +113,12 @@ def test_long_rows_are_read_at_once() -> None:
 
 def test_a_training_process_reads_a_plan_without_pydantic() -> None:
     code = (
-        "import sys\n"
+        "import importlib, pkgutil, sys\n"
         "from pathlib import Path\n"
-        "import quartet_plugin.megatron.entry, quartet_plugin.megatron.apply\n"
-        "from quartet_plugin.rank import files, failure, mapping, options, rendezvous, session, step_meter\n"
+        "import quartet_plugin.rank as rank, quartet_plugin.megatron.entry, quartet_plugin.megatron.apply\n"
+        "import quartet_plugin.schedule.choice\n"
+        "for module in pkgutil.iter_modules(rank.__path__, 'quartet_plugin.rank.'):\n"
+        "    importlib.import_module(module.name)\n"
         "from quartet_plugin.model.plan import read_plan\n"
         f"for name in ('plan.json', 'plan_custom.json'): read_plan(Path({str(GOLDEN)!r}, name))\n"
         "print(sorted({'pydantic', 'pydantic_core', 'torch'} & set(sys.modules)))\n"

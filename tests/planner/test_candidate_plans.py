@@ -4,11 +4,11 @@ import random
 from collections.abc import Sequence
 
 from quartet_plugin.calibration.predictor import identity
-from quartet_plugin.cost.iteration import StageLoads
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
 from quartet_plugin.space.param_sources import FixedParams, RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.split.layers import EndLoads
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import by_formula
@@ -25,8 +25,8 @@ def rates(plans: Sequence[Plan]) -> list[float]:
     return [by_formula(plan) for plan in plans]
 
 
-def flat_ends(plan: Plan) -> StageLoads:
-    return StageLoads(embedding=0.0, head=1.0, paces=(1.0,) * plan.layout.pipeline_parallel)
+def flat_ends(plan: Plan) -> EndLoads:
+    return EndLoads(embedding=0.0, head=1.0)
 
 
 def found_in(space: Space) -> list[Candidate]:

@@ -16,10 +16,10 @@ from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.cluster import Link, write_cluster
 from quartet_plugin.model.plan import read_plan, write_plan
 from quartet_plugin.planner.assigned_prediction import AssignedRun
-from quartet_plugin.planner.assignment_search import QUICK, THOROUGH, assign, places_of_job, planned_run
+from quartet_plugin.planner.assignment_search import QUICK, THOROUGH, AssignmentProblem, assign
 from quartet_plugin.planner.bounds import bounds_of
-from quartet_plugin.planner.candidates import layout_of, legal_candidates
 from quartet_plugin.planner.job import PlanRequest, parse_job, read_job
+from quartet_plugin.planner.layout_table import layout_of, layout_table_of
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import best_plans, rank, refine, slowdown_of
 from quartet_plugin.split.layers import even_split
@@ -40,14 +40,12 @@ def test_equal_devices_in_the_stock_order_are_predicted_as_ever(device: str, exp
     model = {"num_experts": experts} if experts else {}
     cluster = {"device": device, "num_nodes": 4, "devices_per_node": 4}
     job = parse_job(job_data(cluster=cluster, search=search, model=model), where="job")
-    candidates = legal_candidates(job, job.shape)
+    candidates = layout_table_of(job, job.shape)
     bounds = bounds_of(job, job.shape, candidates, constants=fitted())
     places = uniform_topology_of(job.machines, fitted())
     step = max(1, len(candidates) // 20)
     for row in range(0, len(candidates), step):
-        run = planned_run(
-            job, job.shape, candidates.layout(row), bounds.split(job, job.shape, candidates, row)
-        )
+        run = job.run(job.shape, candidates.layout(row), bounds.split(job, job.shape, candidates, row))
         placed = AssignedRun(run, fitted(), places).predict(tuple(range(16)))
         stock = predict(run, fitted())
         assert placed.iter_time_s == pytest.approx(stock.iter_time_s, rel=1e-9), candidates.layout(row)
@@ -76,7 +74,7 @@ def test_pruning_keeps_the_optimum_on_unequal_clusters(seed: int) -> None:
 def test_no_placed_prediction_is_under_its_bounds(seed: int) -> None:
     job = random_cluster_job(seed)
     assert job.cluster is not None
-    candidates = legal_candidates(job, job.shape)
+    candidates = layout_table_of(job, job.shape)
     machines, constants = ideal(job.cluster, fitted())
     bounded = PlanRequest(
         shape=job.shape,
@@ -86,42 +84,45 @@ def test_no_placed_prediction_is_under_its_bounds(seed: int) -> None:
         search=job.search,
     )
     bounds = bounds_of(bounded, job.shape, candidates, constants=constants, slowdown=slowdown_of(job))
-    places = places_of_job(job, fitted())
+    topology = job.topology(fitted())
     for row in range(0, len(candidates), max(1, len(candidates) // 12)):
         split = bounds.split(job, job.shape, candidates, row)
         layout = candidates.layout(row)
-        found = assign(job, job.shape, layout, split, constants=fitted(), places=places, effort=QUICK)
-        if found is not None:
-            assert bounds.time_s[row] <= found.found.iter_time_s, layout
-            assert bounds.memory_bytes[row] <= found.memory.total, layout
+        problem = AssignmentProblem(
+            job=job, shape=job.shape, layout=layout, split=split, constants=fitted(), topology=topology
+        )
+        assignment = assign(problem, effort=QUICK)
+        if assignment is not None:
+            assert bounds.time_s[row] <= assignment.prediction.iter_time_s, layout
+            assert bounds.memory_bytes[row] <= assignment.memory.total, layout
 
 
 @pytest.mark.parametrize("seed", range(40, 48))
 def test_a_placement_is_never_worse_than_the_stock_orders(seed: int) -> None:
     job = random_cluster_job(seed)
-    places = places_of_job(job, fitted())
-    candidates = legal_candidates(job, job.shape)
+    topology = job.topology(fitted())
+    candidates = layout_table_of(job, job.shape)
     checked = 0
     for row in range(0, len(candidates), max(1, len(candidates) // 6)):
         layout = candidates.layout(row)
         counts = [job.shape.num_layers // layout.num_stages] * layout.num_stages
         counts[0] += job.shape.num_layers - sum(counts)
-        found = assign(
-            job,
-            job.shape,
-            layout,
-            tuple(counts),
+        problem = AssignmentProblem(
+            job=job,
+            shape=job.shape,
+            layout=layout,
+            split=tuple(counts),
             constants=fitted(),
-            places=places,
-            effort=QUICK,
+            topology=topology,
             may_split=False,
         )
-        if found is None:
+        assignment = assign(problem, effort=QUICK)
+        if assignment is None:
             continue
         checked += 1
-        assert len(found.stock_s) == 2
-        assert found.found.iter_time_s <= min(found.stock_s.values()) * (1 + 1e-9)
-        assert sorted(found.slots) == list(range(job.machines.num_devices))
+        assert len(assignment.stock_s) == 2
+        assert assignment.prediction.iter_time_s <= min(assignment.stock_s.values()) * (1 + 1e-9)
+        assert sorted(assignment.slots) == list(range(job.machines.num_devices))
     assert checked
 
 
@@ -133,9 +134,9 @@ def test_a_slow_node_gets_fewer_layers() -> None:
         search={"pipeline_parallel": 2, "data_parallel": 4, "virtual_stages": 1, "micro_batch_size": 1},
     )
     best = refine(job, rank(job)).best[0]
-    places = places_of_job(job, fitted())
+    topology = job.topology(fitted())
     slots = list(range(8)) if best.slots is None else list(best.slots)
-    by_rank = places.slowdown[slots].reshape(2, 4).max(axis=1)
+    by_rank = topology.slowdown[slots].reshape(2, 4).max(axis=1)
     assert sorted(by_rank.tolist()) == [1.0, 3.0]
     counts = dict(zip(by_rank.tolist(), best.split, strict=True))
     assert counts[1.0] > counts[3.0]
@@ -271,7 +272,7 @@ def test_an_unknown_device_can_be_described() -> None:
 @pytest.mark.parametrize("name", ["gpt-175b", "mixed"])
 def test_the_examples_are_jobs(name: str) -> None:
     job = read_job(Path(__file__).parents[2] / "examples" / "plan" / f"{name}.yaml")
-    assert len(legal_candidates(job, job.shape)) > 100
+    assert len(layout_table_of(job, job.shape)) > 100
 
 
 def test_groups_that_fit_in_no_domain_are_said() -> None:
@@ -301,16 +302,25 @@ def test_a_small_placement_is_the_best_of_all_by_the_whole_prediction(seed: int)
     job = cluster_job(cluster, model={"num_layers": 6}, batch={"global_batch_size": 12})
     layout = layout_of(1, 1, *draw.choice([(2, 3), (3, 2), (6, 1)]), 1, 1, 0, 0)
     split = even_split(6, num_stages=layout.num_stages)
-    places = places_of_job(job, fitted())
-    found = assign(job, job.shape, layout, split, constants=fitted(), places=places, may_split=False)
-    assert found is not None
-    run = AssignedRun(planned_run(job, job.shape, layout, split), fitted(), places)
+    topology = job.topology(fitted())
+    problem = AssignmentProblem(
+        job=job,
+        shape=job.shape,
+        layout=layout,
+        split=split,
+        constants=fitted(),
+        topology=topology,
+        may_split=False,
+    )
+    assignment = assign(problem)
+    assert assignment is not None
+    run = AssignedRun(job.run(job.shape, layout, split), fitted(), topology)
     least = min(
         run.predict(slots).iter_time_s
         for slots in itertools.permutations(range(6))
-        if places.slots[slots[0]].node == 0
+        if topology.slots[slots[0]].node == 0
     )
-    assert found.found.iter_time_s <= least * 1.01
+    assert assignment.prediction.iter_time_s <= least * 1.01
 
 
 def test_what_a_probe_found_can_be_planned_for(tmp_path: Path) -> None:

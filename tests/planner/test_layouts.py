@@ -9,12 +9,10 @@ from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.planner.assignment_search import planned_run
 from quartet_plugin.planner.bounds import bounds_of
-from quartet_plugin.planner.candidates import degrees, fault_of_degrees, legal_candidates
 from quartet_plugin.planner.job import PlanRequest, parse_job
+from quartet_plugin.planner.layout_table import degrees, fault_of_degrees, layout_table_of, refused_degrees
 from quartet_plugin.planner.ranking import rank, refusals
-from quartet_plugin.planner.refusals import refused_degrees
 from tests.planner.planning import job_data
 
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 2048}
@@ -46,11 +44,11 @@ def test_pruning_keeps_the_optimum(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_no_prediction_is_under_its_bounds(name: str) -> None:
     job = parsed(**CASES[name])
-    candidates = legal_candidates(job, job.shape)
+    candidates = layout_table_of(job, job.shape)
     bounds = bounds_of(job, job.shape, candidates, constants=fitted())
     for row in range(0, len(candidates), max(1, len(candidates) // 120)):
         split = bounds.split(job, job.shape, candidates, row)
-        run = planned_run(job, job.shape, candidates.layout(row), split)
+        run = job.run(job.shape, candidates.layout(row), split)
         assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, candidates.layout(row)
         assert bounds.memory_bytes[row] <= peak_memory(run).total, candidates.layout(row)
 
@@ -58,7 +56,7 @@ def test_no_prediction_is_under_its_bounds(name: str) -> None:
 def test_expert_parallel_divides_experts_and_replicas() -> None:
     job = parsed(model={**EXPERTS, "num_experts": 12})
     found = [
-        legal_candidates(job, job.shape).layout(row) for row in range(len(legal_candidates(job, job.shape)))
+        layout_table_of(job, job.shape).layout(row) for row in range(len(layout_table_of(job, job.shape)))
     ]
     assert {layout.expert_parallel for layout in found} == {1, 2, 4}
     for layout in found:
@@ -77,7 +75,7 @@ def test_expert_parallel_saves_memory() -> None:
 
 def test_dense_models_have_no_expert_parallel() -> None:
     job = parsed()
-    candidates = legal_candidates(job, job.shape)
+    candidates = layout_table_of(job, job.shape)
     assert {candidates.layout(row).expert_parallel for row in range(len(candidates))} == {1}
 
 
@@ -98,7 +96,7 @@ def test_written_splits_are_the_only_ones() -> None:
 
 def test_context_parallel_cuts_sequences() -> None:
     job = parsed(search={"context_parallel": [2, 4]}, model={"seq_length": 1028})
-    candidates = legal_candidates(job, job.shape)
+    candidates = layout_table_of(job, job.shape)
     assert {candidates.layout(row).context_parallel for row in range(len(candidates))} == {2}
 
 
@@ -134,7 +132,7 @@ def test_refused_degrees_and_legal_ones_are_all_degrees() -> None:
         search={"context_parallel": "auto"},
     )
     refused = refused_degrees(job, job.shape)
-    legal = {tuple(row) for row in legal_candidates(job, job.shape).columns[:, :3].tolist()}
+    legal = {tuple(row) for row in layout_table_of(job, job.shape).columns[:, :3].tolist()}
     assert sum(one.count for one in refused) + len(legal) == len(list(degrees(job)))
     reasons = {one.reason for one in refused}
     assert "TP 8 does not divide 12 heads" in reasons
@@ -174,7 +172,7 @@ def test_no_legal_layout_names_the_commonest_reason() -> None:
 
 
 def layouts_of(job: PlanRequest) -> set[Layout]:
-    found = legal_candidates(job, job.shape)
+    found = layout_table_of(job, job.shape)
     return {found.layout(row) for row in range(len(found))}
 
 

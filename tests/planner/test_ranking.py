@@ -9,10 +9,9 @@ from quartet_plugin.cost.constants import ClusterConstants, fitted, names
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.errors import ConfigError, InfeasibleError
-from quartet_plugin.planner.assignment_search import planned_run
 from quartet_plugin.planner.bounds import bounds_of
-from quartet_plugin.planner.candidates import legal_candidates
 from quartet_plugin.planner.job import PlanRequest, parse_job
+from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import rank, refine
 from tests.planner.planning import job_data
@@ -83,11 +82,11 @@ def test_pruning_keeps_the_optimum_of_a_calibrated_model() -> None:
 @pytest.mark.parametrize("seed", range(300, 312))
 def test_no_prediction_is_under_its_bounds(seed: int) -> None:
     job = random_job(seed)
-    candidates = legal_candidates(job, job.shape)
+    candidates = layout_table_of(job, job.shape)
     bounds = bounds_of(job, job.shape, candidates, constants=fitted())
     for row in range(0, len(candidates), 3):
         split = bounds.split(job, job.shape, candidates, row)
-        run = planned_run(job, job.shape, candidates.layout(row), split)
+        run = job.run(job.shape, candidates.layout(row), split)
         assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, candidates.layout(row)
         assert bounds.memory_bytes[row] <= peak_memory(run).total, candidates.layout(row)
 
@@ -95,9 +94,9 @@ def test_no_prediction_is_under_its_bounds(seed: int) -> None:
 def test_a_bound_is_tight_without_a_pipeline() -> None:
     search = {"tensor_parallel": 2, "pipeline_parallel": 1, "distributed_optimizer": False}
     job = parse_job(job_data(search=search), where="job")
-    candidates = legal_candidates(job, job.shape)
+    candidates = layout_table_of(job, job.shape)
     bounds = bounds_of(job, job.shape, candidates, constants=fitted())
-    run = planned_run(job, job.shape, candidates.layout(0), (8,))
+    run = job.run(job.shape, candidates.layout(0), (8,))
     assert bounds.time_s[0] > 0.8 * predict(run, fitted()).iter_time_s
 
 
@@ -109,7 +108,7 @@ def test_the_three_forms() -> None:
         "recompute": "full",
     }
     job = parse_job(job_data(search=search), where="job")
-    layouts = [legal_candidates(job, job.shape).layout(k) for k in range(8)]
+    layouts = [layout_table_of(job, job.shape).layout(k) for k in range(8)]
     assert {x.pipeline_parallel for x in layouts} == {2}
     assert {x.recompute for x in layouts} == {"full"}
 

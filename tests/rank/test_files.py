@@ -15,7 +15,7 @@ from quartet_plugin.rank.files import RankFileWriter, read_trial_spec
 from quartet_plugin.rank.rendezvous import RankEnv
 from tests.megatron.entry_launch import write_trial
 
-PLACE = RankEnv.of(
+RANK_ENV = RankEnv.of(
     {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
 )
 
@@ -42,7 +42,7 @@ def test_bad_trial_names_the_field(change: dict[str, Any], part: str, tmp_path: 
 
 
 def test_heartbeat_tells_progress_and_nothing_else(tmp_path: Path) -> None:
-    files = RankFileWriter(read_trial_spec(write_trial(tmp_path)), PLACE)
+    files = RankFileWriter(read_trial_spec(write_trial(tmp_path)), RANK_ENV)
     files.start()
     path = tmp_path / "rank-3.beat.json"
     first = json.loads(path.read_text())
@@ -128,6 +128,6 @@ def test_failure_is_bounded() -> None:
     with pytest.raises(ValueError, match="x") as raised:
         deep(300)
     failure = describe_failure(raised.value, num_steps=0, peak_bytes=5)
-    assert len(failure["message"]) <= 4000
-    assert len(failure["traceback"]) <= 200
-    assert failure["peak_memory_bytes"] == 5
+    assert len(failure.message) <= 4000
+    assert len(failure.traceback) <= 200
+    assert failure.peak_memory_bytes == 5

@@ -11,7 +11,13 @@ import pytest
 from quartet_plugin.errors import InfrastructureError, PlanError
 from quartet_plugin.model.plan import write_plan
 from quartet_plugin.rank import rendezvous as ranks
-from quartet_plugin.rank.rendezvous import AgreedRefusalError, RankEnv, Rendezvous, agree_on_plan, named
+from quartet_plugin.rank.rendezvous import (
+    AgreedRefusalError,
+    RankEnv,
+    Rendezvous,
+    agree_on_plan,
+    listed_ranks,
+)
 from tests.megatron.entry_launch import make_plan
 
 
@@ -34,24 +40,28 @@ def on_ranks(count: int, act: Callable[[Rendezvous, int], Any]) -> list[Any]:
 
 
 def test_exchange_is_in_launch_order() -> None:
-    found = on_ranks(4, lambda meeting, rank: meeting.all_gather("word", f"from {rank}"))
+    found = on_ranks(4, lambda rendezvous, rank: rendezvous.all_gather("word", f"from {rank}"))
     assert found == [[f"from {rank}" for rank in range(4)]] * 4
 
 
 def test_one_refusal_stops_all_alike() -> None:
     refusal = PlanError("does not fit here")
-    found = on_ranks(3, lambda meeting, rank: meeting.agree_or_raise("fit", refusal if rank == 2 else None))
+    found = on_ranks(
+        3, lambda rendezvous, rank: rendezvous.agree_or_raise("fit", refusal if rank == 2 else None)
+    )
     assert [type(error) for error in found] == [AgreedRefusalError] * 3
     assert {str(error) for error in found} == {"only on rank 2: does not fit here"}
 
 
 def test_common_refusal_is_told_as_it_is() -> None:
-    found = on_ranks(2, lambda meeting, rank: meeting.agree_or_raise("fit", PlanError("wrong everywhere")))
+    found = on_ranks(
+        2, lambda rendezvous, rank: rendezvous.agree_or_raise("fit", PlanError("wrong everywhere"))
+    )
     assert {str(error) for error in found} == {"wrong everywhere"}
 
 
 def test_agreement_lets_all_go_on() -> None:
-    assert on_ranks(2, lambda meeting, rank: meeting.agree_or_raise("fit", None)) == [None, None]
+    assert on_ranks(2, lambda rendezvous, rank: rendezvous.agree_or_raise("fit", None)) == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +72,7 @@ def test_odd_plans_are_named(odd: set[int], named_as: str, tmp_path: Path) -> No
     for rank in range(5):
         paths.append(tmp_path / f"{rank}.json")
         write_plan(make_plan(split=(5, 1) if rank in odd else (3, 3), pipeline=2), path=paths[-1])
-    found = on_ranks(5, lambda meeting, rank: agree_on_plan(paths[rank], meeting=meeting))
+    found = on_ranks(5, lambda rendezvous, rank: agree_on_plan(paths[rank], rendezvous=rendezvous))
     assert {type(error) for error in found} == {AgreedRefusalError}
     assert len({str(error).partition(": ")[2] for error in found}) == 1
     assert named_as in str(found[0])
@@ -72,7 +82,7 @@ def test_plan_that_one_rank_cannot_read(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_plan(make_plan(split=(6,)), path=path)
     paths = [path, tmp_path / "absent.json", path]
-    found = on_ranks(3, lambda meeting, rank: agree_on_plan(paths[rank], meeting=meeting))
+    found = on_ranks(3, lambda rendezvous, rank: agree_on_plan(paths[rank], rendezvous=rendezvous))
     assert "rank 1 has" in str(found[0])
     assert "cannot be read" in str(found[0])
 
@@ -81,14 +91,14 @@ def test_same_plan_is_returned_on_all(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan = make_plan(split=(6,))
     write_plan(plan, path=path)
-    assert on_ranks(2, lambda meeting, rank: agree_on_plan(path, meeting=meeting)) == [plan, plan]
+    assert on_ranks(2, lambda rendezvous, rank: agree_on_plan(path, rendezvous=rendezvous)) == [plan, plan]
 
 
 def test_absent_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "EXCHANGE_TIMEOUT_S", 0.2)
 
-    def all_but_one(meeting: Rendezvous, rank: int) -> Any:
-        return None if rank == 1 else meeting.all_gather("word", "here")
+    def all_but_one(rendezvous: Rendezvous, rank: int) -> Any:
+        return None if rank == 1 else rendezvous.all_gather("word", "here")
 
     found = on_ranks(3, all_but_one)
     assert isinstance(found[0], InfrastructureError)
@@ -96,5 +106,5 @@ def test_absent_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lists_of_ranks_stay_short() -> None:
-    assert named([3]) == "rank 3"
-    assert named(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+    assert listed_ranks([3]) == "rank 3"
+    assert listed_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"

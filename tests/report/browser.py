@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
-ADVICE = "run `bash .ci/system-packages`, which installs what the tests need"
+ADVICE = "run `bash tools/system_packages.sh`, which installs what the tests need"
 _CONSOLE = re.compile(r":CONSOLE[:(]")
 _DARK = "--blink-settings=preferredColorScheme=0"
 

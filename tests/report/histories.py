@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from quartet_plugin.model.history import (
-    BaselineCheck,
+    DriftMeasurement,
     Finalist,
     LeaseHolder,
     RankMemory,
@@ -132,7 +132,7 @@ def history(**changes: Any) -> RunHistory:
             Finalist(number=1, comparison=comparison(0.97), ratios=(0.95, 0.97, 1.01)),
         ),
         winner=WINNER,
-        controls=(BaselineCheck(num_tried=4, ratio=0.96),),
+        controls=(DriftMeasurement(num_tried=4, ratio=0.96),),
     )
     return replace(made, **changes)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from quartet_plugin.model.launched import Launched
+from quartet_plugin.model.launch import LaunchRecord
 from quartet_plugin.report.live import LiveTable, PlainLines, reporter
 from tests.model.plans import PLAN
 
@@ -14,20 +14,22 @@ from tests.model.plans import PLAN
 def play(shown: PlainLines | LiveTable) -> None:
     """A baseline and two trials, one of which does not fit."""
     shown.message("hello [bold]world")
-    shown.plan_started("0", None, stage="baseline", time_left_s=None)
+    shown.plan_started("0", None, phase="baseline", time_left_s=None)
     shown.progressed("init", iteration=0, num_iterations=13)
-    own = Launched(
+    own = LaunchRecord(
         label="0", plan=None, outcome="OK", iteration_s=0.5, tokens_per_s=1000.0, versus_baseline=1.0
     )
     shown.plan_finished(own)
-    shown.plan_started("1", PLAN, stage="search", time_left_s=125.0)
+    shown.plan_started("1", PLAN, phase="search", time_left_s=125.0)
     shown.progressed("measure", iteration=4, num_iterations=13)
     shown.progressed("measure", iteration=5, num_iterations=13)
     shown.plan_finished(
         replace(own, label="1", plan=PLAN, iteration_s=0.4, tokens_per_s=1250.0, versus_baseline=1.25)
     )
-    shown.plan_started("2", PLAN, stage="final", time_left_s=30.0)
-    shown.plan_finished(Launched(label="2", plan=PLAN, outcome="INFEASIBLE", reason="out of memory [red]"))
+    shown.plan_started("2", PLAN, phase="final", time_left_s=30.0)
+    shown.plan_finished(
+        LaunchRecord(label="2", plan=PLAN, outcome="INFEASIBLE", reason="out of memory [red]")
+    )
 
 
 def test_plain_lines_are_one_an_event() -> None:
@@ -50,7 +52,7 @@ def test_a_terminal_gets_a_table_that_stays() -> None:
     assert isinstance(shown, LiveTable)
     with shown:
         play(shown)
-        shown.plan_started("3", PLAN, stage="search", time_left_s=None)
+        shown.plan_started("3", PLAN, phase="search", time_left_s=None)
         with console.capture() as captured:
             console.print(shown.render())
         now = captured.get()
@@ -69,14 +71,14 @@ def test_a_pipe_gets_lines() -> None:
 def test_the_table_fits_the_screen_and_cuts_no_number(width: int, height: int) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
     shown = LiveTable(console)
-    own = Launched(
+    own = LaunchRecord(
         label="0", plan=None, outcome="OK", iteration_s=1.234, tokens_per_s=1e6, versus_baseline=1.0
     )
     shown.plan_finished(own)
     for number in range(1, 60):
         shown.plan_finished(replace(own, label=f"{number} round 1", plan=PLAN))
     shown.plan_finished(replace(own, label="60", plan=PLAN, versus_baseline=1.31))
-    shown.plan_started("61", PLAN, stage="search", time_left_s=90.0)
+    shown.plan_started("61", PLAN, phase="search", time_left_s=90.0)
     with console.capture() as captured:
         console.print(shown.render())
     lines = captured.get().splitlines()

@@ -14,7 +14,7 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.history import RunHistory, TrialRow
 from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.schema import dump
-from quartet_plugin.protocol.action_records import ActionsSheet
+from quartet_plugin.protocol.rank_files import ActionTimes
 from quartet_plugin.report.page import Extras, Picture, page
 from quartet_plugin.report.winner import simulated_plan
 from quartet_plugin.schedule.choice import choice_of
@@ -194,7 +194,7 @@ def test_a_schedule_of_ours_is_simulated_and_as_it_was_recorded(tmp_path: Path) 
     folder.mkdir(parents=True)
     for device in range(schedule.num_devices):
         starts = simulation.start_s[device].tolist()
-        sheet = ActionsSheet(
+        sheet = ActionTimes(
             schema_version=1,
             attempt_id="0" * 32,
             launch_rank=device,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.model.launched import Launched
+from quartet_plugin.model.launch import LaunchRecord
 from quartet_plugin.report.live import PlainLines
 from quartet_plugin.report.tensorboard import FILE_NAME, Scalars, crc32c, event, record
 
@@ -99,9 +99,9 @@ def test_what_is_written_is_read_back(step: int, values: dict[str, float]) -> No
     assert scalars(body) == (step, values)
 
 
-def launch(label: str, ratio: float | None) -> Launched:
+def launch(label: str, ratio: float | None) -> LaunchRecord:
     time_s = None if ratio is None else 0.5 / ratio
-    return Launched(
+    return LaunchRecord(
         label=label,
         plan=None,
         outcome="OK" if ratio else "INFEASIBLE",

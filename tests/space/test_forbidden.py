@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.cost.iteration import StageLoads
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.planner.candidate_plans import PlanCandidates
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
-from quartet_plugin.split.layers import even_split
+from quartet_plugin.split.layers import EndLoads, even_split
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import FakeMachine, begin, resume, tune
@@ -123,7 +122,7 @@ def test_a_forbidden_schedule_is_no_choice() -> None:
 
 def test_the_cost_models_candidates_leave_out_what_is_forbidden() -> None:
     space = forbidding([{"mapping": "1,0"}, {"split": "even", "schedule": "1f1b"}])
-    ends = StageLoads(embedding=0.0, head=0.0, paces=(1.0,))
+    ends = EndLoads(embedding=0.0, head=0.0)
     candidates = PlanCandidates(space, knows=lambda plan: plan.schedule.custom is None)
     found = candidates.best(rate=lambda plans: [0.0] * len(plans), ends_of=lambda _: ends)
     plans = [one.plan for one in found]

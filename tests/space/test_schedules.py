@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.cost.estimate import relative_cost
-from quartet_plugin.cost.iteration import StageLoads as CandidateEnds
+from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.plan import Plan, ScheduleName
@@ -176,14 +175,19 @@ def test_a_wish_that_no_pipeline_can_have_is_refused() -> None:
 
 
 def test_recomputing_jobs_get_no_schedule_that_they_cannot_use() -> None:
-    asked: dict[str, Any] = {"num_microbatches": 8, "asked": None}
+    requested: dict[str, Any] = {"num_microbatches": 8, "requested": None}
     plain = make_layout(pipeline_parallel=2)
-    assert custom_schedules_of(plain, splits_backward=True, **asked) == ("zb-h1", "zb-h2", SEARCHED)
-    assert custom_schedules_of(plain, splits_backward=False, **asked) == ()
+    assert custom_schedules_of(plain, splits_backward=True, **requested) == ("zb-h1", "zb-h2", SEARCHED)
+    assert custom_schedules_of(plain, splits_backward=False, **requested) == ()
     saving = make_layout(pipeline_parallel=2, recompute="selective")
-    assert custom_schedules_of(saving, splits_backward=True, **asked) == ("zb-h1", SEARCHED)
+    assert custom_schedules_of(saving, splits_backward=True, **requested) == ("zb-h1", SEARCHED)
     folded = make_layout(pipeline_parallel=2, virtual_stages=2)
-    assert custom_schedules_of(folded, splits_backward=True, **asked) == ("zb-v", "v-half", "v-min", SEARCHED)
+    assert custom_schedules_of(folded, splits_backward=True, **requested) == (
+        "zb-v",
+        "v-half",
+        "v-min",
+        SEARCHED,
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -228,8 +232,8 @@ def test_the_split_that_fits_the_flops_is_predicted_to_be_fastest() -> None:
 
 
 def test_schedules_of_ours_are_among_the_candidates_of_a_study() -> None:
-    def ends(plan: Plan) -> CandidateEnds:
-        return CandidateEnds(embedding=0.5, head=2.0, paces=(1.0,) * plan.layout.pipeline_parallel)
+    def ends(plan: Plan) -> EndLoads:
+        return EndLoads(embedding=0.5, head=2.0)
 
     def rate(plans: Sequence[Plan]) -> list[float]:
         return [float(plan.num_microbatches) for plan in plans]

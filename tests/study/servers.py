@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 PASSWORD = "s3cret/p@ss:word"  # needs quoting in a URL
-ADVICE = "run `bash .ci/system-packages`, which installs what the tests need"
+ADVICE = "run `bash tools/system_packages.sh`, which installs what the tests need"
 _START_S = 60.0
 
 

@@ -17,7 +17,7 @@ from quartet_plugin.study.grouped_sampler import groups_of
 from quartet_plugin.study.samplers import NAMES, SamplerName, check_installed, make
 from quartet_plugin.trial.request import Outcome, TrialRequest
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.coordinator import TuneResult
+from quartet_plugin.tuner.tune_result import TuneResult
 from tests.tuner.fakes import FakeMachine, Killed, begin, outcome, resume, tune
 from tests.tuner.test_crash_points import watched
 

@@ -18,7 +18,7 @@ from quartet_plugin.study.storage import (
 )
 from quartet_plugin.study.tune_study import TuneStudy
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.coordinator import TuneResult
+from quartet_plugin.tuner.tune_result import TuneResult
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 
 STUDY = {"trials": 7, "rounds": 3, "top_k": 1}

@@ -1,14 +1,15 @@
-"""Values of the trial's files for tests."""
+"""Records of a trial for tests."""
 
 from typing import Any
 
-from quartet_plugin.protocol.attempt_files import Beat, ErrReport, Iteration, RankReport, Snapshot, TrialSheet
+from quartet_plugin.protocol.attempt_files import TrialSpec
+from quartet_plugin.protocol.rank_files import Heartbeat, Iteration, RankFailure, RankReport, Snapshot
 from quartet_plugin.trial.outcome import Evidence
 
 ID = "a" * 32
 
 
-def beat(rank: int = 0, **changes: Any) -> Beat:
+def beat(rank: int = 0, **changes: Any) -> Heartbeat:
     """A heartbeat."""
     values: dict[str, Any] = {
         "schema_version": 1,
@@ -22,7 +23,7 @@ def beat(rank: int = 0, **changes: Any) -> Beat:
         "iteration": 5,
         "time": 2.0,
     }
-    return Beat(**{**values, **changes})
+    return Heartbeat(**{**values, **changes})
 
 
 def iteration(number: int, **changes: Any) -> Iteration:
@@ -53,7 +54,7 @@ def report(
     return RankReport(**{**values, **changes})
 
 
-def err(rank: int = 0, **changes: Any) -> ErrReport:
+def err(rank: int = 0, **changes: Any) -> RankFailure:
     """A failure."""
     values: dict[str, Any] = {
         "schema_version": 1,
@@ -72,20 +73,20 @@ def err(rank: int = 0, **changes: Any) -> ErrReport:
         "wanted_bytes": 0,
         "traceback": (),
     }
-    return ErrReport(**{**values, **changes})
+    return RankFailure(**{**values, **changes})
 
 
 def evidence(
     *,
-    beats: tuple[Beat, ...] = (),
+    beats: tuple[Heartbeat, ...] = (),
     reports: tuple[RankReport, ...] = (),
-    errs: tuple[ErrReport, ...] = (),
+    errs: tuple[RankFailure, ...] = (),
     faults: tuple[str, ...] = (),
     **changes: Any,
 ) -> Evidence:
     """What is known at the end of an attempt of 1 + 4 iterations on two ranks."""
     values: dict[str, Any] = {
-        "spec": TrialSheet(attempt_id=ID, folder="/x", warmup=1, measure=4, plan_key=None),
+        "spec": TrialSpec(attempt_id=ID, folder="/x", warmup=1, measure=4, plan_key=None),
         "snapshot": Snapshot(
             beats={one.rank: one for one in beats},
             reports={one.launch_rank: one for one in reports},

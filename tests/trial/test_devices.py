@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.errors import ExitCode, InfrastructureError
+from quartet_plugin.protocol.environment import ATTEMPT_ID
 from quartet_plugin.trial import devices
 from quartet_plugin.trial.devices import DeviceGuard, DeviceState, read_devices
-from quartet_plugin.trial.processes import ATTEMPT_VARIABLE
 
 GPUS = """\
 0, GPU-aa11, NVIDIA H200, 521, 0
@@ -173,8 +173,8 @@ def test_row_10_memory_that_does_not_come_back_is_told_with_who_holds_it() -> No
 def test_row_11_what_strangers_hold_is_theirs_and_what_a_trial_left_is_not() -> None:
     """Told apart by the mark that every process of a trial inherits."""
     sleep = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
-    environment = {key: value for key, value in os.environ.items() if key != ATTEMPT_VARIABLE}
-    for mark, is_ours in (({}, False), ({ATTEMPT_VARIABLE: "a" * 32}, True)):
+    environment = {key: value for key, value in os.environ.items() if key != ATTEMPT_ID}
+    for mark, is_ours in (({}, False), ({ATTEMPT_ID: "a" * 32}, True)):
         process = subprocess.Popen(sleep, env={**environment, **mark}, stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()

@@ -9,23 +9,18 @@ import pytest
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import parse_training_job
-from quartet_plugin.protocol.attempt_files import (
-    CommandSheet,
-    RankFileReader,
-    ResultSheet,
-    TrialSheet,
-    read_sheet,
-)
+from quartet_plugin.protocol.attempt_files import LaunchRecord, ResultRecord, TrialSpec, read_shared
+from quartet_plugin.protocol.rank_files import RankFileReader
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "attempt"
 ATTEMPT = "0123456789abcdef" * 2
-SHEETS: dict[str, type[Any]] = {"trial": TrialSheet, "command": CommandSheet, "result": ResultSheet}
+RECORDS: dict[str, type[Any]] = {"trial": TrialSpec, "command": LaunchRecord, "result": ResultRecord}
 
 
-@pytest.mark.parametrize("name", SHEETS)
-def test_a_sheet_reads_and_writes_the_same(name: str) -> None:
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_reads_and_writes_the_same(name: str) -> None:
     path = GOLDEN / f"{name}.json"
-    assert json.loads(json.dumps(dump(read_sheet(SHEETS[name], path)))) == json.loads(path.read_text())
+    assert json.loads(json.dumps(dump(read_shared(RECORDS[name], path)))) == json.loads(path.read_text())
 
 
 def test_rank_files_are_read_whole() -> None:
@@ -58,4 +53,4 @@ def test_an_unknown_key_is_refused(name: str, tmp_path: Path) -> None:
     data = json.loads((GOLDEN / f"{name}.json").read_text())
     (tmp_path / "x.json").write_text(json.dumps({**data, "hook": "os.system"}))
     with pytest.raises(ConfigError, match="hook"):
-        read_sheet(SHEETS[name], tmp_path / "x.json")
+        read_shared(RECORDS[name], tmp_path / "x.json")

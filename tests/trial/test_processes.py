@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.protocol.environment import ATTEMPT_ID
 from quartet_plugin.trial.processes import (
-    ATTEMPT_VARIABLE,
     Identity,
     ProcessRegistry,
     boot_id,
@@ -33,7 +33,7 @@ DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
 
 def start(program: str = SLEEP, *, mark: str | None = None) -> subprocess.Popen[str]:
     """A process that is up."""
-    environment = {**os.environ, **({ATTEMPT_VARIABLE: mark} if mark else {})}
+    environment = {**os.environ, **({ATTEMPT_ID: mark} if mark else {})}
     process = subprocess.Popen(
         [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True
     )

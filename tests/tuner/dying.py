@@ -20,11 +20,10 @@ from quartet_plugin.trial.attempt import PREFIX
 from quartet_plugin.trial.lease import Lease
 from quartet_plugin.trial.recover import recover
 from quartet_plugin.trial.request import TrialRequest, TrialResult
-from quartet_plugin.tuner.best_plan import write_best
-from quartet_plugin.tuner.coordinator import TuneResult
 from quartet_plugin.tuner.disk_reserve import DiskReserve
-from quartet_plugin.tuner.launches import LocalLaunches
 from quartet_plugin.tuner.run_folder import prepare_folder
+from quartet_plugin.tuner.trial_backend import LocalBackend
+from quartet_plugin.tuner.tune_result import TuneResult, write_best
 from tests.tuner.fakes import FakeMachine, begin, by_formula, resume, tune
 from tests.tuner.run_folders import write_attempt, write_reports
 
@@ -44,7 +43,7 @@ class RecordingMachine(FakeMachine):
 
     def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
         """The settled result in a trial's folder."""
-        return LocalLaunches().recorded(folder, plan_key=plan_key)
+        return LocalBackend().recorded(folder, plan_key=plan_key)
 
     def run(self, request: TrialRequest, **options: Any) -> TrialResult:
         """One launch, written down as a real one."""
@@ -56,7 +55,7 @@ class RecordingMachine(FakeMachine):
             write_plan(request.plan, path=folder / "plan.json")
         write_reports(folder, self, result)
         write_attempt(folder, request, result)
-        found = LocalLaunches().recorded(request.folder, plan_key=request.plan_key)
+        found = LocalBackend().recorded(request.folder, plan_key=request.plan_key)
         assert found is not None
         return found
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quartet_plugin.cost.estimate import iteration_flops
+from quartet_plugin.cost.relative_cost import iteration_flops
 from quartet_plugin.errors import InterruptedByUserError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import NodeInfo, Plan
@@ -15,12 +15,14 @@ from quartet_plugin.model.receipt import Failure, Receipt, StepComparison, Versi
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.report.live import PlainLines
-from quartet_plugin.space.baseline import baseline_plan
+from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.coordinator import Coordinator, TuneResult
-from quartet_plugin.tuner.launches import SETTLED, Check, ShouldStop
+from quartet_plugin.tuner.context import TuningContext
+from quartet_plugin.tuner.coordinator import Coordinator
 from quartet_plugin.tuner.run_folder import TuningRun, create_run, resume_run
+from quartet_plugin.tuner.trial_backend import SETTLED, ParityCheck, ShouldStop
+from quartet_plugin.tuner.tune_result import TuneResult
 from tests.space.jobs import make_job, make_nodes
 
 COMMAND = ("torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8")
@@ -71,7 +73,7 @@ class FakeMachine:
         return self.cluster
 
     def check(
-        self, request: Check, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+        self, request: ParityCheck, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
     ) -> Receipt:
         """One parity check: `gate` says whether the plan passes, or raises."""
         request.weights.mkdir(parents=True, exist_ok=True)
@@ -190,9 +192,12 @@ def tune(run: TuningRun, machine: Any, **options: Any) -> TuneResult:
 
 
 def coordinator(run: TuningRun, machine: Any, **options: Any) -> Coordinator:
-    """A coordinator on a machine."""
+    """A coordinator on a machine; `options` are the context's and its own."""
     options.setdefault("observer", Watching())
-    return Coordinator(run, command=parse_command(run.command, environment={}), launches=machine, **options)
+    of_coordinator = {name: options.pop(name) for name in ("prior", "slices", "make_room") if name in options}
+    command = parse_command(run.command, environment={})
+    context = TuningContext.create(run, command=command, backend=machine, **options)
+    return Coordinator(context, **of_coordinator)
 
 
 def outcome(result: TuneResult) -> Any:

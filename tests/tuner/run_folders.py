@@ -7,11 +7,11 @@ from typing import Any
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import write_plan
 from quartet_plugin.model.schema import dump
-from quartet_plugin.protocol.attempt_files import CommandSheet, Iteration, RankReport, ResultSheet, TrialSheet
+from quartet_plugin.protocol.attempt_files import LaunchRecord, ResultRecord, TrialSpec
+from quartet_plugin.protocol.rank_files import Iteration, RankReport
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
-from quartet_plugin.tuner.best_plan import write_best
-from quartet_plugin.tuner.coordinator import TuneResult
 from quartet_plugin.tuner.run_folder import TuningRun
+from quartet_plugin.tuner.tune_result import TuneResult, write_best
 from tests.tuner.fakes import FakeMachine, begin, tune
 
 
@@ -38,14 +38,14 @@ class WritingMachine(FakeMachine):
 
 def write_attempt(folder: Path, request: TrialRequest, result: TrialResult) -> None:
     """trial.json, command.json and result.json."""
-    sheet = TrialSheet(
+    sheet = TrialSpec(
         attempt_id=result.attempt_id,
         folder=str(folder),
         warmup=request.warmup,
         measure=request.measure,
         plan_key=request.plan_key,
     )
-    command = CommandSheet(
+    command = LaunchRecord(
         attempt_id=result.attempt_id,
         argv=("torchrun", "pretrain_gpt.py"),
         cwd="/",
@@ -58,7 +58,7 @@ def write_attempt(folder: Path, request: TrialRequest, result: TrialResult) -> N
         timeouts={},
         max_spread=0.25,
     )
-    found = ResultSheet(
+    found = ResultRecord(
         attempt_id=result.attempt_id,
         plan_key=result.plan_key,
         outcome=result.outcome.value,

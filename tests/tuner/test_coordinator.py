@@ -18,9 +18,9 @@ from quartet_plugin.errors import (
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
-from quartet_plugin.tuner.coordinator import TuneResult
 from quartet_plugin.tuner.drift import is_drift
 from quartet_plugin.tuner.finalists import order_of_round
+from quartet_plugin.tuner.tune_result import TuneResult
 from tests.space.jobs import make_job
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 
@@ -380,17 +380,17 @@ def test_the_baseline_is_measured_again_during_the_search_and_drift_counts(tmp_p
     machine.seconds = lambda plan: own(plan) * (1.5 if len(machine.launched) > 5 else 1.0)
     run = begin(tmp_path / "r", study={"trials": 9, "control": 3})
     result = tune(run, machine, observer=watching)
-    assert [control.num_tried for control in result.controls] == [3, 6]
-    assert result.controls[0].ratio == pytest.approx(1.0, abs=0.05)
-    assert result.controls[1].ratio == pytest.approx(1 / 1.5, abs=0.05)
+    assert [control.num_tried for control in result.drift_checks] == [3, 6]
+    assert result.drift_checks[0].ratio == pytest.approx(1.0, abs=0.05)
+    assert result.drift_checks[1].ratio == pytest.approx(1 / 1.5, abs=0.05)
     assert sum("the machine has changed" in line for line in watching.messages) == 1
     drifts = [trial.record.drift for trial in result.trials if trial.record.repeats is None]
-    assert drifts == [1.0] * 7 + [result.controls[1].ratio] * 3
+    assert drifts == [1.0] * 7 + [result.drift_checks[1].ratio] * 3
     folders = [folder for folder, key in machine.launched if key is None and "round" not in folder]
     assert folders == ["000000", "000003", "000006"]
     again = tune(resume(tmp_path / "r"), machine)
-    assert again.controls == result.controls
-    assert tune(begin(tmp_path / "s", study={"trials": 4, "control": 0}), FakeMachine()).controls == ()
+    assert again.drift_checks == result.drift_checks
+    assert tune(begin(tmp_path / "s", study={"trials": 4, "control": 0}), FakeMachine()).drift_checks == ()
 
 
 def test_what_is_measured_on_a_machine_that_has_slowed_down_is_compared_with_that(tmp_path: Path) -> None:

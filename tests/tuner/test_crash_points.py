@@ -12,8 +12,7 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.pool import Pool
 
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.tuner.best_plan import write_best
-from quartet_plugin.tuner.coordinator import TuneResult
+from quartet_plugin.tuner.tune_result import TuneResult, write_best
 from tests.tuner.fakes import FakeMachine, Killed, begin, by_formula, outcome, resume, tune
 
 CONFIG: dict[str, Any] = {

@@ -11,7 +11,7 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.cli.train import check_receipt
 from quartet_plugin.model.plan import read_plan, write_plan
 from quartet_plugin.model.receipt import needs_receipt, read_receipt
-from quartet_plugin.protocol.action_records import read_actions
+from quartet_plugin.protocol.rank_files import read_actions
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.launched import CROPPED
+from quartet_plugin.model.launch import DEPTH_PROXY
 from quartet_plugin.model.plan import Plan, Split
-from quartet_plugin.space.baseline import baseline_plan
+from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.request import TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.coordinator import TuneResult
-from quartet_plugin.tuner.depth_proxy import cropped
+from quartet_plugin.tuner.depth_proxy import reduced_depth
 from quartet_plugin.tuner.history import read_history
+from quartet_plugin.tuner.tune_result import TuneResult
 from tests.space.jobs import make_job, make_nodes
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, outcome, resume, tune
 
@@ -43,7 +43,7 @@ def with_split(counts: tuple[int, ...]) -> Plan:
 @given(counts=st.tuples(st.integers(1, 60), st.integers(1, 60)), layers=st.integers(1, 60))
 def test_a_cropped_plan_keeps_everything_but_layers(counts: tuple[int, int], layers: int) -> None:
     plan = with_split(counts)
-    small = cropped(plan, layers=layers)
+    small = reduced_depth(plan, layers=layers)
     if max(counts) <= layers:
         assert small is None
         return
@@ -58,7 +58,7 @@ def test_a_cropped_plan_keeps_everything_but_layers(counts: tuple[int, int], lay
 
 
 def test_a_stage_without_layers_stays_without() -> None:
-    small = cropped(with_split((8, 0)), layers=2)
+    small = reduced_depth(with_split((8, 0)), layers=2)
     assert small is not None
     assert small.split.transformer_layers_per_stage == (2, 0)
 
@@ -81,7 +81,7 @@ def crop_launches(machine: FakeMachine) -> int:
 
 
 def ended_cropped(result: TuneResult) -> list[int]:
-    return [trial.number for trial in result.trials if trial.record.outcome == CROPPED]
+    return [trial.number for trial in result.trials if trial.record.outcome == DEPTH_PROXY]
 
 
 def test_plans_that_are_behind_end_at_their_cropped_model(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_plans_that_are_behind_end_at_their_cropped_model(tmp_path: Path) -> Non
     assert read_history(run.folder.path, study=record).num_spent == 12, "they are trials of the study"
     for view in (record, None):
         history = read_history(run.folder.path, study=view)
-        rows = [row for row in history.trials if row.outcome == CROPPED]
+        rows = [row for row in history.trials if row.outcome == DEPTH_PROXY]
         assert [row.number for row in rows] == behind
         assert not any(row.is_measured or row.iteration_s for row in rows), "only predicted"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.cli.native import write_native
+from quartet_plugin.cli.export import write_native
 from quartet_plugin.errors import (
     ConfigError,
     ExitCode,
@@ -25,13 +25,14 @@ from quartet_plugin.errors import (
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner import finalists as final
-from quartet_plugin.tuner.best_plan import write_best
 from quartet_plugin.tuner.config import StudyConfig, parse_config
+from quartet_plugin.tuner.context import TimeBudget
 from quartet_plugin.tuner.disk_reserve import DiskReserve
 from quartet_plugin.tuner.final_rounds import FinalRounds, winner_of
-from quartet_plugin.tuner.intervals import bootstrap_median
+from quartet_plugin.tuner.finalists import bootstrap_median
 from quartet_plugin.tuner.run_folder import RunFolder, create_run, resume_run
-from quartet_plugin.tuner.time_budget import TimeBudget
+from quartet_plugin.tuner.trial_launcher import Launch
+from quartet_plugin.tuner.tune_result import write_best
 from tests.space.jobs import make_job
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
 from tests.tuner.test_finalists import launch, trial
@@ -402,11 +403,11 @@ class NoisyMachine:
     noise: float = 0.03
     drift: float = 1.0
 
-    def launch(self, plan: Plan | None, **options: Any) -> TrialResult:
-        """One launch; None is the baseline."""
+    def launch(self, wanted: Launch, **options: Any) -> TrialResult:
+        """One launch; without a plan it is the baseline's."""
         self.drift *= self.generator.gauss(1.0, 0.01)
         seconds = self.drift * self.generator.gauss(1.0, self.noise)
-        return launch(seconds if plan is None else seconds / self.speedup)
+        return launch(seconds if wanted.plan is None else seconds / self.speedup)
 
 
 def num_winners(
@@ -418,15 +419,16 @@ def num_winners(
     winners = 0
     for seed in range(num_studies):
         study = StudyConfig(rounds=num_rounds, seed=seed)
-        played = FinalRounds(
-            run=SimpleNamespace(config=SimpleNamespace(study=study), folder=RunFolder(path=Path("r"))),  # type: ignore[arg-type]
-            launching=NoisyMachine(random.Random(seed), speedup),  # type: ignore[arg-type]
+        context: Any = SimpleNamespace(
+            run=SimpleNamespace(config=SimpleNamespace(study=study), folder=RunFolder(path=Path("r"))),
             budget=TimeBudget(limit_s=None, clock=lambda: 0.0),
             observer=Watching(),
         )
-        own = SimpleNamespace(plan=trial(0, value=1.0, layers=4).plan, objective="tokens_per_s", value=1.0)
+        baseline: Any = SimpleNamespace(plan=trial(0, value=1.0, layers=4).plan, objective="tokens_per_s")
+        machine: Any = NoisyMachine(random.Random(seed), speedup)
+        played = FinalRounds(context=context, launcher=machine, baseline=baseline)
         chosen = [trial(number, value=1.0, layers=4 + number) for number in (1, 2, 3)]
-        winners += winner_of(played.measure(chosen, yardstick=own)) is not None  # type: ignore[arg-type]
+        winners += winner_of(played.measure(chosen)) is not None
     return winners
 
 

@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.trial.request import Outcome, TrialResult
-from quartet_plugin.tuner.best_plan import command_text, write_best
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.coordinator import TuneResult
-from quartet_plugin.tuner.finalists import FinalistResult, candidates, rank
-from quartet_plugin.tuner.intervals import bootstrap_median
+from quartet_plugin.tuner.finalists import FinalistResult, bootstrap_median, candidates, rank
 from quartet_plugin.tuner.run_folder import TuningRun, create_run
+from quartet_plugin.tuner.tune_result import TuneResult, command_text, write_best
 from tests.model.plans import PLAN
 
 
@@ -85,7 +83,7 @@ def test_what_more_is_known_of_counts_before_a_lucky_launch() -> None:
         trial(2, value=120.0, layers=6),
         trial(3, value=110.0, layers=7),
     ]
-    chosen = candidates(trials, baseline_value=100.0, top_k=5, believed={1: 118.0, 3: 80.0})
+    chosen = candidates(trials, baseline_value=100.0, top_k=5, posterior_means={1: 118.0, 3: 80.0})
     assert [one.number for one in chosen] == [2, 1, 3]
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quartet_plugin.calibration.calibration_file import write_calibration
-from quartet_plugin.calibration.constants_fit import Calibration
+from quartet_plugin.calibration.constants_fit import Calibration, write_calibration
 from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of
 from quartet_plugin.cost.cluster import with_hop
 from quartet_plugin.cost.coefficients import INDEX, Coefficient
@@ -17,7 +16,7 @@ from quartet_plugin.cost.constants import fitted
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import parse_cluster
 from quartet_plugin.tuner.config import MachineConfig
-from quartet_plugin.tuner.known_machine import keep_machine, kept_machine, machine_of
+from quartet_plugin.tuner.proposer import keep_machine, kept_machine, machine_of
 from quartet_plugin.tuner.run_folder import RunFolder
 from tests.space.jobs import make_nodes
 from tests.tuner.fakes import FakeMachine, begin, tune

@@ -20,7 +20,7 @@ from quartet_plugin.errors import StorageError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.trial_record import TrialRecord
-from quartet_plugin.protocol.attempt_files import Iteration, RankFileReader, RankReport
+from quartet_plugin.protocol.rank_files import Iteration, RankFileReader, RankReport
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.space.plan_space import build_space
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
@@ -29,8 +29,8 @@ from quartet_plugin.trial.lease import LOCK_NAME, Lease
 from quartet_plugin.trial.outcome import Evidence, classify
 from quartet_plugin.trial.recover import recover
 from quartet_plugin.trial.request import TrialRequest
-from quartet_plugin.tuner.launches import LocalLaunches
 from quartet_plugin.tuner.sequential_search import num_spent
+from quartet_plugin.tuner.trial_backend import LocalBackend
 from quartet_plugin.tuner.trial_launcher import record_of
 from tests.space.jobs import make_job, make_nodes
 from tests.tuner.conftest import _MEMORY
@@ -103,7 +103,7 @@ class Life(RuleBasedStateMachine):
         proposal = self.now.proposal
         assert proposal is not None
         place = self.place(proposal.number)
-        if LocalLaunches().recorded(place, plan_key=proposal.plan.key) is not None:
+        if LocalBackend().recorded(place, plan_key=proposal.plan.key) is not None:
             return
         request = TrialRequest(
             folder=place,
@@ -132,7 +132,7 @@ class Life(RuleBasedStateMachine):
         """What is recorded is told; without it there is nothing to tell yet."""
         proposal = self.now.proposal
         assert proposal is not None
-        result = LocalLaunches().recorded(self.place(proposal.number), plan_key=proposal.plan.key)
+        result = LocalBackend().recorded(self.place(proposal.number), plan_key=proposal.plan.key)
         if result is None:
             return
         self.now.lease.check()

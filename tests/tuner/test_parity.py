@@ -18,10 +18,9 @@ from quartet_plugin.model.plan import Plan, read_plan
 from quartet_plugin.model.receipt import needs_receipt, receipt_path, require_receipt
 from quartet_plugin.trial.parity import ParityUnavailableError
 from quartet_plugin.trial.request import Outcome
-from quartet_plugin.tuner.best_plan import write_best
-from quartet_plugin.tuner.coordinator import TuneResult
 from quartet_plugin.tuner.parity import ParityKind, kind_of_plan
 from quartet_plugin.tuner.run_folder import TuningRun
+from quartet_plugin.tuner.tune_result import TuneResult, write_best
 from tests.space.jobs import make_job
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
 

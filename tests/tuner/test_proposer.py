@@ -15,8 +15,8 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.coordinator import TuneResult
 from quartet_plugin.tuner.proposer import expected_improvement
+from quartet_plugin.tuner.tune_result import TuneResult
 from tests.calibration.truth import Truth
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import FakeMachine, Killed, begin, by_formula, resume, tune

@@ -14,18 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.calibration.plan_gp import GpObservations, draw, features_of, joint
-from quartet_plugin.cost.estimate import relative_cost
+from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.model.measurement import Comparison, Interval, Measurement
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.regret import Regret, read_regret
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
-from quartet_plugin.tuner.best_plan import write_best
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.finalists import FinalistResult
-from quartet_plugin.tuner.intervals import bootstrap_median
+from quartet_plugin.tuner.finalists import FinalistResult, bootstrap_median
 from quartet_plugin.tuner.regret import FinishedSearch, estimate_regret, noise_of_rounds, untried_plans
+from quartet_plugin.tuner.tune_result import write_best
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import FakeMachine, begin, resume, tune
 
@@ -274,7 +273,7 @@ def test_untried_plans_are_new_and_near_the_best_as_well() -> None:
 def test_alike_is_a_covariance(at: list[int]) -> None:
     plans = [some_plans()[index] for index in at]
     features = features_of(plans)
-    alike = features.alike(features, reach=1.0)
+    alike = features.similarity(features, reach=1.0)
     assert np.allclose(alike, alike.T)
     assert np.allclose(np.diag(alike), 1.0)
     assert np.linalg.eigvalsh(alike).min() > -1e-9
@@ -314,7 +313,7 @@ def test_joint_draws_have_the_deviations_that_are_given() -> None:
     draws = joint(mean, spread, features, count=20_000, generator=np.random.default_rng(0))
     assert np.allclose(draws.mean(axis=0), mean, atol=0.01)
     assert np.allclose(draws.std(axis=0), spread, rtol=0.05)
-    alike = features.alike(features, reach=1.0)
+    alike = features.similarity(features, reach=1.0)
     assert np.allclose(np.corrcoef(draws.T), alike, atol=0.05)
 
 

@@ -36,26 +36,17 @@ class PendingSend:
         return getattr(self._work, name)
 
 
-def _gloo_group(make: Any) -> Any:
-    @functools.wraps(make)
-    def make_on_gloo(*args: Any, **kwargs: Any) -> Any:
+def _on_gloo(function: Any) -> Any:
+    @functools.wraps(function)
+    def call_on_gloo(*args: Any, **kwargs: Any) -> Any:
         args = tuple("gloo" if argument == "nccl" else argument for argument in args)
         if kwargs.get("backend") == "nccl":
             kwargs["backend"] = "gloo"
-        kwargs.pop("device_id", None)
-        kwargs.pop("pg_options", None)
-        return make(*args, **kwargs)
+        for option in ("device_id", "device_ids", "pg_options"):
+            kwargs.pop(option, None)
+        return function(*args, **kwargs)
 
-    return make_on_gloo
-
-
-def _without_device_ids(barrier: Any) -> Any:
-    @functools.wraps(barrier)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_ids", None)
-        return barrier(*args, **kwargs)
-
-    return call
+    return call_on_gloo
 
 
 def _holding(isend: Any) -> Any:
@@ -73,9 +64,7 @@ def _holding(isend: Any) -> Any:
 REDIRECTS = tuple(
     Redirect("torch.distributed.distributed_c10d", name, wrap, aliases=("torch.distributed",))
     for name, wrap in {
-        "init_process_group": _gloo_group,
-        "new_group": _gloo_group,
-        "barrier": _without_device_ids,
+        **dict.fromkeys(("init_process_group", "new_group", "barrier"), _on_gloo),
         "isend": _holding,
     }.items()
 )

@@ -7,13 +7,14 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import torch
 
-from quartet_plugin.megatron.cpu_device import memory
+from quartet_plugin.rank.device import peak_resident_bytes
 from quartet_plugin.rank.seams import Redirect
 
 # bf16 is allowed from 8.0 on and FP8 from 8.9 on: a CPU has the first and not the second.
@@ -66,15 +67,53 @@ class Event:
         return True
 
 
+def resident_bytes(_device: Any = None) -> int:
+    """Bytes of this process that are in RAM now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_bytes(_device: Any = None) -> int:
+    """The most bytes of this process that were in RAM since its start or since `reset_peak`."""
+    return peak_resident_bytes() or resident_bytes()  # a kernel without the counter, such as a sandbox's
+
+
+def reset_peak(_device: Any = None) -> None:
+    """Let `peak_bytes` start anew; without an effect where the kernel does not allow it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def free_and_total_bytes(_device: Any = None) -> tuple[int, int]:
+    """Bytes free and installed on the machine, which its ranks share."""
+    machine = psutil.virtual_memory()
+    return int(machine.available), int(machine.total)
+
+
+def memory_statistics(_device: Any = None) -> dict[str, int]:
+    """The keys of `torch.cuda.memory_stats` that Megatron logs; counts that a CPU does not keep are 0."""
+    counts = ("allocation.all.current", "allocation.all.peak", "num_alloc_retries", "num_ooms")
+    kinds = ("allocated_bytes", "reserved_bytes")
+    return {
+        **{f"{kind}.all.current": resident_bytes() for kind in kinds},
+        **{f"{kind}.all.peak": peak_bytes() for kind in kinds},
+        **dict.fromkeys(counts, 0),
+    }
+
+
 def redirects() -> list[Redirect]:
     """The functions of `torch.cuda` and its modules for RNG, memory and NVTX; the data loader's start."""
     torch_cuda = ("torch.cuda",)
     tables: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
-        ("torch.cuda", (), _identity() | _execution() | _without_module()),
+        ("torch.cuda", (), _identity() | _execution()),
         ("torch.cuda.random", torch_cuda, _random()),
         ("torch.cuda.memory", torch_cuda, _memory()),
-        ("torch.cuda.nvtx", (), {name: _always(None) for name in ("range_push", "range_pop", "mark")}),
-        ("torch.accelerator", (), _no_accelerator()),
+        ("torch.cuda.nvtx", (), _nothing("range_push", "range_pop", "mark")),
+        # torch's data loader asks here whether to pin, and its answer must be the truth.
+        (
+            "torch.accelerator",
+            (),
+            {"is_available": _always(False), "device_count": _always(0), **_nothing("current_accelerator")},
+        ),
     )
     return [
         *(
@@ -89,6 +128,10 @@ def redirects() -> list[Redirect]:
 def _always(value: Any) -> Callable[..., Any]:
     # A function of its own each time: torch keeps tables by function, and refuses one under two names.
     return lambda *_args, **_kwargs: value
+
+
+def _nothing(*names: str) -> dict[str, Any]:
+    return {name: _always(None) for name in names}
 
 
 def _identity() -> dict[str, Any]:
@@ -107,22 +150,11 @@ def _identity() -> dict[str, Any]:
         "is_current_stream_capturing": _always(False),
         "device_count": _always(max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)),
         "current_device": _always(local_rank),
-        "set_device": _always(None),
         "get_device_name": _always(properties.name),
         "get_device_capability": _always(_CAPABILITY),
         "get_device_properties": _always(properties),
-        "init": _always(None),
-        "_lazy_init": _always(None),
+        **_nothing("set_device", "init", "_lazy_init"),
         "_lazy_call": _call_at_once,
-    }
-
-
-def _no_accelerator() -> dict[str, Any]:
-    # torch's data loader asks here whether to pin, and its answer must be the truth.
-    return {
-        "is_available": _always(False),
-        "current_accelerator": _always(None),
-        "device_count": _always(0),
     }
 
 
@@ -139,19 +171,10 @@ def _execution() -> dict[str, Any]:
         "device": contextlib.nullcontext,
         "current_stream": _always(stream),
         "default_stream": _always(stream),
-        "set_stream": _always(None),
-        "synchronize": _always(None),
-        "cudart": _always(SimpleNamespace(cudaProfilerStart=_always(0), cudaProfilerStop=_always(0))),
-        "check_error": _always(None),
-    }
-
-
-def _without_module() -> dict[str, Any]:
-    """Names of generators and memory that are in `torch.cuda` alone."""
-    return {
         "default_generators": defaultdict(lambda: torch.default_generator),
-        "device_memory_used": memory.resident_bytes,
-        "ipc_collect": _always(None),
+        "device_memory_used": resident_bytes,
+        **_nothing("set_stream", "synchronize", "check_error", "ipc_collect"),
+        "cudart": _always(SimpleNamespace(cudaProfilerStart=_always(0), cudaProfilerStop=_always(0))),
     }
 
 
@@ -171,15 +194,15 @@ def _random() -> dict[str, Any]:
 
 def _memory() -> dict[str, Any]:
     return {
-        "memory_allocated": memory.resident_bytes,
-        "memory_reserved": memory.resident_bytes,
-        "max_memory_allocated": memory.peak_resident_bytes,
-        "max_memory_reserved": memory.peak_resident_bytes,
-        "memory_stats": memory.statistics,
-        "mem_get_info": memory.free_and_total_bytes,
-        "reset_peak_memory_stats": memory.reset_peak,
-        "reset_max_memory_allocated": memory.reset_peak,
-        "empty_cache": _always(None),
+        "memory_allocated": resident_bytes,
+        "memory_reserved": resident_bytes,
+        "max_memory_allocated": peak_bytes,
+        "max_memory_reserved": peak_bytes,
+        "memory_stats": memory_statistics,
+        "mem_get_info": free_and_total_bytes,
+        "reset_peak_memory_stats": reset_peak,
+        "reset_max_memory_allocated": reset_peak,
+        **_nothing("empty_cache"),
     }
 
 

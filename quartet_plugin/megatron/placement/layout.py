@@ -7,7 +7,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.megatron.placement.state import Placed
+from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.seams import Seam, Wrapper
 
 _MODULE = "megatron.core.transformer.pipeline_parallel_layer_layout"
@@ -38,9 +38,9 @@ CALLED = (LAYOUT_INIT, GET_LAYER_OFFSET)
 
 
 class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
-    """`layout[pp_rank][chunk]` holds the layers of the stage that lies there."""
+    """`layout[pp_rank][chunk]` holds the layers of that chunk's stage."""
 
-    def __init__(self, layout: str, pipeline_model_parallel_size: int, placed: Placed) -> None:
+    def __init__(self, layout: str, pipeline_model_parallel_size: int, placement: StagePlacement) -> None:
         """Raises PlanError for a string with another number of stages."""
         super().__init__(layout, pipeline_model_parallel_size)
         by_rank: list[list[Any]] = self.layout
@@ -49,16 +49,20 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
             for chunk in range(self.virtual_pipeline_model_parallel_size)
             for rank in range(pipeline_model_parallel_size)
         ]
-        if len(in_loop_order) != placed.num_stages or pipeline_model_parallel_size != placed.num_devices:
+        if (
+            len(in_loop_order) != placement.num_stages
+            or pipeline_model_parallel_size != placement.num_devices
+        ):
             raise PlanError(
                 f"--pipeline-model-parallel-layout: {len(in_loop_order)} stages on "
-                f"{pipeline_model_parallel_size} ranks; the plan places {placed.num_stages} on "
-                f"{placed.num_devices}"
+                f"{pipeline_model_parallel_size} ranks; the plan places {placement.num_stages} on "
+                f"{placement.num_devices}"
             )
-        self._placed = placed
+        self._placement = placement
         self._by_stage = in_loop_order
         self.layout: list[list[Any]] = [
-            [in_loop_order[stage] for stage in placed.stages(rank)] for rank in range(placed.num_devices)
+            [in_loop_order[stage] for stage in placement.stages(rank)]
+            for rank in range(placement.num_devices)
         ]
 
     def get_layer_offset(
@@ -67,13 +71,13 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         vp_stage: int | None = None,
         pp_rank: int | None = None,
     ) -> int:
-        """Layers of this type in all stages before the one at (pp_rank, vp_stage)."""
+        """The number of layers of this type in all stages before the stage (pp_rank, vp_stage)."""
         rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
-        stage = self._placed.stage(rank, vp_stage or 0)
+        stage = self._placement.stage(rank, vp_stage or 0)
         return sum(layers.count(layer_type) for layers in self._by_stage[:stage])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Checkpoints pickle the arguments: there it is Megatron's own class, so that it loads without us."""
+        """Checkpoints pickle the arguments: as Megatron's class they load without the plugin."""
         return PipelineParallelLayerLayout, (self.input_data, self.pipeline_model_parallel_size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PlacedLayout":
@@ -81,17 +85,17 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]
         return self
 
 
-def wrappers(placed: Placed) -> dict[Seam, Wrapper]:
+def wrappers(placement: StagePlacement) -> dict[Seam, Wrapper]:
     """Let `PipelineParallelLayerLayout.from_str` return placed layouts.
 
-    The string is read again for every configuration, so the class is the place, not one configuration.
+    Megatron parses the string for every configuration, so the class is replaced, not one configuration.
     """
     made: dict[tuple[str, int], PlacedLayout] = {}
 
     def from_str(layout: str, pipeline_model_parallel_size: int) -> PlacedLayout:
         key = (layout, pipeline_model_parallel_size)
         if key not in made:
-            made[key] = PlacedLayout(layout, pipeline_model_parallel_size, placed)
+            made[key] = PlacedLayout(layout, pipeline_model_parallel_size, placement)
         return made[key]
 
     return {FROM_STR: lambda _original: from_str}

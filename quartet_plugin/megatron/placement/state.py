@@ -1,4 +1,4 @@
-"""The placement of this process's pipeline, and the stage whose action is running."""
+"""The devices of the stages of this process's pipeline, and the stage whose action is running."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,30 +6,30 @@ from contextlib import contextmanager
 from quartet_plugin.schedule.placement import check, stages_of_device
 
 
-class Placed:
-    """Where stages lie: `placement[s]` is the pipeline rank of stage s."""
+class StagePlacement:
+    """The devices of stages: `device_of_stage[s]` is the pipeline rank of stage s."""
 
-    def __init__(self, placement: tuple[int, ...]) -> None:
+    def __init__(self, device_of_stage: tuple[int, ...]) -> None:
         """Raises ConfigError for a placement that is not legal."""
-        self.num_devices = max(placement) + 1
-        self.placement = check(placement, num_devices=self.num_devices)
-        self._stages = stages_of_device(self.placement, self.num_devices)
+        self.num_devices = max(device_of_stage) + 1
+        self.device_of_stage = check(device_of_stage, num_devices=self.num_devices)
+        self._stages = stages_of_device(self.device_of_stage, self.num_devices)
         self.running: int | None = None
 
     @property
     def num_stages(self) -> int:
-        """All stages."""
-        return len(self.placement)
+        """The number of stages."""
+        return len(self.device_of_stage)
 
     @property
     def num_chunks(self) -> int:
-        """Stages a device."""
+        """The number of stages on each device."""
         return self.num_stages // self.num_devices
 
     @property
     def last_device(self) -> int:
         """The pipeline rank of the last stage."""
-        return self.placement[-1]
+        return self.device_of_stage[-1]
 
     def stage(self, device: int, chunk: int) -> int:
         """The stage that is chunk `chunk` of pipeline rank `device`."""
@@ -46,12 +46,12 @@ class Placed:
 
     @property
     def is_loop(self) -> bool:
-        """Whether this is Megatron's own order."""
-        return self.placement == tuple(range(self.num_devices)) * self.num_chunks
+        """Whether this is stock's placement."""
+        return self.device_of_stage == tuple(range(self.num_devices)) * self.num_chunks
 
     @contextmanager
     def running_stage(self, stage: int) -> Iterator[None]:
-        """While this is open, "am I the first or last stage" is answered for `stage`."""
+        """A block in which Megatron's questions for the first and last stage are answered for `stage`."""
         before, self.running = self.running, stage
         try:
             yield

@@ -1,1 +1,1 @@
-"""Our runtime inside Megatron: its stages, its groups and seams, and what it refuses."""
+"""The schedule runtime inside Megatron: its stages, process groups and seams, and the features it refuses."""

@@ -16,10 +16,9 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.megatron.placement.state import Placed
-from quartet_plugin.megatron.runtime.microbatches import MicrobatchIterator
+from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.runtime.refusals import refusal_of_model
-from quartet_plugin.megatron.runtime.stages import Call, GradSync, MegatronStages
+from quartet_plugin.megatron.runtime.stages import Call, GradSync, MegatronStages, MicrobatchIterator
 from quartet_plugin.megatron.split_backward import WeightGradients
 from quartet_plugin.megatron.te_layers import DelayedLayer, delayed_layers
 from quartet_plugin.runtime.executor import Executor
@@ -37,7 +36,7 @@ class Runtime:
         self,
         library: ProgramCache,
         *,
-        placed: Placed,
+        placement: StagePlacement,
         gradients: WeightGradients,
         recorder: Recorder | None = None,
         host_transport: bool = False,
@@ -45,10 +44,10 @@ class Runtime:
     ) -> None:
         """`host_transport`: boundary tensors go through host memory and gloo; `timeout` is of a transfer."""
         self._library = library
-        self._placed = placed
+        self._placement = placement
         self._gradients = gradients
         self.recorder: Recorder = recorder or NullRecorder()
-        # Where one is set, the next training step is counted, and only that.
+        # Where a tracker is set, it measures the next training step alone.
         self.ledger: ActivationTracker | None = None
         self._is_counted = False
         self._delayed: list[list[DelayedLayer]] | None = None
@@ -59,7 +58,7 @@ class Runtime:
         self._transports: dict[Boundary, PairTransport] = {}
 
     def executor(self, num_microbatches: int, *, forward_only: bool = False) -> Executor:
-        """This device's instructions for so many microbatches."""
+        """The executor of this device's program for `num_microbatches`."""
         key = (num_microbatches, forward_only)
         if key not in self._executors:
             program = self._library.program(num_microbatches, forward_only=forward_only)
@@ -152,7 +151,7 @@ class Runtime:
         )
         stages = MegatronStages(
             call,
-            placed=self._placed,
+            placement=self._placement,
             device=executor.device,
             gradients=self._gradients,
             grad_sync=sync,
@@ -183,12 +182,12 @@ class Runtime:
         self.ledger.leave_out(parameter for chunk in chunks for parameter in chunk.parameters())
         return self.ledger
 
-    def _iterators(self, given: Any, executor: Executor, num_chunks: int) -> Sequence[Any]:
-        """One iterator a chunk; those whose forwards jump about give their samples by number."""
-        iterators = list(given) if isinstance(given, list) else [given]
+    def _iterators(self, data_iterator: Any, executor: Executor, num_chunks: int) -> Sequence[Any]:
+        """An iterator for every chunk, by microbatch where the forwards are not in ascending order."""
+        iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
         if len(iterators) != num_chunks:
             raise PlanError(f"data_iterator: {len(iterators)} iterators for {num_chunks} chunks; one each")
-        for chunk, stage in enumerate(self._placed.stages(executor.device)):
+        for chunk, stage in enumerate(self._placement.stages(executor.device)):
             order = [a.microbatch for a in executor.actions if a.stage == stage and a.kind is ActionKind.F]
             if order != sorted(order) and iterators[chunk] is not None:
                 iterators[chunk] = MicrobatchIterator(iterators[chunk])

@@ -1,17 +1,20 @@
-"""Puts the runtime where Megatron looks for its schedules, with the placement and the split that it needs.
+"""Prepares the runtime of a plan: Megatron calls it as its schedule, with the plan's placement and split.
 
-The entry gathers the wrappers of all its parts and installs them together; `prepare` makes ours.
+The entry collects the wrappers of all its parts and installs them together; `prepare` makes the runtime's.
 """
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from quartet_plugin.megatron.seams import Seam, Wrapper, resolve
+from quartet_plugin.megatron.runtime.refusals import needs_full_backwards, refusal, without_alignment
+from quartet_plugin.megatron.seams import TRAIN_STEP, Seam, Wrapper, resolve
+from quartet_plugin.model.plan import Plan
 from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec
-from quartet_plugin.runtime.records import Recorder
-from quartet_plugin.schedule.action import ActionKind
+from quartet_plugin.runtime.recipe import schedule_spec_of, splits_backward
+from quartet_plugin.runtime.records import Clock, CudaClock, HostClock, Recorder
 from quartet_plugin.schedule.channels import Backend, check_program
 
 # Lowering cannot dead-lock by its construction; running the program once more under a library's rules is a
@@ -38,7 +41,7 @@ SCHEDULES = tuple(
 _WITH, _WITHOUT = (f"{_SCHEDULES}:{seam.name}" for seam in SCHEDULES)
 _NO_PIPELINING = f"{_SCHEDULES}:forward_backward_no_pipelining"
 _DDP = "megatron.core.distributed.distributed_data_parallel"
-# Called, not replaced: what the runtime relies on is pinned all the same.
+# Called, not replaced: the runtime relies on them, so their sources are pinned too.
 CALLED = (
     Seam(
         _SCHEDULES,
@@ -103,8 +106,45 @@ class Prepared:
     wrappers: dict[Seam, Wrapper]
 
 
+def prepare_plan(plan: Plan, args: Namespace, *, on_cpu: bool) -> tuple[Prepared | None, list[str]]:
+    """The runtime of a plan with a custom schedule, and lines for the user.
+
+    `args` are the arguments with the plan in them. None where a feature of the command keeps Megatron's
+    schedule. Raises PlanError for a schedule that could not run, before any process group exists.
+    """
+    choice = plan.schedule.custom
+    assert choice is not None
+    reason = refusal(args)
+    if reason is not None:
+        return None, [
+            f"{reason}; Megatron's own schedule stays instead of {choice.label}, the rest of the plan applies"
+        ]
+    spec = schedule_spec_of(choice, num_microbatches=plan.num_microbatches)
+    full_backward = needs_full_backwards(args)
+    notes = []
+    if full_backward is not None and splits_backward(spec, plan.num_microbatches):
+        spec = schedule_spec_of(choice, num_microbatches=plan.num_microbatches, is_whole=True)
+        notes.append(full_backward)
+    if without_alignment(args):
+        notes.append(
+            "--no-align-grad-reduce is set: each chunk's gradients are reduced when its last microbatch is "
+            "through"
+        )
+    clock: Clock = HostClock() if on_cpu else CudaClock()
+    prepared = prepare(
+        spec,
+        num_microbatches=plan.num_microbatches,
+        recorder=Recorder(clock),
+        # gloo cannot take GPU memory: several processes on one GPU meet in host memory.
+        host_transport=not on_cpu and getattr(args, "distributed_backend", None) == "gloo",
+        delays_te=getattr(args, "transformer_impl", "local") == "transformer_engine",
+        timeout=timedelta(minutes=getattr(args, "distributed_timeout_minutes", None) or 10),
+    )
+    return prepared, notes
+
+
 def prepare(
-    recipe: ScheduleSpec,
+    spec: ScheduleSpec,
     *,
     num_microbatches: int,
     recorder: Recorder | None = None,
@@ -112,12 +152,12 @@ def prepare(
     timeout: timedelta | None = None,
     delays_te: bool = False,
 ) -> Prepared:
-    """Check the schedule for this number of microbatches, by both libraries' rules too; make the runtime.
+    """Check the schedule for this number of microbatches, by NCCL's and gloo's rules too; make the runtime.
 
     `delays_te`: the model has Transformer Engine's layers. No process group exists yet. Raises PlanError for
     an order that is not valid or could dead-lock, SeamError where Megatron is not as known.
     """
-    library = ProgramCache(recipe)
+    library = ProgramCache(spec)
     program = library.program(num_microbatches)
     if sum(map(len, program.instructions)) <= _CHECKED_INSTRUCTIONS:
         for backend in Backend:
@@ -126,27 +166,23 @@ def prepare(
         resolve(seam)
     # Only from here on is Megatron imported.
     from quartet_plugin.megatron import split_backward
-    from quartet_plugin.megatron.placement import ends, layout, losses, tied
-    from quartet_plugin.megatron.placement.state import Placed
+    from quartet_plugin.megatron.placement import end_stages, layout
+    from quartet_plugin.megatron.placement.state import StagePlacement
     from quartet_plugin.megatron.runtime.binding import Runtime
 
-    placed = Placed(recipe.placement)
+    placement = StagePlacement(spec.placement)
     gradients = split_backward.WeightGradients()
     runtime = Runtime(
         library,
-        placed=placed,
+        placement=placement,
         gradients=gradients,
         recorder=recorder,
         host_transport=host_transport,
         timeout=timeout,
     )
-    wrappers: dict[Seam, Wrapper] = dict.fromkeys(SCHEDULES, _instead(runtime.forward_backward))
-    wrappers |= ends.wrappers(placed) | layout.wrappers(placed)
-    if placed.has_both_ends_on_one_device:
-        wrappers |= tied.wrappers()
-    if placed.last_device != placed.num_devices - 1:
-        wrappers |= losses.wrappers(placed)
-    if _splits(library, num_microbatches):
+    wrappers: dict[Seam, Wrapper] = dict.fromkeys(SCHEDULES, _replace_by(runtime.forward_backward))
+    wrappers |= end_stages.wrappers(placement) | layout.wrappers(placement)
+    if splits_backward(spec, num_microbatches):
         wrappers |= split_backward.wrappers(gradients, delays_te=delays_te)
     for seam in (*layout.CALLED, *split_backward.CALLED):
         resolve(seam)
@@ -156,25 +192,15 @@ def prepare(
 def declared() -> Iterator[Seam]:
     """Every seam of the runtime, those included that only some schedules and placements need."""
     from quartet_plugin.megatron import split_backward
-    from quartet_plugin.megatron.placement import ends, layout, losses, tied
+    from quartet_plugin.megatron.placement import end_stages, layout
 
     yield from (*SCHEDULES, *CALLED, *split_backward.CALLED)
-    for module in (ends, layout, tied, split_backward):
-        yield from (value for value in vars(module).values() if isinstance(value, Seam))
-    yield losses.EVALUATE
+    for module in (end_stages, layout, split_backward):
+        values = vars(module).values()
+        yield from (value for value in values if isinstance(value, Seam) and value != TRAIN_STEP)
 
 
-def _splits(library: ProgramCache, num_microbatches: int) -> bool:
-    from quartet_plugin.schedule.instruction import Compute
-
-    return any(
-        isinstance(instruction, Compute) and instruction.action.kind is ActionKind.I
-        for row in library.program(num_microbatches).instructions
-        for instruction in row
-    )
-
-
-def _instead(function: Callable[..., Any]) -> Wrapper:
+def _replace_by(function: Callable[..., Any]) -> Wrapper:
     def wrap(_original: Callable[..., Any]) -> Callable[..., Any]:
         def forward_backward(**call: Any) -> Any:
             return function(**call)

@@ -1,6 +1,6 @@
 """One device's Megatron chunks as the executor's compute: Megatron's own forward_step and backward_step."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import schedules
 
-from quartet_plugin.megatron.placement.state import Placed
-from quartet_plugin.megatron.runtime.microbatches import MicrobatchIterator
+from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.split_backward import WeightGradients
 from quartet_plugin.megatron.te_layers import DelayedLayer
 from quartet_plugin.runtime.ledger import ActivationTracker
@@ -37,7 +36,7 @@ class MegatronStages:
         self,
         call: Call,
         *,
-        placed: Placed,
+        placement: StagePlacement,
         device: int,
         gradients: WeightGradients,
         grad_sync: "GradSync",
@@ -49,9 +48,9 @@ class MegatronStages:
         `delayed` are each chunk's layers that keep their weight gradients to themselves.
         """
         self._call = call
-        self._placed = placed
-        self._chunk_of = {stage: chunk for chunk, stage in enumerate(placed.stages(device))}
-        self._last_stage = placed.num_stages - 1
+        self._placement = placement
+        self._chunk_of = {stage: chunk for chunk, stage in enumerate(placement.stages(device))}
+        self._last_stage = placement.num_stages - 1
         self._gradients = gradients
         self._grad_sync = grad_sync
         self._ledger = ledger
@@ -73,7 +72,7 @@ class MegatronStages:
         is_first = chunk not in self._begun
         self._begun.add(chunk)
         saving = nullcontext() if self._ledger is None else self._ledger.saving()
-        with self._placed.running_stage(stage), saving:
+        with self._placement.running_stage(stage), saving:
             output, num_tokens = schedules.forward_step(
                 call.forward_step_func,
                 iterator,
@@ -128,7 +127,7 @@ class MegatronStages:
     def _backward_step(self, stage: int, microbatch: int, received: Any) -> Any:
         value, output = self._held.pop((stage, microbatch))
         self._note(received)
-        with self._placed.running_stage(stage):
+        with self._placement.running_stage(stage):
             result = schedules.backward_step(value, output, received, self._call.config)
         self._note(result)
         return result
@@ -156,3 +155,31 @@ class GradSync:
         self._left[chunk] -= 1
         if self._left[chunk] == 0 and self._is_overlapped:
             self._chunks[chunk].start_grad_sync()
+
+
+class MicrobatchIterator:
+    """Yields the sample of a chosen microbatch, out of an iterator that yields them in ascending order.
+
+    Needed only where a stage's forwards do not run in ascending order. Samples drawn before their turn are
+    kept until their microbatch is chosen.
+    """
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        """`source` yields the microbatches in ascending order, one sample each."""
+        self._source = source
+        self._drawn: dict[int, Any] = {}
+        self._num_drawn = 0
+        self._chosen = 0
+
+    def choose(self, microbatch: int) -> None:
+        """Let the next sample be this microbatch's."""
+        self._chosen = microbatch
+
+    def __iter__(self) -> "MicrobatchIterator":
+        return self
+
+    def __next__(self) -> Any:
+        while self._num_drawn <= self._chosen:
+            self._drawn[self._num_drawn] = next(self._source)
+            self._num_drawn += 1
+        return self._drawn.pop(self._chosen)

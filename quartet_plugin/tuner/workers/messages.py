@@ -1,4 +1,4 @@
-"""What the board of a run holds, a dataclass a file: offers, orders, claims, what came of them, workers."""
+"""The files of a work queue, a dataclass each: offers, queued trials, claims, their results, workers."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.files import parse_json
 from quartet_plugin.model.schema import Bounds, Length, Matches, dump, parse, record
-from quartet_plugin.protocol.attempt_files import Count, Name, PlanKey, Seconds, Text, Version, read_sheet
+from quartet_plugin.protocol.attempt_files import Count, Name, PlanKey, Seconds, Text, Version, read_shared
 from quartet_plugin.trial.processes import Identity
 
 _MAX_BYTES = 1 << 20
@@ -19,12 +19,12 @@ WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 
 Fence = Annotated[str, Matches(pattern=r"[0-9a-f]{16}")]
 Generation = Annotated[int, Bounds(ge=1, le=2**31)]
-WorkerName = Annotated[str, Matches(pattern=rf"{WORKER_NAME.pattern}")]
+WorkerName = Annotated[str, Matches(pattern=WORKER_NAME.pattern)]
 
 
 @record
 class Offer:
-    """board.json: what a worker of this run must have, so that its times compare with the baseline's."""
+    """board.json: the devices a worker must have, so that its times compare with the baseline's."""
 
     device: Literal["cpu", "cuda"]
     num_devices: Annotated[int, Bounds(ge=0, le=65_536)]
@@ -33,7 +33,7 @@ class Offer:
 
 @record
 class _HandOut:
-    """What an order and the claims to it have in common: which plan is handed out, for which time."""
+    """The common part of a queued trial and its claims: the trial, its generation and fence."""
 
     trial: Count
     generation: Generation
@@ -41,7 +41,7 @@ class _HandOut:
 
     @property
     def stem(self) -> str:
-        """How the files of its hand-out are called."""
+        """The stem of the names of its hand-out's files."""
         return f"{self.trial:06d}-{self.generation}"
 
 
@@ -67,7 +67,7 @@ class QueuedTrial(_HandOut):
 
 @record
 class Claim(_HandOut):
-    """Who took an order."""
+    """A worker's claim to a queued trial."""
 
     worker: WorkerName
     host: Name
@@ -75,13 +75,13 @@ class Claim(_HandOut):
     schema_version: Version = 1
 
     def __str__(self) -> str:
-        """Who it is, for the user."""
+        """The worker, for the user."""
         return f"worker {self.worker} (process {self.identity.pid} on {self.host})"
 
 
 @record
 class Done:
-    """What came of a claim: the attempt that counts, or why the worker gave up."""
+    """The end of a claim: the attempt that counts, or why the worker gave up."""
 
     fence: Fence
     attempt: Annotated[int, Bounds(ge=1, le=2**31)] | None
@@ -129,7 +129,7 @@ class Member:
 
 @record
 class Task:
-    """What a worker's process is told when it starts; never written down, for the command's secrets."""
+    """The task of a worker's process, sent when it starts; never on disk, for the command's secrets."""
 
     command: Annotated[tuple[str, ...], Length(most=100_000)]
     share: SliceRecord
@@ -139,8 +139,8 @@ class Task:
 
 
 def read[Message](kind: type[Message], path: Path) -> Message:
-    """A message of the queue. Raises FileNotFoundError, and what `read_sheet` does."""
-    return read_sheet(kind, path, max_bytes=_MAX_BYTES)
+    """A message of the queue. Raises FileNotFoundError, and what `read_shared` does."""
+    return read_shared(kind, path, max_bytes=_MAX_BYTES)
 
 
 def task_text(task: Task) -> bytes:
@@ -159,4 +159,4 @@ def read_task(text: bytes) -> Task:
 def worker_name(host: str, *rest: str | int) -> str:
     """A worker's name, fit for a file."""
     plain = re.sub(r"[^A-Za-z0-9_.-]", "-", host).strip("-._") or "host"
-    return "-".join([plain[:100], *(str(one) for one in rest)])
+    return "-".join([plain[:100], *map(str, rest)])

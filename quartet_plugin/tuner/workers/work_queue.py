@@ -1,4 +1,4 @@
-"""The board of a run: what its coordinator hands out, who took it, and what came of that. Files alone.
+"""The work queue of a run: the trials that its coordinator hands out, their claims and results, as files.
 
     RUN/workers/board.json                 the run takes workers; how many devices each has
     RUN/workers/orders/000012.json         a plan to be measured, with 000012.plan.json; closed where
@@ -33,20 +33,20 @@ from quartet_plugin.tuner.workers.messages import (
     read,
 )
 
-BOARD_NAME = "workers"
+QUEUE_NAME = "workers"
 _NUMBER = re.compile(r"([0-9]{6,})\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkQueue:
-    """The board of the run in `folder`. Each method raises StorageError when the disk fails."""
+    """The work queue of the run in `folder`. Each method raises StorageError when the disk fails."""
 
     folder: Path
 
     @property
     def path(self) -> Path:
-        """Where it is."""
-        return self.folder / BOARD_NAME
+        """Its folder."""
+        return self.folder / QUEUE_NAME
 
     @property
     def is_there(self) -> bool:
@@ -54,7 +54,7 @@ class WorkQueue:
         return self.path.is_dir()
 
     def trial_folder(self, number: int) -> Path:
-        """Where the attempts of an order are made."""
+        """The folder of a trial's attempts."""
         return self.folder / "trials" / f"{number:06d}"
 
     # The coordinator's side
@@ -73,33 +73,33 @@ class WorkQueue:
                 torn.unlink(missing_ok=True)
 
     def offer(self) -> Offer | None:
-        """What workers must have; None where the run takes none now."""
+        """The devices that workers must have; None where the run takes none now."""
         with contextlib.suppress(FileNotFoundError):
             return read(Offer, self.path / "board.json")
         return None
 
-    def publish(self, order: QueuedTrial, plan: Plan) -> None:
+    def publish(self, queued: QueuedTrial, plan: Plan) -> None:
         """Hand a plan out; whoever had an earlier generation of it has it no more."""
-        write_plan(plan, path=self._plan_file(order.trial))
-        write_json_atomic(self._order_file(order.trial), dump(order))
-        for claim in self.claims(trial=order.trial):
-            if claim.generation != order.generation:
+        write_plan(plan, path=self._plan_file(queued.trial))
+        write_json_atomic(self._queued_file(queued.trial), dump(queued))
+        for claim in self.claims(trial=queued.trial):
+            if claim.generation != queued.generation:
                 self._void(claim)
 
     def close(self) -> None:
         """Take every hand-out back, and take no more workers; the orders wait for whoever resumes the run."""
         with self._errors():
             (self.path / "board.json").unlink(missing_ok=True)
-        for order in self.orders():
-            if not order.is_closed:
-                write_json_atomic(self._order_file(order.trial), dump(replace(order, is_closed=True)))
-            for claim in self.claims(trial=order.trial):
+        for queued in self.queued_trials():
+            if not queued.is_closed:
+                write_json_atomic(self._queued_file(queued.trial), dump(replace(queued, is_closed=True)))
+            for claim in self.claims(trial=queued.trial):
                 self._void(claim)
 
     def withdraw(self, trial: int) -> None:
-        """Forget a trial that was told."""
+        """Remove the files of a finished trial."""
         with self._errors():
-            self._order_file(trial).unlink(missing_ok=True)
+            self._queued_file(trial).unlink(missing_ok=True)
             self._plan_file(trial).unlink(missing_ok=True)
             for path in (self.path / "claims").glob(f"{trial:06d}-*"):
                 path.unlink(missing_ok=True)
@@ -114,69 +114,73 @@ class WorkQueue:
         with self._errors():
             (self.path / "crew" / f"{worker}.json").unlink(missing_ok=True)
 
-    # What both sides read
+    # Read by both sides
 
-    def orders(self) -> list[QueuedTrial]:
-        """Every order, closed ones too; one that breaks its format is left out."""
-        found = []
+    def queued_trials(self) -> list[QueuedTrial]:
+        """Every queued trial, closed ones too; a file that breaks its format is left out."""
+        queued_trials = []
         for name in self._names("orders"):
             match = _NUMBER.fullmatch(name)
-            order = None if match is None else self.order(int(match[1]))
-            if order is not None:
-                found.append(order)
-        return found
+            queued = None if match is None else self.queued_trial(int(match[1]))
+            if queued is not None:
+                queued_trials.append(queued)
+        return queued_trials
 
-    def order(self, trial: int) -> QueuedTrial | None:
-        """The order of a trial as it is now."""
+    def queued_trial(self, trial: int) -> QueuedTrial | None:
+        """The queued trial of this number as it is now."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
-            return read(QueuedTrial, self._order_file(trial))
+            return read(QueuedTrial, self._queued_file(trial))
         return None
 
-    def plan(self, order: QueuedTrial) -> Plan:
-        """The plan of an order. Raises PlanError or ConfigError where it is not that one."""
-        plan = read_plan(self._plan_file(order.trial))
-        if plan.key != order.plan_key:
-            raise ConfigError(f"{self._plan_file(order.trial)}: not the plan of the order beside it")
+    def plan(self, queued: QueuedTrial) -> Plan:
+        """The plan of a queued trial. Raises PlanError or ConfigError where it is another one."""
+        plan = read_plan(self._plan_file(queued.trial))
+        if plan.key != queued.plan_key:
+            raise ConfigError(f"{self._plan_file(queued.trial)}: not the plan of the order beside it")
         return plan
 
     def claims(self, *, trial: int | None = None, voided: bool = False) -> list[Claim]:
         """Every claim, of one trial or of all; with `voided` those that were taken back as well."""
         endings = (".json", ".void.json") if voided else (".json",)
-        found = []
+        claims = []
         for name in self._names("claims"):
             stem, _, ending = name.partition(".")
             if f".{ending}" in endings and (trial is None or stem.startswith(f"{trial:06d}-")):
                 with contextlib.suppress(FileNotFoundError, ConfigError):
                     path = self.path / "claims" / name
-                    found.append(read(Claim, path))
-        return found
+                    claims.append(read(Claim, path))
+        return claims
 
-    def claim_of(self, order: QueuedTrial) -> Claim | None:
-        """Who has the order now."""
+    def claim_of(self, queued: QueuedTrial) -> Claim | None:
+        """The valid claim to a queued trial."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
-            claim = read(Claim, self._claim_file(order))
-            return claim if claim.fence == order.fence else None
+            claim = read(Claim, self._claim_file(queued))
+            return claim if claim.fence == queued.fence else None
         return None
 
-    def done_of(self, order: QueuedTrial) -> Done | None:
-        """What came of the order's present generation."""
+    def done_of(self, queued: QueuedTrial) -> Done | None:
+        """The end of the present hand-out of a queued trial."""
         with contextlib.suppress(FileNotFoundError, ConfigError):
-            done = read(Done, self._claim_file(order, "done."))
-            return done if done.fence == order.fence else None
+            done = read(Done, self._claim_file(queued, "done."))
+            return done if done.fence == queued.fence else None
         return None
 
     def members(self) -> list[Member]:
         """Every worker that enlisted and was not struck."""
-        found = []
+        members = []
         for name in self._names("crew"):
             if name.endswith(".json"):
                 with contextlib.suppress(FileNotFoundError, ConfigError):
-                    found.append(read(Member, self.path / "crew" / name))
-        return found
+                    members.append(read(Member, self.path / "crew" / name))
+        return members
 
-    def beat_of(self, one: Claim | Member) -> int | None:
+    def beat_of(self, holder: Claim | Member) -> int | None:
         """When a claim or a worker was last renewed, in ns by the server's clock; None where it is gone."""
-        path = self.path / "crew" / f"{one.name}.json" if isinstance(one, Member) else self._claim_file(one)
+        path = (
+            self.path / "crew" / f"{holder.name}.json"
+            if isinstance(holder, Member)
+            else self._claim_file(holder)
+        )
         with contextlib.suppress(OSError):
             return path.lstat().st_mtime_ns
         return None
@@ -184,7 +188,7 @@ class WorkQueue:
     # A worker's side
 
     def enlist(self, member: Member) -> None:
-        """Say that a worker is there."""
+        """Register a worker."""
         if not WORKER_NAME.fullmatch(member.name):
             raise ConfigError(f"worker {member.name[:60]!r}: letters, digits, '.', '_' and '-' alone")
         with self._errors():
@@ -197,36 +201,36 @@ class WorkQueue:
         return (crew / f"{member.name}.dismissed").exists() or not (crew / f"{member.name}.json").exists()
 
     def beat(self, member: Member) -> None:
-        """Say that a worker lives."""
+        """Renew a worker."""
         with contextlib.suppress(OSError):
             os.utime(self.path / "crew" / f"{member.name}.json")
 
     def take(self, member: Member) -> tuple[QueuedTrial, Claim] | None:
-        """An order that nobody has, now the worker's; None where there is none."""
-        for order in self.orders():
-            if order.is_closed or order.host not in (None, member.host):
+        """A queued trial without a claim, now the worker's; None where there is none."""
+        for queued in self.queued_trials():
+            if queued.is_closed or queued.host not in (None, member.host):
                 continue
-            if self._claim_file(order).exists():
+            if self._claim_file(queued).exists():
                 continue
             claim = Claim(
-                trial=order.trial,
-                generation=order.generation,
-                fence=order.fence,
+                trial=queued.trial,
+                generation=queued.generation,
+                fence=queued.fence,
                 worker=member.name,
                 host=member.host,
                 identity=member.identity,
             )
             if not self._link(claim):
                 continue
-            if self.order(order.trial) == order:
-                return order, claim
+            if self.queued_trial(queued.trial) == queued:
+                return queued, claim
             self._claim_file(claim).unlink(missing_ok=True)  # it was taken back in this moment
         return None
 
     def renew(self, claim: Claim) -> bool:
-        """Say that the claim's worker lives; False where the claim is void, and then the trial must end."""
-        order = self.order(claim.trial)
-        if order is None or order.fence != claim.fence or order.is_closed:
+        """Renew a claim; False where the claim is void, and then the trial must end."""
+        queued = self.queued_trial(claim.trial)
+        if queued is None or queued.fence != claim.fence or queued.is_closed:
             return False
         try:
             os.utime(self._claim_file(claim))
@@ -235,7 +239,7 @@ class WorkQueue:
         return True
 
     def finish(self, claim: Claim, done: Done) -> bool:
-        """Say what came of a claim; False where it is void: what was measured is kept and not told."""
+        """Write the end of a claim; False where it is void: its result is kept on disk and does not count."""
         if not self.renew(claim):
             return False
         write_json_atomic(self._claim_file(claim, "done."), dump(done))
@@ -243,14 +247,14 @@ class WorkQueue:
 
     # Files
 
-    def _order_file(self, trial: int) -> Path:
+    def _queued_file(self, trial: int) -> Path:
         return self.path / "orders" / f"{trial:06d}.json"
 
     def _plan_file(self, trial: int) -> Path:
         return self.path / "orders" / f"{trial:06d}.plan.json"
 
-    def _claim_file(self, one: QueuedTrial | Claim, kind: str = "") -> Path:
-        return self.path / "claims" / f"{one.stem}.{kind}json"
+    def _claim_file(self, hand_out: QueuedTrial | Claim, kind: str = "") -> Path:
+        return self.path / "claims" / f"{hand_out.stem}.{kind}json"
 
     def _void(self, claim: Claim) -> None:
         """Take a claim back; what it left behind on its host is found by it."""

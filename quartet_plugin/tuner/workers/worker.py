@@ -1,4 +1,4 @@
-"""A worker: takes plans from a run's board, measures them on its share of this host, and leaves the results.
+"""A worker: takes plans from a run's work queue, measures them on its device slice, and leaves the results.
 
 It never sees the study. It measures exactly as a tuner without workers does, and what it may do ends with its
 claim: where another tuner or another worker has the plan now, it ends its trial and says nothing.
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.launchers.command import Command
+from quartet_plugin.protocol.environment import CLAIM_RENEWAL_S, EXPIRY_S
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt
 from quartet_plugin.trial.processes import Identity, ProcessRegistry, reap
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest
 from quartet_plugin.tuner.attempts import holder_of
-from quartet_plugin.tuner.launches import Launches, ShouldStop
 from quartet_plugin.tuner.run_folder import TuningRun
-from quartet_plugin.tuner.workers.dispatcher import EXPIRY_S, RENEW_S
+from quartet_plugin.tuner.trial_backend import ShouldStop, TrialBackend
 from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
@@ -36,8 +36,8 @@ class Worker:
     run: TuningRun
     command: Command
     member: Member
-    board: WorkQueue
-    launches: Launches
+    queue: WorkQueue
+    backend: TrialBackend
     should_stop: ShouldStop
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
@@ -51,31 +51,31 @@ class Worker:
 
         Raises QuartetError where trials cannot be run here; the plan is then handed out again.
         """
-        self.board.enlist(self.member)
+        self.queue.enlist(self.member)
         try:
             while True:
                 why = self._why_over()
                 if why is not None:
                     return why
                 self._beat()
-                taken = self.board.take(self.member)
+                taken = self.queue.take(self.member)
                 if taken is None:
                     self.sleep(POLL_S)
                 else:
                     self._measure(*taken)
         finally:
-            self.board.forget(self.member.name)
+            self.queue.forget(self.member.name)
 
     def _why_over(self) -> str | None:
         if self.should_stop():
             return "stopped"
         if not self.member.parent.is_alive:
             return "the process that started it has ended"
-        if self.board.is_dismissed(self.member):
+        if self.queue.is_dismissed(self.member):
             return "it was sent away"
         if not self.member.is_joined:
             return None
-        if self.board.offer() is None:
+        if self.queue.offer() is None:
             return "the search has ended"
         return self._why_no_tuner()
 
@@ -83,7 +83,7 @@ class Worker:
         """A tuner that was lost is waited for: the same run may be resumed."""
         if self.clock() < self._next_look_s:
             return None
-        self._next_look_s = self.clock() + RENEW_S
+        self._next_look_s = self.clock() + CLAIM_RENEWAL_S
         holder = holder_of(self.run.folder.path, now=time.time())
         if holder is None:
             return "the run has no tuner"
@@ -94,55 +94,55 @@ class Worker:
             self._absent_s = self.clock()
         return "the run's tuner is lost" if self.clock() - self._absent_s > ABSENCE_S else None
 
-    def _measure(self, order: QueuedTrial, claim: Claim) -> None:
-        self.say(f"trial {order.trial}: {self.member.name} measures it")
-        renewals = _Renewals(board=self.board, claim=claim, clock=self.clock)
+    def _measure(self, queued: QueuedTrial, claim: Claim) -> None:
+        self.say(f"trial {queued.trial}: {self.member.name} measures it")
+        renewals = _Renewals(queue=self.queue, claim=claim, clock=self.clock)
 
         def should_end() -> bool:
             self._beat()
             return self.should_stop() or not renewals.is_held()
 
         try:
-            request = self._request(order)
-            result = self.launches.run(request, on_progress=_ignore, should_stop=should_end)
+            request = self._request(queued)
+            result = self.backend.run(request, on_progress=_ignore, should_stop=should_end)
         except QuartetError as error:
-            done = Done(fence=order.fence, attempt=None, error=str(error), exit_code=int(error.exit_code))
-            self.board.finish(claim, done)
+            done = Done(fence=queued.fence, attempt=None, error=str(error), exit_code=int(error.exit_code))
+            self.queue.finish(claim, done)
             raise
-        is_told = self.board.finish(claim, Done(fence=order.fence, attempt=attempt_number(result.folder)))
-        note = "" if is_told else "; it was handed to another worker meanwhile, and this is not told"
+        is_current = self.queue.finish(claim, Done(fence=queued.fence, attempt=attempt_number(result.folder)))
+        note = "" if is_current else "; it was handed to another worker meanwhile, and this is not told"
         reason = "" if result.outcome is Outcome.OK else f": {result.reason}"
-        self.say(f"trial {order.trial}: {result.outcome.value}{reason}{note}")
+        self.say(f"trial {queued.trial}: {result.outcome.value}{reason}{note}")
 
-    def _request(self, order: QueuedTrial) -> TrialRequest:
+    def _request(self, queued: QueuedTrial) -> TrialRequest:
         return TrialRequest(
-            folder=self.board.trial_folder(order.trial),
+            folder=self.queue.trial_folder(queued.trial),
             command=self.command,
-            plan=self.board.plan(order),
-            attempt=order.attempt,
-            warmup=order.warmup,
-            measure=order.measure,
-            deadline_s=order.deadline_s,
+            plan=self.queue.plan(queued),
+            attempt=queued.attempt,
+            warmup=queued.warmup,
+            measure=queued.measure,
+            deadline_s=queued.deadline_s,
             device=self.member.share.device,
-            predicted_iteration_s=order.predicted_iteration_s,
-            slow_above_s=order.slow_above_s,
-            timeouts=Timeouts(**order.timeouts),
+            predicted_iteration_s=queued.predicted_iteration_s,
+            slow_above_s=queued.slow_above_s,
+            timeouts=Timeouts(**queued.timeouts),
             cwd=self.run.cwd,
-            fence=order.fence,
+            fence=queued.fence,
         )
 
     def _beat(self) -> None:
         now_s = self.clock()
-        if now_s - self._beat_s >= RENEW_S:
+        if now_s - self._beat_s >= CLAIM_RENEWAL_S:
             self._beat_s = now_s
-            self.board.beat(self.member)
+            self.queue.beat(self.member)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Renewals:
     """Renews a claim when it is time; once lost it stays lost."""
 
-    board: WorkQueue
+    queue: WorkQueue
     claim: Claim
     clock: Callable[[], float]
     _renewed_s: float = field(default=float("-inf"))
@@ -150,9 +150,9 @@ class _Renewals:
 
     def is_held(self) -> bool:
         now_s = self.clock()
-        if not self._is_lost and now_s - self._renewed_s >= RENEW_S:
+        if not self._is_lost and now_s - self._renewed_s >= CLAIM_RENEWAL_S:
             self._renewed_s = now_s
-            self._is_lost = not self.board.renew(self.claim)
+            self._is_lost = not self.queue.renew(self.claim)
         return not self._is_lost
 
 
@@ -160,21 +160,21 @@ def _ignore(progress: Progress) -> None:
     del progress
 
 
-def end_left_behind(board: WorkQueue, *, host: str | None = None) -> frozenset[Identity]:
+def end_left_behind(queue: WorkQueue, *, host: str | None = None) -> frozenset[Identity]:
     """End what workers of this host that have ended left running; returns what was found.
 
     Their coordinator, on another host, could not. Known by the claims' fences, in the attempts' ids, and then
     by pid, start time and boot.
     """
     here = host or socket.gethostname()
-    found: set[Identity] = set()
-    for claim in board.claims(voided=True):
+    running: set[Identity] = set()
+    for claim in queue.claims(voided=True):
         if claim.host != here or claim.identity.is_alive:
             continue
-        for folder in sorted(board.trial_folder(claim.trial).glob(f"{PREFIX}*")):
-            found |= _running_of(folder, fence=claim.fence)
-    reap(found, grace_s=_REAP_GRACE_S)
-    return frozenset(found)
+        for folder in sorted(queue.trial_folder(claim.trial).glob(f"{PREFIX}*")):
+            running |= _running_of(folder, fence=claim.fence)
+    reap(running, grace_s=_REAP_GRACE_S)
+    return frozenset(running)
 
 
 def _running_of(folder: Path, *, fence: str) -> frozenset[Identity]:

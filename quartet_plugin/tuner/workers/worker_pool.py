@@ -33,11 +33,11 @@ _ENTRY = "from quartet_plugin.cli.main import entry; entry()"
 class WorkerPool:
     """Starts a worker for each of `slices`, under the names in `names`, and sees to them.
 
-    `command` is the user's, with its secrets; workers are told it through a pipe. `say` has a line for the
+    `command` is the user's, with its secrets; workers read it from a pipe. `say` shows a line to the
     user. A worker that gives up by itself is not started again.
     """
 
-    board: WorkQueue
+    queue: WorkQueue
     command: tuple[str, ...]
     slices: tuple[DeviceSlice, ...]
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ class WorkerPool:
 
     @property
     def last_words(self) -> str:
-        """What a worker that gave up said last."""
+        """The last line of a worker that gave up."""
         names = [name for name, code in self._given_up.items() if code] or list(self.names)
         return _last_line(self._log(names[-1]))
 
@@ -69,7 +69,7 @@ class WorkerPool:
             code = process.poll()
             if code is not None:
                 del self._running[name]
-                self.board.forget(name)
+                self.queue.forget(name)
                 self._ended(name, code)
         for name, device_slice in zip(self.names, self.slices, strict=True):
             if name not in self._running and name not in self._given_up:
@@ -92,7 +92,7 @@ class WorkerPool:
             self._kill()
 
     def _ended(self, name: str, code: int) -> None:
-        """What a worker's end means."""
+        """Note a worker that has ended, by its exit code."""
         if code == 0:
             self._given_up[name] = code
         elif code < 0 and self._num_restarts < MAX_RESTARTS * len(self.slices):
@@ -103,7 +103,7 @@ class WorkerPool:
             self.say(f"worker {name} has given up: {_last_line(self._log(name))}")
 
     def _start(self, name: str, device_slice: DeviceSlice) -> "subprocess.Popen[bytes]":
-        words = [sys.executable, "-P", "-c", _ENTRY, "work", str(self.board.folder), "--name", name]
+        words = [sys.executable, "-P", "-c", _ENTRY, "work", str(self.queue.folder), "--name", name]
         task = Task(
             command=self.command,
             share=SliceRecord.of(device_slice),
@@ -137,21 +137,21 @@ class WorkerPool:
             for name, process in list(self._running.items()):
                 if process.poll() is not None:
                     del self._running[name]
-                    self.board.forget(name)
+                    self.queue.forget(name)
             time.sleep(_POLL_S)
 
     def _kill(self) -> None:
-        """What did not end, and everything below it."""
+        """Kill the workers that did not end, and their descendants."""
         left = descendants(process.pid for process in self._running.values()) if self._running else set()
         for name, process in self._running.items():
             process.kill()
             process.wait()
-            self.board.forget(name)
+            self.queue.forget(name)
         self._running.clear()
         reap(left, grace_s=0.0)
 
     def _log(self, name: str) -> Path:
-        return self.board.path / "crew" / f"{name}.log"
+        return self.queue.path / "crew" / f"{name}.log"
 
 
 def _last_line(path: Path) -> str:
@@ -162,28 +162,28 @@ def _last_line(path: Path) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def end_earlier(board: WorkQueue, *, keeps_joined: bool, host: str | None = None) -> frozenset[Path]:
-    """What an earlier tuner of the run left of its crew; only under the run's lease.
+def end_earlier(queue: WorkQueue, *, keeps_joined: bool, host: str | None = None) -> frozenset[Path]:
+    """End the workers that an earlier tuner of the run left; only under the run's lease.
 
     Its workers on this host are killed, and their trials run on: those are seen to their end like a killed
     tuner's own. Returns the trials' folders that workers which joined still have; without `keeps_joined` they
     have them no more.
     """
-    if not board.is_there:
+    if not queue.is_there:
         return frozenset()
-    board.sweep()
+    queue.sweep()
     here = host or socket.gethostname()
-    for member in board.members():
+    for member in queue.members():
         if member.host == here and not member.is_joined and member.parent.pid != os.getpid():
             _kill_now(member.identity)
-            board.forget(member.name)
+            queue.forget(member.name)
     if not keeps_joined:
-        board.close()
+        queue.close()
         return frozenset()
-    current = {(order.trial, order.fence) for order in board.orders() if not order.is_closed}
+    current = {(queued.trial, queued.fence) for queued in queue.queued_trials() if not queued.is_closed}
     return frozenset(
-        board.trial_folder(claim.trial)
-        for claim in board.claims()
+        queue.trial_folder(claim.trial)
+        for claim in queue.claims()
         if (claim.trial, claim.fence) in current and (claim.host != here or claim.identity.is_alive)
     )
 

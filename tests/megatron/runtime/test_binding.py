@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.megatron.placement.state import Placed
+from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.runtime.binding import Runtime
 from quartet_plugin.megatron.split_backward import WeightGradients
 from quartet_plugin.runtime.programs import ProgramCache
@@ -15,7 +15,9 @@ from tests.runtime.pipelines import recipe
 
 def call(*, config: dict[str, Any], **more: Any) -> Any:
     made = recipe("zb-v", 2)
-    runtime = Runtime(ProgramCache(made), placed=Placed(made.placement), gradients=WeightGradients())
+    runtime = Runtime(
+        ProgramCache(made), placement=StagePlacement(made.placement), gradients=WeightGradients()
+    )
     return runtime.forward_backward(
         forward_step_func=None,
         data_iterator=[None, None],

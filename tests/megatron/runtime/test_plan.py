@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.megatron.runtime.plan import prepare_plan
+from quartet_plugin.megatron.runtime.install import prepare_plan
 from quartet_plugin.megatron.runtime.refusals import (
     REFUSED,
-    needs_whole_backwards,
+    needs_full_backwards,
     refusal,
     without_alignment,
 )
@@ -61,7 +61,7 @@ def test_no_feature_refuses_what_megatron_defaults_to() -> None:
         align_grad_reduce=True, align_param_gather=True, recompute_granularity="selective",
     )  # fmt: skip
     assert refusal(defaults) is None
-    assert needs_whole_backwards(defaults) is None
+    assert needs_full_backwards(defaults) is None
 
 
 @pytest.mark.parametrize("feature", REFUSED, ids=lambda feature: feature.dest)
@@ -120,7 +120,7 @@ def test_only_the_alignment_of_reductions_is_turned_off_and_said() -> None:
     [("recompute_granularity", "full"), ("num_experts", 8), ("transformer_impl", "transformer_engine")],
 )
 def test_backwards_stay_whole_where_splitting_does_not_pay_or_is_not_possible(name: str, value: Any) -> None:
-    assert needs_whole_backwards(Namespace(**{name: value})) is not None
+    assert needs_full_backwards(Namespace(**{name: value})) is not None
     recipe = schedule_spec_of(choice(), num_microbatches=4, is_whole=True)
     schedule = make_schedule(recipe, 4)
     assert {a.kind.name for d in range(2) for a in schedule.actions(d)} == {"F", "B"}

@@ -9,7 +9,7 @@ from typing import Any
 
 from quartet_plugin.trial.processes import Identity
 from quartet_plugin.trial.request import Outcome, TrialResult
-from quartet_plugin.tuner.launches import SETTLED
+from quartet_plugin.tuner.trial_backend import SETTLED
 from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial, SliceRecord
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
@@ -63,37 +63,37 @@ class Disk:
 class Hand:
     """One worker's hands."""
 
-    board: WorkQueue
+    queue: WorkQueue
     disk: Disk
     member: Member
-    order: QueuedTrial | None = None
+    queued: QueuedTrial | None = None
     claim: Claim | None = None
 
     def take(self) -> bool:
         """Take an order; whether there was one."""
         assert self.claim is None
-        taken = self.board.take(self.member)
+        taken = self.queue.take(self.member)
         if taken is not None:
-            self.order, self.claim = taken
+            self.queued, self.claim = taken
         return taken is not None
 
     def renew(self) -> bool:
         """Say that it lives. The time of a file is set apart from every other by hand: tests are fast."""
         assert self.claim is not None
-        is_held = self.board.renew(self.claim)
+        is_held = self.queue.renew(self.claim)
         if is_held:
             tick = next(_TICKS) * 1_000_000_000
-            os.utime(self.board.path / "claims" / f"{self.claim.stem}.json", ns=(tick, tick))
+            os.utime(self.queue.path / "claims" / f"{self.claim.stem}.json", ns=(tick, tick))
         return is_held
 
     def measure(self, outcome: Outcome = Outcome.OK) -> TrialResult:
         """Leave a result in an attempt's folder of the trial."""
-        assert self.order is not None
-        folder = self.board.trial_folder(self.order.trial) / f"attempt-{self.order.attempt}"
+        assert self.queued is not None
+        folder = self.queue.trial_folder(self.queued.trial) / f"attempt-{self.queued.attempt}"
         folder.mkdir(parents=True, exist_ok=True)
         result = TrialResult(
-            attempt_id=self.order.fence + secrets.token_hex(8),
-            plan_key=self.order.plan_key,
+            attempt_id=self.queued.fence + secrets.token_hex(8),
+            plan_key=self.queued.plan_key,
             outcome=outcome,
             reason=outcome.value,
             phase="done",
@@ -105,16 +105,16 @@ class Hand:
 
     def report(self) -> bool:
         """Say that it is done; whether that counts."""
-        assert self.order is not None
+        assert self.queued is not None
         assert self.claim is not None
-        is_told = self.board.finish(self.claim, Done(fence=self.order.fence, attempt=self.order.attempt))
-        self.order = self.claim = None
+        is_told = self.queue.finish(self.claim, Done(fence=self.queued.fence, attempt=self.queued.attempt))
+        self.queued = self.claim = None
         return is_told
 
     def give_up(self, error: str) -> bool:
         """Say that trials cannot be run here."""
         assert self.claim is not None
         done = Done(fence=self.claim.fence, attempt=None, error=error, exit_code=6)
-        is_told = self.board.finish(self.claim, done)
-        self.order = self.claim = None
+        is_told = self.queue.finish(self.claim, done)
+        self.queued = self.claim = None
         return is_told

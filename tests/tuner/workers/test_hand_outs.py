@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.protocol.environment import EXPIRY_S
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
-from quartet_plugin.tuner.events import EventLog
-from quartet_plugin.tuner.workers.dispatcher import EXPIRY_S, Dispatcher
+from quartet_plugin.tuner.context import EventLog
+from quartet_plugin.tuner.workers.dispatcher import Dispatcher
 from quartet_plugin.tuner.workers.messages import Offer
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.model.plans import PLAN
@@ -36,21 +37,21 @@ class HandOuts(RuleBasedStateMachine):
         super().__init__()
         memory = Path("/dev/shm")
         self.folder = Path(tempfile.mkdtemp(prefix="quartet-test-", dir=memory if memory.is_dir() else None))
-        self.board = WorkQueue(folder=self.folder)
-        self.board.open(Offer(device="cpu", num_devices=2))
+        self.queue = WorkQueue(folder=self.folder)
+        self.queue.open(Offer(device="cpu", num_devices=2))
         self.disk = Disk()
         self.now_s = 0.0
         self.dead: set[int] = set()
         self.num_started = 0
         self.asked: set[int] = set()
         self.record: dict[int, TrialResult] = {}
-        self.desk = self.new_desk()
+        self.dispatcher = self.new_dispatcher()
         self.hands = [self.new_hand(index) for index in range(NUM_HANDS)]
 
-    def new_desk(self) -> Dispatcher:
+    def new_dispatcher(self) -> Dispatcher:
         return Dispatcher(
-            board=self.board,
-            launches=self.disk,  # type: ignore[arg-type]
+            queue=self.queue,
+            backend=self.disk,  # type: ignore[arg-type]
             read=self.disk.read,
             fence=lambda: None,
             say=lambda text: None,
@@ -65,51 +66,51 @@ class HandOuts(RuleBasedStateMachine):
         one = member(
             f"w{index}", pid=1000 + self.num_started, host=HERE if index < NUM_HANDS // 2 else ELSEWHERE
         )
-        self.board.enlist(one)
-        return Hand(board=self.board, disk=self.disk, member=one)
+        self.queue.enlist(one)
+        return Hand(queue=self.queue, disk=self.disk, member=one)
 
     def request(self, number: int) -> TrialRequest:
-        return TrialRequest(folder=self.board.trial_folder(number), command=COMMAND, plan=PLAN)
+        return TrialRequest(folder=self.queue.trial_folder(number), command=COMMAND, plan=PLAN)
 
     # The coordinator
 
-    @precondition(lambda self: len(self.asked) < BUDGET and len(self.desk.flying) < NUM_HANDS)
+    @precondition(lambda self: len(self.asked) < BUDGET and len(self.dispatcher.in_flight) < NUM_HANDS)
     @rule()
     def ask(self) -> None:
         number = len(self.asked) + 1
         self.asked.add(number)
-        self.desk.publish(number, self.request(number), host=None)
+        self.dispatcher.publish(number, self.request(number), host=None)
 
     @rule()
     def tell(self) -> None:
-        for ended in self.desk.look():
+        for ended in self.dispatcher.look():
             assert ended.number not in self.record
-            order = self.board.order(ended.number)
-            assert order is not None
-            assert ended.result.attempt_id.startswith(order.fence)
+            queued = self.queue.queued_trial(ended.number)
+            assert queued is not None
+            assert ended.result.attempt_id.startswith(queued.fence)
             self.record[ended.number] = ended.result
-            self.desk.told(ended.number)
+            self.dispatcher.finished(ended.number)
 
     @rule(dies_between=st.booleans())
     def crash(self, dies_between: bool) -> None:
         """The coordinator dies, between two steps or after it has told the study and before its files."""
         if dies_between:
-            for ended in self.desk.look()[:1]:
+            for ended in self.dispatcher.look()[:1]:
                 assert ended.number not in self.record
                 self.record[ended.number] = ended.result
-        self.desk = self.new_desk()
-        for order in self.board.orders():
-            if order.trial in self.record:
-                self.board.withdraw(order.trial)
+        self.dispatcher = self.new_dispatcher()
+        for queued in self.queue.queued_trials():
+            if queued.trial in self.record:
+                self.queue.withdraw(queued.trial)
         for number in sorted(self.asked - set(self.record)):
-            if self.desk.adopt(number, PLAN):
+            if self.dispatcher.adopt(number, PLAN):
                 continue
-            found = self.desk.recorded(number, PLAN)
+            found = self.dispatcher.recorded(number, PLAN)
             if found is None:
-                self.desk.publish(number, self.request(number), host=None)
+                self.dispatcher.publish(number, self.request(number), host=None)
             else:
                 self.record[number] = found
-                self.desk.told(number)
+                self.dispatcher.finished(number)
 
     @rule(seconds=st.sampled_from([1.0, EXPIRY_S / 2, EXPIRY_S + 1]))
     def wait(self, seconds: float) -> None:
@@ -127,7 +128,7 @@ class HandOuts(RuleBasedStateMachine):
     def renew(self, index: int) -> None:
         hand = self.hands[index]
         if hand.claim is not None and not hand.renew():
-            hand.claim = hand.order = None  # as a worker that ends its trial
+            hand.claim = hand.queued = None  # as a worker that ends its trial
 
     @rule(
         index=HANDS, outcome=st.sampled_from([Outcome.OK, Outcome.OK, Outcome.INFEASIBLE, Outcome.CANCELLED])
@@ -138,8 +139,8 @@ class HandOuts(RuleBasedStateMachine):
         if hand.claim is None:
             return
         hand.measure(outcome)
-        order = self.board.order(hand.claim.trial)
-        is_current = order is not None and order.fence == hand.claim.fence
+        queued = self.queue.queued_trial(hand.claim.trial)
+        is_current = queued is not None and queued.fence == hand.claim.fence
         assert hand.report() == is_current
 
     @rule(index=HANDS)
@@ -160,17 +161,17 @@ class HandOuts(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        assert set(self.record) | set(self.desk.flying) >= self.asked
+        assert set(self.record) | set(self.dispatcher.in_flight) >= self.asked
         assert len(self.asked) <= BUDGET
 
     @invariant()
     def one_hand_out_is_live(self) -> None:
         for number in self.asked:
-            order = self.board.order(number)
+            queued = self.queue.queued_trial(number)
             live = [
                 claim
-                for claim in self.board.claims(trial=number)
-                if order is not None and claim.fence == order.fence
+                for claim in self.queue.claims(trial=number)
+                if queued is not None and claim.fence == queued.fence
             ]
             assert len(live) <= 1
 
@@ -186,9 +187,9 @@ class HandOuts(RuleBasedStateMachine):
                     assert hand.report()
             self.tell()
             assert set(self.record) == self.asked
-            assert not self.desk.flying
-            assert not list((self.board.path / "orders").iterdir())
-            assert not list((self.board.path / "claims").iterdir())
+            assert not self.dispatcher.in_flight
+            assert not list((self.queue.path / "orders").iterdir())
+            assert not list((self.queue.path / "claims").iterdir())
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
 

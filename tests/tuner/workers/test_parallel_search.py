@@ -13,7 +13,7 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner import coordinator
-from quartet_plugin.tuner.coordinator import TuneResult
+from quartet_plugin.tuner.tune_result import TuneResult
 from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial, SliceRecord
 from quartet_plugin.tuner.workers.parallel_search import ParallelSearch
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -36,7 +36,7 @@ class Shop(FakeMachine):
     most_at_once: int = 0
     num_done: int = 0
     num_started: int = 0
-    board: Any = None
+    queue: Any = None
 
     def __post_init__(self) -> None:
         self.generator = random.Random(self.seed)
@@ -73,25 +73,25 @@ class Shop(FakeMachine):
             raise Killed
         worker = self.generator.choice(self.members())
         if worker.name not in self.holding:
-            taken = self.board.take(worker)
+            taken = self.queue.take(worker)
             if taken is not None:
                 self.holding[worker.name] = taken
                 self.most_at_once = max(self.most_at_once, len(self.holding))
             return
-        order, claim = self.holding.pop(worker.name)
-        self.measure(order)
-        self.board.finish(claim, Done(fence=order.fence, attempt=order.attempt))
+        queued, claim = self.holding.pop(worker.name)
+        self.measure(queued)
+        self.queue.finish(claim, Done(fence=queued.fence, attempt=queued.attempt))
         self.num_done += 1
 
-    def measure(self, order: QueuedTrial) -> None:
+    def measure(self, queued: QueuedTrial) -> None:
         """Leave a result."""
-        folder = self.board.trial_folder(order.trial)
-        plan = self.board.plan(order)
-        request = TrialRequest(folder=folder, command=self.command, plan=plan, measure=order.measure)
+        folder = self.queue.trial_folder(queued.trial)
+        plan = self.queue.plan(queued)
+        request = TrialRequest(folder=folder, command=self.command, plan=plan, measure=queued.measure)
         self.launched.append((folder.name, plan.key))
         found = self._result(request)
-        result = replace(found, attempt_id=order.fence + found.attempt_id[16:])
-        self.disk[folder] = self.attempts[folder / f"attempt-{order.attempt}"] = result
+        result = replace(found, attempt_id=queued.fence + found.attempt_id[16:])
+        self.disk[folder] = self.attempts[folder / f"attempt-{queued.attempt}"] = result
 
     @property
     def command(self) -> Any:
@@ -108,9 +108,9 @@ class Hands:
     last_code = 0
     last_words = ""
 
-    def __init__(self, shop: Shop, *, board: WorkQueue, **options: Any) -> None:
+    def __init__(self, shop: Shop, *, queue: WorkQueue, **options: Any) -> None:
         self.shop = shop
-        self.shop.board = board
+        self.shop.queue = queue
 
     @property
     def num_running(self) -> int:
@@ -119,11 +119,11 @@ class Hands:
     def look(self) -> None:
         self.shop.num_started = self.shop.num_workers
         for member in self.shop.members():
-            self.shop.board.enlist(member)
+            self.shop.queue.enlist(member)
 
     def close(self, *, at_once: bool = False) -> bool:
         for member in self.shop.members():
-            self.shop.board.forget(member.name)
+            self.shop.queue.forget(member.name)
         self.shop.holding.clear()
         self.shop.num_started = 0
         return True
@@ -185,7 +185,7 @@ def test_one_worker_spends_a_study_as_a_tuner_without_does(
     assert [(r.plan.key, r.record.value, r.record.repeats) for r in shared.trials] == [
         (r.plan.key, r.record.value, r.record.repeats) for r in alone.trials
     ]
-    assert shared.controls == alone.controls
+    assert shared.drift_checks == alone.drift_checks
     assert [one.comparison for one in shared.rankings] == [one.comparison for one in alone.rankings]
 
 
@@ -194,7 +194,7 @@ def test_controls_are_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     result = run_shared(
         monkeypatch, tmp_path / "r", shop, study={"trials": 12, "control": 4, "rounds": 3, "top_k": 1}
     )
-    assert [control.num_tried for control in result.controls] == [4, 8]
+    assert [control.num_tried for control in result.drift_checks] == [4, 8]
     assert len(spent(result)) == 12
 
 
@@ -223,16 +223,16 @@ def test_a_killed_coordinators_trials_are_adopted_or_run_again(
     (first, _), (second, claim) = list(shop.holding.values())[:2]
     shop.measure(first)
     shop.measure(second)
-    shop.board.finish(claim, Done(fence=second.fence, attempt=second.attempt))
+    shop.queue.finish(claim, Done(fence=second.fence, attempt=second.attempt))
     shop.holding.clear()
     shop.num_started = 0
     shop.dies_after = None
     before = list(shop.launched)
     for one in shop.members():
-        shop.board.forget(one.name)
-    for one in shop.board.claims():  # their processes have ended with the host
+        shop.queue.forget(one.name)
+    for one in shop.queue.claims():  # their processes have ended with the host
         if one.fence != second.fence:
-            (shop.board.path / "claims" / f"{one.stem}.json").unlink()
+            (shop.queue.path / "claims" / f"{one.stem}.json").unlink()
     result = run_shared(monkeypatch, folder, shop, is_resumed=True)
     assert len(spent(result)) == 8
     assert [trial.number for trial in result.trials] == list(range(len(result.trials)))
@@ -252,8 +252,8 @@ def test_stopping_takes_every_hand_out_back(tmp_path: Path, monkeypatch: pytest.
             study={"trials": 8, "rounds": 3, "top_k": 1},
             options={"should_stop": lambda: shop.num_done >= 3},
         )
-    assert all(order.is_closed for order in shop.board.orders())
-    assert shop.board.orders()
+    assert all(queued.is_closed for queued in shop.queue.queued_trials())
+    assert shop.queue.queued_trials()
     shop.seed = 4
     result = run_shared(monkeypatch, tmp_path / "r", shop, is_resumed=True)
     assert len(spent(result)) == 8
@@ -266,8 +266,8 @@ def test_a_run_with_workers_may_go_on_without(tmp_path: Path, monkeypatch: pytes
     shop.holding.clear()
     result = tune(resume(tmp_path / "r"), shop)
     assert len(spent(result)) == 8
-    assert {order.trial for order, _ in holding.values()} <= set(spent(result))
-    assert not any(shop.board.renew(claim) for _, claim in holding.values())
+    assert {queued.trial for queued, _ in holding.values()} <= set(spent(result))
+    assert not any(shop.queue.renew(claim) for _, claim in holding.values())
 
 
 def test_what_ends_a_study_ends_it_with_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,10 +319,10 @@ def test_a_worker_on_other_devices_is_sent_away(tmp_path: Path, monkeypatch: pyt
 
     measure = shop.measure
 
-    def measured(order: QueuedTrial) -> None:
-        measure(order)
+    def measured(queued: QueuedTrial) -> None:
+        measure(queued)
         if not strange:
-            strange.add(shop.disk[shop.board.trial_folder(order.trial)].attempt_id)
+            strange.add(shop.disk[shop.queue.trial_folder(queued.trial)].attempt_id)
 
     monkeypatch.setattr(shop, "nodes", nodes)
     monkeypatch.setattr(shop, "measure", measured)

@@ -21,13 +21,13 @@ from tests.tuner.workers.hands import ELSEWHERE, HERE, Disk, Hand, member
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> WorkQueue:
+def queue(tmp_path: Path) -> WorkQueue:
     made = WorkQueue(folder=tmp_path)
     made.open(Offer(device="cpu", num_devices=2))
     return made
 
 
-def order(
+def queued_trial(
     trial: int = 1, *, generation: int = 1, fence: str = "0" * 16, host: str | None = None
 ) -> QueuedTrial:
     return QueuedTrial(
@@ -46,23 +46,23 @@ def order(
     )
 
 
-def hand(board: WorkQueue, name: str, *, host: str = HERE) -> Hand:
-    return Hand(board=board, disk=Disk(), member=member(name, pid=100, host=host))
+def hand(queue: WorkQueue, name: str, *, host: str = HERE) -> Hand:
+    return Hand(queue=queue, disk=Disk(), member=member(name, pid=100, host=host))
 
 
-def test_an_order_is_read_back_as_it_was_written(board: WorkQueue) -> None:
-    assert board.offer() == Offer(device="cpu", num_devices=2)
-    board.publish(order(), PLAN)
-    assert board.orders() == [order()]
-    assert board.plan(order()).key == PLAN.key
-    board.withdraw(1)
-    assert board.orders() == []
-    assert not list((board.path / "orders").iterdir())
+def test_an_order_is_read_back_as_it_was_written(queue: WorkQueue) -> None:
+    assert queue.offer() == Offer(device="cpu", num_devices=2)
+    queue.publish(queued_trial(), PLAN)
+    assert queue.queued_trials() == [queued_trial()]
+    assert queue.plan(queued_trial()).key == PLAN.key
+    queue.withdraw(1)
+    assert queue.queued_trials() == []
+    assert not list((queue.path / "orders").iterdir())
 
 
-def test_of_many_takers_one_gets_it(board: WorkQueue) -> None:
-    board.publish(order(), PLAN)
-    hands = [hand(board, f"w{index}") for index in range(16)]
+def test_of_many_takers_one_gets_it(queue: WorkQueue) -> None:
+    queue.publish(queued_trial(), PLAN)
+    hands = [hand(queue, f"w{index}") for index in range(16)]
     ready, got = threading.Barrier(16), []
 
     def take(one: Hand) -> None:
@@ -76,87 +76,89 @@ def test_of_many_takers_one_gets_it(board: WorkQueue) -> None:
     for thread in threads:
         thread.join()
     assert len(got) == 1
-    claim = board.claim_of(order())
+    claim = queue.claim_of(queued_trial())
     assert claim is not None
     assert claim.worker == got[0].member.name
-    assert [path.name for path in (board.path / "claims").iterdir()] == ["000001-1.json"]
+    assert [path.name for path in (queue.path / "claims").iterdir()] == ["000001-1.json"]
 
 
-def test_a_plan_whose_mapping_names_a_host_is_taken_there_alone(board: WorkQueue) -> None:
-    board.publish(order(host=HERE), PLAN)
-    assert not hand(board, "far", host=ELSEWHERE).take()
-    assert hand(board, "near").take()
+def test_a_plan_whose_mapping_names_a_host_is_taken_there_alone(queue: WorkQueue) -> None:
+    queue.publish(queued_trial(host=HERE), PLAN)
+    assert not hand(queue, "far", host=ELSEWHERE).take()
+    assert hand(queue, "near").take()
 
 
-def test_the_next_generation_voids_the_claim_before(board: WorkQueue) -> None:
-    board.publish(order(), PLAN)
-    late, next_one = hand(board, "late"), hand(board, "next")
+def test_the_next_generation_voids_the_claim_before(queue: WorkQueue) -> None:
+    queue.publish(queued_trial(), PLAN)
+    late, next_one = hand(queue, "late"), hand(queue, "next")
     assert late.take()
     assert late.renew()
-    again = order(generation=2, fence="1" * 16)
-    board.publish(again, PLAN)
+    again = queued_trial(generation=2, fence="1" * 16)
+    queue.publish(again, PLAN)
     assert next_one.take()
     assert not late.renew()
     assert not late.report()
-    assert board.done_of(again) is None
+    assert queue.done_of(again) is None
     assert next_one.report()
-    assert board.done_of(again) == Done(fence="1" * 16, attempt=1)
-    assert [claim.worker for claim in board.claims()] == ["next"]
-    assert {claim.worker for claim in board.claims(voided=True)} == {"late", "next"}
+    assert queue.done_of(again) == Done(fence="1" * 16, attempt=1)
+    assert [claim.worker for claim in queue.claims()] == ["next"]
+    assert {claim.worker for claim in queue.claims(voided=True)} == {"late", "next"}
 
 
-def test_a_closed_board_gives_and_takes_nothing(board: WorkQueue) -> None:
-    board.publish(order(), PLAN)
-    board.publish(order(2, fence="2" * 16), PLAN)
-    holder = hand(board, "holder")
+def test_a_closed_board_gives_and_takes_nothing(queue: WorkQueue) -> None:
+    queue.publish(queued_trial(), PLAN)
+    queue.publish(queued_trial(2, fence="2" * 16), PLAN)
+    holder = hand(queue, "holder")
     assert holder.take()
-    board.close()
-    assert board.offer() is None
+    queue.close()
+    assert queue.offer() is None
     assert not holder.renew()
     assert not holder.report()
-    assert not hand(board, "other").take()
-    assert [one.is_closed for one in board.orders()] == [True, True]
+    assert not hand(queue, "other").take()
+    assert [one.is_closed for one in queue.queued_trials()] == [True, True]
 
 
-def test_a_worker_that_is_sent_away_knows(board: WorkQueue) -> None:
+def test_a_worker_that_is_sent_away_knows(queue: WorkQueue) -> None:
     one = member("w1", pid=7)
-    board.enlist(one)
-    assert board.members() == [one]
-    assert not board.is_dismissed(one)
-    board.dismiss("w1")
-    assert board.is_dismissed(one)
-    board.enlist(one)  # started again
-    assert not board.is_dismissed(one)
-    board.forget("w1")
-    assert board.members() == []
-    assert board.is_dismissed(one)
+    queue.enlist(one)
+    assert queue.members() == [one]
+    assert not queue.is_dismissed(one)
+    queue.dismiss("w1")
+    assert queue.is_dismissed(one)
+    queue.enlist(one)  # started again
+    assert not queue.is_dismissed(one)
+    queue.forget("w1")
+    assert queue.members() == []
+    assert queue.is_dismissed(one)
 
 
-def test_broken_files_are_left_out(board: WorkQueue) -> None:
-    board.publish(order(), PLAN)
-    orders = board.path / "orders"
+def test_broken_files_are_left_out(queue: WorkQueue) -> None:
+    queue.publish(queued_trial(), PLAN)
+    orders = queue.path / "orders"
     (orders / "000002.json").write_text("{")
     (orders / "000003.json").write_text(json.dumps({"trial": 3, "code": "__import__('os')"}))
     (orders / "000004.json").symlink_to(orders / "000001.json")
     (orders / "../outside.json").write_text("{}")
-    (board.path / "claims" / "000001-1.json").write_text("[]")
-    (board.path / "crew" / "w.json").write_text("{}")
-    assert board.orders() == [order()]
-    assert board.claims() == []
-    assert board.members() == []
-    assert board.claim_of(order()) is None
+    (queue.path / "claims" / "000001-1.json").write_text("[]")
+    (queue.path / "crew" / "w.json").write_text("{}")
+    assert queue.queued_trials() == [queued_trial()]
+    assert queue.claims() == []
+    assert queue.members() == []
+    assert queue.claim_of(queued_trial()) is None
 
 
-def test_a_plan_that_is_not_the_orders_is_refused(board: WorkQueue) -> None:
-    board.publish(order(), replace(PLAN, mapping=replace(PLAN.mapping, slots=PLAN.mapping.slots[::-1])))
+def test_a_plan_that_is_not_the_orders_is_refused(queue: WorkQueue) -> None:
+    queue.publish(
+        queued_trial(), replace(PLAN, mapping=replace(PLAN.mapping, slots=PLAN.mapping.slots[::-1]))
+    )
     with pytest.raises(ConfigError, match="not the plan of the order"):
-        board.plan(order())
+        queue.plan(queued_trial())
 
 
 @pytest.mark.parametrize("name", ["../../evil", "", "a b", "-x", "a" * 300])
-def test_a_workers_name_is_fit_for_a_file(board: WorkQueue, name: str) -> None:
+def test_a_workers_name_is_fit_for_a_file(queue: WorkQueue, name: str) -> None:
     with pytest.raises(ConfigError, match="letters, digits"):
-        board.enlist(replace(member("w", pid=7), name=name))
+        queue.enlist(replace(member("w", pid=7), name=name))
 
 
 def test_names_are_made_of_hosts() -> None:
@@ -165,39 +167,39 @@ def test_names_are_made_of_hosts() -> None:
 
 
 def test_a_board_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    board = WorkQueue(folder=tmp_path)
-    assert not board.is_there
-    assert board.offer() is None
-    assert (board.orders(), board.claims(), board.members()) == ([], [], [])
-    assert end_earlier(board, keeps_joined=False) == frozenset()
+    queue = WorkQueue(folder=tmp_path)
+    assert not queue.is_there
+    assert queue.offer() is None
+    assert (queue.queued_trials(), queue.claims(), queue.members()) == ([], [], [])
+    assert end_earlier(queue, keeps_joined=False) == frozenset()
 
 
-def test_a_disk_that_fails_is_one_line(board: WorkQueue) -> None:
-    (board.path / "board.json").unlink()
-    (board.path / "board.json").mkdir()
+def test_a_disk_that_fails_is_one_line(queue: WorkQueue) -> None:
+    (queue.path / "board.json").unlink()
+    (queue.path / "board.json").mkdir()
     with pytest.raises(StorageError, match="cannot be read or written") as caught:
-        board.close()
+        queue.close()
     assert "\n" not in str(caught.value)
 
 
-def test_what_an_earlier_tuner_handed_out_is_known(board: WorkQueue) -> None:
+def test_what_an_earlier_tuner_handed_out_is_known(queue: WorkQueue) -> None:
     """Workers that joined keep their trials; those of the dead coordinator are struck."""
     for trial in (1, 2, 3):
-        board.publish(order(trial, fence=f"{trial}" * 16), PLAN)
-    far, dead = hand(board, "far", host=ELSEWHERE), hand(board, "dead")
+        queue.publish(queued_trial(trial, fence=f"{trial}" * 16), PLAN)
+    far, dead = hand(queue, "far", host=ELSEWHERE), hand(queue, "dead")
     itself = replace(member("alive", pid=1, is_joined=True), identity=current_identity())
-    alive = Hand(board=board, disk=Disk(), member=itself)
+    alive = Hand(queue=queue, disk=Disk(), member=itself)
     for one in (far, dead, alive):
-        board.enlist(one.member)
+        queue.enlist(one.member)
         assert one.take()
-    torn = (board.path / "orders" / ".000004.json.7.ab.tmp", board.path / "claims" / ".000004-1.ab.draft")
+    torn = (queue.path / "orders" / ".000004.json.7.ab.tmp", queue.path / "claims" / ".000004-1.ab.draft")
     for path in torn:
         path.write_text("{")
-    kept = end_earlier(board, keeps_joined=True, host=HERE)
+    kept = end_earlier(queue, keeps_joined=True, host=HERE)
     assert not any(path.exists() for path in torn)
-    assert kept == {board.trial_folder(1), board.trial_folder(3)}
-    assert {one.name for one in board.members()} == {"far", "alive"}
-    assert end_earlier(board, keeps_joined=False, host=HERE) == frozenset()
+    assert kept == {queue.trial_folder(1), queue.trial_folder(3)}
+    assert {one.name for one in queue.members()} == {"far", "alive"}
+    assert end_earlier(queue, keeps_joined=False, host=HERE) == frozenset()
     assert not any(one.renew() for one in (far, dead, alive))
 
 
@@ -205,10 +207,10 @@ def test_the_status_says_who_measures_what(tmp_path: Path) -> None:
     run = begin(tmp_path / "r")
     made = WorkQueue(folder=run.folder.path)
     made.open(Offer(device="cpu", num_devices=2))
-    busy = Hand(board=made, disk=Disk(), member=member("busy", pid=7))
+    busy = Hand(queue=made, disk=Disk(), member=member("busy", pid=7))
     for one in (busy.member, member("idle", pid=8, host=ELSEWHERE)):
         made.enlist(one)
-    made.publish(order(11), PLAN)
+    made.publish(queued_trial(11), PLAN)
     assert busy.take()
     with Lease.acquire(run.folder.path):
         history = read_history(run.folder.path)

@@ -17,9 +17,10 @@ from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
-from quartet_plugin.protocol.attempt_files import CommandSheet, TrialSheet
+from quartet_plugin.protocol.attempt_files import LaunchRecord, TrialSpec
+from quartet_plugin.protocol.environment import ATTEMPT_ID
 from quartet_plugin.trial.lease import Lease
-from quartet_plugin.trial.processes import ATTEMPT_VARIABLE, current_identity
+from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.workers.messages import Done, Member, Offer, QueuedTrial, read_task
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -27,7 +28,7 @@ from quartet_plugin.tuner.workers.worker import ABSENCE_S, Worker, end_left_behi
 from tests.model.plans import PLAN
 from tests.tuner.fakes import COMMAND, begin
 from tests.tuner.workers.hands import COORDINATOR, HERE, Disk, Hand, identity, member
-from tests.tuner.workers.test_work_queue import order
+from tests.tuner.workers.test_work_queue import queued_trial
 
 
 class Bench:
@@ -65,8 +66,8 @@ class Shift:
 
     def __init__(self, tmp_path: Path, bench: Bench, **changes: Any) -> None:
         self.run = begin(tmp_path / "r")
-        self.board = WorkQueue(folder=self.run.folder.path)
-        self.board.open(Offer(device="cpu", num_devices=2))
+        self.queue = WorkQueue(folder=self.run.folder.path)
+        self.queue.open(Offer(device="cpu", num_devices=2))
         self.said: list[str] = []
         self.now_s = 0.0
         self.num_waits = 0
@@ -81,8 +82,8 @@ class Shift:
             run=self.run,
             command=parse_command(COMMAND, environment={}),
             member=self.member,
-            board=self.board,
-            launches=bench,  # type: ignore[arg-type]
+            queue=self.queue,
+            backend=bench,  # type: ignore[arg-type]
             should_stop=lambda: self.num_waits > 2,
             say=self.said.append,
             clock=self.clock,
@@ -100,30 +101,30 @@ class Shift:
 def test_it_measures_as_it_is_told_and_says_which_attempt_counts(tmp_path: Path) -> None:
     bench = Bench()
     shift = Shift(tmp_path, bench)
-    told = order(7, fence="a" * 16)
-    shift.board.publish(replace(told, attempt=3), PLAN)
+    told = queued_trial(7, fence="a" * 16)
+    shift.queue.publish(replace(told, attempt=3), PLAN)
     assert shift.worker.work() == "stopped"
     (request,) = bench.requests
     assert request.folder == shift.run.folder.trial(7)
     assert (request.attempt, request.fence, request.warmup, request.measure) == (3, "a" * 16, 1, 3)
     assert (request.deadline_s, request.slow_above_s, request.device) == (60.0, 0.5, "cpu")
     assert request.plan == PLAN
-    assert shift.board.done_of(told) == Done(fence="a" * 16, attempt=3)
-    assert shift.board.members() == []
+    assert shift.queue.done_of(told) == Done(fence="a" * 16, attempt=3)
+    assert shift.queue.members() == []
     assert shift.said == ["trial 7: w0 measures it", "trial 7: OK"]
 
 
 def test_it_ends_a_trial_that_is_handed_to_another(tmp_path: Path) -> None:
     def turn(at: int) -> None:
         if at == 1:
-            shift.board.publish(order(7, generation=2, fence="b" * 16, host="another"), PLAN)
+            shift.queue.publish(queued_trial(7, generation=2, fence="b" * 16, host="another"), PLAN)
 
     bench = Bench(turn=turn)
     shift = Shift(tmp_path, bench)
-    shift.board.publish(order(7, fence="a" * 16), PLAN)
+    shift.queue.publish(queued_trial(7, fence="a" * 16), PLAN)
     shift.worker.work()
     assert bench.num_turns == 2
-    assert not list((shift.board.path / "claims").glob("*.done.json"))
+    assert not list((shift.queue.path / "claims").glob("*.done.json"))
     assert "this is not told" in shift.said[-1]
 
 
@@ -131,25 +132,25 @@ def test_it_ends_a_trial_when_it_is_stopped(tmp_path: Path) -> None:
     bench = Bench(turn=lambda at: shift.wait(9) if at == 1 else None)
     shift = Shift(tmp_path, bench)
     shift.num_waits = 2
-    shift.board.publish(order(7), PLAN)
+    shift.queue.publish(queued_trial(7), PLAN)
     assert shift.worker.work() == "stopped"
-    assert shift.board.done_of(order(7)) is not None  # its coordinator hands it out again
+    assert shift.queue.done_of(queued_trial(7)) is not None  # its coordinator hands it out again
     assert "CANCELLED" in shift.said[-1]
 
 
 def test_a_worker_that_cannot_run_trials_says_so_and_ends(tmp_path: Path) -> None:
     shift = Shift(tmp_path, Bench(error=StorageError("the disk is full")))
-    shift.board.publish(order(7), PLAN)
+    shift.queue.publish(queued_trial(7), PLAN)
     with pytest.raises(StorageError, match="the disk is full"):
         shift.worker.work()
-    done = shift.board.done_of(order(7))
+    done = shift.queue.done_of(queued_trial(7))
     assert done == Done(fence="0" * 16, attempt=None, error="the disk is full", exit_code=6)
-    assert shift.board.members() == []
+    assert shift.queue.members() == []
 
 
 def test_a_plan_that_is_not_the_orders_is_given_up(tmp_path: Path) -> None:
     shift = Shift(tmp_path, Bench())
-    shift.board.publish(order(7), replace(PLAN, split=PLAN.made_for.baseline.split))
+    shift.queue.publish(queued_trial(7), replace(PLAN, split=PLAN.made_for.baseline.split))
     with pytest.raises(ConfigError, match="not the plan of the order"):
         shift.worker.work()
 
@@ -169,10 +170,10 @@ def test_a_joined_worker_ends_with_the_search_and_waits_for_a_tuner_that_was_los
     shift = Shift(tmp_path, Bench(), is_joined=True)
     with Lease.acquire(shift.run.folder.path):
         assert shift.worker.work() == "stopped"  # a tuner that lives is worked for
-        (shift.board.path / "board.json").unlink()
+        (shift.queue.path / "board.json").unlink()
         shift.num_waits = 0
         assert shift.worker.work() == "the search has ended"
-        shift.board.open(Offer(device="cpu", num_devices=2))
+        shift.queue.open(Offer(device="cpu", num_devices=2))
         lock = shift.run.folder.path / "lock.json"
         text = lock.read_text()
         lock.write_text(text.replace(f'"pid": {os.getpid()}', '"pid": 2147480000'))
@@ -185,7 +186,7 @@ def test_a_joined_worker_ends_with_the_search_and_waits_for_a_tuner_that_was_los
 
 def test_it_is_sent_away(tmp_path: Path) -> None:
     shift = Shift(tmp_path, Bench())
-    shift.worker.sleep = lambda seconds: shift.board.dismiss("w0")
+    shift.worker.sleep = lambda seconds: shift.queue.dismiss("w0")
     assert shift.worker.work() == "it was sent away"
 
 
@@ -200,7 +201,7 @@ def left_behind(attempt_id: str) -> Iterator["subprocess.Popen[bytes]"]:
     """A process that inherited an attempt's id."""
     process = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(600)"],
-        env={**os.environ, ATTEMPT_VARIABLE: attempt_id},
+        env={**os.environ, ATTEMPT_ID: attempt_id},
     )
     try:
         yield process
@@ -210,32 +211,32 @@ def left_behind(attempt_id: str) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def test_what_a_lost_worker_left_on_this_host_is_ended_and_nothing_else(tmp_path: Path) -> None:
-    board = WorkQueue(folder=tmp_path)
-    board.open(Offer(device="cpu", num_devices=2))
+    queue = WorkQueue(folder=tmp_path)
+    queue.open(Offer(device="cpu", num_devices=2))
     lost, alive = "c" * 16, "d" * 16
     for trial, fence, itself in ((1, lost, identity(999)), (2, alive, current_identity())):
-        board.publish(order(trial, fence=fence), PLAN)
+        queue.publish(queued_trial(trial, fence=fence), PLAN)
         one: Member = replace(member(f"w{trial}", pid=1), identity=itself)
-        assert Hand(board=board, disk=Disk(), member=one).take()
-        write_attempt(board, order(trial, fence=fence))
-    board.publish(order(1, generation=2, fence="e" * 16), PLAN)  # the coordinator has handed it out again
+        assert Hand(queue=queue, disk=Disk(), member=one).take()
+        write_attempt(queue, queued_trial(trial, fence=fence))
+    queue.publish(queued_trial(1, generation=2, fence="e" * 16), PLAN)  # handed out again
     with left_behind(lost + "1" * 16) as ours, left_behind(alive + "1" * 16) as theirs:
         with left_behind("9" * 32) as stranger:
-            found = end_left_behind(board, host=HERE)
+            found = end_left_behind(queue, host=HERE)
             assert {one.pid for one in found} == {ours.pid}
             assert psutil.Process(ours.pid).wait(timeout=10) is not None or ours.poll() is not None
             assert theirs.poll() is None
             assert stranger.poll() is None
-        assert end_left_behind(board, host="another") == frozenset()
+        assert end_left_behind(queue, host="another") == frozenset()
 
 
-def write_attempt(board: WorkQueue, told: QueuedTrial) -> None:
+def write_attempt(queue: WorkQueue, told: QueuedTrial) -> None:
     """The files of an attempt that was begun."""
-    folder = board.trial_folder(told.trial) / "attempt-1"
+    folder = queue.trial_folder(told.trial) / "attempt-1"
     folder.mkdir(parents=True)
     attempt_id = told.fence + "1" * 16
-    sheet = TrialSheet(attempt_id=attempt_id, folder=str(folder), warmup=1, measure=3, plan_key=told.plan_key)
-    command = CommandSheet(
+    sheet = TrialSpec(attempt_id=attempt_id, folder=str(folder), warmup=1, measure=3, plan_key=told.plan_key)
+    command = LaunchRecord(
         attempt_id=attempt_id,
         argv=("torchrun",),
         cwd="/",

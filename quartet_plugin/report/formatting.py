@@ -1,6 +1,8 @@
-"""Quantities and untrusted text as one reads them."""
+"""Quantities, intervals and untrusted text, formatted for people."""
 
-_BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+from quartet_plugin.model.measurement import Interval
+
+BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 _FLOPS = ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1.0, "FLOP/s"))
 
 
@@ -15,7 +17,7 @@ def duration(seconds: float) -> str:
 
 def size(num_bytes: float) -> str:
     """Bytes with three digits and a fitting unit."""
-    return _scaled(num_bytes, _BYTES)
+    return _scaled(num_bytes, BYTES)
 
 
 def rate(flops_per_s: float) -> str:
@@ -28,8 +30,13 @@ def time_of(seconds: float) -> str:
     return _scaled(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")))
 
 
+def spread(interval: Interval, form: str) -> str:
+    """A median and its interval, each in the format `form`."""
+    return f"{form.format(interval.median)} ({form.format(interval.low)} to {form.format(interval.high)})"
+
+
 def clean(text: str, *, limit: int = 500) -> str:
-    """Text from a program in one line, control characters as blanks: a terminal stays as it is."""
+    """Text from a program on one line, with blanks for control characters, cut to `limit`."""
     words = "".join(char if char.isprintable() else " " for char in text[: 4 * limit]).split()
     line = " ".join(words)
     return line if len(line) <= limit else f"{line[: limit - 3]}..."

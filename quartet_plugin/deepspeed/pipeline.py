@@ -1,4 +1,4 @@
-"""A plan or a schedule file applied to one PipelineModule: bounds, placement, schedule and rank order."""
+"""The pipeline that a plan or a schedule file describes: bounds, placement, schedule, rank order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,26 +18,26 @@ _TRANSFER_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """`bounds` are the entry boundaries of the stages, `placement` the device of each.
+class PipelineSpec:
+    """Stage s holds layer specifications `bounds[s]` to `bounds[s + 1] - 1`, on device `placement[s]`.
 
-    `recipe` is None where DeepSpeed's own schedule runs. `rank_of[c]` is the launcher's rank that plays the
-    c-th process of DeepSpeed's topology; None for the launcher's order.
+    `schedule` is None where DeepSpeed's stock schedule runs. `rank_of[c]` is the launcher's rank that plays
+    the c-th process of DeepSpeed's topology; None for the launcher's order.
     """
 
     bounds: tuple[int, ...]
     placement: tuple[int, ...]
-    recipe: ScheduleSpec | None
+    schedule: ScheduleSpec | None
     rank_of: tuple[int, ...] | None = None
 
     @property
     def num_devices(self) -> int:
-        """Devices of a pipeline."""
+        """The number of devices."""
         return max(self.placement) + 1
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline."""
+        """The number of stages."""
         return len(self.placement)
 
     @property
@@ -47,39 +47,39 @@ class Choice:
 
     def stages_of(self, device: int) -> tuple[int, ...]:
         """The stages of a device, in model order."""
-        return tuple(stage for stage, where in enumerate(self.placement) if where == device)
+        return tuple(stage for stage, holder in enumerate(self.placement) if holder == device)
 
 
-def choice_of_plan(plan: Plan, *, layers: LayerList, rank_of: tuple[int, ...] | None) -> Choice:
-    """The choice that a plan makes. Raises PlanError where the model cannot take its split."""
+def pipeline_of_plan(plan: Plan, *, layers: LayerList, rank_of: tuple[int, ...] | None) -> PipelineSpec:
+    """The pipeline of a plan. Raises PlanError where the model's layers do not allow the plan's split."""
     layout, custom = plan.layout, plan.schedule.custom
     bounds = layers.bounds(plan.split.transformer_layers_per_stage)
-    recipe = None
+    spec = None
     placement = linear(layout.pipeline_parallel)
     if custom is not None:
         placement = custom.placement
         _check_ends(placement)
-        recipe = schedule_spec_of(custom, num_microbatches=plan.num_microbatches)
+        spec = schedule_spec_of(custom, num_microbatches=plan.num_microbatches)
     elif layout.virtual_stages > 1:
         placement = loop(layout.pipeline_parallel, layout.virtual_stages)
-        recipe = ScheduleSpec(
+        spec = ScheduleSpec(
             costs=unit_costs(bounds, placement), name=plan.schedule.name, group=plan.schedule.group
         )
-    if recipe is not None:
-        make_schedule(recipe, plan.num_microbatches)
-    return Choice(bounds=bounds, placement=placement, recipe=recipe, rank_of=rank_of)
+    if spec is not None:
+        make_schedule(spec, plan.num_microbatches)
+    return PipelineSpec(bounds=bounds, placement=placement, schedule=spec, rank_of=rank_of)
 
 
-def choice_of_schedule(
+def pipeline_of_schedule(
     schedule: Schedule,
     *,
     layers: LayerList,
     num_microbatches: int | None = None,
     rank_of: tuple[int, ...] | None = None,
-) -> Choice:
-    """The choice that a schedule file makes.
+) -> PipelineSpec:
+    """The pipeline of a schedule file.
 
-    Raises PlanError for an order that is not valid, without a split, or for another number of microbatches.
+    Raises PlanError for an order that is not valid, has no split, or has another number of microbatches.
     """
     if schedule.layers_per_stage is None:
         raise PlanError("layers_per_stage: missing; a schedule to be run says its split")
@@ -93,9 +93,9 @@ def choice_of_schedule(
     placement = tuple(schedule.placement)
     _check_ends(placement)
     bounds = layers.bounds(layers.counts_of_entries(schedule.layers_per_stage))
-    recipe = ScheduleSpec(costs=unit_costs(bounds, placement), written=schedule)
-    make_schedule(recipe, schedule.num_microbatches)
-    return Choice(bounds=bounds, placement=placement, recipe=recipe, rank_of=rank_of)
+    spec = ScheduleSpec(costs=unit_costs(bounds, placement), written=schedule)
+    make_schedule(spec, schedule.num_microbatches)
+    return PipelineSpec(bounds=bounds, placement=placement, schedule=spec, rank_of=rank_of)
 
 
 def _check_ends(placement: Sequence[int]) -> None:
@@ -107,7 +107,7 @@ def _check_ends(placement: Sequence[int]) -> None:
 
 
 def unit_costs(bounds: Sequence[int], placement: Sequence[int]) -> StageCosts:
-    """Times in units of a layer's forward: they only decide when receives are posted."""
+    """Stage costs in units of a layer's forward pass: they only decide when receives are posted."""
     num_layers = np.diff(np.asarray(bounds, dtype=np.float64))
     device = np.asarray(placement, dtype=np.int64)
     crosses = (device[:-1] != device[1:]).astype(np.float64) * _TRANSFER_SHARE

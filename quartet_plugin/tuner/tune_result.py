@@ -1,24 +1,45 @@
-"""The run's winner on disk: best/plan.json, its receipt, a shell line that trains with it, and the regret."""
+"""The result of a tuning run, and its winner on disk: best/plan.json, receipt, command.sh, and the regret."""
 
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quartet_plugin.model.files import write_text_atomic
+from quartet_plugin.model.history import DriftMeasurement
+from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan, write_plan
-from quartet_plugin.model.receipt import receipt_path, write_receipt
-from quartet_plugin.model.regret import write_regret
+from quartet_plugin.model.receipt import Receipt, receipt_path, write_receipt
+from quartet_plugin.model.regret import Regret, write_regret
+from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.trial.redact import shell_words
-from quartet_plugin.tuner.coordinator import TuneResult
+from quartet_plugin.tuner.finalists import FinalistResult
 from quartet_plugin.tuner.run_folder import TuningRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneResult:
+    """The result of a tuning run. `winner` is None where nothing beat the baseline.
+
+    `receipt` is the parity gate's for a winner with a custom schedule, `drift_checks` the baseline's
+    re-measurements during the search, `regret` the estimate of what the search missed.
+    """
+
+    objective: Objective
+    baseline: Plan
+    trials: tuple[FinishedTrial, ...]
+    rankings: tuple[FinalistResult, ...]
+    winner: FinalistResult | None
+    receipt: Receipt | None = None
+    drift_checks: tuple[DriftMeasurement, ...] = ()
+    regret: Regret | None = None
 
 
 def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
     """Write the winner with its measurement and return it.
 
-    A schedule of ours has its receipt beside it, so that `quartet train` takes it at once. What the search
-    may have missed is written in any case. Without a winner nothing else is, and what an earlier, shorter
-    search of the run left is removed.
+    A custom schedule has its receipt beside it, so that `quartet train` takes it at once. The regret is
+    written in any case. Without a winner nothing else is, and the files that an earlier, shorter search of
+    the run left are removed.
     """
     folder = run.folder
     receipt_file = receipt_path(folder.best_plan)

@@ -1,4 +1,4 @@
-"""How the search has plans run: the protocol, and the one that starts real processes."""
+"""The backend of a tuning run: the protocol by which plans are run, and the one of local processes."""
 
 import contextlib
 import shutil
@@ -13,7 +13,7 @@ from quartet_plugin.launchers.device_slices import DeviceSlice, SliceLauncher
 from quartet_plugin.launchers.local import LocalLauncher, free_port
 from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
-from quartet_plugin.protocol.attempt_files import RankReport
+from quartet_plugin.protocol.rank_files import RankReport
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.request import (
     MIN_FREE_BYTES,
@@ -37,7 +37,7 @@ _BYTES_A_PARAMETER = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class ParityCheck:
     """A plan for the parity gate; its runs go to `folder`, the weights that they start from to `weights`."""
 
     plan: Plan
@@ -49,7 +49,7 @@ class Check:
     cwd: Path
 
 
-class Launches(Protocol):
+class TrialBackend(Protocol):
     """Runs plans, and knows what was run before."""
 
     def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
@@ -64,7 +64,7 @@ class Launches(Protocol):
         """Launch a plan and measure it."""
 
     def check(
-        self, request: Check, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+        self, request: ParityCheck, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
     ) -> Receipt:
         """Compare a plan with stock. Raises what `ParityGate.check` does, and InterruptedByUserError."""
 
@@ -72,7 +72,7 @@ class Launches(Protocol):
         """The nodes and slots a measured trial ran on."""
 
 
-class LocalLaunches:
+class LocalBackend:
     """Runs plans with `trial.runner` on this machine, or on a slice of it.
 
     One parity gate, of one command, serves a study.
@@ -85,22 +85,22 @@ class LocalLaunches:
         self._gate: ParityGate | None = None
 
     def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
-        """See `Launches`."""
+        """See `TrialBackend`."""
         from quartet_plugin.trial.recover import recover
 
         if folder.is_dir():
             recover(folder, stop=should_stop, skip=skip)
 
     def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
-        """See `Launches`."""
+        """See `TrialBackend`."""
         from quartet_plugin.trial.attempt import PREFIX, attempt_number, read_result
 
         attempts = sorted(folder.glob(f"{PREFIX}*"), key=attempt_number, reverse=True)
         for attempt in attempts:
             # A file that breaks its format is worth nothing: the plan is launched again, in a new folder.
             with contextlib.suppress(QuartetError):
-                found = read_result(attempt)
-                result = None if found is None else _judged(found)
+                recorded = read_result(attempt)
+                result = None if recorded is None else _judged(recorded)
                 if result and result.plan_key == plan_key and result.outcome in SETTLED:
                     return result
         return None
@@ -108,7 +108,7 @@ class LocalLaunches:
     def run(
         self, request: TrialRequest, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
     ) -> TrialResult:
-        """See `Launches`."""
+        """See `TrialBackend`."""
         from quartet_plugin.trial.runner import run_trial
 
         return _judged(
@@ -123,9 +123,9 @@ class LocalLaunches:
         )
 
     def check(
-        self, request: Check, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+        self, request: ParityCheck, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
     ) -> Receipt:
-        """See `Launches`. A plan that passes has left records of its own schedule's actions."""
+        """See `TrialBackend`. A plan that passes has left records of its own schedule's actions."""
         from quartet_plugin.trial.parity import ParityGate, ParityUnavailableError
 
         _check_disk(request)
@@ -158,8 +158,8 @@ class LocalLaunches:
         return receipt
 
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
-        """See `Launches`."""
-        from quartet_plugin.protocol.attempt_files import RankFileReader
+        """See `TrialBackend`."""
+        from quartet_plugin.protocol.rank_files import RankFileReader
 
         snapshot = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
         return nodes_of(snapshot.reports.values())
@@ -170,12 +170,12 @@ def read_judged(attempt: Path) -> TrialResult | None:
     from quartet_plugin.trial.attempt import read_result
 
     with contextlib.suppress(QuartetError):
-        found = read_result(attempt)
-        return None if found is None else _judged(found)
+        result = read_result(attempt)
+        return None if result is None else _judged(result)
     return None
 
 
-def _check_disk(request: Check) -> None:
+def _check_disk(request: ParityCheck) -> None:
     """Whether the weights fit beside what a trial needs."""
     from quartet_plugin.trial.parity import ParityUnavailableError
 
@@ -192,7 +192,7 @@ def _judged(result: TrialResult) -> TrialResult:
     """A plan that the adapter refuses beside this command does not fit; the harness is not broken."""
     if result.outcome is not Outcome.HARNESS or result.plan_key is None:
         return result
-    from quartet_plugin.protocol.attempt_files import RankFileReader
+    from quartet_plugin.protocol.rank_files import RankFileReader
 
     errs = RankFileReader(result.folder, attempt_id=result.attempt_id).scan().errs
     kinds = {err.kind for err in errs.values() if err.kind != "network"}
@@ -206,8 +206,8 @@ def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
     """
     locals_of: dict[str, list[int]] = {}
     device_of: dict[str, str] = {}
-    known = sorted(reports, key=lambda report: report.launch_rank)
-    for report in known:
+    ordered = sorted(reports, key=lambda report: report.launch_rank)
+    for report in ordered:
         locals_of.setdefault(report.host, []).append(report.local_rank)
         device_of.setdefault(report.host, report.device)
     for host, local_ranks in locals_of.items():
@@ -221,7 +221,7 @@ def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
             host=host,
             node_class=f"{device_of[host]} x{len(ranks)}",
             num_slots=len(ranks),
-            crowds=_crowds([one for one in known if one.host == host]),
+            crowds=_crowds([report for report in ordered if report.host == host]),
         )
         for host, ranks in locals_of.items()
     )
@@ -233,9 +233,9 @@ def _crowds(reports: Sequence[RankReport]) -> tuple[CoreGroup, ...] | None:
     for report in reports:
         if report.cores:
             locals_on.setdefault(report.cores, []).append(report.local_rank)
-    found = [
-        CoreGroup(locals=tuple(sorted(there)), num_cores=len(cores))
-        for cores, there in sorted(locals_on.items())
-        if len(there) > len(cores)
+    groups = [
+        CoreGroup(locals=tuple(sorted(local_ranks)), num_cores=len(cores))
+        for cores, local_ranks in sorted(locals_on.items())
+        if len(local_ranks) > len(cores)
     ]
-    return tuple(found) or None
+    return tuple(groups) or None

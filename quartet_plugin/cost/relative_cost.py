@@ -1,8 +1,7 @@
 """A rough relative cost of a plan, from FLOPs alone.
 
-Good enough to order the starting points of a study, and no more: one effective speed for all
-operations, communication as a fixed price per element, no memory, no topology. It says which of two plans
-is likely faster, not how long either takes.
+It only orders the starting points of a study, by which of two plans is likely faster: one effective speed for
+all operations, a fixed price for every element of communication, no memory, no topology.
 """
 
 from dataclasses import replace
@@ -20,7 +19,7 @@ HALF_SPEED_TOKENS = 64.0
 
 
 def relative_cost(plan: Plan, *, baseline: Plan, makespan: float | None = None) -> float:
-    """The plan's estimated time for equal work over the baseline's; under 1 is estimated to be faster.
+    """The ratio of the plan's predicted time for equal work to the baseline's; below 1 it is likely faster.
 
     Equal work is equal model FLOPs, so shapes can be compared; with one shape that is one iteration. A plan
     with a custom schedule needs its `makespan` in forwards of one layer: it is priced as 1F1B on as many
@@ -29,19 +28,19 @@ def relative_cost(plan: Plan, *, baseline: Plan, makespan: float | None = None) 
     if makespan is not None:
         plan, ratio = _as_1f1b(plan, makespan)
         return relative_cost(plan, baseline=baseline) * ratio
-    own = iteration_flops(plan) / plan.shape.model_flops_per_sequence
-    other = iteration_flops(baseline) / baseline.shape.model_flops_per_sequence
-    return own / other
+    of_plan = iteration_flops(plan) / plan.shape.model_flops_per_sequence
+    of_baseline = iteration_flops(baseline) / baseline.shape.model_flops_per_sequence
+    return of_plan / of_baseline
 
 
 def _as_1f1b(plan: Plan, makespan: float) -> tuple[Plan, float]:
     """The plan with 1F1B and a balanced split, and `makespan` over its makespan."""
     shape, layout = plan.shape, plan.layout
-    ends = flops_end_loads(shape)
-    split = split_for_end_loads(shape.num_layers, num_devices=layout.pipeline_parallel, ends=ends)
+    end_loads = flops_end_loads(shape)
+    split = split_for_end_loads(shape.num_layers, num_devices=layout.pipeline_parallel, ends=end_loads)
     loads = [float(count) for count in split]
-    loads[0] += ends.embedding
-    loads[-1] += ends.head
+    loads[0] += end_loads.embedding
+    loads[-1] += end_loads.head
     plan_1f1b = replace(
         plan,
         layout=replace(layout, virtual_stages=1),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quartet_plugin.cost.estimate import iteration_flops, relative_cost
+from quartet_plugin.cost.relative_cost import iteration_flops, relative_cost
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.split.layers import flops_end_loads
 from tests.model.plans import plan_with

@@ -1,0 +1,135 @@
+"""A command's declaration, and what commands share: options, the user's command, run folders."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import typer
+
+from quartet_plugin.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from quartet_plugin.cost.constants import Constants
+    from quartet_plugin.cost.devices import DeviceSpec
+
+Device = Literal["auto", "cpu", "cuda"]
+DEVICES: tuple[Device, ...] = get_args(Device)
+
+DeviceName = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+PlanFile = Annotated[Path, typer.Argument(help="A plan file.", show_default=False)]
+RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name.")]
+RunsFolder = Annotated[Path, typer.Option("--run-dir", help="Where runs are kept.")]
+RUNS = Path("runs")
+JsonSwitch = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+HardwareFolder = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Device files of your own, before the library's.")
+]
+CalibrationFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A cluster's calibration, by `quartet calibrate`.")
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invocation:
+    """One run of `quartet`, as `ctx.obj`.
+
+    `user_command`: what follows `--`, None without it. `started_s`: when the process started, on the
+    monotonic clock; limits on the whole command count from there.
+    """
+
+    user_command: tuple[str, ...] | None = None
+    debug: bool = False
+    started_s: float = field(default_factory=time.monotonic)
+
+
+def command(name: str, function: Callable[..., Any], **options: Any) -> Callable[[typer.Typer], None]:
+    """A module's `register`: it adds `function` to an application as the command `name`."""
+
+    def register(app: typer.Typer) -> None:
+        app.command(name, **options)(function)
+
+    return register
+
+
+def invocation(ctx: typer.Context) -> Invocation:
+    """The typed `ctx.obj`."""
+    return ctx.find_object(Invocation) or Invocation()
+
+
+def user_command(ctx: typer.Context) -> tuple[str, ...]:
+    """The user's command after `--`; raises UsageError where there is none."""
+    words = invocation(ctx).user_command
+    if not words:
+        raise UsageError(
+            f"{ctx.command_path}: no training command; write it after --, as in: -- torchrun ..."
+        )
+    return words
+
+
+def refuse_user_command(ctx: typer.Context) -> None:
+    """Raise UsageError when something follows `--` although the command that was called runs nothing."""
+    if invocation(ctx).user_command is not None:
+        path = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
+        raise UsageError(f"{path}: runs no training command; drop -- and what follows it")
+
+
+def device_named(text: str) -> Device:
+    """The value of `--device`. Raises UsageError for another word."""
+    for device in DEVICES:
+        if device == text:
+            return device
+    raise UsageError(f"--device {text}: must be one of {', '.join(DEVICES)}")
+
+
+def check_range(option: str, value: int, *, least: int = 1, most: int) -> None:
+    """Raise UsageError for a number outside of `least` to `most`."""
+    if not least <= value <= most:
+        raise UsageError(f"{option} {value}: must be from {least} to {most}")
+
+
+def constants_of(calibration: Path | None) -> "Constants | None":
+    """The constants that a calibration file corrected; None for the package's."""
+    if calibration is None:
+        return None
+    from quartet_plugin.calibration.constants_fit import read_calibration
+
+    return read_calibration(calibration).constants
+
+
+def devices_of(hardware: Path | None) -> "Mapping[str, DeviceSpec] | None":
+    """The devices of a folder of device files; None for the library's."""
+    if hardware is None:
+        return None
+    from quartet_plugin.cost.devices import read_folder
+
+    return read_folder(hardware)
+
+
+def find_run(name: str | None, *, run_dir: Path) -> Path:
+    """The run's folder; without a name the only run that there is.
+
+    Raises ConfigError where there is no such run, UsageError where several could be meant.
+    """
+    if name is not None:
+        # A plain name is a run's first: a folder of that name here may be anything.
+        places = (run_dir / name, Path(name)) if "/" not in name else (Path(name), run_dir / name)
+        for path in places:
+            if (path / "config.json").is_file():
+                return path
+        raise ConfigError(
+            f"{name}: no such run, here or in {run_dir}; name a folder that `quartet tune` wrote"
+        )
+    runs = all_runs(run_dir)
+    if not runs:
+        raise ConfigError(f"{run_dir}: no runs there; name one, or their folder with --run-dir")
+    if len(runs) > 1:
+        names = ", ".join(path.name for path in runs[:8]) + (", ..." if len(runs) > 8 else "")
+        raise UsageError(f"{run_dir} holds {len(runs)} runs: name one of {names}")
+    return runs[0]
+
+
+def all_runs(run_dir: Path) -> list[Path]:
+    """Every run in a folder, by name."""
+    return sorted(path.parent for path in run_dir.glob("*/config.json"))

@@ -1,0 +1,305 @@
+"""The first and the last stage on any devices: Megatron's queries for them, their tied weights, the losses.
+
+`is_pp_last_stage` and `get_pp_last_rank` are called while a model is built, when gradients are finished and
+when losses are reduced: they answer for the device of the last stage. `parallel_state.is_pipeline_*_stage`
+is called by a user's `get_batch`: while an action runs it answers for the action's stage, because a device
+may hold both ends.
+
+Megatron ties embedding and head of one weight only across devices. Where both lie on one device, both chunks
+have a copy: the copies are made equal when the model has been built, and their gradients are summed where
+Megatron would reduce them across devices, before gradients are scaled by the number of tokens.
+
+Megatron prints and plots the reduced loss on the last global rank, wherever the last stage is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quartet_plugin.megatron.placement.state import StagePlacement
+from quartet_plugin.megatron.seams import TRAIN_STEP, Seam, Wrapper
+
+_UTILS = "megatron.core.pipeline_parallel.utils"
+_STATE = "megatron.core.parallel_state"
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_FINALIZE = "megatron.core.distributed.finalize_model_grads"
+
+IS_PP_LAST_STAGE = Seam(
+    _UTILS,
+    "is_pp_last_stage",
+    "pp_group",
+    {"0.19.2": "0e54b14f8b140458"},
+    aliases=(
+        _FINALIZE,
+        "megatron.core.models.common.language_module.language_module",
+        "megatron.core.pipeline_parallel.p2p_communication",
+        _SCHEDULES,
+        "megatron.training.models.gpt",
+        "megatron.training.models.hybrid",
+        "megatron.training.training",
+    ),
+    use_sites=(
+        f"{_FINALIZE}:_allreduce_embedding_grad",
+        "megatron.core.models.common.language_module.language_module:LanguageModule._is_in_embd_group",
+        "megatron.core.transformer.module:Float16Module.forward",
+        "megatron.training.models.dist_utils:build_virtual_pipeline_stages",
+        "megatron.training.models.gpt:GPTModelBuilder.build_model",
+    ),
+)
+GET_PP_LAST_RANK = Seam(
+    _UTILS,
+    "get_pp_last_rank",
+    "pp_group",
+    {"0.19.2": "2371c5354a8b952f"},
+    aliases=(_FINALIZE,),
+    use_sites=(f"{_FINALIZE}:finalize_model_grads",),
+)
+IS_FIRST = Seam(
+    _STATE,
+    "is_pipeline_first_stage",
+    "ignore_virtual vp_stage",
+    {"0.19.2": "be1cd28213ddca50"},
+    use_sites=(
+        "megatron.core.parallel_state:is_rank_in_embedding_group",
+        "megatron.core.utils:get_batch_on_this_tp_rank",
+        "megatron.training.checkpointing:maybe_save_dataloader_state",
+        "megatron.training.utils.common_utils:is_first_or_last_pipeline_stage",
+    ),
+)
+IS_LAST = Seam(
+    _STATE,
+    "is_pipeline_last_stage",
+    "ignore_virtual vp_stage",
+    {"0.19.2": "788166e876056f89"},
+    use_sites=(
+        "megatron.core.parallel_state:is_rank_in_embedding_group",
+        f"{_SCHEDULES}:forward_step_calc_loss",
+        "megatron.core.utils:get_batch_on_this_tp_rank",
+    ),
+)
+INITIALIZE = Seam(
+    _STATE,
+    "initialize_model_parallel",
+    "tensor_model_parallel_size pipeline_model_parallel_size "
+    "virtual_pipeline_model_parallel_size pipeline_model_parallel_comm_backend "
+    "use_sharp context_parallel_size hierarchical_context_parallel_sizes "
+    "hybrid_context_parallel expert_model_parallel_size gtp_remat_size "
+    "expert_gtp_remat_size num_distributed_optimizer_instances "
+    "expert_tensor_parallel_size nccl_communicator_config_path "
+    "distributed_timeout_minutes order get_embedding_ranks "
+    "get_position_embedding_ranks create_gloo_process_groups "
+    "high_priority_stream_groups sharp_enabled_group rank_offset local_world_size",
+    {"0.19.2": "3f3ab8a44ca9f942"},
+    use_sites=("megatron.training.initialize:_initialize_distributed",),
+)
+GET_OPTIMIZER = Seam(
+    "megatron.core.optimizer",
+    "get_megatron_optimizer",
+    "config model_chunks config_overrides use_gloo_process_groups pg_collection "
+    "dump_param_to_param_group_map",
+    {"0.19.2": "c11b62974b83fb53"},
+    aliases=("megatron.training.training",),
+    use_sites=(
+        "megatron.core.models.mimo.optimizer:get_mimo_optimizer",
+        "megatron.core.optimizer.muon:get_megatron_muon_optimizer",
+        "megatron.training.training:setup_model_and_optimizer",
+    ),
+)
+WORD_EMBEDDING_GRADS = Seam(
+    "megatron.core.distributed.finalize_model_grads",
+    "_allreduce_word_embedding_grads",
+    "model config embd_group pp_group",
+    {"0.19.2": "38fe55c399e89e57"},
+    use_sites=("megatron.core.distributed.finalize_model_grads:finalize_model_grads",),
+)
+EVALUATE = Seam(
+    "megatron.training.training",
+    "evaluate",
+    "forward_step_func data_iterator model process_non_loss_data_func config verbose "
+    "non_loss_data_func eval_iters pg_collection p2p_communicator",
+    {"0.19.2": "a8cf24e3ae7bcd32"},
+    use_sites=("megatron.training.training:evaluate_and_print_results",),
+)
+
+
+def wrappers(placement: StagePlacement) -> dict[Seam, Wrapper]:
+    """The replacements that this placement needs."""
+    last_stage, last_chunk = placement.num_stages - 1, placement.num_chunks - 1
+    needed: dict[Seam, Wrapper] = {
+        IS_PP_LAST_STAGE: _is_pp_last_stage(placement),
+        GET_PP_LAST_RANK: _get_pp_last_rank(placement),
+        IS_FIRST: _is_end(placement, 0, 0, 0),
+        IS_LAST: _is_end(placement, last_stage, placement.last_device, last_chunk),
+        INITIALIZE: _initialize(placement),
+    }
+    if placement.has_both_ends_on_one_device:
+        needed |= {GET_OPTIMIZER: _copy_before_optimizer, WORD_EMBEDDING_GRADS: _sum_after_reduction}
+    if placement.last_device != placement.num_devices - 1:
+        needed |= {seam: _with_losses(LossBroadcast(placement)) for seam in (TRAIN_STEP, EVALUATE)}
+    return needed
+
+
+def _is_pp_last_stage(placement: StagePlacement) -> Wrapper:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def is_pp_last_stage(pp_group: Any) -> bool:
+            if pp_group is None or pp_group.size() != placement.num_devices:
+                return bool(original(pp_group))
+            return bool(pp_group.rank() == placement.last_device)
+
+        return is_pp_last_stage
+
+    return wrap
+
+
+def _get_pp_last_rank(placement: StagePlacement) -> Wrapper:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def get_pp_last_rank(pp_group: Any) -> int:
+            import torch.distributed as dist
+
+            ranks = dist.get_process_group_ranks(pp_group)
+            return (
+                int(ranks[placement.last_device])
+                if len(ranks) == placement.num_devices
+                else original(pp_group)
+            )
+
+        return get_pp_last_rank
+
+    return wrap
+
+
+def _is_end(placement: StagePlacement, end_stage: int, end_device: int, end_chunk: int) -> Wrapper:
+    def wrap(_original: Callable[..., Any]) -> Callable[..., Any]:
+        def is_pipeline_end_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+            from megatron.core import parallel_state
+
+            if placement.running is not None:
+                return placement.running == end_stage
+            if not ignore_virtual and parallel_state.get_virtual_pipeline_model_parallel_world_size():
+                assert vp_stage is not None, "vp_stage must be passed if virtual pipeline is enabled"
+                if vp_stage != end_chunk:
+                    return False
+            return bool(parallel_state.get_pipeline_model_parallel_rank() == end_device)
+
+        return is_pipeline_end_stage
+
+    return wrap
+
+
+def _initialize(placement: StagePlacement) -> Wrapper:
+    """Let embedding groups hold the devices of the first and the last stage, whatever the script passes."""
+
+    def embedding_ranks(pp_ranks: list[int], *_: Any) -> list[int]:
+        if len(pp_ranks) != placement.num_devices:
+            return [pp_ranks[0], pp_ranks[-1]] if len(pp_ranks) > 1 else [pp_ranks[0]]
+        return sorted({pp_ranks[0], pp_ranks[placement.last_device]})
+
+    def position_embedding_ranks(pp_ranks: list[int], *_: Any) -> list[int]:
+        return [pp_ranks[0]]
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
+            kwargs["get_embedding_ranks"] = embedding_ranks
+            kwargs["get_position_embedding_ranks"] = position_embedding_ranks
+            return original(*args, **kwargs)
+
+        return initialize_model_parallel
+
+    return wrap
+
+
+def _copy_before_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        pair = tied_weights(model_chunks)
+        if pair is not None:
+            embedding, head = pair
+            head.data.copy_(embedding.data)
+        return original(config, model_chunks, *args, **kwargs)
+
+    return get_megatron_optimizer
+
+
+def _sum_after_reduction(original: Callable[..., Any]) -> Callable[..., Any]:
+    def allreduce_word_embedding_grads(model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(model, *args, **kwargs)
+        pair = tied_weights(model)
+        if pair is not None:
+            embedding, head = (weight.main_grad for weight in pair)
+            embedding.add_(head)
+            head.copy_(embedding)
+        return result
+
+    return allreduce_word_embedding_grads
+
+
+def tied_weights(model_chunks: Sequence[Any]) -> tuple[Any, Any] | None:
+    """The copies of one weight in embedding and head, where this device has both; otherwise None."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    first, last = (
+        get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        for chunk in (model_chunks[0], model_chunks[-1])
+    )
+    if first is last or not (first.pre_process and last.post_process):
+        return None
+    if not getattr(last, "share_embeddings_and_output_weights", False):
+        return None
+    return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
+
+
+def _with_losses(broadcast: "LossBroadcast") -> Wrapper:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def with_losses(*args: Any, **kwargs: Any) -> Any:
+            losses, *rest = original(*args, **kwargs)
+            # None: an evaluation that the clock ended, on all ranks alike.
+            return (losses if losses is None else broadcast.over_pipeline(losses), *rest)
+
+        return with_losses
+
+    return wrap
+
+
+class LossBroadcast:
+    """Broadcasts a dictionary of scalars from the device of the last stage to its whole pipeline.
+
+    The names are sent only when they have changed, so that a step costs one small tensor.
+    """
+
+    def __init__(self, placement: StagePlacement) -> None:
+        self._placement = placement
+        self._names: tuple[str, ...] | None = None
+
+    def over_pipeline(self, losses: dict[str, Any]) -> dict[str, Any]:
+        """The same dictionary on every rank of the pipeline."""
+        import torch
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_pipeline_model_parallel_group()
+        source = dist.get_process_group_ranks(group)[self._placement.last_device]
+        owner = dist.get_rank() == source
+        names = tuple(losses) if owner else self._names
+        changed = torch.tensor([float(names != self._names)], device="cuda")
+        known = len(self._names or ())
+        values = torch.zeros(known, device="cuda")
+        if owner and names == self._names and known:
+            values = torch.stack([_scalar(losses[name]) for name in self._names or ()])
+        packed = torch.cat([changed, values])
+        dist.broadcast(packed, src=source, group=group)
+        if bool(packed[0]):
+            box: list[Any] = [names]
+            dist.broadcast_object_list(box, src=source, group=group)
+            self._names = tuple(box[0])
+            packed = torch.zeros(1 + len(self._names), device="cuda")
+            if owner and self._names:
+                packed[1:] = torch.stack([_scalar(losses[name]) for name in self._names])
+            dist.broadcast(packed, src=source, group=group)
+        if owner:
+            return losses
+        return {name: packed[1 + index] for index, name in enumerate(self._names or ())}
+
+
+def _scalar(value: Any) -> Any:
+    import torch
+
+    return torch.as_tensor(value, device="cuda").detach().float().reshape(())

@@ -1,0 +1,20 @@
+"""The environment variables, flags and periods by which processes of the plugin know each other."""
+
+# Every process of a trial inherits the attempt's id, and is so known for one whoever its parent is.
+ATTEMPT_ID = "QUARTET_ATTEMPT_ID"
+# The folder where ranks outside of a trial leave rank-K.err.json: no launcher passes an exit code on.
+ERRORS_FOLDER = "QUARTET_ERRORS"
+# The conversion.json of `quartet convert`: ranks have no flag for it, because nobody starts them so by hand.
+CONVERSION_FILE = "QUARTET_CONVERT"
+# `quartet profile`: "1" where the ranks are real, RANK/WORLD_SIZE for one that is simulated alone.
+PROFILE = "QUARTET_PROFILE"
+# A rank on a CPU that has started itself again with its allocator's settings.
+CPU_REEXECUTED = "QUARTET_CPU_DEVICE_REEXECUTED"
+
+# Flags of the entries in the ranks' command.
+PLAN_FLAG, DEVICE_FLAG, TRIAL_FLAG = "--quartet-plan", "--quartet-device", "--quartet-trial"
+
+# A rank looks this often whether its heartbeat has to be written.
+HEARTBEAT_S = 1.0
+# The holder of a run folder renews its lease, and a worker its claim; who has not for EXPIRY_S has lost it.
+LEASE_RENEWAL_S, CLAIM_RENEWAL_S, EXPIRY_S = 20.0, 2.0, 120.0

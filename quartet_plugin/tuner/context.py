@@ -1,0 +1,152 @@
+"""The context of a tuning run: its folder and event log, observer and time budget, and how it is stopped."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quartet_plugin.errors import InterruptedByUserError, StorageError
+from quartet_plugin.launchers.command import Command
+from quartet_plugin.model.launch import Observer
+from quartet_plugin.trial.request import Progress
+from quartet_plugin.tuner.run_folder import TuningRun
+from quartet_plugin.tuner.trial_backend import ShouldStop, TrialBackend
+
+# A launch is allowed this multiple of what launches took so far.
+SAFETY = 1.5
+
+
+class EventLog:
+    """Appends to events.jsonl, a line an event in one write: a crash tears the last line at most."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def add(self, kind: str, *, trial: int | None = None, **fields: str | int | float | None) -> None:
+        """Append one event. Raises StorageError when the disk fails."""
+        event = {"time": round(time.time(), 3), "kind": kind, "trial": trial, **fields}
+        line = json.dumps(event, ensure_ascii=False, allow_nan=False) + "\n"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self._path, flags, 0o600)
+            try:
+                os.write(descriptor, self._end_of_torn_line() + line.encode("utf-8", errors="replace"))
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise StorageError(f"{self._path}: cannot be written: {error.strerror}") from error
+
+    def _end_of_torn_line(self) -> bytes:
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) is not None:
+                return b"" if file.read(1) == b"\n" else b"\n"
+        return b""
+
+
+@dataclass(slots=True, kw_only=True)
+class TimeBudget:
+    """Seconds left of `limit_s` (None: no limit) on a monotonic `clock`, and the seconds launches took."""
+
+    limit_s: float | None
+    clock: Callable[[], float]
+    _began: float = field(init=False)
+    _walls: list[float] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._began = self.clock()
+
+    def add(self, wall_s: float) -> None:
+        """Count a launch that took `wall_s`."""
+        self._walls.append(wall_s)
+
+    @property
+    def launch_s(self) -> float:
+        """The seconds of a typical launch: the mean of the latest ten."""
+        latest = self._walls[-10:]
+        return sum(latest) / len(latest) if latest else 0.0
+
+    @property
+    def left_s(self) -> float:
+        """The seconds left; infinite without a limit."""
+        if self.limit_s is None:
+            return float("inf")
+        return self.limit_s - (self.clock() - self._began)
+
+    def fits(self, *, num_launches: int, then: int = 0) -> bool:
+        """Whether `num_launches` more, and `then` others after them, are likely to end in time.
+
+        The later ones may claim at most half of the whole limit.
+        """
+        if self.limit_s is None:
+            return True
+        afterwards_s = min(self.launch_s * then, self.limit_s / 2)
+        return self.left_s >= self.launch_s * SAFETY * num_launches + afterwards_s
+
+    def remaining_s(self, *, num_launches: int) -> float | None:
+        """The seconds that `num_launches` more will take, at most those left; None before the first one."""
+        return min(self.launch_s * num_launches, self.left_s) if self._walls else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningContext:
+    """The collaborators of one tuning run; every part of it takes them from here.
+
+    `command` is the user's, with its secrets. `fence` is called before every write and raises where another
+    tuner has taken the run.
+    """
+
+    run: TuningRun
+    command: Command
+    backend: TrialBackend
+    observer: Observer
+    events: EventLog
+    budget: TimeBudget
+    should_stop: ShouldStop
+    fence: Callable[[], None]
+
+    @classmethod
+    def create(
+        cls,
+        run: TuningRun,
+        *,
+        command: Command,
+        backend: TrialBackend,
+        observer: Observer,
+        should_stop: ShouldStop = lambda: False,
+        fence: Callable[[], None] = lambda: None,
+        max_minutes: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> "TuningContext":
+        """The context of `run` with its event log and `max_minutes` (None: no limit) from now."""
+        return cls(
+            run=run,
+            command=command,
+            backend=backend,
+            observer=observer,
+            events=EventLog(run.folder.events_file),
+            budget=TimeBudget(limit_s=None if max_minutes is None else 60.0 * max_minutes, clock=clock),
+            should_stop=should_stop,
+            fence=fence,
+        )
+
+    def check_stop(self) -> None:
+        """Raise InterruptedByUserError when asked to stop."""
+        if self.should_stop():
+            raise self.interruption()
+
+    def interruption(self) -> InterruptedByUserError:
+        """The error of a run that was asked to stop, which is logged."""
+        self.events.add("interrupted")
+        return InterruptedByUserError(
+            "stopped; everything measured is kept: the same command with --resume goes on"
+        )
+
+    def show_progress(self, progress: Progress) -> None:
+        """Show where the running launch is."""
+        self.fence()
+        self.observer.progressed(
+            progress.phase, iteration=progress.iteration, num_iterations=progress.num_iterations
+        )
