@@ -392,10 +392,10 @@ def report(results: dict[str, Any]) -> int:
     absolute = np.abs(all_errors)
     print(f"slowdown of each round, over the runs' medians: {', '.join(round_slowdowns(results))}")
     print(
-        f"{len(all_errors)} runs not used for calibration, {num_sure} of them launched {LEAST_LAUNCHES} times or"
-        f" more: mean error {absolute.mean():.2%}, median {np.median(absolute):.2%}, worst {absolute.max():.2%}, "
-        f"bias {all_errors.mean():+.2%}, {inside} inside their 95 % interval; standard error of their medians "
-        f"{np.mean(spreads):.1%}; goal {GOAL:.0%}"
+        f"{len(all_errors)} runs not used for calibration, {num_sure} of them launched {LEAST_LAUNCHES} "
+        f"times or more: mean error {absolute.mean():.2%}, median {np.median(absolute):.2%}, worst "
+        f"{absolute.max():.2%}, bias {all_errors.mean():+.2%}, {inside} inside their 95 % interval; "
+        f"standard error of their medians {np.mean(spreads):.1%}; goal {GOAL:.0%}"
     )
     return 0 if absolute.mean() <= GOAL and num_sure >= LEAST_RUNS else 1
 
