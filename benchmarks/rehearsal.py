@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from quartet_plugin.model.costs import Costs, LayerCost, stage_costs
-from quartet_plugin.runtime.rehearsal.crew import Rehearsal
+from quartet_plugin.runtime.rehearsal.processes import Rehearsal
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search import search

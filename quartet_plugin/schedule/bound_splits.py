@@ -6,7 +6,7 @@ import numpy as np
 
 from quartet_plugin.model.costs import Costs, FloatArray, IntArray
 from quartet_plugin.schedule.bound_program import Entries, entries
-from quartet_plugin.schedule.kernel import compiled
+from quartet_plugin.schedule.compilation import compiled
 
 MAX_NODES = 2_000_000
 

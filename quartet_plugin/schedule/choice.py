@@ -33,7 +33,7 @@ def choice_of(
     origin = schedule.origin
     family = origin.get("family")
     # A search that started from a named schedule and improved it says {"start": ...}: no point of the family.
-    known = isinstance(family, Mapping) and set(family) == set(Family.__dataclass_fields__)
+    known = isinstance(family, Mapping) and set(family) == set(Family.json_keys())
     exact = not origin.get("inserted") and (known or origin.get("name") is not None)
     orders = None
     if with_orders or (with_orders is None and not exact):
@@ -84,7 +84,7 @@ def family_of(choice: CustomSchedule) -> Family | None:
         lengths = {len(values) for values in per_chunk}
         numbers = [family.w_gap, family.slack, family.memory_cap, family.w_limit, family.w_fill]
         known = all(isinstance(value, (int, float)) for value in [*numbers, family.patience, family.group])
-        if lengths != {chunks} or not known or len(family.whole) not in (0, len(choice.placement)):
+        if lengths != {chunks} or not known or len(family.full_backward) not in (0, len(choice.placement)):
             raise PlanError(f"schedule.custom.family: needs numbers, and lists of {chunks} for the chunks")
     except (TypeError, ValueError) as error:
         raise PlanError(f"schedule.custom.family: {error}") from error

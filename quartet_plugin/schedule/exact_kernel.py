@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.schedule.kernel import MEMORY_TOLERANCE, compiled
+from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.kernel import MEMORY_TOLERANCE
 from quartet_plugin.schedule.relaxation import Classes, CountArray, Relaxation, heads, one_machine
 
 TIME_TOLERANCE = 1e-12

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet_plugin.model.costs import Costs, FloatArray, IntArray, StageCosts
-from quartet_plugin.schedule.kernel import MEMORY_TOLERANCE, compiled
+from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.kernel import MEMORY_TOLERANCE
 
 CountArray = NDArray[np.int16]
 

@@ -7,7 +7,7 @@ import numpy as np
 from quartet_plugin.model.costs import Costs, FloatArray
 from quartet_plugin.schedule.kernel import run_orders
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.simulate import flatten
+from quartet_plugin.schedule.simulate import flatten, one_route
 
 NUM_DRAWS = 64
 SPREAD = 0.1
@@ -47,23 +47,9 @@ class NoisyCosts:
         send[0, :-1] = transfer[device[:-1], device[1:]]
         send[1, 1:] = transfer[device[1:], device[:-1]]
         orders, offsets = flatten(schedule)
-        start, end = np.empty(len(orders)), np.empty(len(orders))
-        sequence = np.empty(len(orders), dtype=np.int64)
-        route = np.zeros(schedule.num_microbatches, dtype=np.int64)
+        lanes = one_route(schedule.placement, schedule.num_microbatches)
         total = 0.0
-        for k in range(len(seconds)):
-            run_orders(
-                orders,
-                offsets,
-                schedule.num_stages,
-                schedule.num_microbatches,
-                device,
-                np.ascontiguousarray(seconds[k]),
-                send,
-                route,
-                start,
-                end,
-                sequence,
-            )
+        for draw in np.ascontiguousarray(seconds):
+            _, _, end, _ = run_orders(orders, offsets, lanes._replace(cost_s=draw, send_s=send))
             total += float(end.max())
         return total / len(seconds)
