@@ -161,8 +161,9 @@ class Rehearsal:
         for path in self.folder.glob("device-*.err.json"):
             content = json.loads(path.read_text())
             errors.append((content["is_network"], content["time"], path.name.split(".")[0], content))
-        is_network, _, name, content = min(errors, key=lambda error: error[:3], default=(True, 0.0, "", {}))
-        if not is_network:
+        errors.sort(key=lambda error: error[:3])
+        if errors and not errors[0][0]:
+            _, _, name, content = errors[0]
             where = name.replace("-", " ")
             return InfrastructureError(
                 f"the rehearsal failed on {where} at {content['at']}: {content['error']}"

@@ -115,7 +115,7 @@ def _v_min_block(p: int) -> tuple[FloatArray, FloatArray]:
 
 def mix_pipe(p: int, m: int) -> list[IntArray]:
     """Bidirectional, more microbatches in flight than Chimera's units (after MixPipe, Zhang et al. 2023)."""
-    stage = np.arange(p)
+    stage = np.arange(p, dtype=np.float64)
     keys = stage / 6.0, (p + 2.0 * (p - stage)) / 6.0
     return list_schedule(two_routes(p), num_microbatches=m, keys=keys, cap=1.5 * p, slack=2.0)
 
