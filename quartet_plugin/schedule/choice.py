@@ -32,7 +32,7 @@ def choice_of(
         raise PlanError("routes: a schedule with two copies of the model can only be simulated")
     origin = schedule.origin
     family = origin.get("family")
-    # A search that started from a named schedule and improved it says {"start": ...}: no point of the family.
+    # A search that started from a named schedule and improved it says {"start": ...}: no parameters.
     known = isinstance(family, Mapping) and set(family) == set(Family.json_keys())
     exact = not origin.get("inserted") and (known or origin.get("name") is not None)
     orders = None
@@ -69,7 +69,7 @@ def costs_of(choice: CustomSchedule) -> StageCosts:
 
 
 def family_of(choice: CustomSchedule) -> Family | None:
-    """The point of the family, or None. Raises PlanError for parameters that are none."""
+    """The parameters of the family, or None. Raises PlanError for parameters that are none."""
     if choice.family is None:
         return None
     try:
@@ -108,9 +108,9 @@ def written_of(choice: CustomSchedule, *, num_microbatches: int) -> Schedule | N
 
 
 def generated(choice: ScheduleChoice, *, layout: Layout, num_microbatches: int) -> Schedule:
-    """The schedule that a plan names, or a point of the family, for any number of microbatches.
+    """The schedule that a plan names, or that its parameters of the family make, for any microbatches.
 
-    Raises PlanError for parameters that are no point of the family.
+    Raises PlanError for parameters that are not the family's.
     """
     custom = choice.custom
     if custom is None:

@@ -98,7 +98,7 @@ def v_min(p: int, m: int) -> list[IntArray]:
 
 
 def _v_min_block(p: int) -> tuple[FloatArray, FloatArray]:
-    """The earliest block of speed one whose four actions never meet in a slot."""
+    """The keys of the earliest block of speed 1 whose four actions never meet in a slot."""
     best: tuple[int, FloatArray, FloatArray] | None = None
     for waits in product(range(SLOTS), repeat=3):
         forward, backward = _block(p, down=1, up=1, waits=(waits[0], waits[1], waits[2]))

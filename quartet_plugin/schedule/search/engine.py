@@ -119,7 +119,7 @@ def _run(
 
 @dataclass(slots=True, kw_only=True)
 class _ScheduleSearch:
-    """One search: what it works on, what it may spend, and the seconds that a step was seen to take."""
+    """One search: its problem, its budget, and the seconds that its steps have taken so far."""
 
     problem: ScheduleProblem
     effort: Effort
@@ -360,9 +360,9 @@ class _ScheduleSearch:
         *,
         m: int | None = None,
     ) -> list[Result]:
-        """Give every item steps by what a step costs, run them, and learn what it did cost.
+        """Give every item steps by the predicted time of a step, run them, and update that time.
 
-        Empty when `until` of the effort is spent, or a step would take longer than what is left.
+        Empty when `until` of the effort is spent, or a step would take longer than the rest.
         """
         sizes = [_size(item, m or self.problem.costs.num_microbatches) for item in items]
         steps = self.effort.steps(until, [rate.seconds * size for size in sizes])

@@ -1,4 +1,4 @@
-"""A fixed order as a job shop: what does not change, an order with its times, and how it is timed.
+"""A fixed order as a job shop: the constant part, an order with its times, and the kernels that time it.
 
 Devices are machines. An action's id is `unit * 3 + slot` with slots F, backward (I or B), W.
 """
@@ -13,7 +13,7 @@ from quartet_plugin.schedule.kernel import Lanes
 
 
 class JobShop(NamedTuple):
-    """What does not change while orders do.
+    """The constant part of a job shop: its machines, actions and costs.
 
     By stage: `placement`, `send` and `has_w`; by id: `is_full_backward`, `duration` and `delta`, the bytes
     that an action takes; by position: `device_of` and `device_end`; `cap` by device.

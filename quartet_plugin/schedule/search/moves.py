@@ -1,8 +1,8 @@
-"""Moves of one action within its device's list: where it may go, what that would cost, and doing it.
+"""Moves of an action within its device's list: legal positions, the estimated makespan, and the move itself.
 
 Only an action that moves past an end of its block (a run of one device's actions on a critical path) can
-shorten the path (Balas and Vazacopoulos 1998). Moves are ranked by the longest path through what they
-touch, with heads and tails of the current order, and never exceed the memory cap.
+shorten the path (Balas and Vazacopoulos 1998). Moves are ranked by the longest path through the actions
+they shift, with heads and tails of the current order, and never exceed the memory cap.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Whether an order's advantage survives what profiling cannot tell: costs off by up to a tenth."""
+"""Whether an order's advantage survives the noise of profiling: costs off by up to a tenth."""
 
 from dataclasses import dataclass
 

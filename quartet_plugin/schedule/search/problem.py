@@ -1,4 +1,4 @@
-"""What a search of schedules works on and what it returns: cost tables as arrays, candidates, results."""
+"""The records of a schedule search: cost tables as arrays, candidates, results."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from quartet_plugin.split.entries import Entries, minimum_entries
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleProblem:
-    """A cost table prepared for the kernels, and what a search may change.
+    """A cost table prepared for the kernels, with the objective and the choices that are free.
 
     `prefix` [5, layers + 1]: cumulated F, I, W, B seconds and bytes. `limit_bytes` [num_devices], inf for
     none. `want_period`: minimize the period instead of the makespan.

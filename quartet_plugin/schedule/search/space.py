@@ -87,10 +87,10 @@ def _splits(
         return [check_entries(costs, split, num_stages=stages, allow_empty=allow_empty)]
     if split not in (AUTO, EVEN):
         raise ConfigError(f"split: {split[:40]!r}; expected auto, even, or one count a stage")
-    found = [balanced_entries(costs, placement, allow_empty=allow_empty)] if split == AUTO else []
+    splits = [balanced_entries(costs, placement, allow_empty=allow_empty)] if split == AUTO else []
     try:
-        found.append(even_entries(costs, stages, allow_empty=allow_empty))
+        splits.append(even_entries(costs, stages, allow_empty=allow_empty))
     except ConfigError:
-        if strict and not found:
+        if strict and not splits:
             raise
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(splits))

@@ -1,4 +1,4 @@
-"""Structured points of the family to start from: they surround the named schedules."""
+"""Structured parameters of the family to start from: they surround the named schedules."""
 
 import math
 from itertools import product
@@ -33,14 +33,14 @@ def starts(num_chunks: int, num_devices: int, num_microbatches: int) -> list[Fam
     """
     v = num_chunks
     grid = product((1.0, 2.0), (1.0, 1.5, 2.0, 3.0), (-0.5, 0.0, 0.5, 1.0), (0.34, 1.0, 2.0, math.inf))
-    found = [_plain(v, *values) for values in dict.fromkeys((*_LEADERS, *grid))]
+    families = [_plain(v, *values) for values in dict.fromkeys((*_LEADERS, *grid))]
     if v > 1:
         groups = sorted({min(num_microbatches, g) for g in (num_devices, 2 * num_devices, num_microbatches)})
-        found += [
+        families += [
             _grouped(v, g, backward, slack, w_gap)
             for g, backward, slack, w_gap in product(groups, (1.0, 2.0, 3.0), (0.5, 2.0), (0.0, math.inf))
         ]
-    return found
+    return families
 
 
 def _plain(v: int, forward: float, backward: float, shift: float, slack: float) -> Family:
