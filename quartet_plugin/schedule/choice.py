@@ -10,7 +10,7 @@ from quartet_plugin.model.costs import FloatArray, StageCosts
 from quartet_plugin.model.custom_schedule import PER_STAGE, CustomSchedule, StageProfile
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import ScheduleChoice
-from quartet_plugin.schedule.family import Family, generate
+from quartet_plugin.schedule.family import PER_CHUNK, SCALARS, Family, generate
 from quartet_plugin.schedule.files import order_texts, parse_order
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
@@ -75,15 +75,8 @@ def family_of(choice: CustomSchedule) -> Family | None:
     try:
         family = Family.from_json(choice.family)
         chunks = len(choice.placement) // choice.num_devices
-        per_chunk = (
-            family.stretch_forward,
-            family.stretch_backward,
-            family.shift_forward,
-            family.shift_backward,
-        )
-        lengths = {len(values) for values in per_chunk}
-        numbers = [family.w_gap, family.slack, family.memory_cap, family.w_limit, family.w_fill]
-        known = all(isinstance(value, (int, float)) for value in [*numbers, family.patience, family.group])
+        lengths = {len(getattr(family, name)) for name in PER_CHUNK}
+        known = all(isinstance(getattr(family, name), int | float) for name in SCALARS)
         if lengths != {chunks} or not known or len(family.full_backward) not in (0, len(choice.placement)):
             raise PlanError(f"schedule.custom.family: needs numbers, and lists of {chunks} for the chunks")
     except (TypeError, ValueError) as error:

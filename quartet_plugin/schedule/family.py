@@ -21,7 +21,8 @@ from quartet_plugin.schedule.placement import chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import lanes_of_stages
 
-_SCALARS = ("w_gap", "group", "slack", "memory_cap", "w_limit", "w_fill", "patience")
+PER_CHUNK = ("stretch_forward", "stretch_backward", "shift_forward", "shift_backward")
+SCALARS = ("w_gap", "group", "slack", "memory_cap", "w_limit", "w_fill", "patience")
 _JSON_KEYS = {"full_backward": "whole"}
 
 
@@ -73,24 +74,17 @@ class Family:
 
     def to_vector(self) -> FloatArray:
         """The kernels' parameters (`generator.keys_of`), all but `full_backward`."""
-        chunks = (self.stretch_forward, self.stretch_backward, self.shift_forward, self.shift_backward)
-        scalars = [getattr(self, name) for name in _SCALARS]
-        return np.array([x for part in (*chunks, scalars) for x in part], dtype=np.float64)
+        chunks = [np.array(getattr(self, name), dtype=np.float64) for name in PER_CHUNK]
+        return np.concatenate((*chunks, [float(getattr(self, name)) for name in SCALARS]))
 
     @classmethod
     def from_vector(cls, params: FloatArray, full_backward: IntArray) -> Self:
         """The inverse of `to_vector`."""
-        v = (len(params) - NUM_SCALARS) // 4
-        values = params.tolist()
-        scalars = dict(zip(_SCALARS, values[4 * v :], strict=True))
-        return cls(
-            stretch_forward=tuple(values[:v]),
-            stretch_backward=tuple(values[v : 2 * v]),
-            shift_forward=tuple(values[2 * v : 3 * v]),
-            shift_backward=tuple(values[3 * v : 4 * v]),
-            full_backward=tuple(bool(x) for x in full_backward),
-            **{**scalars, "group": int(scalars["group"])},
-        )
+        chunks = np.split(params[:-NUM_SCALARS], len(PER_CHUNK))
+        values: dict[str, Any] = dict(zip(SCALARS, params[-NUM_SCALARS:].tolist(), strict=True))
+        values |= {name: tuple(part.tolist()) for name, part in zip(PER_CHUNK, chunks, strict=True)}
+        values["group"] = int(values["group"])
+        return cls(**values, full_backward=tuple(bool(x) for x in full_backward))
 
 
 def _finite(value: Any) -> Any:

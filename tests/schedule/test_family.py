@@ -16,7 +16,7 @@ from quartet_plugin.schedule.family import Family, Pipeline, generate, run
 from quartet_plugin.schedule.generator import NUM_SCALARS
 from quartet_plugin.schedule.named import NAMED, named, refusal_of
 from quartet_plugin.schedule.search.problem import FamilyCandidate, ScheduleProblem
-from quartet_plugin.schedule.search.starts import starts
+from quartet_plugin.schedule.search.space import family_starts
 from quartet_plugin.schedule.simulate import simulate, simulate_costs
 from quartet_plugin.split.entries import balanced_entries, even_entries
 from tests.schedule.sample_costs import random_costs, uneven, uniform
@@ -77,7 +77,7 @@ def test_any_parameters_make_a_legal_order_within_the_cap(
 
 
 def test_a_cap_below_one_microbatch_is_refused() -> None:
-    family = starts(1, 2, 4)[0]
+    family = family_starts(1, 2, 4)[0]
     with pytest.raises(InfeasibleError, match="memory limit"):
         generate(family, uniform((0, 1)), 4, memory_limit_bytes=np.array([0.9, 2.0]))
 
@@ -118,7 +118,7 @@ def test_named_schedules_are_points_of_the_family(name: str, p: int, k: int) -> 
 
 def _candidates(name: str, p: int, m: int) -> list[Family]:
     v = NAMED[name].default_chunks
-    found = starts(v, p, m)
+    found = family_starts(v, p, m)
     if v == 2:
         found += [
             Family(
@@ -145,7 +145,7 @@ def test_json_and_vector_are_exact_inverses(data: st.DataObject, v: int, stages:
 
 
 def test_json_refuses_unknown_keys() -> None:
-    data = starts(1, 2, 4)[0].to_json()
+    data = family_starts(1, 2, 4)[0].to_json()
     with pytest.raises(PlanError, match="unknown or missing"):
         Family.from_json(data | {"colour": 1})
 
@@ -179,7 +179,7 @@ def test_the_climb_can_minimize_the_period() -> None:
     costs = random_costs(num_devices=3, num_microbatches=6, num_layers=12, seed=3)
     split = even_entries(costs, 3)
     problem = ScheduleProblem.of(costs, want_period=True, allow_empty=False, free_split=False)
-    family = starts(1, 3, 6)[5]
+    family = family_starts(1, 3, 6)[5]
     candidate = FamilyCandidate(
         placement=(0, 1, 2), split=split, params=family.to_vector(), full_backward=np.zeros(3, dtype=np.int64)
     )
@@ -190,4 +190,4 @@ def test_the_climb_can_minimize_the_period() -> None:
 
 
 def test_the_vector_has_the_kernels_length() -> None:
-    assert len(starts(2, 4, 8)[0].to_vector()) == 8 + NUM_SCALARS
+    assert len(family_starts(2, 4, 8)[0].to_vector()) == 8 + NUM_SCALARS

@@ -22,7 +22,7 @@ from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search import SearchResult, compile_kernels, search
 from quartet_plugin.schedule.search.insertion import improve_orders
-from quartet_plugin.schedule.search.noise import NoisyCosts
+from quartet_plugin.schedule.search.refinement import NoisyCosts
 from quartet_plugin.schedule.simulate import flatten, lanes_of, simulate, simulate_costs
 from quartet_plugin.split.entries import even_entries
 from tests.schedule.sample_costs import random_costs, uneven

@@ -22,17 +22,16 @@ from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search.effort import Effort, Rate, num_cores
 from quartet_plugin.schedule.search.named_starts import NamedStart, named_schedules, unscored
-from quartet_plugin.schedule.search.noise import NoisyCosts
-from quartet_plugin.schedule.search.polish import (
+from quartet_plugin.schedule.search.problem import FamilyCandidate, NamedResult, ScheduleProblem, SearchResult
+from quartet_plugin.schedule.search.refinement import (
     EVALUATIONS_A_WIDTH,
+    NoisyCosts,
     exact_order,
     improve_by_insertion,
     is_small,
     widths_within,
 )
-from quartet_plugin.schedule.search.problem import FamilyCandidate, NamedResult, ScheduleProblem, SearchResult
-from quartet_plugin.schedule.search.space import AUTO, placements_for, splits_for
-from quartet_plugin.schedule.search.starts import starts
+from quartet_plugin.schedule.search.space import AUTO, family_starts, placements_for, splits_for
 from quartet_plugin.schedule.simulate import simulate_costs
 from quartet_plugin.split.entries import Entries
 
@@ -193,7 +192,7 @@ class _ScheduleSearch:
         """Structured starts, then hill climbs from the best candidates so far."""
         m = self.problem.costs.num_microbatches
         short = min(m, max(16, 4 * self.problem.costs.num_devices))
-        candidates = self.scored_starts(self.family_starts(options, named, short), short)
+        candidates = self.scored_starts(self.ranked_starts(options, named, short), short)
         fraction = _FAMILY_UNTIL if short == m else 0.8 * _FAMILY_UNTIL
         candidates = self.climb_rounds(candidates, short, fraction)
         if short == m or not candidates:
@@ -216,7 +215,7 @@ class _ScheduleSearch:
                 break
         return _pruned([p for p in done if math.isfinite(p.score)])
 
-    def family_starts(
+    def ranked_starts(
         self, options: dict[Placement, list[Entries]], named: list[NamedStart], num_microbatches: int
     ) -> list[FamilyCandidate]:
         """Every structured start, best guesses first, with the split that served named schedules."""
@@ -225,7 +224,7 @@ class _ScheduleSearch:
         for placement, splits in options.items():
             same = [b.split for b in named if b.schedule.placement == placement]
             chosen = list(dict.fromkeys([*same[:1], *splits]))
-            families = starts(len(placement) // devices, devices, num_microbatches)
+            families = family_starts(len(placement) // devices, devices, num_microbatches)
             for k, family in enumerate(families):
                 is_full = int(self.problem.fused_pays and k % 5 > 2)
                 candidate = FamilyCandidate(

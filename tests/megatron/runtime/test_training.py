@@ -13,8 +13,8 @@ from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.files import write_schedule
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.search.polish import improve_by_insertion
 from quartet_plugin.schedule.search.problem import ScheduleProblem
+from quartet_plugin.schedule.search.refinement import improve_by_insertion
 from tests.megatron import support
 from tests.runtime.pipelines import stage_costs
 
