@@ -1,10 +1,9 @@
-"""How far launches of one plan lie apart, and iterations inside a launch.
+"""The deviation of launches of one plan, and that of the iterations inside a launch.
 
     python -m benchmarks.launch_noise RUN ...
 
-Reads the final rounds of finished runs, which launch the same plans again and again. The search takes the
-scatter of iterations for that of launches (`calibration/observations.py`); the last line says how right that
-is.
+Reads the final rounds of finished runs, which launch the same plans again and again. The search assumes that
+iterations deviate as launches do (`calibration/observations.py`); the last line checks that by their ratio.
 """
 
 import argparse
@@ -24,30 +23,31 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    found = []
+    deviations = []
     for run in parser.parse_args().runs:
         launches = launches_of(run)
         if not any(len(rows) > 1 for rows in launches.values()):
             continue
         inside, between = inside_launches(launches), between_launches(launches)
-        found.append((inside, between))
+        deviations.append((inside, between))
         print(f"{run.name}: inside a launch {inside:.1%}, between launches {between:.1%}")
-    if found:
+    if deviations:
         inside, between = (
-            math.sqrt(statistics.fmean(one**2 for one in column)) for column in zip(*found, strict=True)
+            math.sqrt(statistics.fmean(value**2 for value in column))
+            for column in zip(*deviations, strict=True)
         )
-        ratio = statistics.median(between / inside for inside, between in found)
-        print(f"{len(found)} runs: inside {inside:.1%}, between {between:.1%}; median ratio {ratio:.2f}")
+        ratio = statistics.median(between / inside for inside, between in deviations)
+        print(f"{len(deviations)} runs: inside {inside:.1%}, between {between:.1%}; median ratio {ratio:.2f}")
 
 
 def launches_of(run: Path) -> dict[str, list[list[float]]]:
     """Iterations of every launch of the final rounds, by trial."""
-    found: dict[str, list[list[float]]] = {}
+    launches: dict[str, list[list[float]]] = {}
     for path in sorted(run.glob("final/*-round-*")):
         result = read_launch(path, faults=[]).result
         if result is not None and len(result.iteration_s) >= LEAST_ITERATIONS:
-            found.setdefault(path.name.partition("-")[0], []).append(list(result.iteration_s))
-    return found
+            launches.setdefault(path.name.partition("-")[0], []).append(list(result.iteration_s))
+    return launches
 
 
 def inside_launches(launches: dict[str, list[list[float]]]) -> float:

@@ -1,16 +1,16 @@
 """How well unseen runs are predicted on this machine: `python benchmarks/live_accuracy.py RESULTS.json`.
 
 Real Megatron trains small GPTs in two pinned processes, one thread each (CPU device). Sixteen runs and the
-layers profiled in them calibrate the cost model; the others, of other shapes, splits and batches, are
-predicted from that alone. Measuring goes in rounds: each launches every run once, for a few iterations, in
-another random order, those that calibrate among those that are predicted, so that the machine's drift
-averages out. A run's time is the median over its launches of each launch's median iteration. Printed are all
-predictions, how far the medians themselves are sure, and the mean error; the exit code is 1 where it is above
-4 %, or where fewer than 30 predicted runs were launched three times.
+layers profiled in them calibrate the cost model; the other runs, of other shapes, splits and batches, are
+predicted from that calibration alone. A round launches every run once, for a few iterations, in a random
+order of calibrating and predicted runs together, so that the machine's drift averages out. A run's time is
+the median over its launches of each launch's median iteration. The report has all predictions, the standard
+errors of the medians, and the mean error; the exit code is 1 where that error is above 4 %, or where fewer
+than 30 predicted runs were launched three times.
 
 Measuring ends with the last round or after `--limit` seconds. The program can be stopped and started again:
-what RESULTS.json holds is not measured twice. `--report` only evaluates. Processes are forked from two that
-have imported Megatron, which saves most of a launch.
+launches in RESULTS.json are not repeated. `--report` only evaluates. Processes are forked from two processes
+that have imported Megatron, which saves most of a launch.
 """
 
 import argparse
@@ -41,9 +41,9 @@ LEAST_RUNS, LEAST_LAUNCHES = 30, 3
 PROFILE = "profile"
 PROFILE_REPEATS = 2
 MOST_FAILURES = 5
-# Which physical pages a process gets is chance; in huge ones launches of one run differ less.
+# A process gets physical pages by chance; with huge pages launches of one run differ less.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-# What every rank would import after it was forked.
+# The imports that every rank would make after its fork.
 IMPORTED = (
     "megatron.core.models.gpt",
     "megatron.training",
@@ -59,7 +59,7 @@ IMPORTED = (
 
 
 def main() -> int:
-    """Measure what is missing, then report."""
+    """Launch what is missing, then report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("results", type=Path, metavar="RESULTS.json")
     parser.add_argument("--repeats", type=int, default=5, help="rounds: launches of every run")
@@ -82,41 +82,41 @@ def main() -> int:
 def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Run what is missing, round by round; the file is written after every run."""
     begin = time.monotonic()
-    crew: WorkerPool | None = None
+    pool: WorkerPool | None = None
     failures = 0
     try:
         for number in range(options.repeats):
             missing = _missing(number, results, seed=options.seed)
-            for at, (name, is_profiled) in enumerate(missing):
+            for index, (name, is_profiled) in enumerate(missing):
                 elapsed = time.monotonic() - begin
                 if elapsed > options.limit:
                     print(f"{elapsed:.0f} s: the limit; start again to measure more")
                     return
-                where = f"{elapsed:5.0f} s round {number + 1}/{options.repeats} {at + 1}/{len(missing)}"
-                crew = crew or WorkerPool()
+                where = f"{elapsed:5.0f} s round {number + 1}/{options.repeats} {index + 1}/{len(missing)}"
+                pool = pool or WorkerPool()
                 try:
-                    got = crew.run(name, options=options, is_profiled=is_profiled)
+                    launch = pool.run(name, options=options, is_profiled=is_profiled)
                 except RuntimeError as error:
                     failures += 1
                     print(f"{where}: {error}", flush=True)
                     if failures == MOST_FAILURES:
                         raise
-                    crew.close()
-                    crew = None
+                    pool.close()
+                    pool = None
                     continue
-                found = results.setdefault(name, {"launches": [], PROFILE: []})
-                found[PROFILE if is_profiled else "launches"].append(got)
+                launches = results.setdefault(name, {"launches": [], PROFILE: []})
+                launches[PROFILE if is_profiled else "launches"].append(launch)
                 _write(options.results, results)
-                median = statistics.median(got["iteration_s"])
+                median = statistics.median(launch["iteration_s"])
                 kind = ", profiled" if is_profiled else ""
                 print(f"{where}: {median * 1e3:7.1f} ms  {name}{kind}", flush=True)
     finally:
-        if crew is not None:
-            crew.close()
+        if pool is not None:
+            pool.close()
 
 
 def _missing(number: int, results: dict[str, Any], *, seed: int) -> list[tuple[str, bool]]:
-    """What round `number` (from 0) still has to launch, in its order; with whether layers are measured."""
+    """The runs that round `number` (from 0) still has to launch, in order; True for profiled ones."""
     from live_cases import CASES, PROFILED
 
     names = [(name, False) for name in CASES]
@@ -266,7 +266,7 @@ def run_rank(rank: int, order: dict[str, Any]) -> None:
     case = CASES[order["name"]]
     steps = Steps(rank, order)
     wrappers: dict[Any, Any] = {seams.TRAIN_STEP: steps.wrap}
-    if case.is_ours:
+    if case.is_custom:
         prepared = prepare(_recipe(case), num_microbatches=case.num_microbatches)
         for seam, wrapper in prepared.wrappers.items():
             wrappers[seam] = seams.chain(wrappers.get(seam), wrapper)
@@ -279,7 +279,7 @@ def run_rank(rank: int, order: dict[str, Any]) -> None:
 
 
 def _recipe(case: Any) -> Any:
-    """The named schedule; receives are placed for stages that take as long as their layers are many."""
+    """The named schedule; receives are placed for stages whose time is proportional to their layers."""
     import numpy as np
 
     from quartet_plugin.model.costs import StageCosts
@@ -327,7 +327,7 @@ class Steps:
         return timed
 
     def profiled(self) -> Any:
-        """The wrapper that measures layers too."""
+        """The wrapper that profiles layers too."""
         from quartet_plugin.megatron.profiling import LayerProfiler
 
         order = SimpleNamespace(
@@ -361,49 +361,50 @@ def report(results: dict[str, Any]) -> int:
     observations = []
     for case in CALIBRATING:
         observations += observed(case, results.get(case.name), machines)
-    found = calibrate(observations)
-    print(f"calibrated by {found.num_iterations} runs and {found.num_parts} parts of them")
-    for term in found.terms:
+    calibration = calibrate(observations)
+    print(f"calibrated by {calibration.num_iterations} runs and {calibration.num_parts} parts of them")
+    for term in calibration.terms:
         print(
             f"  {term.name:14} {term.value:.4g} [{term.low:.4g}, {term.high:.4g}], prior {term.prior:.4g}, "
             f"{term.num_measurements} measurements, {term.learned:.0%} learned"
         )
-    print(f"error of the model in whole iterations: {found.iteration_error:.1%}")
+    print(f"error of the model in whole iterations: {calibration.iteration_error:.1%}")
     for case in CALIBRATING:
-        _line(case, results.get(case.name), found.interval(case.run(machines)))
+        _line(case, results.get(case.name), calibration.interval(case.run(machines)))
     print("predicted:")
     errors: dict[str, list[float]] = {}
     spreads, inside, num_sure = [], 0, 0
     for case in PREDICTED:
         result = results.get(case.name)
-        one = _line(case, result, found.interval(case.run(machines)))
-        if one is not None:
-            errors.setdefault(case.how if case.how != "pp2" else f"pp2 {case.schedule}", []).append(one[0])
-            inside += one[1]
+        line = _line(case, result, calibration.interval(case.run(machines)))
+        if line is not None:
+            errors.setdefault(case.how if case.how != "pp2" else f"pp2 {case.schedule}", []).append(line[0])
+            inside += line[1]
             spreads.append(median_of(result["launches"])[1])
             num_sure += len(result["launches"]) >= LEAST_LAUNCHES
     if not errors:
         print("nothing measured to compare with")
         return 1
-    for kind, own in sorted(errors.items()):
-        print(f"  {kind:16} {len(own)} runs: mean {np.abs(own).mean():.1%}, bias {np.mean(own):+.1%}")
-    whole = np.concatenate(list(errors.values()))
-    absolute = np.abs(whole)
-    print(f"pace of each round, over the runs' medians: {', '.join(paces(results))}")
+    for kind, of_kind in sorted(errors.items()):
+        mean, bias = np.abs(of_kind).mean(), np.mean(of_kind)
+        print(f"  {kind:16} {len(of_kind)} runs: mean {mean:.1%}, bias {bias:+.1%}")
+    all_errors = np.concatenate(list(errors.values()))
+    absolute = np.abs(all_errors)
+    print(f"slowdown of each round, over the runs' medians: {', '.join(round_slowdowns(results))}")
     print(
-        f"{len(whole)} runs not used for calibration, {num_sure} of them launched {LEAST_LAUNCHES} times or "
-        f"more: mean error {absolute.mean():.2%}, median {np.median(absolute):.2%}, worst "
-        f"{absolute.max():.2%}, bias {whole.mean():+.2%}, {inside} inside their 95 % interval; their medians "
-        f"are sure to {np.mean(spreads):.1%}; goal {GOAL:.0%}"
+        f"{len(all_errors)} runs not used for calibration, {num_sure} of them launched {LEAST_LAUNCHES} "
+        f"times or more: mean error {absolute.mean():.2%}, median {np.median(absolute):.2%}, worst "
+        f"{absolute.max():.2%}, bias {all_errors.mean():+.2%}, {inside} inside their 95 % interval; "
+        f"standard error of their medians {np.mean(spreads):.1%}; goal {GOAL:.0%}"
     )
     return 0 if absolute.mean() <= GOAL and num_sure >= LEAST_RUNS else 1
 
 
-def paces(results: dict[str, Any]) -> list[str]:
-    """How long launches of each round took, over the median of their run's launches; the median of runs."""
+def round_slowdowns(results: dict[str, Any]) -> list[str]:
+    """Each round's time of a launch over the median of its run's launches; the median over runs."""
     ratios: dict[int, list[float]] = {}
     for result in results.values():
-        medians = [statistics.median(one["iteration_s"]) for one in result["launches"]]
+        medians = [statistics.median(launch["iteration_s"]) for launch in result["launches"]]
         for number, median in enumerate(medians):
             ratios.setdefault(number, []).append(median / statistics.median(medians))
     return [f"{statistics.median(ratios[number]):.3f}" for number in sorted(ratios)]
@@ -422,19 +423,19 @@ def _line(case: Any, result: Any, predicted: Any) -> tuple[float, bool] | None:
 
 
 def median_of(launches: Sequence[Any]) -> tuple[float, float]:
-    """The median over launches of each one's median iteration, and the relative error of it."""
-    medians = [statistics.median(one["iteration_s"]) for one in launches]
+    """The median over launches of each launch's median iteration, and its relative standard error."""
+    medians = [statistics.median(launch["iteration_s"]) for launch in launches]
     middle = statistics.median(medians)
-    off = (
-        statistics.median(abs(one - middle) for one in medians) * 1.4826
+    deviation = (
+        statistics.median(abs(median - middle) for median in medians) * 1.4826
         if len(medians) > 2
         else 0.03 * middle
     )
-    return middle, max(LEAST_SPREAD, off / middle / len(medians) ** 0.5)
+    return middle, max(LEAST_SPREAD, deviation / middle / len(medians) ** 0.5)
 
 
 def observed(case: Any, result: Any, machines: Any) -> list[Any]:
-    """What a calibrating run says: its iteration, and its parts."""
+    """The observations of a calibrating run: of its iteration and of its parts."""
     from quartet_plugin.calibration.observations import Observation
     from quartet_plugin.calibration.profile import observations_of
     from quartet_plugin.model.schema import parse
@@ -443,13 +444,13 @@ def observed(case: Any, result: Any, machines: Any) -> list[Any]:
     if not result:
         return []
     run = case.run(machines)
-    found: list[Any] = []
+    observations: list[Any] = []
     if result["launches"]:
         seconds, spread = median_of(result["launches"])
-        found.append(Observation(run=run, seconds=seconds, spread=spread))
-    launches = [] if case.is_ours else result[PROFILE]
-    ranks = [parse(RankProfile, one, where=case.name) for launch in launches for one in launch["profiles"]]
-    return found + observations_of(run, ranks)
+        observations.append(Observation(run=run, seconds=seconds, spread=spread))
+    launches = [] if case.is_custom else result[PROFILE]
+    ranks = [parse(RankProfile, rank, where=case.name) for launch in launches for rank in launch["profiles"]]
+    return observations + observations_of(run, ranks)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The runs of `live_accuracy.py`: which calibrate, and which are predicted from them alone.
+"""The runs of `live_accuracy.py`: those that calibrate, and those that are predicted from them alone.
 
-No predicted run has a shape that calibrates; all have another split or number of microbatches, too. GPipe
-and ZB-V are only predicted. The shapes that calibrate are the corners: few and many tokens, narrow and wide
-layers, small and large vocabularies, so that every term is large somewhere.
+No predicted run has the shape of a calibrating run; all have another split or number of microbatches, too.
+GPipe and ZB-V are only predicted. The calibrating shapes are the corners: few and many tokens, narrow and
+wide layers, small and large vocabularies, so that every term is large somewhere.
 """
 
 import shlex
@@ -50,11 +50,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What identifies it in the results."""
-        one = self.size
+        """The run's key in the results."""
+        size = self.size
         split = "+".join(map(str, self.layers_per_stage))
         return (
-            f"L{one.layers} h{one.hidden} a{one.heads} s{one.seq} v{one.vocab} {self.how} {split} "
+            f"L{size.layers} h{size.hidden} a{size.heads} s{size.seq} v{size.vocab} {self.how} {split} "
             f"{self.schedule} mb{self.micro_batch} m{self.num_microbatches}"
         )
 
@@ -66,8 +66,8 @@ class Case:
         return (self.size.layers // 2,) * 2 if self.how == "pp2" else (self.size.layers,)
 
     @property
-    def is_ours(self) -> bool:
-        """Whether the plugin's own runtime executes the schedule."""
+    def is_custom(self) -> bool:
+        """Whether the plugin's runtime executes the schedule."""
         return self.schedule not in ("stock", "interleaved")
 
     @property
@@ -82,12 +82,12 @@ class Case:
 
     @property
     def flags(self) -> list[str]:
-        """Megatron's."""
-        one = self.size
+        """Megatron's flags."""
+        size = self.size
         copies = 2 if self.how == "dp2" else 1
         words = (
-            f"--num-layers {one.layers} --hidden-size {one.hidden} --num-attention-heads {one.heads} "
-            f"--seq-length {one.seq} --max-position-embeddings {one.seq} --vocab-size {one.vocab - 1} "
+            f"--num-layers {size.layers} --hidden-size {size.hidden} --num-attention-heads {size.heads} "
+            f"--seq-length {size.seq} --max-position-embeddings {size.seq} --vocab-size {size.vocab - 1} "
             f"--micro-batch-size {self.micro_batch} "
             f"--global-batch-size {self.micro_batch * self.num_microbatches * copies} "
             "--mock-data --tokenizer-type NullTokenizer --train-iters 1000 --lr 1e-4 --min-lr 1e-5 "
@@ -102,20 +102,20 @@ class Case:
         return shlex.split(words)
 
     def run(self, machines: UniformCluster) -> TrainingRun:
-        """The case as the cost model takes it."""
-        one = self.size
+        """The case as a training run of the cost model."""
+        size = self.size
         kinds = {"zb-h1": ScheduleKind.ZB_H1, "zb-v": ScheduleKind.ZB_V, "gpipe": ScheduleKind.GPIPE}
         return run_of(
             ModelShape(
-                num_layers=one.layers,
-                hidden_size=one.hidden,
-                ffn_hidden_size=4 * one.hidden,
-                num_attention_heads=one.heads,
-                num_query_groups=one.heads,
-                kv_channels=one.hidden // one.heads,
-                seq_length=one.seq,
-                vocab_size=one.vocab,
-                max_position_embeddings=one.seq,
+                num_layers=size.layers,
+                hidden_size=size.hidden,
+                ffn_hidden_size=4 * size.hidden,
+                num_attention_heads=size.heads,
+                num_query_groups=size.heads,
+                kv_channels=size.hidden // size.heads,
+                seq_length=size.seq,
+                vocab_size=size.vocab,
+                max_position_embeddings=size.seq,
                 gated_ffn=False,
                 tied_embeddings=True,
                 position_embedding="learned_absolute",
@@ -172,14 +172,14 @@ _G = Size(layers=12, hidden=96, heads=2, seq=32, vocab=1536)
 
 
 def _cases(size: Size, role: Role, *runs: str) -> tuple[Case, ...]:
-    """Each run in words: `pp2 4+2 zb-h1 mb2 m4`; the split and Megatron's own schedule may be left out."""
-    found = []
+    """Each run in words: `pp2 4+2 zb-h1 mb2 m4`; the split and the stock schedule may be left out."""
+    cases = []
     for words in runs:
         how, *rest = words.split()
         split = tuple(int(count) for word in rest if "+" in word for count in word.split("+"))
         named = [word for word in rest if "+" not in word and not word.startswith("m")]
         sizes = {word.rstrip("0123456789"): int(word.lstrip("mb")) for word in rest if word.startswith("m")}
-        found.append(
+        cases.append(
             Case(
                 size=size,
                 how=how,  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def _cases(size: Size, role: Role, *runs: str) -> tuple[Case, ...]:
                 role=role,
             )
         )
-    return tuple(found)
+    return tuple(cases)
 
 
 CALIBRATING = (
@@ -230,6 +230,6 @@ PREDICTED = (
     *_cases(_U, "predict", "pp2 mb2 m2", "pp2 5+3 mb1 m6", "pp2 zb-h1 mb1 m7", "tp2 mb1 m3", "dp2 mb1 m5"),
 )  # fmt: skip
 
-# Under a schedule of ours a backward is none of a layer's own: only Megatron's are looked into.
-PROFILED = tuple(case for case in CALIBRATING if not case.is_ours)
+# Under a custom schedule a backward is not a layer's: only Megatron's schedules are profiled.
+PROFILED = tuple(case for case in CALIBRATING if not case.is_custom)
 CASES = {case.name: case for case in (*CALIBRATING, *PREDICTED)}

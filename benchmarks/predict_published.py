@@ -1,10 +1,11 @@
-"""How well the cost model predicts published runs it was not fitted to.
+"""The error of the cost model on published runs that it was not fitted to.
 
     python benchmarks/predict_published.py DATA.json          # each family predicted without its own rows
     python benchmarks/predict_published.py DATA.json --rows   # the same with every row
     python benchmarks/predict_published.py DATA.json --fit    # fit to all rows, write the package's constants
 
-DATA.json is an array of rows: what was run, and `iter_time_s`. Predictions see the allowed fields only.
+DATA.json is an array of rows, each with the fields of a run and `iter_time_s`. Predictions see the allowed
+fields only.
 """
 
 import argparse
@@ -21,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from benchmarks.published_fit import PublishedRun, fit
-from quartet_plugin.cost import constants as known
+from quartet_plugin.cost import constants as package_constants
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.predict import predict_row
 from quartet_plugin.cost.rows import read_row, resolve
@@ -50,42 +51,42 @@ WHY = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A row, the run that its allowed fields describe, and its measured seconds."""
+    """A row's fields, the run that the allowed ones describe, and its measured seconds."""
 
-    row: dict[str, Any]
+    fields: dict[str, Any]
     run: TrainingRun
     seconds: float
 
     @property
     def family(self) -> str:
-        return str(self.row["family"])
+        return str(self.fields["family"])
 
     @property
     def is_core(self) -> bool:
-        return bool(self.row["core"]) and self.row["tier"] == "A"
+        return bool(self.fields["core"]) and self.fields["tier"] == "A"
 
 
 def observations(rows: Sequence[Measured]) -> list[PublishedRun]:
-    """What the fit sees: a large family counts like ten rows, unverified and expert rows less."""
-    sizes = Counter(one.family for one in rows)
-    found = []
-    for one in rows:
-        spread = SPREAD * (1.0 if one.row["tier"] == "A" else 1.6) * (3.0 if one.run.experts else 1.0)
-        spread *= max(1.0, sizes[one.family] / ROWS_THAT_COUNT_FULLY) ** 0.5
-        found.append(
-            PublishedRun(run=one.run, seconds=one.seconds, spread=spread / (1.6 if one.is_core else 1.0))
+    """The input of the fit: a large family counts like ten rows, unverified and expert rows less."""
+    sizes = Counter(row.family for row in rows)
+    runs = []
+    for row in rows:
+        spread = SPREAD * (1.0 if row.fields["tier"] == "A" else 1.6) * (3.0 if row.run.experts else 1.0)
+        spread *= max(1.0, sizes[row.family] / ROWS_THAT_COUNT_FULLY) ** 0.5
+        runs.append(
+            PublishedRun(run=row.run, seconds=row.seconds, spread=spread / (1.6 if row.is_core else 1.0))
         )
-    return found
+    return runs
 
 
 def left_out(rows: Sequence[Measured], start: Constants) -> dict[str, Constants]:
-    """For each family the constants fitted to all the others."""
-    found = {}
-    for family in sorted({one.family for one in rows}):
-        others = [one for one in rows if one.family != family]
-        found[family] = fit(observations(others), start=start, rounds=2)
+    """The constants fitted to all other families, by family."""
+    constants = {}
+    for family in sorted({row.family for row in rows}):
+        others = [row for row in rows if row.family != family]
+        constants[family] = fit(observations(others), start=start, rounds=2)
         print(f"  fitted without {family}", file=sys.stderr)
-    return found
+    return constants
 
 
 def spearman(predicted: Sequence[float], measured: Sequence[float]) -> float:
@@ -101,23 +102,23 @@ def percent(values: Sequence[float]) -> str:
 
 def print_table(rows: Sequence[Measured], predicted: Sequence[float], in_sample: Sequence[float]) -> None:
     """Errors of iteration time: all figures in percent, the means unweighted over rows."""
-    error = np.array([p / one.seconds - 1 for p, one in zip(predicted, rows, strict=True)])
-    inside = np.array([p / one.seconds - 1 for p, one in zip(in_sample, rows, strict=True)])
+    error = np.array([p / row.seconds - 1 for p, row in zip(predicted, rows, strict=True)])
+    inside = np.array([p / row.seconds - 1 for p, row in zip(in_sample, rows, strict=True)])
     size = np.abs(error)
-    core = np.array([one.is_core for one in rows])
-    first = np.array([one.row["tier"] == "A" for one in rows])
+    core = np.array([row.is_core for row in rows])
+    first = np.array([row.fields["tier"] == "A" for row in rows])
     print(
         f"{'family':14} {'rows':>4} {'mean':>5} {'bias':>6} {'worst':>6} | {'A':>5} | core n mean | "
         "fitted | due to"
     )
-    for family in sorted({one.family for one in rows}):
-        own = np.array([one.family == family for one in rows])
-        worst = float(error[own][np.argmax(size[own])])
+    for family in sorted({row.family for row in rows}):
+        members = np.array([row.family == family for row in rows])
+        worst = float(error[members][np.argmax(size[members])])
         print(
-            f"{family:14} {own.sum():4d} {percent(size[own])} {100 * error[own].mean():+6.1f} "
-            f"{100 * worst:+6.1f} | {percent(size[own & first])} | "
-            f"{(own & core).sum():4d} {percent(size[own & core])}   | "
-            f"{percent(np.abs(inside[own]))}  | {WHY.get(family, '')}"
+            f"{family:14} {members.sum():4d} {percent(size[members])} {100 * error[members].mean():+6.1f} "
+            f"{100 * worst:+6.1f} | {percent(size[members & first])} | "
+            f"{(members & core).sum():4d} {percent(size[members & core])}   | "
+            f"{percent(np.abs(inside[members]))}  | {WHY.get(family, '')}"
         )
     for name, chosen in (("core, tier A", core), ("tier A", first), ("tier B", ~first)):
         if chosen.any():
@@ -129,15 +130,17 @@ def print_table(rows: Sequence[Measured], predicted: Sequence[float], in_sample:
 
 
 def print_ranks(rows: Sequence[Measured], predicted: Sequence[float]) -> None:
-    """Whether the order of layouts and schedules is right, by seconds a sample."""
+    """The rank correlation of layouts and schedules, by seconds a sample."""
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for one, seconds in zip(rows, predicted, strict=True):
-        row = one.row
-        pair = (seconds / row["gbs"], one.seconds / row["gbs"])
-        if one.family == "zerobubble":
+    for measured, seconds in zip(rows, predicted, strict=True):
+        row = measured.fields
+        pair = (seconds / row["gbs"], measured.seconds / row["gbs"])
+        if measured.family == "zerobubble":
             groups[f"zerobubble {row['model']}"].append(pair)
         elif (
-            one.family == "bloom" and row["heads"] == 64 and (row.get("options") or {}).get("date") == "02-25"
+            measured.family == "bloom"
+            and row["heads"] == 64
+            and (row.get("options") or {}).get("date") == "02-25"
         ):
             groups[f"bloom {row['model']} 02-25"].append(pair)
     for name, pairs in groups.items():
@@ -146,22 +149,23 @@ def print_ranks(rows: Sequence[Measured], predicted: Sequence[float]) -> None:
 
 
 def print_memory(data: Sequence[dict[str, Any]]) -> None:
-    """Peak memory: nothing of it is fitted. Gibibytes; some families printed what the driver reports."""
+    """Errors of the peak memory, of which nothing is fitted; some families print the driver's figure."""
     errors: dict[str, list[float]] = defaultdict(list)
     refused: list[str] = []
     for row in data:
         if row.get("kind") not in ("e2e", "oom"):
             continue
-        found = predict_row(row)
-        if "error" in found:
+        prediction = predict_row(row)
+        if "error" in prediction:
             continue
         if row["kind"] == "oom":
-            print(f"{row['id']} ran out of memory: predicted {found['peak_memory_bytes'] / 2**30:.1f} GiB, "
-                  f"{'fits' if found['fits'] else 'does not fit'}")  # fmt: skip
-        elif not found["fits"]:
+            peak = prediction["peak_memory_bytes"] / 2**30
+            print(f"{row['id']} ran out of memory: predicted {peak:.1f} GiB, "
+                  f"{'fits' if prediction['fits'] else 'does not fit'}")  # fmt: skip
+        elif not prediction["fits"]:
             refused.append(str(row["id"]))
         if isinstance(row.get("memory_gb"), int | float):
-            errors[row["family"]].append(found["peak_memory_bytes"] / 2**30 / row["memory_gb"] - 1)
+            errors[row["family"]].append(prediction["peak_memory_bytes"] / 2**30 / row["memory_gb"] - 1)
     for family, values in sorted(errors.items()):
         print(f"memory, {family}, {len(values)} rows: mean {percent([abs(v) for v in values])} %, "
               f"bias {100 * float(np.mean(values)):+.1f} %")  # fmt: skip
@@ -177,7 +181,7 @@ def main() -> None:
         "-o",
         "--output",
         type=Path,
-        default=Path(known.__file__).with_name(known.FILE),
+        default=Path(package_constants.__file__).with_name(package_constants.FILE),
         help="where --fit writes",
     )
     options = parser.parse_args()
@@ -194,12 +198,12 @@ def main() -> None:
         print(f"wrote {options.output}")
         return
     without = left_out(rows, best)
-    predicted = [predict_row(one.row, constants=without[one.family])["iter_time_s"] for one in rows]
-    inside = [predict_row(one.row, constants=best)["iter_time_s"] for one in rows]
+    predicted = [predict_row(row.fields, constants=without[row.family])["iter_time_s"] for row in rows]
+    inside = [predict_row(row.fields, constants=best)["iter_time_s"] for row in rows]
     if options.rows:
-        for one, seconds in zip(rows, predicted, strict=True):
-            error = 100 * (seconds / one.seconds - 1)
-            print(f"{one.row['id']:20} {one.seconds:10.4f} {seconds:10.4f} {error:+7.1f}")
+        for row, seconds in zip(rows, predicted, strict=True):
+            error = 100 * (seconds / row.seconds - 1)
+            print(f"{row.fields['id']:20} {row.seconds:10.4f} {seconds:10.4f} {error:+7.1f}")
     print_table(rows, predicted, inside)
     print_ranks(rows, predicted)
     print_memory(data)

@@ -1,4 +1,4 @@
-"""How far the simulator can be trusted: makespans of rehearsed schedules beside the simulated ones.
+"""The simulator's error: makespans of rehearsed schedules beside the simulated ones.
 
     python benchmarks/rehearsal.py [--devices 8 16] [--action-ms 10 3] [--steps 5] [--only NAME ...]
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from quartet_plugin.model.costs import Costs, LayerCost, stage_costs
-from quartet_plugin.runtime.rehearsal.crew import Rehearsal
+from quartet_plugin.runtime.rehearsal.processes import Rehearsal
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search import search
@@ -53,8 +53,8 @@ def cases(num_devices: int, *, action_s: float, only: list[str]) -> Iterator[tup
             num_devices, num_layers=chunks * num_devices, num_microbatches=microbatches, action_s=action_s
         )
         if name == "searched":
-            found = search(costs, placement="v", chunks=2, split="even", evaluations=2000, seed=0)
-            yield name, found.schedule, costs
+            result = search(costs, placement="v", chunks=2, split="even", evaluations=2000, seed=0)
+            yield name, result.schedule, costs
             continue
         order = named(name, num_devices=num_devices, num_microbatches=microbatches, chunks=chunks)
         yield name, replace(order, layers_per_stage=(1,) * order.num_stages), costs

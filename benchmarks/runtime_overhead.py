@@ -1,4 +1,4 @@
-"""Our schedule runtime against Megatron's own: `python benchmarks/runtime_overhead.py [SCENARIO ...]`.
+"""The custom schedule runtime against stock: `python benchmarks/runtime_overhead.py [SCENARIO ...]`.
 
 Two pinned processes, one thread each, train a small GPT (PP2, m = 2p, CPU device). A pair is two adjacent
 blocks of steps in these same processes, the tested thing switched between the blocks, in random order; its
@@ -6,8 +6,8 @@ ratio is the time of the first of the two names over that of the second, of the 
 median of the ratios and its 95 % bootstrap interval over pairs; where orders are the same also the peak of
 saved tensors.
 
-  1f1b, interleaved   Megatron's own schedule / ours with the same order: the lower end should be 0.99 or more
-  zb-h1, searched     Megatron's own 1F1B / ZB-H1, or what the search finds with half as much memory again:
+  1f1b, interleaved   stock / custom with the same order: the lower end should be 0.99 or more
+  zb-h1, searched     stock 1F1B / ZB-H1, or what the search finds with half as much memory again:
                       above 1 is faster
   recording           without / with a record per action: the lower end should be 0.995 or more
 """
@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "pretrain_gpt.py"
-# Short iterations: what is ours weighs more in them, and many short pairs say more than few long ones.
+# Short iterations: the runtime weighs more in them, and many short pairs say more than few long ones.
 FLAGS = shlex.split(
     "--hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--pipeline-model-parallel-size 2 --micro-batch-size 2 "
@@ -41,7 +41,7 @@ FLAGS = shlex.split(
     "--attention-dropout 0 --hidden-dropout 0 --log-interval 100000 --eval-interval 1000000 --eval-iters 0"
 )
 WARMUP_STEPS = 6
-LEDGER_STEPS = 2
+TRACKED_STEPS = 2
 # What the head weighs against a layer, and how much more than 1F1B the searched order may hold.
 HEAD_LAYERS = 0.6
 MORE_MEMORY = 1.5
@@ -49,7 +49,7 @@ MORE_MEMORY = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What is compared: `order` is ours; `against` is `stock`, or ours without records."""
+    """What is compared: `order` is the custom one; `against` is `stock`, or the runtime without records."""
 
     order: str
     placement: tuple[int, ...] = (0, 1)
@@ -128,15 +128,15 @@ def measure(options: argparse.Namespace, name: str) -> dict[str, Any]:
 def summary(ranks: Sequence[Any], *, seed: int, steps: int) -> dict[str, Any]:
     """Median ratio, its interval, and the peaks by rank."""
     seconds = np.max([rank["seconds"] for rank in ranks], axis=0).reshape(-1, 2)
-    is_ours = np.array(ranks[0]["is_ours"]).reshape(-1, 2)
-    ours_s, other_s = seconds[is_ours], seconds[~is_ours]
-    ratios = other_s / ours_s
+    is_custom = np.array(ranks[0]["is_custom"]).reshape(-1, 2)
+    custom_s, other_s = seconds[is_custom], seconds[~is_custom]
+    ratios = other_s / custom_s
     draws = np.random.default_rng(seed).choice(ratios, size=(20_000, len(ratios)))
     low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
     return {
         "ratio": {"median": float(np.median(ratios)), "low": float(low), "high": float(high)},
         "iteration_s": float(np.median(other_s)) / steps,
-        "ours_s": ours_s.tolist(),
+        "custom_s": custom_s.tolist(),
         "other_s": other_s.tolist(),
         "ours_bytes": [rank["peak_bytes"]["true"] for rank in ranks],
         "other_bytes": [rank["peak_bytes"]["false"] for rank in ranks],
@@ -156,15 +156,15 @@ def run_rank(options: argparse.Namespace, scenario: Scenario) -> None:
     from quartet_plugin.megatron.runtime.install import SCHEDULES, prepare
     from quartet_plugin.runtime.records import NullRecorder, Recorder
 
-    prepared = prepare(recipe_of(scenario), num_microbatches=scenario.num_microbatches)
+    prepared = prepare(spec_of(scenario), num_microbatches=scenario.num_microbatches)
     blocks = Blocks(options, stock_step=training.train_step)
     runtime = prepared.runtime
 
     def switching(stock: Callable[..., Any]) -> Callable[..., Any]:
         def forward_backward(**call: Any) -> Any:
             if scenario.against == "stock":
-                return (runtime.forward_backward if blocks.is_ours else stock)(**call)
-            runtime.recorder = Recorder() if blocks.is_ours else NullRecorder()
+                return (runtime.forward_backward if blocks.is_custom else stock)(**call)
+            runtime.recorder = Recorder() if blocks.is_custom else NullRecorder()
             return runtime.forward_backward(**call)
 
         return forward_backward
@@ -183,7 +183,7 @@ def run_rank(options: argparse.Namespace, scenario: Scenario) -> None:
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def recipe_of(scenario: Scenario) -> Any:
+def spec_of(scenario: Scenario) -> Any:
     """What makes the order: of a named one all stages count alike."""
     from quartet_plugin.runtime.programs import ScheduleSpec
 
@@ -240,7 +240,7 @@ def searched(scenario: Scenario) -> Any:
     )
     limit = MORE_MEMORY * memory_limit(costs, scenario.placement)
     entries = entries_of(scenario.split)
-    found = search(
+    result = search(
         replace(costs, memory_limit_bytes=limit),
         placement=scenario.placement,
         split=entries,
@@ -249,7 +249,7 @@ def searched(scenario: Scenario) -> Any:
     )
     cost = np.array(scenario.split, dtype=np.float64)
     cost[-1] += HEAD_LAYERS
-    return ScheduleSpec(costs=stage_costs(scenario, cost), written=found.schedule)
+    return ScheduleSpec(costs=stage_costs(scenario, cost), written=result.schedule)
 
 
 class Blocks:
@@ -258,24 +258,24 @@ class Blocks:
     def __init__(self, options: argparse.Namespace, *, stock_step: Callable[..., Any]) -> None:
         generator = random.Random(options.seed)
         pairs = [generator.sample([True, False], 2) for _ in range(options.pairs)]
-        self._order = [is_ours for pair in pairs for is_ours in pair]
+        self._order = [is_custom for pair in pairs for is_custom in pair]
         self._train_step = stock_step
         self._steps, self._folder = options.steps, options.folder
-        self._done = -WARMUP_STEPS - LEDGER_STEPS
+        self._done = -WARMUP_STEPS - TRACKED_STEPS
         self._block_start = 0.0
         self._seconds: list[float] = []
         self._peak_bytes: dict[bool, int] = {}
-        self.is_ours = False
+        self.is_custom = False
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One step; both kinds run during the warm-up, and once each under the ledger."""
+        """One step; both kinds run during the warm-up, and once each under the tracker."""
         in_block = self._done >= 0
-        self.is_ours = self._order[self._done // self._steps] if in_block else self._done % 2 == 0
+        self.is_custom = self._order[self._done // self._steps] if in_block else self._done % 2 == 0
         with ExitStack() as stack:
-            ledger = stack.enter_context(Ledger()) if -LEDGER_STEPS <= self._done < 0 else None
+            tracker = stack.enter_context(SavedTensorBytes()) if -TRACKED_STEPS <= self._done < 0 else None
             results = self._train_step(*args, **kwargs)
-        if ledger is not None:
-            self._peak_bytes[self.is_ours] = ledger.peak_bytes
+        if tracker is not None:
+            self._peak_bytes[self.is_custom] = tracker.peak_bytes
         self._done += 1
         if self._done >= 0 and self._done % self._steps == 0:
             now = time.perf_counter()
@@ -291,13 +291,13 @@ class Blocks:
 
         from quartet_plugin.rank.step_meter import leave
 
-        content = {"seconds": self._seconds, "is_ours": self._order, "peak_bytes": self._peak_bytes}
+        content = {"seconds": self._seconds, "is_custom": self._order, "peak_bytes": self._peak_bytes}
         (self._folder / f"blocks-{os.environ['RANK']}.json").write_text(json.dumps(content))
         dist.barrier()
         leave()
 
 
-class Ledger:
+class SavedTensorBytes:
     """The peak of bytes that autograd keeps between forward and backward, each storage once."""
 
     def __init__(self) -> None:
@@ -305,7 +305,7 @@ class Ledger:
         self._bytes = 0
         self._users: dict[int, int] = {}
 
-    def __enter__(self) -> "Ledger":
+    def __enter__(self) -> "SavedTensorBytes":
         import torch
 
         gc.collect()

@@ -1,1 +1,1 @@
-"""What measurements say about the iteration model."""
+"""Calibration: the posterior of the cost model's constants and coefficients, given measurements."""

@@ -22,7 +22,7 @@ from quartet_plugin.model.cluster import Cluster
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.plan import NodeInfo
 
-# Up to so many slots each slot has a slowdown; beyond, the slots of a node share one.
+# The number of slots up to which each slot has a slowdown; beyond, the slots of a node share one.
 MAX_SLOWDOWN_SLOTS = 16
 MAX_SLOWDOWN_NODES = 64
 

@@ -1,1 +1,1 @@
-"""What an iteration costs, before it is measured."""
+"""The cost model: the predicted time and memory of an iteration."""

@@ -19,7 +19,7 @@ FLASH_BLOCK = 128
 MEMORY_RATE = 0.85
 # Generations on a 4 nm process, whose half-precision units outgrew the power budget.
 POWER_LIMITED = ("hopper", "blackwell", "ada")
-# Tiles of a matrix product's output, and what a smaller one costs more a FLOP.
+# Tiles of a matrix product's output (rows, columns), and a FLOP's cost in each tile size.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.1))
 # Kernels of a layer's forward: fused (norms, rotary, activation, residuals) and not.
 FUSED_KERNELS, PLAIN_KERNELS = 14, 30
@@ -86,7 +86,6 @@ class Rates:
 
     __slots__ = (
         "cast",
-        "cluster",
         "element",
         "flash",
         "half",
@@ -94,6 +93,7 @@ class Rates:
         "matmul",
         "memory",
         "operand_bytes",
+        "ratios",
         "traffic",
         "units",
     )
@@ -111,7 +111,7 @@ class Rates:
         self.cast = constants.cast if low else 0.0
         self.units = device.compute_units
         self.launch_s = 0.0 if run.software.graphs else constants.launch_s
-        self.cluster = constants if isinstance(constants, ClusterConstants) else NEUTRAL
+        self.ratios = constants if isinstance(constants, ClusterConstants) else NEUTRAL
 
     def gemm(self, m: float, n: float, k: float, *, gradient: bool = False) -> float:
         """Seconds of [m, k] x [k, n] in the layers' precision; a weight gradient adds to fp32."""
@@ -167,7 +167,7 @@ def flash_share(run: TrainingRun) -> float:
 
 
 def half_rate(device: DeviceSpec, precision: Precision, constants: Constants) -> float:
-    """FLOP/s of large half-precision products: near the ceiling, or what the power budget allows."""
+    """FLOP/s of large half-precision products: near the ceiling, or at the limit of the power budget."""
     reached = device.ceiling(precision) * constants.gemm_rate
     if device.power_watts is None or device.generation not in POWER_LIMITED:
         return reached
@@ -217,18 +217,22 @@ def layer_times(
         extra, hidden_ffn, routed = _experts(run, rates, experts)
         gemm = gemm.plus(extra)
         num_casts = sizes
-    passes = _elementwise_bytes(run, hidden_ffn * rates.cluster.activation) + attention_passes + routed
+    passes = _elementwise_bytes(run, hidden_ffn * rates.ratios.activation) + attention_passes + routed
     scale = constants.elementwise / rates.memory
     cast = rates.cast * sum(4.0 * t * (size_in + size_out) for size_out, size_in in num_casts) / rates.memory
     memory = passes * scale
     add = _accumulation_s(run, rates, sizes, hidden_ffn if experts is None else 0.0)
-    back = ELEMENTWISE_BACKWARD * rates.cluster.elementwise_backward
+    back = ELEMENTWISE_BACKWARD * rates.ratios.elementwise_backward
     elementwise = Times(memory + cast / 2, memory * back + cast / 2, add)
     kernels = FUSED_KERNELS if run.software.fused_elementwise else PLAIN_KERNELS
     if experts is not None:
         kernels *= 2
     start = kernels * rates.launch_s
-    launch = Times(start, start * rates.cluster.launch_input, start * 0.5 * rates.cluster.launch_weight)
+    launch = Times(
+        start,
+        start * rates.ratios.launch_input,
+        start * 0.5 * rates.ratios.launch_weight,
+    )
     times = LayerTimes(gemm=gemm, attention=attention, elementwise=elementwise, launch=launch)
     last = rates.gemm(t, shape.hidden_size, hidden_ffn) if run.software.early_stop else 0.0
     return replace(times, recompute=_recompute(run, times, last))
@@ -242,17 +246,17 @@ def head_times(run: TrainingRun, constants: Constants, rates: Rates) -> LayerTim
     logits = t * vocab / rates.memory * constants.logits
     fused = run.software.fused_loss
     add = _eager_sum_s(run, rates)
-    back = (6 if fused else 12) * rates.cluster.logits_backward
+    back = (6 if fused else 12) * rates.ratios.logits_backward
     start = 10 * rates.launch_s
     return LayerTimes(
         gemm=Times(
             forward,
             rates.half_gemm(t, h, vocab),
-            rates.half_gemm(vocab, h, t, out=8) * rates.cluster.weight_product,
+            rates.half_gemm(vocab, h, t, out=8) * rates.ratios.weight_product,
         ),
         attention=Times(),
         elementwise=Times(logits * (8 if fused else 16), logits * back, add),
-        launch=Times(start, start * rates.cluster.launch_input, 0.0),
+        launch=Times(start, start * rates.ratios.launch_input, 0.0),
     )
 
 
@@ -275,7 +279,7 @@ def _gemms(rates: Rates, tokens: float, sizes: list[tuple[float, float]]) -> Tim
     forward = sum(rates.gemm(tokens, n, k) for n, k in sizes)
     inputs = sum(rates.gemm(tokens, k, n) for n, k in sizes)
     weights = sum(rates.gemm(n, k, tokens, gradient=True) for n, k in sizes)
-    return Times(forward, inputs, weights * rates.cluster.weight_product)
+    return Times(forward, inputs, weights * rates.ratios.weight_product)
 
 
 def _attention(run: TrainingRun, constants: Constants, rates: Rates) -> tuple[Times, float]:
@@ -343,15 +347,15 @@ def _accumulation_s(run: TrainingRun, rates: Rates, sizes: list[tuple[float, flo
         return 0.0
     dense = ffn_products(run.shape.hidden_size, ffn, gated=run.shape.gated_ffn)
     weights = sum(n * k for n, k in [*sizes, *dense])
-    return weights * 3.0 * software.main_gradient_bytes / rates.memory * rates.cluster.accumulation
+    return weights * 3.0 * software.main_gradient_bytes / rates.memory * rates.ratios.accumulation
 
 
 def _eager_sum_s(run: TrainingRun, rates: Rates) -> float:
-    """Adding a microbatch's gradient of the whole vocabulary to the sum, where every gradient is a tensor."""
+    """Seconds to add a microbatch's gradient of the vocabulary to the sum; 0 without eager gradients."""
     if not run.software.eager_gradients:
         return 0.0
     weights = run.shape.embedding_parameters / run.layout.tensor_parallel
-    return weights * 3.0 * run.software.main_gradient_bytes / rates.memory * rates.cluster.accumulation
+    return weights * 3.0 * run.software.main_gradient_bytes / rates.memory * rates.ratios.accumulation
 
 
 def _recompute(run: TrainingRun, times: LayerTimes, last_product_s: float) -> float:

@@ -14,6 +14,8 @@ from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.schedule import kernel
 from quartet_plugin.schedule.choice import generated, written_of
+from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.kernel import Lanes
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import flatten
 
@@ -58,12 +60,10 @@ class OrderedActions:
         seconds = critical_path(
             self.orders,
             self.offsets,
-            self.num_stages,
-            self.num_microbatches,
             self.placement,
+            self._route,
             np.ascontiguousarray(times_s),
             np.ascontiguousarray(sends_s),
-            self._route,
             SAME,
             actions,
             sends,
@@ -114,28 +114,23 @@ def folded(count: int, *, unit: int) -> list[tuple[int, float]]:
     return [(longer, 1.0 + beyond), (shorter, -beyond)]
 
 
-@kernel.compiled
+@compiled
 def critical_path(
     orders: IntArray,
     offsets: IntArray,
-    num_stages: int,
-    num_microbatches: int,
     placement: IntArray,
-    times: FloatArray,
-    sends_s: FloatArray,
     route: IntArray,
+    times_s: FloatArray,
+    sends_s: FloatArray,
     same: float,
     actions: FloatArray,
     sends: FloatArray,
 ) -> float:
     """The makespan, -1 where the orders do not run; fills the counts of `Path`."""
     count = len(orders)
-    start = np.empty(count)
-    end = np.empty(count)
-    sequence = np.empty(count, dtype=np.int64)
-    ran = kernel.run_orders(
-        orders, offsets, num_stages, num_microbatches, placement, times, sends_s, route, start, end, sequence
-    )
+    num_stages, num_microbatches = len(placement), len(route)
+    lanes = Lanes(num_stages, num_microbatches, placement, times_s, sends_s, np.zeros(num_stages), 0.0, route)
+    ran, start, end, _ = kernel.run_orders(orders, offsets, lanes)
     if ran < count:
         return -1.0
     # The position of each unit's forward, and of the action that makes its gradient.

@@ -5,7 +5,7 @@ import numpy as np
 from quartet_plugin.cost.coefficients import INDEX, Coefficient
 from quartet_plugin.cost.critical_path import SAME, critical_path
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.schedule import kernel
+from quartet_plugin.schedule.compilation import compiled
 
 SPEED, RUNTIME = INDEX[Coefficient.SPEED], INDEX[Coefficient.RUNTIME]
 INPUT_GRAD, WEIGHT_GRAD = INDEX[Coefficient.INPUT_GRAD], INDEX[Coefficient.WEIGHT_GRAD]
@@ -17,7 +17,7 @@ TRANSFER, NETWORK, LATENCY = (
 )
 
 
-@kernel.compiled
+@compiled
 def pipeline_time(
     scale: FloatArray,
     compute: FloatArray,
@@ -97,19 +97,7 @@ def pipeline_time(
         actions = np.zeros((4, num_stages))
         passed = np.zeros((2, num_stages))
         route = np.zeros(num_microbatches, dtype=np.int64)
-        seconds = critical_path(
-            orders,
-            offsets,
-            num_stages,
-            num_microbatches,
-            placement,
-            times,
-            sends_s,
-            route,
-            SAME,
-            actions,
-            passed,
-        )
+        seconds = critical_path(orders, offsets, placement, route, times, sends_s, SAME, actions, passed)
         if seconds < 0.0:
             return -1.0
         for stage in range(num_stages):

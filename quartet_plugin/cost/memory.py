@@ -118,7 +118,7 @@ def layer_activation_bytes(run: TrainingRun, *, experts: Experts | None) -> floa
     t, tp, h = run.tokens_per_microbatch, layout.tensor_parallel, shape.hidden_size
     split = tp if layout.sequence_parallel else 1
     masks = 1.0 if run.software.dropout else 0.0
-    # Inputs of two norms, and what the norms give to the products (gathered again from its shard).
+    # Inputs of two norms, and the norms' outputs to the products (gathered again from their shard).
     size = float(run.element_bytes)
     outside = (4 * size + 2 * masks) * h / split
     inner = _attention_bytes(run)
@@ -259,7 +259,7 @@ def _temporary(run: TrainingRun, *, first: bool, last: bool) -> float:
     if run.software.gradient_placeholders:
         gradients = element * sum(n * k for n, k in sizes)
     if run.software.eager_gradients:
-        # One whole gradient at a time, until it is added to the sum; the largest is the vocabulary's.
+        # One full gradient at a time, until it is added to the sum; the largest is the vocabulary's.
         vocabulary = shape.embedding_parameters / tp if first or last else 0.0
         gradients = element * max(vocabulary, *(n * k for n, k in sizes))
     logits = 0.0

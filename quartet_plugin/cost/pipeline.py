@@ -15,7 +15,7 @@ from quartet_plugin.model.costs import FloatArray, IntArray, StageCosts
 from quartet_plugin.schedule import kernel
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.simulate import flatten, lanes_of, simulate
+from quartet_plugin.schedule.simulate import flatten, lanes_of, one_route, simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +102,10 @@ def activation_peak(run: TrainingRun, stage_bytes: FloatArray, held_fraction: fl
         count = -(-count // devices) * devices
     schedule, orders, offsets = order(run.schedule, devices, run.layout.virtual_stages, count)
     peak = np.zeros(devices)
-    limit = np.full(devices, np.inf)
-    route = np.zeros(count, dtype=np.int64)
-    kernel.check_memory(
-        orders, offsets, schedule.num_stages, count, stage_bytes, held_fraction, route, limit, peak
+    lanes = one_route(schedule.placement, count)._replace(
+        num_bytes=np.ascontiguousarray(stage_bytes, dtype=np.float64), held_fraction=float(held_fraction)
     )
+    kernel.check_memory(orders, offsets, lanes, np.full(devices, np.inf), peak)
     return peak
 
 
@@ -127,12 +126,6 @@ def simulated_s(run: TrainingRun, times: StageTimes, count: int) -> float:
     )
     if run.software.post_validation and run.schedule is ScheduleKind.ZB_H2:
         return simulate(schedule, costs).period_s
-    lanes = lanes_of(schedule, costs)
-    start, end = np.empty(len(orders)), np.empty(len(orders))
-    sequence = np.empty(len(orders), dtype=np.int64)
-    ran = kernel.run_orders(
-        orders, offsets, schedule.num_stages, count, lanes.device, lanes.cost_s, lanes.send_s, lanes.route,
-        start, end, sequence,
-    )  # fmt: skip
+    ran, _, end, _ = kernel.run_orders(orders, offsets, lanes_of(schedule, costs))
     assert ran == len(orders)
     return float(end.max())

@@ -19,7 +19,7 @@ HalfPrecision = Literal["fp16", "bf16", "fp32"]
 
 
 class Overlap(StrEnum):
-    """How much of a collective the framework runs beside compute."""
+    """The part of a collective that the framework runs beside compute."""
 
     NONE = "none"
     BACKWARD = "backward"
@@ -62,14 +62,14 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """What the framework does that costs time or memory, whatever its name.
+    """The behaviour of a framework that costs time or memory.
 
-    `gradient_bytes` is what one gradient element costs on the wire, `main_gradient_bytes` what is held.
+    `gradient_bytes` are those of a gradient element on the wire, `main_gradient_bytes` those in memory.
     `selective_fraction` is the share of a layer's matrix products that selective recompute repeats.
     `tensor_overlap` is for tensor and sequence parallel collectives, `data_overlap` for gradients and
     parameters, `post_validation` whether the optimizer's barrier is hidden (zero-bubble schedules).
     `zero_broadcasts`: updated shards come back as one broadcast a rank, not as one all-gather.
-    `reduces_all`: ZeRO-1 reduces all gradients on every rank, not only the own shard.
+    `reduces_all`: ZeRO-1 reduces all gradients on every rank, not only its shard.
     `parameter_bytes`: an updated parameter on the wire; `logs_step_only`: no time between steps;
     `blocking_transfers`: also interleaved schedules wait for their sends, as 1F1B always does.
     `graphs`: kernels are replayed from graphs, so that starting them costs nothing.
@@ -184,12 +184,12 @@ class TrainingRun:
 
     @property
     def element_bytes(self) -> int:
-        """Of an activation."""
+        """Bytes of an activation's element."""
         return 4 if self.half == "fp32" else 2
 
     @property
     def parameter_bytes(self) -> int:
-        """Of an updated parameter on the wire."""
+        """Bytes of an updated parameter on the wire."""
         return max(4, self.software.parameter_bytes) if self.half == "fp32" else self.software.parameter_bytes
 
     @property

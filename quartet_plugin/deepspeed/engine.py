@@ -16,8 +16,7 @@ from quartet_plugin.deepspeed.pipeline import PipelineSpec
 from quartet_plugin.deepspeed.stages import EngineStages
 from quartet_plugin.deepspeed.transport import ValueTransport
 from quartet_plugin.runtime.executor import Executor
-from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec
-from quartet_plugin.runtime.recipe import splits_backward
+from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, splits_backward
 from quartet_plugin.runtime.records import CudaClock, HostClock, NullRecorder, Recorder
 from quartet_plugin.runtime.transport import Channels
 from quartet_plugin.schedule.action import Action

@@ -9,8 +9,7 @@ from quartet_plugin.deepspeed.layers import LayerList
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.runtime.programs import ScheduleSpec, make_schedule
-from quartet_plugin.runtime.recipe import schedule_spec_of
+from quartet_plugin.runtime.programs import ScheduleSpec, make_schedule, schedule_spec_of
 from quartet_plugin.schedule.placement import linear, loop
 from quartet_plugin.schedule.schedule import Schedule
 

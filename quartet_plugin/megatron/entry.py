@@ -222,7 +222,7 @@ def _runtime(session: MegatronSession, plan: "Plan | None", args: argparse.Names
             print(f"quartet: {note}", file=sys.stderr, flush=True)
     session.runtime = None if prepared is None else prepared.runtime
     if session.meter is not None and prepared is not None:
-        from quartet_plugin.runtime.ledger import ActivationTracker
+        from quartet_plugin.runtime.activation_tracker import ActivationTracker
 
         session.meter.runtime = prepared.runtime
         prepared.runtime.ledger = ActivationTracker()

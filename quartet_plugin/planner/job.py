@@ -34,7 +34,7 @@ from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.cluster import parse_cluster, read_cluster
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.layout import Layout, Recompute
-from quartet_plugin.model.plan import MAX_RANKS
+from quartet_plugin.model.plan import MAX_RANKS, NodeInfo
 from quartet_plugin.model.sections import Section, load_yaml, validate
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.space.config import STOCK_NAMES, Degrees, ScalingConfig, SearchConfig, distinct
@@ -179,6 +179,18 @@ class PlanRequest:
             software=self.software,
         )
         return replace(run, matmul=self.precision, experts=self.experts)
+
+    @property
+    def nodes(self) -> tuple[NodeInfo, ...]:
+        """The nodes of the cluster, numbered where it does not name them."""
+        if self.cluster is not None:
+            return self.cluster.nodes
+        per_node = self.machines.devices_per_node
+        node_class = f"{self.machines.device.name} x{per_node}"
+        return tuple(
+            NodeInfo(host=f"node-{index:04d}", node_class=node_class, num_slots=per_node)
+            for index in range(self.machines.num_devices // per_node)
+        )
 
     def topology(self, constants: Constants) -> Topology:
         """The slots of the cluster and their links."""

@@ -15,7 +15,6 @@ from quartet_plugin.model.plan import (
     Baseline,
     MadeFor,
     Mapping,
-    NodeInfo,
     Plan,
     Provenance,
     Split,
@@ -77,9 +76,9 @@ def stock_time_s(job: PlanRequest, run: TrainingRun, constants: Constants) -> fl
 
 
 def plan_of(job: PlanRequest, ranked: Ranked, *, plain: Plain, name: str, place: int) -> Plan:
-    """The plan of one ranked layout: predicted, not measured; hosts are numbered where nobody names them."""
+    """The plan of one ranked layout: predicted, not measured."""
     machines = job.machines
-    nodes = nodes_of(job)
+    nodes = job.nodes
     slots = slots_of(nodes)
     return Plan(
         made_for=MadeFor(
@@ -106,17 +105,4 @@ def plan_of(job: PlanRequest, ranked: Ranked, *, plain: Plain, name: str, place:
             relative_cost=ranked.equal_work_s / plain.iteration_s,
             peak_memory_bytes=round(ranked.memory.total),
         ),
-    )
-
-
-def nodes_of(job: PlanRequest) -> tuple[NodeInfo, ...]:
-    """The nodes of the job's cluster."""
-    if job.cluster is not None:
-        return job.cluster.nodes
-    machines, per_node = job.machines, job.machines.devices_per_node
-    return tuple(
-        NodeInfo(
-            host=f"node-{index:04d}", node_class=f"{machines.device.name} x{per_node}", num_slots=per_node
-        )
-        for index in range(machines.num_devices // per_node)
     )

@@ -1,5 +1,5 @@
 """Executes schedules on real processes, whatever the framework: lowered lists, messages, records.
 
-The adapters bring what a stage computes; here is only in which order and over which channels. Nothing here
+The adapters bring the stages' computation; this room holds the order and the channels. Nothing here
 imports a framework but torch.
 """

@@ -1,4 +1,4 @@
-"""Weight gradients later: what an I action leaves out, kept for the W of its stage and microbatch."""
+"""Deferred weight gradients: an I action leaves them out, the W of its stage and microbatch computes them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -6,9 +6,9 @@ from typing import Any
 
 
 class DeferredGradients[P](ABC):
-    """The queues of one process: open while an I action runs, worked off by its W.
+    """The queues of one process: open while an I action runs, emptied by its W.
 
-    A layer whose backward finds `open` to be a list appends what its weight's gradient needs (P) to it.
+    A layer appends the inputs of its weight's gradient (P) to `open` in its backward while that is a list.
     """
 
     def __init__(self) -> None:
@@ -17,25 +17,25 @@ class DeferredGradients[P](ABC):
 
     @abstractmethod
     def accumulate(self, pending: P) -> None:
-        """Compute one layer's weight gradient and add it to what the weight has."""
+        """Compute one layer's weight gradient and add it to the weight's gradient."""
 
     def tensors_of(self, pending: P) -> Iterable[Any]:
-        """What one layer keeps until its W, for a ledger; nothing unless said."""
+        """The tensors that one layer keeps until its W, for an activation tracker; none by default."""
         del pending
         return ()
 
     def held(self, stage: int, microbatch: int) -> list[Any]:
         """The tensors that are kept for a W to come."""
         pending = self._pending.get((stage, microbatch), [])
-        return [tensor for one in pending for tensor in self.tensors_of(one)]
+        return [tensor for layer in pending for tensor in self.tensors_of(layer)]
 
     def begin(self) -> None:
-        """From now on the layers defer."""
+        """Let the layers defer their weight gradients from now on."""
         assert self.open is None
         self.open = []
 
     def end(self, stage: int, microbatch: int) -> None:
-        """The I action is over; what was deferred belongs to this W."""
+        """End the I action; the deferred gradients belong to the W of this stage and microbatch."""
         assert self.open is not None
         self._pending[stage, microbatch], self.open = self.open, None
 
@@ -45,11 +45,11 @@ class DeferredGradients[P](ABC):
             self.accumulate(pending)
 
     def clear(self) -> None:
-        """Forget everything: a step was broken off."""
+        """Forget all gradients, after a step that was broken off."""
         self.open = None
         self._pending.clear()
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is left."""
+        """Whether no gradient is deferred."""
         return self.open is None and not self._pending

@@ -1,7 +1,7 @@
 """Runs one device's instruction list: any compute, any transport, no state from one run to the next.
 
-What computes and what communicates are protocols, so the same loop trains Megatron's stages, drives a test
-on plain tensors, and rehearses a cluster with compute that sleeps.
+Compute and transport are protocols, so the same loop trains Megatron's stages, drives a test on plain
+tensors, and rehearses a cluster with compute that sleeps.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,17 +32,17 @@ _Value = tuple[int, bool, int]
 class StageCompute(Protocol):
     """The work of the stages of one device.
 
-    `received` is what the neighbouring stage produced: None on the first stage's forward and on the last
-    stage's backward. It belongs to the callee. What `forward`, `backward` and `input_grad` return goes to the
-    next, or the previous, stage: None only where there is none. The runtime keeps a result until it has left,
-    so the callee must not write to it, but may drop its own reference at once.
+    `received` is the tensor of the neighbouring stage: None on the first stage's forward and on the last
+    stage's backward. It belongs to the callee. The results of `forward`, `backward` and `input_grad` go to
+    the next, or the previous, stage: None only where there is none. The runtime keeps a result until it has
+    left, so the callee must not write to it, but may drop its reference at once.
     """
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run F; returns the activation for stage + 1."""
 
     def backward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor | None:
-        """Run B, the whole backward; returns the gradient for stage - 1."""
+        """Run B, the full backward; returns the gradient for stage - 1."""
 
     def input_grad(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor | None:
         """Run I; returns the gradient for stage - 1."""
@@ -58,17 +58,17 @@ class Transport(Protocol):
         """Start transfers without blocking, in this order; the tensor is the one to send, None for a RECV."""
 
     def wait(self, transfer: Transfer) -> Tensor | None:
-        """Until a posted transfer is over; returns what a RECV brought, None for a SEND.
+        """Block until a posted transfer is over; returns the tensor of a RECV, None for a SEND.
 
         On a GPU the current stream waits, not the host.
         """
 
     def abort(self) -> None:
-        """Drop what is pending after an error; may be called at any time and does not raise."""
+        """Drop the pending transfers after an error; may be called at any time and does not raise."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ActionStep:
     """A Compute instruction, with where its input comes from and where its result goes."""
 
     action: Action
@@ -76,7 +76,7 @@ class _Run:
     writes: _Value | None
 
 
-_Step = _Run | Post | Wait
+_Step = _ActionStep | Post | Wait
 
 
 class Executor:
@@ -92,7 +92,7 @@ class Executor:
     @property
     def actions(self) -> list[Action]:
         """The device's actions in order: those that a recorder's entries belong to."""
-        return [step.action for step in self._steps if isinstance(step, _Run)]
+        return [step.action for step in self._steps if isinstance(step, _ActionStep)]
 
     def run(self, compute: StageCompute, transport: Transport, recorder: Recorder) -> None:
         """Execute every instruction once.
@@ -110,7 +110,7 @@ class Executor:
         recorder.begin()
         try:
             for step in self._steps:
-                if isinstance(step, _Run):
+                if isinstance(step, _ActionStep):
                     received = None if step.reads is None else values.pop(step.reads)
                     stage, kind, microbatch = step.action
                     recorder.starts()
@@ -158,7 +158,7 @@ def _prepare(instruction: Instruction, num_stages: int) -> _Step:
     action = instruction.action
     forward = action.kind is ActionKind.F
     source, target = consumes(action, num_stages), produces(action, num_stages)
-    return _Run(
+    return _ActionStep(
         action=action,
         reads=None if source is None else (action.stage, forward, action.microbatch),
         writes=None if target is None else (target, forward, action.microbatch),
@@ -174,5 +174,5 @@ def _outgoing(transfer: Transfer, values: dict[_Value, Tensor]) -> Tensor | None
 
 
 def _annotate(error: BaseException, step: _Step, device: int) -> None:
-    what = step.action if isinstance(step, _Run) else step
-    error.add_note(f"quartet: device {device} was at {what}")
+    instruction = step.action if isinstance(step, _ActionStep) else step
+    error.add_note(f"quartet: device {device} was at {instruction}")

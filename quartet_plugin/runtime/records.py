@@ -1,7 +1,6 @@
-"""When every action started and ended and how long it waited for its input, at the cost of two clock reads.
+"""Start, end and wait of every action, at the cost of two clock reads an action.
 
-The same currency as the simulator's: seconds since the step's begin, one entry an action, in the device's
-order.
+As in a simulation: seconds since the step's begin, one entry an action, in the device's order.
 """
 
 import time
@@ -21,7 +20,7 @@ class ActionTime:
 
 
 class Clock(Protocol):
-    """Marks moments while a step runs; what lies between two is asked for afterwards."""
+    """Marks moments while a step runs, and tells the seconds between two marks afterwards."""
 
     def mark(self) -> Any:
         """A moment: now, or, on a GPU, when the current stream gets there."""
@@ -108,29 +107,22 @@ class Recorder:
 
     def times(self, step: int = -1) -> list[ActionTime]:
         """The actions of a kept step (the last by default), in the device's order."""
-        kept, between = self._steps[step], self._clock.seconds
+        kept, seconds = self._steps[step], self._clock.seconds
         marks = kept.marks
         return [
             ActionTime(
-                start_s=between(kept.begin, marks[at + 1]),
-                end_s=between(kept.begin, marks[at + 2]),
-                waiting_s=0.0 if marks[at] is None else between(marks[at], marks[at + 1]),
+                start_s=seconds(kept.begin, marks[first + 1]),
+                end_s=seconds(kept.begin, marks[first + 2]),
+                waiting_s=0.0 if marks[first] is None else seconds(marks[first], marks[first + 1]),
             )
-            for at in range(0, len(marks) - len(marks) % 3, 3)
+            for first in range(0, len(marks) - len(marks) % 3, 3)
         ]
 
 
 class NullRecorder(Recorder):
     """Records nothing."""
 
-    def begin(self) -> None:
+    def _skip(self) -> None:
         """Nothing."""
 
-    def waits(self) -> None:
-        """Nothing."""
-
-    def starts(self) -> None:
-        """Nothing."""
-
-    def ends(self) -> None:
-        """Nothing."""
+    begin = waits = starts = ends = _skip

@@ -9,7 +9,7 @@ activation's storage while gloo still reads it corrupts the run without an error
 import atexit
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ from quartet_plugin.schedule.instruction import Side, Transfer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """Shape, type and device of every tensor that crosses a stage boundary in one run."""
+    """Shape, type and device of every tensor that crosses a stage boundary in a run of the schedule."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,12 +51,12 @@ class Channels:
         """
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, tuple(ranks))
-        own: tuple[Any, ...] = ()
+        pipeline_groups: tuple[Any, ...] = ()
         for pipeline in sorted(set(everybody)):
             groups = tuple(dist.new_group(list(pipeline), timeout=timeout, backend=backend) for _ in names)
-            own = groups if pipeline == tuple(ranks) else own
-        atexit.register(_release, own)
-        return cls(groups=own, ranks=tuple(ranks))
+            pipeline_groups = groups if pipeline == tuple(ranks) else pipeline_groups
+        atexit.register(_release, pipeline_groups)
+        return cls(groups=pipeline_groups, ranks=tuple(ranks))
 
     def address(self, transfer: Transfer) -> tuple[int, Any]:
         """The global rank of the device at the other end, and the process group of the message."""
@@ -84,7 +84,7 @@ class PairTransport:
         for transfer, tensor in transfers:
             peer, group = self._channels.address(transfer)
             if transfer.side is Side.SEND:
-                # A view of one's own: the owner may free its tensor, which would free a shared storage.
+                # Another view: the owner may free its tensor, which would free a shared storage.
                 held = self._checked(tensor, transfer)
                 work = dist.isend(held, peer, group=group)
             else:
@@ -96,18 +96,18 @@ class PairTransport:
             self._pending[transfer] = (work, held)
 
     def wait(self, transfer: Transfer) -> torch.Tensor | None:
-        """Until it is over; returns the tensor of a RECV."""
+        """Block until the transfer is over; returns the tensor of a RECV."""
         work, held = self._pending.pop(transfer)
         work.wait()
         return held if transfer.side is Side.RECV else None
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is pending."""
+        """Whether no transfer is pending."""
         return not self._pending
 
     def abort(self) -> None:
-        """Forget what is pending."""
+        """Forget the pending transfers."""
         self._pending.clear()
 
     def _checked(self, tensor: torch.Tensor | None, transfer: Transfer) -> torch.Tensor:
@@ -122,49 +122,43 @@ class PairTransport:
 
 
 @dataclass(slots=True)
-class _Stage:
-    """One numbered buffer in host memory, and when the device has last read or written it."""
+class _HostBuffer:
+    """A numbered buffer in host memory, and the event after which the device has read or written it."""
 
-    host: torch.Tensor
+    tensor: torch.Tensor
     event: Any = None
 
 
-@dataclass(slots=True)
-class _Stages:
-    send: dict[int, _Stage] = field(default_factory=dict)
-    receive: dict[int, _Stage] = field(default_factory=dict)
-
-
 class HostTransport(PairTransport):
-    """The same through pinned host memory and gloo groups: several processes may share one GPU.
+    """`isend` and `irecv` through pinned host memory and gloo groups: several processes may share one GPU.
 
-    Host buffers are the program's numbered ones, so there are never more than it needs. Keep the object from
-    run to run to keep them.
+    Host buffers are numbered as the program's, so there are never more than it needs. An object keeps them
+    from run to run.
     """
 
     def __init__(self, channels: Channels, boundary: Boundary) -> None:
         super().__init__(channels, boundary)
-        self._stages = _Stages()
+        self._buffers: dict[tuple[Side, int], _HostBuffer] = {}
         self._on_cuda = boundary.device.type == "cuda"
 
     def post(self, transfers: Sequence[tuple[Transfer, torch.Tensor | None]]) -> None:
-        """Copy what is sent to the host, then start the transfers."""
+        """Copy the tensors to send to the host, then start the transfers."""
         for transfer, tensor in transfers:
             peer, group = self._channels.address(transfer)
-            stage = self._stage(transfer)
+            buffer = self._buffer(transfer)
             if transfer.side is Side.SEND:
                 # Blocks until the tensor is there: gloo reads the memory at once.
-                stage.host.copy_(self._checked(tensor, transfer))
-                work = dist.isend(stage.host, peer, group=group)
+                buffer.tensor.copy_(self._checked(tensor, transfer))
+                work = dist.isend(buffer.tensor, peer, group=group)
             else:
-                if stage.event is not None:
-                    stage.event.synchronize()
-                    stage.event = None
-                work = dist.irecv(stage.host, peer, group=group)
-            self._pending[transfer] = (work, stage.host)
+                if buffer.event is not None:
+                    buffer.event.synchronize()
+                    buffer.event = None
+                work = dist.irecv(buffer.tensor, peer, group=group)
+            self._pending[transfer] = (work, buffer.tensor)
 
     def wait(self, transfer: Transfer) -> torch.Tensor | None:
-        """Until it is over; a received tensor is copied to the device in the current stream."""
+        """Block until the transfer is over; copies a received tensor to the device in the current stream."""
         work, host = self._pending.pop(transfer)
         work.wait()
         if transfer.side is Side.SEND:
@@ -172,14 +166,14 @@ class HostTransport(PairTransport):
         tensor = torch.empty(self._boundary.shape, dtype=self._boundary.dtype, device=self._boundary.device)
         tensor.copy_(host, non_blocking=True)
         if self._on_cuda:
-            stage = self._stage(transfer)
-            stage.event = torch.cuda.Event()
-            stage.event.record()
+            buffer = self._buffer(transfer)
+            buffer.event = torch.cuda.Event()
+            buffer.event.record()
         return tensor
 
-    def _stage(self, transfer: Transfer) -> _Stage:
-        stages = self._stages.send if transfer.side is Side.SEND else self._stages.receive
-        if transfer.buffer not in stages:
+    def _buffer(self, transfer: Transfer) -> _HostBuffer:
+        key = (transfer.side, transfer.buffer)
+        if key not in self._buffers:
             host = torch.empty(self._boundary.shape, dtype=self._boundary.dtype, pin_memory=self._on_cuda)
-            stages[transfer.buffer] = _Stage(host=host)
-        return stages[transfer.buffer]
+            self._buffers[key] = _HostBuffer(tensor=host)
+        return self._buffers[key]

@@ -8,9 +8,9 @@ holds for every mixture of whole and split backwards.
 
 Split free. The bound is the least, over splits, of the bound above; splits are skipped only when a cheaper
 bound of theirs reaches the least found. Where too many remain, an integer program over the cut positions
-bounds every split at once (`bound_program`), and its dual bound is what counts.
+bounds every split at once (`bound_program`), and its dual bound counts.
 
-Placement free. Nothing is assumed but what every legal placement has: the first stage on device 0, every
+Placement free. Only the properties of every legal placement are assumed: the first stage on device 0, every
 device holding equally many stages (and, unless empty stages are allowed, at least one entry). An integer
 program hands entries, or given stages, to devices; see `bound_program.over_placements`.
 
@@ -24,19 +24,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.costs import Costs, stage_costs
-from quartet_plugin.schedule.bound_program import over_placements, over_splits
-from quartet_plugin.schedule.bound_splits import promising_splits
+from quartet_plugin.model.costs import Costs, FloatArray, IntArray, stage_costs
+from quartet_plugin.schedule.bound_program import entries, over_placements, over_splits
+from quartet_plugin.schedule.compilation import compiled
 from quartet_plugin.schedule.relaxation import relaxation, root_bounds
 
 ROUNDING = 1e-10
 MAX_SPLITS = 4_000
+MAX_NODES = 2_000_000
 TIME_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """No schedule is shorter than `makespan_s` seconds; `reason` says in words what forces it.
+    """No schedule is shorter than `makespan_s` seconds; `reason` says in words why.
 
     `device_s` is the bound of each device [num_devices], `path_s` the longest path, both for the split
     `layers_per_stage`, and all three None where the bound is over more splits or placements than one.
@@ -112,10 +113,10 @@ def _check(
         "layers_per_stage": None if split is None else len(split),
         "num_chunks * num_devices": None if num_chunks is None else num_chunks * num_devices,
     }
-    given = {name: size for name, size in sizes.items() if size is not None}
-    if len(set(given.values())) > 1:
-        raise ConfigError(f"{given}: these are numbers of stages and must be equal")
-    for name, size in given.items():
+    known = {name: size for name, size in sizes.items() if size is not None}
+    if len(set(known.values())) > 1:
+        raise ConfigError(f"{known}: these are numbers of stages and must be equal")
+    for name, size in known.items():
         if size < 1 or size % num_devices:
             raise ConfigError(f"{name}: {size} stages do not fill {num_devices} devices; give a multiple")
         if size > len(costs.layers) and not allow_empty:
@@ -166,3 +167,85 @@ def _over_listed_splits(
         if best is None or bound.makespan_s < best.makespan_s:
             best = bound
     return best
+
+
+def promising_splits(
+    costs: Costs, *, placement: Sequence[int], below_s: float, allow_empty: bool, max_splits: int
+) -> list[tuple[int, ...]] | None:
+    """All splits in which no device's first arrival plus load reaches `below_s` seconds, or None if too many.
+
+    Stage 0 holds an embedding entry and the last stage a head entry; no stage is empty unless `allow_empty`.
+    """
+    device = np.asarray(placement, dtype=np.int64)
+    listed = entries(costs)
+    forward = np.concatenate(([0.0], np.cumsum(listed.f_s)))
+    load = np.concatenate(([0.0], np.cumsum(listed.load_s)))
+    least = np.full(len(device), 0 if allow_empty else 1, dtype=np.int64)
+    if costs.has_embedding:
+        least[0] = 1
+    if costs.has_head:
+        least[-1] = max(least[-1], 1)
+    send = np.append(costs.transfer_s[device[:-1], device[1:]], 0.0)
+    splits = np.zeros((max_splits + 1, len(device)), dtype=np.int64)
+    num, finished = _list_splits(
+        device, costs.device_slowdown, send, forward, load, least, costs.num_microbatches, below_s, splits
+    )
+    if not finished or num > max_splits:
+        return None
+    return [tuple(row) for row in splits[:num].tolist()]
+
+
+@compiled
+def _list_splits(
+    device: IntArray,
+    slowdown: FloatArray,
+    send: FloatArray,
+    forward: FloatArray,
+    load: FloatArray,
+    least: IntArray,
+    m: int,
+    below_s: float,
+    splits: IntArray,
+) -> tuple[int, bool]:
+    """Depth first over the stages' ends; fills `splits`, returns how many and whether that is all of them."""
+    stages, total = len(device), len(forward) - 1
+    after = np.zeros(stages + 1, dtype=np.int64)  # entries that later stages need at least
+    for s in range(stages - 1, -1, -1):
+        after[s] = after[s + 1] + least[s]
+    begin = np.zeros(stages + 1, dtype=np.int64)
+    end = np.zeros(stages, dtype=np.int64)
+    arrival = np.zeros(stages + 1)
+    busy = np.zeros(stages)
+    num, nodes, s = 0, 0, 0
+    end[0] = (total if stages == 1 else least[0]) - 1
+    while s >= 0:
+        end[s] += 1
+        nodes += 1
+        if nodes > MAX_NODES:
+            return num, False
+        if end[s] + after[s + 1] > total:
+            s -= 1
+            continue
+        d = device[s]
+        work, first = (load[end[s]] - load[begin[s]]) * slowdown[d], arrival[s]
+        for u in range(s - 1, -1, -1):
+            if device[u] == d:
+                work += busy[u]
+                first = arrival[u]
+        if first + m * work >= below_s:
+            s -= 1
+            continue
+        busy[s] = (load[end[s]] - load[begin[s]]) * slowdown[d]
+        if s == stages - 1:
+            if end[s] == total:
+                if num == len(splits):
+                    return num, False
+                for u in range(stages):
+                    splits[num, u] = end[u] - begin[u]
+                num += 1
+            continue
+        arrival[s + 1] = arrival[s] + (forward[end[s]] - forward[begin[s]]) * slowdown[d] + send[s]
+        s += 1
+        begin[s] = end[s - 1]
+        end[s] = (total if s == stages - 1 else begin[s] + least[s]) - 1
+    return num, True

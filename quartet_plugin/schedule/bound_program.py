@@ -47,9 +47,9 @@ def entries(costs: Costs) -> Entries:
         np.array([getattr(layer, name) for layer in costs.layers], dtype=np.float64)
         for name in ("forward_s", "input_grad_s", "weight_grad_s")
     )
-    whole = i + w if costs.backward_fused_s is None else np.array(costs.backward_fused_s, dtype=np.float64)
-    relaxed = np.minimum(i, whole)
-    return Entries(f, relaxed, np.maximum(np.minimum(i + w, whole) - relaxed, 0.0))
+    full = i + w if costs.backward_fused_s is None else np.array(costs.backward_fused_s, dtype=np.float64)
+    relaxed = np.minimum(i, full)
+    return Entries(f, relaxed, np.maximum(np.minimum(i + w, full) - relaxed, 0.0))
 
 
 class _Program:
@@ -134,14 +134,14 @@ def over_splits(
     send, back = stages.send_s, stages.back_s
     last = len(placement) - 1
     for d in range(costs.num_devices):
-        mine = [s for s, device in enumerate(placement) if device == d]
-        a, z = mine[0], mine[-1]
+        on_device = [s for s, device in enumerate(placement) if device == d]
+        a, z = on_device[0], on_device[-1]
         head = _plus(*f[:a])
         come_back = _plus(*f, *i[z + 1 :])
         tail = _plus(*i[:a], w[0]) if a else {}
         tail_s = sum(back[1 : a + 1])
         way_s = sum(send) + sum(back[z + 1 :])
-        all_f, all_i, all_w = (_plus(*(form[s] for s in mine)) for form in (f, i, w))
+        all_f, all_i, all_w = (_plus(*(form[s] for s in on_device)) for form in (f, i, w))
         program.at_least(sum(send[:a]), _plus(head, _times(_plus(all_f, all_i, all_w), m)))
         program.at_least(sum(send[:a]) + tail_s, _plus(head, _times(_plus(all_f, all_i), m), tail))
         program.at_least(way_s, _plus(come_back, _times(_plus(all_i, all_w), m)))

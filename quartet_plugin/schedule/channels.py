@@ -12,25 +12,24 @@ run, in any order, ends in the same place.
 
 from collections import defaultdict, deque
 from enum import StrEnum
+from itertools import pairwise
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.instruction import (
     Compute,
     Instruction,
-    Message,
     Post,
     Program,
     QueueScope,
     Side,
+    TensorKey,
     Transfer,
+    TransferEnd,
     consumes,
-    produces,
 )
 
-_End = tuple[Side, Message]
 _QueueKey = tuple[int, int, int]  # device, peer or -1, group
-_Tensor = tuple[int, int, int]  # from stage, to stage, microbatch
 
 
 class Backend(StrEnum):
@@ -47,18 +46,18 @@ def check_program(program: Program, *, backend: Backend) -> None:
     another message than it was posted for; when an action runs before what it needs has arrived, a send
     before its producer, a buffer is used while another message holds it, or a transfer is never waited for.
     """
-    _Run(program, backend).finish()
+    _ChannelState(program, backend).finish()
 
 
-class _Run:
-    """The state of a run: where each device stands, what is posted, what is over."""
+class _ChannelState:
+    """The state of a run: each device's position, the transfers that are posted and those that are over."""
 
     def __init__(self, program: Program, backend: Backend) -> None:
         self._program = program
-        self._at = [0] * program.num_devices
+        self._position = [0] * program.num_devices
         self._wire: _Wire
         self._wire = _Gloo() if backend is Backend.GLOO else _Nccl(program.queues)
-        self._ledger = _Ledger(program)
+        self._buffers = _BufferChecker(program)
 
     def finish(self) -> None:
         """Advance every device as far as it goes until none can go on."""
@@ -66,29 +65,29 @@ class _Run:
         while moved:
             moved = False
             for device, row in enumerate(self._program.instructions):
-                while self._at[device] < len(row) and self._step(device, row[self._at[device]]):
-                    self._at[device] += 1
+                while self._position[device] < len(row) and self._step(device, row[self._position[device]]):
+                    self._position[device] += 1
                     moved = True
         stuck = [
-            f"device {d} at {row[at]}"
-            for d, (row, at) in enumerate(zip(self._program.instructions, self._at, strict=True))
-            if at < len(row)
+            f"device {d} at {row[position]}"
+            for d, (row, position) in enumerate(zip(self._program.instructions, self._position, strict=True))
+            if position < len(row)
         ]
         if stuck:
             raise PlanError(f"deadlock between transfers: {'; '.join(stuck[:8])}; lower the schedule again")
-        self._ledger.close()
+        self._buffers.close()
 
     def _step(self, device: int, instruction: Instruction) -> bool:
         if isinstance(instruction, Compute):
-            self._ledger.compute(device, instruction.action)
+            self._buffers.compute(device, instruction.action)
         elif isinstance(instruction, Post):
             for transfer in instruction.transfers:
-                self._ledger.post(device, transfer)
+                self._buffers.post(device, transfer)
             self._wire.post(device, instruction.transfers)
         else:
             if not self._wire.is_over(device, instruction.transfer):
                 return False
-            self._ledger.wait(device, instruction.transfer)
+            self._buffers.wait(device, instruction.transfer)
         return True
 
 
@@ -96,10 +95,10 @@ class _Gloo:
     """Tags matched, no order between messages."""
 
     def __init__(self) -> None:
-        self._posted: set[_End] = set()
+        self._posted: set[TransferEnd] = set()
 
     def post(self, _device: int, transfers: tuple[Transfer, ...]) -> None:
-        self._posted.update((t.side, t.message) for t in transfers)
+        self._posted.update(t.end for t in transfers)
 
     def is_over(self, _device: int, transfer: Transfer) -> bool:
         return all((side, transfer.message) in self._posted for side in Side)
@@ -121,8 +120,8 @@ class _Nccl:
     def __init__(self, scope: QueueScope) -> None:
         self._scope = scope
         self._queues: dict[_QueueKey, deque[_Batch]] = defaultdict(deque)
-        self._batch_of: dict[_End, _Batch] = {}
-        self._over: set[_End] = set()
+        self._batch_of: dict[TransferEnd, _Batch] = {}
+        self._over: set[TransferEnd] = set()
 
     def post(self, device: int, transfers: tuple[Transfer, ...]) -> None:
         batches: dict[_QueueKey, list[Transfer]] = defaultdict(list)
@@ -131,13 +130,13 @@ class _Nccl:
         for key, part in batches.items():
             batch = _Batch(part)
             self._queues[key].append(batch)
-            self._batch_of.update({(t.side, t.message): batch for t in part})
+            self._batch_of.update({t.end: batch for t in part})
         todo = [(device, t.peer, t.message.group) for t in transfers]
         while todo:
             todo += self._match(*todo.pop())
 
     def is_over(self, _device: int, transfer: Transfer) -> bool:
-        end = (transfer.side, transfer.message)
+        end = transfer.end
         if self._scope is QueueScope.DEVICE:
             return end in self._batch_of and not self._batch_of[end].left
         return end in self._over
@@ -146,7 +145,7 @@ class _Nccl:
         return (device, peer if self._scope is QueueScope.PAIR else -1, group)
 
     def _match(self, a: int, b: int, group: int) -> list[tuple[int, int, int]]:
-        """Run what the heads of both queues have for each other; returns which pairs to look at next."""
+        """Run the transfers that the queues' heads have for each other; returns the pairs to look at next."""
         again: list[tuple[int, int, int]] = []
         for source, target in ((a, b), (b, a)):
             sending, receiving = (
@@ -163,7 +162,7 @@ class _Nccl:
                         "post both ends in the same order"
                     )
                 for queue, transfer in ((sending, send), (receiving, receive)):
-                    self._over.add((transfer.side, transfer.message))
+                    self._over.add(transfer.end)
                     queue[0].left.remove(transfer)
                     if not queue[0].left:
                         queue.popleft()
@@ -175,19 +174,15 @@ class _Nccl:
 _Wire = _Gloo | _Nccl
 
 
-def _tensor(message: Message) -> _Tensor:
-    return (message.source_stage, message.target_stage, message.microbatch)
-
-
-class _Ledger:
+class _BufferChecker:
     """Checks that the program moves the right data at the right time, whatever the library."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._done: set[tuple[int, bool, int]] = set()
-        self._arrived: set[_Tensor] = set()
-        self._posted: set[_End] = set()
-        self._buffer_of: dict[tuple[int, Side, _Tensor], int] = {}
+        self._arrived: set[TensorKey] = set()
+        self._posted: set[TransferEnd] = set()
+        self._buffer_of: dict[tuple[int, Side, TensorKey], int] = {}
         self._taken: set[tuple[int, Side, int]] = set()
         self._num_buffers = {Side.SEND: program.num_send_buffers, Side.RECV: program.num_receive_buffers}
 
@@ -211,25 +206,25 @@ class _Ledger:
     def post(self, device: int, transfer: Transfer) -> None:
         message = transfer.message
         end = (transfer.side, message)
-        mine = message.source_device if transfer.side is Side.SEND else message.target_device
+        owner = message.source_device if transfer.side is Side.SEND else message.target_device
         made = (message.source_stage, message.is_forward, message.microbatch) in self._done
-        if end in self._posted or mine != device or (transfer.side is Side.SEND and not made):
+        if end in self._posted or owner != device or (transfer.side is Side.SEND and not made):
             raise PlanError(f"{transfer} on device {device}: posted twice, elsewhere or before it was made")
         self._posted.add(end)
         slot = (device, transfer.side, transfer.buffer)
         if slot in self._taken or transfer.buffer >= self._num_buffers[transfer.side][device]:
             raise PlanError(f"{transfer} on device {device}: buffer {transfer.buffer} is not free")
         self._taken.add(slot)
-        self._buffer_of[device, transfer.side, _tensor(message)] = transfer.buffer
+        self._buffer_of[device, transfer.side, message.tensor] = transfer.buffer
 
     def wait(self, device: int, transfer: Transfer) -> None:
-        tensor = _tensor(transfer.message)
+        tensor = transfer.message.tensor
         if transfer.side is Side.RECV:
             self._arrived.add(tensor)
         else:
             self._release(device, Side.SEND, tensor)
 
-    def _release(self, device: int, side: Side, tensor: _Tensor) -> None:
+    def _release(self, device: int, side: Side, tensor: TensorKey) -> None:
         buffer = self._buffer_of.pop((device, side, tensor), None)
         if buffer is None:
             raise PlanError(f"message {tensor} on device {device}: no {side} buffer holds it")
@@ -238,14 +233,9 @@ class _Ledger:
     def close(self) -> None:
         """Every cross-device boundary was sent once and nothing is left."""
         program = self._program
-        expected = sum(
-            program.placement[target] != program.placement[stage]
-            for stage in range(len(program.placement))
-            for kind in (ActionKind.F, ActionKind.I)
-            if (target := produces(Action(stage, kind, 0), len(program.placement))) is not None
-        )
-        if self._taken or len(self._arrived) != expected * program.num_microbatches:
+        expected = 2 * program.num_microbatches * sum(a != b for a, b in pairwise(program.placement))
+        if self._taken or len(self._arrived) != expected:
             raise PlanError(
-                f"{len(self._arrived)} messages arrived of {expected * program.num_microbatches}, "
+                f"{len(self._arrived)} messages arrived of {expected}, "
                 f"{len(self._taken)} buffers still held; lower the schedule again"
             )

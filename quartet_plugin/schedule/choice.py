@@ -10,7 +10,7 @@ from quartet_plugin.model.costs import FloatArray, StageCosts
 from quartet_plugin.model.custom_schedule import PER_STAGE, CustomSchedule, StageProfile
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import ScheduleChoice
-from quartet_plugin.schedule.family import Family, generate
+from quartet_plugin.schedule.family import PER_CHUNK, SCALARS, Family, generate
 from quartet_plugin.schedule.files import order_texts, parse_order
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
@@ -32,8 +32,8 @@ def choice_of(
         raise PlanError("routes: a schedule with two copies of the model can only be simulated")
     origin = schedule.origin
     family = origin.get("family")
-    # A search that started from a named schedule and improved it says {"start": ...}: no point of the family.
-    known = isinstance(family, Mapping) and set(family) == set(Family.__dataclass_fields__)
+    # A search that started from a named schedule and improved it says {"start": ...}: no parameters.
+    known = isinstance(family, Mapping) and set(family) == set(Family.json_keys())
     exact = not origin.get("inserted") and (known or origin.get("name") is not None)
     orders = None
     if with_orders or (with_orders is None and not exact):
@@ -69,22 +69,15 @@ def costs_of(choice: CustomSchedule) -> StageCosts:
 
 
 def family_of(choice: CustomSchedule) -> Family | None:
-    """The point of the family, or None. Raises PlanError for parameters that are none."""
+    """The parameters of the family, or None. Raises PlanError for parameters that are none."""
     if choice.family is None:
         return None
     try:
         family = Family.from_json(choice.family)
         chunks = len(choice.placement) // choice.num_devices
-        per_chunk = (
-            family.stretch_forward,
-            family.stretch_backward,
-            family.shift_forward,
-            family.shift_backward,
-        )
-        lengths = {len(values) for values in per_chunk}
-        numbers = [family.w_gap, family.slack, family.memory_cap, family.w_limit, family.w_fill]
-        known = all(isinstance(value, (int, float)) for value in [*numbers, family.patience, family.group])
-        if lengths != {chunks} or not known or len(family.whole) not in (0, len(choice.placement)):
+        lengths = {len(getattr(family, name)) for name in PER_CHUNK}
+        known = all(isinstance(getattr(family, name), int | float) for name in SCALARS)
+        if lengths != {chunks} or not known or len(family.full_backward) not in (0, len(choice.placement)):
             raise PlanError(f"schedule.custom.family: needs numbers, and lists of {chunks} for the chunks")
     except (TypeError, ValueError) as error:
         raise PlanError(f"schedule.custom.family: {error}") from error
@@ -108,9 +101,9 @@ def written_of(choice: CustomSchedule, *, num_microbatches: int) -> Schedule | N
 
 
 def generated(choice: ScheduleChoice, *, layout: Layout, num_microbatches: int) -> Schedule:
-    """The schedule that a plan names, or a point of the family, for any number of microbatches.
+    """The schedule that a plan names, or that its parameters of the family make, for any microbatches.
 
-    Raises PlanError for parameters that are no point of the family.
+    Raises PlanError for parameters that are not the family's.
     """
     custom = choice.custom
     if custom is None:

@@ -1,9 +1,66 @@
-"""How long compiling kernels took: time limits leave the first compilation out."""
+"""How kernels are compiled: with numba, kept on disk as machine code, without the GIL, and timed."""
 
-from collections.abc import Iterator
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
 
+from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.event import TimingListener, install_listener
+
+_UNREADABLE = (AttributeError, ImportError, IndexError, EOFError, TypeError, ValueError, pickle.PickleError)
+
+
+@cache
+def _kernels_digest(folder: Path) -> str:
+    """The sha256 of all files with kernels below a folder."""
+    sources = [path.read_bytes() for path in sorted(folder.rglob("*.py"))]
+    return hashlib.sha256(b"".join(text for text in sources if b"compiled" in text)).hexdigest()
+
+
+class _IndexFile(IndexDataCacheFile):  # type: ignore[misc] # numba has no types
+    """An index of machine code that counts as absent where it cannot be read.
+
+    It names the types of a kernel's arguments; after an upgrade one of them may be gone from its module.
+    """
+
+    def _load_index(self) -> dict[Any, Any]:
+        try:
+            return cast(dict[Any, Any], super()._load_index())
+        except _UNREADABLE:
+            return {}
+
+
+class _KernelCache(FunctionCache):  # type: ignore[misc] # numba has no types
+    """Machine code on disk, of use while no kernel has changed.
+
+    numba looks at the kernel's file alone, but a kernel contains the kernels of other files that it calls.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        folders = {Path(__file__).parent, Path(function.__code__.co_filename).parent}
+        self._cache_file = _IndexFile(
+            cache_path=self._cache_path,
+            filename_base=self._impl.filename_base,
+            source_stamp=[self._impl.locator.get_source_stamp(), *map(_kernels_digest, sorted(folders))],
+        )
+
+
+def compiled[Function: Callable[..., Any]](function: Function) -> Function:
+    """Compile with numba, keep the machine code beside the file, release the GIL."""
+    dispatcher = njit(nogil=True)(function)
+    dispatcher._cache = _KernelCache(function)
+    return cast(Function, dispatcher)
+
+
+def inlined[Function: Callable[..., Any]](function: Function) -> Function:
+    """Compile as a part of each kernel that calls it, which spares handing over large records."""
+    return cast(Function, njit(nogil=True, inline="always")(function))
 
 
 class CompilationTime:

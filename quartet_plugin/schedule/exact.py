@@ -63,34 +63,34 @@ def exact_optimum(
     """Find the shortest schedule of a tiny pipeline and prove it.
 
     `split_backward`, one value or one a stage, says whether a stage's backwards run as I and W (True) or
-    whole (False). The device limits of `costs` are kept, with the held fraction. Raises ConfigError above
+    in full (False). The device limits of `costs` are kept, with the held fraction. Raises ConfigError above
     512 actions and InfeasibleError when no order fits the limits or none was found in time.
     """
     started = clock()
     stages = stage_costs(costs, placement=placement, layers_per_stage=layers_per_stage)
-    whole = ~np.broadcast_to(np.asarray(split_backward, dtype=np.bool_), (stages.num_stages,))
-    num_actions = int(costs.num_microbatches * (3 * stages.num_stages - whole.sum()))
+    full_backward = ~np.broadcast_to(np.asarray(split_backward, dtype=np.bool_), (stages.num_stages,))
+    num_actions = int(costs.num_microbatches * (3 * stages.num_stages - full_backward.sum()))
     if num_actions > MAX_ACTIONS_EXACT:
         raise ConfigError(
             f"{num_actions} actions: the exact optimum takes at most {MAX_ACTIONS_EXACT}; use search"
         )
-    relaxed = _of_modes(costs, stages, whole)
+    relaxed = _of_modes(costs, stages, full_backward)
     device_s, path_s = root_bounds(relaxed)
     unit_s = max(float(device_s.max()), path_s) or 1.0
-    search = _Search(_problem(costs, stages, relaxed, whole, unit_s), whole, num_actions)
+    search = _Search(_problem(costs, stages, relaxed, full_backward, unit_s), full_backward, num_actions)
     best: _Incumbent | None = None
     proven = False
     for width in widths:
         upper = np.inf if best is None else best.makespan * (1 - PROOF_TOLERANCE)
-        found, complete = search.run(width, upper, deadline=started + time_limit_s, clock=clock)
-        best = found or best
+        incumbent, complete = search.run(width, upper, deadline=started + time_limit_s, clock=clock)
+        best = incumbent or best
         proven = complete or (best is not None and best.makespan <= 1 + PROOF_TOLERANCE)
         if proven or clock() - started > time_limit_s:
             break
     if best is None:
         reason = "no order fits" if proven else "none was found in time that fits"
         raise InfeasibleError(f"memory_limit_bytes: {reason} the device limits; raise them or the time limit")
-    schedule = _schedule(best.actions, costs, whole, placement, layers_per_stage)
+    schedule = _schedule(best.actions, costs, full_backward, placement, layers_per_stage)
     makespan_s = simulate(schedule, stages, memory_limit_bytes=costs.memory_limit_bytes).makespan_s
     assert abs(makespan_s / unit_s - best.makespan) < PROOF_TOLERANCE, (makespan_s, best.makespan * unit_s)
     return ExactResult(
@@ -101,21 +101,21 @@ def exact_optimum(
     )
 
 
-def _of_modes(costs: Costs, stages: StageCosts, whole: BoolArray) -> Relaxation:
-    """The relaxation with exact durations: I and W as they are, B in I's place on whole stages."""
+def _of_modes(costs: Costs, stages: StageCosts, full_backward: BoolArray) -> Relaxation:
+    """The relaxation with exact durations: I and W as they are, or B in I's place."""
     exact = replace(
         stages,
-        input_grad_s=np.where(whole, stages.backward_s, stages.input_grad_s),
-        weight_grad_s=np.where(whole, 0.0, stages.weight_grad_s),
-        backward_s=np.where(whole, stages.backward_s, stages.input_grad_s + stages.weight_grad_s),
+        input_grad_s=np.where(full_backward, stages.backward_s, stages.input_grad_s),
+        weight_grad_s=np.where(full_backward, 0.0, stages.weight_grad_s),
+        backward_s=np.where(full_backward, stages.backward_s, stages.input_grad_s + stages.weight_grad_s),
     )
     relaxed = relaxation(costs, exact)
-    relaxed.needs_w[whole] = -1
+    relaxed.needs_w[full_backward] = -1
     return relaxed
 
 
 def _problem(
-    costs: Costs, stages: StageCosts, relaxed: Relaxation, whole: BoolArray, unit_s: float
+    costs: Costs, stages: StageCosts, relaxed: Relaxation, full_backward: BoolArray, unit_s: float
 ) -> ExactProblem:
     """The kernel's form, with `unit_s` seconds as the unit of time."""
     scaled = relaxed._replace(
@@ -127,7 +127,7 @@ def _problem(
         relaxed=scaled,
         tail=tails(scaled),
         num_bytes=stages.activation_bytes,
-        held=np.where(whole, 0.0, stages.held_fraction),
+        held=np.where(full_backward, 0.0, stages.held_fraction),
         limit=np.full(costs.num_devices, np.inf) if limit is None else limit,
         may_wait=(num_chunks > 1) & (limit is not None),
     )
@@ -136,9 +136,9 @@ def _problem(
 class _Search:
     """Passes over the levels of one problem."""
 
-    def __init__(self, problem: ExactProblem, whole: BoolArray, num_actions: int) -> None:
+    def __init__(self, problem: ExactProblem, full_backward: BoolArray, num_actions: int) -> None:
         self._problem = problem
-        self._whole = whole
+        self._full_backward = full_backward
         self._num_actions = num_actions
 
     def run(
@@ -155,7 +155,7 @@ class _Search:
             )
             for _ in range(2)
         )
-        level.counts[0, self._whole, 2] = relaxed.num_microbatches
+        level.counts[0, self._full_backward, 2] = relaxed.num_microbatches
         rows, complete = 1, True
         history: list[tuple[RowArray, RowArray]] = []
         buckets = np.empty(1 << (len(child.bound) * 2 - 1).bit_length(), dtype=np.int64)
@@ -206,7 +206,7 @@ def _trace(level: Level, history: list[tuple[RowArray, RowArray]]) -> _Incumbent
 def _schedule(
     actions: Sequence[int],
     costs: Costs,
-    whole: BoolArray,
+    full_backward: BoolArray,
     placement: Sequence[int],
     layers_per_stage: Sequence[int],
 ) -> Schedule:
@@ -215,7 +215,7 @@ def _schedule(
     rows: list[list[Action]] = [[] for _ in range(costs.num_devices)]
     for code in actions:
         stage, kind = divmod(code, 3)
-        shown = ActionKind.B if kind == ActionKind.I and whole[stage] else ActionKind(kind)
+        shown = ActionKind.B if kind == ActionKind.I and full_backward[stage] else ActionKind(kind)
         rows[placement[stage]].append(Action(stage, shown, int(count[stage, kind])))
         count[stage, kind] += 1
     return Schedule.of_actions(

@@ -10,8 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.schedule.kernel import MEMORY_TOLERANCE, compiled
-from quartet_plugin.schedule.relaxation import Classes, CountArray, Relaxation, heads, one_machine
+from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.kernel import MEMORY_TOLERANCE
+from quartet_plugin.schedule.relaxation import (
+    Classes,
+    CountArray,
+    Relaxation,
+    class_duration,
+    heads,
+    one_machine,
+)
 
 TIME_TOLERANCE = 1e-12
 BoolArray = NDArray[np.bool_]
@@ -62,13 +70,6 @@ def empty_level(capacity: int, *, num_stages: int, num_microbatches: int, num_de
         parent=np.zeros(capacity, dtype=np.int32),
         action=np.zeros(capacity, dtype=np.int32),
     )
-
-
-@compiled
-def _duration(problem: ExactProblem, s: int, k: int) -> float:
-    if k == 0:
-        return float(problem.relaxed.f_s[s])
-    return float(problem.relaxed.i_s[s] if k == 1 else problem.relaxed.w_s[s])
 
 
 @compiled
@@ -174,7 +175,7 @@ def _add_action(problem: ExactProblem, child: Level, row: int, s: int, k: int, s
     d = problem.relaxed.device[s]
     i = child.counts[row, s, k]
     child.counts[row, s, k] += 1
-    child.ready[row, d] = start + _duration(problem, s, k)
+    child.ready[row, d] = start + class_duration(problem.relaxed, s, k)
     if k == 0:
         child.end_f[row, s, i] = child.ready[row, d]
     elif k == 1:
@@ -187,7 +188,7 @@ def _add_action(problem: ExactProblem, child: Level, row: int, s: int, k: int, s
 
 @compiled
 def _set_bound(problem: ExactProblem, child: Level, row: int, end: Classes) -> None:
-    """Bound the state; also move each device's free time up to the earliest start of what it has left."""
+    """Bound the state; also move each device's free time up to the earliest start of its next action."""
     relaxed, counts = problem.relaxed, child.counts[row]
     end.f[:] = child.end_f[row]
     end.i[:] = child.end_i[row]
@@ -238,8 +239,9 @@ def _first_to_end(
     for s in range(len(problem.relaxed.device)):
         for k in range(3):
             starts[s, k] = _can_start(problem, level, row, s, k)
-            if starts[s, k] >= 0 and starts[s, k] + _duration(problem, s, k) < best_end - TIME_TOLERANCE:
-                best_s, best_k, best_end = s, k, starts[s, k] + _duration(problem, s, k)
+            end = starts[s, k] + class_duration(problem.relaxed, s, k)
+            if starts[s, k] >= 0 and end < best_end - TIME_TOLERANCE:
+                best_s, best_k, best_end = s, k, end
     return best_s, best_k, best_end
 
 

@@ -1,4 +1,4 @@
-"""One parameterized family of schedules; every single-copy named schedule is a point of it.
+"""One parameterized family of schedules; some parameters make each single-copy named schedule.
 
 key(F s,i) = progress(i) + offF(s), key(I s,i) = progress(i) + offI(s), key(W s,i) = key(I s,i) + w_gap.
 Offsets are the cumulated unloaded latencies of the cost table in units of the busiest device's time a
@@ -15,22 +15,28 @@ import numpy as np
 
 from quartet_plugin.errors import InfeasibleError, PlanError
 from quartet_plugin.model.costs import FloatArray, IntArray, StageCosts
-from quartet_plugin.schedule.generator import generate_orders
-from quartet_plugin.schedule.keys import NUM_SCALARS, fill_keys
+from quartet_plugin.schedule.generator import NUM_SCALARS, generate_orders, keys_of
+from quartet_plugin.schedule.kernel import Lanes
 from quartet_plugin.schedule.placement import chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.simulate import lanes_of_stages
+
+PER_CHUNK = ("stretch_forward", "stretch_backward", "shift_forward", "shift_backward")
+SCALARS = ("w_gap", "group", "slack", "memory_cap", "w_limit", "w_fill", "patience")
+_JSON_KEYS = {"full_backward": "whole"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A point of the family.
+    """One set of the family's parameters.
 
     Per chunk: `stretch_forward`, `stretch_backward` multiply latencies, `shift_forward`, `shift_backward`
     are added, in microbatches. `slack` (microbatches): how much larger than the smallest open key a key may
     be; 0 is a static order, inf greedy. `memory_cap`: in one microbatch's activation bytes of each device;
     inf for none beyond the cost table's own limit. `w_limit`: more pending W are forced. `w_fill`: a W
     fills an idle gap of at least this part of its time. `patience`: wait for a smaller key that arrives
-    within this part of the other action's time. `whole[s]`: one backward action on stage s.
+    within this part of the other action's time. `full_backward[s]`: one backward action on stage s; a file
+    calls it `whole`.
     """
 
     stretch_forward: tuple[float, ...]
@@ -44,56 +50,41 @@ class Family:
     w_limit: float = math.inf
     w_fill: float = 0.0
     patience: float = 0.0
-    whole: tuple[bool, ...] = ()
+    full_backward: tuple[bool, ...] = ()
+
+    @classmethod
+    def json_keys(cls) -> tuple[str, ...]:
+        """The keys of `to_json`, in the order of the fields."""
+        return tuple(_JSON_KEYS.get(field.name, field.name) for field in fields(cls))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; infinity is null."""
-        return {name: _finite(value) for name, value in asdict(self).items()}
+        return dict(zip(self.json_keys(), map(_finite, asdict(self).values()), strict=True))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `to_json`; raises PlanError for unknown or missing keys."""
-        names = {f.name for f in fields(cls)}
-        if set(data) != names:
+        keys = set(cls.json_keys())
+        if set(data) != keys:
             raise PlanError(
-                f"family: keys {sorted(set(data) ^ names)} are unknown or missing; expected {sorted(names)}"
+                f"family: keys {sorted(set(data) ^ keys)} are unknown or missing; expected {sorted(keys)}"
             )
-        return cls(**{name: _restore(name, value) for name, value in data.items()})
+        values = (_restore(key, data[key]) for key in cls.json_keys())
+        return cls(**dict(zip(cls.__dataclass_fields__, values, strict=True)))
 
     def to_vector(self) -> FloatArray:
-        """The kernels' parameters (`keys.fill_keys`), all but `whole`."""
-        chunks = (self.stretch_forward, self.stretch_backward, self.shift_forward, self.shift_backward)
-        scalars = (
-            self.w_gap,
-            self.group,
-            self.slack,
-            self.memory_cap,
-            self.w_limit,
-            self.w_fill,
-            self.patience,
-        )
-        return np.array([x for part in (*chunks, scalars) for x in part], dtype=np.float64)
+        """The kernels' parameters (`generator.keys_of`), all but `full_backward`."""
+        chunks = [np.array(getattr(self, name), dtype=np.float64) for name in PER_CHUNK]
+        return np.concatenate((*chunks, [float(getattr(self, name)) for name in SCALARS]))
 
     @classmethod
-    def from_vector(cls, params: FloatArray, whole: IntArray) -> Self:
+    def from_vector(cls, params: FloatArray, full_backward: IntArray) -> Self:
         """The inverse of `to_vector`."""
-        v = (len(params) - NUM_SCALARS) // 4
-        values = params.tolist()
-        w_gap, group, slack, memory_cap, w_limit, w_fill, patience = values[4 * v :]
-        return cls(
-            stretch_forward=tuple(values[:v]),
-            stretch_backward=tuple(values[v : 2 * v]),
-            shift_forward=tuple(values[2 * v : 3 * v]),
-            shift_backward=tuple(values[3 * v : 4 * v]),
-            w_gap=w_gap,
-            group=int(group),
-            slack=slack,
-            memory_cap=memory_cap,
-            w_limit=w_limit,
-            w_fill=w_fill,
-            patience=patience,
-            whole=tuple(bool(x) for x in whole),
-        )
+        chunks = np.split(params[:-NUM_SCALARS], len(PER_CHUNK))
+        values: dict[str, Any] = dict(zip(SCALARS, params[-NUM_SCALARS:].tolist(), strict=True))
+        values |= {name: tuple(part.tolist()) for name, part in zip(PER_CHUNK, chunks, strict=True)}
+        values["group"] = int(values["group"])
+        return cls(**values, full_backward=tuple(bool(x) for x in full_backward))
 
 
 def _finite(value: Any) -> Any:
@@ -102,23 +93,26 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and math.isinf(value) else value
 
 
-def _restore(name: str, value: Any) -> Any:
+def _restore(key: str, value: Any) -> Any:
     if isinstance(value, list):
-        return tuple(map(bool, value)) if name == "whole" else tuple(map(float, value))
+        return tuple(map(bool, value)) if key == "whole" else tuple(map(float, value))
     return math.inf if value is None else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """Stage costs prepared for many generations: latencies, lanes and room for the orders."""
+    """Stage costs prepared for many generations.
+
+    `share_bytes` [num_devices]: activation bytes of one microbatch on all stages of a device. `beat_s`: the
+    busiest device's seconds a microbatch.
+    """
 
     costs: StageCosts
     num_devices: int
     num_microbatches: int
     memory_limit_bytes: FloatArray
     chunk: IntArray
-    cost_s: FloatArray
-    send_s: FloatArray
+    lanes: Lanes
     share_bytes: FloatArray
     beat_s: float
 
@@ -137,8 +131,7 @@ class Pipeline:
             num_microbatches=num_microbatches,
             memory_limit_bytes=np.asarray(limit, dtype=np.float64),
             chunk=chunk_of_stage(device.tolist()),
-            cost_s=np.stack([costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.backward_s]),
-            send_s=np.stack([costs.forward_transfer_s, costs.backward_transfer_s]),
+            lanes=lanes_of_stages([costs], np.zeros(num_microbatches, dtype=np.int64)),
             share_bytes=np.bincount(device, weights=costs.activation_bytes, minlength=num_devices),
             beat_s=float(np.bincount(device, weights=work, minlength=num_devices).max()) or 1.0,
         )
@@ -151,43 +144,18 @@ class Pipeline:
 
 def run(family: Family, pipeline: Pipeline) -> tuple[float, IntArray, IntArray]:
     """Makespan (inf when the memory cannot hold one microbatch), flat orders and device offsets."""
-    num_stages, num_microbatches = pipeline.costs.num_stages, pipeline.num_microbatches
-    whole = np.zeros(num_stages, dtype=np.int64)
-    whole[: len(family.whole)] = family.whole
+    full_backward = np.zeros(pipeline.costs.num_stages, dtype=np.int64)
+    full_backward[: len(family.full_backward)] = family.full_backward
     params = family.to_vector()
-    forward_key, backward_key = np.empty(num_stages), np.empty(num_stages)
-    progress = np.empty(num_microbatches)
-    fill_keys(
-        params,
-        whole,
-        pipeline.chunk,
-        pipeline.cost_s,
-        pipeline.send_s,
-        pipeline.beat_s,
-        forward_key,
-        backward_key,
-        progress,
-    )
     per_device = np.bincount(
-        pipeline.costs.device_of_stage, weights=3 - whole, minlength=pipeline.num_devices
+        pipeline.costs.device_of_stage, weights=3 - full_backward, minlength=pipeline.num_devices
     ).astype(np.int64)
-    offsets = np.concatenate(([0], np.cumsum(per_device * num_microbatches)))
+    offsets = np.concatenate(([0], np.cumsum(per_device * pipeline.num_microbatches)))
     orders = np.empty(int(offsets[-1]), dtype=np.int64)
     makespan = generate_orders(
-        pipeline.num_devices,
-        num_stages,
-        num_microbatches,
-        pipeline.costs.device_of_stage,
-        pipeline.cost_s,
-        pipeline.send_s,
-        pipeline.costs.activation_bytes,
-        pipeline.costs.held_fraction,
-        np.zeros(num_stages, dtype=np.int64),
-        np.full(num_stages, num_microbatches, dtype=np.int64),
-        forward_key,
-        backward_key,
-        progress,
-        whole,
+        pipeline.lanes,
+        keys_of(params, full_backward, pipeline.chunk, pipeline.lanes, pipeline.beat_s),
+        full_backward,
         params[-NUM_SCALARS:],
         _cap(family, pipeline),
         orders,
@@ -209,7 +177,7 @@ def generate(
     *,
     memory_limit_bytes: FloatArray | None = None,
 ) -> Schedule:
-    """The schedule of a point of the family under `costs` (its placement and split included).
+    """The schedule that the parameters make under `costs` (its placement and split included).
 
     Raises InfeasibleError when the memory limit does not hold one microbatch.
     """

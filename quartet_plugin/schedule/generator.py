@@ -5,13 +5,60 @@ most one F, one I and one W a lane. Devices decide in the order of time. A devic
 smallest key, unless something it still has to do has a key smaller by more than the slack.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.schedule.kernel import compiled
-from quartet_plugin.schedule.keys import PATIENCE, SLACK, W_FILL, W_GAP, W_LIMIT
+from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.kernel import Lanes
+
+# Scalars in a vector of parameters, after the 4 v numbers of the chunks.
+W_GAP, GROUP, SLACK, MEMORY_CAP, W_LIMIT, W_FILL, PATIENCE = range(7)
+NUM_SCALARS = 7
 
 _READY_TOLERANCE = 1e-12
+
+
+class Keys(NamedTuple):
+    """Priorities in microbatches: key(F) = progress + forward, key(I) = progress + backward.
+
+    `forward` and `backward` are [num_lanes]; `progress` [num_microbatches] counts a lane's microbatches.
+    """
+
+    forward: FloatArray
+    backward: FloatArray
+    progress: FloatArray
+
+
+@compiled
+def keys_of(params: FloatArray, full_backward: IntArray, chunk: IntArray, lanes: Lanes, beat: float) -> Keys:
+    """The keys that a vector of parameters makes for one copy of the model.
+
+    A vector of parameters for v chunks: stretch_forward, stretch_backward, shift_forward, shift_backward
+    [v each], then w_gap, group, slack, memory_cap, w_limit, w_fill, patience, as `family.Family` explains.
+    `beat`: the busiest device's seconds a microbatch. `full_backward[s]`: 1 where the backward is one action.
+    """
+    num_stages = lanes.num_stages
+    cost, send = lanes.cost_s, lanes.send_s
+    forward_key, backward_key = np.empty(num_stages), np.empty(num_stages)
+    progress = np.empty(lanes.num_microbatches)
+    v = (len(params) - NUM_SCALARS) // 4
+    reached = 0.0
+    for stage in range(num_stages):
+        c = chunk[stage]
+        forward_key[stage] = reached / beat + params[2 * v + c]
+        reached += (cost[0, stage] + send[0, stage]) * params[c]
+    returned = 0.0
+    for stage in range(num_stages - 1, -1, -1):
+        c = chunk[stage]
+        backward_key[stage] = (reached + returned) / beat + params[3 * v + c]
+        gradient = cost[3, stage] if full_backward[stage] else cost[1, stage]
+        returned += (gradient + send[1, stage]) * params[v + c]
+    group = max(1, int(params[4 * v + GROUP]))
+    for i in range(len(progress)):
+        progress[i] = i // group * group + i % group / (v if group > 1 else 1.0)
+    return Keys(forward_key, backward_key, progress)
 
 
 @compiled
@@ -32,9 +79,9 @@ def _safe(
     free = room - lane_bytes[lane]
     if free < 0.0:
         return False
-    for at in lanes:
-        k = next_f[at] + (1 if at == lane else 0)
-        if k >= lane_count[at]:
+    for waiting in lanes:
+        k = next_f[waiting] + (1 if waiting == lane else 0)
+        if k >= lane_count[waiting]:
             continue
         need = 0.0
         held = 0.0
@@ -51,53 +98,44 @@ def _safe(
 @compiled
 def _lanes_by_device(lane_device: IntArray, num_devices: int) -> tuple[IntArray, IntArray]:
     """All lanes grouped by device, and where each device's begin [num_devices + 1]."""
-    lane_at = np.zeros(num_devices + 1, dtype=np.int64)
+    first_lane = np.zeros(num_devices + 1, dtype=np.int64)
     for device in lane_device:
-        lane_at[device + 1] += 1
+        first_lane[device + 1] += 1
     for device in range(num_devices):
-        lane_at[device + 1] += lane_at[device]
+        first_lane[device + 1] += first_lane[device]
     lanes = np.empty(len(lane_device), dtype=np.int64)
-    fill = lane_at[:-1].copy()
+    fill = first_lane[:-1].copy()
     for lane in range(len(lane_device)):
         device = lane_device[lane]
         lanes[fill[device]] = lane
         fill[device] += 1
-    return lanes, lane_at
+    return lanes, first_lane
 
 
 @compiled
 def generate_orders(
-    num_devices: int,
-    num_stages: int,
-    num_microbatches: int,
-    lane_device: IntArray,
-    lane_cost: FloatArray,
-    lane_send: FloatArray,
-    lane_bytes: FloatArray,
-    held: float,
-    lane_first: IntArray,
-    lane_count: IntArray,
-    forward_key: FloatArray,
-    backward_key: FloatArray,
-    progress: FloatArray,
-    whole: IntArray,
+    lanes: Lanes,
+    keys: Keys,
+    full_backward: IntArray,
     rules: FloatArray,
     cap: FloatArray,
     orders: IntArray,
     offsets: IntArray,
 ) -> float:
-    """Fill `orders`, each device's part from `offsets[device]` on; return the makespan, or inf.
+    """Fill `orders`, each device's part from `offsets[device]` on; return the makespan in seconds, or inf.
 
-    `lane_first`/`lane_count` are a lane's microbatches (a run of consecutive ones), `progress[i]` the key of
-    its i-th; key(F) = progress + forward_key[lane], key(I) = progress + backward_key[lane], key(W) =
-    key(I) + rules[W_GAP]. `rules`: the scalars of a vector of parameters, group and cap unused.
-    `whole[lane]` is 1 where the backward is one action. `cap` [num_devices] bounds
-    activation bytes with a banker's rule (`_safe`), so only a cap below one microbatch's bytes fails,
-    and inf is returned. A W runs when its key is smallest, when more than
-    rules[W_LIMIT] are pending, when its memory is needed, or when the device would idle for at least
-    rules[W_FILL] of its time. A device waits for an action of smaller key that is known to arrive
+    A lane's microbatches are those of its route, a run of consecutive ones. key(W) = key(I) + rules[W_GAP].
+    `rules`: the scalars of a vector of parameters, group and cap unused. `full_backward[lane]` is 1 where the
+    backward is one action. `cap` [num_devices] bounds activation bytes with a banker's rule (`_safe`), so
+    only a cap below one microbatch's bytes fails, and inf is returned. A W runs when its key is smallest,
+    when more than rules[W_LIMIT] are pending, when its memory is needed, or when the device would idle for at
+    least rules[W_FILL] of its time. A device waits for an action of smaller key that is known to arrive
     within rules[PATIENCE] of the time the other takes.
     """
+    num_stages, num_microbatches = lanes.num_stages, lanes.num_microbatches
+    lane_device, lane_cost, lane_send, lane_bytes = lanes.device, lanes.cost_s, lanes.send_s, lanes.num_bytes
+    forward_key, backward_key, progress = keys
+    num_devices = len(offsets) - 1
     num_lanes = len(lane_device)
     width = num_microbatches
     slack = rules[SLACK]
@@ -106,7 +144,16 @@ def generate_orders(
     w_fill = rules[W_FILL]
     patience = rules[PATIENCE]
 
-    lanes, lane_at = _lanes_by_device(lane_device, num_devices)
+    lane_first = np.zeros(num_lanes, dtype=np.int64)
+    lane_count = np.zeros(num_lanes, dtype=np.int64)
+    for i in range(num_microbatches - 1, -1, -1):
+        begin = lanes.route[i] * num_stages
+        lane_first[begin] = i
+        lane_count[begin] += 1
+    for lane in range(num_lanes):
+        lane_first[lane] = lane_first[lane // num_stages * num_stages]
+        lane_count[lane] = lane_count[lane // num_stages * num_stages]
+    lanes_by_device, first_lane = _lanes_by_device(lane_device, num_devices)
     next_f = np.zeros(num_lanes, dtype=np.int64)
     next_i = np.zeros(num_lanes, dtype=np.int64)
     next_w = np.zeros(num_lanes, dtype=np.int64)
@@ -117,18 +164,18 @@ def generate_orders(
     used = np.zeros(num_devices)
     pending = np.zeros(num_devices, dtype=np.int64)
     pending_bytes = np.zeros(num_devices)
-    at = offsets[:-1].copy()
+    position = offsets[:-1].copy()
     w_release = np.empty(num_lanes)
     tolerance = np.empty(num_devices)
     may_start = np.zeros(num_lanes, dtype=np.bool_)
     share = np.zeros(num_devices)
     total = 0
     for lane in range(num_lanes):
-        total += lane_count[lane] * (2 if whole[lane] else 3)
+        total += lane_count[lane] * (2 if full_backward[lane] else 3)
         if lane % num_stages == 0:
             f_arrival[lane * width : lane * width + lane_count[lane]] = 0.0
         share[lane_device[lane]] += lane_bytes[lane]
-        w_release[lane] = 0.0 if whole[lane] else lane_bytes[lane] * held
+        w_release[lane] = 0.0 if full_backward[lane] else lane_bytes[lane] * lanes.held_fraction
     for device in range(num_devices):
         tolerance[device] = cap[device] * (1.0 + 1e-9)
 
@@ -153,8 +200,8 @@ def generate_orders(
             continue
         reach = np.inf if relaxed else slack
 
-        first = lane_at[device]
-        last = lane_at[device + 1]
+        first = first_lane[device]
+        last = first_lane[device + 1]
         room = tolerance[device] - used[device] + pending_bytes[device]
 
         smallest = np.inf
@@ -164,7 +211,7 @@ def generate_orders(
         soon_key = np.inf
         soon = np.inf
         for k in range(first, last):
-            lane = lanes[k]
+            lane = lanes_by_device[k]
             i = next_i[lane]
             if i < lane_count[lane]:
                 key = progress[i] + backward_key[lane]
@@ -177,7 +224,7 @@ def generate_orders(
             i = next_f[lane]
             may = i < lane_count[lane] and (
                 room >= share[device] + lane_bytes[lane]
-                or _safe(lane, room, lanes[first:last], next_f, next_i, lane_count, lane_bytes)
+                or _safe(lane, room, lanes_by_device[first:last], next_f, next_i, lane_count, lane_bytes)
             )
             if may:
                 key = progress[i] + forward_key[lane]
@@ -194,7 +241,7 @@ def generate_orders(
         # What is known to arrive and would be preferred (or, with nothing ready, would be allowed).
         if best_lane < 0 or patience > 0.0:
             for k in range(first, last):
-                lane = lanes[k]
+                lane = lanes_by_device[k]
                 i = next_i[lane]
                 if i < next_f[lane]:
                     when = i_arrival[lane * width + i]
@@ -210,7 +257,7 @@ def generate_orders(
                         soon = when
                         soon_key = key
             if best_lane >= 0 and soon_key < best_key:
-                kind = 0 if best_is_f else (3 if whole[best_lane] else 1)
+                kind = 0 if best_is_f else (3 if full_backward[best_lane] else 1)
                 if soon - now <= patience * lane_cost[kind, best_lane]:
                     best_lane = -1
                     best_key = np.inf
@@ -220,9 +267,9 @@ def generate_orders(
         if pending[device] > 0:
             w_key = np.inf
             for k in range(first, last):
-                lane = lanes[k]
+                lane = lanes_by_device[k]
                 i = next_w[lane]
-                if whole[lane] == 0 and i < next_i[lane]:
+                if full_backward[lane] == 0 and i < next_i[lane]:
                     key = progress[i] + backward_key[lane]
                     if key < w_key:
                         w_key = key
@@ -243,7 +290,7 @@ def generate_orders(
             used[device] -= w_release[lane]
             pending[device] -= 1
             pending_bytes[device] -= w_release[lane]
-            orders[at[device]] = (stage * num_microbatches + lane_first[lane] + i) * 4 + 2
+            orders[position[device]] = (stage * num_microbatches + lane_first[lane] + i) * 4 + 2
         elif best_lane >= 0:
             lane = best_lane
             stage = lane % num_stages
@@ -252,7 +299,7 @@ def generate_orders(
                 next_f[lane] = i + 1
                 done = now + lane_cost[0, lane]
                 used[device] += lane_bytes[lane]
-                orders[at[device]] = (stage * num_microbatches + lane_first[lane] + i) * 4
+                orders[position[device]] = (stage * num_microbatches + lane_first[lane] + i) * 4
                 if stage == num_stages - 1:
                     i_arrival[lane * width + i] = done
                 else:
@@ -266,16 +313,16 @@ def generate_orders(
             else:
                 i = next_i[lane]
                 next_i[lane] = i + 1
-                if whole[lane]:
+                if full_backward[lane]:
                     done = now + lane_cost[3, lane]
                     used[device] -= lane_bytes[lane]
-                    orders[at[device]] = (stage * num_microbatches + lane_first[lane] + i) * 4 + 3
+                    orders[position[device]] = (stage * num_microbatches + lane_first[lane] + i) * 4 + 3
                 else:
                     done = now + lane_cost[1, lane]
                     used[device] -= lane_bytes[lane] - w_release[lane]
                     pending[device] += 1
                     pending_bytes[device] += w_release[lane]
-                    orders[at[device]] = (stage * num_microbatches + lane_first[lane] + i) * 4 + 1
+                    orders[position[device]] = (stage * num_microbatches + lane_first[lane] + i) * 4 + 1
                 if stage > 0:
                     to = lane - 1
                     when = done + lane_send[1, lane]
@@ -288,7 +335,7 @@ def generate_orders(
             # Sleep until something known arrives; a message not sent yet wakes the device itself.
             wake[device] = soon if soon > now else np.inf
             continue
-        at[device] += 1
+        position[device] += 1
         ran += 1
         relaxed = False
         free[device] = done

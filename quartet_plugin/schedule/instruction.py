@@ -1,4 +1,4 @@
-"""What a device does, one after the other: compute, post transfers, wait for one.
+"""The instructions of a device, one after the other: compute, post transfers, wait for a transfer.
 
 A runtime executes a device's list from top to bottom. `Compute` runs an action. `Post` starts transfers
 together, as one batch, and does not block. `Wait` blocks until a transfer is over: after waiting for a
@@ -12,6 +12,8 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from quartet_plugin.schedule.action import Action, ActionKind
+
+TensorKey = tuple[int, int, int]  # from stage, to stage, microbatch
 
 
 class Side(StrEnum):
@@ -52,10 +54,18 @@ class Message(NamedTuple):
         """Whether an activation, not a gradient."""
         return self.target_stage > self.source_stage
 
+    @property
+    def tensor(self) -> TensorKey:
+        """The stages that it comes from and goes to, and its microbatch."""
+        return (self.source_stage, self.target_stage, self.microbatch)
+
     def text(self, side: Side, prefix: str = "") -> str:
         """As PyTorch's pipelining writes it: `2SEND_F0`, `3RECV_F0`, `3SEND_B0`, `2RECV_B0`."""
         stage = self.source_stage if side is Side.SEND else self.target_stage
         return f"{stage}{prefix}{side}_{'F' if self.is_forward else 'B'}{self.microbatch}"
+
+
+TransferEnd = tuple[Side, Message]
 
 
 class Transfer(NamedTuple):
@@ -64,6 +74,11 @@ class Transfer(NamedTuple):
     side: Side
     message: Message
     buffer: int
+
+    @property
+    def end(self) -> TransferEnd:
+        """The message and this side of it."""
+        return (self.side, self.message)
 
     @property
     def peer(self) -> int:

@@ -1,18 +1,16 @@
 """Compiled kernels that run fixed orders: as-soon-as-possible times, memory, and the repeated period.
 
-Arrays of a *lane* are flat [num_routes * num_stages]; one route is the rule, two-copy schedules have two.
-A *unit* is `stage * num_microbatches + microbatch`; an action's code is `unit * 4 + kind`.
-The kernels release the GIL, so threads run them side by side.
+A *lane* is a stage of one copy of the model. A *unit* is `stage * num_microbatches + microbatch`; an action's
+code is `unit * 4 + kind`. The kernels release the GIL, so threads run them side by side.
 """
 
-from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, cast
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from quartet_plugin.model.costs import FloatArray, IntArray
+from quartet_plugin.schedule.compilation import compiled
 
 F, I, W, B = 0, 1, 2, 3  # noqa: E741 - the field's letter for the input gradient
 MEMORY_TOLERANCE = 1e-9
@@ -30,44 +28,51 @@ class Fault(IntEnum):
     OVER_MEMORY = 6
 
 
-def compiled[Function: Callable[..., Any]](function: Function) -> Function:
-    """Compile with numba, keep the machine code beside the file, release the GIL."""
-    return cast(Function, njit(cache=True, nogil=True)(function))
+class Lanes(NamedTuple):
+    """A pipeline as the kernels take it, lane by lane: flat [num_routes * num_stages].
+
+    One route is the rule; schedules with two copies of the model have two. `cost_s` [4, lanes] are seconds by
+    kind, `send_s` [2, lanes] those of a transfer out of a lane, forward-going and backward-going. `route`
+    says which route each microbatch takes [num_microbatches].
+    """
+
+    num_stages: int
+    num_microbatches: int
+    device: IntArray
+    cost_s: FloatArray
+    send_s: FloatArray
+    num_bytes: FloatArray
+    held_fraction: float
+    route: IntArray
 
 
 @compiled
-def check_orders(
-    orders: IntArray,
-    offsets: IntArray,
-    num_stages: int,
-    num_microbatches: int,
-    lane_device: IntArray,
-    route: IntArray,
-) -> tuple[int, int, int]:
+def check_orders(orders: IntArray, offsets: IntArray, lanes: Lanes) -> tuple[int, int, int]:
     """Return (fault, device, index): every action known, on its device, once, and none missing.
 
     For a missing action `index` is its code and `device` the one that lacks it.
     """
+    num_stages, num_microbatches, route = lanes.num_stages, lanes.num_microbatches, lanes.route
     num_units = num_stages * num_microbatches
     seen = np.zeros(num_units, dtype=np.uint8)
     num_devices = len(offsets) - 1
     for device in range(num_devices):
-        for at in range(offsets[device], offsets[device + 1]):
-            code = orders[at]
+        for position in range(offsets[device], offsets[device + 1]):
+            code = orders[position]
             if code < 0 or code >= num_units * 4:
-                return Fault.UNKNOWN.value, device, at - offsets[device]
+                return Fault.UNKNOWN.value, device, position - offsets[device]
             unit = code >> 2
             kind = code & 3
             lane = route[unit % num_microbatches] * num_stages + unit // num_microbatches
-            if lane_device[lane] != device:
-                return Fault.WRONG_DEVICE.value, device, at - offsets[device]
+            if lanes.device[lane] != device:
+                return Fault.WRONG_DEVICE.value, device, position - offsets[device]
             clash = 1 << kind
             if kind == B:
                 clash = 14
             elif kind != F:
                 clash |= 8
             if seen[unit] & clash:
-                return Fault.DOUBLE.value, device, at - offsets[device]
+                return Fault.DOUBLE.value, device, position - offsets[device]
             seen[unit] |= 1 << kind
     for unit in range(num_units):
         state = seen[unit]
@@ -77,41 +82,35 @@ def check_orders(
         kind = F
         if state & 1:
             kind = W if state & 2 else (I if state & 4 else B)
-        return Fault.MISSING.value, lane_device[lane], unit * 4 + kind
+        return Fault.MISSING.value, lanes.device[lane], unit * 4 + kind
     return Fault.OK.value, -1, -1
 
 
 @compiled
 def check_memory(
-    orders: IntArray,
-    offsets: IntArray,
-    num_stages: int,
-    num_microbatches: int,
-    lane_bytes: FloatArray,
-    held: float,
-    route: IntArray,
-    limit: FloatArray,
-    peak: FloatArray,
+    orders: IntArray, offsets: IntArray, lanes: Lanes, limit: FloatArray, peak: FloatArray
 ) -> tuple[int, int, int]:
     """Fill `peak` [num_devices]; return (fault, device, index) of the first action over `limit`.
 
     Memory depends on each device's order alone. `limit` [num_devices] may hold inf.
     """
+    num_stages, num_microbatches, route = lanes.num_stages, lanes.num_microbatches, lanes.route
+    held = lanes.held_fraction
     for device in range(len(offsets) - 1):
         used = 0.0
         top = 0.0
         bound = limit[device] * (1.0 + MEMORY_TOLERANCE)
-        for at in range(offsets[device], offsets[device + 1]):
-            code = orders[at]
+        for position in range(offsets[device], offsets[device + 1]):
+            code = orders[position]
             unit = code >> 2
             kind = code & 3
-            size = lane_bytes[route[unit % num_microbatches] * num_stages + unit // num_microbatches]
+            size = lanes.num_bytes[route[unit % num_microbatches] * num_stages + unit // num_microbatches]
             if kind == F:
                 used += size
                 if used > top:
                     top = used
                     if top > bound:
-                        return Fault.OVER_MEMORY.value, device, at - offsets[device]
+                        return Fault.OVER_MEMORY.value, device, position - offsets[device]
             elif kind == I:
                 used -= size * (1.0 - held)
             elif kind == W:
@@ -124,30 +123,24 @@ def check_memory(
 
 @compiled
 def run_orders(
-    orders: IntArray,
-    offsets: IntArray,
-    num_stages: int,
-    num_microbatches: int,
-    lane_device: IntArray,
-    lane_cost: FloatArray,
-    lane_send: FloatArray,
-    route: IntArray,
-    start: FloatArray,
-    end: FloatArray,
-    sequence: IntArray,
-) -> int:
-    """Run checked orders as soon as possible; return how many actions ran (all, unless deadlocked).
+    orders: IntArray, offsets: IntArray, lanes: Lanes
+) -> tuple[int, FloatArray, FloatArray, IntArray]:
+    """Run checked orders as soon as possible: the number that ran (all, unless deadlocked), starts and ends.
 
-    `lane_cost` [4, lanes] by kind, `lane_send` [2, lanes] forward and backward transfer out of a lane.
-    `start`, `end` [num_actions] are filled, and `sequence` with the indices in an order that respects all
-    dependencies. A device that cannot go on waits for one unit, and is resumed when that unit is done.
+    Forwards alone are allowed too. The last array holds the indices of the actions in an order that respects
+    all dependencies. A device that cannot go on waits for one unit, and is resumed when that unit is done.
     """
+    num_stages, num_microbatches, route = lanes.num_stages, lanes.num_microbatches, lanes.route
+    lane_device, lane_cost, lane_send = lanes.device, lanes.cost_s, lanes.send_s
+    start = np.empty(len(orders))
+    end = np.empty(len(orders))
+    sequence = np.empty(len(orders), dtype=np.int64)
     num_devices = len(offsets) - 1
     num_units = num_stages * num_microbatches
     forward_end = np.full(num_units, -1.0)
     gradient_end = np.full(num_units, -1.0)
     free = np.zeros(num_devices)
-    at = offsets[:-1].copy()
+    following = offsets[:-1].copy()
     waits_for = np.full(num_devices, -1)
     stack = np.empty(num_devices, dtype=np.int64)
     height = num_devices
@@ -158,10 +151,10 @@ def run_orders(
         height -= 1
         device = stack[height]
         now = free[device]
-        pos = at[device]
+        position = following[device]
         stop = offsets[device + 1]
-        while pos < stop:
-            code = orders[pos]
+        while position < stop:
+            code = orders[position]
             unit = code >> 2
             kind = code & 3
             stage = unit // num_microbatches
@@ -188,12 +181,12 @@ def run_orders(
                         waits_for[device] = (unit + num_microbatches) * 2 + 1
                         break
                     ready = max(ready, before + lane_send[1, lane + 1])
-            start[pos] = ready
+            start[position] = ready
             now = ready + lane_cost[kind, lane]
-            end[pos] = now
-            sequence[ran] = pos
+            end[position] = now
+            sequence[ran] = position
             ran += 1
-            pos += 1
+            position += 1
             if kind == F:
                 forward_end[unit] = now
                 if stage < num_stages - 1:
@@ -211,32 +204,30 @@ def run_orders(
                         stack[height] = other
                         height += 1
         free[device] = now
-        at[device] = pos
-    return ran
+        following[device] = position
+    return ran, start, end, sequence
 
 
 @compiled
 def _repeat(
     orders: IntArray,
     sequence: IntArray,
-    device_at: IntArray,
-    num_stages: int,
-    num_microbatches: int,
-    lane_cost: FloatArray,
-    lane_send: FloatArray,
-    route: IntArray,
+    device_of: IntArray,
+    lanes: Lanes,
     free: FloatArray,
     ends: FloatArray,
 ) -> None:
     """One more run of the lists, each device starting when `free` says; updates `free` in place."""
+    num_stages, num_microbatches, route = lanes.num_stages, lanes.num_microbatches, lanes.route
+    lane_cost, lane_send = lanes.cost_s, lanes.send_s
     for step in range(len(sequence)):
-        at = sequence[step]
-        code = orders[at]
+        position = sequence[step]
+        code = orders[position]
         unit = code >> 2
         kind = code & 3
         stage = unit // num_microbatches
         lane = route[unit - stage * num_microbatches] * num_stages + stage
-        device = device_at[at]
+        device = device_of[position]
         ready = free[device]
         if kind == F:
             if stage > 0:
@@ -278,11 +269,7 @@ def steady_period(
     orders: IntArray,
     offsets: IntArray,
     sequence: IntArray,
-    num_stages: int,
-    num_microbatches: int,
-    lane_cost: FloatArray,
-    lane_send: FloatArray,
-    route: IntArray,
+    lanes: Lanes,
     tries: int,
 ) -> float:
     """The interval at which the lists repeat without a barrier: a max-plus eigenvalue.
@@ -291,16 +278,14 @@ def steady_period(
     the device-to-device longest paths (Karp).
     """
     num_devices = len(offsets) - 1
-    device_at = np.empty(len(orders), dtype=np.int64)
+    device_of = np.empty(len(orders), dtype=np.int64)
     for device in range(num_devices):
-        device_at[offsets[device] : offsets[device + 1]] = device
-    ends = np.zeros((2, num_stages * num_microbatches))
+        device_of[offsets[device] : offsets[device + 1]] = device
+    ends = np.zeros((2, lanes.num_stages * lanes.num_microbatches))
     free = np.zeros(num_devices)
     history = np.zeros((tries + 1, num_devices))
     for k in range(1, tries + 1):
-        _repeat(
-            orders, sequence, device_at, num_stages, num_microbatches, lane_cost, lane_send, route, free, ends
-        )
+        _repeat(orders, sequence, device_of, lanes, free, ends)
         history[k] = free
         for back in range(1, k + 1):
             low, high = np.inf, -np.inf
@@ -316,8 +301,24 @@ def steady_period(
         free[:] = never
         free[source] = 0.0
         ends[:] = never
-        _repeat(
-            orders, sequence, device_at, num_stages, num_microbatches, lane_cost, lane_send, route, free, ends
-        )
+        _repeat(orders, sequence, device_of, lanes, free, ends)
         weights[source] = free
     return _largest_cycle_mean(weights)
+
+
+@compiled
+def simulate_orders(
+    orders: IntArray, offsets: IntArray, lanes: Lanes, limit: FloatArray, peak: FloatArray, tries: int
+) -> tuple[tuple[int, int, int], FloatArray, FloatArray, float]:
+    """Check and run orders: (fault, device, index), starts, ends and the period; fills `peak`."""
+    start, end, period = np.empty(0), np.empty(0), 0.0
+    fault = check_orders(orders, offsets, lanes)
+    if fault[0] == Fault.OK.value:
+        fault = check_memory(orders, offsets, lanes, limit, peak)
+    if fault[0] == Fault.OK.value:
+        ran, start, end, sequence = run_orders(orders, offsets, lanes)
+        if ran < len(orders):
+            fault = (Fault.DEADLOCK.value, 0, 0)
+        else:
+            period = steady_period(orders, offsets, sequence, lanes, tries)
+    return fault, start, end, period

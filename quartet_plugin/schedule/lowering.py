@@ -1,4 +1,4 @@
-"""From a schedule to what each device computes, sends and receives, in an order that cannot deadlock.
+"""From a schedule to every device's actions, sends and receives, in an order that cannot deadlock.
 
 Where things go. A SEND is posted right behind its producer. A RECV is posted where its device stands when
 the message is predicted to leave, never by the sender's position: earlier holds a buffer for nothing, later
@@ -57,8 +57,8 @@ _Stream = tuple[int, int, bool]
 
 
 @dataclass(slots=True)
-class _Point:
-    """What a device does between two actions."""
+class _TransferPoint:
+    """The sends and receives that a device posts between two actions, and the sends that it waits for."""
 
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
@@ -73,7 +73,7 @@ class _Timeline:
     rank: list[list[int]]
     start_s: list[list[float]]
     end_s: list[list[float]]
-    at: dict[tuple[int, bool, int], tuple[int, int]]  # (stage, is forward, microbatch) -> device, index
+    position: dict[tuple[int, bool, int], tuple[int, int]]  # (stage, is forward, microbatch) -> device, index
 
 
 def lower(
@@ -87,9 +87,10 @@ def lower(
     """Lower `schedule` for a runtime.
 
     `start_s[d]` and `end_s[d]` are the predicted times of `schedule.orders[d]`, as `simulate` gives them;
-    `transfer_s` [num_devices, num_devices] of one boundary tensor, default 0. `queues` says what the
-    runtime's transfers run behind. Times only decide how well it overlaps, never whether it deadlocks.
-    Raises PlanError for two copies of the model, times of another shape, or a schedule that cannot run.
+    `transfer_s` [num_devices, num_devices] of one boundary tensor, default 0. `queues` says which transfers
+    of the runtime run one after the other. Times only decide how well it overlaps, never whether it
+    deadlocks. Raises PlanError for two copies of the model, times of another shape, or a schedule that cannot
+    run.
     """
     if schedule.routes is not None:
         raise PlanError("routes: a schedule with two copies of the model can only be simulated, not lowered")
@@ -118,7 +119,7 @@ def lower(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Nothing made here refers to itself, and looking for what does would take half of the time."""
+    """No garbage collection: nothing made here refers to itself, and the collector takes half of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -143,7 +144,7 @@ def _groups(placement: Sequence[int]) -> dict[_Stream, str]:
 def _timeline(schedule: Schedule, start_s: Sequence[FloatArray], end_s: Sequence[FloatArray]) -> _Timeline:
     """Merge the device lists into one order, by start as far as the data allow (Kahn)."""
     actions = [schedule.actions(d) for d in range(schedule.num_devices)]
-    at = {
+    position = {
         (a.stage, a.kind == ActionKind.F, a.microbatch): (d, n)
         for d, row in enumerate(actions)
         for n, a in enumerate(row)
@@ -156,7 +157,7 @@ def _timeline(schedule: Schedule, start_s: Sequence[FloatArray], end_s: Sequence
     for d, row in enumerate(actions):
         for n, action in enumerate(row):
             needs = [(d, n - 1)] if n else []
-            needs += [at[key] for key in _needed(action, schedule.num_stages)]
+            needs += [position[key] for key in _needed(action, schedule.num_stages)]
             missing[d][n] = len(needs)
             for e, k in needs:
                 followers[e][k].append((d, n))
@@ -173,7 +174,7 @@ def _timeline(schedule: Schedule, start_s: Sequence[FloatArray], end_s: Sequence
                 heapq.heappush(heap, (starts[e][k], e, k))
     if count < sum(map(len, actions)):
         raise PlanError(f"deadlock: only {count} of {sum(map(len, actions))} actions can run; reorder them")
-    return _Timeline(actions=actions, rank=rank, start_s=starts, end_s=ends, at=at)
+    return _Timeline(actions=actions, rank=rank, start_s=starts, end_s=ends, position=position)
 
 
 def _needed(action: Action, num_stages: int) -> list[tuple[int, bool, int]]:
@@ -190,16 +191,16 @@ def _points(
     group_of: dict[_Stream, int],
     transfer_s: FloatArray,
     queues: QueueScope,
-) -> list[list[_Point]]:
+) -> list[list[_TransferPoint]]:
     """Place each message's SEND, RECV and wait for the SEND; point k is in front of action k or the end."""
-    points = [[_Point() for _ in range(len(row) + 1)] for row in timeline.actions]
+    points = [[_TransferPoint() for _ in range(len(row) + 1)] for row in timeline.actions]
     streams: dict[_Stream, list[tuple[Message, int, int]]] = defaultdict(list)
     for source, row in enumerate(timeline.actions):
         for index, action in enumerate(row):
             to_stage = produces(action, schedule.num_stages)
             if to_stage is None or schedule.placement[to_stage] == source:
                 continue
-            target, consumer = timeline.at[to_stage, action.kind == ActionKind.F, action.microbatch]
+            target, consumer = timeline.position[to_stage, action.kind == ActionKind.F, action.microbatch]
             stream = (source, target, action.kind == ActionKind.F)
             message = Message(
                 source_stage=action.stage,
@@ -209,13 +210,13 @@ def _points(
                 target_device=target,
                 group=group_of[stream],
             )
-            wanted = _receive_point(timeline, source, index, target, queues)
-            streams[stream].append((message, index, min(wanted, consumer)))
+            earliest = _receive_point(timeline, source, index, target, queues)
+            streams[stream].append((message, index, min(earliest, consumer)))
     for (source, target, _), messages in streams.items():
         latest = len(timeline.actions[target])
         between_s = float(transfer_s[source, target])
-        for message, index, wanted in reversed(messages):
-            latest = min(latest, wanted)  # a message before another in its queue is posted before it
+        for message, index, receive_at in reversed(messages):
+            latest = min(latest, receive_at)  # a message before another in its queue is posted before it
             points[target][latest].receives.append(message)
             arrival_s = timeline.end_s[source][index] + between_s
             waited = _sent_point(timeline, source, index, target, latest, arrival_s)
@@ -223,7 +224,7 @@ def _points(
             points[source][waited].sent.append(message)
 
     def order(message: Message) -> int:
-        device, index = timeline.at[message.source_stage, message.is_forward, message.microbatch]
+        device, index = timeline.position[message.source_stage, message.is_forward, message.microbatch]
         return timeline.rank[device][index]
 
     for point in (point for row in points for point in row):
@@ -234,7 +235,7 @@ def _points(
 
 
 def _receive_point(timeline: _Timeline, source: int, index: int, target: int, queues: QueueScope) -> int:
-    """In front of which of `target`'s actions to post the RECV of what action `index` of `source` sends."""
+    """The action of `target` in front of which to post the RECV for action `index` of `source`."""
     if queues is QueueScope.DEVICE:
         return bisect_left(timeline.rank[target], timeline.rank[source][index])
     return bisect_right(timeline.end_s[target], timeline.end_s[source][index])
@@ -243,7 +244,7 @@ def _receive_point(timeline: _Timeline, source: int, index: int, target: int, qu
 def _sent_point(
     timeline: _Timeline, source: int, index: int, target: int, received_at: int, arrival_s: float
 ) -> int:
-    """In front of which of `source`'s actions to wait for the SEND: predicted to be over, and sure to be."""
+    """The action of `source` in front of which to wait for the SEND, which is certain to be over then."""
     point = bisect_left(timeline.start_s[source], arrival_s)
     if received_at:
         before = timeline.rank[target][received_at - 1]
@@ -281,15 +282,15 @@ class _Device:
         self.buffers = {side: _Buffers() for side in Side}
         self._actions = actions
 
-    def emit(self, points: list[_Point], num_stages: int) -> list[Instruction]:
-        """At every point: post, wait for sends, wait for what the action needs; then the action."""
+    def emit(self, points: list[_TransferPoint], num_stages: int) -> list[Instruction]:
+        """At every point: post, wait for sends, wait for the action's input; then the action."""
         written: list[Instruction] = []
         arriving: dict[tuple[int, int, int], Message] = {}
-        sending = {(m.source_stage, m.target_stage, m.microbatch): m for point in points for m in point.sends}
+        sending = {message.tensor: message for point in points for message in point.sends}
         for index, point in enumerate(points):
             for message in point.receives:
                 self.buffers[Side.RECV].take(message)
-                arriving[message.source_stage, message.target_stage, message.microbatch] = message
+                arriving[message.tensor] = message
             batch = [self._transfer(Side.SEND, m) for m in point.sends]
             batch += [self._transfer(Side.RECV, m) for m in point.receives]
             if batch:

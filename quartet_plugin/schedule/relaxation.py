@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet_plugin.model.costs import Costs, FloatArray, IntArray, StageCosts
-from quartet_plugin.schedule.kernel import MEMORY_TOLERANCE, compiled
+from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.kernel import MEMORY_TOLERANCE
 
 CountArray = NDArray[np.int16]
 
@@ -134,57 +135,37 @@ def tails(relaxed: Relaxation) -> Classes:
         for s in range(stages):
             if s > 0:
                 tail_i[s, i] = max(tail_i[s, i], relaxed.send_i_s[s] + i_s[s - 1] + tail_i[s - 1, i])
-            tail_i[s, i] = max(tail_i[s, i], _load_behind_input_grad(relaxed, s, i, tail_i))
+            tail_i[s, i] = max(tail_i[s, i], _load_behind(relaxed, s, -1, i, tail_i))
         for s in range(stages - 1, -1, -1):
             tail_f[s, i] = max(tail_f[s, i], i_s[s] + tail_i[s, i])
             if s + 1 < stages:
                 tail_f[s, i] = max(tail_f[s, i], relaxed.send_f_s[s] + f_s[s + 1] + tail_f[s + 1, i])
-            tail_f[s, i] = max(tail_f[s, i], _load_behind_forward(relaxed, s, i, tail_i))
+            tail_f[s, i] = max(tail_f[s, i], _load_behind(relaxed, s, 1, i, tail_i))
     return tail
 
 
 @compiled
-def _load_behind_forward(relaxed: Relaxation, s: int, i: int, tail_i: FloatArray) -> float:
-    """After F(s, i) every later stage still has all its work for the microbatches from i on."""
-    f_s, i_s, w_s = relaxed.f_s, relaxed.i_s, relaxed.w_s
+def _load_behind(relaxed: Relaxation, s: int, step: int, i: int, tail_i: FloatArray) -> float:
+    """Seconds of load after F(s, i), with `step` 1, or after I(s, i), with `step` -1, on the busiest device.
+
+    After F(s, i) every later stage still has all its work for the microbatches from i on, after I(s, i)
+    every earlier stage their backwards.
+    """
     num_left = relaxed.num_microbatches - i
     first = np.full(relaxed.num_devices, -1.0)
     without_w, load = np.zeros(relaxed.num_devices), np.zeros(relaxed.num_devices)
     rest = np.full(relaxed.num_devices, np.inf)
     way = 0.0
-    for u in range(s + 1, len(relaxed.device)):
-        way += relaxed.send_f_s[u - 1]
+    for u in range(s + step, len(relaxed.device) if step > 0 else -1, step):
+        way += relaxed.send_f_s[u - 1] if step > 0 else relaxed.send_i_s[u + 1]
         d = relaxed.device[u]
         if first[d] < 0:
             first[d] = way
-        without_w[d] += f_s[u] + i_s[u]
-        load[d] += f_s[u] + i_s[u] + w_s[u]
+        inner = relaxed.f_s[u] + relaxed.i_s[u] if step > 0 else relaxed.i_s[u]
+        without_w[d] += inner
+        load[d] += inner + relaxed.w_s[u]
         rest[d] = min(rest[d], tail_i[u, relaxed.num_microbatches - 1])
-        way += f_s[u]
-    bound = 0.0
-    for d in range(relaxed.num_devices):
-        if first[d] >= 0:
-            bound = max(bound, first[d] + max(load[d] * num_left, without_w[d] * num_left + rest[d]))
-    return bound
-
-
-@compiled
-def _load_behind_input_grad(relaxed: Relaxation, s: int, i: int, tail_i: FloatArray) -> float:
-    """After I(s, i) every earlier stage still has the backwards of the microbatches from i on."""
-    num_left = relaxed.num_microbatches - i
-    first = np.full(relaxed.num_devices, -1.0)
-    without_w, load = np.zeros(relaxed.num_devices), np.zeros(relaxed.num_devices)
-    rest = np.full(relaxed.num_devices, np.inf)
-    way = 0.0
-    for u in range(s - 1, -1, -1):
-        way += relaxed.send_i_s[u + 1]
-        d = relaxed.device[u]
-        if first[d] < 0:
-            first[d] = way
-        without_w[d] += relaxed.i_s[u]
-        load[d] += relaxed.i_s[u] + relaxed.w_s[u]
-        rest[d] = min(rest[d], tail_i[u, relaxed.num_microbatches - 1])
-        way += relaxed.i_s[u]
+        way += relaxed.f_s[u] if step > 0 else relaxed.i_s[u]
     bound = 0.0
     for d in range(relaxed.num_devices):
         if first[d] >= 0:
@@ -229,8 +210,16 @@ def heads(relaxed: Relaxation, counts: CountArray, ready: FloatArray, end: Class
 
 
 @compiled
+def class_duration(relaxed: Relaxation, s: int, k: int) -> float:
+    """Seconds of F (k = 0), I (1) or W (2) on stage s."""
+    if k == 0:
+        return float(relaxed.f_s[s])
+    return float(relaxed.i_s[s] if k == 1 else relaxed.w_s[s])
+
+
+@compiled
 def one_machine(relaxed: Relaxation, d: int, counts: CountArray, end: Classes, tail: Classes) -> float:
-    """The preemptive one-machine bound of device `d` for what `counts` has not done.
+    """The preemptive one-machine bound of device `d`, in seconds, for the actions that `counts` has not done.
 
     Inside a class heads rise and tails fall with the microbatch, so only each class's first unfinished
     action can be the one to run.
@@ -241,7 +230,8 @@ def one_machine(relaxed: Relaxation, d: int, counts: CountArray, end: Classes, t
     left = np.zeros((len(device), 3))
     num_left = 0
     for s in stages:
-        left[s, 0], left[s, 1], left[s, 2] = relaxed.f_s[s], relaxed.i_s[s], relaxed.w_s[s]
+        for k in range(3):
+            left[s, k] = class_duration(relaxed, s, k)
         num_left += 3 * m - counts[s, 0] - counts[s, 1] - counts[s, 2]
     now, bound = 0.0, 0.0
     while num_left > 0:
@@ -271,11 +261,5 @@ def one_machine(relaxed: Relaxation, d: int, counts: CountArray, end: Classes, t
             bound = max(bound, now + best_tail)
             position[best_s, best_k] += 1
             num_left -= 1
-            left[best_s, best_k] = (
-                relaxed.f_s[best_s]
-                if best_k == 0
-                else relaxed.i_s[best_s]
-                if best_k == 1
-                else relaxed.w_s[best_s]
-            )
+            left[best_s, best_k] = class_duration(relaxed, best_s, best_k)
     return bound

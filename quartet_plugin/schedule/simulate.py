@@ -16,7 +16,7 @@ from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import Costs, FloatArray, IntArray, StageCosts, stage_costs
 from quartet_plugin.schedule import kernel
 from quartet_plugin.schedule.action import Action
-from quartet_plugin.schedule.kernel import Fault
+from quartet_plugin.schedule.kernel import Fault, Lanes
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.table import refusal
 from quartet_plugin.schedule.validate import validate
@@ -42,34 +42,37 @@ class Simulation:
     end_s: tuple[FloatArray, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lanes:
-    """A schedule's costs as the kernels take them, flat [num_routes * num_stages], and the routes taken."""
+def lanes_of_stages(costs: Sequence[StageCosts], route: IntArray) -> Lanes:
+    """The kernels' view of the stage costs of one route, or of two; `route` [num_microbatches]."""
 
-    num_stages: int
-    device: IntArray
-    cost_s: FloatArray
-    send_s: FloatArray
-    bytes_: FloatArray
-    held_fraction: float
-    route: IntArray
+    def join(name: str) -> FloatArray:
+        return np.concatenate([getattr(c, name) for c in costs])
 
-    @classmethod
-    def of(cls, costs: Sequence[StageCosts], route: IntArray) -> "Lanes":
-        """Join the stage costs of one route, or of two."""
+    return Lanes(
+        num_stages=costs[0].num_stages,
+        num_microbatches=len(route),
+        device=np.concatenate([c.device_of_stage for c in costs]),
+        cost_s=np.stack([join(f"{k}_s") for k in ("forward", "input_grad", "weight_grad", "backward")]),
+        send_s=np.stack([join("forward_transfer_s"), join("backward_transfer_s")]),
+        num_bytes=join("activation_bytes"),
+        held_fraction=float(costs[0].held_fraction),
+        route=route,
+    )
 
-        def join(name: str) -> FloatArray:
-            return np.concatenate([getattr(c, name) for c in costs])
 
-        return cls(
-            num_stages=costs[0].num_stages,
-            device=np.concatenate([c.device_of_stage for c in costs]),
-            cost_s=np.stack([join(f"{k}_s") for k in ("forward", "input_grad", "weight_grad", "backward")]),
-            send_s=np.stack([join("forward_transfer_s"), join("backward_transfer_s")]),
-            bytes_=join("activation_bytes"),
-            held_fraction=costs[0].held_fraction,
-            route=route,
-        )
+def one_route(placement: Sequence[int], num_microbatches: int) -> Lanes:
+    """The lanes of one copy of the model, all costs 0, for callers that put theirs there."""
+    num_stages = len(placement)
+    return Lanes(
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        device=np.array(placement, dtype=np.int64),
+        cost_s=np.zeros((4, num_stages)),
+        send_s=np.zeros((2, num_stages)),
+        num_bytes=np.zeros(num_stages),
+        held_fraction=0.0,
+        route=np.zeros(num_microbatches, dtype=np.int64),
+    )
 
 
 def flatten(schedule: Schedule) -> tuple[IntArray, IntArray]:
@@ -84,24 +87,25 @@ def lanes_of(schedule: Schedule, costs: StageCosts, other_route: StageCosts | No
     Raises PlanError when the stages or devices do not match the schedule's.
     """
     routes = (schedule.placement,) if schedule.routes is None else schedule.routes
-    given = (costs,) if other_route is None else (costs, other_route)
-    if len(given) != len(routes):
+    stages_of_routes = (costs,) if other_route is None else (costs, other_route)
+    if len(stages_of_routes) != len(routes):
         raise PlanError(
-            f"{len(given)} stage costs for {len(routes)} routes; give one for each copy of the model"
+            f"{len(stages_of_routes)} stage costs for {len(routes)} routes; give one for each copy of the "
+            "model"
         )
-    for wanted, have in zip(routes, given, strict=True):
-        if tuple(have.device_of_stage.tolist()) != tuple(wanted):
+    for placement, stages in zip(routes, stages_of_routes, strict=True):
+        if tuple(stages.device_of_stage.tolist()) != tuple(placement):
             raise PlanError(
-                f"stage costs are for placement {have.device_of_stage.tolist()[:16]}, the schedule has "
-                f"{list(wanted)[:16]}; compute them with the schedule's own placement"
+                f"stage costs are for placement {stages.device_of_stage.tolist()[:16]}, the schedule has "
+                f"{list(placement)[:16]}; compute them with the schedule's own placement"
             )
     num_microbatches = schedule.num_microbatches
     if schedule.routes is None:
-        return Lanes.of(given, np.zeros(num_microbatches, dtype=np.int64))
+        return lanes_of_stages(stages_of_routes, np.zeros(num_microbatches, dtype=np.int64))
     chosen = schedule.route_of_microbatch
     if chosen is None or len(chosen) != num_microbatches or not set(chosen) <= {0, 1}:
         raise PlanError("route_of_microbatch: a schedule with two routes needs a 0 or 1 for every microbatch")
-    return Lanes.of(given, np.asarray(chosen, dtype=np.int64))
+    return lanes_of_stages(stages_of_routes, np.asarray(chosen, dtype=np.int64))
 
 
 def simulate(
@@ -125,25 +129,22 @@ def simulate(
     orders, offsets = flatten(schedule)
     limit = np.full(schedule.num_devices, np.inf) if memory_limit_bytes is None else memory_limit_bytes
     peak = np.zeros(schedule.num_devices)
-    shape = (lanes.num_stages, schedule.num_microbatches)
-    fault = kernel.check_orders(orders, offsets, *shape, lanes.device, lanes.route)
-    if fault[0] == Fault.OK:
-        fault = kernel.check_memory(
-            orders, offsets, *shape, lanes.bytes_, lanes.held_fraction, lanes.route, limit, peak
-        )
+    fault, start, end, period = kernel.simulate_orders(orders, offsets, lanes, limit, peak, _PERIOD_ROUNDS)
     if fault[0] != Fault.OK:
         _refuse(schedule, fault, limit)
-    start, end = np.empty(len(orders)), np.empty(len(orders))
-    sequence = np.empty(len(orders), dtype=np.int64)
-    ran = kernel.run_orders(
-        orders, offsets, *shape, lanes.device, lanes.cost_s, lanes.send_s, lanes.route, start, end, sequence
-    )
-    if ran < len(orders):
-        _refuse(schedule, (Fault.DEADLOCK, 0, 0), limit)
-    period = kernel.steady_period(
-        orders, offsets, sequence, *shape, lanes.cost_s, lanes.send_s, lanes.route, _PERIOD_ROUNDS
-    )
     return _summary(offsets, start, end, peak, float(period))
+
+
+def action_times(schedule: Schedule, costs: StageCosts) -> tuple[list[FloatArray], list[FloatArray]]:
+    """As-soon-as-possible start and end of every action in seconds, [device][index]; nothing is checked.
+
+    Forwards alone are allowed too. Raises PlanError when the devices wait for one another.
+    """
+    orders, offsets = flatten(schedule)
+    ran, start, end, _ = kernel.run_orders(orders, offsets, lanes_of(schedule, costs))
+    if ran < len(orders):
+        raise PlanError(f"deadlock: the devices stop after {ran} of {len(orders)} actions; reorder them")
+    return np.split(start, offsets[1:-1]), np.split(end, offsets[1:-1])
 
 
 def simulate_costs(schedule: Schedule, costs: Costs) -> Simulation:
@@ -159,12 +160,12 @@ def simulate_costs(schedule: Schedule, costs: Costs) -> Simulation:
     if schedule.layers_per_stage is None:
         raise PlanError("layers_per_stage: missing; a schedule without a split cannot be given costs")
     routes = (schedule.placement,) if schedule.routes is None else schedule.routes
-    given = [stage_costs(costs, placement=r, layers_per_stage=schedule.layers_per_stage) for r in routes]
+    stages = [stage_costs(costs, placement=r, layers_per_stage=schedule.layers_per_stage) for r in routes]
     return simulate(
         schedule,
-        given[0],
+        stages[0],
         memory_limit_bytes=costs.memory_limit_bytes,
-        other_route=given[1] if len(given) == 2 else None,
+        other_route=stages[1] if len(stages) == 2 else None,
     )
 
 

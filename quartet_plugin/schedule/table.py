@@ -1,4 +1,4 @@
-"""A schedule as a table of devices and positions, cut to a window round one cell: what a refusal shows."""
+"""A schedule as a table of devices and positions, cut to a window round one cell, for refusals."""
 
 from collections.abc import Collection, Sequence
 
@@ -28,11 +28,11 @@ def render(
     window of its own, for devices that have come unequally far; the row then says where it starts.
     At most 17 devices and 110 characters a line are shown, those nearest to the mark.
     """
-    at_device, at_index = mark if mark is not None else (0, around)
-    devices = _nearest(at_device, len(schedule.orders), MAX_ROWS)
+    marked_device, marked_index = mark if mark is not None else (0, around)
+    devices = _nearest(marked_device, len(schedule.orders), MAX_ROWS)
     reach = around
     while True:
-        lines = _lines(schedule, devices, mark, frozenset(related), reach, at_index, centres)
+        lines = _lines(schedule, devices, mark, frozenset(related), reach, marked_index, centres)
         if reach <= 1 or max(len(line) for line in lines) <= MAX_WIDTH:
             break
         reach -= 1
@@ -70,13 +70,13 @@ def _lines(
     mark: Cell | None,
     related: frozenset[Cell],
     reach: int,
-    at_index: int,
+    marked_index: int,
     centres: Sequence[int] | None,
 ) -> list[str]:
     longest = 1 + max((len(order) for order in schedule.orders), default=0)
     rows: list[list[str]] = []
     for device in devices:
-        window = _nearest(at_index if centres is None else centres[device], longest, 2 * reach + 1)
+        window = _nearest(marked_index if centres is None else centres[device], longest, 2 * reach + 1)
         if not rows and centres is None:
             rows.append(["position", *map(str, window)])
         label = f"device {device}" if centres is None else f"device {device} from {window.start}"

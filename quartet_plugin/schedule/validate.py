@@ -62,9 +62,9 @@ def check_costs(schedule: Schedule, costs: Costs) -> None:
     Raises PlanError naming what differs.
     """
     for name in ("num_devices", "num_microbatches"):
-        ours, theirs = getattr(schedule, name), getattr(costs, name)
-        if ours != theirs:
-            raise PlanError(f"{name}: {ours} in the schedule, {theirs} in the costs; they must be equal")
+        scheduled, costed = getattr(schedule, name), getattr(costs, name)
+        if scheduled != costed:
+            raise PlanError(f"{name}: {scheduled} in the schedule, {costed} in the costs; they must be equal")
     layers = schedule.layers_per_stage
     if layers is None:
         raise PlanError("layers_per_stage: not known for this schedule; give the layers of each stage")
@@ -176,14 +176,14 @@ class _Flat:
         if counts.max() > 1:
             pair, kind = np.argwhere(counts > 1)[0]
             self._refuse_double(int(pair) * 4 + int(kind))
-        forward, input_grad, weight_grad, whole = counts.T
+        forward, input_grad, weight_grad, full_backward = counts.T
         for wrong, kind, why in (
             (forward == 0, ActionKind.F, "every stage needs one F of every microbatch"),
-            ((input_grad == 1) & (whole == 1), None, "both I and B: the backward is either B or I and W"),
-            ((weight_grad == 1) & (whole == 1), None, "both W and B: the backward is either B or I and W"),
+            (input_grad & full_backward == 1, None, "both I and B: the backward is either B or I and W"),
+            (weight_grad & full_backward == 1, None, "both W and B: the backward is either B or I and W"),
             ((input_grad == 1) & (weight_grad == 0), ActionKind.W, "an I needs its W, or make both one B"),
             ((input_grad == 0) & (weight_grad == 1), ActionKind.I, "a W needs its I, or make both one B"),
-            ((input_grad + whole) == 0, ActionKind.B, "every F needs its B, or I and W"),
+            ((input_grad + full_backward) == 0, ActionKind.B, "every F needs its B, or I and W"),
         ):
             if wrong.any():
                 pair = int(np.flatnonzero(wrong)[0])
@@ -217,10 +217,10 @@ class _Flat:
         pairs = self.schedule.num_stages * self.schedule.num_microbatches
         position = np.full(4 * pairs, -1, dtype=np.int64)
         position[self.codes] = np.arange(len(self.codes))
-        forward, input_grad, weight_grad, whole = position.reshape(pairs, 4).T
+        forward, input_grad, weight_grad, full_backward = position.reshape(pairs, 4).T
         for first, second, late, early in (
             (ActionKind.I, ActionKind.F, input_grad, forward),
-            (ActionKind.B, ActionKind.F, whole, forward),
+            (ActionKind.B, ActionKind.F, full_backward, forward),
             (ActionKind.W, ActionKind.I, weight_grad, input_grad),
         ):
             wrong = np.flatnonzero((late >= 0) & (late < early))
@@ -283,16 +283,16 @@ def _deadlock(schedule: Schedule, done: list[int], device: int) -> PlanError:
     flat = _Flat(schedule)
     path: list[int] = []
     words: dict[int, str] = {}
-    wanted_cells: dict[int, Cell] = {}
+    source_cells: dict[int, Cell] = {}
     while device not in path:
         path.append(device)
         code = int(schedule.orders[device][done[device]])
         needed, is_backward = _needs(code, num_microbatches=m, num_stages=schedule.num_stages)
         kinds = (ActionKind.I, ActionKind.B) if is_backward else (ActionKind.F,)
-        wanted = next(needed * 4 + kind for kind in kinds if flat.where(needed * 4 + kind))
-        cell = flat.where(wanted)[0]
-        words[device] = f"device {device} waits at {flat.action(code)} for {flat.action(wanted)}"
-        wanted_cells[device] = cell
+        source = next(needed * 4 + kind for kind in kinds if flat.where(needed * 4 + kind))
+        cell = flat.where(source)[0]
+        words[device] = f"device {device} waits at {flat.action(code)} for {flat.action(source)}"
+        source_cells[device] = cell
         device = cell[0]
     cycle = path[path.index(device) :]
     shown = [words[member] for member in cycle[:4]]
@@ -302,6 +302,6 @@ def _deadlock(schedule: Schedule, done: list[int], device: int) -> PlanError:
         schedule,
         f"deadlock at {place(mark)}: {', '.join(shown)}{more}",
         mark=mark,
-        related=[(member, done[member]) for member in cycle] + [wanted_cells[member] for member in cycle],
+        related=[(member, done[member]) for member in cycle] + [source_cells[member] for member in cycle],
         centres=done,
     )

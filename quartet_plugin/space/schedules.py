@@ -19,8 +19,8 @@ from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import lookup, named, refusal_of
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.search.baseline import NamedStart, unscored
 from quartet_plugin.schedule.search.engine import search
+from quartet_plugin.schedule.search.named_starts import NamedStart, unscored
 from quartet_plugin.schedule.search.problem import ScheduleProblem
 from quartet_plugin.schedule.search.space import AUTO, splits_for
 from quartet_plugin.space.config import CUSTOM_NAMES, DEFAULT_NAMES, SEARCHED
@@ -117,7 +117,7 @@ def custom_order(
     return CustomOrder(
         split=layers_of(counts),
         custom=custom,
-        makespan=unscored(schedule, counts).climbed(flops_problem, steps=0, seed=0).score,
+        makespan=unscored(schedule, counts).climb(flops_problem, steps=0, seed=0).score,
     )
 
 
@@ -198,7 +198,7 @@ def _named(name: str, costs: Costs, placement: Placement, *, entries: Entries | 
     problem = _problem(costs, is_free=True)
     steps = min(_MAX_CLIMB, _CLIMB_WORK // _num_actions(placement, costs.num_microbatches))
     starts: list[NamedStart] = [
-        unscored(schedule, start).climbed(problem, steps=steps, seed=0)
+        unscored(schedule, start).climb(problem, steps=steps, seed=0)
         for start in splits_for(costs, placement, AUTO, allow_empty=False)
     ]
     best = min(starts, key=lambda start: start.score)

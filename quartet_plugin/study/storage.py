@@ -13,8 +13,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
@@ -348,14 +349,6 @@ def close(storage: Any) -> None:
             getattr(owner, end)()
 
 
-def as_storage(where: Path | StudyStorage, *, run: str) -> StudyStorage:
-    """A SQLite file of that path is meant where only a path is given."""
-    if isinstance(where, StudyStorage):
-        return replace(where, run=run)
-    assert where.name == SQLITE_NAME
-    return StudyStorage(folder=where.parent, run=run)
-
-
 def _plain(path: Path | None) -> Path:
     assert path is not None
     if path.is_symlink():
@@ -375,14 +368,10 @@ def _need(module: str, *, purpose: str) -> None:
 
 def _is_of_journal(error: Exception) -> bool:
     """Whether Optuna's reader of journals raised it: a record that it cannot read is a plain ValueError."""
-    if not isinstance(error, ValueError):
-        return False
-    trace = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").startswith("optuna.storages.journal"):
-            return True
-        trace = trace.tb_next
-    return False
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    return isinstance(error, ValueError) and any(
+        module.startswith("optuna.storages.journal") for module in modules
+    )
 
 
 def _release_stale_lock(lock: Path) -> None:

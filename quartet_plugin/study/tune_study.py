@@ -8,7 +8,6 @@ import contextlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from quartet_plugin.errors import StorageError
@@ -19,7 +18,7 @@ from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.space.param_sources import FixedParams, Params, RandomParams
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.samplers import DEFAULT, SamplerName, make
-from quartet_plugin.study.storage import StudyStorage, as_storage, close
+from quartet_plugin.study.storage import StudyStorage, close
 
 MAX_FRESH_TRIES = 400
 # A refused configuration is worse than any excess of memory, in bytes.
@@ -67,11 +66,10 @@ class TuneStudy:
     @classmethod
     def create(
         cls,
-        where: Path | StudyStorage,
+        where: StudyStorage,
         *,
         space: Space,
         seed: int,
-        name: str,
         objective: Objective,
         baseline: TrialRecord,
         starts: Sequence[Params],
@@ -82,10 +80,9 @@ class TuneStudy:
 
         A study that was not made to its end lacks the mark, and `open` does not take it.
         """
-        place = as_storage(where, run=name)
-        with place.errors():
-            place.begin()
-            made = cls._connect(place, space=space, seed=seed, sampler=sampler, is_new=True)
+        with where.errors():
+            where.begin()
+            made = cls._connect(where, space=space, seed=seed, sampler=sampler, is_new=True)
             made._study.set_user_attr("objective", objective)
             params = space.params_of(space.baseline)
             if params is not None:
@@ -105,24 +102,22 @@ class TuneStudy:
     @classmethod
     def open(
         cls,
-        where: Path | StudyStorage,
+        where: StudyStorage,
         *,
         space: Space,
         seed: int,
-        name: str,
         sampler: SamplerName = DEFAULT,
     ) -> "TuneStudy | None":
         """Go on with the study in `where`; None where it was not made to its end.
 
         Raises StorageError when it cannot be read.
         """
-        place = as_storage(where, run=name)
-        if not place.exists:
+        if not where.exists:
             return None
-        place.mend()
-        with place.errors():
+        where.mend()
+        with where.errors():
             try:
-                opened = cls._connect(place, space=space, seed=seed, sampler=sampler)
+                opened = cls._connect(where, space=space, seed=seed, sampler=sampler)
             except KeyError:
                 return None  # the schema is there, the study is not yet
             if not opened._study.user_attrs.get(COMPLETE):

@@ -28,20 +28,20 @@ class StudyView:
     importance: Mapping[str, float]
 
 
-def read_study(place: StudyStorage, *, min_trials: int = 8) -> StudyView | None:
-    """The study in `place`; None where it was not made yet. Importance needs `min_trials`.
+def read_study(storage: StudyStorage, *, min_trials: int = 8) -> StudyView | None:
+    """The study in `storage`; None where it was not made yet. Importance needs `min_trials`.
 
     Raises StorageError where it cannot be read.
     """
     import optuna
 
-    if not place.exists:
+    if not storage.exists:
         return None
-    with place.errors():
-        connected = place.connect()
+    with storage.errors():
+        connected = storage.connect()
         try:
             try:
-                study = optuna.load_study(study_name=place.study_name, storage=connected)
+                study = optuna.load_study(study_name=storage.study_name, storage=connected)
             except KeyError:
                 return None
             trials = study.get_trials(deepcopy=False)

@@ -275,9 +275,7 @@ class Coordinator:
         """The run's study: an earlier process's, or a new one with the baseline as trial 0."""
         config, context = self._config, self._context
         storage = replace(self._run.storage, say=self._say, should_stop=self._should_stop_waiting)
-        study = TuneStudy.open(
-            storage, space=space, seed=config.seed, name=self._run.name, sampler=config.sampler
-        )
+        study = TuneStudy.open(storage, space=space, seed=config.seed, sampler=config.sampler)
         if study is not None:
             self._say(storage.tool_line)
             for trial in study.trials():
@@ -296,7 +294,6 @@ class Coordinator:
             storage,
             space=space,
             seed=config.seed,
-            name=self._run.name,
             objective=baseline.objective,
             baseline=record_of(space.baseline, result, objective=baseline.objective),
             starts=prior.starts,

@@ -25,91 +25,42 @@ _MAY_CHANGE = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A path inside of a run's folder."""
+
+    name: str
+
+    def __get__(self, folder: "RunFolder", owner: type["RunFolder"]) -> Path:
+        return folder.path / self.name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
     """The paths of a run."""
 
     path: Path
 
-    @property
-    def config_file(self) -> Path:
-        """q.yaml as it was read, and the user's command."""
-        return self.path / "config.json"
-
-    @property
-    def cluster_file(self) -> Path:
-        """The nodes and slots that trial 0 found."""
-        return self.path / "cluster.json"
-
-    @property
-    def machine_file(self) -> Path:
-        """The cluster file that the run was given."""
-        return self.path / "machine.json"
-
-    @property
-    def calibration_file(self) -> Path:
-        """The calibration that the run was given."""
-        return self.path / "calibration.json"
-
-    @property
-    def study_file(self) -> Path:
-        """The Optuna study where it is kept in SQLite."""
-        return self.path / SQLITE_NAME
+    # q.yaml as it was read, and the user's command.
+    config_file = _Entry("config.json")
+    # The nodes and slots that trial 0 found; the cluster file and the calibration that the run was given.
+    cluster_file, machine_file = _Entry("cluster.json"), _Entry("machine.json")
+    calibration_file = _Entry("calibration.json")
+    # The Optuna study where it is kept in SQLite; the log of events, a line each.
+    study_file, events_file = _Entry(SQLITE_NAME), _Entry("events.jsonl")
+    # Folders of the trials, of their depth proxies, of the drift checks and of the final rounds.
+    trials, depth_proxies = _Entry("trials"), _Entry("cropped")
+    drift_checks, final = _Entry("control"), _Entry("final")
+    # The parity gate's runs, with receipts beside their plans; the weights, which go when the tuner ends.
+    parity, parity_weights = _Entry("parity"), _Entry("parity/weights")
+    # The winner, a shell line that trains with it, and the estimate of what the search missed.
+    best_plan, best_command = _Entry("best/plan.json"), _Entry("best/command.sh")
+    best_regret = _Entry("best/regret.json")
 
     @property
     def has_study(self) -> bool:
         """Whether a study was begun, in the folder or on a server."""
         return any((self.path / name).exists() for name in (SQLITE_NAME, JOURNAL_NAME, STUDY_NAME))
-
-    @property
-    def events_file(self) -> Path:
-        """The log of events, a line each."""
-        return self.path / "events.jsonl"
-
-    @property
-    def trials(self) -> Path:
-        """The trials' folders."""
-        return self.path / "trials"
-
-    @property
-    def final(self) -> Path:
-        """The re-measurements."""
-        return self.path / "final"
-
-    @property
-    def drift_checks(self) -> Path:
-        """The baseline's re-measurements during the search."""
-        return self.path / "control"
-
-    @property
-    def depth_proxies(self) -> Path:
-        """The trials' models with fewer layers."""
-        return self.path / "cropped"
-
-    @property
-    def parity(self) -> Path:
-        """The parity gate's runs, and the receipts beside the plans they are for."""
-        return self.path / "parity"
-
-    @property
-    def parity_weights(self) -> Path:
-        """The weights that both sides of the gate start from; gone when the tuner ends."""
-        return self.parity / "weights"
-
-    @property
-    def best_plan(self) -> Path:
-        """The winner."""
-        return self.path / "best" / "plan.json"
-
-    @property
-    def best_command(self) -> Path:
-        """A shell line that trains with the winner."""
-        return self.path / "best" / "command.sh"
-
-    @property
-    def best_regret(self) -> Path:
-        """The estimate of what the search missed."""
-        return self.path / "best" / "regret.json"
 
     def trial(self, number: int) -> Path:
         """One trial's folder."""

@@ -93,16 +93,13 @@ class LocalBackend:
 
     def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
         """See `TrialBackend`."""
-        from quartet_plugin.trial.attempt import PREFIX, attempt_number, read_result
+        from quartet_plugin.trial.attempt import PREFIX, attempt_number
 
-        attempts = sorted(folder.glob(f"{PREFIX}*"), key=attempt_number, reverse=True)
-        for attempt in attempts:
-            # A file that breaks its format is worth nothing: the plan is launched again, in a new folder.
-            with contextlib.suppress(QuartetError):
-                recorded = read_result(attempt)
-                result = None if recorded is None else _judged(recorded)
-                if result and result.plan_key == plan_key and result.outcome in SETTLED:
-                    return result
+        # A file that breaks its format is worth nothing: the plan is launched again, in a new folder.
+        for attempt in sorted(folder.glob(f"{PREFIX}*"), key=attempt_number, reverse=True):
+            result = read_judged(attempt)
+            if result and result.plan_key == plan_key and result.outcome in SETTLED:
+                return result
         return None
 
     def run(

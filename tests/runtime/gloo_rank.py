@@ -12,7 +12,7 @@ from quartet_plugin.runtime.programs import ProgramCache
 from quartet_plugin.runtime.records import Recorder
 from quartet_plugin.schedule.lowering import GROUP_NAMES
 from quartet_plugin.schedule.placement import stages_of_device
-from tests.runtime.pipelines import ROWS, WIDTH, TorchStages, recipe, reference_grads
+from tests.runtime.pipelines import ROWS, WIDTH, TorchStages, reference_grads, spec_of
 
 
 class Freeing(TorchStages):
@@ -39,14 +39,14 @@ def main() -> None:
     boundary = transport.Boundary(shape=(ROWS, WIDTH), dtype=torch.float64, device=torch.device("cpu"))
     channels = transport.Channels.open(GROUP_NAMES, ranks=range(size))
     for name in sys.argv[1:]:
-        library = ProgramCache(recipe(name, size))
-        stages = stages_of_device(library.recipe.placement, size)[rank]
-        assert library.program(4).groups == GROUP_NAMES[: len(library.program(4).groups)]
+        programs = ProgramCache(spec_of(name, size))
+        stages = stages_of_device(programs.spec.placement, size)[rank]
+        assert programs.program(4).groups == GROUP_NAMES[: len(programs.program(4).groups)]
         for kind in (transport.PairTransport, transport.HostTransport):
             moving = kind(channels, boundary)
-            compute = Freeing(num_stages=len(library.recipe.placement), stages=stages)
+            compute = Freeing(num_stages=len(programs.spec.placement), stages=stages)
             for num_microbatches in (4, 7):
-                executor = Executor(library.program(num_microbatches), device=rank)
+                executor = Executor(programs.program(num_microbatches), device=rank)
                 executor.run(compute, moving, Recorder())
             assert moving.is_idle
             assert compute.is_idle

@@ -1,4 +1,4 @@
-"""Small pipelines for tests: stage costs, recipes, and stages of plain torch with a split backward."""
+"""Small pipelines for tests: stage costs, schedules, and stages of plain torch with a split backward."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,11 +44,15 @@ def stage_costs(placement: tuple[int, ...], *, transfer_s: float = 0.1) -> Stage
     )
 
 
-def recipe(name: str, num_devices: int, *, whole: frozenset[int] = frozenset()) -> ScheduleSpec:
+def spec_of(
+    name: str, num_devices: int, *, full_backward_stages: frozenset[int] = frozenset()
+) -> ScheduleSpec:
     """One of `SCHEDULES` on so many devices."""
     schedule, kind, chunks = SCHEDULES[name]
     placement = build(kind, num_devices=num_devices, num_chunks=chunks)
-    return ScheduleSpec(costs=stage_costs(placement), name=schedule, whole=whole)
+    return ScheduleSpec(
+        costs=stage_costs(placement), name=schedule, full_backward_stages=full_backward_stages
+    )
 
 
 def weight(stage: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from quartet_plugin.runtime.programs import ProgramCache, make_schedule
 from quartet_plugin.runtime.records import NullRecorder, Recorder
 from quartet_plugin.schedule.instruction import Program, Side, Transfer
 from quartet_plugin.schedule.placement import stages_of_device
-from tests.runtime.pipelines import SCHEDULES, TorchStages, recipe, reference_grads
+from tests.runtime.pipelines import SCHEDULES, TorchStages, reference_grads, spec_of
 
 
 class Wire:
@@ -100,7 +100,7 @@ def computes_of(program: Program) -> list[TorchStages]:
 @pytest.mark.parametrize("num_devices", [2, 3])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_are_those_of_one_piece(name: str, num_devices: int, num_microbatches: int) -> None:
-    program = ProgramCache(recipe(name, num_devices)).program(num_microbatches)
+    program = ProgramCache(spec_of(name, num_devices)).program(num_microbatches)
     computes = computes_of(program)
     recorders = run_threads(program, computes, runs=2)
 
@@ -116,25 +116,25 @@ def test_gradients_are_those_of_one_piece(name: str, num_devices: int, num_micro
 
 
 def test_forwards_alone_for_an_evaluation() -> None:
-    library = ProgramCache(recipe("zb-v", 3))
-    program = library.program(5, forward_only=True)
+    programs = ProgramCache(spec_of("zb-v", 3))
+    program = programs.program(5, forward_only=True)
     computes = computes_of(program)
     run_threads(program, computes)
 
     assert {call[0] for compute in computes for call in compute.calls} == {"F"}
     assert sum(len(compute.calls) for compute in computes) == 5 * len(program.placement)
-    assert library.program(5).groups == program.groups
-    assert library.program(5, forward_only=True) is program
+    assert programs.program(5).groups == program.groups
+    assert programs.program(5, forward_only=True) is program
 
 
 def test_stages_that_may_not_split_run_whole_backwards() -> None:
-    made = make_schedule(recipe("zb-v", 2, whole=frozenset({1, 3})), 4)
+    made = make_schedule(spec_of("zb-v", 2, full_backward_stages=frozenset({1, 3})), 4)
     kinds = {
         stage: {a.kind.name for d in range(2) for a in made.actions(d) if a.stage == stage}
         for stage in range(4)
     }
     assert kinds == {0: {"F", "I", "W"}, 1: {"F", "B"}, 2: {"F", "I", "W"}, 3: {"F", "B"}}
-    program = ProgramCache(recipe("zb-v", 2, whole=frozenset({1, 3}))).program(4)
+    program = ProgramCache(spec_of("zb-v", 2, full_backward_stages=frozenset({1, 3}))).program(4)
     computes = computes_of(program)
     run_threads(program, computes)
     expected = reference_grads(4, 4)
@@ -153,7 +153,7 @@ class Failing(TorchStages):
 
 
 def test_an_error_names_the_action_and_keeps_its_type() -> None:
-    program = ProgramCache(recipe("zb-h1", 2)).program(3)
+    program = ProgramCache(spec_of("zb-h1", 2)).program(3)
     computes = [Failing(num_stages=2, stages=[0]), TorchStages(num_stages=2, stages=[1])]
     with pytest.raises(MemoryError) as caught:
         run_threads(program, computes)
@@ -179,7 +179,7 @@ class Broken:
 
 
 def test_a_dead_peer_is_named_with_the_message() -> None:
-    program = ProgramCache(recipe("1f1b", 2)).program(2)
+    program = ProgramCache(spec_of("1f1b", 2)).program(2)
     transport = Broken()
     executor = Executor(program, device=1)
     with pytest.raises(InfrastructureError, match=r"device 1: 1RECV_F0 with device 0 failed: Connection"):

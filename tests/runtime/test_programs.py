@@ -2,19 +2,18 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, make_schedule, predicted_times
-from quartet_plugin.schedule.action import Action
+from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, make_schedule
+from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.channels import Backend, check_program
+from quartet_plugin.schedule.instruction import Compute
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.simulate import simulate
-from tests.runtime.pipelines import SCHEDULES, recipe, stage_costs
+from tests.runtime.pipelines import SCHEDULES, spec_of, stage_costs
 
 
 @settings(deadline=None, max_examples=30)
@@ -22,27 +21,25 @@ from tests.runtime.pipelines import SCHEDULES, recipe, stage_costs
     name=st.sampled_from(sorted(SCHEDULES)),
     num_devices=st.integers(2, 5),
     num_microbatches=st.integers(1, 11),
-    whole=st.frozensets(st.integers(0, 3), max_size=2),
+    full_backward_stages=st.frozensets(st.integers(0, 3), max_size=2),
 )
 def test_any_number_of_microbatches_runs_under_both_libraries(
-    name: str, num_devices: int, num_microbatches: int, whole: frozenset[int]
+    name: str, num_devices: int, num_microbatches: int, full_backward_stages: frozenset[int]
 ) -> None:
-    made = recipe(name, num_devices)
-    known = frozenset(stage for stage in whole if stage < len(made.placement))
-    program = ProgramCache(recipe(name, num_devices, whole=known)).program(num_microbatches)
+    made = spec_of(name, num_devices)
+    known = frozenset(stage for stage in full_backward_stages if stage < len(made.placement))
+    program = ProgramCache(spec_of(name, num_devices, full_backward_stages=known)).program(num_microbatches)
     for backend in Backend:
         check_program(program, backend=backend)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_predicted_times_are_the_simulators(name: str) -> None:
-    made = recipe(name, 3)
-    schedule = make_schedule(made, 7)
-    start_s, end_s = predicted_times(schedule, made.costs)
-    expected = simulate(schedule, made.costs)
-    for device in range(3):
-        np.testing.assert_allclose(start_s[device], expected.start_s[device])
-        np.testing.assert_allclose(end_s[device], expected.end_s[device])
+def test_an_evaluation_has_the_forwards_in_their_order(name: str) -> None:
+    spec = spec_of(name, 3)
+    schedule, program = make_schedule(spec, 7), ProgramCache(spec).program(7, forward_only=True)
+    for device, instructions in enumerate(program.instructions):
+        ran = [item.action for item in instructions if isinstance(item, Compute)]
+        assert ran == [action for action in schedule.actions(device) if action.kind is ActionKind.F]
 
 
 def written(rows: list[list[str]], **changes: Any) -> ScheduleSpec:

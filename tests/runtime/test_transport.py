@@ -12,7 +12,7 @@ from quartet_plugin.runtime.programs import ProgramCache
 from quartet_plugin.runtime.transport import Boundary, Channels, PairTransport
 from quartet_plugin.schedule.instruction import Post, Side
 from tests.megatron.support import REPOSITORY, free_port, rank_environment, run_processes, torchrun
-from tests.runtime.pipelines import recipe
+from tests.runtime.pipelines import spec_of
 
 RANK_PROGRAM = "tests.runtime.gloo_rank"
 
@@ -52,7 +52,7 @@ def test_a_device_that_dies_is_noticed_and_the_message_named() -> None:
 def test_a_tensor_of_another_shape_or_type_is_refused_before_it_is_sent() -> None:
     boundary = Boundary(shape=(2, 3), dtype=torch.float32, device=torch.device("cpu"))
     moving = PairTransport(Channels(groups=(None, None), ranks=(0, 1)), boundary)
-    program = ProgramCache(recipe("1f1b", 2)).program(1)
+    program = ProgramCache(spec_of("1f1b", 2)).program(1)
     send = next(
         transfer
         for instruction in program.instructions[0]

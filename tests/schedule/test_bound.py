@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import Costs, LayerCost, stage_costs
-from quartet_plugin.schedule.bound import lower_bound
-from quartet_plugin.schedule.bound_splits import promising_splits
+from quartet_plugin.schedule.bound import lower_bound, promising_splits
 from quartet_plugin.schedule.exact import exact_optimum
 from quartet_plugin.schedule.files import costs_from_json
 from tests.schedule.pipelines import random_costs, random_placement, random_schedule, random_split

@@ -13,10 +13,10 @@ from quartet_plugin.errors import InfeasibleError, PlanError
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.family import Family, Pipeline, generate, run
-from quartet_plugin.schedule.keys import NUM_SCALARS
+from quartet_plugin.schedule.generator import NUM_SCALARS
 from quartet_plugin.schedule.named import NAMED, named, refusal_of
-from quartet_plugin.schedule.search.problem import Point, ScheduleProblem
-from quartet_plugin.schedule.search.starts import starts
+from quartet_plugin.schedule.search.problem import FamilyCandidate, ScheduleProblem
+from quartet_plugin.schedule.search.space import family_starts
 from quartet_plugin.schedule.simulate import simulate, simulate_costs
 from quartet_plugin.split.entries import balanced_entries, even_entries
 from tests.schedule.sample_costs import random_costs, uneven, uniform
@@ -40,7 +40,7 @@ def families(draw: st.DrawFn, num_chunks: int, num_stages: int) -> Family:
         w_limit=draw(rules),
         w_fill=draw(st.floats(0.0, 1.0)),
         patience=draw(st.floats(0.0, 1.0)),
-        whole=draw(st.tuples(*[st.booleans()] * num_stages)),
+        full_backward=draw(st.tuples(*[st.booleans()] * num_stages)),
     )
 
 
@@ -70,14 +70,14 @@ def test_any_parameters_make_a_legal_order_within_the_cap(
     for device in range(p):
         for stage in places.stages_of_device(placement, p)[device]:
             kinds = {a.kind for a in schedule.actions(device) if a.stage == stage}
-            whole = family.whole[stage]
+            whole = family.full_backward[stage]
             assert kinds == (
                 {ActionKind.F, ActionKind.B} if whole else {ActionKind.F, ActionKind.I, ActionKind.W}
             )
 
 
 def test_a_cap_below_one_microbatch_is_refused() -> None:
-    family = starts(1, 2, 4)[0]
+    family = family_starts(1, 2, 4)[0]
     with pytest.raises(InfeasibleError, match="memory limit"):
         generate(family, uniform((0, 1)), 4, memory_limit_bytes=np.array([0.9, 2.0]))
 
@@ -89,7 +89,7 @@ def test_no_slack_is_a_static_order_of_keys() -> None:
         shift_forward=(0.0,),
         shift_backward=(0.0,),
         slack=0.0,
-        whole=(True,) * 4,
+        full_backward=(True,) * 4,
     )
     slow = generate(family, uniform((0, 1, 2, 3), shares=(1.0, 5.0, 5.0)), 12)
     for device in range(4):
@@ -100,7 +100,7 @@ def test_no_slack_is_a_static_order_of_keys() -> None:
 @pytest.mark.parametrize("name", sorted(n for n, spec in NAMED.items() if spec.executable))
 @pytest.mark.parametrize(("p", "k"), [(3, 3), (4, 2), (4, 4), (8, 4)])
 def test_named_schedules_are_points_of_the_family(name: str, p: int, k: int) -> None:
-    """A point reaches each one's makespan at its own placement and memory, whole backwards kept whole."""
+    """A candidate reaches each one's makespan at its own placement and memory, whole backwards kept whole."""
     m = p * k
     assert refusal_of(name, num_devices=p, num_microbatches=m) is None
     schedule = named(name, num_devices=p, num_microbatches=m)
@@ -110,15 +110,15 @@ def test_named_schedules_are_points_of_the_family(name: str, p: int, k: int) -> 
     pipeline = Pipeline.of(costs, m, memory_limit_bytes=aim.peak_activation_bytes.max() * np.ones(p))
     best = math.inf
     for family in _candidates(name, p, m):
-        best = min(best, run(replace(family, whole=whole), pipeline)[0])
+        best = min(best, run(replace(family, full_backward=whole), pipeline)[0])
         if best <= aim.makespan_s * (1 + 1e-9):
             return
-    pytest.fail(f"best point {best}, {name} {aim.makespan_s}")
+    pytest.fail(f"best candidate {best}, {name} {aim.makespan_s}")
 
 
 def _candidates(name: str, p: int, m: int) -> list[Family]:
     v = NAMED[name].default_chunks
-    found = starts(v, p, m)
+    found = family_starts(v, p, m)
     if v == 2:
         found += [
             Family(
@@ -141,11 +141,11 @@ def _candidates(name: str, p: int, m: int) -> list[Family]:
 def test_json_and_vector_are_exact_inverses(data: st.DataObject, v: int, stages: int) -> None:
     family = data.draw(families(v, stages))
     assert Family.from_json(json.loads(json.dumps(family.to_json(), allow_nan=False))) == family
-    assert Family.from_vector(family.to_vector(), np.array(family.whole, dtype=np.int64)) == family
+    assert Family.from_vector(family.to_vector(), np.array(family.full_backward, dtype=np.int64)) == family
 
 
 def test_json_refuses_unknown_keys() -> None:
-    data = starts(1, 2, 4)[0].to_json()
+    data = family_starts(1, 2, 4)[0].to_json()
     with pytest.raises(PlanError, match="unknown or missing"):
         Family.from_json(data | {"colour": 1})
 
@@ -158,18 +158,18 @@ def test_the_climbs_evaluation_is_the_familys(seed: int, v: int, data: st.DataOb
     split = balanced_entries(costs, placement)
     family = data.draw(families(v, 3 * v))
     problem = ScheduleProblem.of(costs, want_period=False, allow_empty=False, free_split=True)
-    point = Point(
+    candidate = FamilyCandidate(
         placement=placement,
         split=split,
         params=family.to_vector(),
-        whole=np.array(family.whole, dtype=np.int64),
+        full_backward=np.array(family.full_backward, dtype=np.int64),
     )
     pipeline = Pipeline.of(
         problem.stage_costs(placement, split), 6, memory_limit_bytes=costs.memory_limit_bytes
     )
-    score = point.climbed(problem, num_microbatches=6, steps=0, target=0.0, seed=0).score
+    score = candidate.climb(problem, num_microbatches=6, steps=0, target=0.0, seed=0).score
     assert score == pytest.approx(run(family, pipeline)[0], rel=1e-9)
-    climbed = point.climbed(problem, num_microbatches=6, steps=30, target=0.0, seed=seed)
+    climbed = candidate.climb(problem, num_microbatches=6, steps=30, target=0.0, seed=seed)
     assert climbed.score <= score * (1 + 1e-9)
     assert sum(climbed.split) == len(costs.layers)
     assert min(climbed.split) >= 1
@@ -179,15 +179,15 @@ def test_the_climb_can_minimize_the_period() -> None:
     costs = random_costs(num_devices=3, num_microbatches=6, num_layers=12, seed=3)
     split = even_entries(costs, 3)
     problem = ScheduleProblem.of(costs, want_period=True, allow_empty=False, free_split=False)
-    family = starts(1, 3, 6)[5]
-    point = Point(
-        placement=(0, 1, 2), split=split, params=family.to_vector(), whole=np.zeros(3, dtype=np.int64)
+    family = family_starts(1, 3, 6)[5]
+    candidate = FamilyCandidate(
+        placement=(0, 1, 2), split=split, params=family.to_vector(), full_backward=np.zeros(3, dtype=np.int64)
     )
-    score = point.climbed(problem, num_microbatches=6, steps=0, target=0.0, seed=0).score
+    score = candidate.climb(problem, num_microbatches=6, steps=0, target=0.0, seed=0).score
     schedule = generate(family, problem.stage_costs((0, 1, 2), split), 6)
     result = simulate_costs(replace(schedule, layers_per_stage=split), costs)
     assert score == pytest.approx(result.period_s, rel=1e-9)
 
 
 def test_the_vector_has_the_kernels_length() -> None:
-    assert len(starts(2, 4, 8)[0].to_vector()) == 8 + NUM_SCALARS
+    assert len(family_starts(2, 4, 8)[0].to_vector()) == 8 + NUM_SCALARS

@@ -22,8 +22,8 @@ from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search import SearchResult, compile_kernels, search
 from quartet_plugin.schedule.search.insertion import improve_orders
-from quartet_plugin.schedule.search.noise import NoisyCosts
-from quartet_plugin.schedule.simulate import flatten, simulate, simulate_costs
+from quartet_plugin.schedule.search.refinement import NoisyCosts
+from quartet_plugin.schedule.simulate import flatten, lanes_of, simulate, simulate_costs
 from quartet_plugin.split.entries import even_entries
 from tests.schedule.sample_costs import random_costs, uneven
 
@@ -112,8 +112,8 @@ def test_tiny_cases_reach_the_proven_optimum(kind: str, m: int, cap: float | Non
     optimum = exact_optimum(costs, placement=placement, layers_per_stage=split, time_limit_s=30.0)
     assert optimum.proven
     result = search(costs, placement=placement, split=split, evaluations=20_000)
-    assert result.found_s >= optimum.makespan_s * (1 - 1e-9)
-    assert result.found_s <= optimum.makespan_s * 1.005
+    assert result.best_score_s >= optimum.makespan_s * (1 - 1e-9)
+    assert result.best_score_s <= optimum.makespan_s * 1.005
 
 
 def golden_cases() -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ def test_tiny_pipelines_of_four_devices_reach_their_golden_optima() -> None:
     for case in golden_cases():
         costs = costs_from_json(case["costs"])
         result = search(costs, placement=case["placement"], split=case["layers_per_stage"], evaluations=4_000)
-        gaps.append(result.found_s / case["optimum_s"] - 1)
+        gaps.append(result.best_score_s / case["optimum_s"] - 1)
         assert result.lower_bound_s <= case["optimum_s"] * (1 + 1e-9)
     assert len(gaps) >= 50
     assert min(gaps) > -1e-8
@@ -143,13 +143,13 @@ def test_a_reached_bound_ends_the_search() -> None:
     early = search(costs, split="even", evaluations=3_000, seed=2, lower_bound_s=named_best.score_s)
     assert early.num_evaluations < 0.2 * full.num_evaluations
     assert early.lower_bound_s == named_best.score_s
-    assert early.found_s <= named_best.score_s * (1 + 1e-9)
+    assert early.best_score_s <= named_best.score_s * (1 + 1e-9)
 
 
 def test_the_proven_optimum_of_a_fixed_split_is_a_bound_and_of_a_free_one_is_not() -> None:
     costs = costs_for(3, 3, seed=4, layers=7)
     fixed = search(costs, placement="linear", split="even", evaluations=3_000)
-    assert fixed.lower_bound_s == pytest.approx(fixed.found_s)
+    assert fixed.lower_bound_s == pytest.approx(fixed.best_score_s)
     assert search(costs, placement="linear", evaluations=3_000).lower_bound_s == 0.0
 
 
@@ -205,13 +205,7 @@ def test_insertion_keeps_orders_legal_and_within_memory(
     makespan = improve_orders(
         orders,
         offsets,
-        schedule.num_stages,
-        p * k,
-        costs.device_of_stage,
-        np.stack([costs.forward_s, costs.input_grad_s, costs.weight_grad_s, costs.backward_s]),
-        np.stack([costs.forward_transfer_s, costs.backward_transfer_s]),
-        costs.activation_bytes,
-        costs.held_fraction,
+        lanes_of(schedule, costs),
         limit * (1 + 1e-12),
         400,
         0.0,

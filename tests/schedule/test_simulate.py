@@ -13,7 +13,7 @@ from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.kernel import _largest_cycle_mean
 from quartet_plugin.schedule.named import NAMED, named, refusal_of
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.simulate import simulate, simulate_costs
+from quartet_plugin.schedule.simulate import action_times, simulate, simulate_costs
 from tests.schedule.reference_simulator import simulate_reference
 from tests.schedule.sample_costs import random_costs, uneven, uniform
 
@@ -28,22 +28,22 @@ def costs_of_routes(schedule: Schedule, seed: int) -> tuple[StageCosts, StageCos
 
 @given(name=st.sampled_from(sorted(NAMED)), p=st.integers(1, 6), k=st.integers(1, 4), seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=80)
-def test_kernel_and_twin_agree(name: str, p: int, k: int, seed: int) -> None:
+def test_kernel_and_reference_agree(name: str, p: int, k: int, seed: int) -> None:
     m = k * p
     if refusal_of(name, num_devices=p, num_microbatches=m) is not None:
         return
     schedule = named(name, num_devices=p, num_microbatches=m)
     costs, other = costs_of_routes(schedule, seed)
     ours = simulate(schedule, costs, other_route=other)
-    twin = simulate_reference(schedule, costs, other_route=other)
-    assert ours.makespan_s == pytest.approx(twin.makespan_s, rel=1e-12)
-    assert ours.peak_activation_bytes == pytest.approx(twin.peak_activation_bytes, rel=1e-9)
+    reference = simulate_reference(schedule, costs, other_route=other)
+    assert ours.makespan_s == pytest.approx(reference.makespan_s, rel=1e-12)
+    assert ours.peak_activation_bytes == pytest.approx(reference.peak_activation_bytes, rel=1e-9)
     for device in range(p):
         for action, start, end in zip(
             schedule.actions(device), ours.start_s[device], ours.end_s[device], strict=True
         ):
-            assert start == pytest.approx(twin.start_s[action], abs=1e-9)
-            assert end == pytest.approx(twin.end_s[action], abs=1e-9)
+            assert start == pytest.approx(reference.start_s[action], abs=1e-9)
+            assert end == pytest.approx(reference.end_s[action], abs=1e-9)
     assert 0 <= ours.bubble_fraction < 1
     assert ours.busy_s.max() * (1 - 1e-9) <= ours.period_s <= ours.makespan_s * (1 + 1e-9)
 
@@ -146,3 +146,18 @@ def test_a_cost_table_brings_split_and_limit() -> None:
         simulate_costs(schedule, replace(costs, num_microbatches=9))
     with pytest.raises(PlanError, match="layers_per_stage"):
         simulate_costs(replace(schedule, layers_per_stage=None), costs)
+
+
+def test_action_times_are_the_simulations_and_forwards_alone_run() -> None:
+    schedule = named("zb-v", num_devices=3, num_microbatches=6)
+    costs = uneven(schedule.placement, seed=1)
+    expected = simulate(schedule, costs)
+    start_s, end_s = action_times(schedule, costs)
+    forwards = replace(schedule, orders=tuple(order[order & 3 == 0] for order in schedule.orders))
+    first_s, _ = action_times(forwards, costs)
+    for device in range(3):
+        assert start_s[device].tolist() == expected.start_s[device].tolist()
+        assert end_s[device].tolist() == expected.end_s[device].tolist()
+        assert len(first_s[device]) == 12
+    with pytest.raises(PlanError, match="deadlock"):
+        action_times(replace(schedule, orders=tuple(order[::-1] for order in schedule.orders)), costs)

@@ -13,8 +13,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.plan import Plan, ScheduleName
 from quartet_plugin.planner.candidate_plans import PlanCandidates
-from quartet_plugin.runtime.programs import make_schedule
-from quartet_plugin.runtime.recipe import schedule_spec_of
+from quartet_plugin.runtime.programs import make_schedule, schedule_spec_of
 from quartet_plugin.schedule.choice import costs_of
 from quartet_plugin.schedule.placement import PlacementKind, kind_of
 from quartet_plugin.schedule.simulate import simulate

@@ -23,6 +23,7 @@ from quartet_plugin.model.trial_record import TrialRecord
 from quartet_plugin.protocol.rank_files import Iteration, RankFileReader, RankReport
 from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.space.plan_space import build_space
+from quartet_plugin.study.storage import StudyStorage
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
 from quartet_plugin.trial.attempt import Attempt, create_attempt, open_attempt, write_result
 from quartet_plugin.trial.lease import LOCK_NAME, Lease
@@ -64,11 +65,11 @@ class Life(RuleBasedStateMachine):
         self.stale: list[Tuner] = []
         self.late: list[Attempt] = []
         lease = Lease.acquire(self.folder)
+        self.storage = StudyStorage(folder=self.folder, run="r")
         study = TuneStudy.create(
-            self.folder / "study.sqlite3",
+            self.storage,
             space=SPACE,
             seed=0,
-            name="r",
             objective="tokens_per_s",
             baseline=BASELINE,
             starts=[],
@@ -202,7 +203,7 @@ class Life(RuleBasedStateMachine):
     def resume(self, lease: Lease) -> None:
         """As `Coordinator.tune` begins."""
         recover(self.folder / "trials", poll_s=0.01)
-        found = TuneStudy.open(self.folder / "study.sqlite3", space=SPACE, seed=0, name="r")
+        found = TuneStudy.open(self.storage, space=SPACE, seed=0)
         assert found is not None
         self.now = Tuner(lease=lease, study=found)
         self.generations.append(lease.generation)

@@ -21,8 +21,8 @@ from quartet_plugin.megatron.runtime.refusals import refusal_of_model
 from quartet_plugin.megatron.runtime.stages import Call, GradSync, MegatronStages, MicrobatchIterator
 from quartet_plugin.megatron.split_backward import WeightGradients
 from quartet_plugin.megatron.te_layers import DelayedLayer, delayed_layers
+from quartet_plugin.runtime.activation_tracker import ActivationTracker
 from quartet_plugin.runtime.executor import Executor
-from quartet_plugin.runtime.ledger import ActivationTracker
 from quartet_plugin.runtime.programs import ProgramCache
 from quartet_plugin.runtime.records import NullRecorder, Recorder
 from quartet_plugin.runtime.transport import Boundary, Channels, HostTransport, PairTransport

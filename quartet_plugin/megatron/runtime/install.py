@@ -12,8 +12,7 @@ from typing import Any
 from quartet_plugin.megatron.runtime.refusals import needs_full_backwards, refusal, without_alignment
 from quartet_plugin.megatron.seams import TRAIN_STEP, Seam, Wrapper, resolve
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec
-from quartet_plugin.runtime.recipe import schedule_spec_of, splits_backward
+from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, schedule_spec_of, splits_backward
 from quartet_plugin.runtime.records import Clock, CudaClock, HostClock, Recorder
 from quartet_plugin.schedule.channels import Backend, check_program
 
@@ -123,7 +122,7 @@ def prepare_plan(plan: Plan, args: Namespace, *, on_cpu: bool) -> tuple[Prepared
     full_backward = needs_full_backwards(args)
     notes = []
     if full_backward is not None and splits_backward(spec, plan.num_microbatches):
-        spec = schedule_spec_of(choice, num_microbatches=plan.num_microbatches, is_whole=True)
+        spec = schedule_spec_of(choice, num_microbatches=plan.num_microbatches, full_backward=True)
         notes.append(full_backward)
     if without_alignment(args):
         notes.append(

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import schedules
 from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.split_backward import WeightGradients
 from quartet_plugin.megatron.te_layers import DelayedLayer
-from quartet_plugin.runtime.ledger import ActivationTracker
+from quartet_plugin.runtime.activation_tracker import ActivationTracker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ error and its exit code.
 
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from quartet_plugin.errors import QuartetError
@@ -15,7 +16,7 @@ def main(words: list[str]) -> int:
     """Rehearse and write the result; returns the exit code."""
     from quartet_plugin.model.costs import stage_costs
     from quartet_plugin.model.files import write_json_atomic
-    from quartet_plugin.runtime.rehearsal.crew import Rehearsal
+    from quartet_plugin.runtime.rehearsal.processes import Rehearsal
     from quartet_plugin.schedule.files import read_costs, read_schedule
 
     schedule_file, costs_file, result_file, num_steps, time_scale, hang_s = words
@@ -40,7 +41,7 @@ def main(words: list[str]) -> int:
     except QuartetError as error:
         write_json_atomic(Path(result_file), {"error": str(error), "exit_code": int(error.exit_code)})
         return int(error.exit_code)
-    content = [{"wall_s": one.wall_s, "start_s": one.start_s, "end_s": one.end_s} for one in steps]
+    content = [asdict(step) for step in steps]
     write_json_atomic(Path(result_file), {"steps": content})
     return 0
 

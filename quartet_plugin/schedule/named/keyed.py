@@ -7,6 +7,7 @@ Hanayo and Chimera are sorted by the slots of their conflict-free units.
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 
@@ -20,43 +21,44 @@ SLOTS = 6
 def list_schedule(
     routes: Sequence[Sequence[int]],
     *,
-    num_devices: int,
     num_microbatches: int,
-    forward_key: FloatArray,
-    backward_key: FloatArray,
+    keys: tuple[FloatArray, FloatArray],
     cap: float,
     slack: float,
-    whole: bool,
+    split_backward: bool = False,
 ) -> list[IntArray]:
-    """Orders by keys [num_lanes] at unit costs; `cap` in stages held, split microbatches over the routes."""
+    """Orders by the keys of F and I at unit costs, both [num_stages] and alike on all routes.
+
+    `cap` is in stages held; the first microbatches take the first route, as many the next one.
+    """
+    # Compiled: who needs the names of schedules alone does not wait for numba.
+    from quartet_plugin.schedule.generator import Keys, generate_orders
+    from quartet_plugin.schedule.kernel import Lanes
+
     num_stages, num_routes = len(routes[0]), len(routes)
     num_lanes = num_stages * num_routes
-    # Compiled: who needs the names of schedules alone does not wait for numba.
-    from quartet_plugin.schedule.generator import generate_orders
-
-    lane_route = np.repeat(np.arange(num_routes), num_stages)
+    forward, backward = (np.tile(key, num_routes) for key in keys)
     count = num_microbatches // num_routes
     lane_device = np.concatenate([np.asarray(r, dtype=np.int64) for r in routes])
-    per_device = np.bincount(lane_device, minlength=num_devices) * count * (2 if whole else 3)
+    per_device = np.bincount(lane_device) * count * (3 if split_backward else 2)
     offsets = np.concatenate(([0], np.cumsum(per_device)))
     orders = np.empty(int(offsets[-1]), dtype=np.int64)
+    lanes = Lanes(
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        device=lane_device,
+        cost_s=np.repeat([[1.0], [1.0], [1.0], [2.0]], num_lanes, axis=1),
+        send_s=np.zeros((2, num_lanes)),
+        num_bytes=np.ones(num_lanes),
+        held_fraction=1.0,
+        route=np.repeat(np.arange(num_routes), count),
+    )
     makespan = generate_orders(
-        num_devices,
-        num_stages,
-        num_microbatches,
-        lane_device,
-        np.repeat([[1.0], [1.0], [1.0], [2.0]], num_lanes, axis=1),
-        np.zeros((2, num_lanes)),
-        np.ones(num_lanes),
-        1.0,
-        lane_route * count,
-        np.full(num_lanes, count, dtype=np.int64),
-        forward_key,
-        backward_key,
-        np.arange(num_microbatches, dtype=np.float64),
-        np.full(num_lanes, int(whole), dtype=np.int64),
+        lanes,
+        Keys(forward, backward, np.arange(num_microbatches, dtype=np.float64)),
+        np.full(num_lanes, int(not split_backward), dtype=np.int64),
         np.array([math.inf, 1.0, slack, math.inf, math.inf, 0.0, 0.0]),
-        np.full(num_devices, float(cap)),
+        np.full(len(per_device), float(cap)),
         orders,
         offsets,
     )
@@ -64,55 +66,42 @@ def list_schedule(
     return np.split(orders, offsets[1:-1])
 
 
-def _block(
-    num_devices: int, *, down: int, up: int, turns: tuple[int, int, int]
-) -> tuple[FloatArray, FloatArray]:
-    """Slots of a V block: F0 and I1 move `down` slots a device, F1 and I0 `up`; `turns` wait at the ends."""
-    p = num_devices
+def _block(p: int, *, down: int, up: int, waits: tuple[int, int, int]) -> tuple[FloatArray, FloatArray]:
+    """Keys of a V block on p devices: F0 and I1 move `down` slots a device, F1 and I0 `up`.
+
+    `waits` are the slots between F0 and F1, F1 and I1, I1 and I0 on the device where the direction changes.
+    """
     device = np.arange(p)
     f0 = down * device
-    f1 = down * (p - 1) + 1 + turns[0] + up * (p - 1 - device)
-    i1 = f1[0] + 1 + turns[1] + down * device
-    i0 = i1[-1] + 1 + turns[2] + up * (p - 1 - device)
+    f1 = down * (p - 1) + 1 + waits[0] + up * (p - 1 - device)
+    i1 = f1[0] + 1 + waits[1] + down * device
+    i0 = i1[-1] + 1 + waits[2] + up * (p - 1 - device)
     return np.concatenate((f0, f1[::-1])) / SLOTS, np.concatenate((i0, i1[::-1])) / SLOTS
 
 
 def v_half(p: int, m: int) -> list[IntArray]:
     """V-Half: memory (p+2)/2; bubble 1.5 p - 3.5 (even p) or 1.5 p - 3 (odd p) at F = I = W = 1."""
     even = p % 2 == 0
-    forward, backward = _block(p, down=2, up=1, turns=(0, 3 if even else 0, 1))
+    keys = _block(p, down=2, up=1, waits=(0, 3 if even else 0, 1))
+    slack = 2 / SLOTS + 0.01 if even else 1.0
     return list_schedule(
-        (places.v_shape(p),),
-        num_devices=p,
-        num_microbatches=m,
-        forward_key=forward,
-        backward_key=backward,
-        cap=p + 2,
-        slack=2 / SLOTS + 0.01 if even else 1.0,
-        whole=False,
+        (places.v_shape(p),), num_microbatches=m, keys=keys, cap=p + 2, slack=slack, split_backward=True
     )
 
 
 def v_min(p: int, m: int) -> list[IntArray]:
     """V-Min: memory floor((p+4)/3); all actions move one slot a device, W fills the gaps."""
-    forward, backward = _v_min_block(p)
+    route, cap = places.v_shape(p), 2 * ((p + 4) // 3)
     return list_schedule(
-        (places.v_shape(p),),
-        num_devices=p,
-        num_microbatches=m,
-        forward_key=forward,
-        backward_key=backward,
-        cap=2 * ((p + 4) // 3),
-        slack=0.0,
-        whole=False,
+        (route,), num_microbatches=m, keys=_v_min_block(p), cap=cap, slack=0.0, split_backward=True
     )
 
 
 def _v_min_block(p: int) -> tuple[FloatArray, FloatArray]:
-    """The earliest block of speed one whose four actions never meet in a slot."""
+    """The keys of the earliest block of speed 1 whose four actions never meet in a slot."""
     best: tuple[int, FloatArray, FloatArray] | None = None
-    for turns in np.ndindex(SLOTS, SLOTS, SLOTS):
-        forward, backward = _block(p, down=1, up=1, turns=(int(turns[0]), int(turns[1]), int(turns[2])))
+    for waits in product(range(SLOTS), repeat=3):
+        forward, backward = _block(p, down=1, up=1, waits=(waits[0], waits[1], waits[2]))
         slots = np.rint(
             np.stack((forward[:p], forward[: p - 1 : -1], backward[:p], backward[: p - 1 : -1])) * SLOTS
         )
@@ -126,19 +115,9 @@ def _v_min_block(p: int) -> tuple[FloatArray, FloatArray]:
 
 def mix_pipe(p: int, m: int) -> list[IntArray]:
     """Bidirectional, more microbatches in flight than Chimera's units (after MixPipe, Zhang et al. 2023)."""
-    routes = two_routes(p)
-    stage = np.arange(p)
-    forward, backward = stage / 6.0, (p + 2.0 * (p - stage)) / 6.0
-    return list_schedule(
-        routes,
-        num_devices=p,
-        num_microbatches=m,
-        forward_key=np.tile(forward, 2),
-        backward_key=np.tile(backward, 2),
-        cap=1.5 * p,
-        slack=2.0,
-        whole=True,
-    )
+    stage = np.arange(p, dtype=np.float64)
+    keys = stage / 6.0, (p + 2.0 * (p - stage)) / 6.0
+    return list_schedule(two_routes(p), num_microbatches=m, keys=keys, cap=1.5 * p, slack=2.0)
 
 
 def two_routes(p: int) -> tuple[places.Placement, places.Placement]:
@@ -159,16 +138,8 @@ def hanayo(p: int, m: int, v: int) -> list[IntArray]:
         i = np.arange(m)
         return _by_slots((places.snake(p, v),), (i,), 2 * i, p, m)
     stage = np.arange(num_stages)
-    return list_schedule(
-        (places.snake(p, v),),
-        num_devices=p,
-        num_microbatches=m,
-        forward_key=1.5 * stage / (3 * v),
-        backward_key=(1.5 * num_stages + 5.0 * (num_stages - 1 - stage)) / (3 * v),
-        cap=num_stages,
-        slack=math.inf,
-        whole=True,
-    )
+    keys = 1.5 * stage / (3 * v), (1.5 * num_stages + 5.0 * (num_stages - 1 - stage)) / (3 * v)
+    return list_schedule((places.snake(p, v),), num_microbatches=m, keys=keys, cap=num_stages, slack=math.inf)
 
 
 def chimera(p: int, m: int) -> list[IntArray]:

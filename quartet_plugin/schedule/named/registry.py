@@ -1,4 +1,4 @@
-"""Every schedule that has a name: what it needs, and how its order is made.
+"""Every schedule that has a name: its requirements, and the rule that makes its order.
 
 Orders depend on the numbers of devices, microbatches and chunks alone, never on costs.
 """
@@ -15,7 +15,7 @@ from quartet_plugin.model.costs import IntArray
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES
 from quartet_plugin.schedule.named import keyed, rules
-from quartet_plugin.schedule.named.phases import Phase, order_of_slots, slots_of
+from quartet_plugin.schedule.named.rules import Phase, order_of_slots, slots_of
 from quartet_plugin.schedule.placement import PlacementKind
 from quartet_plugin.schedule.schedule import Schedule
 

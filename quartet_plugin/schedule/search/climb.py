@@ -1,11 +1,12 @@
-"""The compiled hill climb over the family's parameters (see `keys.fill_keys`) and the split."""
+"""The compiled hill climbs: over the family's parameters and the split, and over a fixed order's split."""
+
+from typing import NamedTuple
 
 import numpy as np
 
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.schedule.generator import generate_orders
-from quartet_plugin.schedule.kernel import compiled, run_orders, steady_period
-from quartet_plugin.schedule.keys import (
+from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.generator import (
     GROUP,
     MEMORY_CAP,
     NUM_SCALARS,
@@ -14,8 +15,10 @@ from quartet_plugin.schedule.keys import (
     W_FILL,
     W_GAP,
     W_LIMIT,
-    fill_keys,
+    generate_orders,
+    keys_of,
 )
+from quartet_plugin.schedule.kernel import Lanes, check_memory, run_orders, steady_period
 
 _SLACKS = np.array([0.0, 0.1, 0.2, 0.34, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, np.inf])
 _GAPS = np.array([0.0, 0.25, 0.5, 1.0, 2.0, 4.0, np.inf])
@@ -24,109 +27,127 @@ _FILLS = np.array([0.0, 0.25, 0.5, 1.0])
 _PATIENCE = np.array([0.0, 0.0, 0.1, 0.25, 0.5, 1.0])
 
 
-@compiled
-def stage_arrays(
-    counts: IntArray,
-    placement: IntArray,
-    prefix: FloatArray,
-    slowdown: FloatArray,
-    transfer: FloatArray,
-    cost: FloatArray,
-    send: FloatArray,
-    sizes: FloatArray,
-) -> None:
-    """Fill `cost` [4, stages], `send` [2, stages] and `sizes` [stages] for a split.
+TOO_LARGE = 1e30
+_PERIOD_ROUNDS = 8
 
-    `prefix` [5, layers + 1] are cumulated F, I, W, B seconds and bytes. The twin of `costs.stage_costs`.
+
+class PlacedCosts(NamedTuple):
+    """A cost table on a placement, whatever the split.
+
+    `prefix` [5, layers + 1] are cumulated F, I, W, B seconds and bytes; `limit` [num_devices] in bytes, inf
+    for none. `want_period`: scores are periods instead of makespans.
     """
+
+    placement: IntArray
+    chunk: IntArray
+    prefix: FloatArray
+    slowdown: FloatArray
+    transfer: FloatArray
+    limit: FloatArray
+    held: float
+    num_microbatches: int
+    want_period: bool
+
+
+@compiled
+def lanes_of_split(counts: IntArray, placed: PlacedCosts) -> Lanes:
+    """The stages of a split of `counts` entries; the same numbers as `costs.stage_costs`."""
+    placement, prefix, transfer = placed.placement, placed.prefix, placed.transfer
     num_stages = len(counts)
+    cost = np.empty((4, num_stages))
+    send = np.empty((2, num_stages))
+    sizes = np.empty(num_stages)
     begin = 0
     for stage in range(num_stages):
         end = begin + counts[stage]
-        slow = slowdown[placement[stage]]
+        slow = placed.slowdown[placement[stage]]
         for kind in range(4):
             cost[kind, stage] = (prefix[kind, end] - prefix[kind, begin]) * slow
         sizes[stage] = prefix[4, end] - prefix[4, begin]
         send[0, stage] = transfer[placement[stage], placement[stage + 1]] if stage < num_stages - 1 else 0.0
         send[1, stage] = transfer[placement[stage], placement[stage - 1]] if stage > 0 else 0.0
         begin = end
+    route = np.zeros(placed.num_microbatches, dtype=np.int64)
+    return Lanes(num_stages, placed.num_microbatches, placement, cost, send, sizes, placed.held, route)
 
 
 @compiled
-def evaluate(
-    params: FloatArray,
-    whole: IntArray,
+def order_score(orders: IntArray, offsets: IntArray, counts: IntArray, placed: PlacedCosts) -> float:
+    """Seconds of a fixed order under a split; over 1e30 by the excess when memory does not fit."""
+    num_devices = len(placed.slowdown)
+    lanes = lanes_of_split(counts, placed)
+    peak = np.zeros(num_devices)
+    check_memory(orders, offsets, lanes, np.full(num_devices, np.inf), peak)
+    excess = 0.0
+    for device in range(num_devices):
+        if peak[device] > placed.limit[device] * (1.0 + 1e-9):
+            excess += peak[device] / max(placed.limit[device], 1e-300) - 1.0
+    if excess > 0.0:
+        return TOO_LARGE * (1.0 + excess)
+    ran, _, end, sequence = run_orders(orders, offsets, lanes)
+    if ran < len(orders):
+        return np.inf
+    if placed.want_period:
+        return steady_period(orders, offsets, sequence, lanes, _PERIOD_ROUNDS)
+    return end.max()
+
+
+@compiled
+def climb_split(
+    orders: IntArray,
+    offsets: IntArray,
     counts: IntArray,
-    placement: IntArray,
-    chunk: IntArray,
-    prefix: FloatArray,
-    slowdown: FloatArray,
-    transfer: FloatArray,
-    limit: FloatArray,
-    held: float,
-    num_microbatches: int,
-    want_period: bool,
+    least: IntArray,
+    placed: PlacedCosts,
+    steps: int,
+    seed: int,
 ) -> float:
-    """Makespan, or period, of the order that a parameter vector and a split make; inf if it cannot be."""
-    num_devices = len(slowdown)
+    """Improve `counts` in place by `steps` random moves of layers; return the best score."""
+    np.random.seed(seed)
+    score = order_score(orders, offsets, counts, placed)
+    trial = counts.copy()
+    for _ in range(steps):
+        trial[:] = counts
+        _move_layers(trial, least)
+        trial_score = order_score(orders, offsets, trial, placed)
+        if trial_score <= score:
+            score = trial_score
+            counts[:] = trial
+    return score
+
+
+@compiled
+def family_score(params: FloatArray, full_backward: IntArray, counts: IntArray, placed: PlacedCosts) -> float:
+    """Seconds of the order that a parameter vector and a split make; inf where it cannot be made."""
+    num_devices = len(placed.slowdown)
     num_stages = len(counts)
     v = num_stages // num_devices
-    cost = np.empty((4, num_stages))
-    send = np.empty((2, num_stages))
-    sizes = np.empty(num_stages)
-    stage_arrays(counts, placement, prefix, slowdown, transfer, cost, send, sizes)
+    lanes = lanes_of_split(counts, placed)
+    cost = lanes.cost_s
     load = np.zeros(num_devices)
     share = np.zeros(num_devices)
     offsets = np.zeros(num_devices + 1, dtype=np.int64)
     for stage in range(num_stages):
-        device = placement[stage]
+        device = placed.placement[stage]
         load[device] += cost[0, stage] + min(cost[1, stage] + cost[2, stage], cost[3, stage])
-        share[device] += sizes[stage]
-        offsets[device + 1] += num_microbatches * (2 if whole[stage] else 3)
+        share[device] += lanes.num_bytes[stage]
+        offsets[device + 1] += placed.num_microbatches * (2 if full_backward[stage] else 3)
     beat = float(load.max())
     if beat <= 0.0:
         beat = 1.0
     cap = np.empty(num_devices)
     for device in range(num_devices):
         offsets[device + 1] += offsets[device]
-        cap[device] = limit[device]
+        cap[device] = placed.limit[device]
         if params[4 * v + MEMORY_CAP] < np.inf:
-            cap[device] = min(limit[device], params[4 * v + MEMORY_CAP] * share[device])
-    forward_key = np.empty(num_stages)
-    backward_key = np.empty(num_stages)
-    progress = np.empty(num_microbatches)
-    fill_keys(params, whole, chunk, cost, send, beat, forward_key, backward_key, progress)
+            cap[device] = min(placed.limit[device], params[4 * v + MEMORY_CAP] * share[device])
+    keys = keys_of(params, full_backward, placed.chunk, lanes, beat)
     orders = np.empty(offsets[num_devices], dtype=np.int64)
-    makespan = generate_orders(
-        num_devices,
-        num_stages,
-        num_microbatches,
-        placement,
-        cost,
-        send,
-        sizes,
-        held,
-        np.zeros(num_stages, dtype=np.int64),
-        np.full(num_stages, num_microbatches),
-        forward_key,
-        backward_key,
-        progress,
-        whole,
-        params[4 * v :],
-        cap,
-        orders,
-        offsets,
-    )
-    if not want_period or makespan == np.inf:
+    makespan = generate_orders(lanes, keys, full_backward, params[4 * v :], cap, orders, offsets)
+    if not placed.want_period or makespan == np.inf:
         return makespan
-    start = np.empty(len(orders))
-    end = np.empty(len(orders))
-    sequence = np.empty(len(orders), dtype=np.int64)
-    route = np.zeros(num_microbatches, dtype=np.int64)
-    run_orders(
-        orders, offsets, num_stages, num_microbatches, placement, cost, send, route, start, end, sequence
-    )
-    return steady_period(orders, offsets, sequence, num_stages, num_microbatches, cost, send, route, 8)
+    _, _, _, sequence = run_orders(orders, offsets, lanes)
+    return steady_period(orders, offsets, sequence, lanes, _PERIOD_ROUNDS)
 
 
 @compiled
@@ -172,7 +193,7 @@ def _move_layers(counts: IntArray, least: IntArray) -> None:
     """Move one entry from a random stage to another, now and then two."""
     num_stages = len(counts)
     for _ in range(1 if np.random.random() < 0.8 else 2):
-        for _try in range(20):
+        for _attempt in range(20):
             source = np.random.randint(0, num_stages)
             target = np.random.randint(0, num_stages)
             if np.random.random() < 0.3:
@@ -184,68 +205,48 @@ def _move_layers(counts: IntArray, least: IntArray) -> None:
 
 
 @compiled
-def climb(
+def climb_family(
     params: FloatArray,
-    whole: IntArray,
+    full_backward: IntArray,
     counts: IntArray,
     least: IntArray,
-    placement: IntArray,
-    chunk: IntArray,
-    prefix: FloatArray,
-    slowdown: FloatArray,
-    transfer: FloatArray,
-    limit: FloatArray,
-    held: float,
-    num_microbatches: int,
-    want_period: bool,
+    placed: PlacedCosts,
     split_rate: float,
-    whole_rate: float,
+    full_backward_rate: float,
     score: float,
     steps: int,
     target: float,
     seed: int,
 ) -> float:
-    """Improve `params`, `counts` and `whole` in place by `steps` random changes; return the best score.
+    """Improve the parameters and the split in place by `steps` random changes; return the best score.
 
-    `score` is the score of what is given, inf when unknown. Equal scores are accepted: they are how a
+    `score` is the score before the first change, inf when unknown. Equal scores are accepted: they are how a
     plateau is crossed. Stops early at `target`, a proven bound.
     """
     np.random.seed(seed)
+    num_devices = len(placed.slowdown)
     trial = params.copy()
     trial_counts = counts.copy()
-    trial_whole = whole.copy()
+    trial_backward = full_backward.copy()
     for _ in range(steps):
         if score <= target:
             break
         trial[:] = params
         trial_counts[:] = counts
-        trial_whole[:] = whole
+        trial_backward[:] = full_backward
         if np.random.random() < split_rate:
             _move_layers(trial_counts, least)
             if np.random.random() < 0.3:
-                _mutate(trial, len(slowdown), num_microbatches)
-        elif np.random.random() < whole_rate:
-            stage = np.random.randint(0, len(whole))
-            trial_whole[stage] = 1 - trial_whole[stage]
+                _mutate(trial, num_devices, placed.num_microbatches)
+        elif np.random.random() < full_backward_rate:
+            stage = np.random.randint(0, len(full_backward))
+            trial_backward[stage] = 1 - trial_backward[stage]
         else:
-            _mutate(trial, len(slowdown), num_microbatches)
-        value = evaluate(
-            trial,
-            trial_whole,
-            trial_counts,
-            placement,
-            chunk,
-            prefix,
-            slowdown,
-            transfer,
-            limit,
-            held,
-            num_microbatches,
-            want_period,
-        )
-        if value <= score * (1.0 + 1e-12):
-            score = value
+            _mutate(trial, num_devices, placed.num_microbatches)
+        trial_score = family_score(trial, trial_backward, trial_counts, placed)
+        if trial_score <= score * (1.0 + 1e-12):
+            score = trial_score
             params[:] = trial
             counts[:] = trial_counts
-            whole[:] = trial_whole
+            full_backward[:] = trial_backward
     return score

@@ -1,4 +1,4 @@
-"""How much of a search's time or evaluations is spent, and how many steps fit into what is left."""
+"""The part of a search's time or evaluations that is spent, and the steps that fit into the rest."""
 
 import math
 import os
@@ -13,7 +13,7 @@ def num_cores() -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Effort:
-    """How much has been and may be spent, in seconds or in evaluations.
+    """A search's budget, in seconds or in evaluations, and the part that is spent.
 
     `goal_s` is a proven lower bound of the score, 0 for none: once it is reached everything is spent.
     """
@@ -28,7 +28,7 @@ class Effort:
 
     @property
     def spent(self) -> float:
-        """Fraction of what may be spent."""
+        """Fraction of the budget; inf once the goal is reached."""
         if self.is_met:
             return math.inf
         if self.evaluations is not None:

@@ -1,4 +1,4 @@
-"""The search: named schedules, the family, then insertion on the winners, then the test under noise.
+"""The search of schedules: named ones, the family, then insertion on the best, then a test under noise.
 
 Work is cut into tasks of compiled, GIL-free kernels that threads run side by side. With a fixed number of
 evaluations the tasks, their seeds and their order depend on the arguments alone, so the number of threads
@@ -20,20 +20,18 @@ from quartet_plugin.model.costs import Costs, LayerCost
 from quartet_plugin.schedule.compilation import compilation_time
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.search.baseline import NamedStart, named_schedules, unscored
 from quartet_plugin.schedule.search.effort import Effort, Rate, num_cores
-from quartet_plugin.schedule.search.noise import NoisyCosts
-from quartet_plugin.schedule.search.polish import (
+from quartet_plugin.schedule.search.named_starts import NamedStart, named_schedules, unscored
+from quartet_plugin.schedule.search.problem import FamilyCandidate, NamedResult, ScheduleProblem, SearchResult
+from quartet_plugin.schedule.search.refinement import (
     EVALUATIONS_A_WIDTH,
-    inserted,
+    NoisyCosts,
+    exact_order,
+    improve_by_insertion,
     is_small,
-    polished,
     widths_within,
 )
-from quartet_plugin.schedule.search.problem import Point, ScheduleProblem
-from quartet_plugin.schedule.search.result import Named, SearchResult
-from quartet_plugin.schedule.search.space import AUTO, placements_for, splits_for
-from quartet_plugin.schedule.search.starts import starts
+from quartet_plugin.schedule.search.space import AUTO, family_starts, placements_for, splits_for
 from quartet_plugin.schedule.simulate import simulate_costs
 from quartet_plugin.split.entries import Entries
 
@@ -66,7 +64,7 @@ def search(
     `time_limit_s` (10 if neither is given) is for everything but compilation; `evaluations` makes the
     result depend on `seed` alone. The search stops early at `lower_bound_s`, a proven bound on the makespan.
     With the period as the objective, insertion and the exact optimum of small orders, which shorten
-    makespans, are left out. A found order replaces a named one only if its mean makespan over 64 paired
+    makespans, are left out. Another order replaces a named one only if its mean makespan over 64 paired
     draws of the costs is lower too. Raises ConfigError for impossible arguments and InfeasibleError when
     the memory limit does not hold one microbatch under any split.
     """
@@ -114,13 +112,13 @@ def _run(
     problem: ScheduleProblem, effort: Effort, options: dict[Placement, list[Entries]], seed: int
 ) -> SearchResult:
     with ThreadPoolExecutor(max_workers=num_cores()) as pool:
-        job = _Job(problem=problem, effort=effort, pool=pool, rng=np.random.default_rng(seed))
-        return job.search(options)
+        rng = np.random.default_rng(seed)
+        return _ScheduleSearch(problem=problem, effort=effort, pool=pool, rng=rng).run(options)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Job:
-    """One search under way."""
+class _ScheduleSearch:
+    """One search: its problem, its budget, and the seconds that its steps have taken so far."""
 
     problem: ScheduleProblem
     effort: Effort
@@ -130,23 +128,24 @@ class _Job:
     climb_rate: Rate = field(default_factory=lambda: Rate(1.5e-7))
     insert_rate: Rate = field(default_factory=lambda: Rate(1.5e-7))
 
-    def search(self, options: dict[Placement, list[Entries]]) -> SearchResult:
-        named = self.named(options)
-        family = self.family(options, named)
-        named = self.crossed(named, family[:3])
-        found = self.refined(family, named, is_open=len(options) > 1 or self.problem.free_split)
-        return self.result(found, named)
+    def run(self, options: dict[Placement, list[Entries]]) -> SearchResult:
+        """All phases, for every placement with its splits to start from."""
+        named = self.named_candidates(options)
+        family = self.family_candidates(options, named)
+        named = self.with_splits_of(family[:3], named)
+        orders = self.insertion(family, named, is_open=len(options) > 1 or self.problem.free_split)
+        return self.result(orders, named)
 
     # Named schedules.
 
-    def named(self, options: dict[Placement, list[Entries]]) -> list[NamedStart]:
+    def named_candidates(self, options: dict[Placement, list[Entries]]) -> list[NamedStart]:
         """Every named schedule under every start split, then layers moved where that is free."""
         costs = self.problem.costs
         schedules = named_schedules(
             list(options), num_devices=costs.num_devices, num_microbatches=costs.num_microbatches
         )
         fresh = [unscored(s, split) for s in schedules for split in options[s.placement]]
-        scored = self.each([(item, 0) for item in fresh], partial(_moved, problem=self.problem))
+        scored = self.each([(item, 0) for item in fresh], partial(_climb_named, problem=self.problem))
         best: dict[str, NamedStart] = {}
         for item in scored:
             if math.isfinite(item.score) and item.score < (
@@ -159,112 +158,123 @@ class _Job:
             return [item for item in items if item.fits]
         while items and self.effort.spent < _NAMED_UNTIL:
             # The promising half is climbed twice as often.
-            turn = items if self.rng.random() < 0.5 else items[: (len(items) + 1) // 2]
-            moved = self.round(turn, self.move_rate, _NAMED_UNTIL, partial(_moved, problem=self.problem))
+            chosen = items if self.rng.random() < 0.5 else items[: (len(items) + 1) // 2]
+            moved = self.round(
+                chosen, self.move_rate, _NAMED_UNTIL, partial(_climb_named, problem=self.problem)
+            )
             if not moved:
                 break
-            items = sorted([*moved, *items[len(turn) :]], key=lambda item: item.score)
+            items = sorted([*moved, *items[len(chosen) :]], key=lambda item: item.score)
             self.effort.reached(items[0].score)
         return [item for item in items if item.fits]
 
-    def crossed(self, named: list[NamedStart], family: list[Point]) -> list[NamedStart]:
+    def with_splits_of(self, family: list[FamilyCandidate], named: list[NamedStart]) -> list[NamedStart]:
         """Named schedules under the splits that served the family best, where those are better."""
         if not self.problem.free_split:
             return named
         trials = [
-            (replace(item, split=point.split), 0)
+            (replace(item, split=candidate.split), 0)
             for item in named
-            for point in family
-            if item.schedule.placement == point.placement and item.split != point.split
+            for candidate in family
+            if item.schedule.placement == candidate.placement and item.split != candidate.split
         ]
         best = {item.label: item for item in named}
-        for item in self.each(trials, partial(_moved, problem=self.problem)):
+        for item in self.each(trials, partial(_climb_named, problem=self.problem)):
             if item.score < best[item.label].score:
                 best[item.label] = item
         return sorted(best.values(), key=lambda item: item.score)
 
     # The family.
 
-    def family(self, options: dict[Placement, list[Entries]], named: list[NamedStart]) -> list[Point]:
-        """Structured starts, then hill climbs from the best points found so far."""
+    def family_candidates(
+        self, options: dict[Placement, list[Entries]], named: list[NamedStart]
+    ) -> list[FamilyCandidate]:
+        """Structured starts, then hill climbs from the best candidates so far."""
         m = self.problem.costs.num_microbatches
         short = min(m, max(16, 4 * self.problem.costs.num_devices))
-        points = self.started(self.start_points(options, named, short), short)
+        candidates = self.scored_starts(self.ranked_starts(options, named, short), short)
         fraction = _FAMILY_UNTIL if short == m else 0.8 * _FAMILY_UNTIL
-        points = self.climb_rounds(points, short, fraction)
-        if short == m or not points:
-            return points
+        candidates = self.climb_rounds(candidates, short, fraction)
+        if short == m or not candidates:
+            return candidates
         full = self.each(
-            [(p, 0) for p in points[:12]], partial(_climbed, problem=self.problem, num_microbatches=m)
+            [(p, 0) for p in candidates[:12]],
+            partial(_climb_family, problem=self.problem, num_microbatches=m),
         )
         return self.climb_rounds(sorted(full, key=lambda p: p.score), m, _FAMILY_UNTIL)
 
-    def started(self, points: list[Point], m: int) -> list[Point]:
+    def scored_starts(self, candidates: list[FamilyCandidate], m: int) -> list[FamilyCandidate]:
         """Score structured starts, batch by batch, as many as a part of the family's effort allows."""
-        done: list[Point] = []
+        done: list[FamilyCandidate] = []
         until = self.effort.spent + 0.3 * max(0.0, _FAMILY_UNTIL - self.effort.spent)
-        for first in range(0, len(points), _BATCH):
-            batch = [(point, 0) for point in points[first : first + _BATCH]]
-            done += self.each(batch, partial(_climbed, problem=self.problem, num_microbatches=m))
+        for first in range(0, len(candidates), _BATCH):
+            batch = [(candidate, 0) for candidate in candidates[first : first + _BATCH]]
+            done += self.each(batch, partial(_climb_family, problem=self.problem, num_microbatches=m))
             self.effort.used += len(batch)
             if self.effort.spent >= until:
                 break
         return _pruned([p for p in done if math.isfinite(p.score)])
 
-    def start_points(
+    def ranked_starts(
         self, options: dict[Placement, list[Entries]], named: list[NamedStart], num_microbatches: int
-    ) -> list[Point]:
+    ) -> list[FamilyCandidate]:
         """Every structured start, best guesses first, with the split that served named schedules."""
         devices = self.problem.costs.num_devices
-        ranked: list[tuple[int, Point]] = []
+        ranked: list[tuple[int, FamilyCandidate]] = []
         for placement, splits in options.items():
             same = [b.split for b in named if b.schedule.placement == placement]
             chosen = list(dict.fromkeys([*same[:1], *splits]))
-            families = starts(len(placement) // devices, devices, num_microbatches)
+            families = family_starts(len(placement) // devices, devices, num_microbatches)
             for k, family in enumerate(families):
-                whole = np.full(len(placement), int(self.problem.fused_pays and k % 5 > 2), dtype=np.int64)
-                split = chosen[k % len(chosen)]
-                point = Point(placement=placement, split=split, params=family.to_vector(), whole=whole)
-                ranked.append((k, point))
-        return [point for _, point in sorted(ranked, key=lambda pair: pair[0])]
+                is_full = int(self.problem.fused_pays and k % 5 > 2)
+                candidate = FamilyCandidate(
+                    placement=placement,
+                    split=chosen[k % len(chosen)],
+                    params=family.to_vector(),
+                    full_backward=np.full(len(placement), is_full, dtype=np.int64),
+                )
+                ranked.append((k, candidate))
+        return [candidate for _, candidate in sorted(ranked, key=lambda pair: pair[0])]
 
-    def climb_rounds(self, points: list[Point], m: int, until: float) -> list[Point]:
-        """Rounds of climbs from points chosen by rank, until `until` of the effort is spent."""
-        task = partial(_climbed, problem=self.problem, num_microbatches=m)
-        while points and self.effort.spent < until:
-            ranks = np.minimum(self.rng.geometric(0.2, size=_ROUND_WIDTH) - 1, len(points) - 1).tolist()
-            climbed = self.round([points[k] for k in ranks], self.climb_rate, until, task, m=m)
+    def climb_rounds(self, candidates: list[FamilyCandidate], m: int, until: float) -> list[FamilyCandidate]:
+        """Rounds of climbs from candidates chosen by rank, until `until` of the effort is spent."""
+        task = partial(_climb_family, problem=self.problem, num_microbatches=m)
+        while candidates and self.effort.spent < until:
+            ranks = np.minimum(self.rng.geometric(0.2, size=_ROUND_WIDTH) - 1, len(candidates) - 1).tolist()
+            climbed = self.round([candidates[k] for k in ranks], self.climb_rate, until, task, m=m)
             if not climbed:
                 break
             # The best child replaces its parent, so that the pool stays as diverse as its starts.
             for k, child in zip(ranks, climbed, strict=True):
-                if child.score <= points[k].score:
-                    points[k] = child
-            points.sort(key=lambda p: p.score)
+                if child.score <= candidates[k].score:
+                    candidates[k] = child
+            candidates.sort(key=lambda p: p.score)
             if m == self.problem.costs.num_microbatches:
-                self.effort.reached(points[0].score)
-        return points
+                self.effort.reached(candidates[0].score)
+        return candidates
 
     # Insertion.
 
-    def refined(
-        self, family: list[Point], named: list[NamedStart], *, is_open: bool
+    def insertion(
+        self, family: list[FamilyCandidate], named: list[NamedStart], *, is_open: bool
     ) -> list[tuple[float, Schedule]]:
-        """The best orders of both kinds, improved by insertion; (score, schedule), best first.
+        """The best orders of both kinds, improved by insertion; (score in seconds, schedule), best first.
 
         `is_open`: the placement or the split is free, so that the optimum of one of them proves nothing.
         """
-        orders = [self.scored(p.schedule(self.problem)) for p in family[:6]]
+        orders = [self.simulated(p.schedule(self.problem)) for p in family[:6]]
         orders += [(b.score, replace(b.schedule, layers_per_stage=b.split)) for b in named[:2]]
         orders.sort(key=lambda pair: pair[0])
         if self.problem.want_period or not orders:
             return orders
         self.effort.reached(orders[0][0])
-        orders = sorted([*self.exact(orders[0][1], is_open=is_open), *orders], key=lambda pair: pair[0])
+        orders = sorted(
+            [*self.exact_orders(orders[0][1], is_open=is_open), *orders], key=lambda pair: pair[0]
+        )
         current = [schedule for _, schedule in orders[:4]]
         results = list(orders)
         while self.effort.spent < _INSERTION_UNTIL:
-            task = partial(inserted, problem=self.problem, target=self.effort.goal_s)
+            task = partial(improve_by_insertion, problem=self.problem, target=self.effort.goal_s)
             outcome = self.round(current, self.insert_rate, _INSERTION_UNTIL, task)
             if not outcome:
                 break
@@ -273,7 +283,7 @@ class _Job:
             current = [last for _, last in outcome]
         return sorted([*results, *orders], key=lambda pair: pair[0])
 
-    def exact(self, schedule: Schedule, *, is_open: bool) -> list[tuple[float, Schedule]]:
+    def exact_orders(self, schedule: Schedule, *, is_open: bool) -> list[tuple[float, Schedule]]:
         """The optimum of a small order's placement, split and forms of backward, as far as effort allows."""
         if self.effort.spent >= _INSERTION_UNTIL or not is_small(schedule):
             return []
@@ -281,48 +291,50 @@ class _Job:
         if not widths:
             return []
         seconds = self.effort.seconds_until(_INSERTION_UNTIL)
-        found = polished(schedule, self.problem, widths=widths, time_limit_s=seconds)
+        exact = exact_order(schedule, self.problem, widths=widths, time_limit_s=seconds)
         self.effort.used += EVALUATIONS_A_WIDTH * widths[-1]
-        if found is None:
+        if exact is None:
             return []
-        if found.is_proven and not is_open and not self.problem.fused_pays:
-            self.effort.goal_s = max(self.effort.goal_s, found.makespan_s)
-            self.effort.reached(found.makespan_s)
-        return [(found.makespan_s, found.schedule)]
+        if exact.is_proven and not is_open and not self.problem.fused_pays:
+            self.effort.goal_s = max(self.effort.goal_s, exact.makespan_s)
+            self.effort.reached(exact.makespan_s)
+        return [(exact.makespan_s, exact.schedule)]
 
-    def scored(self, schedule: Schedule) -> tuple[float, Schedule]:
-        """With its score by the simulator, which may run an order earlier than its generator did."""
+    def simulated(self, schedule: Schedule) -> tuple[float, Schedule]:
+        """A schedule with its score by the simulator, which may run actions earlier than a generator did."""
         result = simulate_costs(schedule, self.problem.costs)
         return (result.period_s if self.problem.want_period else result.makespan_s), schedule
 
     # The choice.
 
-    def result(self, found: list[tuple[float, Schedule]], named: list[NamedStart]) -> SearchResult:
+    def result(self, orders: list[tuple[float, Schedule]], named: list[NamedStart]) -> SearchResult:
         """The best order that also wins under noise, else the best named one."""
         table = tuple(
-            Named(label=b.label, schedule=replace(b.schedule, layers_per_stage=b.split), score_s=b.score)
+            NamedResult(
+                label=b.label, schedule=replace(b.schedule, layers_per_stage=b.split), score_s=b.score
+            )
             for b in named
         )
-        if not found:
+        if not orders:
             raise InfeasibleError(
                 "memory_limit_bytes: no order fits, one microbatch is too much under every split tried; "
                 "raise the limit or use more devices"
             )
-        chosen = self.proven(found, table[0]) if table else found[0][1]
+        chosen = self.best_under_noise(orders, table[0]) if table else orders[0][1]
         return SearchResult(
             schedule=chosen,
             simulation=simulate_costs(chosen, self.problem.costs),
             named_best=table[0] if table else None,
             named=table,
-            found_s=found[0][0],
+            best_score_s=orders[0][0],
             lower_bound_s=self.effort.goal_s,
             num_evaluations=self.effort.used,
             elapsed_s=self.effort.clock() - self.effort.started_s,
         )
 
-    def proven(self, found: list[tuple[float, Schedule]], named: Named) -> Schedule:
-        """The first of the distinct best that beats `named` plainly and under noise."""
-        better = [pair for pair in found if pair[0] < named.score_s * (1 - 1e-9)]
+    def best_under_noise(self, orders: list[tuple[float, Schedule]], named: NamedResult) -> Schedule:
+        """The first of the distinct best orders that beats `named` plainly and under noise, else `named`."""
+        better = [pair for pair in orders if pair[0] < named.score_s * (1 - 1e-9)]
         if not better:
             return named.schedule
         noisy = NoisyCosts.draw(self.problem.costs, self.rng)
@@ -338,7 +350,7 @@ class _Job:
                 return schedule
         return named.schedule
 
-    def round[Item: (NamedStart, Point, Schedule), Result](
+    def round[Item: (NamedStart, FamilyCandidate, Schedule), Result](
         self,
         items: Sequence[Item],
         rate: Rate,
@@ -347,9 +359,9 @@ class _Job:
         *,
         m: int | None = None,
     ) -> list[Result]:
-        """Give every item steps by what a step costs, run them, and learn what it did cost.
+        """Give every item steps by the predicted time of a step, run them, and update that time.
 
-        Empty when `until` of the effort is spent, or a step would take longer than what is left.
+        Empty when `until` of the effort is spent, or a step would take longer than the rest.
         """
         sizes = [_size(item, m or self.problem.costs.num_microbatches) for item in items]
         steps = self.effort.steps(until, [rate.seconds * size for size in sizes])
@@ -368,34 +380,34 @@ class _Job:
         return list(self.pool.map(task, items, seeds))
 
 
-def _size(item: NamedStart | Point | Schedule, num_microbatches: int) -> int:
+def _size(item: NamedStart | FamilyCandidate | Schedule, num_microbatches: int) -> int:
     placement = item.schedule.placement if isinstance(item, NamedStart) else item.placement
     return 3 * len(placement) * num_microbatches
 
 
-def _moved(start: tuple[NamedStart, int], seed: int, *, problem: ScheduleProblem) -> NamedStart:
-    return start[0].climbed(problem, steps=start[1], seed=seed)
+def _climb_named(start: tuple[NamedStart, int], seed: int, *, problem: ScheduleProblem) -> NamedStart:
+    return start[0].climb(problem, steps=start[1], seed=seed)
 
 
-def _climbed(
-    start: tuple[Point, int], seed: int, *, problem: ScheduleProblem, num_microbatches: int
-) -> Point:
-    point, steps = start
-    return point.climbed(problem, num_microbatches=num_microbatches, steps=steps, target=0.0, seed=seed)
+def _climb_family(
+    start: tuple[FamilyCandidate, int], seed: int, *, problem: ScheduleProblem, num_microbatches: int
+) -> FamilyCandidate:
+    candidate, steps = start
+    return candidate.climb(problem, num_microbatches=num_microbatches, steps=steps, target=0.0, seed=seed)
 
 
-def _pruned(points: list[Point]) -> list[Point]:
-    """The best distinct points, at most a few of each placement."""
-    kept: list[Point] = []
+def _pruned(candidates: list[FamilyCandidate]) -> list[FamilyCandidate]:
+    """The best distinct candidates, at most a few of each placement."""
+    kept: list[FamilyCandidate] = []
     count: dict[Placement, int] = {}
     seen: set[tuple[float, bytes, Entries]] = set()
-    for point in sorted(points, key=lambda p: p.score):
-        key = (point.score, point.params.tobytes(), point.split)
-        if key in seen or count.get(point.placement, 0) >= _PER_PLACEMENT:
+    for candidate in sorted(candidates, key=lambda p: p.score):
+        key = (candidate.score, candidate.params.tobytes(), candidate.split)
+        if key in seen or count.get(candidate.placement, 0) >= _PER_PLACEMENT:
             continue
         seen.add(key)
-        count[point.placement] = count.get(point.placement, 0) + 1
-        kept.append(point)
+        count[candidate.placement] = count.get(candidate.placement, 0) + 1
+        kept.append(candidate)
         if len(kept) == _POOL:
             break
     return kept

@@ -1,4 +1,4 @@
-"""What the search works on: a cost table as arrays, and points (placement, split, parameters) in it."""
+"""The records of a schedule search: cost tables as arrays, candidates, results."""
 
 import math
 from collections.abc import Sequence
@@ -8,16 +8,17 @@ from typing import Self
 import numpy as np
 
 from quartet_plugin.model.costs import Costs, FloatArray, IntArray, StageCosts, stage_costs
-from quartet_plugin.schedule.family import Family, Pipeline, run
+from quartet_plugin.schedule.family import Family, generate
 from quartet_plugin.schedule.placement import Placement, chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.search import climb
+from quartet_plugin.schedule.search.climb import PlacedCosts, climb_family, family_score
+from quartet_plugin.schedule.simulate import Simulation
 from quartet_plugin.split.entries import Entries, minimum_entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleProblem:
-    """A cost table prepared for the kernels.
+    """A cost table prepared for the kernels, with the objective and the choices that are free.
 
     `prefix` [5, layers + 1]: cumulated F, I, W, B seconds and bytes. `limit_bytes` [num_devices], inf for
     none. `want_period`: minimize the period instead of the makespan.
@@ -61,71 +62,73 @@ class ScheduleProblem:
         """Whether a whole backward is cheaper than I and W somewhere."""
         return bool(np.any(np.diff(self.prefix[3]) < np.diff(self.prefix[1] + self.prefix[2]) * (1 - 1e-9)))
 
+    def placed(self, placement: Sequence[int], *, num_microbatches: int | None = None) -> PlacedCosts:
+        """The kernels' view of a placement, for another number of microbatches than the costs' if given."""
+        return PlacedCosts(
+            placement=np.array(placement, dtype=np.int64),
+            chunk=chunk_of_stage(placement),
+            prefix=self.prefix,
+            slowdown=self.slowdown,
+            transfer=self.transfer,
+            limit=self.limit_bytes,
+            held=float(self.costs.weight_grad_held_fraction),
+            num_microbatches=num_microbatches or self.costs.num_microbatches,
+            want_period=self.want_period,
+        )
+
+    def least_counts(self, num_stages: int) -> IntArray:
+        """The fewest entries that each stage may hold [num_stages]."""
+        return np.array(minimum_entries(self.costs, num_stages, allow_empty=self.allow_empty), dtype=np.int64)
+
     def stage_costs(self, placement: Sequence[int], split: Entries) -> StageCosts:
         """The simulator's input for a placement and a split."""
         return stage_costs(self.costs, placement=placement, layers_per_stage=split)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """One candidate of the family, with its score in seconds (inf: not evaluated, or not feasible)."""
+class FamilyCandidate:
+    """Parameters of the family with a placement and a split; `score` in seconds, inf where it is not known.
+
+    `full_backward[s]` is 1 where the backward of stage s is one action.
+    """
 
     placement: Placement
     split: Entries
     params: FloatArray
-    whole: IntArray
+    full_backward: IntArray
     score: float = math.inf
 
     @property
     def family(self) -> Family:
         """The parameters by name."""
-        return Family.from_vector(self.params, self.whole)
+        return Family.from_vector(self.params, self.full_backward)
 
     def schedule(self, problem: ScheduleProblem) -> Schedule:
-        """The order this point stands for."""
+        """The schedule that the parameters make."""
         costs = problem.costs
-        pipeline = Pipeline.of(
+        schedule = generate(
+            self.family,
             problem.stage_costs(self.placement, self.split),
             costs.num_microbatches,
             memory_limit_bytes=costs.memory_limit_bytes,
         )
-        makespan, orders, offsets = run(self.family, pipeline)
-        assert math.isfinite(makespan), self
-        return Schedule(
-            num_devices=costs.num_devices,
-            num_microbatches=costs.num_microbatches,
-            placement=self.placement,
-            orders=tuple(np.split(orders, offsets[1:-1])),
-            layers_per_stage=self.split,
-            origin={"family": self.family.to_json()},
-        )
+        return replace(schedule, layers_per_stage=self.split)
 
-    def climbed(
+    def climb(
         self, problem: ScheduleProblem, *, num_microbatches: int, steps: int, target: float, seed: int
-    ) -> "Point":
-        """A hill climb from here; the same point with its score when `steps` is 0."""
-        params, whole = self.params.copy(), self.whole.copy()
+    ) -> "FamilyCandidate":
+        """A hill climb from here; the same candidate with its score when `steps` is 0."""
+        params, full_backward = self.params.copy(), self.full_backward.copy()
         counts = np.array(self.split, dtype=np.int64)
-        arrays = (
-            np.array(self.placement, dtype=np.int64),
-            chunk_of_stage(self.placement),
-            problem.prefix,
-            problem.slowdown,
-            problem.transfer,
-            problem.limit_bytes,
-            problem.costs.weight_grad_held_fraction,
-            num_microbatches,
-            problem.want_period,
-        )
-        score = float(climb.evaluate(params, whole, counts, *arrays))
+        placed = problem.placed(self.placement, num_microbatches=num_microbatches)
+        score = float(family_score(params, full_backward, counts, placed))
         if steps > 0:
-            least = minimum_entries(problem.costs, len(counts), allow_empty=problem.allow_empty)
-            score = climb.climb(
+            score = climb_family(
                 params,
-                whole,
+                full_backward,
                 counts,
-                np.array(least, dtype=np.int64),
-                *arrays,
+                problem.least_counts(len(counts)),
+                placed,
                 0.35 if problem.free_split else 0.0,
                 0.15 if problem.fused_pays else 0.0,
                 score,
@@ -133,4 +136,38 @@ class Point:
                 target,
                 seed,
             )
-        return replace(self, params=params, whole=whole, split=tuple(counts.tolist()), score=float(score))
+        return replace(
+            self,
+            params=params,
+            full_backward=full_backward,
+            split=tuple(counts.tolist()),
+            score=float(score),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedResult:
+    """A named schedule's best result: `score_s` is its makespan, or period when that is the objective."""
+
+    label: str
+    schedule: Schedule
+    score_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The schedule that a search chose, and how it compares.
+
+    `named_best` is the best named schedule that fits, None when none does; `named` all that fit, best
+    first. `best_score_s` is the best score seen, also when that order lost under noise and was not taken.
+    `lower_bound_s` is a makespan that nothing the search was allowed to use can beat, 0 where none is known.
+    """
+
+    schedule: Schedule
+    simulation: Simulation
+    named_best: NamedResult | None
+    named: tuple[NamedResult, ...]
+    best_score_s: float
+    lower_bound_s: float
+    num_evaluations: int
+    elapsed_s: float

@@ -1,10 +1,13 @@
-"""Which placements, chunk counts and splits a search may use."""
+"""The region of a search: placements, chunk counts, splits, and parameters of the family to start from."""
 
+import math
 from collections.abc import Sequence
+from itertools import product
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import Costs
 from quartet_plugin.schedule import placement as places
+from quartet_plugin.schedule.family import Family
 from quartet_plugin.schedule.placement import Placement, PlacementKind
 from quartet_plugin.split.entries import (
     Entries,
@@ -23,6 +26,24 @@ _AUTO_SHAPES = (
     (PlacementKind.LOOP, 3),
     (PlacementKind.LOOP, 4),
     (PlacementKind.SNAKE, 4),
+)
+# (stretch of F, stretch of I, shift of I, slack): few of these are near the best of all on every kind of
+# pipeline, so they come first.
+_LEADERS = (
+    (1.0, 1.0, 1.0, 2.0),
+    (2.0, 3.0, 0.5, math.inf),
+    (1.0, 1.5, 0.0, 2.0),
+    (2.0, 2.0, 0.0, 2.0),
+    (1.0, 1.5, 0.5, 2.0),
+    (1.0, 3.0, 0.5, math.inf),
+    (1.0, 1.0, 0.0, 1.0),
+    (2.0, 3.0, 0.0, 2.0),
+    (1.0, 2.0, 0.5, 1.0),
+    (1.0, 1.0, -0.5, 2.0),
+    (2.0, 1.5, 0.0, 2.0),
+    (1.0, 1.5, 0.0, 1.0),
+    (2.0, 2.0, 0.5, 2.0),
+    (1.0, 2.0, -0.5, 1.0),
 )
 
 
@@ -87,10 +108,52 @@ def _splits(
         return [check_entries(costs, split, num_stages=stages, allow_empty=allow_empty)]
     if split not in (AUTO, EVEN):
         raise ConfigError(f"split: {split[:40]!r}; expected auto, even, or one count a stage")
-    found = [balanced_entries(costs, placement, allow_empty=allow_empty)] if split == AUTO else []
+    splits = [balanced_entries(costs, placement, allow_empty=allow_empty)] if split == AUTO else []
     try:
-        found.append(even_entries(costs, stages, allow_empty=allow_empty))
+        splits.append(even_entries(costs, stages, allow_empty=allow_empty))
     except ConfigError:
-        if strict and not found:
+        if strict and not splits:
             raise
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(splits))
+
+
+def family_starts(num_chunks: int, num_devices: int, num_microbatches: int) -> list[Family]:
+    """Parameter sets for `num_chunks` stages a device, the most promising first.
+
+    Stretch 1 keeps the fewest microbatches in flight, stretch 2 as many as 1F1B; shifts of I let more F
+    through before it; groups make the interleaved orders.
+    """
+    v = num_chunks
+    grid = product((1.0, 2.0), (1.0, 1.5, 2.0, 3.0), (-0.5, 0.0, 0.5, 1.0), (0.34, 1.0, 2.0, math.inf))
+    families = [_plain(v, *values) for values in dict.fromkeys((*_LEADERS, *grid))]
+    if v > 1:
+        groups = sorted({min(num_microbatches, g) for g in (num_devices, 2 * num_devices, num_microbatches)})
+        families += [
+            _grouped(v, g, backward, slack, w_gap)
+            for g, backward, slack, w_gap in product(groups, (1.0, 2.0, 3.0), (0.5, 2.0), (0.0, math.inf))
+        ]
+    return families
+
+
+def _plain(v: int, forward: float, backward: float, shift: float, slack: float) -> Family:
+    return Family(
+        stretch_forward=(forward,) * v,
+        stretch_backward=(backward,) * v,
+        shift_forward=(0.0,) * v,
+        shift_backward=(shift,) * v,
+        slack=slack,
+    )
+
+
+def _grouped(v: int, group: int, backward: float, slack: float, w_gap: float) -> Family:
+    """Chunk c of a group follows chunk c - 1 by group / v microbatches, and so do the gradients."""
+    step = group / v
+    return Family(
+        stretch_forward=(1.0,) * v,
+        stretch_backward=(backward,) * v,
+        shift_forward=tuple(max(0.0, step - 1.0 / v) * c for c in range(v)),
+        shift_backward=tuple(max(0.0, step - 1.0 / v) * (2 * v - 2 - c) for c in range(v)),
+        group=group,
+        slack=slack,
+        w_gap=w_gap,
+    )

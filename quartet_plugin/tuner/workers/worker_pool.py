@@ -65,12 +65,8 @@ class WorkerPool:
 
     def look(self) -> None:
         """Start what is not running and should be."""
-        for name, process in list(self._running.items()):
-            code = process.poll()
-            if code is not None:
-                del self._running[name]
-                self.queue.forget(name)
-                self._ended(name, code)
+        for name, code in self._reap():
+            self._note_end(name, code)
         for name, device_slice in zip(self.names, self.slices, strict=True):
             if name not in self._running and name not in self._given_up:
                 self._running[name] = self._start(name, device_slice)
@@ -91,7 +87,7 @@ class WorkerPool:
         finally:
             self._kill()
 
-    def _ended(self, name: str, code: int) -> None:
+    def _note_end(self, name: str, code: int) -> None:
         """Note a worker that has ended, by its exit code."""
         if code == 0:
             self._given_up[name] = code
@@ -134,11 +130,17 @@ class WorkerPool:
                 process.terminate()
         end = time.monotonic() + limit_s
         while self._running and time.monotonic() < end:
-            for name, process in list(self._running.items()):
-                if process.poll() is not None:
-                    del self._running[name]
-                    self.queue.forget(name)
+            self._reap()
             time.sleep(_POLL_S)
+
+    def _reap(self) -> list[tuple[str, int]]:
+        """The workers that have ended, which are struck, with their exit codes."""
+        codes = [(name, process.poll()) for name, process in self._running.items()]
+        ended = [(name, code) for name, code in codes if code is not None]
+        for name, _ in ended:
+            del self._running[name]
+            self.queue.forget(name)
+        return ended
 
     def _kill(self) -> None:
         """Kill the workers that did not end, and their descendants."""

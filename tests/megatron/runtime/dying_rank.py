@@ -12,7 +12,7 @@ from quartet_plugin.runtime import transport
 from quartet_plugin.runtime.executor import Executor
 from quartet_plugin.runtime.programs import ProgramCache
 from quartet_plugin.runtime.records import NullRecorder
-from tests.runtime.pipelines import ROWS, WIDTH, TorchStages, recipe
+from tests.runtime.pipelines import ROWS, WIDTH, TorchStages, spec_of
 
 
 class Dying(TorchStages):
@@ -29,7 +29,7 @@ def main() -> None:
     """Run 1F1B of four microbatches."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    library = ProgramCache(recipe("1f1b", 2))
+    library = ProgramCache(spec_of("1f1b", 2))
     boundary = transport.Boundary(shape=(ROWS, WIDTH), dtype=torch.float64, device=torch.device("cpu"))
     channels = transport.Channels.open(library.program(4).groups, ranks=(0, 1))
     kind = TorchStages if rank == 0 else Dying

@@ -65,7 +65,7 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
             written=read_schedule(Path(file)) if file else None,
             name=None if name in ("family", "plain", "searched") else name,
             family=family if name == "family" else None,
-            whole=frozenset(range(len(placement))) if "whole" in rest else frozenset(),
+            full_backward_stages=frozenset(range(len(placement))) if "whole" in rest else frozenset(),
         ),
         num_microbatches=num_microbatches(arguments, placement),
         recorder=recorder,

@@ -10,11 +10,11 @@ from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.runtime.binding import Runtime
 from quartet_plugin.megatron.split_backward import WeightGradients
 from quartet_plugin.runtime.programs import ProgramCache
-from tests.runtime.pipelines import recipe
+from tests.runtime.pipelines import spec_of
 
 
 def call(*, config: dict[str, Any], **more: Any) -> Any:
-    made = recipe("zb-v", 2)
+    made = spec_of("zb-v", 2)
     runtime = Runtime(
         ProgramCache(made), placement=StagePlacement(made.placement), gradients=WeightGradients()
     )

@@ -17,8 +17,7 @@ from quartet_plugin.megatron.runtime.refusals import (
 )
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
-from quartet_plugin.runtime.programs import make_schedule
-from quartet_plugin.runtime.recipe import schedule_spec_of
+from quartet_plugin.runtime.programs import make_schedule, schedule_spec_of
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import named
 from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan, write_trial
@@ -121,7 +120,7 @@ def test_only_the_alignment_of_reductions_is_turned_off_and_said() -> None:
 )
 def test_backwards_stay_whole_where_splitting_does_not_pay_or_is_not_possible(name: str, value: Any) -> None:
     assert needs_full_backwards(Namespace(**{name: value})) is not None
-    recipe = schedule_spec_of(choice(), num_microbatches=4, is_whole=True)
+    recipe = schedule_spec_of(choice(), num_microbatches=4, full_backward=True)
     schedule = make_schedule(recipe, 4)
     assert {a.kind.name for d in range(2) for a in schedule.actions(d)} == {"F", "B"}
 

@@ -13,8 +13,8 @@ from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.files import write_schedule
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
-from quartet_plugin.schedule.search.polish import inserted
 from quartet_plugin.schedule.search.problem import ScheduleProblem
+from quartet_plugin.schedule.search.refinement import improve_by_insertion
 from tests.megatron import support
 from tests.runtime.pipelines import stage_costs
 
@@ -241,7 +241,7 @@ def searched_order(placement: str, *, layers: list[str]) -> Schedule:
         layers_per_stage=tuple(len(text) for text in layers),
     )
     problem = ScheduleProblem.of(costs, want_period=False, allow_empty=False, free_split=False)
-    (_, found), _ = inserted((start, 300), 3, problem=problem, target=0.0)
+    (_, found), _ = improve_by_insertion((start, 300), 3, problem=problem, target=0.0)
     assert any(not np.array_equal(*rows) for rows in zip(found.orders, start.orders, strict=True))
     # No name and no point of the family makes it again: a plan has it written out.
     assert choice_of(found, stage_costs(tuple(devices))).orders is not None

@@ -14,8 +14,8 @@ import pytest
 
 from quartet_plugin.errors import InfrastructureError, PlanError
 from quartet_plugin.model.costs import StageCosts
-from quartet_plugin.runtime.rehearsal import crew, sleeping
-from quartet_plugin.runtime.rehearsal.crew import Rehearsal, Step
+from quartet_plugin.runtime.rehearsal import emulated_device, processes
+from quartet_plugin.runtime.rehearsal.processes import Rehearsal, Step
 from quartet_plugin.runtime.transport import PairTransport
 from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.named import named
@@ -28,16 +28,16 @@ TRANSFER_S = 0.002
 
 def costs_of(placement: tuple[int, ...]) -> StageCosts:
     """Every F, I and W equally long, every boundary between two devices equally far."""
-    one = np.full(len(placement), ACTION_S)
+    each = np.full(len(placement), ACTION_S)
     device = np.array(placement, dtype=np.int64)
     crossing = np.where(device[:-1] != device[1:], TRANSFER_S, 0.0)
     return StageCosts(
         device_of_stage=device,
-        forward_s=one,
-        input_grad_s=one,
-        weight_grad_s=one,
-        backward_s=2 * one,
-        activation_bytes=one,
+        forward_s=each,
+        input_grad_s=each,
+        weight_grad_s=each,
+        backward_s=2 * each,
+        activation_bytes=each,
         forward_transfer_s=np.append(crossing, 0.0),
         backward_transfer_s=np.concatenate(([0.0], crossing)),
         held_fraction=1.0,
@@ -110,7 +110,7 @@ def test_a_schedule_that_cannot_run_starts_no_process(
 
 
 def test_a_hang_says_where_every_device_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def deaf(self: sleeping.DelayedTransport, transfers: object) -> None:
+    def deaf(self: emulated_device.DelayedTransport, transfers: object) -> None:
         """A transport that loses what it is given; forked children inherit it."""
 
     monkeypatch.setattr(PairTransport, "post", deaf)
@@ -123,11 +123,11 @@ def test_a_hang_says_where_every_device_is(tmp_path: Path, monkeypatch: pytest.M
 def test_an_error_in_a_device_is_named_with_its_action(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: sleeping.SleepingCompute, stage: int, microbatch: int, received: object) -> None:
-        self._tell(f"{stage}F{microbatch}")
+    def broken(self: emulated_device.SleepingCompute, stage: int, microbatch: int, received: object) -> None:
+        self._show(f"{stage}F{microbatch}")
         raise ValueError("no such stage")
 
-    monkeypatch.setattr(sleeping.SleepingCompute, "forward", broken)
+    monkeypatch.setattr(emulated_device.SleepingCompute, "forward", broken)
     schedule = named("1f1b", num_devices=2, num_microbatches=2)
     with pytest.raises(InfrastructureError, match=r"device 0 at 0F0: ValueError: no such stage"):
         rehearsal(schedule, tmp_path).run()
@@ -143,7 +143,7 @@ def test_a_process_that_is_killed_ends_the_rehearsal(tmp_path: Path, monkeypatch
         return pid
 
     monkeypatch.setattr(os, "fork", remembered)
-    monkeypatch.setattr(crew, "_PEERS_S", 0.5)
+    monkeypatch.setattr(processes, "_PEERS_S", 0.5)
     schedule = named("1f1b", num_devices=2, num_microbatches=64)
     run = rehearsal(schedule, tmp_path, num_steps=50)
 

@@ -1,4 +1,4 @@
-"""A fixed order as a job shop: what does not change, an order with its times, and how it is timed.
+"""A fixed order as a job shop: the constant part, an order with its times, and the kernels that time it.
 
 Devices are machines. An action's id is `unit * 3 + slot` with slots F, backward (I or B), W.
 """
@@ -8,28 +8,37 @@ from typing import NamedTuple
 import numpy as np
 
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.schedule.kernel import compiled
+from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.kernel import Lanes
 
 
 class JobShop(NamedTuple):
-    """What does not change while orders do; by id but for `placement`, `send` and `has_w` by stage."""
+    """The constant part of a job shop: its machines, actions and costs.
+
+    By stage: `placement`, `send` and `has_w`; by id: `is_full_backward`, `duration` and `delta`, the bytes
+    that an action takes; by position: `device_of` and `device_end`; `cap` by device.
+    """
 
     offsets: IntArray
     num_stages: int
-    m: int
+    num_microbatches: int
     placement: IntArray
     send: FloatArray
     has_w: IntArray
-    whole: IntArray
+    is_full_backward: IntArray
     duration: FloatArray
     delta: FloatArray
     cap: FloatArray
-    device_at: IntArray
+    device_of: IntArray
     device_end: IntArray
 
 
 class ActionTable(NamedTuple):
-    """An order and its times: `seq` and `level` by position, the others by id, `topo` of positions."""
+    """An order and its times: `seq` and `level` by position, the others by id, `topo` of positions.
+
+    `seq` holds ids, `level` the bytes held after each action, `head` earliest starts, `tail` the seconds that
+    must follow each end, `topo` positions in an order that respects all dependencies.
+    """
 
     seq: IntArray
     level: FloatArray
@@ -40,33 +49,25 @@ class ActionTable(NamedTuple):
 
 
 @compiled
-def job_shop_of(
-    codes: IntArray,
-    offsets: IntArray,
-    num_stages: int,
-    m: int,
-    placement: IntArray,
-    cost: FloatArray,
-    send: FloatArray,
-    sizes: FloatArray,
-    held: float,
-    cap: FloatArray,
-) -> JobShop:
+def job_shop_of(codes: IntArray, offsets: IntArray, lanes: Lanes, cap: FloatArray) -> JobShop:
+    """The job shop of an order of one copy of the model; `cap` [num_devices] in bytes."""
+    num_stages, m = lanes.num_stages, lanes.num_microbatches
+    sizes, held = lanes.num_bytes, lanes.held_fraction
     ids = num_stages * m * 3
     duration = np.zeros(ids)
     delta = np.zeros(ids)
     has_w = np.zeros(num_stages, dtype=np.int64)
-    whole = np.zeros(ids, dtype=np.int64)
-    device_at = np.empty(len(codes), dtype=np.int64)
+    is_full_backward = np.zeros(ids, dtype=np.int64)
+    device_of = np.empty(len(codes), dtype=np.int64)
     device_end = np.empty(len(codes), dtype=np.int64)
     for d in range(len(offsets) - 1):
-        device_at[offsets[d] : offsets[d + 1]] = d
+        device_of[offsets[d] : offsets[d + 1]] = d
         device_end[offsets[d] : offsets[d + 1]] = offsets[d + 1]
     for code in codes:
         kind = code & 3
         stage = (code >> 2) // m
         x = (code >> 2) * 3 + (1 if kind == 3 else kind)
-        duration[x] = cost[kind, stage]
+        duration[x] = lanes.cost_s[kind, stage]
         if kind == 0:
             delta[x] = sizes[stage]
         elif kind == 1:
@@ -76,19 +77,32 @@ def job_shop_of(
             has_w[stage] = 1
         else:
             delta[x] = -sizes[stage]
-            whole[x] = 1
+            is_full_backward[x] = 1
     return JobShop(
-        offsets, num_stages, m, placement, send, has_w, whole, duration, delta, cap, device_at, device_end
+        offsets,
+        num_stages,
+        m,
+        lanes.device,
+        lanes.send_s,
+        has_w,
+        is_full_backward,
+        duration,
+        delta,
+        cap,
+        device_of,
+        device_end,
     )
 
 
 @compiled
-def empty_table(codes: IntArray, num_ids: int) -> ActionTable:
+def table_of(codes: IntArray, shop: JobShop) -> ActionTable:
+    """The table of an order, timed."""
+    num_ids = len(shop.duration)
     seq = np.empty(len(codes), dtype=np.int64)
     for k in range(len(codes)):
         kind = codes[k] & 3
         seq[k] = (codes[k] >> 2) * 3 + (1 if kind == 3 else kind)
-    return ActionTable(
+    table = ActionTable(
         seq,
         np.zeros(len(codes)),
         np.zeros(num_ids, dtype=np.int64),
@@ -96,35 +110,30 @@ def empty_table(codes: IntArray, num_ids: int) -> ActionTable:
         np.zeros(num_ids),
         np.zeros(len(codes), dtype=np.int64),
     )
+    reset_order(shop, table, seq)
+    return table
 
 
 @compiled
-def write_codes(seq: IntArray, whole: IntArray, codes: IntArray) -> None:
+def write_codes(seq: IntArray, shop: JobShop, codes: IntArray) -> None:
     """Ids back to action codes."""
     for k in range(len(seq)):
         x = seq[k]
-        codes[k] = x // 3 * 4 + (3 if whole[x] else x % 3)
+        codes[k] = x // 3 * 4 + (3 if shop.is_full_backward[x] else x % 3)
 
 
 @compiled
-def earliest_starts(
-    seq: IntArray,
-    offsets: IntArray,
-    num_stages: int,
-    m: int,
-    placement: IntArray,
-    send: FloatArray,
-    duration: FloatArray,
-    head: FloatArray,
-    topo: IntArray,
-) -> int:
-    """Earliest starts `head` [id], and an order `topo` of positions; the number that ran."""
+def update_heads(shop: JobShop, table: ActionTable) -> bool:
+    """Fill in the earliest starts and `topo`; False when the order deadlocks."""
+    seq, head, topo = table.seq, table.head, table.topo
+    offsets, duration, send, placement = shop.offsets, shop.duration, shop.send, shop.placement
+    num_stages = shop.num_stages
     num_devices = len(offsets) - 1
-    row = 3 * m
+    row = 3 * shop.num_microbatches
     for k in range(len(seq)):
         head[seq[k]] = -1.0
     free = np.zeros(num_devices)
-    at = offsets[:-1].copy()
+    following = offsets[:-1].copy()
     waits = np.full(num_devices, -1)
     stack = np.empty(num_devices, dtype=np.int64)
     for d in range(num_devices):
@@ -135,7 +144,7 @@ def earliest_starts(
         height -= 1
         d = stack[height]
         now = free[d]
-        pos = at[d]
+        pos = following[d]
         stop = offsets[d + 1]
         while pos < stop:
             x = seq[pos]
@@ -174,16 +183,24 @@ def earliest_starts(
                 stack[height] = other
                 height += 1
         free[d] = now
-        at[d] = pos
-    return ran
+        following[d] = pos
+    return ran == len(seq)
 
 
 @compiled
 def successor_tail(
-    x: int, num_stages: int, m: int, send: FloatArray, has_w: IntArray, duration: FloatArray, tail: FloatArray
+    x: int,
+    num_stages: int,
+    row: int,
+    send: FloatArray,
+    has_w: IntArray,
+    duration: FloatArray,
+    tail: FloatArray,
 ) -> float:
-    """The longest way from the end of x through those that need its result."""
-    row = 3 * m
+    """The longest way from the end of x through those that need its result, in seconds.
+
+    `row` are the ids of a stage. Here and in `arrival` a whole `JobShop` would double the time of a search.
+    """
     slot = x % 3
     stage = x // row
     longest = 0.0
@@ -201,10 +218,9 @@ def successor_tail(
 
 @compiled
 def arrival(
-    x: int, num_stages: int, m: int, send: FloatArray, duration: FloatArray, head: FloatArray
+    x: int, num_stages: int, row: int, send: FloatArray, duration: FloatArray, head: FloatArray
 ) -> float:
-    """When all that x needs from other actions of its microbatch is there."""
-    row = 3 * m
+    """When all that x needs from other actions of its microbatch is there, in seconds."""
     slot = x % 3
     stage = x // row
     if slot == 0:
@@ -218,78 +234,42 @@ def arrival(
 
 
 @compiled
-def fill_tails(
-    seq: IntArray,
-    device_end: IntArray,
-    topo: IntArray,
-    num_stages: int,
-    m: int,
-    send: FloatArray,
-    has_w: IntArray,
-    duration: FloatArray,
-    tail: FloatArray,
-) -> None:
+def update_tails(shop: JobShop, table: ActionTable) -> float:
+    """Fill in the tails of an order with heads; its makespan in seconds."""
+    seq, topo, tail = table.seq, table.topo, table.tail
+    num_stages, row = shop.num_stages, 3 * shop.num_microbatches
+    send, has_w, duration, device_end = shop.send, shop.has_w, shop.duration, shop.device_end
     for k in range(len(topo) - 1, -1, -1):
         pos = topo[k]
         x = seq[pos]
-        longest = successor_tail(x, num_stages, m, send, has_w, duration, tail)
+        longest = successor_tail(x, num_stages, row, send, has_w, duration, tail)
         if pos + 1 < device_end[pos]:
             y = seq[pos + 1]
             longest = max(longest, duration[y] + tail[y])
         tail[x] = longest
-
-
-@compiled
-def time_orders(shop: JobShop, now: ActionTable) -> bool:
-    """Heads of the order; False when it deadlocks."""
-    ran = earliest_starts(
-        now.seq,
-        shop.offsets,
-        shop.num_stages,
-        shop.m,
-        shop.placement,
-        shop.send,
-        shop.duration,
-        now.head,
-        now.topo,
-    )
-    return ran == len(now.seq)
-
-
-@compiled
-def finish_times(shop: JobShop, now: ActionTable) -> float:
-    """Tails of a timed order; its makespan."""
-    fill_tails(
-        now.seq,
-        shop.device_end,
-        now.topo,
-        shop.num_stages,
-        shop.m,
-        shop.send,
-        shop.has_w,
-        shop.duration,
-        now.tail,
-    )
     makespan = 0.0
     for d in range(len(shop.offsets) - 1):
         if shop.offsets[d + 1] > shop.offsets[d]:
-            y = now.seq[shop.offsets[d + 1] - 1]
-            makespan = max(makespan, now.head[y] + shop.duration[y])
+            y = seq[shop.offsets[d + 1] - 1]
+            makespan = max(makespan, table.head[y] + duration[y])
     return makespan
 
 
 @compiled
-def settle(shop: JobShop, now: ActionTable, low: int, high: int) -> None:
+def update_positions(shop: JobShop, table: ActionTable, low: int, high: int) -> None:
     """Positions and memory levels of low..high, all on one device, after a change."""
-    memory = now.level[low - 1] if low > shop.offsets[shop.device_at[low]] else 0.0
+    memory = table.level[low - 1] if low > shop.offsets[shop.device_of[low]] else 0.0
     for k in range(low, high + 1):
-        now.position[now.seq[k]] = k
-        memory += shop.delta[now.seq[k]]
-        now.level[k] = memory
+        table.position[table.seq[k]] = k
+        memory += shop.delta[table.seq[k]]
+        table.level[k] = memory
 
 
 @compiled
-def settle_all(shop: JobShop, now: ActionTable) -> None:
+def reset_order(shop: JobShop, table: ActionTable, seq: IntArray) -> None:
+    """Take another order: its positions, memory levels and heads."""
+    table.seq[:] = seq
     for d in range(len(shop.offsets) - 1):
         if shop.offsets[d + 1] > shop.offsets[d]:
-            settle(shop, now, shop.offsets[d], shop.offsets[d + 1] - 1)
+            update_positions(shop, table, shop.offsets[d], shop.offsets[d + 1] - 1)
+    update_heads(shop, table)

@@ -1,8 +1,8 @@
-"""How many bytes of activations and boundary tensors a step keeps alive, as the simulator counts them.
+"""Bytes of activations and boundary tensors that a step keeps alive, as the simulator counts them.
 
-Counted are the tensors that autograd saves in a forward, those that a queue of deferred weight gradients
-holds between I and W, and those on their way between stages: each storage once, from when it is first held
-until the last tensor that was noted is gone. Parameters are left out.
+Three kinds of tensors count: those that autograd saves in a forward, those that a queue of deferred weight
+gradients holds between I and W, and those between stages. Each storage counts once, from its first tensor
+until its last one is gone. Parameters do not count.
 """
 
 import weakref
@@ -14,7 +14,7 @@ import torch
 
 
 class ActivationTracker:
-    """Live bytes now and at the peak. Costs some microseconds a tensor: for one step, not for every one."""
+    """Live bytes now and at the peak. Costs some microseconds a tensor: meant for a single step."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -23,16 +23,16 @@ class ActivationTracker:
         self._left_out: set[int] = set()
 
     def leave_out(self, tensors: Iterable[Any]) -> None:
-        """Do not count these, the parameters: autograd hands out what it saves without saying what it is."""
+        """Do not count these tensors, the parameters: autograd saves them like any activation."""
         self._left_out |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def saving(self) -> AbstractContextManager[Any]:
-        """While this is open, what autograd saves is noted."""
-        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self._saved, _as_it_is)
+        """A context in which the tensors that autograd saves are counted."""
+        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self._saved, _unchanged)
         return hooks
 
     def hold(self, tensors: Iterable[Any]) -> None:
-        """Note tensors for as long as these very objects live; None among them is nothing."""
+        """Count tensors while these very objects live; None among them is skipped."""
         for tensor in tensors:
             if tensor is not None:
                 self._note(tensor)
@@ -59,5 +59,5 @@ class ActivationTracker:
             self.live_bytes -= size
 
 
-def _as_it_is(tensor: Any) -> Any:
+def _unchanged(tensor: Any) -> Any:
     return tensor

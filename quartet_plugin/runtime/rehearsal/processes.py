@@ -1,4 +1,4 @@
-"""The processes of a rehearsal: forked from one that has loaded torch, watched, and ended for certain."""
+"""The processes of a rehearsal: forked from a process that has loaded torch, watched, and always ended."""
 
 import gc
 import json
@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.runtime.executor import Executor
 from quartet_plugin.runtime.programs import lower_schedule
 from quartet_plugin.runtime.records import NullRecorder
-from quartet_plugin.runtime.rehearsal.sleeping import (
+from quartet_plugin.runtime.rehearsal.emulated_device import (
     DelayedTransport,
     SleepingCompute,
     sleep_until,
@@ -54,14 +55,14 @@ class Step:
     end_s: tuple[tuple[float, ...], ...]
 
 
-class StepTimes:
-    """What every process does right now, in memory that all share."""
+class PositionBoard:
+    """A line of every process on its current action, in memory that all share."""
 
     def __init__(self, num_devices: int) -> None:
         self._memory = mmap.mmap(-1, num_devices * _TEXT_BYTES)
 
     def write(self, device: int, text: str) -> None:
-        """Put a device's line there."""
+        """Replace a device's line."""
         line = text.encode("ascii", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES)
         self._memory[device * _TEXT_BYTES : (device + 1) * _TEXT_BYTES] = line
 
@@ -73,9 +74,10 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What is rehearsed: `num_steps` of them, each after a barrier, all times multiplied with `time_scale`.
+    """`num_steps` steps of a schedule, each after a barrier, all times multiplied with `time_scale`.
 
-    A step that lasts longer than `hang_s` counts as hanging.
+    The processes meet and leave their records in `folder`. A step that lasts longer than `hang_s` counts as
+    hanging.
     """
 
     schedule: Schedule
@@ -86,7 +88,7 @@ class Rehearsal:
     hang_s: float = 60.0
 
     def run(self) -> list[Step]:
-        """Rehearse it.
+        """Rehearse every step.
 
         Raises PlanError, before any process starts, for a schedule that is not valid or could dead-lock;
         InfrastructureError, saying where every device is, when the processes hang or one of them fails.
@@ -98,17 +100,17 @@ class Rehearsal:
         for backend in Backend:
             check_program(program, backend=backend)
         torch.set_num_threads(1)
-        board = StepTimes(program.num_devices)
-        crew: dict[int, int] = {}
+        board = PositionBoard(program.num_devices)
+        device_of_pid: dict[int, int] = {}
         try:
             for device in range(program.num_devices):
-                crew[self._fork(program, device=device, board=board)] = device
-            self._watch(crew, board)
+                device_of_pid[self._fork(program, device=device, board=board)] = device
+            self._watch(device_of_pid, board)
         finally:
-            _end(crew)
+            _end(device_of_pid)
         return self._steps(program)
 
-    def _fork(self, program: Program, *, device: int, board: StepTimes) -> int:
+    def _fork(self, program: Program, *, device: int, board: PositionBoard) -> int:
         pid = os.fork()
         if pid:
             return pid
@@ -116,7 +118,7 @@ class Rehearsal:
         code = 1
         try:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            _play(self, program, device=device, board=board)
+            _run_device(self, program, device=device, board=board)
             code = 0
         except BaseException as error:
             place = board.read(device)
@@ -129,9 +131,9 @@ class Rehearsal:
         finally:
             os._exit(code)
 
-    def _watch(self, crew: dict[int, int], board: StepTimes) -> None:
-        """Until all have ended well; raises for the first that does not, or when nobody moves any more."""
-        left = dict(crew)
+    def _watch(self, device_of_pid: dict[int, int], board: PositionBoard) -> None:
+        """Wait until all have ended well; raises for the first that has not, or when none moves any more."""
+        left = dict(device_of_pid)
         lines: dict[int, str] = {}
         moved = time.monotonic()
         limit_s = _STARTUP_S
@@ -141,7 +143,7 @@ class Rehearsal:
                 if not done:
                     continue
                 device = left.pop(pid)
-                del crew[pid]
+                del device_of_pid[pid]
                 if status:
                     time.sleep(min(_PEERS_S, self.hang_s))
                     raise self._failure(device, status, board)
@@ -153,14 +155,15 @@ class Rehearsal:
                 raise InfrastructureError(f"the rehearsal hangs: {_positions(now)}")
             time.sleep(_POLL_S)
 
-    def _failure(self, device: int, status: int, board: StepTimes) -> InfrastructureError:
+    def _failure(self, device: int, status: int, board: PositionBoard) -> InfrastructureError:
         """The root cause: the first error that is not a peer gone away, else the process that died."""
-        found = []
+        errors = []
         for path in self.folder.glob("device-*.err.json"):
             content = json.loads(path.read_text())
-            found.append((content["is_network"], content["time"], path.name.split(".")[0], content))
-        if found and not min(found, key=lambda one: one[:3])[0]:
-            name, content = min(found, key=lambda one: one[:3])[2:]
+            errors.append((content["is_network"], content["time"], path.name.split(".")[0], content))
+        errors.sort(key=lambda error: error[:3])
+        if errors and not errors[0][0]:
+            _, _, name, content = errors[0]
             where = name.replace("-", " ")
             return InfrastructureError(
                 f"the rehearsal failed on {where} at {content['at']}: {content['error']}"
@@ -186,13 +189,11 @@ class Rehearsal:
         ]
 
 
-def _play(rehearsal: Rehearsal, program: Program, *, device: int, board: StepTimes) -> None:
-    """One device's process: meet the others, run every step, leave the times."""
+def _run_device(rehearsal: Rehearsal, program: Program, *, device: int, board: PositionBoard) -> None:
+    """One device's process: meet the others, run every step, write the times."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-    def tell(text: str) -> None:
-        board.write(device, text)
-
+    show = partial(board.write, device)
     timeout = timedelta(seconds=_STARTUP_S + rehearsal.hang_s)
     # A file: a server would be a thread of the process that forks, and no thread survives that.
     store = dist.FileStore(str(rehearsal.folder / "store"), program.num_devices)
@@ -200,8 +201,8 @@ def _play(rehearsal: Rehearsal, program: Program, *, device: int, board: StepTim
     channels = Channels.open(program.groups, ranks=range(program.num_devices), timeout=timeout)
     wake_on_time()
     scale = rehearsal.time_scale
-    compute = SleepingCompute(rehearsal.costs, tell=tell, scale=scale)
-    transport = DelayedTransport(channels, rehearsal.costs, tell=tell, scale=scale)
+    compute = SleepingCompute(rehearsal.costs, show=show, scale=scale)
+    transport = DelayedTransport(channels, rehearsal.costs, show=show, scale=scale)
     executor = Executor(program, device=device)
     recorder = NullRecorder()
     steps: list[dict[str, Any]] = []
@@ -214,7 +215,7 @@ def _play(rehearsal: Rehearsal, program: Program, *, device: int, board: StepTim
         executor.run(compute, transport, recorder)
         wall_s = time.monotonic() - begin_s
         steps.append({"wall_s": wall_s, "start_s": compute.start_s, "end_s": compute.end_s})
-    tell("done")
+    show("done")
     (rehearsal.folder / f"device-{device}.json").write_text(json.dumps({"steps": steps}))
     dist.barrier()
 
@@ -228,7 +229,7 @@ def _common_start() -> float:
 
 
 def _is_network(error: BaseException) -> bool:
-    """A peer that went away is seen by everybody, and is nobody's own fault."""
+    """Whether an error may come from a peer that went away, and so from another device's fault."""
     return isinstance(error, InfrastructureError | dist.DistBackendError | dist.DistNetworkError)
 
 
@@ -237,9 +238,9 @@ def _positions(lines: Mapping[int, str]) -> str:
     return "; ".join(shown)
 
 
-def _end(crew: Mapping[int, int]) -> None:
-    """Kill and reap what is left; the pids are our own children's, so nobody else can have them."""
-    for pid in crew:
+def _end(pids: Mapping[int, int]) -> None:
+    """Kill and reap the processes that are left; no other process can have a pid of an unreaped child."""
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    for pid in crew:
+    for pid in pids:
         os.waitpid(pid, 0)

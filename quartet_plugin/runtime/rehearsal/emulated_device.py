@@ -1,8 +1,7 @@
-"""Compute that sleeps for the time it would take, and a transport that delivers no earlier than a network.
+"""Compute that sleeps for an action's time, and a transport that delivers no earlier than a network.
 
-The device that is rehearsed works on its own clock, as a GPU does: what the host does between two actions
-costs time only where the device has nothing left to do. What goes between devices takes as long as it really
-takes, and at least what the costs say.
+The emulated device has a clock of its own, as a GPU does: the host's work between two actions costs time only
+where the device is idle. A transfer takes as long as it really takes, and at least as long as the costs say.
 """
 
 import contextlib
@@ -18,8 +17,8 @@ from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.runtime.transport import Boundary, Channels, PairTransport
 from quartet_plugin.schedule.instruction import Side, Transfer
 
-# One number crosses every boundary: when its producer ended, on the clock that all processes share. What a
-# transport hands out is when it came.
+# One number crosses every boundary: when its producer ended, on the clock that all processes share. A
+# transport hands out when it arrived.
 BOUNDARY = Boundary(shape=(1,), dtype=torch.float64, device=torch.device("cpu"))
 
 _PR_SET_TIMERSLACK = 29
@@ -48,10 +47,10 @@ def sleep_until(due_s: float) -> None:
 class SleepingCompute:
     """The work of one device's stages: every action lasts as long as the costs say, times `scale`."""
 
-    def __init__(self, costs: StageCosts, *, tell: Callable[[str], None], scale: float = 1.0) -> None:
-        """`tell` is given every action's text before it starts."""
+    def __init__(self, costs: StageCosts, *, show: Callable[[str], None], scale: float = 1.0) -> None:
+        """`show` gets every action's text before it starts."""
         self._last = costs.num_stages - 1
-        self._tell = tell
+        self._show = show
         self._begin_s = self._free_s = 0.0
         self.start_s: list[float] = []
         self.end_s: list[float] = []
@@ -60,9 +59,9 @@ class SleepingCompute:
         self._input_grad_s = (costs.input_grad_s * scale).tolist()
         self._weight_grad_s = (costs.weight_grad_s * scale).tolist()
 
-    def begin(self, at_s: float) -> None:
-        """A step: the device may start at `at_s`, from which `start_s` and `end_s` of every action count."""
-        self._begin_s = self._free_s = at_s
+    def begin(self, begin_s: float) -> None:
+        """Begin a step at `begin_s`, from which `start_s` and `end_s` of every action count."""
+        self._begin_s = self._free_s = begin_s
         self.start_s, self.end_s = [], []
 
     def forward(self, stage: int, microbatch: int, received: Any) -> Any:
@@ -82,7 +81,7 @@ class SleepingCompute:
         self._act(f"{stage}W{microbatch}", self._weight_grad_s[stage], None, sent=False)
 
     def _act(self, text: str, duration_s: float, received: Any, *, sent: bool) -> Any:
-        self._tell(text)
+        self._show(text)
         arrived_s = 0.0 if received is None else float(received[0])
         start_s = max(self._free_s, arrived_s)
         self._free_s = start_s + duration_s
@@ -93,20 +92,20 @@ class SleepingCompute:
 
 
 class DelayedTransport(PairTransport):
-    """The real transport; a tensor is there no earlier than its producer's end plus the costs' delay."""
+    """The real transport; a tensor arrives no earlier than its producer's end plus the costs' delay."""
 
     def __init__(
-        self, channels: Channels, costs: StageCosts, *, tell: Callable[[str], None], scale: float = 1.0
+        self, channels: Channels, costs: StageCosts, *, show: Callable[[str], None], scale: float = 1.0
     ) -> None:
-        """`tell` is given what is waited for before every wait."""
+        """`show` gets the transfer's text before every wait."""
         super().__init__(channels, BOUNDARY)
-        self._tell = tell
+        self._show = show
         self._forward_s: Sequence[float] = (costs.forward_transfer_s * scale).tolist()
         self._backward_s: Sequence[float] = (costs.backward_transfer_s * scale).tolist()
 
     def wait(self, transfer: Transfer) -> torch.Tensor | None:
-        """Until the transfer is over, and for a receive until the network would have brought it."""
-        self._tell(f"waiting for {transfer} from device {transfer.peer}")
+        """Block until the transfer is over, and for a receive until the network would have brought it."""
+        self._show(f"waiting for {transfer} from device {transfer.peer}")
         tensor = super().wait(transfer)
         if tensor is None or transfer.side is Side.SEND:
             return None

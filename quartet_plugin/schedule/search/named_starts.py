@@ -1,0 +1,72 @@
+"""Named schedules as candidates: every one that fits, with the same search of the split."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quartet_plugin.schedule.named import NAMED, named, refusal_of
+from quartet_plugin.schedule.placement import Placement
+from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.search.climb import TOO_LARGE, climb_split
+from quartet_plugin.schedule.search.problem import ScheduleProblem
+from quartet_plugin.schedule.simulate import flatten
+from quartet_plugin.split.entries import Entries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedStart:
+    """A named schedule with a split; `score` in seconds, at least 1e30 while it does not fit."""
+
+    schedule: Schedule
+    split: Entries
+    score: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether it runs and fits the memory limit."""
+        return self.score < TOO_LARGE
+
+    @property
+    def label(self) -> str:
+        """The name, with chunks and group where it has them."""
+        origin = self.schedule.origin
+        chunks = self.schedule.num_stages // self.schedule.num_devices
+        text = str(origin["name"]) + (f" v{chunks}" if chunks > 2 else "")
+        return text + (f" g{origin['group']}" if "group" in origin else "")
+
+    def climb(self, problem: ScheduleProblem, *, steps: int, seed: int) -> "NamedStart":
+        """The same schedule with its score after `steps` random moves of layers."""
+        counts = np.array(self.split, dtype=np.int64)
+        score = climb_split(
+            *flatten(self.schedule),
+            counts,
+            problem.least_counts(len(counts)),
+            problem.placed(self.schedule.placement),
+            steps,
+            seed,
+        )
+        return replace(self, split=tuple(counts.tolist()), score=float(score))
+
+
+def named_schedules(
+    placements: Sequence[Placement], *, num_devices: int, num_microbatches: int
+) -> Iterator[Schedule]:
+    """Every executable named schedule on one of `placements`, interleaved ones with several groups."""
+    by_chunks = sorted({len(placement) // num_devices for placement in placements})
+    groups = sorted({min(g, num_microbatches) for g in (num_devices, 2 * num_devices)})
+    for name, spec in NAMED.items():
+        for chunks in by_chunks if spec.executable else []:
+            for group in groups if spec.has_group else [None]:
+                size = {"num_devices": num_devices, "num_microbatches": num_microbatches, "chunks": chunks}
+                if refusal_of(name, **size, group=group) is not None:
+                    continue
+                schedule = named(name, **size, group=group)
+                if schedule.placement in placements:
+                    yield schedule
+
+
+def unscored(schedule: Schedule, split: Entries) -> NamedStart:
+    """A candidate that has not been simulated yet."""
+    return NamedStart(schedule=schedule, split=split, score=math.inf)
