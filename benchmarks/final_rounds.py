@@ -23,7 +23,7 @@ from quartet_plugin.tuner.config import StudyConfig
 from quartet_plugin.tuner.context import TimeBudget, TuningContext
 from quartet_plugin.tuner.final_rounds import FinalRounds, winner_of
 from quartet_plugin.tuner.finalists import BASELINE
-from quartet_plugin.tuner.trial_launcher import BaselineScore, Launch, TrialLauncher
+from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
 
 NOISES = (0.02, 0.05, 0.1, 0.14)
 GAINS = (1.0, 1.05, 1.2, 1.4)
@@ -37,7 +37,7 @@ class NoisyLauncher:
         self._generator = random.Random(seed)
         self.num_rounds = 0
 
-    def launch(self, launch: Launch, *, num_left: int) -> TrialResult:
+    def launch(self, launch: TrialLaunch, *, num_left: int) -> TrialResult:
         """One launch of three equal iterations."""
         del num_left
         number, folder = launch.number, launch.folder

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "quartet_plugin"
 # Words that say nothing of what they name.
 WITHOUT_CONTENT = frozenset({"found", "one", "at", "it", "own", "what", "told", "mine", "ours"})
 # Parts that both adapters have, under one name.
-ADAPTER_TWINS = frozenset({"WeightGradients", "ParityMeter"})
+ADAPTER_TWINS = frozenset({"WeightGradients", "ParityMeter", "Seam"})
 ADAPTERS = ("megatron", "deepspeed")
 
 

@@ -29,7 +29,7 @@ DEEPSPEED = Framework(
 )
 
 
-class Seam(seams.Seam):
+class Seam(seams.FrameworkSeam):
     """A function of DeepSpeed."""
 
     framework = DEEPSPEED

@@ -43,7 +43,7 @@ MEGATRON = Framework(
 check_version = MEGATRON.check_version
 
 
-class Seam(seams.Seam):
+class Seam(seams.FrameworkSeam):
     """A function or class of Megatron."""
 
     framework = MEGATRON

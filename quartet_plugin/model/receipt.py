@@ -62,7 +62,7 @@ class StepComparison:
 
 
 @record
-class Failure:
+class ParityFailure:
     """The first step that differs, in what, and the stage where it begins (None: not known)."""
 
     step: Annotated[int, Bounds(ge=1, le=MAX_STEPS)]
@@ -86,7 +86,7 @@ class Receipt:
     tolerance: Tolerance
     steps: Annotated[tuple[StepComparison, ...], Length(most=MAX_STEPS)]
     verdict: Literal["passed", "failed"]
-    failure: Failure | None
+    failure: ParityFailure | None
     schema_version: Literal[1] = 1
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ def find_failure(
     measured: Sequence[StepValues],
     *,
     tolerance: Tolerance,
-) -> Failure | None:
+) -> ParityFailure | None:
     """The first step that differs by more than the tolerance, or where the difference begins to grow.
 
     None where the plan trains as the reference does.
@@ -186,7 +186,7 @@ def _failure(
     quantity: Quantity,
     tolerance: Tolerance,
     grows: bool = False,
-) -> Failure:
+) -> ParityFailure:
     expected, actual = reference[step - 1], measured[step - 1]
     here, there = getattr(actual, quantity), getattr(expected, quantity)
     in_forward = quantity == "loss"
@@ -194,7 +194,7 @@ def _failure(
     words = "loss" if in_forward else "gradient norm"
     where = "" if stage is None else f", first in stage {stage} ({', '.join(parts_of(plan, stage)[:6])})"
     how = "grows over the steps" if grows else f"above {getattr(tolerance, quantity):g}"
-    return Failure(
+    return ParityFailure(
         step=step,
         quantity=quantity,
         grows=grows,

@@ -51,7 +51,7 @@ ROUNDING, EXTRAPOLATION = 1e-9, 2e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
+class LowerBounds:
     """Of each layout: seconds and bytes that its prediction cannot be under, and its whole end loads.
 
     `first` and `last` are the loads of embedding and head, rounded to whole layers.
@@ -88,7 +88,7 @@ def bounds_of(
     *,
     constants: Constants,
     slowdown: FloatArray | None = None,
-) -> Bounds:
+) -> LowerBounds:
     """The bounds of all layouts of the table.
 
     With the slots' `slowdown` [num_slots] they hold for any split and order of ranks.
@@ -96,7 +96,7 @@ def bounds_of(
     columns = table.columns
     if not len(columns):
         empty = np.zeros(0, dtype=np.int64)
-        return Bounds(time_s=np.zeros(0), memory_bytes=np.zeros(0), first=empty, last=empty)
+        return LowerBounds(time_s=np.zeros(0), memory_bytes=np.zeros(0), first=empty, last=empty)
     units = _units(job, shape, columns, constants)
     layer = units[:, :2].sum(axis=1)
     ends = units[:, 2:6].reshape(-1, 2, 2)
@@ -127,7 +127,9 @@ def bounds_of(
         # Ranks that share a memory gain by each other's waiting: at most in all of the pipeline's time.
         time -= contention_gain(job.software, job.machines, constants) * span
         time *= constants.residual
-    return Bounds(time_s=time * (1 - ROUNDING), memory_bytes=memory * (1 - ROUNDING), first=first, last=last)
+    return LowerBounds(
+        time_s=time * (1 - ROUNDING), memory_bytes=memory * (1 - ROUNDING), first=first, last=last
+    )
 
 
 def _span(split: IntArray, units: FloatArray, microbatches: IntArray, transfer: FloatArray) -> FloatArray:

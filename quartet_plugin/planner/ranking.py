@@ -28,7 +28,7 @@ from quartet_plugin.planner.assignment_search import (
     SolverEffort,
     assign,
 )
-from quartet_plugin.planner.bounds import Bounds, bounds_of
+from quartet_plugin.planner.bounds import LowerBounds, bounds_of
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import (
     BALANCED,
@@ -82,7 +82,7 @@ class _Field:
 
     shape: ModelShape
     table: LayoutTable
-    bounds: Bounds
+    bounds: LowerBounds
     scale: float
 
 

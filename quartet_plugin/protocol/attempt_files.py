@@ -71,7 +71,7 @@ class TrialSpec:
 
 
 @record
-class LaunchRecord:
+class CommandRecord:
     """command.json: what was started (secrets blanked), when (seconds since 1970) and its limits."""
 
     attempt_id: AttemptId

@@ -89,7 +89,7 @@ class RankReport:
 
 
 @record
-class Failure:
+class FailureReport:
     """What the exception that ended a rank says."""
 
     kind: ErrorKind
@@ -102,7 +102,7 @@ class Failure:
 
 
 @record
-class CommandFailure(Failure):
+class CommandFailure(FailureReport):
     """rank-K.err.json outside of a trial, in the folder that `quartet train` names."""
 
     launch_rank: Rank
@@ -110,7 +110,7 @@ class CommandFailure(Failure):
 
 
 @record
-class RankFailure(Failure):
+class RankFailure(FailureReport):
     """rank-K.err.json: how a rank of a trial failed."""
 
     schema_version: Version

@@ -8,7 +8,7 @@ import traceback
 from types import TracebackType
 
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, SeamError
-from quartet_plugin.protocol.rank_files import ErrorKind, Failure
+from quartet_plugin.protocol.rank_files import ErrorKind, FailureReport
 
 _MAX_LINES = 200
 _MAX_CHARACTERS = 4_000
@@ -36,11 +36,11 @@ _NETWORK_ERRNOS = {
 _FRAMEWORKS = ("megatron", "transformer_engine", "deepspeed", "argparse")
 
 
-def describe_failure(error: BaseException, *, num_steps: int, peak_bytes: int) -> Failure:
+def describe_failure(error: BaseException, *, num_steps: int, peak_bytes: int) -> FailureReport:
     """The failure that the exception means after `num_steps` training steps."""
     text = message_of(error)
     lines = "".join(traceback.format_exception(error)).splitlines()
-    return Failure(
+    return FailureReport(
         kind=kind_of(error, num_steps=num_steps),
         type=type(error).__name__,
         message=text[:_MAX_CHARACTERS],

@@ -16,7 +16,7 @@ from quartet_plugin.protocol.attempt_files import STOP_FILE, TrialSpec
 from quartet_plugin.protocol.environment import HEARTBEAT_S
 from quartet_plugin.protocol.rank_files import (
     ActionTimes,
-    Failure,
+    FailureReport,
     Heartbeat,
     Iteration,
     RankFailure,
@@ -119,7 +119,7 @@ class RankFileWriter:
         # A record leaves `cores` out where there are none; the file says null.
         write_json_atomic(self._path_of(report), {**dump(report), "cores": report.cores})
 
-    def write_failure(self, failure: Failure) -> None:
+    def write_failure(self, failure: FailureReport) -> None:
         """Write rank-K.err.json: how the rank failed."""
         record = RankFailure(
             schema_version=1,

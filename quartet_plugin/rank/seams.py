@@ -70,7 +70,7 @@ class Framework:
 
 
 @dataclass(frozen=True, slots=True)
-class Seam:
+class FrameworkSeam:
     """A function or class of the framework: `module.name`, where `name` may be `Class.method`.
 
     `parameters` are names with spaces between; a class has none. `sources` maps each release that the adapter
@@ -145,7 +145,7 @@ class Installation:
                 setattr(change.holder, change.name, change.original)
 
 
-def install[S: Seam](wrappers: Mapping[S, Wrapper]) -> Installation:
+def install[S: FrameworkSeam](wrappers: Mapping[S, Wrapper]) -> Installation:
     """Replace every seam by the result of its wrapper.
 
     Raises SeamError, with nothing touched, if a seam is missing, changed or taken, or if a loaded module
@@ -211,7 +211,7 @@ def chain(*wrappers: Wrapper | None) -> Wrapper:
     return lambda original: functools.reduce(lambda inner, wrapper: wrapper(inner), present, original)
 
 
-def resolve(seam: Seam) -> tuple[Any, Any]:
+def resolve(seam: FrameworkSeam) -> tuple[Any, Any]:
     """The module or class that holds the name, and its value: a function, a staticmethod, or a class.
 
     Raises SeamError, naming the release, if the value is not the framework's function of a known release.
@@ -257,7 +257,7 @@ def _loaded(name: str) -> Any:
     return sys.modules.get(name) or importlib.import_module(name)
 
 
-def _undecorated(seam: Seam, value: Any) -> Any:
+def _undecorated(seam: FrameworkSeam, value: Any) -> Any:
     """The framework's function or class behind its decorators; SeamError for anybody else's."""
     plain = _function(value)
     for _ in range(seam.num_decorators):
@@ -270,7 +270,7 @@ def _undecorated(seam: Seam, value: Any) -> Any:
     return plain
 
 
-def _check_aliases(seam: Seam, original: Any) -> None:
+def _check_aliases(seam: FrameworkSeam, original: Any) -> None:
     """A plugin may have replaced a name only where it is used."""
     for name in seam.aliases:
         module = sys.modules.get(name)
@@ -279,7 +279,7 @@ def _check_aliases(seam: Seam, original: Any) -> None:
             raise _taken(seam, f"{name}.{seam.name}", value)
 
 
-def _taken(seam: Seam, path: str, value: Any) -> SeamError:
+def _taken(seam: FrameworkSeam, path: str, value: Any) -> SeamError:
     return SeamError(
         f"{path}: already replaced by {_owner(value)} (here is {seam.framework.release}); "
         "load quartet_plugin without it, or before it"

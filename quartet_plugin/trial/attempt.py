@@ -21,7 +21,7 @@ from quartet_plugin.protocol.attempt_files import (
     RESULT_FILE,
     STOP_FILE,
     TRIAL_FILE,
-    LaunchRecord,
+    CommandRecord,
     ResultRecord,
     TrialSpec,
     read_shared,
@@ -42,7 +42,7 @@ class Attempt:
 
     folder: Path
     spec: TrialSpec
-    command: LaunchRecord
+    command: CommandRecord
 
     @property
     def log(self) -> Path:
@@ -96,7 +96,7 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
         weights=None if request.weights is None else str(request.weights.absolute()),
         save_weights=None if request.save_weights is None else str(request.save_weights.absolute()),
     )
-    command = LaunchRecord(
+    command = CommandRecord(
         attempt_id=attempt_id,
         argv=tuple(redacted_argv(argv)),
         cwd=str(cwd),
@@ -151,7 +151,7 @@ def open_attempt(folder: Path) -> Attempt | None:
     """
     try:
         spec = read_shared(TrialSpec, folder / TRIAL_FILE)
-        command = read_shared(LaunchRecord, folder / COMMAND_FILE)
+        command = read_shared(CommandRecord, folder / COMMAND_FILE)
     except FileNotFoundError:
         return None
     if command.attempt_id != spec.attempt_id:

@@ -34,10 +34,10 @@ from quartet_plugin.tuner.proposer import proposer_of
 from quartet_plugin.tuner.regret import FinishedSearch, regret_of
 from quartet_plugin.tuner.sequential_search import SequentialSearch
 from quartet_plugin.tuner.trial_backend import read_judged
-from quartet_plugin.tuner.trial_launcher import BaselineScore, Launch, TrialLauncher, record_of
+from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher, record_of
 from quartet_plugin.tuner.tune_result import TuneResult
 from quartet_plugin.tuner.workers.dispatcher import Dispatcher
-from quartet_plugin.tuner.workers.messages import Offer, worker_name
+from quartet_plugin.tuner.workers.messages import WorkerRequirement, worker_name
 from quartet_plugin.tuner.workers.parallel_search import ParallelSearch
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker_pool import WorkerPool, end_earlier
@@ -97,7 +97,7 @@ class Coordinator:
         first = TrialLauncher(
             context=context, baseline=None, timeouts=Timeouts.within(self._run.config.trial.deadline_s)
         )
-        launch = Launch(
+        launch = TrialLaunch(
             number=BASELINE,
             label=str(BASELINE),
             plan=None,
@@ -190,7 +190,7 @@ class Coordinator:
         if not self._slices:
             return
         first = self._slices[0]
-        offer = Offer(device=first.device, num_devices=first.num_devices)
+        offer = WorkerRequirement(device=first.device, num_devices=first.num_devices)
         WorkQueue(folder=self._run.folder.path).open(offer)
         labels = "; ".join(dict.fromkeys(part.label for part in self._slices))
         self._say(f"workers on this host: {len(self._slices)}, on {labels}")

@@ -23,7 +23,7 @@ from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.proposer import Proposer
-from quartet_plugin.tuner.trial_launcher import BaselineScore, Launch, TrialLauncher
+from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
 
 # `auto` keeps a quarter of the layers, where that saves this part of a launch, and more than a minute.
 AUTO_FRACTION = 0.25
@@ -165,12 +165,12 @@ class DepthProxy:
     def _measure(self, plan: Plan, *, number: int, num_left: int, drift: float) -> TrialResult | None:
         """The result of the plan's depth proxy, which the predictor learns; None without a time.
 
-        `drift` is the machine's when the proxy was launched, see `Launch`.
+        `drift` is the machine's when the proxy was launched, see `TrialLaunch`.
         """
         proxy = self._proxy(plan)
         if proxy is None or not self.proposer.predictor.knows(proxy):
             return None
-        launch = Launch(
+        launch = TrialLaunch(
             number=number,
             label=f"{number} cropped",
             plan=proxy,

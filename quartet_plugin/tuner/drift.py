@@ -15,7 +15,7 @@ from quartet_plugin.model.score import score
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.finalists import BASELINE
-from quartet_plugin.tuner.trial_launcher import BaselineScore, Launch, TrialLauncher
+from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
 
 # Between two runs of one plan lie a few percent; a larger change, and one of more deviations of the scatter
 # between two launches, is the machine's.
@@ -57,7 +57,7 @@ class DriftMonitor:
     def _measure(self, due: int, *, noise: float, num_left: int) -> float:
         """The drift by a new check; the former one where the check fails."""
         context, baseline = self.context, self.baseline
-        launch = Launch(
+        launch = TrialLaunch(
             number=BASELINE,
             label=f"{BASELINE} again",
             plan=None,

@@ -18,7 +18,7 @@ from quartet_plugin.tuner.finalists import (
 )
 from quartet_plugin.tuner.parity import ParityKeeper
 from quartet_plugin.tuner.sequential_search import MAX_LOST_IN_A_ROW
-from quartet_plugin.tuner.trial_launcher import BaselineScore, Launch, TrialLauncher
+from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
 
 # Measured results by trial number and round.
 type RoundResults = dict[int, dict[int, TrialResult]]
@@ -128,7 +128,7 @@ class FinalRounds:
                 break
             in_turn = order_of_round(left, seed=context.run.config.study.seed, round_number=round_number)
             for turn, number in enumerate(in_turn):
-                launch = Launch(
+                launch = TrialLaunch(
                     number=number,
                     label=f"{number} round {round_number + 1}",
                     plan=None if number == BASELINE else plans[number],

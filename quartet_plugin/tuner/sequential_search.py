@@ -23,7 +23,7 @@ from quartet_plugin.tuner.drift import DriftMonitor
 from quartet_plugin.tuner.finalists import BASELINE, candidates
 from quartet_plugin.tuner.parity import ParityKeeper, ParityRefusal
 from quartet_plugin.tuner.proposer import Proposer
-from quartet_plugin.tuner.trial_launcher import BaselineScore, Launch, TrialLauncher, record_of
+from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher, record_of
 
 MAX_INFEASIBLE_IN_A_ROW = 30
 MAX_LOST_IN_A_ROW = 3
@@ -123,14 +123,14 @@ class SequentialSearch:
                 return True
         return self._is_refused(proposal, trials)
 
-    def launch_of(self, proposal: Proposal, trials: list[FinishedTrial], *, drift: float) -> Launch:
+    def launch_of(self, proposal: Proposal, trials: list[FinishedTrial], *, drift: float) -> TrialLaunch:
         """The launch of a proposal, which is cut short where it is far behind the best of `trials`."""
         best = max(trial.record.value for trial in trials if trial.record.value is not None)
         slow_above_s = None
         if best:
             in_a_second = score_of_median(proposal.plan, iteration_s=1.0).value(self.baseline.objective)
             slow_above_s = self.context.run.config.trial.cut_above * in_a_second / (best * drift)
-        return Launch(
+        return TrialLaunch(
             number=proposal.number,
             label=str(proposal.number),
             plan=proposal.plan,

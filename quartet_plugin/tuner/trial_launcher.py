@@ -38,7 +38,7 @@ class BaselineScore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class TrialLaunch:
     """One launch that a tuning run wants: of a trial's plan, or of the user's own command (`plan` None).
 
     `drift` is the machine's speed now over its speed when trial 0 was measured: the launch is compared with
@@ -65,7 +65,7 @@ class TrialLauncher:
     baseline: BaselineScore | None
     timeouts: Timeouts
 
-    def launch(self, launch: Launch, *, num_left: int) -> TrialResult:
+    def launch(self, launch: TrialLaunch, *, num_left: int) -> TrialResult:
         """The settled result of one launch; `num_left` launches, this one included, are still to come.
 
         Raises InterruptedByUserError when asked to stop, InfrastructureError where it ran on other devices
@@ -93,13 +93,13 @@ class TrialLauncher:
             raise context.interruption()
         return result
 
-    def reuse(self, launch: Launch, result: TrialResult) -> None:
+    def reuse(self, launch: TrialLaunch, result: TrialResult) -> None:
         """Count and show a result that an earlier process measured."""
         self.learn(result)
         if self.baseline is not None:
             self.show(launch, result)
 
-    def begin(self, launch: Launch, *, num_left: int) -> None:
+    def begin(self, launch: TrialLaunch, *, num_left: int) -> None:
         """Show and log a launch that begins now. Raises InterruptedByUserError when asked to stop."""
         context = self.context
         context.check_stop()
@@ -108,7 +108,7 @@ class TrialLauncher:
         context.observer.plan_started(launch.label, launch.plan, phase=launch.phase, time_left_s=left_s)
         context.events.add("launch", trial=launch.number, stage=launch.phase, folder=launch.folder.name)
 
-    def end(self, launch: Launch, result: TrialResult) -> None:
+    def end(self, launch: TrialLaunch, result: TrialResult) -> None:
         """Count, log and show a launch that has ended."""
         self.learn(result)
         self.context.events.add(
@@ -135,7 +135,7 @@ class TrialLauncher:
             f"it ran on {', '.join(measured_on)}, the baseline on {', '.join(expected)}: times do not compare"
         )
 
-    def request(self, launch: Launch) -> TrialRequest:
+    def request(self, launch: TrialLaunch) -> TrialRequest:
         """The request that the backend, or a worker, gets for a launch."""
         run, plan = self.context.run, launch.plan
         trial = run.config.trial
@@ -156,7 +156,7 @@ class TrialLauncher:
             cwd=run.cwd,
         )
 
-    def show(self, launch: Launch, result: TrialResult) -> None:
+    def show(self, launch: TrialLaunch, result: TrialResult) -> None:
         """Show a launch's end to the observer, compared with the baseline where there is one.
 
         In the final rounds a launch is compared with the baseline of its own round alone, and at their end;
@@ -201,7 +201,7 @@ class TrialLauncher:
 def record_of(plan: Plan, result: TrialResult, *, objective: Objective, drift: float = 1.0) -> TrialRecord:
     """The record that the study keeps of a result; not for cancelled trials or faults of the harness.
 
-    `drift` is the machine's, see `Launch`.
+    `drift` is the machine's, see `TrialLaunch`.
     """
     common = TrialRecord(
         verdict=_VERDICTS[result.outcome],

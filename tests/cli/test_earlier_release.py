@@ -9,7 +9,7 @@ import pytest
 from quartet_plugin.cli.main import main
 from quartet_plugin.model.plan import read_plan, write_plan
 from quartet_plugin.trial.request import TrialResult
-from quartet_plugin.tuner.launches import LocalLaunches
+from quartet_plugin.tuner.trial_backend import LocalBackend
 from tests.tuner.fakes import FakeMachine, resume, tune
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_0.1.0"
@@ -25,7 +25,7 @@ class RecordedMachine(FakeMachine):
     """Knows every launch from the files of its folder, as a real one does."""
 
     def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
-        return LocalLaunches().recorded(folder, plan_key=plan_key)
+        return LocalBackend().recorded(folder, plan_key=plan_key)
 
 
 def test_its_trials_are_shown_as_they_were(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,8 +46,8 @@ def test_it_resumes_to_the_same_winner_without_a_launch(run: Path) -> None:
     result = tune(resume(run), machine)
     assert machine.launched == []
     assert result.winner is not None
-    assert result.winner.record.plan.key == read_plan(run / "best" / "plan.json").key
-    assert [trial.number for trial in result.records] == [trial["trial"] for trial in TRIALS["trials"]]
+    assert result.winner.trial.plan.key == read_plan(run / "best" / "plan.json").key
+    assert [trial.number for trial in result.trials] == [trial["trial"] for trial in TRIALS["trials"]]
 
 
 def test_its_plan_is_written_again_to_the_byte(run: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.processes import current_identity, marked_processes
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.run_folder import create_run
-from quartet_plugin.tuner.workers.messages import Claim, Member, Offer, SliceRecord
+from quartet_plugin.tuner.workers.messages import Claim, Member, SliceRecord, WorkerRequirement
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.faults.conftest import assert_nothing_left
@@ -305,7 +305,7 @@ def open_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> Wo
     config = parse_config({"run": "r"}, where="test")
     run = create_run(tmp_path / "r", config=config, command=words)
     queue = WorkQueue(folder=run.folder.path)
-    queue.open(Offer(device="cpu", num_devices=1))
+    queue.open(WorkerRequirement(device="cpu", num_devices=1))
     return queue
 
 
@@ -353,6 +353,6 @@ def test_a_host_without_the_commands_folder_cannot_join(
 
 
 def test_shares_of_another_size_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_run(tmp_path, monkeypatch, *PLAIN).open(Offer(device="cpu", num_devices=4096))
+    open_run(tmp_path, monkeypatch, *PLAIN).open(WorkerRequirement(device="cpu", num_devices=4096))
     with pytest.raises(ConfigError, match="4096 a worker, as the run's others have"):
         join(tmp_path / "r", words=None, num_workers=1, oversubscribe=False)

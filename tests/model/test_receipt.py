@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.model.plan import write_plan
 from quartet_plugin.model.receipt import (
-    Failure,
+    ParityFailure,
     Receipt,
     StepValues,
     Tolerance,
@@ -185,7 +185,7 @@ def test_a_matching_receipt_is_accepted(tmp_path: Path) -> None:
     assert require_receipt(PLAN, path=path, torch_version=None).verdict == "passed"
 
 
-FAILED = Failure(step=2, quantity="loss", grows=False, stage=1, reason="step 2: loss 8, stock has 9")
+FAILED = ParityFailure(step=2, quantity="loss", grows=False, stage=1, reason="step 2: loss 8, stock has 9")
 
 
 @pytest.mark.parametrize(

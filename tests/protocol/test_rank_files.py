@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.model.training_job import parse_training_job
-from quartet_plugin.protocol.attempt_files import LaunchRecord, ResultRecord, TrialSpec, read_shared
+from quartet_plugin.protocol.attempt_files import CommandRecord, ResultRecord, TrialSpec, read_shared
 from quartet_plugin.protocol.rank_files import RankFileReader
 from tests.faults.fake_trial import job
 from tests.trial.factory import ID, beat, err, iteration, report
@@ -134,7 +134,7 @@ def test_any_json_is_a_report_or_one_line(
     assert all(fault.isprintable() for fault in snapshot.faults)
 
 
-@pytest.mark.parametrize("kind", [TrialSpec, LaunchRecord, ResultRecord])
+@pytest.mark.parametrize("kind", [TrialSpec, CommandRecord, ResultRecord])
 def test_records_refuse_what_they_do_not_know(tmp_path: Path, kind: type[Any]) -> None:
     put(tmp_path / "x.json", {"schema_version": 1, "unknown": 1})
     with pytest.raises(ConfigError, match=r"x\.json"):

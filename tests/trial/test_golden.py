@@ -9,12 +9,12 @@ import pytest
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import parse_training_job
-from quartet_plugin.protocol.attempt_files import LaunchRecord, ResultRecord, TrialSpec, read_shared
+from quartet_plugin.protocol.attempt_files import CommandRecord, ResultRecord, TrialSpec, read_shared
 from quartet_plugin.protocol.rank_files import RankFileReader
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "attempt"
 ATTEMPT = "0123456789abcdef" * 2
-RECORDS: dict[str, type[Any]] = {"trial": TrialSpec, "command": LaunchRecord, "result": ResultRecord}
+RECORDS: dict[str, type[Any]] = {"trial": TrialSpec, "command": CommandRecord, "result": ResultRecord}
 
 
 @pytest.mark.parametrize("name", RECORDS)

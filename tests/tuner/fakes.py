@@ -11,7 +11,7 @@ from quartet_plugin.cost.relative_cost import iteration_flops
 from quartet_plugin.errors import InterruptedByUserError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import NodeInfo, Plan
-from quartet_plugin.model.receipt import Failure, Receipt, StepComparison, Versions, tolerance_for
+from quartet_plugin.model.receipt import ParityFailure, Receipt, StepComparison, Versions, tolerance_for
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.report.live import PlainLines
@@ -143,7 +143,9 @@ def make_receipt(plan: Plan, *, job: TrainingJob, passes: bool) -> Receipt:
         reference_grad_norm=1.0,
         grad_norm_deviation=0.0,
     )
-    failure = Failure(step=1, quantity="loss", grows=False, stage=1, reason="step 1: loss 2.1, stock has 2")
+    failure = ParityFailure(
+        step=1, quantity="loss", grows=False, stage=1, reason="step 1: loss 2.1, stock has 2"
+    )
     return Receipt(
         plan_digest=plan.digest,
         plan_key=plan.key,

@@ -7,7 +7,7 @@ from typing import Any
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import write_plan
 from quartet_plugin.model.schema import dump
-from quartet_plugin.protocol.attempt_files import LaunchRecord, ResultRecord, TrialSpec
+from quartet_plugin.protocol.attempt_files import CommandRecord, ResultRecord, TrialSpec
 from quartet_plugin.protocol.rank_files import Iteration, RankReport
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.run_folder import TuningRun
@@ -45,7 +45,7 @@ def write_attempt(folder: Path, request: TrialRequest, result: TrialResult) -> N
         measure=request.measure,
         plan_key=request.plan_key,
     )
-    command = LaunchRecord(
+    command = CommandRecord(
         attempt_id=result.attempt_id,
         argv=("torchrun", "pretrain_gpt.py"),
         cwd="/",

@@ -31,7 +31,7 @@ from quartet_plugin.tuner.disk_reserve import DiskReserve
 from quartet_plugin.tuner.final_rounds import FinalRounds, winner_of
 from quartet_plugin.tuner.finalists import bootstrap_median
 from quartet_plugin.tuner.run_folder import RunFolder, create_run, resume_run
-from quartet_plugin.tuner.trial_launcher import Launch
+from quartet_plugin.tuner.trial_launcher import TrialLaunch
 from quartet_plugin.tuner.tune_result import write_best
 from tests.space.jobs import make_job
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
@@ -403,7 +403,7 @@ class NoisyMachine:
     noise: float = 0.03
     drift: float = 1.0
 
-    def launch(self, wanted: Launch, **options: Any) -> TrialResult:
+    def launch(self, wanted: TrialLaunch, **options: Any) -> TrialResult:
         """One launch; without a plan it is the baseline's."""
         self.drift *= self.generator.gauss(1.0, 0.01)
         seconds = self.drift * self.generator.gauss(1.0, self.noise)

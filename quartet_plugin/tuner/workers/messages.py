@@ -23,7 +23,7 @@ WorkerName = Annotated[str, Matches(pattern=WORKER_NAME.pattern)]
 
 
 @record
-class Offer:
+class WorkerRequirement:
     """board.json: the devices a worker must have, so that its times compare with the baseline's."""
 
     device: Literal["cpu", "cuda"]

@@ -28,8 +28,8 @@ from quartet_plugin.tuner.workers.messages import (
     Claim,
     Done,
     Member,
-    Offer,
     QueuedTrial,
+    WorkerRequirement,
     read,
 )
 
@@ -59,7 +59,7 @@ class WorkQueue:
 
     # The coordinator's side
 
-    def open(self, offer: Offer) -> None:
+    def open(self, offer: WorkerRequirement) -> None:
         """Let workers come."""
         with self._errors():
             for name in ("orders", "claims", "crew"):
@@ -72,10 +72,10 @@ class WorkQueue:
             for torn in (*self.path.rglob(".*.draft"), *self.path.rglob(".*.tmp")):
                 torn.unlink(missing_ok=True)
 
-    def offer(self) -> Offer | None:
+    def offer(self) -> WorkerRequirement | None:
         """The devices that workers must have; None where the run takes none now."""
         with contextlib.suppress(FileNotFoundError):
-            return read(Offer, self.path / "board.json")
+            return read(WorkerRequirement, self.path / "board.json")
         return None
 
     def publish(self, queued: QueuedTrial, plan: Plan) -> None:

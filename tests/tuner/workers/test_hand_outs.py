@@ -18,7 +18,7 @@ from quartet_plugin.protocol.environment import EXPIRY_S
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.context import EventLog
 from quartet_plugin.tuner.workers.dispatcher import Dispatcher
-from quartet_plugin.tuner.workers.messages import Offer
+from quartet_plugin.tuner.workers.messages import WorkerRequirement
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.model.plans import PLAN
 from tests.tuner.workers.hands import ELSEWHERE, HERE, Disk, Hand, member
@@ -38,7 +38,7 @@ class HandOuts(RuleBasedStateMachine):
         memory = Path("/dev/shm")
         self.folder = Path(tempfile.mkdtemp(prefix="quartet-test-", dir=memory if memory.is_dir() else None))
         self.queue = WorkQueue(folder=self.folder)
-        self.queue.open(Offer(device="cpu", num_devices=2))
+        self.queue.open(WorkerRequirement(device="cpu", num_devices=2))
         self.disk = Disk()
         self.now_s = 0.0
         self.dead: set[int] = set()

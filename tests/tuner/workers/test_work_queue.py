@@ -12,7 +12,7 @@ from quartet_plugin.report.status import status_lines, status_record
 from quartet_plugin.trial.lease import Lease
 from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.tuner.history import read_history
-from quartet_plugin.tuner.workers.messages import Done, Offer, QueuedTrial, worker_name
+from quartet_plugin.tuner.workers.messages import Done, QueuedTrial, WorkerRequirement, worker_name
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker_pool import end_earlier
 from tests.model.plans import PLAN
@@ -23,7 +23,7 @@ from tests.tuner.workers.hands import ELSEWHERE, HERE, Disk, Hand, member
 @pytest.fixture
 def queue(tmp_path: Path) -> WorkQueue:
     made = WorkQueue(folder=tmp_path)
-    made.open(Offer(device="cpu", num_devices=2))
+    made.open(WorkerRequirement(device="cpu", num_devices=2))
     return made
 
 
@@ -51,7 +51,7 @@ def hand(queue: WorkQueue, name: str, *, host: str = HERE) -> Hand:
 
 
 def test_an_order_is_read_back_as_it_was_written(queue: WorkQueue) -> None:
-    assert queue.offer() == Offer(device="cpu", num_devices=2)
+    assert queue.offer() == WorkerRequirement(device="cpu", num_devices=2)
     queue.publish(queued_trial(), PLAN)
     assert queue.queued_trials() == [queued_trial()]
     assert queue.plan(queued_trial()).key == PLAN.key
@@ -206,7 +206,7 @@ def test_what_an_earlier_tuner_handed_out_is_known(queue: WorkQueue) -> None:
 def test_the_status_says_who_measures_what(tmp_path: Path) -> None:
     run = begin(tmp_path / "r")
     made = WorkQueue(folder=run.folder.path)
-    made.open(Offer(device="cpu", num_devices=2))
+    made.open(WorkerRequirement(device="cpu", num_devices=2))
     busy = Hand(queue=made, disk=Disk(), member=member("busy", pid=7))
     for one in (busy.member, member("idle", pid=8, host=ELSEWHERE)):
         made.enlist(one)

@@ -17,12 +17,12 @@ from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
-from quartet_plugin.protocol.attempt_files import LaunchRecord, TrialSpec
+from quartet_plugin.protocol.attempt_files import CommandRecord, TrialSpec
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 from quartet_plugin.trial.lease import Lease
 from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
-from quartet_plugin.tuner.workers.messages import Done, Member, Offer, QueuedTrial, read_task
+from quartet_plugin.tuner.workers.messages import Done, Member, QueuedTrial, WorkerRequirement, read_task
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker import ABSENCE_S, Worker, end_left_behind
 from tests.model.plans import PLAN
@@ -67,7 +67,7 @@ class Shift:
     def __init__(self, tmp_path: Path, bench: Bench, **changes: Any) -> None:
         self.run = begin(tmp_path / "r")
         self.queue = WorkQueue(folder=self.run.folder.path)
-        self.queue.open(Offer(device="cpu", num_devices=2))
+        self.queue.open(WorkerRequirement(device="cpu", num_devices=2))
         self.said: list[str] = []
         self.now_s = 0.0
         self.num_waits = 0
@@ -173,7 +173,7 @@ def test_a_joined_worker_ends_with_the_search_and_waits_for_a_tuner_that_was_los
         (shift.queue.path / "board.json").unlink()
         shift.num_waits = 0
         assert shift.worker.work() == "the search has ended"
-        shift.queue.open(Offer(device="cpu", num_devices=2))
+        shift.queue.open(WorkerRequirement(device="cpu", num_devices=2))
         lock = shift.run.folder.path / "lock.json"
         text = lock.read_text()
         lock.write_text(text.replace(f'"pid": {os.getpid()}', '"pid": 2147480000'))
@@ -212,7 +212,7 @@ def left_behind(attempt_id: str) -> Iterator["subprocess.Popen[bytes]"]:
 
 def test_what_a_lost_worker_left_on_this_host_is_ended_and_nothing_else(tmp_path: Path) -> None:
     queue = WorkQueue(folder=tmp_path)
-    queue.open(Offer(device="cpu", num_devices=2))
+    queue.open(WorkerRequirement(device="cpu", num_devices=2))
     lost, alive = "c" * 16, "d" * 16
     for trial, fence, itself in ((1, lost, identity(999)), (2, alive, current_identity())):
         queue.publish(queued_trial(trial, fence=fence), PLAN)
@@ -236,7 +236,7 @@ def write_attempt(queue: WorkQueue, told: QueuedTrial) -> None:
     folder.mkdir(parents=True)
     attempt_id = told.fence + "1" * 16
     sheet = TrialSpec(attempt_id=attempt_id, folder=str(folder), warmup=1, measure=3, plan_key=told.plan_key)
-    command = LaunchRecord(
+    command = CommandRecord(
         attempt_id=attempt_id,
         argv=("torchrun",),
         cwd="/",
