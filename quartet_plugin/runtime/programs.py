@@ -17,7 +17,7 @@ from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.choice import costs_of, family_of, written_of
 from quartet_plugin.schedule.family import Family, generate
 from quartet_plugin.schedule.instruction import Program
-from quartet_plugin.schedule.lowering import lower
+from quartet_plugin.schedule.lowering import lower, refuse_two_copies
 from quartet_plugin.schedule.named import lookup, named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import action_times
@@ -170,8 +170,10 @@ def _with_full_backwards(schedule: Schedule, stages: frozenset[int]) -> Schedule
 def lower_schedule(schedule: Schedule, costs: StageCosts, *, forward_only: bool = False) -> Program:
     """The instructions of a checked schedule; of its forwards alone for an evaluation.
 
-    Leaving out the backwards keeps an order valid: no forward needs one.
+    Leaving out the backwards keeps an order valid: no forward needs one. Raises PlanError for two copies of
+    the model.
     """
+    refuse_two_copies(schedule)
     if forward_only:
         forwards = tuple(order[order & 3 == ActionKind.F] for order in schedule.orders)
         schedule = replace(schedule, orders=forwards)

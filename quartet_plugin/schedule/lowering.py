@@ -92,8 +92,7 @@ def lower(
     deadlocks. Raises PlanError for two copies of the model, times of another shape, or a schedule that cannot
     run.
     """
-    if schedule.routes is not None:
-        raise PlanError("routes: a schedule with two copies of the model can only be simulated, not lowered")
+    refuse_two_copies(schedule)
     lengths = [len(order) for order in schedule.orders]
     if [len(row) for row in start_s] != lengths or [len(row) for row in end_s] != lengths:
         raise PlanError(f"times: need one start and end for each of {lengths[:16]} actions a device")
@@ -115,6 +114,12 @@ def lower(
         num_send_buffers=tuple(d.buffers[Side.SEND].count for d in devices),
         num_receive_buffers=tuple(d.buffers[Side.RECV].count for d in devices),
     )
+
+
+def refuse_two_copies(schedule: Schedule) -> None:
+    """Raise PlanError for a schedule with two copies of the model."""
+    if schedule.routes is not None:
+        raise PlanError("routes: a schedule with two copies of the model can only be simulated, not lowered")
 
 
 @contextmanager

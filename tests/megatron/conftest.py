@@ -1,5 +1,8 @@
-"""Matrix products that round alike on every processor: MKL's kernels differ between processors by more than the
-parity of two schedules is compared to (its "conditional numerical reproducibility" fixes the kernel)."""
+"""Matrix products that round alike on every processor.
+
+MKL chooses its kernels by the processor, and they differ by more than the tests compare two schedules to.
+MKL's "conditional numerical reproducibility" gives the same kernels everywhere.
+"""
 
 import os
 
