@@ -29,7 +29,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "pretrain_gpt.py"
@@ -329,14 +328,18 @@ class Steps:
     def profiled(self) -> Any:
         """The wrapper that profiles layers too."""
         from quartet_plugin.megatron.profiling import LayerProfiler
+        from quartet_plugin.protocol.attempt_files import TrialSpec
+        from quartet_plugin.rank.files import RankFileWriter
+        from quartet_plugin.rank.rendezvous import RankEnv
 
-        order = SimpleNamespace(
-            warmup=self._order["warmup"],
-            num_iterations=self._order["warmup"] + self._order["iterations"],
-            folder=self._order["folder"],
+        spec = TrialSpec(
             attempt_id="0" * 32,
+            folder=self._order["folder"],
+            warmup=self._order["warmup"],
+            measure=self._order["iterations"],
+            plan_key=None,
         )
-        files: Any = SimpleNamespace(order=order, place=SimpleNamespace(launch_rank=self._rank))
+        files = RankFileWriter(spec, RankEnv.of(os.environ))
         profiler = LayerProfiler(files)
         profiler.prepare()
         return profiler.wrap
