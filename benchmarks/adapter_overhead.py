@@ -103,7 +103,8 @@ def run_rank(options: argparse.Namespace) -> None:
     from megatron.training import training
 
     from quartet_plugin.megatron.measure import MegatronMeter
-    from quartet_plugin.rank.files import RankFileWriter, TrialSpec
+    from quartet_plugin.protocol.attempt_files import TrialSpec
+    from quartet_plugin.rank.files import RankFileWriter
     from quartet_plugin.rank.rendezvous import RankEnv
 
     order = TrialSpec(
@@ -158,12 +159,12 @@ class Blocks:
     def _finish(self) -> None:
         import torch.distributed as dist
 
-        from quartet_plugin.rank.step_meter import leave
+        from quartet_plugin.rank.step_meter import exit_now
 
         path = self._folder / f"blocks-{os.environ['RANK']}.json"
         path.write_text(json.dumps({"seconds": self._seconds, "is_on": self._is_on}))
         dist.barrier()
-        leave()
+        exit_now()
 
 
 if __name__ == "__main__":
