@@ -107,7 +107,7 @@ def run_rank(options: argparse.Namespace) -> None:
     from quartet_plugin.rank.files import RankFileWriter
     from quartet_plugin.rank.rendezvous import RankEnv
 
-    order = TrialSpec(
+    spec = TrialSpec(
         schema_version=1,
         attempt_id=secrets.token_hex(16),
         folder=str(options.folder),
@@ -115,7 +115,7 @@ def run_rank(options: argparse.Namespace) -> None:
         measure=100_000,
         plan_key=None,
     )
-    files = RankFileWriter(order, RankEnv.of(os.environ))
+    files = RankFileWriter(spec, RankEnv.of(os.environ))
     files.start()
     meter = MegatronMeter(files, neutralised=[], started_at=time.time())
     plain = training.train_step
