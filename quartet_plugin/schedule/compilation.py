@@ -1,7 +1,6 @@
 """How kernels are compiled: with numba, kept on disk as machine code, without the GIL, and timed."""
 
 import hashlib
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -11,8 +10,6 @@ from typing import Any, cast
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.event import TimingListener, install_listener
-
-_UNREADABLE = (AttributeError, ImportError, IndexError, EOFError, TypeError, ValueError, pickle.PickleError)
 
 
 @cache
@@ -31,7 +28,7 @@ class _IndexFile(IndexDataCacheFile):  # type: ignore[misc] # numba has no types
     def _load_index(self) -> dict[Any, Any]:
         try:
             return cast(dict[Any, Any], super()._load_index())
-        except _UNREADABLE:
+        except Exception:  # whatever the bytes of another release lead to
             return {}
 
 

@@ -17,7 +17,7 @@ import megatron.training.training, megatron.training.models.gpt, megatron.traini
 from quartet_plugin.errors import SeamError
 from quartet_plugin.megatron import seams
 from quartet_plugin.megatron.runtime.install import prepare
-from tests.runtime.pipelines import recipe
+from tests.runtime.pipelines import spec_of
 
 def found(value):
     return [
@@ -30,7 +30,7 @@ def state():
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
     return DistributedDataParallel.__init__, PipelineParallelLayerLayout.__dict__["from_str"]
 
-prepared = prepare(recipe("zb-v", 2), num_microbatches=4)
+prepared = prepare(spec_of("zb-v", 2), num_microbatches=4)
 
 class Originals:
     # Hidden one level deeper than an installation searches: it would refuse to leave them behind.
@@ -60,7 +60,7 @@ assert type(pickle.loads(pickle.dumps(layout))) is PipelineParallelLayerLayout
 assert copy.deepcopy(layout) is layout
 
 try:
-    prepare_again = prepare(recipe("zb-v", 2), num_microbatches=4)
+    prepare_again = prepare(spec_of("zb-v", 2), num_microbatches=4)
     seams.install(prepare_again.wrappers)
 except SeamError as error:
     assert "already replaced" in str(error), error
