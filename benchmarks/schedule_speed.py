@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from quartet_plugin.model.costs import StageCosts
-from quartet_plugin.schedule.family import Family, Pipeline, generate, run
+from quartet_plugin.schedule.family import Family, generate, run
 from quartet_plugin.schedule.named import NAMED, named
 from quartet_plugin.schedule.placement import v_shape
 from quartet_plugin.schedule.simulate import simulate
@@ -54,13 +54,12 @@ def measure(family: Family, p: int, m: int, repeats: int) -> None:
     """Print three lines for one size."""
     costs = costs_of(p)
     limit = np.full(p, 2.0 * p)
-    pipeline = Pipeline.of(costs, m, memory_limit_bytes=limit)
     schedule = generate(family, costs, m, memory_limit_bytes=limit)
 
     def both() -> None:
         simulate(generate(family, costs, m, memory_limit_bytes=limit), costs)
 
-    made = median_ms(lambda: run(family, pipeline), repeats)
+    made = median_ms(lambda: run(family, costs, m, memory_limit_bytes=limit), repeats)
     simulated = median_ms(lambda: simulate(schedule, costs), repeats)
     print(f"p={p:<3} m={m:<4} one generation while simulating     {made}")
     print(f"p={p:<3} m={m:<4} one simulation of a fixed order     {simulated}")

@@ -265,7 +265,7 @@ def export(
     if form is ScheduleFormat.TRACE and costs is None:
         raise UsageError("--format trace: needs times; add --costs COSTS.json")
     from quartet_plugin.model.files import write_bytes_atomic, write_text_atomic
-    from quartet_plugin.schedule.files import order_texts, read_costs, read_schedule, write_schedule
+    from quartet_plugin.schedule.files import order_texts, read_costs, read_schedule, to_csv, write_schedule
     from quartet_plugin.schedule.validate import validate
 
     order = read_schedule(schedule)
@@ -274,8 +274,6 @@ def export(
     if simulation is None:
         validate(order)
     if form is ScheduleFormat.CSV:
-        from quartet_plugin.schedule.torch_csv import to_csv
-
         write_text_atomic(output, to_csv(order))
     elif form is ScheduleFormat.JSON:
         write_schedule(output, order, predicted=None if simulation is None else figures(simulation))

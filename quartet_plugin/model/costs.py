@@ -6,28 +6,32 @@ producer ends, costs no compute, and needs `transfer_s[from, to]`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.schema import Bounds, Length, record
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
+Seconds = Annotated[float, Bounds(ge=0, le=1e9)]
+NumBytes = Annotated[float, Bounds(ge=0, le=1e18)]
 
 EMBEDDING = "embedding"
 HEAD = "head"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class LayerCost:
     """One entry of a cost table: seconds a microbatch on a device of slowdown 1, and activation bytes."""
 
-    name: str
-    forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-    activation_bytes: float
+    name: Annotated[str, Length(least=1, most=200)]
+    forward_s: Seconds
+    input_grad_s: Seconds
+    weight_grad_s: Seconds
+    activation_bytes: NumBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

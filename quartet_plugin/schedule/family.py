@@ -15,8 +15,7 @@ import numpy as np
 
 from quartet_plugin.errors import InfeasibleError, PlanError
 from quartet_plugin.model.costs import FloatArray, IntArray, StageCosts
-from quartet_plugin.schedule.generator import NUM_SCALARS, generate_orders, keys_of
-from quartet_plugin.schedule.kernel import Lanes
+from quartet_plugin.schedule.generator import NUM_SCALARS, orders_of_params
 from quartet_plugin.schedule.placement import chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import lanes_of_stages
@@ -73,7 +72,7 @@ class Family:
         return cls(**dict(zip(cls.__dataclass_fields__, values, strict=True)))
 
     def to_vector(self) -> FloatArray:
-        """The kernels' parameters (`generator.keys_of`), all but `full_backward`."""
+        """The kernels' parameters (`generator.orders_of_params`), all but `full_backward`."""
         chunks = [np.array(getattr(self, name), dtype=np.float64) for name in PER_CHUNK]
         return np.concatenate((*chunks, [float(getattr(self, name)) for name in SCALARS]))
 
@@ -99,75 +98,25 @@ def _restore(key: str, value: Any) -> Any:
     return math.inf if value is None else value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """Stage costs prepared for many generations.
+def run(
+    family: Family, costs: StageCosts, num_microbatches: int, *, memory_limit_bytes: FloatArray | None = None
+) -> tuple[float, IntArray, IntArray]:
+    """Makespan (inf when the memory cannot hold one microbatch), flat orders and device offsets.
 
-    `share_bytes` [num_devices]: activation bytes of one microbatch on all stages of a device. `beat_s`: the
-    busiest device's seconds a microbatch.
+    `memory_limit_bytes` is [num_devices], None for no limit.
     """
-
-    costs: StageCosts
-    num_devices: int
-    num_microbatches: int
-    memory_limit_bytes: FloatArray
-    chunk: IntArray
-    lanes: Lanes
-    share_bytes: FloatArray
-    beat_s: float
-
-    @classmethod
-    def of(
-        cls, costs: StageCosts, num_microbatches: int, *, memory_limit_bytes: FloatArray | None = None
-    ) -> Self:
-        """Prepare `costs`; `memory_limit_bytes` is [num_devices], None for no limit."""
-        device = costs.device_of_stage
-        num_devices = int(device.max()) + 1
-        work = costs.forward_s + np.minimum(costs.input_grad_s + costs.weight_grad_s, costs.backward_s)
-        limit = np.full(num_devices, np.inf) if memory_limit_bytes is None else memory_limit_bytes
-        return cls(
-            costs=costs,
-            num_devices=num_devices,
-            num_microbatches=num_microbatches,
-            memory_limit_bytes=np.asarray(limit, dtype=np.float64),
-            chunk=chunk_of_stage(device.tolist()),
-            lanes=lanes_of_stages([costs], np.zeros(num_microbatches, dtype=np.int64)),
-            share_bytes=np.bincount(device, weights=costs.activation_bytes, minlength=num_devices),
-            beat_s=float(np.bincount(device, weights=work, minlength=num_devices).max()) or 1.0,
-        )
-
-    @property
-    def num_chunks(self) -> int:
-        """Stages a device."""
-        return self.costs.num_stages // self.num_devices
-
-
-def run(family: Family, pipeline: Pipeline) -> tuple[float, IntArray, IntArray]:
-    """Makespan (inf when the memory cannot hold one microbatch), flat orders and device offsets."""
-    full_backward = np.zeros(pipeline.costs.num_stages, dtype=np.int64)
+    device = costs.device_of_stage
+    full_backward = np.zeros(costs.num_stages, dtype=np.int64)
     full_backward[: len(family.full_backward)] = family.full_backward
-    params = family.to_vector()
-    per_device = np.bincount(
-        pipeline.costs.device_of_stage, weights=3 - full_backward, minlength=pipeline.num_devices
-    ).astype(np.int64)
-    offsets = np.concatenate(([0], np.cumsum(per_device * pipeline.num_microbatches)))
-    orders = np.empty(int(offsets[-1]), dtype=np.int64)
-    makespan = generate_orders(
-        pipeline.lanes,
-        keys_of(params, full_backward, pipeline.chunk, pipeline.lanes, pipeline.beat_s),
+    limit = np.full(int(device.max()) + 1, np.inf) if memory_limit_bytes is None else memory_limit_bytes
+    makespan, orders, offsets = orders_of_params(
+        family.to_vector(),
         full_backward,
-        params[-NUM_SCALARS:],
-        _cap(family, pipeline),
-        orders,
-        offsets,
+        chunk_of_stage(device.tolist()),
+        lanes_of_stages([costs], np.zeros(num_microbatches, dtype=np.int64)),
+        np.asarray(limit, dtype=np.float64),
     )
     return float(makespan), orders, offsets
-
-
-def _cap(family: Family, pipeline: Pipeline) -> FloatArray:
-    if math.isinf(family.memory_cap):
-        return pipeline.memory_limit_bytes
-    return np.minimum(pipeline.memory_limit_bytes, family.memory_cap * pipeline.share_bytes)
 
 
 def generate(
@@ -181,17 +130,18 @@ def generate(
 
     Raises InfeasibleError when the memory limit does not hold one microbatch.
     """
-    pipeline = Pipeline.of(costs, num_microbatches, memory_limit_bytes=memory_limit_bytes)
-    makespan, orders, offsets = run(family, pipeline)
+    device = costs.device_of_stage
+    makespan, orders, offsets = run(family, costs, num_microbatches, memory_limit_bytes=memory_limit_bytes)
     if math.isinf(makespan):
+        share_bytes = np.bincount(device, weights=costs.activation_bytes)
         raise InfeasibleError(
-            f"memory limit: one microbatch needs {pipeline.share_bytes.tolist()} activation bytes a device; "
+            f"memory limit: one microbatch needs {share_bytes.tolist()} activation bytes a device; "
             "raise the limit, or split finer"
         )
     return Schedule(
-        num_devices=pipeline.num_devices,
+        num_devices=len(offsets) - 1,
         num_microbatches=num_microbatches,
-        placement=tuple(costs.device_of_stage.tolist()),
+        placement=tuple(device.tolist()),
         orders=tuple(np.split(orders, offsets[1:-1])),
         origin={"family": family.to_json()},
     )

@@ -1,5 +1,7 @@
 """`COSTS.json` and `SCHEDULE.json`: strict schemas, the data types they become, and the way back.
 
+A schedule can also be written as the CSV that `torch.distributed.pipelining` loads as "compute_only".
+
 Every refusal is one ConfigError line that names the field, the value and the rule.
 """
 
@@ -11,7 +13,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 
 from quartet_plugin.errors import ConfigError, PlanError
-from quartet_plugin.model.costs import Costs, LayerCost
+from quartet_plugin.model.costs import Costs, LayerCost, NumBytes, Seconds
 from quartet_plugin.model.files import read_json, shown, write_json_atomic
 from quartet_plugin.model.schema import Bounds, Length, dump, parse, record
 from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, MAX_STAGES, Action, ActionKind
@@ -20,12 +22,7 @@ from quartet_plugin.schedule.validate import check_placement
 
 SCHEMA_VERSION = 1
 MAX_LAYERS = 65_536
-MAX_SECONDS = 1e9
-MAX_BYTES = 1e18
 
-
-_Seconds = Annotated[float, Bounds(ge=0, le=MAX_SECONDS)]
-_Bytes = Annotated[float, Bounds(ge=0, le=MAX_BYTES)]
 _Name = Annotated[str, Length(least=1, most=200)]
 _Count = Annotated[int, Bounds(ge=0, le=MAX_LAYERS)]
 _Device = Annotated[int, Bounds(ge=0, lt=MAX_STAGES)]
@@ -41,25 +38,16 @@ _TO_NUMBERS = str.maketrans({kind.name: f" {int(kind)} " for kind in ActionKind}
 
 
 @record
-class _Layer:
-    name: _Name
-    forward_s: _Seconds
-    input_grad_s: _Seconds
-    weight_grad_s: _Seconds
-    activation_bytes: _Bytes
-
-
-@record
 class _CostsFile:
     schema_version: Literal[1]
     num_devices: _Devices
     num_microbatches: _Microbatches
-    layers: Annotated[tuple[_Layer, ...], Length(least=1, most=MAX_LAYERS)]
+    layers: Annotated[tuple[LayerCost, ...], Length(least=1, most=MAX_LAYERS)]
     device_slowdown: tuple[Annotated[float, Bounds(gt=0, le=1e6)], ...] = _ABSENT
-    transfer_s: tuple[tuple[_Seconds, ...], ...] = _ABSENT
-    memory_limit_bytes: tuple[_Bytes, ...] | None = None
+    transfer_s: tuple[tuple[Seconds, ...], ...] = _ABSENT
+    memory_limit_bytes: tuple[NumBytes, ...] | None = None
     weight_grad_held_fraction: Annotated[float, Bounds(ge=0, le=1)] = 1.0
-    backward_fused_s: tuple[_Seconds, ...] | None = None
+    backward_fused_s: tuple[Seconds, ...] | None = None
 
     def __post_init__(self) -> None:
         devices = self.num_devices
@@ -146,14 +134,13 @@ def costs_from_json(data: Any, *, where: str = "costs") -> Costs:
     """The cost table of a parsed `COSTS.json`, defaults filled in; raises ConfigError."""
     file = parse(_CostsFile, data, where=where)
     devices = file.num_devices
-    layers = tuple(LayerCost(**dump(layer)) for layer in file.layers)
     slowdown = [1.0] * devices if file.device_slowdown is _ABSENT else file.device_slowdown
     transfer_s = np.zeros((devices, devices)) if file.transfer_s is _ABSENT else file.transfer_s
     limit, fused = file.memory_limit_bytes, file.backward_fused_s
     return Costs(
         num_devices=devices,
         num_microbatches=file.num_microbatches,
-        layers=layers,
+        layers=file.layers,
         device_slowdown=np.array(slowdown, dtype=np.float64),
         transfer_s=np.array(transfer_s, dtype=np.float64),
         memory_limit_bytes=None if limit is None else np.array(limit, dtype=np.float64),
@@ -169,20 +156,13 @@ def costs_to_json(costs: Costs) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "num_devices": costs.num_devices,
         "num_microbatches": costs.num_microbatches,
-        "layers": [
-            {name: getattr(layer, name) for name in LayerCost.__dataclass_fields__} for layer in costs.layers
-        ],
+        "layers": [dump(layer) for layer in costs.layers],
         "device_slowdown": costs.device_slowdown.tolist(),
         "transfer_s": costs.transfer_s.tolist(),
         "memory_limit_bytes": None if limit is None else limit.tolist(),
         "weight_grad_held_fraction": costs.weight_grad_held_fraction,
         "backward_fused_s": None if fused is None else list(fused),
     }
-
-
-def write_costs(path: str | os.PathLike[str], costs: Costs) -> None:
-    """Write `COSTS.json` atomically."""
-    write_json_atomic(path, costs_to_json(costs))
 
 
 def read_schedule(path: str | os.PathLike[str]) -> Schedule:
@@ -261,6 +241,20 @@ def write_schedule(
 ) -> None:
     """Write `SCHEDULE.json` atomically."""
     write_json_atomic(path, schedule_to_json(schedule, predicted=predicted))
+
+
+def to_csv(schedule: Schedule) -> str:
+    """PyTorch's CSV: one line a device, its actions in order, as in `0F0,0F1,0B0`.
+
+    The placement follows from the lines; the split and the origin are not kept. Raises PlanError for a
+    schedule with two copies of the model.
+    """
+    if schedule.routes is not None:
+        raise PlanError(
+            "routes: a CSV has one device a stage; a schedule with two copies cannot be written as one"
+        )
+    rows = (order_texts(order, num_microbatches=schedule.num_microbatches) for order in schedule.orders)
+    return "".join(",".join(row) + "\n" for row in rows)
 
 
 def order_texts(order: CodeArray, *, num_microbatches: int) -> list[str]:

@@ -32,7 +32,7 @@ class Keys(NamedTuple):
 
 
 @compiled
-def keys_of(params: FloatArray, full_backward: IntArray, chunk: IntArray, lanes: Lanes, beat: float) -> Keys:
+def _keys_of(params: FloatArray, full_backward: IntArray, chunk: IntArray, lanes: Lanes, beat: float) -> Keys:
     """The keys that a vector of parameters makes for one copy of the model.
 
     A vector of parameters for v chunks: stretch_forward, stretch_backward, shift_forward, shift_backward
@@ -342,3 +342,38 @@ def generate_orders(
         wake[device] = done
         makespan = max(makespan, done)
     return makespan
+
+
+@compiled
+def orders_of_params(
+    params: FloatArray, full_backward: IntArray, chunk: IntArray, lanes: Lanes, limit: FloatArray
+) -> tuple[float, IntArray, IntArray]:
+    """The orders that a vector of parameters makes for one copy of the model: makespan, orders, offsets.
+
+    The makespan in seconds is inf where `limit` [num_devices], in bytes, does not hold one microbatch.
+    """
+    num_devices = len(limit)
+    v = (len(params) - NUM_SCALARS) // 4
+    cost = lanes.cost_s
+    load = np.zeros(num_devices)
+    share = np.zeros(num_devices)
+    offsets = np.zeros(num_devices + 1, dtype=np.int64)
+    for stage in range(lanes.num_stages):
+        device = lanes.device[stage]
+        load[device] += cost[0, stage] + min(cost[1, stage] + cost[2, stage], cost[3, stage])
+        share[device] += lanes.num_bytes[stage]
+        offsets[device + 1] += lanes.num_microbatches * (2 if full_backward[stage] else 3)
+    # The busiest device's seconds a microbatch.
+    beat = float(load.max())
+    if beat <= 0.0:
+        beat = 1.0
+    cap = np.empty(num_devices)
+    for device in range(num_devices):
+        offsets[device + 1] += offsets[device]
+        cap[device] = limit[device]
+        if params[4 * v + MEMORY_CAP] < np.inf:
+            cap[device] = min(limit[device], params[4 * v + MEMORY_CAP] * share[device])
+    keys = _keys_of(params, full_backward, chunk, lanes, beat)
+    orders = np.empty(offsets[num_devices], dtype=np.int64)
+    makespan = generate_orders(lanes, keys, full_backward, params[4 * v :], cap, orders, offsets)
+    return makespan, orders, offsets

@@ -140,10 +140,6 @@ class Program:
     num_send_buffers: tuple[int, ...]
     num_receive_buffers: tuple[int, ...]
 
-    def to_text(self) -> str:
-        """One line a device: actions as `2F0`, batches as `[2SEND_F0 2RECV_F1]`, waits as `2WAIT_RECV_F1`."""
-        return "".join(" ".join(map(str, row)) + "\n" for row in self.instructions)
-
     def to_json(self) -> dict[str, Any]:
         """Plain data: every transfer with its peer, group and buffer."""
         return {

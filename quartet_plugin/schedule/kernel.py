@@ -4,7 +4,6 @@ A *lane* is a stage of one copy of the model. A *unit* is `stage * num_microbatc
 code is `unit * 4 + kind`. The kernels release the GIL, so threads run them side by side.
 """
 
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -14,18 +13,6 @@ from quartet_plugin.schedule.compilation import compiled
 
 F, I, W, B = 0, 1, 2, 3  # noqa: E741 - the field's letter for the input gradient
 MEMORY_TOLERANCE = 1e-9
-
-
-class Fault(IntEnum):
-    """Why orders cannot run; OK is 0."""
-
-    OK = 0
-    UNKNOWN = 1
-    WRONG_DEVICE = 2
-    DOUBLE = 3
-    MISSING = 4
-    DEADLOCK = 5
-    OVER_MEMORY = 6
 
 
 class Lanes(NamedTuple):
@@ -47,50 +34,33 @@ class Lanes(NamedTuple):
 
 
 @compiled
-def check_orders(orders: IntArray, offsets: IntArray, lanes: Lanes) -> tuple[int, int, int]:
-    """Return (fault, device, index): every action known, on its device, once, and none missing.
-
-    For a missing action `index` is its code and `device` the one that lacks it.
-    """
+def are_complete(orders: IntArray, offsets: IntArray, lanes: Lanes) -> bool:
+    """Whether every action is known, on its device, there once, and none is missing."""
     num_stages, num_microbatches, route = lanes.num_stages, lanes.num_microbatches, lanes.route
     num_units = num_stages * num_microbatches
     seen = np.zeros(num_units, dtype=np.uint8)
-    num_devices = len(offsets) - 1
-    for device in range(num_devices):
-        for position in range(offsets[device], offsets[device + 1]):
-            code = orders[position]
+    for device in range(len(offsets) - 1):
+        for code in orders[offsets[device] : offsets[device + 1]]:
             if code < 0 or code >= num_units * 4:
-                return Fault.UNKNOWN.value, device, position - offsets[device]
+                return False
             unit = code >> 2
-            kind = code & 3
             lane = route[unit % num_microbatches] * num_stages + unit // num_microbatches
-            if lanes.device[lane] != device:
-                return Fault.WRONG_DEVICE.value, device, position - offsets[device]
-            clash = 1 << kind
-            if kind == B:
-                clash = 14
-            elif kind != F:
-                clash |= 8
-            if seen[unit] & clash:
-                return Fault.DOUBLE.value, device, position - offsets[device]
-            seen[unit] |= 1 << kind
-    for unit in range(num_units):
-        state = seen[unit]
-        if state == 9 or state == 7:
-            continue
-        lane = route[unit % num_microbatches] * num_stages + unit // num_microbatches
-        kind = F
-        if state & 1:
-            kind = W if state & 2 else (I if state & 4 else B)
-        return Fault.MISSING.value, lanes.device[lane], unit * 4 + kind
-    return Fault.OK.value, -1, -1
+            bit = 1 << (code & 3)
+            if lanes.device[lane] != device or seen[unit] & bit:
+                return False
+            seen[unit] |= bit
+    for state in seen:
+        # F with B, or F with I and W.
+        if state != 9 and state != 7:
+            return False
+    return True
 
 
 @compiled
 def check_memory(
     orders: IntArray, offsets: IntArray, lanes: Lanes, limit: FloatArray, peak: FloatArray
-) -> tuple[int, int, int]:
-    """Fill `peak` [num_devices]; return (fault, device, index) of the first action over `limit`.
+) -> tuple[int, int]:
+    """Fill `peak` [num_devices]; return (device, index) of the first action over `limit`, -1 for none.
 
     Memory depends on each device's order alone. `limit` [num_devices] may hold inf.
     """
@@ -110,7 +80,7 @@ def check_memory(
                 if used > top:
                     top = used
                     if top > bound:
-                        return Fault.OVER_MEMORY.value, device, position - offsets[device]
+                        return device, position - offsets[device]
             elif kind == I:
                 used -= size * (1.0 - held)
             elif kind == W:
@@ -118,7 +88,7 @@ def check_memory(
             else:
                 used -= size
         peak[device] = top
-    return Fault.OK.value, -1, -1
+    return -1, -1
 
 
 @compiled
@@ -304,21 +274,3 @@ def steady_period(
         _repeat(orders, sequence, device_of, lanes, free, ends)
         weights[source] = free
     return _largest_cycle_mean(weights)
-
-
-@compiled
-def simulate_orders(
-    orders: IntArray, offsets: IntArray, lanes: Lanes, limit: FloatArray, peak: FloatArray, tries: int
-) -> tuple[tuple[int, int, int], FloatArray, FloatArray, float]:
-    """Check and run orders: (fault, device, index), starts, ends and the period; fills `peak`."""
-    start, end, period = np.empty(0), np.empty(0), 0.0
-    fault = check_orders(orders, offsets, lanes)
-    if fault[0] == Fault.OK.value:
-        fault = check_memory(orders, offsets, lanes, limit, peak)
-    if fault[0] == Fault.OK.value:
-        ran, start, end, sequence = run_orders(orders, offsets, lanes)
-        if ran < len(orders):
-            fault = (Fault.DEADLOCK.value, 0, 0)
-        else:
-            period = steady_period(orders, offsets, sequence, lanes, tries)
-    return fault, start, end, period

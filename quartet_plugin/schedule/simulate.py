@@ -8,7 +8,6 @@ fraction, the end of W the rest; the end of B frees all.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NoReturn
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import Costs, FloatArray, IntArray, StageCosts, stage_costs
 from quartet_plugin.schedule import kernel
 from quartet_plugin.schedule.action import Action
-from quartet_plugin.schedule.kernel import Fault, Lanes
+from quartet_plugin.schedule.kernel import Lanes
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.table import refusal
 from quartet_plugin.schedule.validate import validate
@@ -121,17 +120,22 @@ def simulate(
     second copy of a two-copy schedule. Raises PlanError, with the table and the offending cell, when an
     action is unknown, misplaced, doubled or missing, when the lists deadlock, or when memory does not fit.
     """
-    if len(schedule.orders) != schedule.num_devices:
-        raise PlanError(
-            f"orders: {len(schedule.orders)} lists for {schedule.num_devices} devices; give one each"
-        )
     lanes = lanes_of(schedule, costs, other_route)
     orders, offsets = flatten(schedule)
+    is_whole = len(schedule.orders) == schedule.num_devices
+    if not (is_whole and kernel.are_complete(orders, offsets, lanes)):
+        validate(schedule)
     limit = np.full(schedule.num_devices, np.inf) if memory_limit_bytes is None else memory_limit_bytes
     peak = np.zeros(schedule.num_devices)
-    fault, start, end, period = kernel.simulate_orders(orders, offsets, lanes, limit, peak, _PERIOD_ROUNDS)
-    if fault[0] != Fault.OK:
-        _refuse(schedule, fault, limit)
+    device, index = kernel.check_memory(orders, offsets, lanes, limit, peak)
+    if device >= 0:
+        action = Action.decode(int(schedule.orders[device][index]), schedule.num_microbatches)
+        reason = f"{action} on device {device} exceeds its limit of {limit[device]:g} activation bytes"
+        raise refusal(schedule, reason, mark=(device, index))
+    ran, start, end, sequence = kernel.run_orders(orders, offsets, lanes)
+    if ran < len(orders):
+        validate(schedule)
+    period = kernel.steady_period(orders, offsets, sequence, lanes, _PERIOD_ROUNDS)
     return _summary(offsets, start, end, peak, float(period))
 
 
@@ -184,12 +188,3 @@ def _summary(
         start_s=tuple(start[part] for part in parts),
         end_s=tuple(end[part] for part in parts),
     )
-
-
-def _refuse(schedule: Schedule, fault: tuple[int, int, int], limit: FloatArray) -> NoReturn:
-    kind, device, index = fault
-    if kind != Fault.OVER_MEMORY:
-        validate(schedule)
-    action = Action.decode(int(schedule.orders[device][index]), schedule.num_microbatches)
-    reason = f"{action} on device {device} exceeds its limit of {limit[device]:g} activation bytes"
-    raise refusal(schedule, reason, mark=(device, index))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quartet_plugin.errors import InfeasibleError, PlanError
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.action import ActionKind
-from quartet_plugin.schedule.family import Family, Pipeline, generate, run
+from quartet_plugin.schedule.family import Family, generate, run
 from quartet_plugin.schedule.generator import NUM_SCALARS
 from quartet_plugin.schedule.named import NAMED, named, refusal_of
 from quartet_plugin.schedule.search.problem import FamilyCandidate, ScheduleProblem
@@ -65,7 +65,7 @@ def test_any_parameters_make_a_legal_order_within_the_cap(
     # Completeness, precedence and the limit are checked by the simulator.
     result = simulate(schedule, costs, memory_limit_bytes=limit)
     assert np.all(result.peak_activation_bytes <= share * family.memory_cap * (1 + 1e-9))
-    makespan, _, _ = run(family, Pipeline.of(costs, m, memory_limit_bytes=limit))
+    makespan, _, _ = run(family, costs, m, memory_limit_bytes=limit)
     assert result.makespan_s <= makespan * (1 + 1e-9)
     for device in range(p):
         for stage in places.stages_of_device(placement, p)[device]:
@@ -107,10 +107,11 @@ def test_named_schedules_are_points_of_the_family(name: str, p: int, k: int) -> 
     costs = uniform(schedule.placement)
     aim = simulate(schedule, costs)
     whole = (not NAMED[name].split_backward,) * len(schedule.placement)
-    pipeline = Pipeline.of(costs, m, memory_limit_bytes=aim.peak_activation_bytes.max() * np.ones(p))
+    limit = aim.peak_activation_bytes.max() * np.ones(p)
     best = math.inf
     for family in _candidates(name, p, m):
-        best = min(best, run(replace(family, full_backward=whole), pipeline)[0])
+        made = run(replace(family, full_backward=whole), costs, m, memory_limit_bytes=limit)
+        best = min(best, made[0])
         if best <= aim.makespan_s * (1 + 1e-9):
             return
     pytest.fail(f"best candidate {best}, {name} {aim.makespan_s}")
@@ -164,11 +165,10 @@ def test_the_climbs_evaluation_is_the_familys(seed: int, v: int, data: st.DataOb
         params=family.to_vector(),
         full_backward=np.array(family.full_backward, dtype=np.int64),
     )
-    pipeline = Pipeline.of(
-        problem.stage_costs(placement, split), 6, memory_limit_bytes=costs.memory_limit_bytes
-    )
+    stages = problem.stage_costs(placement, split)
+    makespan, _, _ = run(family, stages, 6, memory_limit_bytes=costs.memory_limit_bytes)
     score = candidate.climb(problem, num_microbatches=6, steps=0, target=0.0, seed=0).score
-    assert score == pytest.approx(run(family, pipeline)[0], rel=1e-9)
+    assert score == pytest.approx(makespan, rel=1e-9)
     climbed = candidate.climb(problem, num_microbatches=6, steps=30, target=0.0, seed=seed)
     assert climbed.score <= score * (1 + 1e-9)
     assert sum(climbed.split) == len(costs.layers)

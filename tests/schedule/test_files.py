@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.model.costs import Costs, LayerCost
-from quartet_plugin.model.files import read_json
+from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.files import (
     costs_from_json,
@@ -24,7 +24,6 @@ from quartet_plugin.schedule.files import (
     read_schedule,
     schedule_from_json,
     schedule_to_json,
-    write_costs,
     write_schedule,
 )
 from quartet_plugin.schedule.schedule import Schedule
@@ -340,7 +339,7 @@ def test_costs_round_trip(costs: Costs) -> None:
 
 def test_costs_round_trip_through_a_file(tmp_path: Path) -> None:
     costs = costs_from_json(COSTS)
-    write_costs(tmp_path / "c.json", costs)
+    write_json_atomic(tmp_path / "c.json", costs_to_json(costs))
     assert same_costs(read_costs(tmp_path / "c.json"), costs)
 
 

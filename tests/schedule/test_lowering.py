@@ -237,7 +237,7 @@ def one_forward_one_backward() -> Program:
 
 
 def test_text_is_readable() -> None:
-    assert one_forward_one_backward().to_text().splitlines() == [
+    assert [" ".join(map(str, row)) for row in one_forward_one_backward().instructions] == [
         "0F0 [0SEND_F0] 0WAIT_SEND_F0 0F1 [0SEND_F1 0RECV_B0] 0WAIT_SEND_F1 0WAIT_RECV_B0 0B0 "
         "[0RECV_B1] 0WAIT_RECV_B1 0B1",
         "[1RECV_F0] 1WAIT_RECV_F0 1F0 [1RECV_F1] 1B0 [1SEND_B0] 1WAIT_SEND_B0 1WAIT_RECV_F1 1F1 1B1 "

@@ -15,8 +15,7 @@ from quartet_plugin.schedule.generator import (
     W_FILL,
     W_GAP,
     W_LIMIT,
-    generate_orders,
-    keys_of,
+    orders_of_params,
 )
 from quartet_plugin.schedule.kernel import Lanes, check_memory, run_orders, steady_period
 
@@ -119,31 +118,8 @@ def climb_split(
 @compiled
 def family_score(params: FloatArray, full_backward: IntArray, counts: IntArray, placed: PlacedCosts) -> float:
     """Seconds of the order that a parameter vector and a split make; inf where it cannot be made."""
-    num_devices = len(placed.slowdown)
-    num_stages = len(counts)
-    v = num_stages // num_devices
     lanes = lanes_of_split(counts, placed)
-    cost = lanes.cost_s
-    load = np.zeros(num_devices)
-    share = np.zeros(num_devices)
-    offsets = np.zeros(num_devices + 1, dtype=np.int64)
-    for stage in range(num_stages):
-        device = placed.placement[stage]
-        load[device] += cost[0, stage] + min(cost[1, stage] + cost[2, stage], cost[3, stage])
-        share[device] += lanes.num_bytes[stage]
-        offsets[device + 1] += placed.num_microbatches * (2 if full_backward[stage] else 3)
-    beat = float(load.max())
-    if beat <= 0.0:
-        beat = 1.0
-    cap = np.empty(num_devices)
-    for device in range(num_devices):
-        offsets[device + 1] += offsets[device]
-        cap[device] = placed.limit[device]
-        if params[4 * v + MEMORY_CAP] < np.inf:
-            cap[device] = min(placed.limit[device], params[4 * v + MEMORY_CAP] * share[device])
-    keys = keys_of(params, full_backward, placed.chunk, lanes, beat)
-    orders = np.empty(offsets[num_devices], dtype=np.int64)
-    makespan = generate_orders(lanes, keys, full_backward, params[4 * v :], cap, orders, offsets)
+    makespan, orders, offsets = orders_of_params(params, full_backward, placed.chunk, lanes, placed.limit)
     if not placed.want_period or makespan == np.inf:
         return makespan
     _, _, _, sequence = run_orders(orders, offsets, lanes)

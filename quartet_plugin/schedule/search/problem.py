@@ -26,8 +26,6 @@ class ScheduleProblem:
 
     costs: Costs
     prefix: FloatArray
-    slowdown: FloatArray
-    transfer: FloatArray
     limit_bytes: FloatArray
     want_period: bool
     allow_empty: bool
@@ -49,8 +47,6 @@ class ScheduleProblem:
         return cls(
             costs=costs,
             prefix=np.concatenate((np.zeros((5, 1)), np.cumsum(np.array(rows), axis=1)), axis=1),
-            slowdown=np.asarray(costs.device_slowdown, dtype=np.float64),
-            transfer=np.asarray(costs.transfer_s, dtype=np.float64),
             limit_bytes=np.full(costs.num_devices, np.inf) if limit is None else np.asarray(limit),
             want_period=want_period,
             allow_empty=allow_empty,
@@ -68,8 +64,8 @@ class ScheduleProblem:
             placement=np.array(placement, dtype=np.int64),
             chunk=chunk_of_stage(placement),
             prefix=self.prefix,
-            slowdown=self.slowdown,
-            transfer=self.transfer,
+            slowdown=np.asarray(self.costs.device_slowdown, dtype=np.float64),
+            transfer=np.asarray(self.costs.transfer_s, dtype=np.float64),
             limit=self.limit_bytes,
             held=float(self.costs.weight_grad_held_fraction),
             num_microbatches=num_microbatches or self.costs.num_microbatches,

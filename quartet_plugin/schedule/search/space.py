@@ -83,7 +83,7 @@ def placements_for(
             shape
             for shape in shapes
             if sum(minimum_entries(costs, len(shape), allow_empty=allow_empty)) <= len(costs.layers)
-            and _splits(costs, shape, split, allow_empty=allow_empty, strict=len(shapes) == 1)
+            and splits_for(costs, shape, split, allow_empty=allow_empty, strict=len(shapes) == 1)
         )
     )
     if not fitting:
@@ -94,15 +94,12 @@ def placements_for(
 
 
 def splits_for(
-    costs: Costs, placement: Placement, split: str | Sequence[int], *, allow_empty: bool
+    costs: Costs, placement: Placement, split: str | Sequence[int], *, allow_empty: bool, strict: bool = True
 ) -> list[Entries]:
-    """The splits to start from: the balanced and the even one when free, else the given one."""
-    return _splits(costs, placement, split, allow_empty=allow_empty, strict=True)
+    """The splits to start from: the balanced and the even one when free, else the given one.
 
-
-def _splits(
-    costs: Costs, placement: Placement, split: str | Sequence[int], *, allow_empty: bool, strict: bool
-) -> list[Entries]:
+    Raises ConfigError for a split that is not legal; an even one is left out instead unless `strict`.
+    """
     stages = len(placement)
     if not isinstance(split, str):
         return [check_entries(costs, split, num_stages=stages, allow_empty=allow_empty)]
