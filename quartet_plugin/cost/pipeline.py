@@ -1,7 +1,8 @@
 """The pipeline's part of a step: simulated, and extrapolated where many microbatches only repeat.
 
 Beyond a few rounds of p microbatches a named order repeats, so its makespan grows by the same time every
-round: two short simulations give the makespan of any number of microbatches.
+round: two short simulations give the makespan of any number of microbatches. On very unequal stages the
+rhythm may be no divisor of a round, or change later; tests/cost/test_pipeline.py states the error.
 """
 
 import functools

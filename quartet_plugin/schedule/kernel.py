@@ -49,11 +49,8 @@ def are_complete(orders: IntArray, offsets: IntArray, lanes: Lanes) -> bool:
             if lanes.device[lane] != device or seen[unit] & bit:
                 return False
             seen[unit] |= bit
-    for state in seen:
-        # F with B, or F with I and W.
-        if state != 9 and state != 7:
-            return False
-    return True
+    # F with B, or F with I and W.
+    return bool(np.all((seen == 9) | (seen == 7)))
 
 
 @compiled
