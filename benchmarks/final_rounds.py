@@ -16,8 +16,7 @@ from typing import cast
 from benchmarks.search_cost.grounds import small
 from benchmarks.search_cost.replay import Silent
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.score import score
-from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, score
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.config import StudyConfig
 from quartet_plugin.tuner.context import TimeBudget, TuningContext

@@ -27,8 +27,8 @@ from quartet_plugin.model.launch import LaunchRecord, Phase
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt, StepComparison, Versions, tolerance_for
 from quartet_plugin.model.schema import dump
-from quartet_plugin.model.score import score
 from quartet_plugin.model.training_job import TrainingJob
+from quartet_plugin.model.trial_record import score
 from quartet_plugin.space.plan_space import Space, baseline_plan, build_space
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config

@@ -32,19 +32,13 @@ class Posterior:
     """`mean` and `covariance` of the parameters' logarithms over their priors [k], [k, k].
 
     `error` [num_groups] is a standard deviation of the model's error, relative. `slopes` [n, k] are the
-    slopes of the predictions by the parameters, `residuals` [n] measured less predicted logarithms.
+    slopes of the predictions by the parameters.
     """
 
     mean: Array
     covariance: Array
     error: Array
     slopes: Array
-    residuals: Array
-
-    def deviation(self, slopes: Array, *, group: int) -> float:
-        """A standard deviation of the logarithm of a new time that depends on the parameters like that."""
-        variance = float(slopes @ self.covariance @ slopes) + float(self.error[group]) ** 2
-        return float(np.sqrt(variance))
 
 
 def fit(
@@ -80,7 +74,7 @@ def fit(
     base, slopes = linearized(model, point)
     weights = _weights(measured - base, spread**2 + error[which] ** 2)
     covariance = np.linalg.inv(slopes.T @ (weights[:, None] * slopes) + precision)
-    return Posterior(mean=point, covariance=covariance, error=error, slopes=slopes, residuals=measured - base)
+    return Posterior(mean=point, covariance=covariance, error=error, slopes=slopes)
 
 
 def linearized(model: Model, point: Array) -> tuple[Array, Array]:

@@ -277,9 +277,7 @@ def _between(resolved: ResolvedCluster) -> tuple[FloatArray, FloatArray]:
         table = np.array(links.matrix.bandwidth_bytes_per_s, dtype=np.float64)
         bandwidth = table[domains]
         if links.matrix.latency_s is not None:
-            latency = np.array(links.matrix.latency_s, dtype=np.float64)[
-                np.ix_(node_of_domain, node_of_domain)
-            ]
+            latency = np.array(links.matrix.latency_s, dtype=np.float64)[domains]
     if links.node is not None:
         bandwidth = np.where(same, links.node.bandwidth_bytes_per_s, bandwidth)
         latency = np.where(same, links.node.latency_s, latency)

@@ -84,20 +84,6 @@ class LayerTimes:
 class Rates:
     """The rates of one device under given constants, in FLOP/s and bytes/s; made once a run."""
 
-    __slots__ = (
-        "cast",
-        "element",
-        "flash",
-        "half",
-        "launch_s",
-        "matmul",
-        "memory",
-        "operand_bytes",
-        "ratios",
-        "traffic",
-        "units",
-    )
-
     def __init__(self, run: TrainingRun, constants: Constants) -> None:
         device = run.machines.device
         low = run.matmul in ("fp8", "fp4")

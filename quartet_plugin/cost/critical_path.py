@@ -5,11 +5,8 @@ stage's actions on that path are its derivatives by their times: one simulation 
 slopes.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.schedule import kernel
@@ -26,19 +23,6 @@ FULL_ROUNDS, FOLDED_ROUNDS = 8, 2
 SAME = 1e-9
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Path:
-    """A makespan in seconds, and the counts on its critical path.
-
-    `actions` [4, num_stages] counts forwards, input gradients, weight gradients and full backwards, `sends`
-    [2, num_stages] the transfers out of a stage: forward-going and backward-going ones.
-    """
-
-    seconds: float
-    actions: FloatArray
-    sends: FloatArray
-
-
 class OrderedActions:
     """A schedule's orders as flat arrays: made once, run with any times. One copy of the model only."""
 
@@ -47,30 +31,6 @@ class OrderedActions:
         self.num_stages = schedule.num_stages
         self.placement = np.asarray(schedule.placement, dtype=np.int64)
         self.orders, self.offsets = flatten(schedule)
-        self._route = np.zeros(schedule.num_microbatches, dtype=np.int64)
-
-    def path(self, times_s: FloatArray, sends_s: FloatArray) -> Path:
-        """The critical path for `times_s` [4, num_stages] by kind and `sends_s` [2, num_stages].
-
-        `sends_s[0, s]` is from stage s to s + 1, `sends_s[1, s]` from s to s - 1. Raises PlanError for orders
-        that do not run.
-        """
-        actions = np.zeros((4, self.num_stages))
-        sends = np.zeros((2, self.num_stages))
-        seconds = critical_path(
-            self.orders,
-            self.offsets,
-            self.placement,
-            self._route,
-            np.ascontiguousarray(times_s),
-            np.ascontiguousarray(sends_s),
-            SAME,
-            actions,
-            sends,
-        )
-        if seconds < 0.0:
-            raise PlanError("orders: they wait for each other; take another schedule")
-        return Path(seconds=seconds, actions=actions, sends=sends)
 
 
 def orders_of(plan: Plan) -> tuple[tuple[OrderedActions, float], ...]:
@@ -126,7 +86,12 @@ def critical_path(
     actions: FloatArray,
     sends: FloatArray,
 ) -> float:
-    """The makespan, -1 where the orders do not run; fills the counts of `Path`."""
+    """The makespan in seconds, -1 where the orders do not run.
+
+    `times_s` [4, num_stages] are by kind; `sends_s[0, s]` is from stage s to s + 1, `sends_s[1, s]` from s
+    to s - 1. The counts on the path are added to `actions` [4, num_stages] and `sends` [2, num_stages].
+    Two times count as equal within the part `same` of the makespan.
+    """
     count = len(orders)
     num_stages, num_microbatches = len(placement), len(route)
     lanes = Lanes(num_stages, num_microbatches, placement, times_s, sends_s, np.zeros(num_stages), 0.0, route)

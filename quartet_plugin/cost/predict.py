@@ -208,30 +208,45 @@ def _span(
     """The pipeline's makespan, the seconds that `device` is blocked by its sends, and the share of the other
     ranks that wait for an action while one computes.
     """
-    m = run.num_microbatches
     transfers = _transfers(run, constants)
+    back = np.concatenate(([0.0], transfers[:-1]))
+    span, blocked, sums = pipeline_span(run, sums, device, forward_s=transfers, backward_s=back)
+    ranks = run.layout.world_size
+    if ranks == 1 or span <= 0:
+        return span, blocked, 0.0
+    busy = run.num_microbatches * sum(stage.total for stage in sums) / (run.layout.pipeline_parallel * span)
+    return span, blocked, min(1.0, max(0.0, 1.0 - busy) * ranks / (ranks - 1))
+
+
+def blocks_on_sends(run: TrainingRun) -> bool:
+    """Whether a rank waits until its sends have arrived."""
+    return run.schedule in BLOCKING or (run.software.blocking_transfers and run.schedule in OVERLAPPABLE)
+
+
+def pipeline_span(
+    run: TrainingRun, sums: Sequence[Times], device: int, *, forward_s: FloatArray, backward_s: FloatArray
+) -> tuple[float, float, Sequence[Times]]:
+    """The pipeline's makespan in seconds, those that `device` is blocked by its sends, and the stages' times.
+
+    `sums` are the stages' times without their sends, those returned have them where they block. `forward_s`
+    and `backward_s` [num_stages] are the seconds of a stage's transfers to the next and to the one before.
+    """
     blocked = 0.0
-    if run.schedule in BLOCKING or (run.software.blocking_transfers and run.schedule in OVERLAPPABLE):
-        back = np.concatenate(([0.0], transfers[:-1]))
+    if blocks_on_sends(run):
         sums = [
             Times(stage.forward + out, stage.input_grad + into, stage.weight_grad)
-            for stage, out, into in zip(sums, transfers.tolist(), back.tolist(), strict=True)
+            for stage, out, into in zip(sums, forward_s.tolist(), backward_s.tolist(), strict=True)
         ]
         stages = list(stages_of_devices(run)[device])
-        blocked = m * float(transfers[stages].sum() + back[stages].sum())
-        transfers = np.zeros_like(transfers)
+        blocked = run.num_microbatches * float(forward_s[stages].sum() + backward_s[stages].sum())
+        forward_s = np.zeros_like(forward_s)
     times = StageTimes(
         forward_s=np.array([stage.forward for stage in sums]),
         input_grad_s=np.array([stage.input_grad for stage in sums]),
         weight_grad_s=np.array([stage.weight_grad for stage in sums]),
-        transfer_s=transfers,
+        transfer_s=forward_s,
     )
-    span = makespan_s(run, times)
-    ranks = run.layout.world_size
-    if ranks == 1 or span <= 0:
-        return span, blocked, 0.0
-    busy = m * sum(stage.total for stage in sums) / (run.layout.pipeline_parallel * span)
-    return span, blocked, min(1.0, max(0.0, 1.0 - busy) * ranks / (ranks - 1))
+    return makespan_s(run, times), blocked, sums
 
 
 def _transfers(run: TrainingRun, constants: Constants) -> FloatArray:

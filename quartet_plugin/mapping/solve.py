@@ -16,7 +16,6 @@ import numpy as np
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.step import NEVER_S, StepCosts, StepTime
 from quartet_plugin.mapping.topology import Blocks, Topology, blocks_of
-from quartet_plugin.model import plan
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout
 
@@ -41,10 +40,6 @@ class Solution:
     exact: bool
     num_evaluated: int
     others: tuple[tuple[int, ...], ...] = ()
-
-    def mapping(self, topology: Topology) -> plan.Mapping:
-        """The order as a plan holds it."""
-        return plan.Mapping(slots=tuple(topology.slots[slot] for slot in self.slots))
 
 
 def solve(

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quartet_plugin.model.launch import DEPTH_PROXY, Phase
-from quartet_plugin.model.measurement import Comparison, Objective
+from quartet_plugin.model.measurement import Comparison, Objective, Regret
 from quartet_plugin.model.plan import NodeInfo, Plan
-from quartet_plugin.model.regret import Regret
 
 PARTS = ("shape", "layout", "split", "schedule", "mapping")
 

@@ -1,8 +1,18 @@
-"""Measurements and predictions of plans, with their spread."""
+"""Measurements and predictions of plans with their spread, and how much a search may have missed."""
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
-from quartet_plugin.model.schema import record
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.schema import Bounds, Length, dump, read_record, record
+
+MAX_REGRET_BYTES = 1 << 20
+# A gain that another search would be made for.
+NOTABLE = 0.02
+
+_Share = Annotated[float, Bounds(ge=0.0, le=1.0)]
+_Words = Annotated[str, Length(most=2_000)]
 
 Objective = Literal["tokens_per_s", "model_flops_per_s_per_device"]
 
@@ -45,3 +55,40 @@ class Prediction:
     iteration_s: float | None
     relative_cost: float | None
     peak_memory_bytes: int | None
+
+
+@record
+class Regret:
+    """What the search may have missed, relative to the winner's objective (0.02: 2 % more of it).
+
+    `gain` is the median of the estimate and its 95 % interval; where the search ended without a winner, over
+    the user's own configuration. `notable` is the probability of more than NOTABLE. `likely` is the untried
+    plan that is most often the best, `likely_chance` how often; None where every plan was tried.
+    `num_untried` plans were looked at, predicted from `num_measured`; `source` says by what.
+    """
+
+    gain: Interval
+    notable: _Share
+    likely: _Words | None
+    likely_chance: _Share
+    num_untried: Annotated[int, Bounds(ge=0, le=10**9)]
+    num_measured: Annotated[int, Bounds(ge=0, le=10**9)]
+    source: Literal["calibrated cost model", "measured trials", "every plan was tried"]
+    schema_version: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.gain.low <= self.gain.median <= self.gain.high < float("inf"):
+            raise ConfigError(
+                f"gain: {self.gain.median} ({self.gain.low} to {self.gain.high}); "
+                "0 <= low <= median <= high is needed"
+            )
+
+
+def write_regret(regret: Regret, *, path: Path) -> None:
+    """Write the estimate, whole or not at all."""
+    write_json_atomic(path, dump(regret))
+
+
+def read_regret(path: Path) -> Regret:
+    """Read an estimate. Raises ConfigError in one line: the field, the value and the rule."""
+    return read_record(Regret, path, max_bytes=MAX_REGRET_BYTES)

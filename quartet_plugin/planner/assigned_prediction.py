@@ -16,14 +16,14 @@ from quartet_plugin.cost import communication
 from quartet_plugin.cost.cluster import view_from
 from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.constants import Constants
-from quartet_plugin.cost.pipeline import StageTimes, device_of_stages, makespan_s, stages_of_devices
+from quartet_plugin.cost.pipeline import device_of_stages, stages_of_devices
 from quartet_plugin.cost.predict import (
-    BLOCKING,
     COMPUTE,
-    OVERLAPPABLE,
     RowPrediction,
     StageParts,
+    blocks_on_sends,
     held_weights,
+    pipeline_span,
     predict,
     stage_parts,
 )
@@ -102,15 +102,12 @@ class AssignedRun:
             hidden_s=hides,
             exposed_share=share,
             peer_share=self.constants.peer / self.constants.scale_up,
-            blocking=self._blocks_on_sends,
+            blocking=blocks_on_sends(run),
         )
 
     def predict(self, slots: tuple[int, ...]) -> RowPrediction:
         """The prediction when slot `slots[r]` plays RANK r."""
-        layout = self.run.layout
-        blocks = blocks_in_order(self.topology, slots, size=layout.tensor_parallel)
-        arrangement = np.arange(len(blocks), dtype=np.int64).reshape(layout.pipeline_parallel, -1)
-        step = StepTime(self.step_costs(), self.topology, blocks)
+        step, blocks, arrangement = self._arranged(slots)
         replicas = self._slowest_replicas(step, blocks, arrangement)
         slowest = max(
             (self._replica_time(replica) for replica in replicas), key=lambda time: sum(time.terms.values())
@@ -127,17 +124,16 @@ class AssignedRun:
 
     def slowdowns(self, slots: tuple[int, ...]) -> FloatArray:
         """The slowdown of each pipeline rank, its slowest replica's [pp]."""
-        layout = self.run.layout
-        blocks = blocks_in_order(self.topology, slots, size=layout.tensor_parallel)
-        arrangement = np.arange(len(blocks), dtype=np.int64).reshape(layout.pipeline_parallel, -1)
-        step = StepTime(self.step_costs(), self.topology, blocks)
+        step, _, arrangement = self._arranged(slots)
         slowest: FloatArray = step.slowdowns(arrangement).max(axis=1)
         return slowest
 
-    @property
-    def _blocks_on_sends(self) -> bool:
-        run = self.run
-        return run.schedule in BLOCKING or (run.software.blocking_transfers and run.schedule in OVERLAPPABLE)
+    def _arranged(self, slots: tuple[int, ...]) -> tuple[StepTime, Blocks, IntArray]:
+        """The step's closed form in an order of slots, its blocks, and their arrangement [pp, copies]."""
+        layout = self.run.layout
+        blocks = blocks_in_order(self.topology, slots, size=layout.tensor_parallel)
+        arrangement = np.arange(len(blocks), dtype=np.int64).reshape(layout.pipeline_parallel, -1)
+        return StepTime(self.step_costs(), self.topology, blocks), blocks, arrangement
 
     def _completed(self, terms: dict[str, float], slowdown: float) -> RowPrediction:
         """The prediction with the cost model's other terms; stragglers and residual keep their shares."""
@@ -222,29 +218,13 @@ class AssignedRun:
 
     def _span(self, sums: list[Times], device: int, domains: tuple[int, ...]) -> tuple[float, float]:
         """Seconds of the pipeline's makespan, and of the sends that `device` waits for where they block."""
-        run = self.run
-        ranks, m = device_of_stages(run), run.num_microbatches
+        ranks = device_of_stages(self.run)
         ahead, back = np.zeros(len(ranks)), np.zeros(len(ranks))
         for stage, (here, there) in enumerate(pairwise(ranks)):
             if here != there:
                 ahead[stage] = self._transfer_s(domains[here], domains[there])
                 back[stage + 1] = self._transfer_s(domains[there], domains[here])
-        blocked = 0.0
-        if self._blocks_on_sends:
-            sums = [
-                Times(times.forward + out, times.input_grad + into, times.weight_grad)
-                for times, out, into in zip(sums, ahead.tolist(), back.tolist(), strict=True)
-            ]
-            stages = list(stages_of_devices(run)[device])
-            blocked = m * float(ahead[stages].sum() + back[stages].sum())
-            ahead = np.zeros(len(ranks))
-        stage_times = StageTimes(
-            forward_s=np.array([times.forward for times in sums]),
-            input_grad_s=np.array([times.input_grad for times in sums]),
-            weight_grad_s=np.array([times.weight_grad for times in sums]),
-            transfer_s=ahead,
-        )
-        return makespan_s(run, stage_times), blocked
+        return pipeline_span(self.run, sums, device, forward_s=ahead, backward_s=back)[:2]
 
     def _transfer_s(self, sender: int, receiver: int) -> float:
         """Seconds of a boundary tensor from one domain to another, or inside one."""

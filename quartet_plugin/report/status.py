@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 from quartet_plugin.model.history import LeaseHolder, RunHistory, RunningLaunch, TrialRow, WorkerRow
-from quartet_plugin.model.regret import NOTABLE, Regret
+from quartet_plugin.model.measurement import NOTABLE, Regret
 from quartet_plugin.model.schema import dump
 from quartet_plugin.report.formatting import clean, duration
 

@@ -17,8 +17,8 @@ from quartet_plugin.model.costs import Costs, LayerCost, NumBytes, Seconds
 from quartet_plugin.model.files import read_json, shown, write_json_atomic
 from quartet_plugin.model.schema import Bounds, Length, dump, parse, record
 from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, MAX_STAGES, Action, ActionKind
+from quartet_plugin.schedule.placement import fault_of
 from quartet_plugin.schedule.schedule import CodeArray, Schedule
-from quartet_plugin.schedule.validate import check_placement
 
 SCHEMA_VERSION = 1
 MAX_LAYERS = 65_536
@@ -307,7 +307,6 @@ def _expect_length(name: str, values: Sequence[Any], length: int, rule: str) -> 
 
 
 def _expect_placement(name: str, placement: Sequence[int], num_devices: int) -> None:
-    try:
-        check_placement(placement, num_devices=num_devices)
-    except PlanError as error:
-        raise ConfigError(str(error).replace("placement", name, 1)) from error
+    fault = fault_of(placement, num_devices=num_devices)
+    if fault is not None:
+        raise ConfigError(f"{name}{fault}")

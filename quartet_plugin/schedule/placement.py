@@ -86,18 +86,31 @@ def check(placement: Sequence[int], *, num_devices: int) -> Placement:
     stages = tuple(placement)
     if not stages or stages[0] != 0:
         raise ConfigError(f"placement: {_short(stages)} must start with device 0")
-    if len(stages) > MAX_STAGES:
-        raise ConfigError(f"placement: {len(stages)} stages; at most {MAX_STAGES}")
-    wrong = [d for d in stages if not 0 <= d < num_devices]
-    if wrong:
-        raise ConfigError(f"placement: device {wrong[0]} does not exist; devices are 0..{num_devices - 1}")
-    counts = [stages.count(d) for d in range(num_devices)]
-    if len(set(counts)) != 1:
-        raise ConfigError(
-            f"placement: device {counts.index(min(counts))} has {min(counts)} stages and device "
-            f"{counts.index(max(counts))} has {max(counts)}; every device must appear equally often"
-        )
+    fault = fault_of(stages, num_devices=num_devices)
+    if fault is not None:
+        raise ConfigError(f"placement{fault}")
     return stages
+
+
+def fault_of(placement: Sequence[int], *, num_devices: int) -> str | None:
+    """The rule that a placement breaks, as it follows the placement's name; None where it breaks none.
+
+    Every device must appear, all equally often.
+    """
+    stages = np.asarray(placement, dtype=np.int64)
+    if len(stages) == 0 or len(stages) > MAX_STAGES:
+        return f": {len(stages)} stages; must be 1 to {MAX_STAGES}"
+    if stages.min() < 0 or stages.max() >= num_devices:
+        stage = int(np.flatnonzero((stages < 0) | (stages >= num_devices))[0])
+        name = f"device {stages[stage]}"
+        return f"[{stage}]: {name}: devices are numbered 0 to {num_devices - 1}, {name} does not exist"
+    counts = np.bincount(stages, minlength=num_devices)
+    if counts.min() == counts.max():
+        return None
+    return (
+        f": device {counts.argmin()} holds {counts.min()} stages and device {counts.argmax()} "
+        f"{counts.max()}; every device must appear equally often"
+    )
 
 
 def kind_of(placement: Sequence[int], *, num_devices: int) -> PlacementKind:

@@ -5,13 +5,12 @@ each on the device that holds the stage, F before I before W, and when the devic
 all finish: no cycle of waiting for one another.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import Costs
-from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, MAX_STAGES, Action, ActionKind
+from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES, Action, ActionKind
+from quartet_plugin.schedule.placement import fault_of
 from quartet_plugin.schedule.schedule import CodeArray, Schedule
 from quartet_plugin.schedule.table import Cell, place, refusal
 
@@ -30,30 +29,14 @@ def check_actions(schedule: Schedule) -> None:
     """All rules but the last: sizes, placement, completeness, devices, F before I before W. Vectorised."""
     _check_sizes(schedule)
     for placement in schedule.routes or (schedule.placement,):
-        check_placement(placement, num_devices=schedule.num_devices)
+        fault = fault_of(placement, num_devices=schedule.num_devices)
+        if fault is not None:
+            raise PlanError(f"placement{fault}")
     flat = _Flat(schedule)
     flat.check_known()
     flat.check_devices()
     flat.check_complete()
     flat.check_order()
-
-
-def check_placement(placement: Sequence[int], *, num_devices: int) -> None:
-    """Every device appears, all equally often; raises PlanError naming the device that does not."""
-    stages = np.asarray(placement, dtype=np.int64)
-    if len(stages) == 0 or len(stages) > MAX_STAGES:
-        raise PlanError(f"placement: {len(stages)} stages; must be 1 to {MAX_STAGES}")
-    if stages.min() < 0 or stages.max() >= num_devices:
-        stage = int(np.flatnonzero((stages < 0) | (stages >= num_devices))[0])
-        raise PlanError(
-            f"placement[{stage}]: device {stages[stage]}: devices are numbered 0 to {num_devices - 1}"
-        )
-    counts = np.bincount(stages, minlength=num_devices)
-    if counts.min() != counts.max():
-        raise PlanError(
-            f"placement: device {counts.argmin()} holds {counts.min()} stages and device {counts.argmax()} "
-            f"{counts.max()}; every device must hold equally many"
-        )
 
 
 def check_costs(schedule: Schedule, costs: Costs) -> None:

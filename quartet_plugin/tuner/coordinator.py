@@ -17,8 +17,8 @@ from quartet_plugin.errors import InfrastructureError, QuartetError, SeamError, 
 from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
-from quartet_plugin.model.score import objective_of, score
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
+from quartet_plugin.model.trial_record import objective_of, score
 from quartet_plugin.space.features import Axis, batching_features
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.study.tune_study import TuneStudy

@@ -14,8 +14,7 @@ from quartet_plugin.calibration.predictor import DepthProxyTime
 from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.launch import DEPTH_PROXY
 from quartet_plugin.model.plan import Plan, Split
-from quartet_plugin.model.score import score_of_median
-from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, score_of_median
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import Proposal

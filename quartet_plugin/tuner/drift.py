@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from quartet_plugin.calibration.observations import launch_noise
 from quartet_plugin.model.history import DriftMeasurement
-from quartet_plugin.model.score import score
-from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.model.trial_record import FinishedTrial, score
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher

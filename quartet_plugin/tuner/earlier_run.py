@@ -14,8 +14,7 @@ from quartet_plugin.errors import QuartetError, StorageError
 from quartet_plugin.model.history import RunHistory, TrialRow
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Mapping, Plan
-from quartet_plugin.model.score import Score, score_of_median
-from quartet_plugin.model.trial_record import TrialRecord
+from quartet_plugin.model.trial_record import Score, TrialRecord, score_of_median
 from quartet_plugin.space.param_sources import Params
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import REFUSED_EXCESS

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.measurement import Comparison, Interval, Measurement, Objective
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.score import Score, score, score_of_median
-from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.model.trial_record import FinishedTrial, Score, score, score_of_median
 from quartet_plugin.trial.request import TrialResult
 
 # A candidate this much below the baseline when it was searched is not measured again: between two runs

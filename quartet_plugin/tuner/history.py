@@ -21,11 +21,10 @@ from quartet_plugin.model.history import (
     WorkerRow,
 )
 from quartet_plugin.model.launch import Phase
+from quartet_plugin.model.measurement import read_regret
 from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
-from quartet_plugin.model.regret import read_regret
-from quartet_plugin.model.score import score
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, score
 from quartet_plugin.space.features import locked_axes
 from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.study.view import StudyView

@@ -11,7 +11,7 @@ from quartet_plugin.model.history import DriftMeasurement, RunState, TrialRow
 from quartet_plugin.model.launch import DEPTH_PROXY
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.score import objective_of, score
+from quartet_plugin.model.trial_record import objective_of, score
 from quartet_plugin.study.view import StudyRow
 
 MAX_EVENT_BYTES = 64 * 2**20

@@ -18,8 +18,7 @@ from quartet_plugin.model.cluster import read_cluster
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.measurement import Objective, Prediction
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.score import score_of_median
-from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.model.trial_record import FinishedTrial, score_of_median
 from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import Proposal, TuneStudy

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from quartet_plugin.calibration.plan_gp import FAR, GpObservations, PlanFeatures, draw, features_of, joint
 from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.costs import FloatArray
-from quartet_plugin.model.measurement import Interval, Objective
+from quartet_plugin.model.measurement import NOTABLE, Interval, Objective, Regret
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.regret import NOTABLE, Regret
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.space.param_sources import Params, RandomParams

@@ -12,8 +12,7 @@ from quartet_plugin.errors import InfeasibleError, InfrastructureError, SeamErro
 from quartet_plugin.model.launch import FORBIDDEN
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import needs_receipt
-from quartet_plugin.model.score import score_of_median
-from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, score_of_median
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
 from quartet_plugin.trial.request import Outcome, TrialResult

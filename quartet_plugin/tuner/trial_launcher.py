@@ -8,8 +8,7 @@ from quartet_plugin.errors import InfrastructureError
 from quartet_plugin.model.launch import LaunchRecord, Phase
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.score import Score, score
-from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, Verdict
+from quartet_plugin.model.trial_record import FinishedTrial, Score, TrialRecord, Verdict, score
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.tuner.context import TuningContext

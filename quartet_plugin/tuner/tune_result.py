@@ -6,10 +6,9 @@ from pathlib import Path
 
 from quartet_plugin.model.files import write_text_atomic
 from quartet_plugin.model.history import DriftMeasurement
-from quartet_plugin.model.measurement import Objective
+from quartet_plugin.model.measurement import Objective, Regret, write_regret
 from quartet_plugin.model.plan import Plan, write_plan
 from quartet_plugin.model.receipt import Receipt, receipt_path, write_receipt
-from quartet_plugin.model.regret import Regret, write_regret
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.trial.redact import shell_words
 from quartet_plugin.tuner.finalists import FinalistResult

@@ -3,11 +3,10 @@
 import json
 from dataclasses import replace
 
-from quartet_plugin.model.measurement import Interval
-from quartet_plugin.model.regret import Regret
+from quartet_plugin.model.measurement import Interval, Regret
 from quartet_plugin.report.page import Extras, page
 from quartet_plugin.report.status import regret_lines, regret_words, status_lines, status_record
-from tests.model.test_regret import REGRET
+from tests.model.test_measurement import REGRET
 from tests.report.histories import history
 
 EVERY = Regret(

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from quartet_plugin.calibration.plan_gp import GpObservations, draw, features_of, joint
 from quartet_plugin.cost.relative_cost import relative_cost
-from quartet_plugin.model.measurement import Comparison, Interval, Measurement
+from quartet_plugin.model.measurement import Comparison, Interval, Measurement, Regret, read_regret
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.regret import Regret, read_regret
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space

@@ -7,8 +7,7 @@ import pytest
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.measurement import Interval
-from quartet_plugin.model.regret import Regret, read_regret, write_regret
+from quartet_plugin.model.measurement import Interval, Regret, read_regret, write_regret
 from quartet_plugin.model.schema import dump
 
 REGRET = Regret(
