@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import DeviceName, check_range, command, device_named, user_command
-from quartet_plugin.errors import ExitCode, PlanError, StorageError
+from quartet_plugin.cli.command import DeviceName, check_range, command, user_command
+from quartet_plugin.errors import PlanError, StorageError
 
 if TYPE_CHECKING:
     from quartet_plugin.model.receipt import Receipt
-    from quartet_plugin.trial.request import Device, Progress
+    from quartet_plugin.trial.request import Progress
 
 _MAX_STEPS = 1_000
 
 
-def _check(
+def check(
     ctx: typer.Context,
     plan: Annotated[Path, typer.Argument(help="The plan to check.", show_default=False)],
     steps: Annotated[int, typer.Option(help="Steps to compare.")] = 5,
@@ -30,33 +30,8 @@ def _check(
         ),
     ] = None,
     deadline: Annotated[float, typer.Option(help="Seconds that each of the runs may take.")] = 600.0,
-) -> int:
+) -> None:
     """Compare loss and gradient norm of a plan with stock, from the same weights, on the same data."""
-    name = device_named(device)
-    check_range("--steps", steps, most=_MAX_STEPS)
-    return check(
-        plan, words=user_command(ctx), num_steps=steps, device=name, folder=folder, deadline_s=deadline
-    )
-
-
-register = command(
-    "check", _check, epilog="The training command follows a literal --; it is run three times, briefly."
-)
-
-
-def check(
-    plan_file: Path,
-    *,
-    words: tuple[str, ...],
-    num_steps: int,
-    device: "Device",
-    folder: Path | None,
-    deadline_s: float,
-) -> int:
-    """Run the parity gate, write `PLAN.parity.json` and print its comparison.
-
-    Raises PlanError when the plan does not train as stock does, after the receipt is written.
-    """
     from quartet_plugin.cli.signals import ended_as_by_ctrl_c
     from quartet_plugin.cli.train import check_before_start
     from quartet_plugin.launchers.command import parse_command
@@ -64,34 +39,38 @@ def check(
     from quartet_plugin.model.receipt import receipt_path, write_receipt
     from quartet_plugin.trial.parity import ParityGate
 
-    plan = read_plan(plan_file)
-    command = parse_command(words)
-    check_before_start(plan, command=command, path=plan_file)
-    place = folder or plan_file.with_name(f"{plan_file.name.removesuffix('.json')}.parity")
+    check_range("--steps", steps, most=_MAX_STEPS)
+    words = user_command(ctx)
+    content = read_plan(plan)
+    training = parse_command(words)
+    check_before_start(content, command=training, path=plan)
+    place = folder or plan.with_name(f"{plan.name.removesuffix('.json')}.parity")
     weights = _new_folder(place)
     gate = ParityGate(
-        command=command,
+        command=training,
         folder=place,
         weights=weights,
-        num_steps=num_steps,
+        num_steps=steps,
         device=device,
-        deadline_s=deadline_s,
+        deadline_s=deadline,
         on_progress=_show if sys.stderr.isatty() else None,
     )
     try:
         with ended_as_by_ctrl_c():
-            receipt = gate.check(plan)
+            receipt = gate.check(content)
     finally:
         shutil.rmtree(weights, ignore_errors=True)
-    target = receipt_path(plan_file)
+    target = receipt_path(plan)
     write_receipt(receipt, path=target)
     typer.echo("\n".join(lines(receipt)))
     if receipt.failure is not None:
-        raise PlanError(
-            f"{plan_file}: does not train as stock does: {receipt.failure.reason}; logs in {place}"
-        )
+        raise PlanError(f"{plan}: does not train as stock does: {receipt.failure.reason}; logs in {place}")
     typer.echo(f"the plan trains as stock does; receipt: {target}")
-    return int(ExitCode.DONE)
+
+
+register = command(
+    "check", check, epilog="The training command follows a literal --; it is run three times, briefly."
+)
 
 
 def lines(receipt: "Receipt") -> list[str]:

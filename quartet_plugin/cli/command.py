@@ -15,9 +15,17 @@ if TYPE_CHECKING:
     from quartet_plugin.cost.devices import DeviceSpec
 
 Device = Literal["auto", "cpu", "cuda"]
-DEVICES: tuple[Device, ...] = get_args(Device)
 
-DeviceName = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+
+def device_named(text: str) -> Device:
+    """The value of `--device`. Raises UsageError for another word."""
+    for device in get_args(Device):
+        if device == text:
+            return device  # type: ignore[no-any-return]
+    raise UsageError(f"--device {text}: must be one of {', '.join(get_args(Device))}")
+
+
+DeviceName = Annotated[Device, typer.Option(parser=device_named, metavar="TEXT", help="auto, cpu or cuda.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan file.", show_default=False)]
 RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name.")]
 RunsFolder = Annotated[Path, typer.Option("--run-dir", help="Where runs are kept.")]
@@ -73,14 +81,6 @@ def refuse_user_command(ctx: typer.Context) -> None:
     if invocation(ctx).user_command is not None:
         path = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
         raise UsageError(f"{path}: runs no training command; drop -- and what follows it")
-
-
-def device_named(text: str) -> Device:
-    """The value of `--device`. Raises UsageError for another word."""
-    for device in DEVICES:
-        if device == text:
-            return device
-    raise UsageError(f"--device {text}: must be one of {', '.join(DEVICES)}")
 
 
 def check_range(option: str, value: int, *, least: int = 1, most: int) -> None:

@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from quartet_plugin.cli.command import Device, DeviceName, command, device_named, user_command
+from quartet_plugin.cli.command import DeviceName, command, user_command
 from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, StorageError
 
 STOCK = "stock"
 _ITERATION = re.compile(r"iter_(\d{7})")
 
 
-def _convert(
+def convert(
     ctx: typer.Context,
     checkpoint: Annotated[
         Path,
@@ -30,30 +30,6 @@ def _convert(
     device: DeviceName = "auto",
 ) -> int:
     """Save a Megatron checkpoint again for another split, placement or layout."""
-    name = device_named(device)
-    words = user_command(ctx)
-    return convert(checkpoint, output, to=to, words=words, is_weights_only=weights_only, device=name)
-
-
-register = command(
-    "convert", _convert, epilog="The training command follows a literal --; nothing is trained with it."
-)
-
-
-def convert(
-    checkpoint: Path,
-    output: Path,
-    *,
-    to: str,
-    words: tuple[str, ...],
-    is_weights_only: bool,
-    device: Device,
-) -> int:
-    """Load the checkpoint onto the stages of the plan `to` (or of the command itself), save it in `output`.
-
-    `output` is there whole or not at all. Raises ConfigError for a folder that is no checkpoint or exists
-    already, PlanError where the checkpoint's form binds it to other stages.
-    """
     from quartet_plugin.cli.train import check_before_start, run_wrapped
     from quartet_plugin.launchers.command import ENTRY_MODULE, parse_command
     from quartet_plugin.model.conversion import FORMAT, TRACKER, Conversion
@@ -62,24 +38,22 @@ def convert(
     from quartet_plugin.model.schema import dump
     from quartet_plugin.protocol.environment import CONVERSION_FILE, DEVICE_FLAG, PLAN_FLAG
 
-    command = parse_command(words)
-    if command.entry != ENTRY_MODULE:
+    training = parse_command(user_command(ctx))
+    if training.entry != ENTRY_MODULE:
         raise ConfigError("convert: DeepSpeed's checkpoints are not converted; only Megatron's can be")
     folder, step = checkpoint_of(checkpoint, tracker=TRACKER)
     if output.exists() or output.is_symlink():
         raise ConfigError(f"{output}: exists; name a new folder")
     flags = [DEVICE_FLAG, device] if device != "auto" else []
     if to != STOCK:
-        check_before_start(read_plan(Path(to)), command=command, path=Path(to))
+        check_before_start(read_plan(Path(to)), command=training, path=Path(to))
         flags += [PLAN_FLAG, str(Path(to).absolute())]
     partial = _beside(output)
     try:
-        conversion = Conversion(
-            load=str(folder), save=str(partial), step=step, is_weights_only=is_weights_only
-        )
+        conversion = Conversion(load=str(folder), save=str(partial), step=step, is_weights_only=weights_only)
         write_json_atomic(partial / "conversion.json", dump(conversion))
         environment = {CONVERSION_FILE: str(partial / "conversion.json")}
-        code = run_wrapped(command, flags=flags, device=device, environment=environment)
+        code = run_wrapped(training, flags=flags, device=device, environment=environment)
         if code != ExitCode.DONE:
             return code
         if not (partial / FORMAT / TRACKER).is_file():
@@ -89,6 +63,11 @@ def convert(
         shutil.rmtree(partial, ignore_errors=True)
     print(f"quartet: {folder} is in {output} for the stages of {to}", file=sys.stderr, flush=True)
     return int(ExitCode.DONE)
+
+
+register = command(
+    "convert", convert, epilog="The training command follows a literal --; nothing is trained with it."
+)
 
 
 def checkpoint_of(path: Path, *, tracker: str) -> tuple[Path, int | None]:

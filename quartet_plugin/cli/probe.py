@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from quartet_plugin.cli.command import DeviceName, check_range, command, device_named, invocation
+from quartet_plugin.cli.command import DeviceName, check_range, command, invocation
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 
 if TYPE_CHECKING:
@@ -45,12 +45,11 @@ def _probe(
     """
     from quartet_plugin.launchers.local import resolve_device
 
-    name = device_named(device)
     if not 1 <= deadline <= 1e5:
         raise UsageError(f"--deadline {deadline:g}: must be from 1 to 100000 seconds")
     if processes is not None:
         check_range("--processes", processes, most=_MAX_PROCESSES)
-    chosen = resolve_device(name, environment=os.environ)
+    chosen = resolve_device(device, environment=os.environ)
     words = invocation(ctx).user_command
     if words is not None and processes is not None:
         raise UsageError("--processes: the command after -- says it; drop one of them")

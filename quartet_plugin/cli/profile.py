@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import DeviceName, check_range, command, device_named, user_command
+from quartet_plugin.cli.command import DeviceName, check_range, command, user_command
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 from quartet_plugin.protocol.environment import PROFILE
 
@@ -49,11 +49,10 @@ def _profile(
 
     With --stage and --world-size one process stands for a rank of a job far larger than this machine.
     """
-    name = device_named(device)
     check_range("--iterations", iterations, least=2, most=_MAX_ITERATIONS)
     words = user_command(ctx)
     played = played_rank(words, stage=stage, world_size=world_size)
-    measured = profile(words, played=played, num_iterations=iterations, device=name, deadline_s=deadline)
+    measured = profile(words, played=played, num_iterations=iterations, device=device, deadline_s=deadline)
     write(measured, output=output, costs=costs)
     typer.echo("\n".join(lines(measured)))
 

@@ -14,32 +14,18 @@ from quartet_plugin.errors import InfrastructureError, PlanError, SeamError
 _MODULE = "quartet_plugin.megatron.recheck"
 
 
-def _recheck(
-    plan: PlanFile,
-) -> None:
+def recheck(plan: PlanFile) -> None:
     """After an upgrade: is Megatron, where the plugin takes hold of it, still as the plan needs it?"""
-    for line in recheck(plan):
-        typer.echo(line)
-
-
-register = command("recheck", _recheck)
-
-
-def recheck(plan_file: Path) -> list[str]:
-    """What still fits the plan, a line each: the seams, the framework's version, the parity receipt.
-
-    Raises SeamError for a Megatron that is not as known, PlanError for a plan or receipt of another version.
-    """
     from quartet_plugin.cli.train import framework_version
     from quartet_plugin.model.frameworks import capabilities
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.model.receipt import needs_receipt, require_receipt
 
-    plan = read_plan(plan_file)
-    made_for = plan.made_for
+    content = read_plan(plan)
+    made_for = content.made_for
     if not capabilities(made_for.framework).has_recheck:
-        raise PlanError(f"{plan_file}: made for {made_for.framework}; only Megatron's seams are rechecked")
-    needs_runtime = needs_receipt(plan)
+        raise PlanError(f"{plan}: made for {made_for.framework}; only Megatron's seams are rechecked")
+    needs_runtime = needs_receipt(content)
     report = _report(with_runtime=needs_runtime)
     fault = fault_of(report)
     if fault is not None:
@@ -48,14 +34,17 @@ def recheck(plan_file: Path) -> list[str]:
     here = report["framework_version"]
     if here != made_for.framework_version:
         raise PlanError(
-            f"{plan_file}: made for megatron-core {made_for.framework_version}, here is {here}: its seams "
+            f"{plan}: made for megatron-core {made_for.framework_version}, here is {here}: its seams "
             "are as known, what was measured is not; make a plan with `quartet tune`"
         )
     lines.append(f"megatron-core {here}: the plan's own")
     if needs_runtime:
-        receipt = require_receipt(plan, path=plan_file, torch_version=framework_version("torch"))
+        receipt = require_receipt(content, path=plan, torch_version=framework_version("torch"))
         lines.append(f"parity receipt: passed over {len(receipt.steps)} steps with these versions")
-    return lines
+    typer.echo("\n".join(lines))
+
+
+register = command("recheck", recheck)
 
 
 def fault_of(report: dict[str, Any]) -> str | None:

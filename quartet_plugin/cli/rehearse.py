@@ -19,7 +19,7 @@ _MODULE = "quartet_plugin.runtime.rehearsal"
 _MAX_STEPS = 1_000
 
 
-def _rehearse(
+def rehearse(
     schedule: Annotated[Path, typer.Argument(metavar="SCHEDULE.json", show_default=False)],
     costs: Annotated[Path, typer.Option(metavar="COSTS.json", help="Cost table.", show_default=False)],
     steps: Annotated[int, typer.Option(help="Steps to rehearse.")] = 5,
@@ -34,31 +34,20 @@ def _rehearse(
     for name, value in (("--time-scale", time_scale), ("--hang", hang)):
         if not 0 < value < 1e6:
             raise UsageError(f"{name} {value:g}: must be above 0 and below 1e6")
-    typer.echo("\n".join(rehearse(schedule, costs, num_steps=steps, time_scale=time_scale, hang_s=hang)))
-
-
-register = command("rehearse", _rehearse)
-
-
-def rehearse(
-    schedule_file: Path, costs_file: Path, *, num_steps: int, time_scale: float, hang_s: float
-) -> list[str]:
-    """Rehearse the schedule and return the measured step times beside the simulated makespan.
-
-    Raises PlanError, before any process starts, for a schedule that cannot run; InfrastructureError where
-    the processes hang or fail.
-    """
     from quartet_plugin.cli.schedule_steps import simulated
     from quartet_plugin.schedule.files import read_costs, read_schedule
 
-    simulation = simulated(read_schedule(schedule_file), read_costs(costs_file))
+    simulation = simulated(read_schedule(schedule), read_costs(costs))
     longest_s = time_scale * max(
         (float((end - start).max()) for start, end in zip(simulation.start_s, simulation.end_s, strict=True)),
         default=0.0,
     )
-    hang_s = max(hang_s, 5 * longest_s)
-    result = _run([str(schedule_file), str(costs_file)], [str(num_steps), repr(time_scale), repr(hang_s)])
-    return lines(result["steps"], simulation, time_scale=time_scale)
+    hang_s = max(hang, 5 * longest_s)
+    result = _run([str(schedule), str(costs)], [str(steps), repr(time_scale), repr(hang_s)])
+    typer.echo("\n".join(lines(result["steps"], simulation, time_scale=time_scale)))
+
+
+register = command("rehearse", rehearse)
 
 
 def _run(files: list[str], numbers: list[str]) -> dict[str, Any]:

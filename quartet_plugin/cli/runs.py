@@ -24,14 +24,7 @@ class TableFormat(StrEnum):
     YAML = "yaml"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command("status")(_status)
-    app.command("trials")(_trials)
-    app.command("repair")(_repair)
-
-
-def _status(
+def status(
     run: Annotated[
         str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name; all without one.")
     ] = None,
@@ -39,19 +32,11 @@ def _status(
     as_json: JsonSwitch = False,
 ) -> None:
     """Show what a run does now, what is left, and the best so far; only reads."""
-    typer.echo("\n".join(status(run, run_dir=run_dir, as_json=as_json)))
-
-
-def status(name: str | None, *, run_dir: Path, as_json: bool) -> list[str]:
-    """The lines to print: a named run in full, or every run in one line.
-
-    Raises ConfigError where there is no such run, StorageError where its study is damaged.
-    """
     from quartet_plugin.report.formatting import clean
     from quartet_plugin.report.status import status_line, status_lines, status_record
     from quartet_plugin.tuner.history import open_run, read_history
 
-    several = all_runs(run_dir) if name is None else []
+    several = all_runs(run_dir) if run is None else []
     if len(several) > 1:
         histories, faults = [], []
         for path in several:
@@ -60,15 +45,17 @@ def status(name: str | None, *, run_dir: Path, as_json: bool) -> list[str]:
             except QuartetError as error:
                 faults.append(f"{path.name}: {clean(str(error))}")
         if as_json:
-            return [json.dumps([status_record(history) for history in histories], indent=1)]
-        return [*(status_line(history) for history in histories), *faults]
-    path = find_run(name, run_dir=run_dir)
+            typer.echo(json.dumps([status_record(history) for history in histories], indent=1))
+        else:
+            typer.echo("\n".join([*map(status_line, histories), *faults]))
+        return
+    path = find_run(run, run_dir=run_dir)
     history = read_history(path)
     open_run(path).storage.check()
-    return [json.dumps(status_record(history), indent=1)] if as_json else status_lines(history)
+    typer.echo(json.dumps(status_record(history), indent=1) if as_json else "\n".join(status_lines(history)))
 
 
-def _trials(
+def trials(
     run: RunName = None,
     run_dir: RunsFolder = RUNS,
     form: Annotated[
@@ -113,27 +100,24 @@ def text_of(history: "RunHistory", *, form: TableFormat) -> str:
     return yaml.safe_dump(records(history), sort_keys=False, allow_unicode=True, width=110).rstrip("\n")
 
 
-def _repair(
+def repair(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name.", show_default=False)],
     run_dir: RunsFolder = RUNS,
 ) -> None:
     """Cut a study's journal off at its first damage; a resumed run tells the rest from its folders."""
-    for line in repair(find_run(run, run_dir=run_dir)):
-        typer.echo(line)
-
-
-def repair(path: Path) -> list[str]:
-    """Repair the study's journal and return the lines that say what was done.
-
-    Raises ConfigError for a study that is no journal, StorageError while a tuner runs.
-    """
     from dataclasses import replace
 
     from quartet_plugin.trial.lease import Lease
     from quartet_plugin.tuner.history import open_run
 
-    lines: list[str] = []
-    storage = replace(open_run(path).storage, say=lines.append)
+    path = find_run(run, run_dir=run_dir)
+    storage = replace(open_run(path).storage, say=typer.echo)
     with Lease.acquire(path):
         lost = storage.repair()
-    return [*lines, "go on with `quartet tune --resume`"] if lost else ["nothing is damaged"]
+    typer.echo("go on with `quartet tune --resume`" if lost else "nothing is damaged")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    for function in (status, trials, repair):
+        app.command()(function)

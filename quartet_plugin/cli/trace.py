@@ -80,7 +80,7 @@ def trace(folder: Path, output: Path) -> list[str]:
     plan = read_plan(folder / "plan.json")
     choice = plan.schedule.custom
     if choice is None:
-        raise ConfigError(f"{folder}: the plan has no schedule of ours; Megatron's own records no actions")
+        raise ConfigError(f"{folder}: the plan has no custom schedule; Megatron's own records no actions")
     sheets = read_actions(folder)
     schedule = schedule_of(sheets, placement=choice.placement, num_microbatches=plan.num_microbatches)
     simulation = simulate(schedule, costs_of(choice))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import Device, DeviceName, command, device_named, user_command
+from quartet_plugin.cli.command import Device, DeviceName, command, user_command
 from quartet_plugin.errors import (
     ConfigError,
     ExitCode,
@@ -29,44 +29,32 @@ if TYPE_CHECKING:
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def _train(
+def train(
     ctx: typer.Context,
     plan: Annotated[
         Path | None, typer.Option(help="The plan to train with. Without one the command runs as it is.")
     ] = None,
     device: DeviceName = "auto",
     skip_parity_check: Annotated[
-        bool, typer.Option(help="Train with a schedule of ours that `quartet check` has not passed.")
+        bool, typer.Option(help="Train with a custom schedule that `quartet check` has not passed.")
     ] = False,
 ) -> int:
     """Train with a plan: the command that follows `--`, checkpoints and all."""
-    name = device_named(device)
-    return train(user_command(ctx), plan_file=plan, device=name, skip_parity_check=skip_parity_check)
-
-
-register = command("train", _train, epilog="The training command follows a literal --; it is run as it is.")
-
-
-def train(
-    words: Sequence[str], *, plan_file: Path | None, device: Device, skip_parity_check: bool = False
-) -> int:
-    """Run the command with the plan and return its exit code.
-
-    Raises PlanError for a plan that is damaged or was made for something else, as far as that can be seen
-    before the start; the ranks check the rest.
-    """
     from quartet_plugin.launchers.command import parse_command
 
-    command = parse_command(words)
+    training = parse_command(user_command(ctx))
     flags = [DEVICE_FLAG, device] if device != "auto" else []
-    if plan_file is not None:
+    if plan is not None:
         from quartet_plugin.model.plan import read_plan
 
-        plan = read_plan(plan_file)
-        check_before_start(plan, command=command, path=plan_file)
-        check_receipt(plan, path=plan_file, skip=skip_parity_check)
-        flags += [PLAN_FLAG, str(plan_file.absolute())]
-    return run_wrapped(command, flags=flags, device=device)
+        content = read_plan(plan)
+        check_before_start(content, command=training, path=plan)  # the ranks check the rest
+        check_receipt(content, path=plan, skip=skip_parity_check)
+        flags += [PLAN_FLAG, str(plan.absolute())]
+    return run_wrapped(training, flags=flags, device=device)
+
+
+register = command("train", train, epilog="The training command follows a literal --; it is run as it is.")
 
 
 def check_before_start(plan: "Plan", *, command: "Command", path: Path) -> None:

@@ -26,7 +26,7 @@ DISTRIBUTION = "quartet-plugin"
 CHECKED_LIBRARIES = frozenset({"numba", "numpy", "optuna", "psutil", "pydantic", "scipy", "torch"})
 
 
-def _tune(
+def tune(
     ctx: typer.Context,
     config: Annotated[
         Path | None, typer.Option(help="What to search: a q.yaml. Without one everything is tuned.")
@@ -66,35 +66,6 @@ def _tune(
         path = find_run(joined, run_dir=run_dir)
         join(path, words=words, num_workers=workers or 1, oversubscribe=oversubscribe)
         return
-    tune(
-        user_command(ctx),
-        config_file=config,
-        run_dir=run_dir,
-        is_resumed=resume,
-        takeover=takeover,
-        max_minutes=max_minutes,
-        prior=None if prior is None else find_run(prior, run_dir=run_dir),
-        num_workers=workers,
-        oversubscribe=oversubscribe,
-    )
-
-
-register = command("tune", _tune, epilog="The training command follows a literal --; it is run as it is.")
-
-
-def tune(
-    words: tuple[str, ...],
-    *,
-    config_file: Path | None,
-    run_dir: Path,
-    is_resumed: bool,
-    takeover: bool,
-    max_minutes: float | None,
-    prior: Path | None = None,
-    num_workers: int | None = None,
-    oversubscribe: bool = False,
-) -> None:
-    """Run the search and print what it found. Raises QuartetError."""
     from rich.console import Console
 
     from quartet_plugin.cli.export import write_native
@@ -115,41 +86,43 @@ def tune(
     from quartet_plugin.tuner.trial_backend import LocalBackend
     from quartet_plugin.tuner.tune_result import write_best
 
+    words = user_command(ctx)
+    prior_folder = None if prior is None else find_run(prior, run_dir=run_dir)
     check_versions()
-    command = parse_command(words)
-    config = read_config(config_file)
-    check_installed(config.study.sampler)
-    path = run_dir / (config.run or default_run_name((command.target,)))
+    training = parse_command(words)
+    asked = read_config(config)
+    check_installed(asked.study.sampler)
+    path = run_dir / (asked.run or default_run_name((training.target,)))
     if is_requeued(path):
-        is_resumed, takeover = True, True
-    if not is_resumed:
-        check_start(command, cwd=Path.cwd(), environment=os.environ)
-        machine_of(config.machine, cwd=Path.cwd())
-        slices_of(config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
-    folder = prepare_folder(path, is_resumed=is_resumed)
+        resume, takeover = True, True
+    if not resume:
+        check_start(training, cwd=Path.cwd(), environment=os.environ)
+        machine_of(asked.machine, cwd=Path.cwd())
+        slices_of(asked, num_workers=workers, command=training, oversubscribe=oversubscribe)
+    folder = prepare_folder(path, is_resumed=resume)
     with (
         failure_reported(folder),
         Lease.acquire(folder, takeover=takeover) as lease,
         DiskReserve(folder) as kept,
     ):
-        if is_resumed:
-            run = resume_run(folder, config=None if config_file is None else config, command=words)
+        if resume:
+            run = resume_run(folder, config=None if config is None else asked, command=words)
         else:
-            keep_machine(config.machine, cwd=Path.cwd(), folder=RunFolder(path=folder))
-            run = create_run(folder, config=config.model_copy(update={"run": path.name}), command=words)
-        slices = slices_of(run.config, num_workers=num_workers, command=command, oversubscribe=oversubscribe)
+            keep_machine(asked.machine, cwd=Path.cwd(), folder=RunFolder(path=folder))
+            run = create_run(folder, config=asked.model_copy(update={"run": path.name}), command=words)
+        slices = slices_of(run.config, num_workers=workers, command=training, oversubscribe=oversubscribe)
         with reporter(Console()) as shown, stop_on_signals(shown.message) as should_stop:
             shown.message(f"run {run.name} in {path}; the command: {shlex.join(redacted_argv(words))}")
             context = TuningContext.create(
                 run,
-                command=command,
+                command=training,
                 backend=LocalBackend(device_slice=slices[0] if slices else None),
                 observer=with_tensorboard(shown, run=run),
                 should_stop=should_stop,
                 fence=lease.check,
                 max_minutes=max_minutes,
             )
-            result = Coordinator(context, prior=prior, slices=slices, make_room=kept.drop).tune()
+            result = Coordinator(context, prior=prior_folder, slices=slices, make_room=kept.drop).tune()
         plan = write_best(result, run=run)
         native = write_native(plan, run=run)
     for line in summary_lines(result, plan=plan, run=run):
@@ -157,6 +130,9 @@ def tune(
     if native:
         typer.echo(f"native    {native}")
     typer.echo(report_line(run.folder.path, storage=run.storage))
+
+
+register = command("tune", tune, epilog="The training command follows a literal --; it is run as it is.")
 
 
 def is_requeued(path: Path) -> bool:

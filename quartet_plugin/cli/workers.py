@@ -24,17 +24,6 @@ if TYPE_CHECKING:
 _POLL_S = 0.2
 
 
-def _work(
-    run: Annotated[Path, typer.Argument(metavar="RUN")],
-    name: Annotated[str, typer.Option()],
-) -> None:
-    """Measure what a run's tuner hands out; the task comes on the standard input."""
-    work(run, name=name, task=sys.stdin.buffer.read())
-
-
-register = command("work", _work, hidden=True)
-
-
 def slices_of(
     config: "TuneConfig", *, num_workers: int | None, command: "Command", oversubscribe: bool
 ) -> "tuple[DeviceSlice, ...]":
@@ -143,8 +132,8 @@ def _refuse_taken(slices: "tuple[DeviceSlice, ...]", queue: "WorkQueue") -> None
             )
 
 
-def work(path: Path, *, name: str, task: bytes) -> None:
-    """One worker, until nobody needs it. Raises QuartetError where trials cannot be run here."""
+def work(run: Annotated[Path, typer.Argument(metavar="RUN")], name: Annotated[str, typer.Option()]) -> None:
+    """Measure what a run's tuner hands out; the task comes on the standard input."""
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.trial.processes import current_identity
     from quartet_plugin.tuner.run_folder import resume_run
@@ -153,8 +142,8 @@ def work(path: Path, *, name: str, task: bytes) -> None:
     from quartet_plugin.tuner.workers.work_queue import WorkQueue
     from quartet_plugin.tuner.workers.worker import Worker
 
-    content = read_task(task)
-    run = resume_run(path, config=None, command=None)
+    content = read_task(sys.stdin.buffer.read())
+    tuning = resume_run(run, config=None, command=None)
     member = Member(
         name=name,
         host=socket.gethostname(),
@@ -165,15 +154,18 @@ def work(path: Path, *, name: str, task: bytes) -> None:
     )
     with stop_on_signals(_say) as should_stop:
         worker = Worker(
-            run=run,
+            run=tuning,
             command=parse_command(content.command),
             member=member,
-            queue=WorkQueue(folder=run.folder.path),
+            queue=WorkQueue(folder=tuning.folder.path),
             backend=LocalBackend(device_slice=content.share.device_slice),
             should_stop=should_stop,
             say=_say,
         )
         _say(f"worker {name} on {content.share.device_slice.label}: {worker.work()}")
+
+
+register = command("work", work, hidden=True)
 
 
 def _say(text: str) -> None:
