@@ -48,7 +48,6 @@ class Invocation:
     """
 
     user_command: tuple[str, ...] | None = None
-    debug: bool = False
     started_s: float = field(default_factory=time.monotonic)
 
 

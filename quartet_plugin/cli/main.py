@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None, *, started_s: float | None = None) -
         arguments, command = arguments[:dashes], tuple(arguments[dashes + 1 :])
     debug = "--debug" in arguments
     begin = time.monotonic() if started_s is None else started_s
-    context = Invocation(user_command=command, debug=debug, started_s=begin)
+    context = Invocation(user_command=command, started_s=begin)
     try:
         return _run([argument for argument in arguments if argument != "--debug"], context)
     except (KeyboardInterrupt, typer.Abort):

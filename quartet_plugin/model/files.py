@@ -36,7 +36,7 @@ _USERS_FAULT = {
 
 
 class _RefusedError(Exception):
-    """A rule of ours, broken inside the JSON parser, which does not tell the position."""
+    """A rule of this program's files, broken inside the JSON parser, which does not tell the position."""
 
 
 def read_json(
@@ -144,7 +144,7 @@ def _read_bytes(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
     except ValueError as error:
         raise ConfigError(f"{shown(os.fspath(path))}: not a path: {error}") from error
     if len(content) > max_bytes:
-        raise ConfigError(f"{path}: longer than {max_bytes} bytes; a file of ours is at most that long")
+        raise ConfigError(f"{path}: longer than {max_bytes} bytes; no file of this program is longer")
     return content
 
 
@@ -181,7 +181,7 @@ def _depth_exceeds(value: Any, max_depth: int) -> bool:
 
 
 def _first_fault(text: str, *, max_depth: int) -> str | None:
-    """`line:column: value: rule` of the first place that breaks a rule of ours; slow, for messages only."""
+    """`line:column: value: rule` of the first place that breaks a rule; slow, for messages only."""
     keys: list[set[str] | None] = []
     previous = ""
     for match in _TOKEN.finditer(text):

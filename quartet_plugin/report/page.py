@@ -208,7 +208,7 @@ def _importance(extras: Extras) -> str:
     svg = figures.importance(extras.importance)
     if svg is None and extras.fault:
         return markup.section("What mattered", markup.note(extras.fault))
-    caption = "PED-ANOVA over the told trials: which parameters separate the fast plans from the others."
+    caption = "PED-ANOVA over the finished trials: which parameters separate the fast plans from the others."
     return _drawn("What mattered", svg, caption)
 
 

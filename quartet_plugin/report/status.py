@@ -27,7 +27,7 @@ def status_lines(history: RunHistory) -> list[str]:
     ]
     lines += [f"now       {running_words(launch, history)}" for launch in history.running]
     lines += [f"worker    {_worker_words(worker)}" for worker in history.workers]
-    lines.append(f"told      {counts_words(history)}")
+    lines.append(f"finished  {counts_words(history)}")
     best = history.best
     if best is not None:
         ratio = history.versus_baseline(best)
@@ -114,7 +114,7 @@ def running_words(launch: RunningLaunch, history: RunHistory) -> str:
     name = {
         "baseline": "the baseline",
         "control": "the baseline again",
-        "cropped": "a cropped model",
+        "cropped": "a depth proxy",
         "parity": "a parity check",
         "search": f"trial {launch.number}, {min(history.num_spent + 1, asked)} of {asked}",
         "final": f"final round {(launch.round_number or 0) + 1}, "

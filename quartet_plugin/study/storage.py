@@ -88,14 +88,6 @@ def passwords_of(address: str) -> tuple[str, ...]:
     return tuple(sorted(forms, key=len, reverse=True))
 
 
-def _never() -> bool:
-    return False
-
-
-def _silent(text: str) -> None:
-    del text
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyStorage:
     """One run's study: where it is and under which name. `address` may hold a password.
@@ -107,8 +99,8 @@ class StudyStorage:
     folder: Path
     run: str
     address: str = SQLITE
-    say: Callable[[str], None] = _silent
-    should_stop: Callable[[], bool] = _never
+    say: Callable[[str], None] = lambda _: None
+    should_stop: Callable[[], bool] = lambda: False
     patience_s: float = PATIENCE_S
     sleep: Callable[[float], None] = time.sleep
 
@@ -281,7 +273,7 @@ class StudyStorage:
                 if self.should_stop():
                     raise InterruptedByUserError(
                         "stopped while the study's storage was lost; everything measured is kept: "
-                        "the same command with --resume tells it"
+                        "the same command with --resume goes on"
                     )
                 slice_s = min(0.5, end_s - waited_s)
                 self.sleep(slice_s)
@@ -337,7 +329,7 @@ class StudyStorage:
         lost = len(content) - num_valid
         self.say(
             f"{path.name}: its end was torn; {lost} bytes were cut off and a copy is {copy.name}: "
-            "trials that they told are told again from their folders"
+            "trials that they finished are read again from their folders"
         )
 
 

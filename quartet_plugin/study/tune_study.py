@@ -1,4 +1,4 @@
-"""The Optuna study of a run: asked for plans, told their records, resumable exactly.
+"""The Optuna study of a run: asked for plans, given their records, resumable exactly.
 
 The sampler is seeded anew for every trial from the study's seed and the trial's number, so proposals depend
 on the finished trials alone, not on how often the tuner was restarted. Only the coordinator writes here.
@@ -224,7 +224,7 @@ class TuneStudy:
                 return
             # Few attributes: each is a transaction with its own flush to the disk.
             trial.set_user_attr(TOLD, asdict(record))
-            trial.set_user_attr(PLAN, _readable(proposal.plan))
+            trial.set_user_attr(PLAN, {"plan_key": proposal.plan.key, **labels_of(proposal.plan)})
             state = {"measured": TrialState.COMPLETE, "infeasible": TrialState.COMPLETE}.get(
                 record.verdict, TrialState.PRUNED if record.verdict == "wrong" else TrialState.FAIL
             )
@@ -293,10 +293,9 @@ class _TrialParams:
         return weight
 
 
-def _readable(plan: Plan) -> dict[str, str]:
-    """The labels that Optuna's tools show beside a trial."""
+def labels_of(plan: Plan) -> dict[str, str]:
+    """The labels of a plan's parts, which Optuna's tools show beside a trial."""
     return {
-        "plan_key": plan.key,
         "shape": plan.shape.label,
         "layout": plan.layout.label,
         "split": plan.split.label,

@@ -8,6 +8,8 @@ from quartet_plugin.model.measurement import Objective
 from quartet_plugin.study.storage import StudyStorage, close
 from quartet_plugin.study.tune_study import PLAN, TOLD
 
+MIN_TRIALS = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRow:
@@ -28,8 +30,8 @@ class StudyView:
     importance: Mapping[str, float]
 
 
-def read_study(storage: StudyStorage, *, min_trials: int = 8) -> StudyView | None:
-    """The study in `storage`; None where it was not made yet. Importance needs `min_trials`.
+def read_study(storage: StudyStorage) -> StudyView | None:
+    """The study in `storage`; None where it was not made yet. Importance needs MIN_TRIALS.
 
     Raises StorageError where it cannot be read.
     """
@@ -50,7 +52,7 @@ def read_study(storage: StudyStorage, *, min_trials: int = 8) -> StudyView | Non
             return StudyView(
                 objective=objective if objective in get_args(Objective) else None,
                 rows=rows,
-                importance=_importance(study, trials, min_trials=min_trials),
+                importance=_importance(study, trials),
             )
         finally:
             close(connected)
@@ -66,14 +68,14 @@ def _study_row(trial: Any) -> StudyRow:
     )
 
 
-def _importance(study: Any, trials: list[Any], *, min_trials: int) -> dict[str, float]:
+def _importance(study: Any, trials: list[Any]) -> dict[str, float]:
     """PED-ANOVA (Watanabe et al. 2023), which knows conditional parameters; empty where nothing is said."""
     import warnings
 
     import optuna
 
     values = [trial.value for trial in trials if trial.state.name == "COMPLETE" and trial.params]
-    if len(values) < min_trials or len(set(values)) < 2:
+    if len(values) < MIN_TRIALS or len(set(values)) < 2:
         return {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

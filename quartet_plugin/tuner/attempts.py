@@ -39,7 +39,7 @@ class AttemptState:
     def row(self, number: int) -> TrialRow:
         """The trial's row by its folder alone."""
         result = self.result
-        common = TrialRow(
+        row = TrialRow(
             number=number,
             plan=self.plan,
             num_attempts=self.num_attempts,
@@ -47,12 +47,9 @@ class AttemptState:
             folder=str(Path(*self.folder.parts[-3:])),
         )
         if result is None:
-            return common
-        return TrialRow(
-            number=number,
-            plan=self.plan,
-            num_attempts=self.num_attempts,
-            folder=common.folder,
+            return row
+        return replace(
+            row,
             phase=result.phase,
             outcome=result.outcome.value,
             reason=result.reason,

@@ -60,7 +60,7 @@ Sampler = Annotated[SamplerName, BeforeValidator(_sampler)]
 class TrialConfig(Section):
     """One live trial: iterations left out, iterations measured, and when it is killed.
 
-    `crop` layers are left on the largest stage of a cropped model, which comes before the whole one: `auto`
+    `crop` layers are left on the largest stage of a depth proxy, which comes before the whole one: `auto`
     keeps a quarter where that saves much, `none` crops nothing.
 
     One whose iterations take more than `cut_above` times what the best so far needs for the same work is cut

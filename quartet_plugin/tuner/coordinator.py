@@ -31,7 +31,7 @@ from quartet_plugin.tuner.final_rounds import FinalRounds, proven_finalists, win
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.parity import ParityKeeper
 from quartet_plugin.tuner.proposer import proposer_of
-from quartet_plugin.tuner.regret import FinishedSearch, regret_of
+from quartet_plugin.tuner.regret import regret_of
 from quartet_plugin.tuner.sequential_search import SequentialSearch
 from quartet_plugin.tuner.trial_backend import read_judged
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher, record_of
@@ -164,24 +164,17 @@ class Coordinator:
         finalists = proven_finalists(search.best_trials(trials), context=context, parity=parity)
         rankings = FinalRounds(context=context, launcher=launcher, baseline=baseline).measure(finalists)
         winner = winner_of(rankings)
-        finished = FinishedSearch(
-            baseline=baseline.plan,
-            trials=trials,
-            rankings=rankings,
-            winner=winner,
+        tuned = TuneResult(
             objective=baseline.objective,
             seed=self._config.seed,
-        )
-        return TuneResult(
-            objective=baseline.objective,
             baseline=baseline.plan,
             trials=tuple(trials),
             rankings=tuple(rankings),
             winner=winner,
             receipt=None if winner is None else parity.receipt_of(winner.trial.plan),
             drift_checks=tuple(search.drift_monitor.measurements),
-            regret=regret_of(space, finished, proposer=proposer),
         )
+        return replace(tuned, regret=regret_of(space, tuned, proposer=proposer))
 
     # Workers
 
@@ -297,7 +290,7 @@ class Coordinator:
             objective=baseline.objective,
             baseline=record_of(space.baseline, result, objective=baseline.objective),
             starts=prior.starts,
-            prior=[(trial.params, trial.record) for trial in prior.trials],
+            prior=prior.trials,
             sampler=config.sampler,
         )
         self._say(storage.tool_line)

@@ -70,7 +70,7 @@ def depth_proxy_for(
     if layers is not None and (proposer is None or not is_alone):
         layers = None
         if asked != "auto":
-            why = f"trial.crop: {asked}; only trials that the cost model proposes one at a time are cropped"
+            why = f"trial.crop: {asked}; only what the cost model proposes one at a time has depth proxies"
     if why:
         context.observer.message(why)
     if layers is None or proposer is None:
@@ -128,7 +128,7 @@ class DepthProxy:
         first_drift = 1.0 if self.is_begun else drift
         if not self._measure(plan, number=BASELINE, num_left=num_left, drift=first_drift):
             self.is_on = False
-            say("the cropped baseline could not be measured: plans are tried whole")
+            say("the baseline's depth proxy could not be measured: plans are tried whole")
         for trial in trials:
             plan, number = trial.plan, trial.number
             if self.is_on and number != BASELINE and self._is_recorded(plan, number=number):
@@ -151,7 +151,7 @@ class DepthProxy:
         record = TrialRecord(
             verdict="measured",
             outcome=DEPTH_PROXY,
-            reason=f"its cropped model is behind: {iteration_s:.3g} s +- {spread:.0%} expected",
+            reason=f"its depth proxy is behind: {iteration_s:.3g} s +- {spread:.0%} expected",
             attempt_id=result.attempt_id,
             wall_s=result.wall_s,
             num_iterations=0,
@@ -171,7 +171,7 @@ class DepthProxy:
             return None
         launch = TrialLaunch(
             number=number,
-            label=f"{number} cropped",
+            label=f"{number} depth proxy",
             plan=proxy,
             folder=self.context.run.folder.depth_proxy(number),
             phase="cropped",

@@ -19,23 +19,18 @@ from quartet_plugin.space.param_sources import Params
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
 
-MAX_TOLD = 200
+MAX_TRIALS = 200
 MAX_STARTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PriorTrial:
-    """A trial of another run that holds here: the choices that lead to its plan, and its record."""
-
-    params: Params
-    record: TrialRecord
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """Another run's trials, its points to try first, and one line about it."""
+    """Another run's trials that hold here (the choices that lead to each plan, and its record).
 
-    trials: tuple[PriorTrial, ...] = ()
+    `starts` are its points to try first, `words` one line about it.
+    """
+
+    trials: tuple[tuple[Params, TrialRecord], ...] = ()
     starts: tuple[Params, ...] = ()
     words: str = ""
 
@@ -68,22 +63,24 @@ def read_prior(path: Path, *, space: Space, baseline: Score, objective: Objectiv
     return Prior(
         trials=trials,
         words=(
-            f"from {other.name}: {len(trials)} of its measurements are told, times divided by {ratio:.2f}: "
+            f"from {other.name}: {len(trials)} of its measurements hold here, times divided by {ratio:.2f}: "
             "what the baseline has gained since"
         ),
     )
 
 
-def _trials(other: RunHistory, space: Space, *, ratio: float, objective: Objective) -> Iterable[PriorTrial]:
+def _trials(
+    other: RunHistory, space: Space, *, ratio: float, objective: Objective
+) -> Iterable[tuple[Params, TrialRecord]]:
     seen = {space.baseline.key}
-    for row in other.trials[: 4 * MAX_TOLD]:
+    for row in other.trials[: 4 * MAX_TRIALS]:
         plan = row.plan
         if (
             row.number == 0
             or row.repeats is not None
             or plan is None
             or plan.key in seen
-            or len(seen) > MAX_TOLD
+            or len(seen) > MAX_TRIALS
         ):
             continue
         source = f"{other.name}:{row.number}"
@@ -91,7 +88,7 @@ def _trials(other: RunHistory, space: Space, *, ratio: float, objective: Objecti
         params = None if record is None or space.refusal_of(plan) else space.params_of(plan)
         if record is not None and params is not None:
             seen.add(plan.key)
-            yield PriorTrial(params=params, record=record)
+            yield params, record
 
 
 def _record_here(

@@ -69,10 +69,9 @@ def candidates(
     trials: Sequence[FinishedTrial],
     *,
     baseline_value: float,
-    top_k: int | None = None,
     posterior_means: Mapping[int, float] | None = None,
 ) -> list[FinishedTrial]:
-    """The best `top_k` measured plans (None: all), each once and without the baseline; none clearly slower.
+    """The measured plans, the best first, each once and without the baseline; none clearly slower.
 
     `posterior_means` are objectives by trial number that order the plans: the trial's own launch may have
     been lucky.
@@ -86,18 +85,11 @@ def candidates(
     best: dict[str, FinishedTrial] = {}
     for trial in trials:
         record = trial.record
-        if (
-            record.verdict != "measured"
-            or record.value is None
-            or record.repeats is not None
-            or record.is_depth_proxy
-        ):
-            continue
-        if trial.plan.execution == baseline or record.value < CANDIDATE_MARGIN * baseline_value:
-            continue
-        best.setdefault(trial.plan.execution, trial)
-    ranked = sorted(best.values(), key=lambda trial: (-value(trial), trial.number))
-    return ranked[:top_k]
+        is_first = record.verdict == "measured" and record.repeats is None and not record.is_depth_proxy
+        is_fast = record.value is not None and record.value >= CANDIDATE_MARGIN * baseline_value
+        if is_first and is_fast and trial.plan.execution != baseline:
+            best.setdefault(trial.plan.execution, trial)
+    return sorted(best.values(), key=lambda trial: (-value(trial), trial.number))
 
 
 def order_of_round(numbers: Sequence[int], *, seed: int, round_number: int) -> list[int]:

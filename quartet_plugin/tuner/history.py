@@ -27,6 +27,7 @@ from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, score
 from quartet_plugin.space.features import locked_axes
 from quartet_plugin.space.plan_space import baseline_plan
+from quartet_plugin.study.tune_study import labels_of
 from quartet_plugin.study.view import StudyView
 from quartet_plugin.trial.redact import redacted_argv
 from quartet_plugin.trial.request import TrialResult
@@ -34,7 +35,6 @@ from quartet_plugin.tuner.attempts import AttemptState, holder_of, read_launch, 
 from quartet_plugin.tuner.finalists import BASELINE, rank
 from quartet_plugin.tuner.history_rows import (
     drift_checks_of,
-    labels_of,
     objective_by_events,
     read_events,
     state_of,
@@ -43,19 +43,18 @@ from quartet_plugin.tuner.history_rows import (
 )
 from quartet_plugin.tuner.run_folder import TuningRun, resume_run
 from quartet_plugin.tuner.trial_backend import nodes_of
+from quartet_plugin.tuner.trial_launcher import VERDICTS
 
 _LATEST = 10
 _Beside = Literal["cropped", "control", "parity"]
-_VERDICTS = {"OK": "measured", "UNSTABLE": "measured", "INFEASIBLE": "infeasible", "WRONG": "wrong"}
 
 
-def read_history(path: Path, *, study: StudyView | None = None, now: float | None = None) -> RunHistory:
+def read_history(path: Path, *, study: StudyView | None = None) -> RunHistory:
     """The run in `path`, with what `study` adds.
 
-    `now` is seconds since 1970. Raises ConfigError where `path` is no run, or its config.json is damaged.
+    Raises ConfigError where `path` is no run, or its config.json is damaged.
     """
-    run = open_run(path)
-    return _Reader(run, study=study, now=time.time() if now is None else now).read()
+    return _Reader(open_run(path), study=study).read()
 
 
 def open_run(path: Path) -> TuningRun:
@@ -70,11 +69,11 @@ def open_run(path: Path) -> TuningRun:
 class _Reader:
     """Puts a history together."""
 
-    def __init__(self, run: TuningRun, *, study: StudyView | None, now: float) -> None:
+    def __init__(self, run: TuningRun, *, study: StudyView | None) -> None:
         self._run = run
         self._study_rows = {row.number: row for row in study.rows} if study else {}
         self._objective = study.objective if study else None
-        self._now = now
+        self._now = time.time()
         self._faults: list[str] = []
         self._job: TrainingJob | None = None
         self._nodes: tuple[NodeInfo, ...] = ()
@@ -206,7 +205,7 @@ class _Reader:
             row = replace(row, plan=self._baseline)
         result = launch.result if launch else None
         if result is not None:
-            row = replace(row, verdict=_VERDICTS.get(result.outcome.value, "lost"))
+            row = replace(row, verdict=VERDICTS.get(result.outcome, "lost"))
         elif launch is not None:
             row = replace(row, is_running=state in ("running", "elsewhere"))
         if row.plan is not None:

@@ -10,7 +10,6 @@ from quartet_plugin.errors import StorageError
 from quartet_plugin.model.history import DriftMeasurement, RunState, TrialRow
 from quartet_plugin.model.launch import DEPTH_PROXY
 from quartet_plugin.model.measurement import Objective
-from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import objective_of, score
 from quartet_plugin.study.view import StudyRow
 
@@ -45,17 +44,6 @@ def objective_by_events(rows: tuple[TrialRow, ...], *, asked: Any) -> Objective:
             is_tokens = math.isclose(row.value * row.drift, tokens_per_s, rel_tol=1e-6)
             return "tokens_per_s" if is_tokens else "model_flops_per_s_per_device"
     return objective_of(asked, num_shapes=len({row.plan.shape for row in rows if row.plan}) or 1)
-
-
-def labels_of(plan: Plan) -> dict[str, str]:
-    """The plan's parts in words, as the study keeps them beside a trial."""
-    return {
-        "shape": plan.shape.label,
-        "layout": plan.layout.label,
-        "split": plan.split.label,
-        "schedule": plan.schedule.label,
-        "mapping": plan.mapping.label,
-    }
 
 
 def with_record(row: TrialRow, in_study: StudyRow) -> TrialRow:

@@ -272,7 +272,7 @@ class ParityKeeper:
         """Refuse every custom schedule from now on: none can be checked here."""
         text = " ".join(reason.split())
         self._unavailable = ParityRefusal(verdict="infeasible", outcome="INFEASIBLE", reason=text, culprit="")
-        self.context.events.add("quarantine", trial=trial, schedule="every schedule of ours", reason=text)
+        self.context.events.add("quarantine", trial=trial, schedule="every custom schedule", reason=text)
         self.context.observer.message(
             f"custom schedules are left out, they cannot be checked ({kind.label}): {text}"
         )

@@ -181,9 +181,9 @@ def expected_improvement(mean: float, spread: float) -> float:
 
 def machine_of(config: MachineConfig, *, cwd: Path) -> KnownMachine:
     """The contents of the files that `config` names. Raises ConfigError in one line."""
-    return _read(
-        cluster=None if config.cluster is None else cwd / config.cluster,
-        calibration=None if config.calibration is None else cwd / config.calibration,
+    return KnownMachine(
+        cluster=None if config.cluster is None else read_cluster(cwd / config.cluster),
+        calibration=None if config.calibration is None else read_calibration(cwd / config.calibration),
     )
 
 
@@ -199,15 +199,6 @@ def keep_machine(config: MachineConfig, *, cwd: Path, folder: RunFolder) -> None
 
 def kept_machine(folder: RunFolder) -> KnownMachine:
     """The contents of the copies that the run was begun with."""
-    cluster, calibration = folder.machine_file, folder.calibration_file
-    return _read(
-        cluster=cluster if cluster.exists() else None,
-        calibration=calibration if calibration.exists() else None,
-    )
-
-
-def _read(*, cluster: Path | None, calibration: Path | None) -> KnownMachine:
-    return KnownMachine(
-        cluster=None if cluster is None else read_cluster(cluster),
-        calibration=None if calibration is None else read_calibration(calibration),
-    )
+    copies = (folder.machine_file, folder.calibration_file)
+    cluster, calibration = (copy.name if copy.exists() else None for copy in copies)
+    return machine_of(MachineConfig(cluster=cluster, calibration=calibration), cwd=folder.path)

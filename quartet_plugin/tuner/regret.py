@@ -9,7 +9,6 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,13 +17,13 @@ from numpy.typing import NDArray
 from quartet_plugin.calibration.plan_gp import FAR, GpObservations, PlanFeatures, draw, features_of, joint
 from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.costs import FloatArray
-from quartet_plugin.model.measurement import NOTABLE, Interval, Objective, Regret
+from quartet_plugin.model.measurement import NOTABLE, Interval, Regret
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.space.param_sources import Params, RandomParams
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.tuner.finalists import BASELINE, FinalistResult
+from quartet_plugin.tuner.tune_result import TuneResult
 
 if TYPE_CHECKING:
     from quartet_plugin.tuner.proposer import Proposer
@@ -48,26 +47,9 @@ LEAST_FORECAST = 0.01
 Forecasts = Callable[[Sequence[Plan]], Sequence[tuple[float, float]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedSearch:
-    """The trials and rankings of a search that has ended; `winner` is None where the baseline stays."""
-
-    baseline: Plan
-    trials: Sequence[FinishedTrial]
-    rankings: Sequence[FinalistResult]
-    winner: FinalistResult | None
-    objective: Objective
-    seed: int
-
-    @property
-    def best(self) -> Plan:
-        """The plan to train with."""
-        return self.baseline if self.winner is None else self.winner.trial.plan
-
-
 def estimate_regret(
     space: Space,
-    search: FinishedSearch,
+    search: TuneResult,
     *,
     untried: Sequence[Plan] | None = None,
     forecasts: Forecasts | None = None,
@@ -115,7 +97,7 @@ def estimate_regret(
     )
 
 
-def regret_of(space: Space, search: FinishedSearch, *, proposer: "Proposer | None") -> Regret | None:
+def regret_of(space: Space, search: TuneResult, *, proposer: "Proposer | None") -> Regret | None:
     """The estimate by the calibrated cost model where the search had one, else by the measurements alone."""
     if proposer is None:
         return estimate_regret(space, search)
@@ -173,7 +155,7 @@ def words_of(plan: Plan, *, baseline: Plan) -> str:
 
 
 def _by_process(
-    search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Generator
+    search: TuneResult, plans: Sequence[Plan], generator: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
     """Draws of the untried plans [draws, plans] and of the best [draws], fitted to the measurements."""
     every = {search.baseline.key: search.baseline}
@@ -193,13 +175,13 @@ def _by_process(
     return values[:, len(measured) :], values[:, index_of[search.best.key]]
 
 
-def _predicted(plan: Plan, search: FinishedSearch) -> float:
+def _predicted(plan: Plan, search: TuneResult) -> float:
     """The logarithm of the objective over the baseline's, as the cost model has it; 0 without one."""
     cost = None if plan.prediction is None else plan.prediction.relative_cost
     return 0.0 if not cost else -math.log(cost) + _work(plan, search)
 
 
-def _work(plan: Plan, search: FinishedSearch) -> float:
+def _work(plan: Plan, search: TuneResult) -> float:
     """Costs are for equal model FLOPs; where tokens count, a smaller model has more of them."""
     if search.objective == "model_flops_per_s_per_device":
         return 0.0
@@ -207,7 +189,7 @@ def _work(plan: Plan, search: FinishedSearch) -> float:
     return math.log(baseline_flops / plan.shape.model_flops_per_sequence)
 
 
-def _observations(search: FinishedSearch, index_of: dict[str, int]) -> GpObservations:
+def _observations(search: TuneResult, index_of: dict[str, int]) -> GpObservations:
     """The measurements of the search and of the final rounds; the baseline is exactly 1 of itself."""
     baseline_value = next(trial.record.value for trial in search.trials if trial.number == BASELINE)
     assert baseline_value is not None, "the baseline of a search was measured"
@@ -246,7 +228,7 @@ def noise_of_rounds(rankings: Sequence[FinalistResult]) -> float | None:
 
 
 def _by_forecasts(
-    search: FinishedSearch, plans: Sequence[Plan], forecasts: Forecasts, generator: np.random.Generator
+    search: TuneResult, plans: Sequence[Plan], forecasts: Forecasts, generator: np.random.Generator
 ) -> tuple[FloatArray, FloatArray]:
     """The same draws by calibrated predictions; the winner is where the final rounds have it."""
     every = [search.baseline, search.best, *plans]
@@ -266,7 +248,7 @@ def _by_forecasts(
     return draws[:, 2:], draws[:, 1]
 
 
-def _relative_work(plan: Plan, search: FinishedSearch) -> float:
+def _relative_work(plan: Plan, search: TuneResult) -> float:
     """Forecasts are of seconds an iteration: with equal tokens more FLOPs count as more."""
     if search.objective == "tokens_per_s":
         return 0.0
@@ -274,7 +256,7 @@ def _relative_work(plan: Plan, search: FinishedSearch) -> float:
     return math.log(plan.shape.model_flops_per_sequence / baseline_flops)
 
 
-def _fits(search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Generator) -> NDArray[np.bool_]:
+def _fits(search: TuneResult, plans: Sequence[Plan], generator: np.random.Generator) -> NDArray[np.bool_]:
     """Whether each plan can run, in each draw [draws, plans]: as often as plans like it could.
 
     What one layout lacks all of its plans do, so they fit together or not at all.
@@ -299,7 +281,7 @@ def _fits(search: FinishedSearch, plans: Sequence[Plan], generator: np.random.Ge
 # Untried plans
 
 
-def untried_plans(space: Space, search: FinishedSearch) -> list[Plan]:
+def untried_plans(space: Space, search: TuneResult) -> list[Plan]:
     """Plans of the space that were not tried: neighbours of the best ones and any, in turns."""
     generator = random.Random(derived_seed(search.seed, len(search.trials), "untried"))  # noqa: S311
     known = {plan.execution for plan in (search.baseline, *(trial.plan for trial in search.trials))}

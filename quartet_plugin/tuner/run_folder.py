@@ -46,8 +46,8 @@ class RunFolder:
     # The nodes and slots that trial 0 found; the cluster file and the calibration that the run was given.
     cluster_file, machine_file = _Entry("cluster.json"), _Entry("machine.json")
     calibration_file = _Entry("calibration.json")
-    # The Optuna study where it is kept in SQLite; the log of events, a line each.
-    study_file, events_file = _Entry(SQLITE_NAME), _Entry("events.jsonl")
+    # The log of events, a line each.
+    events_file = _Entry("events.jsonl")
     # Folders of the trials, of their depth proxies, of the drift checks and of the final rounds.
     trials, depth_proxies = _Entry("trials"), _Entry("cropped")
     drift_checks, final = _Entry("control"), _Entry("final")

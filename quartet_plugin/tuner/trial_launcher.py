@@ -13,7 +13,7 @@ from quartet_plugin.study.tune_study import REFUSED_EXCESS
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.tuner.context import TuningContext
 
-_VERDICTS: dict[Outcome, Verdict] = {
+VERDICTS: dict[Outcome, Verdict] = {
     Outcome.OK: "measured",
     Outcome.UNSTABLE: "measured",
     Outcome.INFEASIBLE: "infeasible",
@@ -74,7 +74,7 @@ class TrialLauncher:
         recorded = context.backend.recorded(launch.folder, plan_key=None if plan is None else plan.key)
         # A baseline that failed was mended, or given more time, by whoever starts again.
         is_mended = recorded is not None and not recorded.is_measured and launch.phase == "baseline"
-        if recorded is not None and not is_mended and not self._other_devices(recorded):
+        if recorded is not None and not is_mended and not self.other_devices(recorded):
             self.reuse(launch, recorded)
             return recorded
         self.begin(launch, num_left=num_left)
@@ -82,9 +82,10 @@ class TrialLauncher:
             self.request(launch), on_progress=context.show_progress, should_stop=context.should_stop
         )
         self.end(launch, result)
-        if other_devices := self._other_devices(result):
+        if other_devices := self.other_devices(result):
             raise InfrastructureError(
-                f"{launch.label}: {other_devices}; --resume where the baseline ran, or begin another run"
+                f"{launch.label}: it ran {other_devices}; "
+                "--resume where the baseline ran, or begin another run"
             )
         # A preemption ends ranks and tuner alike; the attempt is closed, and its trial is there to resume.
         is_lost = result.outcome is Outcome.INFRA and context.should_stop()
@@ -122,17 +123,15 @@ class TrialLauncher:
         if result.is_measured:
             self.timeouts = self.timeouts.learned(start_s=result.start_s, first_step_s=result.first_step_s)
 
-    def _other_devices(self, result: TrialResult) -> str:
-        """Why the times do not compare with the baseline's: other devices; empty where they do."""
+    def other_devices(self, result: TrialResult) -> str:
+        """The other devices that it ran on than the baseline, in words; empty where the times compare."""
         if self.baseline is None or not result.is_measured:
             return ""
         expected = [node.node_class for node in self.baseline.plan.made_for.nodes]
         measured_on = [node.node_class for node in self.context.backend.nodes(result)]
         if measured_on == expected:
             return ""
-        return (
-            f"it ran on {', '.join(measured_on)}, the baseline on {', '.join(expected)}: times do not compare"
-        )
+        return f"on {', '.join(measured_on)}, the baseline on {', '.join(expected)}: times do not compare"
 
     def request(self, launch: TrialLaunch) -> TrialRequest:
         """The request that the backend, or a worker, gets for a launch."""
@@ -203,7 +202,7 @@ def record_of(plan: Plan, result: TrialResult, *, objective: Objective, drift: f
     `drift` is the machine's, see `TrialLaunch`.
     """
     common = TrialRecord(
-        verdict=_VERDICTS[result.outcome],
+        verdict=VERDICTS[result.outcome],
         outcome=result.outcome.value,
         reason=result.reason,
         attempt_id=result.attempt_id,

@@ -19,11 +19,12 @@ from quartet_plugin.tuner.run_folder import TuningRun
 class TuneResult:
     """The result of a tuning run. `winner` is None where nothing beat the baseline.
 
-    `receipt` is the parity gate's for a winner with a custom schedule, `drift_checks` the baseline's
-    re-measurements during the search, `regret` the estimate of what the search missed.
+    `seed` is the study's. `receipt` is the parity gate's for a winner with a custom schedule, `drift_checks`
+    the baseline's re-measurements during the search, `regret` the estimate of what the search missed.
     """
 
     objective: Objective
+    seed: int
     baseline: Plan
     trials: tuple[FinishedTrial, ...]
     rankings: tuple[FinalistResult, ...]
@@ -31,6 +32,11 @@ class TuneResult:
     receipt: Receipt | None = None
     drift_checks: tuple[DriftMeasurement, ...] = ()
     regret: Regret | None = None
+
+    @property
+    def best(self) -> Plan:
+        """The plan to train with."""
+        return self.baseline if self.winner is None else self.winner.trial.plan
 
 
 def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:

@@ -60,7 +60,7 @@ def table(capsys: pytest.CaptureFixture[str], path: Path) -> list[dict[str, Any]
 def test_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "status", str(run))
     assert "state     finished" in text
-    assert "told      10 of 10 trials" in text
+    assert "finished  10 of 10 trials" in text
     assert "infeasible" in text
     assert "x the baseline" in text
     assert f"study     sqlite:///{run}/study.sqlite3" in text

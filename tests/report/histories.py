@@ -14,7 +14,7 @@ from quartet_plugin.model.history import (
 )
 from quartet_plugin.model.measurement import Comparison, Interval, Measurement, Prediction
 from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
-from quartet_plugin.tuner.history_rows import labels_of
+from quartet_plugin.study.tune_study import labels_of
 from tests.model.plans import PLAN, plan_with
 
 GIB = 2**30

@@ -214,7 +214,7 @@ def test_a_damaged_sqlite_file_is_one_line(tmp_path: Path, content: bytes) -> No
     run = begin(tmp_path / "r", study=STUDY)
     machine = FakeMachine()
     tune(run, machine)
-    run.folder.study_file.write_bytes(content)
+    (run.folder.path / "study.sqlite3").write_bytes(content)
     with pytest.raises(StorageError, match=r"study\.sqlite3: (damaged|not a study)") as caught:
         run.storage.check()
     assert "\n" not in str(caught.value)
@@ -227,7 +227,7 @@ def test_a_damaged_sqlite_file_is_one_line(tmp_path: Path, content: bytes) -> No
 def test_a_link_is_no_study(tmp_path: Path) -> None:
     run = begin(tmp_path / "r", study=STUDY)
     (tmp_path / "elsewhere").write_bytes(b"")
-    run.folder.study_file.symlink_to(tmp_path / "elsewhere")
+    (run.folder.path / "study.sqlite3").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="a link"):
         tune(resume(tmp_path / "r"), FakeMachine())
 

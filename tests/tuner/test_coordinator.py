@@ -229,7 +229,7 @@ def test_plans_that_do_not_fit_are_told_with_a_constraint_and_never_win(tmp_path
     run = begin(tmp_path / "r", study={"trials": 14})
     result = tune(run, FakeMachine(outcome=outcome))
     study = optuna.load_study(
-        study_name="r", storage=f"sqlite:///{run.folder.study_file}", sampler=optuna.samplers.RandomSampler()
+        study_name="r", storage=f"sqlite:///{run.storage.file}", sampler=optuna.samplers.RandomSampler()
     )
     assert not any(trial.state == optuna.trial.TrialState.FAIL for trial in study.trials)
     infeasible = [trial for trial in finished(study) if trial.user_attrs["told"]["outcome"] == "INFEASIBLE"]
@@ -249,7 +249,7 @@ def test_wrong_results_are_never_scored(tmp_path: Path) -> None:
 
     run = begin(tmp_path / "r", study={"trials": 12})
     tune(run, FakeMachine(outcome=outcome))
-    study = optuna.load_study(study_name="r", storage=f"sqlite:///{run.folder.study_file}")
+    study = optuna.load_study(study_name="r", storage=f"sqlite:///{run.storage.file}")
     wrong = [trial for trial in finished(study) if trial.user_attrs["told"]["outcome"] == "WRONG"]
     assert wrong
     for trial in wrong:

@@ -121,7 +121,7 @@ def test_a_cropped_model_is_compared_with_nothing(tmp_path: Path) -> None:
         FakeMachine(seconds=steep),
         observer=watching,
     )
-    lines = [text for text in watching.messages if " cropped: " in text and "s/iteration" in text]
+    lines = [text for text in watching.messages if " depth proxy: " in text and "s/iteration" in text]
     assert len(lines) == 5
     assert not any("baseline" in text or "tokens/s" in text for text in lines)
 

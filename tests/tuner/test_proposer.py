@@ -133,7 +133,7 @@ def test_no_plan_is_proposed_twice_and_the_sampler_has_its_turns(tmp_path: Path)
     assert len(searched) == len(set(searched)) == 12
     import optuna
 
-    study = optuna.load_study(study_name="r", storage=f"sqlite:///{run.folder.study_file}")
+    study = optuna.load_study(study_name="r", storage=f"sqlite:///{run.storage.file}")
     enqueued = ["fixed_params" in trial.system_attrs for trial in study.trials[1:]]
     assert enqueued[:2] == [True, True]
     assert not enqueued[2]

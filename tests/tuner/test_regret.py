@@ -22,8 +22,8 @@ from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.finalists import FinalistResult, bootstrap_median
-from quartet_plugin.tuner.regret import FinishedSearch, estimate_regret, noise_of_rounds, untried_plans
-from quartet_plugin.tuner.tune_result import write_best
+from quartet_plugin.tuner.regret import estimate_regret, noise_of_rounds, untried_plans
+from quartet_plugin.tuner.tune_result import TuneResult, write_best
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import FakeMachine, begin, resume, tune
 
@@ -80,7 +80,7 @@ def ranking(one: FinishedTrial, ratios: Sequence[float]) -> FinalistResult:
 
 def ended(
     values: Mapping[Plan, float | None], *, winner: Plan | None = None, ratios: Sequence[float] = ()
-) -> FinishedSearch:
+) -> TuneResult:
     """A search that measured `values` (over the baseline's) and a winner with its final ratios."""
     space = a_space()
     trials = [trial(0, space.baseline, 1.0)]
@@ -88,23 +88,23 @@ def ended(
     won = None
     if winner is not None:
         won = ranking(next(one for one in trials if one.plan.key == winner.key), ratios)
-    return FinishedSearch(
+    return TuneResult(
         baseline=space.baseline,
-        trials=trials,
-        rankings=[] if won is None else [won],
+        trials=tuple(trials),
+        rankings=() if won is None else (won,),
         winner=won,
         objective="tokens_per_s",
         seed=0,
     )
 
 
-def estimated(search: FinishedSearch, **options: Any) -> Regret:
+def estimated(search: TuneResult, **options: Any) -> Regret:
     found = estimate_regret(a_space(), search, **options)
     assert found is not None
     return found
 
 
-def four_tried(**changes: Any) -> FinishedSearch:
+def four_tried(**changes: Any) -> TuneResult:
     plans = some_plans()
     return ended(dict.fromkeys(plans[:4], 0.9), **changes)
 

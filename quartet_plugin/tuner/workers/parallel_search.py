@@ -131,16 +131,13 @@ class ParallelSearch:
 
     def _is_elsewhere(self, ended: EndedTrial) -> bool:
         """Whether it was measured on other devices than the baseline: then it is measured again."""
-        if not ended.result.is_measured:
+        search = self.search
+        other_devices = search.launcher.other_devices(ended.result)
+        if not other_devices:
             return False
-        context = self.search.context
-        expected = [node.node_class for node in self.search.baseline.plan.made_for.nodes]
-        measured_on = [node.node_class for node in context.backend.nodes(ended.result)]
-        if measured_on == expected:
-            return False
-        context.observer.message(
-            f"worker {ended.worker} runs on {', '.join(measured_on)}, the baseline on {', '.join(expected)}: "
-            f"times do not compare; it is sent away, and trial {ended.number} is handed out again"
+        search.context.observer.message(
+            f"worker {ended.worker} runs {other_devices}; "
+            f"it is sent away, and trial {ended.number} is handed out again"
         )
         self.dispatcher.queue.dismiss(ended.worker)
         self.dispatcher.again(ended.number, "measured on other devices than the baseline")

@@ -110,7 +110,7 @@ class Worker:
             self.queue.finish(claim, done)
             raise
         is_current = self.queue.finish(claim, Done(fence=queued.fence, attempt=attempt_number(result.folder)))
-        note = "" if is_current else "; it was handed to another worker meanwhile, and this is not told"
+        note = "" if is_current else "; it was handed to another worker meanwhile: this does not count"
         reason = "" if result.outcome is Outcome.OK else f": {result.reason}"
         self.say(f"trial {queued.trial}: {result.outcome.value}{reason}{note}")
 

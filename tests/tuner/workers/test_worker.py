@@ -125,7 +125,7 @@ def test_it_ends_a_trial_that_is_handed_to_another(tmp_path: Path) -> None:
     shift.worker.work()
     assert bench.num_turns == 2
     assert not list((shift.queue.path / "claims").glob("*.done.json"))
-    assert "this is not told" in shift.said[-1]
+    assert "this does not count" in shift.said[-1]
 
 
 def test_it_ends_a_trial_when_it_is_stopped(tmp_path: Path) -> None:
