@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import command
 from quartet_plugin.errors import ConfigError, QuartetError, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ _LEAST_SPREAD = 0.02
 _PROFILE_SPREAD = 0.05
 
 
-def _calibrate(
+def calibrate_command(
     cluster: Annotated[
         Path, typer.Option(metavar="CLUSTER.json", help="Where it was measured.", show_default=False)
     ],
@@ -59,9 +58,6 @@ def _calibrate(
     source = ", ".join(str(path) for path in (*(profile or ()), *(runs or ())))
     write_calibration(calibration, path=output, source=source)
     typer.echo("\n".join([f"{output}:", *lines(calibration)]))
-
-
-register = command("calibrate", _calibrate)
 
 
 def start_from(cluster: Path) -> "tuple[Constants, bool]":

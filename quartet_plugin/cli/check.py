@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import DeviceName, check_range, command, user_command
+from quartet_plugin.cli.command import DeviceName, check_range, user_command
 from quartet_plugin.errors import PlanError, StorageError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MAX_STEPS = 1_000
 
 
-def check(
+def check_command(
     ctx: typer.Context,
     plan: Annotated[Path, typer.Argument(help="The plan to check.", show_default=False)],
     steps: Annotated[int, typer.Option(help="Steps to compare.")] = 5,
@@ -66,11 +66,6 @@ def check(
     if receipt.failure is not None:
         raise PlanError(f"{plan}: does not train as stock does: {receipt.failure.reason}; logs in {place}")
     typer.echo(f"the plan trains as stock does; receipt: {target}")
-
-
-register = command(
-    "check", check, epilog="The training command follows a literal --; it is run three times, briefly."
-)
 
 
 def lines(receipt: "Receipt") -> list[str]:

@@ -1,10 +1,10 @@
-"""A command's declaration, and what commands share: options, the user's command, run folders."""
+"""What commands share: options, the user's command, run folders."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
@@ -25,7 +25,7 @@ def device_named(text: str) -> Device:
     raise UsageError(f"--device {text}: must be one of {', '.join(get_args(Device))}")
 
 
-DeviceName = Annotated[Device, typer.Option(parser=device_named, metavar="TEXT", help="auto, cpu or cuda.")]
+DeviceName = Annotated[Device, typer.Option(parser=device_named, metavar="<str>", help="auto, cpu or cuda.")]
 PlanFile = Annotated[Path, typer.Argument(help="A plan file.", show_default=False)]
 RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name.")]
 RunsFolder = Annotated[Path, typer.Option("--run-dir", help="Where runs are kept.")]
@@ -49,15 +49,6 @@ class Invocation:
 
     user_command: tuple[str, ...] | None = None
     started_s: float = field(default_factory=time.monotonic)
-
-
-def command(name: str, function: Callable[..., Any], **options: Any) -> Callable[[typer.Typer], None]:
-    """A module's `register`: it adds `function` to an application as the command `name`."""
-
-    def register(app: typer.Typer) -> None:
-        app.command(name, **options)(function)
-
-    return register
 
 
 def invocation(ctx: typer.Context) -> Invocation:

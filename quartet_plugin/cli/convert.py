@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from quartet_plugin.cli.command import DeviceName, command, user_command
+from quartet_plugin.cli.command import DeviceName, user_command
 from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, StorageError
 
 STOCK = "stock"
 _ITERATION = re.compile(r"iter_(\d{7})")
 
 
-def convert(
+def convert_command(
     ctx: typer.Context,
     checkpoint: Annotated[
         Path,
@@ -63,11 +63,6 @@ def convert(
         shutil.rmtree(partial, ignore_errors=True)
     print(f"quartet: {folder} is in {output} for the stages of {to}", file=sys.stderr, flush=True)
     return int(ExitCode.DONE)
-
-
-register = command(
-    "convert", convert, epilog="The training command follows a literal --; nothing is trained with it."
-)
 
 
 def checkpoint_of(path: Path, *, tracker: str) -> tuple[Path, int | None]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, command, constants_of, devices_of
+from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, constants_of, devices_of
 
 if TYPE_CHECKING:
     from quartet_plugin.cost.devices import DeviceSpec
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quartet_plugin.report.explain import Explanation
 
 
-def _explain(
+def explain_command(
     plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan.", show_default=False)],
     cluster: Annotated[
         Path | None,
@@ -37,9 +37,6 @@ def _explain(
     job, assumed = _job(content, cluster, devices_of(hardware))
     prediction = explained(content, job, assumed=assumed, constants=constants_of(calibration))
     _print(_explanation(content, job, prediction), as_json=json)
-
-
-register = command("explain", _explain)
 
 
 def _job(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quartet_plugin.tuner.run_folder import TuningRun
 
 
-def _export(
+def export_command(
     plan: PlanFile,
     as_json: JsonSwitch = False,
     ds_config: Annotated[
@@ -39,19 +39,13 @@ def _export(
     typer.echo(json.dumps(content, indent=1) if as_json else "\n".join(lines(content)))
 
 
-def _show(plan: PlanFile) -> None:
+def show_command(plan: PlanFile) -> None:
     """Show a plan: what it is for, what it changes and how far, what it gained."""
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.report.tables import plan_lines
 
     for line in plan_lines(read_plan(plan)):
         typer.echo(line)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command("show")(_show)
-    app.command("export")(_export)
 
 
 NATIVE_FILE = "native.sh"

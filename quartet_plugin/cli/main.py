@@ -17,31 +17,40 @@ import typer
 from quartet_plugin.cli.command import Invocation, refuse_user_command
 from quartet_plugin.errors import ExitCode, QuartetError
 
-# One line a command: a module with `register(app: typer.Typer) -> None`. Importing it must be cheap, so
-# numpy, numba, pydantic, optuna and the like are imported inside the functions that run.
-COMMAND_MODULES: tuple[str, ...] = (
-    "quartet_plugin.cli.tune",
-    "quartet_plugin.cli.workers",
-    "quartet_plugin.cli.runs",
-    "quartet_plugin.cli.report",
-    "quartet_plugin.cli.train",
-    "quartet_plugin.cli.check",
-    "quartet_plugin.cli.recheck",
-    "quartet_plugin.cli.convert",
-    "quartet_plugin.cli.export",
-    "quartet_plugin.cli.schedule",
-    "quartet_plugin.cli.rehearse",
-    "quartet_plugin.cli.trace",
-    "quartet_plugin.cli.predict",
-    "quartet_plugin.cli.plan",
-    "quartet_plugin.cli.explain",
-    "quartet_plugin.cli.probe",
-    "quartet_plugin.cli.profile",
-    "quartet_plugin.cli.calibrate",
-)
-
-# Every other command refuses words behind --.
-_RUN_THE_USERS_COMMAND = frozenset({"tune", "train", "check", "convert", "probe", "profile"})
+# Every command with the module that has its function, or its own typer.Typer, as COMMAND_command. Importing
+# a module must be cheap, so numpy, numba, pydantic, optuna and the like are imported inside of functions.
+COMMANDS = {
+    "tune": "tune",
+    "work": "workers",
+    "status": "runs",
+    "trials": "runs",
+    "repair": "runs",
+    "report": "report",
+    "train": "train",
+    "check": "check",
+    "recheck": "recheck",
+    "convert": "convert",
+    "show": "export",
+    "export": "export",
+    "schedule": "schedule",
+    "rehearse": "rehearse",
+    "trace": "trace",
+    "predict": "predict",
+    "plan": "plan",
+    "explain": "explain",
+    "probe": "probe",
+    "profile": "profile",
+    "calibrate": "calibrate",
+}
+# The commands that run the user's own command; every other one refuses words behind --.
+_EPILOGS = {
+    "tune": "The training command follows a literal --; it is run as it is.",
+    "train": "The training command follows a literal --; it is run as it is.",
+    "check": "The training command follows a literal --; it is run three times, briefly.",
+    "convert": "The training command follows a literal --; nothing is trained with it.",
+    "profile": "The training command follows a literal --; it is run for a few iterations.",
+    "probe": "For several nodes run it on each, with torchrun and its options after --.",
+}
 
 _IMPORTED_S = time.monotonic()
 _ClickError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -68,11 +77,15 @@ def build_app() -> typer.Typer:
         debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     ) -> None:
         del version, debug
-        if ctx.invoked_subcommand not in _RUN_THE_USERS_COMMAND:
+        if ctx.invoked_subcommand not in _EPILOGS:
             refuse_user_command(ctx)
 
-    for module in COMMAND_MODULES:
-        import_module(module).register(app)
+    for name, module in COMMANDS.items():
+        function = getattr(import_module(f"quartet_plugin.cli.{module}"), f"{name}_command")
+        if isinstance(function, typer.Typer):
+            app.add_typer(function)
+        else:
+            app.command(name, epilog=_EPILOGS.get(name), hidden=name == "work")(function)
     return app
 
 

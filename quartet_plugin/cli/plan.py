@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, command, constants_of, devices_of
+from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, constants_of, devices_of
 
 if TYPE_CHECKING:
     from quartet_plugin.planner.layout_table import Refusal
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 MAX_REFUSALS = 12
 
 
-def _plan(
+def plan_command(
     job: Annotated[
         Path, typer.Argument(metavar="JOB.yaml", help="Model, cluster and batch.", show_default=False)
     ],
@@ -56,9 +56,6 @@ def _plan(
     if refused:
         for line in _refusals(refusals(request, ranking)):
             typer.echo(line)
-
-
-register = command("plan", _plan)
 
 
 def _line(ranked: "Ranked") -> str:

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, command, constants_of, devices_of
+from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, constants_of, devices_of
 
 
-def _predict(
+def predict_command(
     rows: Annotated[Path, typer.Argument(metavar="ROWS.json", help="An array of runs.", show_default=False)],
     output: Annotated[
         Path,
@@ -27,6 +27,3 @@ def _predict(
     write_json_atomic(output, predictions)
     errors = sum("error" in entry for entry in predictions)
     typer.echo(f"{output}: {len(predictions) - errors} predictions, {errors} rows with an error")
-
-
-register = command("predict", _predict)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from quartet_plugin.cli.command import DeviceName, check_range, command, invocation
+from quartet_plugin.cli.command import DeviceName, check_range, invocation
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _POLL_S = 0.05
 _GRACE_S = 3.0
 
 
-def _probe(
+def probe_command(
     ctx: typer.Context,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="CLUSTER.json", help="The file to write.")
@@ -63,11 +63,6 @@ def _probe(
     typer.echo(
         "\n".join([f"{output}: {len(cluster.nodes)} nodes, {cluster.num_slots} devices", *lines(cluster)])
     )
-
-
-register = command(
-    "probe", _probe, epilog="For several nodes run it on each, with torchrun and its options after --."
-)
 
 
 def probe(

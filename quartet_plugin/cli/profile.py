@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import DeviceName, check_range, command, user_command
+from quartet_plugin.cli.command import DeviceName, check_range, user_command
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 from quartet_plugin.protocol.environment import PROFILE
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MAX_ITERATIONS = 1_000
 
 
-def _profile(
+def profile_command(
     ctx: typer.Context,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="PROFILE.json", help="The file to write.")
@@ -55,11 +55,6 @@ def _profile(
     measured = profile(words, played=played, num_iterations=iterations, device=device, deadline_s=deadline)
     write(measured, output=output, costs=costs)
     typer.echo("\n".join(lines(measured)))
-
-
-register = command(
-    "profile", _profile, epilog="The training command follows a literal --; it is run for a few iterations."
-)
 
 
 def profile(

@@ -8,13 +8,13 @@ from typing import Any
 
 import typer
 
-from quartet_plugin.cli.command import PlanFile, command
+from quartet_plugin.cli.command import PlanFile
 from quartet_plugin.errors import InfrastructureError, PlanError, SeamError
 
 _MODULE = "quartet_plugin.megatron.recheck"
 
 
-def recheck(plan: PlanFile) -> None:
+def recheck_command(plan: PlanFile) -> None:
     """After an upgrade: is Megatron, where the plugin takes hold of it, still as the plan needs it?"""
     from quartet_plugin.cli.train import framework_version
     from quartet_plugin.model.frameworks import capabilities
@@ -42,9 +42,6 @@ def recheck(plan: PlanFile) -> None:
         receipt = require_receipt(content, path=plan, torch_version=framework_version("torch"))
         lines.append(f"parity receipt: passed over {len(receipt.steps)} steps with these versions")
     typer.echo("\n".join(lines))
-
-
-register = command("recheck", recheck)
 
 
 def fault_of(report: dict[str, Any]) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quartet_plugin.cli.command import check_range, command
+from quartet_plugin.cli.command import check_range
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _MODULE = "quartet_plugin.runtime.rehearsal"
 _MAX_STEPS = 1_000
 
 
-def rehearse(
+def rehearse_command(
     schedule: Annotated[Path, typer.Argument(metavar="SCHEDULE.json", show_default=False)],
     costs: Annotated[Path, typer.Option(metavar="COSTS.json", help="Cost table.", show_default=False)],
     steps: Annotated[int, typer.Option(help="Steps to rehearse.")] = 5,
@@ -45,9 +45,6 @@ def rehearse(
     hang_s = max(hang, 5 * longest_s)
     result = _run([str(schedule), str(costs)], [str(steps), repr(time_scale), repr(hang_s)])
     typer.echo("\n".join(lines(result["steps"], simulation, time_scale=time_scale)))
-
-
-register = command("rehearse", rehearse)
 
 
 def _run(files: list[str], numbers: list[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import RUNS, RunName, RunsFolder, command, find_run
+from quartet_plugin.cli.command import RUNS, RunName, RunsFolder, find_run
 from quartet_plugin.errors import QuartetError, StorageError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FILE_NAME = "report.html"
 
 
-def _report(
+def report_command(
     run: RunName = None,
     run_dir: RunsFolder = RUNS,
     output: Annotated[
@@ -30,9 +30,6 @@ def _report(
     typer.echo(f"wrote {output or path / FILE_NAME}")
     if fault is not None:
         raise fault
-
-
-register = command("report", _report)
 
 
 def write_report(

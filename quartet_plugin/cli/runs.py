@@ -24,7 +24,7 @@ class TableFormat(StrEnum):
     YAML = "yaml"
 
 
-def status(
+def status_command(
     run: Annotated[
         str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name; all without one.")
     ] = None,
@@ -55,7 +55,7 @@ def status(
     typer.echo(json.dumps(status_record(history), indent=1) if as_json else "\n".join(status_lines(history)))
 
 
-def trials(
+def trials_command(
     run: RunName = None,
     run_dir: RunsFolder = RUNS,
     form: Annotated[
@@ -100,7 +100,7 @@ def text_of(history: "RunHistory", *, form: TableFormat) -> str:
     return yaml.safe_dump(records(history), sort_keys=False, allow_unicode=True, width=110).rstrip("\n")
 
 
-def repair(
+def repair_command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name.", show_default=False)],
     run_dir: RunsFolder = RUNS,
 ) -> None:
@@ -115,9 +115,3 @@ def repair(
     with Lease.acquire(path):
         lost = storage.repair()
     typer.echo("go on with `quartet tune --resume`" if lost else "nothing is damaged")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    for function in (status, trials, repair):
-        app.command()(function)

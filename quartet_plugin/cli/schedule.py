@@ -72,26 +72,15 @@ AllowEmpty = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    group = typer.Typer(
-        name="schedule",
-        help="Search, name, simulate, bound and draw pipeline schedules.",
-        no_args_is_help=True,
-    )
-    group.callback()(refuse_user_command)
-    for name, command in (
-        ("search", search),
-        ("named", named),
-        ("list", list_named),
-        ("simulate", simulate),
-        ("bound", bound),
-        ("export", export),
-    ):
-        group.command(name)(command)
-    app.add_typer(group)
+schedule_command = typer.Typer(
+    name="schedule",
+    help="Search, name, simulate, bound and draw pipeline schedules.",
+    no_args_is_help=True,
+    callback=refuse_user_command,
+)
 
 
+@schedule_command.command()
 def search(
     ctx: typer.Context,
     costs: CostsPath,
@@ -166,6 +155,7 @@ def search(
     gc.freeze()  # or the interpreter walks all objects once more before it ends, up to half a second
 
 
+@schedule_command.command()
 def named(
     name: Annotated[str, typer.Argument(metavar="NAME", help="See `list`.", show_default=False)],
     costs: CostsPath,
@@ -204,6 +194,38 @@ def named(
     print(schedule_summary(schedule, simulation, memory_limit_bytes=table.memory_limit_bytes))
 
 
+@schedule_command.command("list")
+def list_named(
+    devices: Annotated[int, typer.Option(metavar="P", min=1, max=64, help="For this many devices.")] = 8,
+    microbatches: Annotated[int, typer.Option(metavar="M", min=1, max=1024, help="And microbatches.")] = 32,
+) -> None:
+    """List the named schedules: chunks, makespan and memory at unit costs, and who can run them."""
+    from quartet_plugin.report.summary import aligned
+    from quartet_plugin.schedule.named import NAMED
+
+    rows = [["name", "placement", "chunks", "backward", ">makespan", ">memory", "can be run"]]
+    for name, spec in NAMED.items():
+        makespan, memory = _at_unit_costs(name, devices, microbatches)
+        chunks = str(spec.chunks or "2 or more")
+        rows.append(
+            [
+                name,
+                "two copies" if spec.copies == 2 else spec.placement.value,
+                "even" if spec.even_chunks else chunks,
+                "split" if spec.split_backward else "whole",
+                makespan,
+                memory,
+                "yes" if spec.executable else "simulate only",
+            ]
+        )
+    print("\n".join(aligned(rows)))
+    print(
+        f"\nat {devices} devices and {microbatches} microbatches, when a device's share of one microbatch "
+        "takes 1 for each of F, I and W;\nmemory in such shares' activations, on the fullest device"
+    )
+
+
+@schedule_command.command()
 def simulate(
     costs: CostsPath,
     schedule: SchedulePath,
@@ -226,6 +248,7 @@ def simulate(
         print(schedule_summary(order, simulation, memory_limit_bytes=table.memory_limit_bytes))
 
 
+@schedule_command.command()
 def bound(
     costs: CostsPath,
     placement: Placement = AUTO,
@@ -252,6 +275,7 @@ def bound(
         print(f"makespan >= {value.makespan_s!r} s\n{value.reason}")
 
 
+@schedule_command.command()
 def export(
     schedule: SchedulePath,
     output: OutputPath,
@@ -285,36 +309,6 @@ def export(
     elif table is not None and simulation is not None:
         write_trace(output, order, simulation, table)
     print(f"wrote {output}")
-
-
-def list_named(
-    devices: Annotated[int, typer.Option(metavar="P", min=1, max=64, help="For this many devices.")] = 8,
-    microbatches: Annotated[int, typer.Option(metavar="M", min=1, max=1024, help="And microbatches.")] = 32,
-) -> None:
-    """List the named schedules: chunks, makespan and memory at unit costs, and who can run them."""
-    from quartet_plugin.report.summary import aligned
-    from quartet_plugin.schedule.named import NAMED
-
-    rows = [["name", "placement", "chunks", "backward", ">makespan", ">memory", "can be run"]]
-    for name, spec in NAMED.items():
-        makespan, memory = _at_unit_costs(name, devices, microbatches)
-        chunks = str(spec.chunks or "2 or more")
-        rows.append(
-            [
-                name,
-                "two copies" if spec.copies == 2 else spec.placement.value,
-                "even" if spec.even_chunks else chunks,
-                "split" if spec.split_backward else "whole",
-                makespan,
-                memory,
-                "yes" if spec.executable else "simulate only",
-            ]
-        )
-    print("\n".join(aligned(rows)))
-    print(
-        f"\nat {devices} devices and {microbatches} microbatches, when a device's share of one microbatch "
-        "takes 1 for each of F, I and W;\nmemory in such shares' activations, on the fullest device"
-    )
 
 
 def _at_unit_costs(name: str, devices: int, microbatches: int) -> tuple[str, str]:

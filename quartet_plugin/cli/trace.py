@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quartet_plugin.cli.command import command
 from quartet_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from quartet_plugin.schedule.simulate import Simulation
 
 
-def _trace(
+def trace_command(
     run: Annotated[
         Path,
         typer.Argument(metavar="RUN", help="A run's folder, a trial's or an attempt's.", show_default=False),
@@ -28,9 +27,6 @@ def _trace(
 ) -> None:
     """Lay measured and simulated actions of a trial over each other, and print the simulator's error."""
     typer.echo("\n".join(trace(attempt_of(run, trial=trial), output)))
-
-
-register = command("trace", _trace)
 
 
 _ATTEMPT = re.compile(r"attempt-(\d{1,6})")

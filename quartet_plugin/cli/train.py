@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import Device, DeviceName, command, user_command
+from quartet_plugin.cli.command import Device, DeviceName, user_command
 from quartet_plugin.errors import (
     ConfigError,
     ExitCode,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def train(
+def train_command(
     ctx: typer.Context,
     plan: Annotated[
         Path | None, typer.Option(help="The plan to train with. Without one the command runs as it is.")
@@ -52,9 +52,6 @@ def train(
         check_receipt(content, path=plan, skip=skip_parity_check)
         flags += [PLAN_FLAG, str(plan.absolute())]
     return run_wrapped(training, flags=flags, device=device)
-
-
-register = command("train", train, epilog="The training command follows a literal --; it is run as it is.")
 
 
 def check_before_start(plan: "Plan", *, command: "Command", path: Path) -> None:

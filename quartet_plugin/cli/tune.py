@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import RUNS, RunsFolder, command, find_run, invocation, user_command
+from quartet_plugin.cli.command import RUNS, RunsFolder, find_run, invocation, user_command
 from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.errors import SeamError, UsageError
 
@@ -26,7 +26,7 @@ DISTRIBUTION = "quartet-plugin"
 CHECKED_LIBRARIES = frozenset({"numba", "numpy", "optuna", "psutil", "pydantic", "scipy", "torch"})
 
 
-def tune(
+def tune_command(
     ctx: typer.Context,
     config: Annotated[
         Path | None, typer.Option(help="What to search: a q.yaml. Without one everything is tuned.")
@@ -130,9 +130,6 @@ def tune(
     if native:
         typer.echo(f"native    {native}")
     typer.echo(report_line(run.folder.path, storage=run.storage))
-
-
-register = command("tune", tune, epilog="The training command follows a literal --; it is run as it is.")
 
 
 def is_requeued(path: Path) -> bool:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import command
 from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.errors import ConfigError, InterruptedByUserError, StorageError
 
@@ -132,7 +131,9 @@ def _refuse_taken(slices: "tuple[DeviceSlice, ...]", queue: "WorkQueue") -> None
             )
 
 
-def work(run: Annotated[Path, typer.Argument(metavar="RUN")], name: Annotated[str, typer.Option()]) -> None:
+def work_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN")], name: Annotated[str, typer.Option()]
+) -> None:
     """Measure what a run's tuner hands out; the task comes on the standard input."""
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.trial.processes import current_identity
@@ -163,9 +164,6 @@ def work(run: Annotated[Path, typer.Argument(metavar="RUN")], name: Annotated[st
             say=_say,
         )
         _say(f"worker {name} on {content.share.device_slice.label}: {worker.work()}")
-
-
-register = command("work", work, hidden=True)
 
 
 def _say(text: str) -> None:

@@ -22,17 +22,14 @@ class ProbeModule:
     def __init__(self, act: Callable[[typer.Context], object]) -> None:
         self.act = act
 
-    def register(self, app: typer.Typer) -> None:
-        def probe(ctx: typer.Context, number: int = 0) -> None:
-            self.act(ctx)
-
-        app.command("probe")(probe)
+    def probe_command(self, ctx: typer.Context, number: int = 0) -> None:
+        self.act(ctx)
 
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[typer.Context], object]], None]:
     def put(act: Callable[[typer.Context], object]) -> None:
-        monkeypatch.setattr(frame, "COMMAND_MODULES", ("probe",))
+        monkeypatch.setattr(frame, "COMMANDS", {"probe": "probe"})
         monkeypatch.setattr(frame, "import_module", lambda name: ProbeModule(act))
 
     return put
@@ -179,9 +176,8 @@ def test_a_reader_that_leaves_early() -> None:
         "import sys\n"
         "from quartet_plugin.cli import main as frame\n"
         "class M:\n"
-        "    def register(self, app):\n"
-        "        app.command('probe')(lambda: print('x' * 1000000))\n"
-        "        app.command('other')(lambda: None)\n"
+        "    def __getattr__(self, name):\n"
+        "        return lambda: print('x' * 1000000)\n"
         "frame.import_module = lambda name: M()\n"
         "sys.argv = ['quartet', 'probe']\n"
         "frame.entry()\n"
