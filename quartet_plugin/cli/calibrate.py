@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from quartet_plugin.calibration.constants_fit import Calibration
     from quartet_plugin.calibration.observations import Observation
     from quartet_plugin.cost.constants import Constants
-    from quartet_plugin.cost.run import TrainingRun, UniformCluster
-    from quartet_plugin.model.cluster import Precision
+    from quartet_plugin.cost.run import TrainingRun
     from quartet_plugin.model.plan import Plan, Split
     from quartet_plugin.model.training_job import TrainingJob
     from quartet_plugin.trial.request import TrialResult
@@ -109,33 +108,27 @@ def of_run_folder(folder: Path, *, cluster: Path) -> "list[Observation]":
 
     Raises ConfigError for a folder without any.
     """
+    from quartet_plugin.calibration.observations import Observation
     from quartet_plugin.trial.attempt import read_result
 
     observations: list[Observation] = []
     for attempt in sorted((folder / "trials").glob("*/attempt-*")):
         result = read_result(attempt)
-        if result is not None and result.is_measured and result.iteration_s:
-            observations += list(_of_trial(result, cluster=cluster))
+        is_measured = result is not None and result.is_measured and result.iteration_s
+        run = _run_of_trial(result, cluster=cluster) if result is not None and is_measured else None
+        if result is not None and run is not None:
+            seconds, spread = statistics.median(result.iteration_s), _spread(result.iteration_s)
+            observations.append(Observation(run=run, seconds=seconds, spread=spread))
+            observations += _of_actions(attempt, run=run)
     if not observations:
         raise ConfigError(f"{folder}: no measured trial; name a folder that quartet tune has filled")
     return observations
 
 
-def _of_trial(result: "TrialResult", *, cluster: Path) -> "Iterator[Observation]":
-    from quartet_plugin.calibration.observations import Observation
-
-    run = _run_of_trial(result, cluster=cluster)
-    if run is None:
-        return
-    seconds = statistics.median(result.iteration_s)
-    spread = _spread(result.iteration_s)
-    yield Observation(run=run, seconds=seconds, spread=spread)
-    yield from _of_actions(result.folder, run=run)
-
-
 def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "TrainingRun | None":
     """The trial's run; None for a schedule or a model that the cost model does not know."""
     from quartet_plugin.cost.run import schedule_kind
+    from quartet_plugin.model.files import read_json
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.model.training_job import parse_training_job
 
@@ -147,16 +140,20 @@ def _run_of_trial(result: "TrialResult", *, cluster: Path) -> "TrainingRun | Non
     source = plan or job
     if source.split is None or schedule_kind(source.schedule) is None:
         return None
-    on_cpu = _is_on_cpu(result.folder)
-    return _run_of(job, source, split=source.split, on_cpu=on_cpu, cluster=cluster)
+    device = read_json(min(result.folder.glob("rank-*[0-9].json"))).get("device")
+    return _run_of(job, source, split=source.split, on_cpu=device == "cpu", cluster=cluster)
 
 
 def _run_of(
     job: "TrainingJob", source: "Plan | TrainingJob", *, split: "Split", on_cpu: bool, cluster: Path
 ) -> "TrainingRun":
     """The run of a job with the shape, layout and schedule of `source`, the job itself or its plan."""
+    from quartet_plugin.cost.cluster import look_up, uniform_cluster_of
+    from quartet_plugin.cost.constants import fitted
     from quartet_plugin.cost.run import measured_run
+    from quartet_plugin.model.cluster import read_cluster
 
+    described = look_up(read_cluster(cluster), precision=job.precision)
     return measured_run(
         source.shape,
         source.layout,
@@ -165,15 +162,8 @@ def _run_of(
         global_batch_size=job.global_batch_size,
         precision=job.precision,
         on_cpu=on_cpu,
-        machines=machines_in(cluster, precision=job.precision),
+        machines=uniform_cluster_of(described, fitted()),
     )
-
-
-def _is_on_cpu(folder: Path) -> bool:
-    from quartet_plugin.model.files import read_json
-
-    path = next(iter(sorted(folder.glob("rank-[0-9]*[0-9].json")) or sorted(folder.glob("rank-[0-9].json"))))
-    return bool(read_json(path).get("device") == "cpu")
 
 
 def _of_actions(folder: Path, *, run: "TrainingRun") -> "Iterator[Observation]":
@@ -202,14 +192,3 @@ def _spread(times: Sequence[float]) -> float:
     from quartet_plugin.calibration.observations import spread_of
 
     return max(_LEAST_SPREAD, spread_of(times))
-
-
-def machines_in(cluster: Path, *, precision: str) -> "UniformCluster":
-    """The devices and links of a cluster file, as the cost model takes them."""
-    from quartet_plugin.cost.cluster import look_up, uniform_cluster_of
-    from quartet_plugin.cost.constants import fitted
-    from quartet_plugin.model.cluster import read_cluster
-
-    formats: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
-    used = next(name for name in formats if name == precision)
-    return uniform_cluster_of(look_up(read_cluster(cluster), precision=used), fitted())

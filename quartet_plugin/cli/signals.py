@@ -3,9 +3,18 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-_NUMBERS = (signal.SIGTERM, signal.SIGHUP)
+
+@contextlib.contextmanager
+def handled(numbers: Sequence[int], handle: Callable[[int, object], None]) -> Iterator[None]:
+    """`handle` takes these signals; after the block whatever took them before does."""
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -16,12 +25,8 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
         del number, frame
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, handle) for number in _NUMBERS}
-    try:
+    with handled((signal.SIGTERM, signal.SIGHUP), handle):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -32,7 +37,7 @@ def stop_on_signals(tell: Callable[[str], None]) -> Iterator[Callable[[], bool]]
     `tell` gets one line when that is first asked, since nothing may be printed where a signal comes.
     """
     stop = threading.Event()
-    is_told = False
+    is_announced = False
 
     def handle(number: int, frame: object) -> None:
         del number, frame
@@ -41,16 +46,12 @@ def stop_on_signals(tell: Callable[[str], None]) -> Iterator[Callable[[], bool]]
         stop.set()
 
     def should_stop() -> bool:
-        nonlocal is_told
-        if stop.is_set() and not is_told:
-            is_told = True
+        nonlocal is_announced
+        if stop.is_set() and not is_announced:
+            is_announced = True
             tell("stopping after cleaning up; once more to kill at once")
-        return is_told
+        return is_announced
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with handled(numbers, handle):
         yield should_stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

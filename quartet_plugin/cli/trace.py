@@ -1,7 +1,6 @@
 """`quartet trace`: a trial's measured actions over the simulated ones, in one file for Perfetto."""
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,9 +28,6 @@ def trace_command(
     typer.echo("\n".join(trace(attempt_of(run, trial=trial), output)))
 
 
-_ATTEMPT = re.compile(r"attempt-(\d{1,6})")
-
-
 def attempt_of(folder: Path, *, trial: int | None = None) -> Path:
     """The attempt's folder that is meant: `folder` itself, a trial's last attempt, or one in a run's folder.
 
@@ -57,8 +53,9 @@ def attempt_of(folder: Path, *, trial: int | None = None) -> Path:
 
 def _last_attempt(folder: Path) -> Path:
     """The last attempt in a trial's folder; the folder itself where it has none."""
-    attempts = {int(match[1]): path for path in folder.glob("*") if (match := _ATTEMPT.fullmatch(path.name))}
-    return attempts[max(attempts)] if attempts else folder
+    from quartet_plugin.trial.attempt import PREFIX, attempt_number
+
+    return max(folder.glob(f"{PREFIX}*"), key=attempt_number, default=folder)
 
 
 def trace(folder: Path, output: Path) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quartet_plugin.cli.command import Device, DeviceName, user_command
+from quartet_plugin.cli.signals import handled
 from quartet_plugin.errors import (
     ConfigError,
     ExitCode,
@@ -112,7 +113,8 @@ def run_wrapped(
     with tempfile.TemporaryDirectory(prefix="quartet-", ignore_cleanup_errors=True) as folder:
         surroundings = child_environment(resolved, environment={**os.environ, **(environment or {})})
         surroundings[ERRORS_FOLDER] = folder
-        with _Signals() as signals:
+        signals = _Signals()
+        with handled(_PASSED_ON, signals.handle):
             try:
                 # In this session: a terminal's Ctrl-C reaches it as it would without us.
                 process = subprocess.Popen(argv, env=surroundings)
@@ -168,14 +170,6 @@ class _Signals:
         self._early: list[int] = []
         self._is_interrupted = False
 
-    def __enter__(self) -> "_Signals":
-        self._before = {number: signal.signal(number, self._handle) for number in _PASSED_ON}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
     def wait(self, process: "subprocess.Popen[bytes]") -> int:
         """Wait for the command's end and return its exit code."""
         self._process = process
@@ -184,18 +178,13 @@ class _Signals:
         code = process.wait()
         return -signal.SIGINT if self._is_interrupted and code != 0 else code
 
-    def _handle(self, number: int, frame: object) -> None:
+    def handle(self, number: int, frame: object) -> None:
         del frame
         self._is_interrupted |= number == signal.SIGINT
         if self._process is None:
             self._early.append(number)
-        else:
-            self._pass_on(number)
-
-    def _pass_on(self, number: int) -> None:
-        process = self._process
-        if process is not None and number != signal.SIGINT and process.poll() is None:
-            process.send_signal(number)
+        elif number != signal.SIGINT and self._process.poll() is None:
+            self._process.send_signal(number)
 
 
 def framework_version(framework: str) -> str | None:

@@ -74,6 +74,7 @@ def tune_command(
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_start
     from quartet_plugin.report.live import reporter
+    from quartet_plugin.report.tensorboard import Scalars
     from quartet_plugin.study.samplers import check_installed
     from quartet_plugin.trial.lease import Lease
     from quartet_plugin.trial.redact import redacted_argv
@@ -113,11 +114,14 @@ def tune_command(
         slices = slices_of(run.config, num_workers=workers, command=training, oversubscribe=oversubscribe)
         with reporter(Console()) as shown, stop_on_signals(shown.message) as should_stop:
             shown.message(f"run {run.name} in {path}; the command: {shlex.join(redacted_argv(words))}")
+            observer: Observer = shown
+            if run.config.study.tensorboard:
+                observer = Scalars(shown, run.folder.path / "tensorboard")
             context = TuningContext.create(
                 run,
                 command=training,
                 backend=LocalBackend(device_slice=slices[0] if slices else None),
-                observer=with_tensorboard(shown, run=run),
+                observer=observer,
                 should_stop=should_stop,
                 fence=lease.check,
                 max_minutes=max_minutes,
@@ -153,15 +157,6 @@ def failure_reported(folder: Path) -> Iterator[None]:
         if RunFolder(path=folder).has_study:
             typer.echo(report_line(folder))
         raise
-
-
-def with_tensorboard(shown: "Observer", *, run: "TuningRun") -> "Observer":
-    """The observer, with one that writes TensorBoard's files before it where they are asked for."""
-    from quartet_plugin.report.tensorboard import Scalars
-
-    if not run.config.study.tensorboard:
-        return shown
-    return Scalars(shown, run.folder.path / "tensorboard")
 
 
 def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun") -> list[str]:

@@ -118,13 +118,13 @@ def _cards(history: RunHistory) -> str:
     cards: list[tuple[str, str, str]] = []
     chosen = history.winner.measurement if history.winner else None
     if chosen is not None:
-        cards.append(_measured_card("your own command", chosen.baseline))
+        cards.append(_card("your own command", chosen.baseline.iteration_s.median, chosen.baseline))
     elif baseline is not None and baseline.iteration_s is not None:
-        cards.append(_speed_card("your own command", baseline))
+        cards.append(_card("your own command", baseline.iteration_s, baseline))
     if chosen is not None:
-        cards.append(_measured_card("best plan", chosen.plan))
+        cards.append(_card("best plan", chosen.plan.iteration_s.median, chosen.plan))
     elif best is not None and best.number > 0:
-        cards.append(_speed_card(f"best single trial, {best.number}", best))
+        cards.append(_card(f"best single trial, {best.number}", best.iteration_s or 0.0, best))
     launched = [row for row in history.trials if row.number > 0 and row.repeats is None]
     failed = sum(bool(row.verdict) and not row.is_measured for row in launched)
     cards.append(
@@ -144,25 +144,8 @@ def _cards(history: RunHistory) -> str:
     return f'<dl class="cards">{items}</dl>'
 
 
-def _measured_card(name: str, measured: Measurement) -> tuple[str, str, str]:
-    return _card(
-        name,
-        measured.iteration_s.median,
-        tokens_per_s=measured.tokens_per_s,
-        flops_per_s=measured.model_flops_per_s_per_device,
-    )
-
-
-def _speed_card(name: str, row: TrialRow) -> tuple[str, str, str]:
-    return _card(
-        name,
-        row.iteration_s or 0.0,
-        tokens_per_s=row.tokens_per_s or 0.0,
-        flops_per_s=row.model_flops_per_s_per_device or 0.0,
-    )
-
-
-def _card(name: str, iteration_s: float, *, tokens_per_s: float, flops_per_s: float) -> tuple[str, str, str]:
+def _card(name: str, iteration_s: float, speed: Measurement | TrialRow) -> tuple[str, str, str]:
+    tokens_per_s, flops_per_s = speed.tokens_per_s or 0.0, speed.model_flops_per_s_per_device or 0.0
     return name, f"{iteration_s:.3f} s", f"{tokens_per_s:,.0f} tokens/s, {rate(flops_per_s)} a device"
 
 

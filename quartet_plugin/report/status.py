@@ -74,20 +74,7 @@ def status_record(history: RunHistory) -> dict[str, Any]:
         "path": history.path,
         "state": history.state,
         "holder": None if holder is None else {**dump(holder), "renewed_s": round(holder.renewed_s, 3)},
-        "running": [
-            {
-                "trial": launch.number,
-                "stage": launch.stage,
-                "round": launch.round_number,
-                "attempt": launch.attempt,
-                "phase": launch.phase,
-                "iteration": launch.iteration,
-                "num_iterations": launch.num_iterations,
-                "elapsed_s": round(launch.elapsed_s, 3),
-                "worker": launch.worker,
-            }
-            for launch in history.running
-        ],
+        "running": [_launch_record(launch) for launch in history.running],
         "workers": [{**dump(worker), "renewed_s": round(worker.renewed_s, 3)} for worker in history.workers],
         "num_asked": history.num_asked,
         "num_spent": history.num_spent,
@@ -106,6 +93,13 @@ def status_record(history: RunHistory) -> dict[str, Any]:
         "storage": history.storage,
         "faults": list(history.faults),
     }
+
+
+def _launch_record(launch: RunningLaunch) -> dict[str, Any]:
+    content = dump(launch)
+    names = {"trial": "number", "stage": "stage", "round": "round_number"}
+    renamed = {name: content.pop(field) for name, field in names.items()}
+    return {**renamed, **content, "elapsed_s": round(launch.elapsed_s, 3)}
 
 
 def running_words(launch: RunningLaunch, history: RunHistory) -> str:

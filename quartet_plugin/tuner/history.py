@@ -101,9 +101,12 @@ class _Reader:
             rows = with_events(rows, events)
         rows = self._with_predictions(rows)
         running = [
-            *(self._running(number, launch) for number, launch in launches.items()),
             *(
-                self._running(number, launch, round_index=index)
+                self._running(launch, number=number, phase="baseline" if number == BASELINE else "search")
+                for number, launch in launches.items()
+            ),
+            *(
+                self._running(launch, number=number, phase="final", round_index=index)
                 for number, rounds in finals.items()
                 for index, launch in rounds.items()
             ),
@@ -307,26 +310,19 @@ class _Reader:
 
     # Running launches
 
-    def _running(
-        self, number: int, launch: AttemptState, *, round_index: int | None = None
-    ) -> RunningLaunch | None:
-        if launch.result is not None or launch.began_at is None:
-            return None
-        phase: Phase = "final" if round_index is not None else "baseline" if number == BASELINE else "search"
-        return self._launched(launch, launch.began_at, number=number, phase=phase, round_index=round_index)
-
     def _beside(self, phase: "_Beside") -> RunningLaunch | None:
         """The latest launch that belongs to no trial, where it runs."""
         folders = [path.parent for path in (self._run.folder.path / phase).glob("*/attempt-*")]
         latest = max(folders, key=lambda path: path.stat().st_mtime_ns, default=None)
-        launch = None if latest is None else read_launch(latest, faults=self._faults)
-        if launch is None or launch.result is not None or launch.began_at is None:
+        if latest is None:
             return None
-        return self._launched(launch, launch.began_at, number=BASELINE, phase=phase, round_index=None)
+        return self._running(read_launch(latest, faults=self._faults), number=BASELINE, phase=phase)
 
-    def _launched(
-        self, launch: AttemptState, began_at: float, *, number: int, phase: Phase, round_index: int | None
-    ) -> RunningLaunch:
+    def _running(
+        self, launch: AttemptState, *, number: int, phase: Phase, round_index: int | None = None
+    ) -> RunningLaunch | None:
+        if launch.result is not None or launch.began_at is None:
+            return None
         return RunningLaunch(
             number=number,
             stage=phase,
@@ -335,7 +331,7 @@ class _Reader:
             phase=launch.phase,
             iteration=launch.iteration,
             num_iterations=launch.num_iterations,
-            elapsed_s=max(0.0, self._now - began_at),
+            elapsed_s=max(0.0, self._now - launch.began_at),
             worker=next(
                 (worker.name for worker in self._workers if phase == "search" and worker.trial == number), ""
             ),

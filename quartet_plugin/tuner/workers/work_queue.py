@@ -128,9 +128,7 @@ class WorkQueue:
 
     def queued_trial(self, trial: int) -> QueuedTrial | None:
         """The queued trial of this number as it is now."""
-        with contextlib.suppress(FileNotFoundError, ConfigError):
-            return read(QueuedTrial, self._queued_file(trial))
-        return None
+        return _read_if_whole(QueuedTrial, self._queued_file(trial))
 
     def plan(self, queued: QueuedTrial) -> Plan:
         """The plan of a queued trial. Raises PlanError or ConfigError where it is another one."""
@@ -146,33 +144,24 @@ class WorkQueue:
         for name in self._names("claims"):
             stem, _, ending = name.partition(".")
             if f".{ending}" in endings and (trial is None or stem.startswith(f"{trial:06d}-")):
-                with contextlib.suppress(FileNotFoundError, ConfigError):
-                    path = self.path / "claims" / name
-                    claims.append(read(Claim, path))
-        return claims
+                claims.append(_read_if_whole(Claim, self.path / "claims" / name))
+        return [claim for claim in claims if claim is not None]
 
     def claim_of(self, queued: QueuedTrial) -> Claim | None:
         """The valid claim to a queued trial."""
-        with contextlib.suppress(FileNotFoundError, ConfigError):
-            claim = read(Claim, self._claim_file(queued))
-            return claim if claim.fence == queued.fence else None
-        return None
+        claim = _read_if_whole(Claim, self._claim_file(queued))
+        return claim if claim is not None and claim.fence == queued.fence else None
 
     def done_of(self, queued: QueuedTrial) -> Done | None:
         """The end of the present hand-out of a queued trial."""
-        with contextlib.suppress(FileNotFoundError, ConfigError):
-            done = read(Done, self._claim_file(queued, "done."))
-            return done if done.fence == queued.fence else None
-        return None
+        done = _read_if_whole(Done, self._claim_file(queued, "done."))
+        return done if done is not None and done.fence == queued.fence else None
 
     def members(self) -> list[Member]:
         """Every worker that enlisted and was not struck."""
-        members = []
-        for name in self._names("crew"):
-            if name.endswith(".json"):
-                with contextlib.suppress(FileNotFoundError, ConfigError):
-                    members.append(read(Member, self.path / "crew" / name))
-        return members
+        names = (name for name in self._names("crew") if name.endswith(".json"))
+        members = [_read_if_whole(Member, self.path / "crew" / name) for name in names]
+        return [member for member in members if member is not None]
 
     def beat_of(self, holder: Claim | Member) -> int | None:
         """When a claim or a worker was last renewed, in ns by the server's clock; None where it is gone."""
@@ -286,3 +275,10 @@ class WorkQueue:
             yield
         except OSError as error:
             raise StorageError(f"{self.path}: cannot be read or written: {error.strerror}") from error
+
+
+def _read_if_whole[Message](kind: type[Message], path: Path) -> Message | None:
+    """A message; None where the file is gone or breaks its format."""
+    with contextlib.suppress(FileNotFoundError, ConfigError):
+        return read(kind, path)
+    return None
