@@ -12,7 +12,6 @@ from quartet_plugin.errors import ConfigError, QuartetError, UsageError
 if TYPE_CHECKING:
     from quartet_plugin.calibration.constants_fit import Calibration
     from quartet_plugin.calibration.observations import Observation
-    from quartet_plugin.cost.constants import Constants
     from quartet_plugin.cost.run import TrainingRun
     from quartet_plugin.model.plan import Plan, Split
     from quartet_plugin.model.training_job import TrainingJob
@@ -43,6 +42,9 @@ def calibrate_command(
 ) -> None:
     """Correct the cost model by what was measured on a cluster, and say how sure each constant is."""
     from quartet_plugin.calibration.constants_fit import calibrate, fixed_by_probe, write_calibration
+    from quartet_plugin.cost.cluster import with_measured_hop
+    from quartet_plugin.cost.constants import fitted
+    from quartet_plugin.model.cluster import read_cluster
 
     if not runs and not profile:
         raise UsageError("quartet calibrate: nothing measured; name run folders, or --profile PROFILE.json")
@@ -51,22 +53,14 @@ def calibrate_command(
         observations += of_profile(path, cluster=cluster)
     for path in runs or ():
         observations += of_run_folder(path, cluster=cluster)
-    prior, has_links = start_from(cluster)
-    fixed = fixed_by_probe(observations) if has_links else ()
+    content = read_cluster(cluster)
+    # The shared constants, with the latency that the cluster file has.
+    prior = with_measured_hop(fitted(), content)
+    fixed = fixed_by_probe(observations) if content.links.measured else ()
     calibration = calibrate(observations, prior=prior, fixed=fixed)
     source = ", ".join(str(path) for path in (*(profile or ()), *(runs or ())))
     write_calibration(calibration, path=output, source=source)
     typer.echo("\n".join([f"{output}:", *lines(calibration)]))
-
-
-def start_from(cluster: Path) -> "tuple[Constants, bool]":
-    """The shared constants, with the latency that the cluster file has; and whether that was measured."""
-    from quartet_plugin.cost.cluster import with_measured_hop
-    from quartet_plugin.cost.constants import fitted
-    from quartet_plugin.model.cluster import read_cluster
-
-    content = read_cluster(cluster)
-    return with_measured_hop(fitted(), content), content.links.measured
 
 
 def lines(calibration: "Calibration") -> list[str]:

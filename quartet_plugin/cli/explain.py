@@ -1,5 +1,6 @@
 """`quartet explain`: what a plan's predicted step and memory are made of, and what came next."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,18 +26,27 @@ def explain_command(
             metavar="FILE", help="The JOB.yaml, or a cluster file; without it the plan's own nodes."
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     hardware: HardwareFolder = None,
     calibration: CalibrationFile = None,
 ) -> None:
     """Show the terms of a plan's predicted step, the memory of every stage, and the runner-up."""
+    from rich.console import Console
+
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.planner.explain import explained
+    from quartet_plugin.report.explain import show
 
     content = read_plan(plan)
     job, assumed = _job(content, cluster, devices_of(hardware))
     prediction = explained(content, job, assumed=assumed, constants=constants_of(calibration))
-    _print(_explanation(content, job, prediction), as_json=json)
+    explanation = _explanation(content, job, prediction)
+    if as_json:
+        typer.echo(json.dumps(explanation.as_data(), indent=1, allow_nan=False))
+        return
+    # Without a terminal nothing is cut: a pipe has no width of its own.
+    console = Console(highlight=False)
+    show(explanation, console=console if console.is_terminal else Console(highlight=False, width=160))
 
 
 def _job(
@@ -107,18 +117,3 @@ def _title(plan: "Plan", num_microbatches: int) -> list[tuple[str, str]]:
         ("schedule", plan.schedule.label),
         ("mapping", plan.mapping.label),
     ]
-
-
-def _print(explanation: "Explanation", *, as_json: bool) -> None:
-    import json as text
-
-    from rich.console import Console
-
-    from quartet_plugin.report.explain import show
-
-    if as_json:
-        typer.echo(text.dumps(explanation.as_data(), indent=1, allow_nan=False))
-        return
-    # Without a terminal nothing is cut: a pipe has no width of its own.
-    console = Console(highlight=False)
-    show(explanation, console=console if console.is_terminal else Console(highlight=False, width=160))

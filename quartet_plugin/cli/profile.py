@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quartet_plugin.launchers.command import Command
     from quartet_plugin.model.costs import Costs
     from quartet_plugin.protocol.rank_files import RankProfile
-    from quartet_plugin.trial.request import Device, TrialResult
+    from quartet_plugin.trial.request import TrialResult
 
 # What the ranks read; see quartet_plugin.megatron.profiling.
 _MAX_ITERATIONS = 1_000
@@ -49,26 +49,6 @@ def profile_command(
 
     With --stage and --world-size one process stands for a rank of a job far larger than this machine.
     """
-    check_range("--iterations", iterations, least=2, most=_MAX_ITERATIONS)
-    words = user_command(ctx)
-    played = played_rank(words, stage=stage, world_size=world_size)
-    measured = profile(words, played=played, num_iterations=iterations, device=device, deadline_s=deadline)
-    write(measured, output=output, costs=costs)
-    typer.echo("\n".join(lines(measured)))
-
-
-def profile(
-    words: Sequence[str],
-    *,
-    played: "SimulatedRankRecord | None",
-    num_iterations: int,
-    device: "Device",
-    deadline_s: float,
-) -> "Profile":
-    """Run the command for a few iterations and return what its ranks measured.
-
-    Raises ConfigError for a command that cannot run here, InfrastructureError where it fails.
-    """
     from quartet_plugin.calibration.profile import make_profile
     from quartet_plugin.cli.signals import ended_as_by_ctrl_c
     from quartet_plugin.launchers.command import parse_command
@@ -76,6 +56,9 @@ def profile(
     from quartet_plugin.trial.request import Timeouts, TrialRequest
     from quartet_plugin.trial.runner import run_trial
 
+    check_range("--iterations", iterations, least=2, most=_MAX_ITERATIONS)
+    words = user_command(ctx)
+    played = played_rank(words, stage=stage, world_size=world_size)
     command = parse_command(words)
     check_start(command, cwd=Path.cwd(), environment=os.environ)
     _check_processes(command, played=played)
@@ -85,10 +68,10 @@ def profile(
             folder=folder / "profile",
             command=command,
             warmup=2,
-            measure=num_iterations,
+            measure=iterations,
             device=device,
-            deadline_s=deadline_s,
-            timeouts=Timeouts.within(deadline_s),
+            deadline_s=deadline,
+            timeouts=Timeouts.within(deadline),
             max_attempts=1,
             # Every second iteration defers its weight gradients: they are not alike, and need not be.
             max_spread=10.0,
@@ -98,7 +81,9 @@ def profile(
         ranks = rank_profiles(result, is_played=played is not None)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return make_profile(ranks, costs=table(ranks), played=played, iteration_s=result.iteration_s)
+    measured = make_profile(ranks, costs=table(ranks), played=played, iteration_s=result.iteration_s)
+    write(measured, output=output, costs=costs)
+    typer.echo("\n".join(lines(measured)))
 
 
 def played_rank(

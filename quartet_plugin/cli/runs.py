@@ -64,7 +64,17 @@ def trials_command(
 ) -> None:
     """List every trial: plan, class, outcome, times, memory, prediction, reason of a refusal."""
     history, _, fault = read_whole(find_run(run, run_dir=run_dir))
-    typer.echo(text_of(history, form=form))
+    from quartet_plugin.report.trial_table import records, table_lines
+
+    if form is TableFormat.TABLE:
+        typer.echo("\n".join(table_lines(history)))
+    elif form is TableFormat.JSON:
+        typer.echo(json.dumps(records(history), indent=1))
+    else:
+        import yaml
+
+        text = yaml.safe_dump(records(history), sort_keys=False, allow_unicode=True, width=110)
+        typer.echo(text.rstrip("\n"))
     if fault is not None:
         raise StorageError(f"{fault}; shown is what the trials' folders hold")
 
@@ -85,19 +95,6 @@ def read_whole(
     except StorageError as error:
         fault = error
     return read_history(path, study=study), study, fault
-
-
-def text_of(history: "RunHistory", *, form: TableFormat) -> str:
-    """The trials in the form that was asked for."""
-    from quartet_plugin.report.trial_table import records, table_lines
-
-    if form is TableFormat.TABLE:
-        return "\n".join(table_lines(history))
-    if form is TableFormat.JSON:
-        return json.dumps(records(history), indent=1)
-    import yaml
-
-    return yaml.safe_dump(records(history), sort_keys=False, allow_unicode=True, width=110).rstrip("\n")
 
 
 def repair_command(

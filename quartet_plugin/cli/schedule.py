@@ -28,7 +28,6 @@ from quartet_plugin.cli.schedule_steps import (
     quick_bound,
     simulated,
     write_trace,
-    write_with_figures,
 )
 from quartet_plugin.errors import QuartetError, UsageError
 
@@ -110,7 +109,7 @@ def search(
     places, count, counts = parse_placement(placement), parse_chunks(chunks), parse_split(split)
     from quartet_plugin.report.summary import schedule_summary
     from quartet_plugin.schedule.compilation import compilation_time
-    from quartet_plugin.schedule.files import read_costs
+    from quartet_plugin.schedule.files import read_costs, write_schedule
     from quartet_plugin.schedule.search import compile_kernels
     from quartet_plugin.schedule.search import search as run_search
 
@@ -139,7 +138,7 @@ def search(
         allow_empty=allow_empty,
         lower_bound_s=proven or 0.0,
     )
-    write_with_figures(output, result.schedule, result.simulation)
+    write_schedule(output, result.schedule, predicted=figures(result.simulation))
     best = None if result.named_best is None else (result.named_best.label, result.named_best.score_s)
     print(
         schedule_summary(
@@ -172,7 +171,7 @@ def named(
     """Write a schedule of the literature for a cost table."""
     counts = parse_split(split)
     from quartet_plugin.report.summary import schedule_summary
-    from quartet_plugin.schedule.files import read_costs
+    from quartet_plugin.schedule.files import read_costs, write_schedule
     from quartet_plugin.schedule.named import named as make
     from quartet_plugin.split.entries import balanced_entries
 
@@ -190,7 +189,7 @@ def named(
         layers = layers_of(counts, table, order.num_stages, allow_empty=allow_empty)
     schedule = replace(order, layers_per_stage=layers)
     simulation = simulated(schedule, table)
-    write_with_figures(output, schedule, simulation)
+    write_schedule(output, schedule, predicted=figures(simulation))
     print(schedule_summary(schedule, simulation, memory_limit_bytes=table.memory_limit_bytes))
 
 

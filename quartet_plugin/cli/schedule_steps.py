@@ -197,13 +197,6 @@ def quick_bound(
         return None  # the search refuses the same sizes in its own words
 
 
-def write_with_figures(path: Path, schedule: "Schedule", simulation: "Simulation") -> None:
-    """Write SCHEDULE.json with what is predicted."""
-    from quartet_plugin.schedule.files import write_schedule
-
-    write_schedule(path, schedule, predicted=figures(simulation))
-
-
 def fixed_placement(costs: "Costs", places: "str | Counts", chunks: int | None) -> "Counts | None":
     """The placement the options fix, checked; None where they leave it open."""
     from quartet_plugin.schedule.placement import build

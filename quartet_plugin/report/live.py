@@ -37,7 +37,6 @@ class Running:
     """A launch without a result yet; `began_s` on the watcher's clock."""
 
     label: str
-    plan: Plan | None
     phase: Phase
     began_s: float
     time_left_s: float | None
@@ -76,9 +75,8 @@ class PlainLines:
 
     def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """One line."""
-        self._running = Running(
-            label=label, plan=plan, phase=phase, began_s=self._clock(), time_left_s=time_left_s
-        )
+        del plan
+        self._running = Running(label=label, phase=phase, began_s=self._clock(), time_left_s=time_left_s)
         self._write(self._running.sentence(now_s=self._clock()))
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
@@ -129,10 +127,10 @@ class LiveTable:
 
     def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """Show the launch below the table."""
+        del plan
         self._drop(label)
-        self._running[label] = Running(
-            label=label, plan=plan, phase=phase, began_s=self._clock(), time_left_s=time_left_s
-        )
+        began_s = self._clock()
+        self._running[label] = Running(label=label, phase=phase, began_s=began_s, time_left_s=time_left_s)
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """Move the latest one on."""

@@ -77,15 +77,11 @@ class Coordinator:
         try:
             return self._tune()
         except StorageError as error:
-            self._leave_last_words(str(error))
+            self._make_room()
+            with contextlib.suppress(QuartetError, OSError):
+                self._context.fence()  # another tuner may have the run meanwhile
+                self._context.events.add("storage", reason=str(error))
             raise
-
-    def _leave_last_words(self, reason: str) -> None:
-        """Log why the run ended, where the disk takes it and no other tuner has the run meanwhile."""
-        self._make_room()
-        with contextlib.suppress(QuartetError, OSError):
-            self._context.fence()
-            self._context.events.add("storage", reason=reason)
 
     def _tune(self) -> TuneResult:
         context, folder = self._context, self._run.folder

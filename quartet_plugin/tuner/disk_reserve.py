@@ -30,12 +30,9 @@ class DiskReserve:
             for left in self._folder.glob(f"{_NAME}*"):
                 left.unlink(missing_ok=True)
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(self._path, flags, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, self._size_bytes)
-            finally:
-                os.close(descriptor)
+            self._path.touch(mode=0o600, exist_ok=False)
+            with self._path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, self._size_bytes)
         except OSError:
             self.drop()
         return self

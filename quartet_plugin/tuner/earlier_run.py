@@ -75,13 +75,8 @@ def _trials(
     seen = {space.baseline.key}
     for row in other.trials[: 4 * MAX_TRIALS]:
         plan = row.plan
-        if (
-            row.number == 0
-            or row.repeats is not None
-            or plan is None
-            or plan.key in seen
-            or len(seen) > MAX_TRIALS
-        ):
+        is_first = row.number > 0 and row.repeats is None
+        if plan is None or not is_first or plan.key in seen or len(seen) > MAX_TRIALS:
             continue
         source = f"{other.name}:{row.number}"
         record = _record_here(row, plan, source=source, ratio=ratio, objective=objective)

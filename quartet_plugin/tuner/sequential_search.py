@@ -143,12 +143,8 @@ class SequentialSearch:
         """Give the study the record of a launch. Raises SeamError for a fault of the plugin itself."""
         if result.outcome is Outcome.HARNESS:
             raise SeamError(f"trial {proposal.number}: {result.reason}; see {result.folder}")
-        self.context.fence()
         record = record_of(proposal.plan, result, objective=self.baseline.objective, drift=drift)
-        self.study.tell(proposal, record)
-        self.context.events.add(
-            "told", trial=proposal.number, verdict=record.verdict, value=record.value, drift=record.drift
-        )
+        self._finish(proposal, record, value=record.value, drift=record.drift)
         if record.verdict == "wrong" and needs_receipt(proposal.plan):
             self.parity.quarantine(proposal.plan, record.reason, trial=proposal.number)
 
@@ -183,11 +179,7 @@ class SequentialSearch:
         record = self.depth_proxy.judge(proposal, num_left=num_left, drift=drift)
         if record is None:
             return False
-        self.context.fence()
-        self.study.tell(proposal, record)
-        self.context.events.add(
-            "told", trial=proposal.number, verdict=record.verdict, value=record.value, outcome=record.outcome
-        )
+        self._finish(proposal, record, value=record.value, outcome=record.outcome)
         self._show(proposal, record)
         return True
 
@@ -200,23 +192,25 @@ class SequentialSearch:
 
     def _is_refused(self, proposal: Proposal, trials: list[FinishedTrial]) -> bool:
         """Whether the user or the parity gate refuses the proposal, which finishes its trial."""
-        plan, number = proposal.plan, proposal.number
-        refusal = self._forbidden(plan) or self.parity.admit(plan, trial=number)
+        plan = proposal.plan
+        refusal = self._forbidden(plan) or self.parity.admit(plan, trial=proposal.number)
         if refusal is None:
             return False
-        self.context.fence()
         repeats = None
         if refusal.culprit is not None:
             culprits = (trial.number for trial in trials if trial.plan.key == refusal.culprit)
             repeats = next(culprits, BASELINE)
         record = refusal.record(repeats=repeats)
-        self.study.tell(proposal, record)
-        self.context.events.add(
-            "told", trial=number, verdict=record.verdict, reason=record.reason, of=repeats
-        )
+        self._finish(proposal, record, reason=record.reason, of=repeats)
         if repeats is None:
             self._show(proposal, record)
         return True
+
+    def _finish(self, proposal: Proposal, record: TrialRecord, **fields: str | float | None) -> None:
+        """Give the study the record of a trial and log it."""
+        self.context.fence()
+        self.study.tell(proposal, record)
+        self.context.events.add("told", trial=proposal.number, verdict=record.verdict, **fields)
 
     def _show(self, proposal: Proposal, record: TrialRecord) -> None:
         trial = FinishedTrial(number=proposal.number, plan=proposal.plan, record=record)

@@ -44,11 +44,11 @@ class Pulse:
     beat: int | None
     seen_s: float
 
-    def is_silent(self, beat: int | None, *, now_s: float, expiry_s: float) -> bool:
-        """Whether there was no renewal for `expiry_s`."""
+    def is_silent(self, beat: int | None, *, now_s: float) -> bool:
+        """Whether there was no renewal for EXPIRY_S."""
         if beat != self.beat:
             self.beat, self.seen_s = beat, now_s
-        return now_s - self.seen_s > expiry_s
+        return now_s - self.seen_s > EXPIRY_S
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,16 +75,10 @@ class Dispatcher:
     say: Callable[[str], None]
     events: EventLog
     clock: Callable[[], float] = time.monotonic
-    expiry_s: float = EXPIRY_S
     host: str = field(default_factory=socket.gethostname)
     is_alive: Callable[[Identity], bool] = lambda identity: identity.is_alive
     _in_flight: dict[int, _InFlight] = field(default_factory=dict)
     _pulses: dict[str, Pulse] = field(default_factory=dict)
-
-    @property
-    def in_flight(self) -> frozenset[int]:
-        """The trials that are handed out."""
-        return frozenset(self._in_flight)
 
     def publish(self, number: int, request: TrialRequest, *, host: str | None) -> None:
         """Hand a plan out; `host` is the only one that may take it."""
@@ -175,7 +169,7 @@ class Dispatcher:
         for member in self.queue.members():
             beat = self.queue.beat_of(member)
             pulse = self._pulses.setdefault(member.name, Pulse(beat=beat, seen_s=now_s))
-            is_silent = pulse.is_silent(beat, now_s=now_s, expiry_s=self.expiry_s)
+            is_silent = pulse.is_silent(beat, now_s=now_s)
             if is_silent or (member.host == self.host and not self.is_alive(member.identity)):
                 self.queue.forget(member.name)
             elif not self.queue.is_dismissed(member):
@@ -235,7 +229,7 @@ class Dispatcher:
         beat = self.queue.beat_of(claim)
         if flight.pulse is None:
             flight.pulse = Pulse(beat=beat, seen_s=self.clock())
-        is_silent = flight.pulse.is_silent(beat, now_s=self.clock(), expiry_s=self.expiry_s)
+        is_silent = flight.pulse.is_silent(beat, now_s=self.clock())
         return not is_silent and self._lives_here(claim) is not False
 
     def _lives_here(self, claim: Claim) -> bool | None:

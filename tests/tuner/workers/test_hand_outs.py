@@ -74,7 +74,7 @@ class HandOuts(RuleBasedStateMachine):
 
     # The coordinator
 
-    @precondition(lambda self: len(self.asked) < BUDGET and len(self.dispatcher.in_flight) < NUM_HANDS)
+    @precondition(lambda self: len(self.asked) < BUDGET and len(self.dispatcher._in_flight) < NUM_HANDS)
     @rule()
     def ask(self) -> None:
         number = len(self.asked) + 1
@@ -161,7 +161,7 @@ class HandOuts(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        assert set(self.record) | set(self.dispatcher.in_flight) >= self.asked
+        assert set(self.record) | set(self.dispatcher._in_flight) >= self.asked
         assert len(self.asked) <= BUDGET
 
     @invariant()
@@ -187,7 +187,7 @@ class HandOuts(RuleBasedStateMachine):
                     assert hand.report()
             self.tell()
             assert set(self.record) == self.asked
-            assert not self.dispatcher.in_flight
+            assert not self.dispatcher._in_flight
             assert not list((self.queue.path / "orders").iterdir())
             assert not list((self.queue.path / "claims").iterdir())
         finally:
