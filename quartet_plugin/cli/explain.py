@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
     from quartet_plugin.planner.explain import Explained
     from quartet_plugin.planner.job import PlanRequest
-    from quartet_plugin.planner.ranking import Ranked
     from quartet_plugin.report.explain import Explanation
 
 
@@ -65,7 +64,7 @@ def _job(
 
 
 def _explanation(plan: "Plan", job: "PlanRequest", explained: "Explained") -> "Explanation":
-    from quartet_plugin.report.explain import Explanation, RunnerUp, StageMemory
+    from quartet_plugin.report.explain import Explanation, RunnerUp, StageMemory, layout_words
 
     prediction, other = explained.prediction, explained.other
     counts, ranks = plan.split.transformer_layers_per_stage, plan.layout.pipeline_parallel
@@ -89,30 +88,26 @@ def _explanation(plan: "Plan", job: "PlanRequest", explained: "Explained") -> "E
         runner_up=None
         if other is None
         else RunnerUp(
-            label=f"{other.layout.label} recompute {other.layout.recompute}"
-            + (" sharded optimizer" if other.layout.distributed_optimizer else ""),
+            label=layout_words(other.layout, separator=" "),
             equal_work_s=other.equal_work_s * scale,
-            terms={name: value * scale * _ratio(other) for name, value in other.terms.items()},
+            # Equal work over an iteration of its own shape.
+            terms={
+                name: value * scale * (other.equal_work_s / other.iteration_s)
+                for name, value in other.terms.items()
+            },
         ),
         assumed=explained.assumed,
     )
 
 
-def _ratio(other: "Ranked") -> float:
-    """Equal work over an iteration of its own shape."""
-    return other.equal_work_s / other.iteration_s
-
-
 def _title(plan: "Plan", num_microbatches: int) -> list[tuple[str, str]]:
-    shape = plan.shape
-    options = f"recompute {plan.layout.recompute}"
-    if plan.layout.distributed_optimizer:
-        options += ", sharded optimizer"
-    split = plan.split.label
+    from quartet_plugin.report.explain import layout_words
+
+    shape, split = plan.shape, plan.split.label
     return [
         ("plan", f"{plan.digest[:12]} for {plan.made_for.world_size} devices"),
         ("shape", f"{shape.num_layers} layers, hidden {shape.hidden_size}, sequences of {shape.seq_length}"),
-        ("layout", f"{plan.layout.label}, {options}, {num_microbatches} microbatches"),
+        ("layout", f"{layout_words(plan.layout)}, {num_microbatches} microbatches"),
         ("split", split if len(split) <= 80 else f"{split[:77]}..."),
         ("schedule", plan.schedule.label),
         ("mapping", plan.mapping.label),

@@ -9,7 +9,7 @@ from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, constant
 
 if TYPE_CHECKING:
     from quartet_plugin.planner.layout_table import Refusal
-    from quartet_plugin.planner.ranking import Ranked, Ranking
+    from quartet_plugin.planner.ranking import Ranked
 
 MAX_REFUSALS = 12
 
@@ -52,19 +52,20 @@ def plan_command(
         if ranked.slots is not None:
             typer.echo(f"   {_mapping(ranked)}")
     typer.echo(f"plain: {plain.layout.label}: {plain.iteration_s:.4g} s an iteration")
-    typer.echo(_counts(ranking))
+    typer.echo(
+        f"{ranking.num_considered} layouts: {ranking.num_predicted} predicted, "
+        f"{ranking.num_too_large} do not fit in memory, {ranking.num_pruned} cannot be faster"
+    )
     if refused:
         for line in _refusals(refusals(request, ranking)):
             typer.echo(line)
 
 
 def _line(ranked: "Ranked") -> str:
-    layout = ranked.layout
-    options = f"recompute {layout.recompute}" + (
-        ", sharded optimizer" if layout.distributed_optimizer else ""
-    )
+    from quartet_plugin.report.explain import layout_words
+
     return (
-        f"{ranked.iteration_s:.4g} s an iteration, {layout.label}, {options}, "
+        f"{ranked.iteration_s:.4g} s an iteration, {layout_words(ranked.layout)}, "
         f"{ranked.memory.total / 2**30:.1f} GiB of {ranked.memory.available / 2**30:.1f}"
     )
 
@@ -92,13 +93,6 @@ def _mapping(ranked: "Ranked") -> str:
     if stock is None:
         return "mapping solved; no stock order is legal"
     return f"mapping solved: the stock order {stock[0]} takes {stock[1]:.4g} s"
-
-
-def _counts(ranking: "Ranking") -> str:
-    return (
-        f"{ranking.num_considered} layouts: {ranking.num_predicted} predicted, "
-        f"{ranking.num_too_large} do not fit in memory, {ranking.num_pruned} cannot be faster"
-    )
 
 
 def _refusals(all_refusals: "list[Refusal]") -> list[str]:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quartet_plugin.model.layout import Layout
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
@@ -103,14 +105,14 @@ def differences(terms: Mapping[str, float], against: Mapping[str, float], *, mos
     return ", ".join(f"{name.removesuffix('_s')} {by:+.3g} s" for name, by in kept)
 
 
+def layout_words(layout: Layout, *, separator: str = ", ") -> str:
+    """A layout's degrees, its recompute and its optimizer."""
+    sharded = f"{separator}sharded optimizer" if layout.distributed_optimizer else ""
+    return f"{layout.label}{separator}recompute {layout.recompute}{sharded}"
+
+
 def show(explanation: Explanation, *, console: "Console") -> None:
     """Print the explanation, bars included."""
-    for part in renderables(explanation):
-        console.print(part)
-
-
-def renderables(explanation: Explanation) -> "list[RenderableType]":
-    """The lines and tables, in the order of the page."""
     from rich.text import Text
 
     head = [Text(f"{name:<10}{words}") for name, words in explanation.title]
@@ -121,7 +123,8 @@ def renderables(explanation: Explanation) -> "list[RenderableType]":
     parts: list[RenderableType] = [*head, Text(f"{'predicted':<10}{words}"), Text("")]
     parts += [_time_table(explanation), Text(""), _memory_table(explanation), Text("")]
     parts += [Text(line) for line in _closing(explanation)]
-    return parts
+    for part in parts:
+        console.print(part)
 
 
 def _time_table(explanation: Explanation) -> "RenderableType":

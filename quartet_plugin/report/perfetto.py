@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quartet_plugin.report.timeline import KIND_NAMES
-from quartet_plugin.schedule.action import Action, ActionKind
+from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def _flows(schedule: Schedule, simulation: "Simulation") -> list[Event]:
         times = ((simulation.start_s[device] + simulation.end_s[device]) * (_US / 2)).tolist()
         for action, middle in zip(schedule.actions(device), times, strict=True):
             if action.kind != ActionKind.W:
-                middles[_boundary(action)] = device, middle
+                boundary = action.stage, action.kind != ActionKind.F, action.microbatch
+                middles[boundary] = device, middle
     events: list[Event] = []
     for (stage, is_backward, microbatch), (device, middle) in middles.items():
         target = middles.get((stage - 1 if is_backward else stage + 1, is_backward, microbatch))
@@ -102,10 +103,6 @@ def _flows(schedule: Schedule, simulation: "Simulation") -> list[Event]:
         if number >= MAX_FLOWS:
             break
     return events
-
-
-def _boundary(action: Action) -> tuple[int, bool, int]:
-    return action.stage, action.kind != ActionKind.F, action.microbatch
 
 
 def _memory(schedule: Schedule, simulation: "Simulation", device: int, costs: "StageCosts") -> list[Event]:

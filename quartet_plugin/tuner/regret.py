@@ -176,17 +176,15 @@ def _by_process(
 
 
 def _predicted(plan: Plan, search: TuneResult) -> float:
-    """The logarithm of the objective over the baseline's, as the cost model has it; 0 without one."""
+    """The logarithm of the objective over the baseline's, as the cost model has it; 0 without one.
+
+    Costs are for equal model FLOPs; where tokens count, a smaller model has more of them.
+    """
     cost = None if plan.prediction is None else plan.prediction.relative_cost
-    return 0.0 if not cost else -math.log(cost) + _work(plan, search)
-
-
-def _work(plan: Plan, search: TuneResult) -> float:
-    """Costs are for equal model FLOPs; where tokens count, a smaller model has more of them."""
-    if search.objective == "model_flops_per_s_per_device":
-        return 0.0
+    if not cost or search.objective == "model_flops_per_s_per_device":
+        return -math.log(cost) if cost else 0.0
     baseline_flops = search.baseline.shape.model_flops_per_sequence
-    return math.log(baseline_flops / plan.shape.model_flops_per_sequence)
+    return -math.log(cost) + math.log(baseline_flops / plan.shape.model_flops_per_sequence)
 
 
 def _observations(search: TuneResult, index_of: dict[str, int]) -> GpObservations:

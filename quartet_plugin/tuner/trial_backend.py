@@ -201,26 +201,23 @@ def nodes_of(reports: Iterable[RankReport]) -> tuple[NodeInfo, ...]:
 
     Raises ConfigError where a node's local ranks are not 0, 1, ...: a slot could not be named.
     """
-    locals_of: dict[str, list[int]] = {}
-    device_of: dict[str, str] = {}
-    ordered = sorted(reports, key=lambda report: report.launch_rank)
-    for report in ordered:
-        locals_of.setdefault(report.host, []).append(report.local_rank)
-        device_of.setdefault(report.host, report.device)
-    for host, local_ranks in locals_of.items():
-        if sorted(local_ranks) != list(range(len(local_ranks))):
+    by_host: dict[str, list[RankReport]] = {}
+    for report in sorted(reports, key=lambda report: report.launch_rank):
+        by_host.setdefault(report.host, []).append(report)
+    for host, ranks in by_host.items():
+        local_ranks = sorted(report.local_rank for report in ranks)
+        if local_ranks != list(range(len(ranks))):
             raise ConfigError(
-                f"host {host}: local ranks {sorted(local_ranks)}; "
-                f"must be 0 to {len(local_ranks) - 1}, each once"
+                f"host {host}: local ranks {local_ranks}; must be 0 to {len(ranks) - 1}, each once"
             )
     return tuple(
         NodeInfo(
             host=host,
-            node_class=f"{device_of[host]} x{len(ranks)}",
+            node_class=f"{ranks[0].device} x{len(ranks)}",
             num_slots=len(ranks),
-            crowds=_crowds([report for report in ordered if report.host == host]),
+            crowds=_crowds(ranks),
         )
-        for host, ranks in locals_of.items()
+        for host, ranks in by_host.items()
     )
 
 

@@ -16,7 +16,7 @@ from quartet_plugin.launchers.command import Command
 from quartet_plugin.protocol.environment import CLAIM_RENEWAL_S, EXPIRY_S
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt
 from quartet_plugin.trial.processes import Identity, ProcessRegistry, reap
-from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest
+from quartet_plugin.trial.request import Outcome, Timeouts, TrialRequest
 from quartet_plugin.tuner.attempts import holder_of
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.trial_backend import ShouldStop, TrialBackend
@@ -104,7 +104,7 @@ class Worker:
 
         try:
             request = self._request(queued)
-            result = self.backend.run(request, on_progress=_ignore, should_stop=should_end)
+            result = self.backend.run(request, on_progress=lambda _: None, should_stop=should_end)
         except QuartetError as error:
             done = Done(fence=queued.fence, attempt=None, error=str(error), exit_code=int(error.exit_code))
             self.queue.finish(claim, done)
@@ -154,10 +154,6 @@ class _Renewals:
             self._renewed_s = now_s
             self._is_lost = not self.queue.renew(self.claim)
         return not self._is_lost
-
-
-def _ignore(progress: Progress) -> None:
-    del progress
 
 
 def end_left_behind(queue: WorkQueue, *, host: str | None = None) -> frozenset[Identity]:
