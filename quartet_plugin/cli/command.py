@@ -123,3 +123,8 @@ def find_run(name: str | None, *, run_dir: Path) -> Path:
 def all_runs(run_dir: Path) -> list[Path]:
     """Every run in a folder, by name."""
     return sorted(path.parent for path in run_dir.glob("*/config.json"))
+
+
+def path_here(path: Path) -> str:
+    """The path as one would type it here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import RUNS, RunName, RunsFolder, find_run
+from quartet_plugin.cli.command import RUNS, RunName, RunsFolder, find_run, path_here
 from quartet_plugin.errors import QuartetError, StorageError
 
 if TYPE_CHECKING:
@@ -157,11 +157,8 @@ def flag_lines(plan: "Plan", *, path: Path) -> list[str]:
 
 def report_line(path: Path, *, storage: "StudyStorage | None" = None) -> str:
     """Write the report at the end of a run, and say where it is; a fault of it never spoils the run."""
-    shown = path / FILE_NAME
-    if shown.is_relative_to(Path.cwd()):
-        shown = shown.relative_to(Path.cwd())
     try:
         write_report(path, storage=storage)
     except Exception as error:
         return f"report    not written: {error}; `quartet report {path}` tries again"
-    return f"report    {shown}"
+    return f"report    {path_here(path / FILE_NAME)}"

@@ -14,13 +14,7 @@ import typer
 
 from quartet_plugin.cli.command import Device, DeviceName, user_command
 from quartet_plugin.cli.signals import handled
-from quartet_plugin.errors import (
-    ConfigError,
-    ExitCode,
-    InfrastructureError,
-    PlanError,
-    QuartetError,
-)
+from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, PlanError, QuartetError
 from quartet_plugin.protocol.environment import DEVICE_FLAG, ERRORS_FOLDER, PLAN_FLAG
 
 if TYPE_CHECKING:

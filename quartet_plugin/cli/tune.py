@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import RUNS, RunsFolder, find_run, invocation, user_command
+from quartet_plugin.cli.command import RUNS, RunsFolder, find_run, invocation, path_here, user_command
 from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.errors import SeamError, UsageError
 
@@ -167,7 +167,7 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
     if plan is None or result.winner is None:
         tried = [trial for trial in result.trials if trial.record.repeats is None][1:]
         failed = sum(trial.record.verdict != "measured" for trial in tried)
-        note = f" ({failed} could not be measured, see {_shown(run.folder.events_file)})" if failed else ""
+        note = f" ({failed} could not be measured, see {path_here(run.folder.events_file)})" if failed else ""
         lines = [
             f"no better plan was found: {len(tried)} plans were tried{note}, your own command stays as it is"
         ]
@@ -177,7 +177,7 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
     proof = []
     if result.receipt is not None:
         proof = [
-            f"parity    {_shown(receipt_path(run.folder.best_plan))}: it trains as your own command does"
+            f"parity    {path_here(receipt_path(run.folder.best_plan))}: it trains as your own command does"
         ]
     return [
         f"trial {result.winner.trial.number} is faster than your own command",
@@ -185,8 +185,8 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
         *change_lines(plan),
         *study_lines(result),
         *proof,
-        f"plan      {_shown(run.folder.best_plan)}",
-        f"train     sh {_shown(run.folder.best_command)}",
+        f"plan      {path_here(run.folder.best_plan)}",
+        f"train     sh {path_here(run.folder.best_command)}",
     ]
 
 
@@ -207,11 +207,6 @@ def study_lines(result: "TuneResult") -> list[str]:
     if result.regret is not None:
         lines += regret_lines(result.regret)
     return lines
-
-
-def _shown(path: Path) -> str:
-    """The path as one would type it here."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def check_versions() -> None:

@@ -11,14 +11,7 @@ from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Prediction
-from quartet_plugin.model.plan import (
-    Baseline,
-    MadeFor,
-    Mapping,
-    Plan,
-    Provenance,
-    Split,
-)
+from quartet_plugin.model.plan import Baseline, MadeFor, Mapping, Plan, Provenance, Split
 from quartet_plugin.planner.assigned_prediction import AssignedRun
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import RECOMPUTE, layout_table_of

@@ -11,13 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from quartet_plugin.errors import (
-    InfeasibleError,
-    InfrastructureError,
-    PlanError,
-    QuartetError,
-    SeamError,
-)
+from quartet_plugin.errors import InfeasibleError, InfrastructureError, PlanError, QuartetError, SeamError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.local import Launcher
 from quartet_plugin.model.plan import Mapping, Plan, ScheduleChoice, Split

@@ -9,12 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PlainSerializer,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 from pydantic_core import PydanticCustomError
 
 from quartet_plugin.errors import ConfigError

@@ -9,19 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from quartet_plugin.errors import ConfigError, QuartetError
-from quartet_plugin.model.history import (
-    Finalist,
-    RunHistory,
-    RunningLaunch,
-    RunState,
-    TrialRow,
-    WorkerRow,
-)
+from quartet_plugin.model.history import Finalist, RunHistory, RunningLaunch, TrialRow
 from quartet_plugin.model.launch import Phase
-from quartet_plugin.model.measurement import read_regret
+from quartet_plugin.model.measurement import Objective, read_regret
 from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, score
@@ -74,31 +67,34 @@ class _Reader:
         self._study_rows = {row.number: row for row in study.rows} if study else {}
         self._objective = study.objective if study else None
         self._now = time.time()
+        self._events = read_events(run.folder.events_file)
+        self._holder = holder_of(run.folder.path, now=self._now)
+        self._workers = workers_of(run.folder.path, now=self._now)
+        self._state = state_of(
+            self._events,
+            is_held=self._holder is not None,
+            is_alive=self._holder.is_alive if self._holder else None,
+        )
         self._faults: list[str] = []
         self._job: TrainingJob | None = None
         self._nodes: tuple[NodeInfo, ...] = ()
         self._baseline: Plan | None = None
-        self._workers: tuple[WorkerRow, ...] = ()
+        self._finals: dict[int, dict[int, AttemptState]] = {}
 
     def read(self) -> RunHistory:
         """See `read_history`."""
-        folder = self._run.folder
-        events = read_events(self._run.folder.events_file)
         launches = {
             int(path.name): read_launch(path, faults=self._faults)
-            for path in sorted(folder.trials.glob("[0-9]*"))
+            for path in sorted(self._run.folder.trials.glob("[0-9]*"))
             if path.name.isdecimal() and path.is_dir()
         }
         self._open_baseline(launches.get(BASELINE))
-        finals = self._finals()
-        holder = holder_of(folder.path, now=self._now)
-        self._workers = workers_of(folder.path, now=self._now)
-        state = state_of(events, is_held=holder is not None, is_alive=holder.is_alive if holder else None)
+        self._read_finals()
         finished = {number for number, row in self._study_rows.items() if row.is_finished}
         numbers = sorted(set(launches) | finished)
-        rows = [self._row(number, launches.get(number), state=state) for number in numbers]
+        rows = [self._row(number, launches.get(number)) for number in numbers]
         if not self._study_rows:
-            rows = with_events(rows, events)
+            rows = with_events(rows, self._events)
         rows = self._with_predictions(rows)
         running = [
             *(
@@ -107,32 +103,19 @@ class _Reader:
             ),
             *(
                 self._running(launch, number=number, phase="final", round_index=index)
-                for number, rounds in finals.items()
+                for number, rounds in self._finals.items()
                 for index, launch in rounds.items()
             ),
             *(self._beside(phase) for phase in get_args(_Beside)),
         ]
-        return self._history(
-            rows=tuple(rows),
-            events=events,
-            state=state,
-            holder=holder,
-            running=tuple(launch for launch in running if launch and state in ("running", "elsewhere")),
-            finals=finals,
-        )
+        return self._history(tuple(rows), running=tuple(filter(None, running)) if self._goes_on else ())
 
-    def _history(
-        self,
-        *,
-        rows: tuple[TrialRow, ...],
-        events: list[dict[str, Any]],
-        state: RunState,
-        holder: Any,
-        running: tuple[RunningLaunch, ...],
-        finals: dict[int, dict[int, AttemptState]],
-    ) -> RunHistory:
-        run = self._run
-        config = run.config
+    @property
+    def _goes_on(self) -> bool:
+        return self._state in ("running", "elsewhere")
+
+    def _history(self, rows: tuple[TrialRow, ...], *, running: tuple[RunningLaunch, ...]) -> RunHistory:
+        run, events, config = self._run, self._events, self._run.config
         spent = [
             row
             for row in rows
@@ -144,7 +127,7 @@ class _Reader:
         begins = [event["time"] for event in events if event["kind"] == "begin"]
         ends = [event["time"] for event in events if event["kind"] == "end"]
         latest = float(events[-1]["time"]) if events else self._now
-        until = self._now if state in ("running", "elsewhere") else latest
+        until = self._now if self._goes_on else latest
         features = self._job.features if self._job else ()
         locked = locked_axes(features, change_class=config.search.change_class)
         objective = self._objective or objective_by_events(rows, asked=config.study.objective)
@@ -156,13 +139,13 @@ class _Reader:
             config=config.model_dump(mode="json"),
             quartet_version=self._version(),
             storage=run.storage.shown,
-            state=state,
-            holder=holder,
+            state=self._state,
+            holder=self._holder,
             running=running,
             began_at=begins[0] if begins else None,
-            ended_at=ends[-1] if ends and state == "finished" else None,
+            ended_at=ends[-1] if ends and self._state == "finished" else None,
             elapsed_s=max(0.0, until - begins[-1]) if begins else 0.0,
-            time_left_s=self._time_left_s(rows, spent, finals) if state == "running" else None,
+            time_left_s=self._time_left_s(rows, spent) if self._state == "running" else None,
             num_asked=config.study.trials,
             num_spent=len(spent),
             objective=objective,
@@ -171,11 +154,11 @@ class _Reader:
             neutralised=self._job.neutralised if self._job else (),
             locked={axis.value: feature for axis, feature in locked.items()},
             trials=tuple(self._valued(row, objective=objective) for row in rows),
-            finalists=self._finalists(finals, objective=objective),
+            finalists=self._finalists(objective=objective),
             winner=self._read_if_there(read_plan, self._run.folder.best_plan),
             faults=tuple(self._faults),
             controls=drift_checks_of(events),
-            workers=self._workers if state in ("running", "elsewhere") else (),
+            workers=self._workers if self._goes_on else (),
             regret=self._read_if_there(read_regret, self._run.folder.best_regret),
         )
 
@@ -202,7 +185,7 @@ class _Reader:
 
     # Rows
 
-    def _row(self, number: int, launch: AttemptState | None, *, state: RunState) -> TrialRow:
+    def _row(self, number: int, launch: AttemptState | None) -> TrialRow:
         row = TrialRow(number=number) if launch is None else launch.row(number)
         if number == BASELINE and row.plan is None:
             row = replace(row, plan=self._baseline)
@@ -210,7 +193,7 @@ class _Reader:
         if result is not None:
             row = replace(row, verdict=VERDICTS.get(result.outcome, "lost"))
         elif launch is not None:
-            row = replace(row, is_running=state in ("running", "elsewhere"))
+            row = replace(row, is_running=self._goes_on)
         if row.plan is not None:
             row = replace(row, labels=labels_of(row.plan))
         in_study = self._study_rows.get(number)
@@ -257,19 +240,15 @@ class _Reader:
 
     # The final rounds
 
-    def _finals(self) -> dict[int, dict[int, AttemptState]]:
-        """`[number][round]`, rounds counted from 0."""
-        rounds: dict[int, dict[int, AttemptState]] = {}
+    def _read_finals(self) -> None:
+        """Read `_finals[number][round]`, rounds counted from 0."""
         for path in sorted(self._run.folder.final.glob("*-round-*")):
             number, _, round_number = path.name.partition("-round-")
             if number.isdecimal() and round_number.isdecimal() and int(round_number) > 0:
                 launch = read_launch(path, faults=self._faults)
-                rounds.setdefault(int(number), {})[int(round_number) - 1] = launch
-        return rounds
+                self._finals.setdefault(int(number), {})[int(round_number) - 1] = launch
 
-    def _finalists(
-        self, finals: dict[int, dict[int, AttemptState]], *, objective: Any
-    ) -> tuple[Finalist, ...]:
+    def _finalists(self, *, objective: Objective) -> tuple[Finalist, ...]:
         if self._baseline is None:
             return ()
         results: dict[int, dict[int, TrialResult]] = {
@@ -278,10 +257,10 @@ class _Reader:
                 for index, state in rounds.items()
                 if state.result and state.result.is_measured
             }
-            for number, rounds in finals.items()
+            for number, rounds in self._finals.items()
         }
         trials = []
-        for number, per in finals.items():
+        for number, per in self._finals.items():
             plan = next((launch.plan for launch in per.values() if launch.plan), None)
             if number != BASELINE and plan is not None:
                 record = TrialRecord(verdict="measured", outcome="OK", reason="", attempt_id="")
@@ -337,15 +316,13 @@ class _Reader:
             ),
         )
 
-    def _time_left_s(
-        self, rows: tuple[TrialRow, ...], spent: list[TrialRow], finals: dict[int, dict[int, AttemptState]]
-    ) -> float | None:
+    def _time_left_s(self, rows: tuple[TrialRow, ...], spent: list[TrialRow]) -> float | None:
         """The seconds left as `TimeBudget` has them: a typical launch's for each that is still to come."""
         study = self._run.config.study
-        done = [state.result for per in finals.values() for state in per.values() if state.result]
+        done = [state.result for per in self._finals.values() for state in per.values() if state.result]
         walls = [row.wall_s for row in rows if row.wall_s > 0] + [result.wall_s for result in done]
         if not walls:
             return None
-        num_left = max(0, study.trials - len(spent)) if not finals else 0
+        num_left = max(0, study.trials - len(spent)) if not self._finals else 0
         num_left += max(0, study.num_final_launches - len(done))
         return statistics.fmean(walls[-_LATEST:]) * num_left

@@ -15,14 +15,7 @@ from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
 from quartet_plugin.protocol.rank_files import RankReport
 from quartet_plugin.trial.devices import DeviceGuard
-from quartet_plugin.trial.request import (
-    MIN_FREE_BYTES,
-    Device,
-    Outcome,
-    Progress,
-    TrialRequest,
-    TrialResult,
-)
+from quartet_plugin.trial.request import MIN_FREE_BYTES, Device, Outcome, Progress, TrialRequest, TrialResult
 
 if TYPE_CHECKING:
     from quartet_plugin.trial.parity import ParityGate

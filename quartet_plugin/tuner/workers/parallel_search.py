@@ -16,12 +16,7 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.study.tune_study import Proposal
 from quartet_plugin.trial.request import TrialResult
-from quartet_plugin.tuner.sequential_search import (
-    SequentialSearch,
-    all_unfinished,
-    check_progress,
-    num_spent,
-)
+from quartet_plugin.tuner.sequential_search import SequentialSearch, all_unfinished, check_progress, num_spent
 from quartet_plugin.tuner.workers.dispatcher import Dispatcher, EndedTrial
 from quartet_plugin.tuner.workers.worker_pool import WorkerPool
 

@@ -96,11 +96,16 @@ class Worker:
 
     def _measure(self, queued: QueuedTrial, claim: Claim) -> None:
         self.say(f"trial {queued.trial}: {self.member.name} measures it")
-        renewals = _Renewals(queue=self.queue, claim=claim, clock=self.clock)
+        renewed_s, is_held = float("-inf"), True
 
         def should_end() -> bool:
+            nonlocal renewed_s, is_held
             self._beat()
-            return self.should_stop() or not renewals.is_held()
+            if self.should_stop():
+                return True
+            if is_held and self.clock() - renewed_s >= CLAIM_RENEWAL_S:
+                renewed_s, is_held = self.clock(), self.queue.renew(claim)
+            return not is_held  # once lost it stays lost
 
         try:
             request = self._request(queued)
@@ -136,24 +141,6 @@ class Worker:
         if now_s - self._beat_s >= CLAIM_RENEWAL_S:
             self._beat_s = now_s
             self.queue.beat(self.member)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Renewals:
-    """Renews a claim when it is time; once lost it stays lost."""
-
-    queue: WorkQueue
-    claim: Claim
-    clock: Callable[[], float]
-    _renewed_s: float = field(default=float("-inf"))
-    _is_lost: bool = False
-
-    def is_held(self) -> bool:
-        now_s = self.clock()
-        if not self._is_lost and now_s - self._renewed_s >= CLAIM_RENEWAL_S:
-            self._renewed_s = now_s
-            self._is_lost = not self.queue.renew(self.claim)
-        return not self._is_lost
 
 
 def end_left_behind(queue: WorkQueue, *, host: str | None = None) -> frozenset[Identity]:
