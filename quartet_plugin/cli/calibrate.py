@@ -108,9 +108,10 @@ def of_run_folder(folder: Path, *, cluster: Path) -> "list[Observation]":
     observations: list[Observation] = []
     for attempt in sorted((folder / "trials").glob("*/attempt-*")):
         result = read_result(attempt)
-        is_measured = result is not None and result.is_measured and result.iteration_s
-        run = _run_of_trial(result, cluster=cluster) if result is not None and is_measured else None
-        if result is not None and run is not None:
+        if result is None or not result.is_measured or not result.iteration_s:
+            continue
+        run = _run_of_trial(result, cluster=cluster)
+        if run is not None:
             seconds, spread = statistics.median(result.iteration_s), _spread(result.iteration_s)
             observations.append(Observation(run=run, seconds=seconds, spread=spread))
             observations += _of_actions(attempt, run=run)

@@ -101,7 +101,7 @@ def repair_command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder or name.", show_default=False)],
     run_dir: RunsFolder = RUNS,
 ) -> None:
-    """Cut a study's journal off at its first damage; a resumed run tells the rest from its folders."""
+    """Cut a study's journal off at its first damage; a resumed run reads the rest from its folders."""
     from dataclasses import replace
 
     from quartet_plugin.trial.lease import Lease
