@@ -266,7 +266,7 @@ def run_rank(rank: int, order: dict[str, Any]) -> None:
     steps = Steps(rank, order)
     wrappers: dict[Any, Any] = {seams.TRAIN_STEP: steps.wrap}
     if case.is_custom:
-        prepared = prepare(_recipe(case), num_microbatches=case.num_microbatches)
+        prepared = prepare(_schedule_spec(case), num_microbatches=case.num_microbatches)
         for seam, wrapper in prepared.wrappers.items():
             wrappers[seam] = seams.chain(wrappers.get(seam), wrapper)
     if order["is_profiled"]:
@@ -277,7 +277,7 @@ def run_rank(rank: int, order: dict[str, Any]) -> None:
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def _recipe(case: Any) -> Any:
+def _schedule_spec(case: Any) -> Any:
     """The named schedule; receives are placed for stages whose time is proportional to their layers."""
     import numpy as np
 

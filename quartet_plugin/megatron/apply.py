@@ -7,11 +7,13 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.megatron.arguments import Flags
 from quartet_plugin.megatron.describe import FRAMEWORK, layout_of, schedule_of, shape_of, split_of
+from quartet_plugin.megatron.seams import Wrapper
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.rank.mapping import assign, gather_processes, table_of
@@ -34,13 +36,9 @@ _RECOMPUTE_FLAGS = (
     "recompute_modules",
     "distribute_saved_activations",
 )
-_SHAPE_FLAGS = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "kv_channels": "kv_channels",
-}
+# Sizes whose flag has their name; Megatron derives the last two from the first three where they are absent.
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads")
+_DERIVED_SIZES = ("ffn_hidden_size", "kv_channels")
 _DEGREE_FLAGS = {
     "tensor_parallel": "tensor_model_parallel_size",
     "pipeline_parallel": "pipeline_model_parallel_size",
@@ -65,8 +63,6 @@ _REFUSED = {
     "step_batch_size_schedule": "a plan is for one global batch size",
     "rampup_batch_size": "a plan is for one global batch size",
 }
-
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def apply_plan(
@@ -98,7 +94,7 @@ def apply_plan(
     if rank_env.launch_rank == 0:
         for note in notes:
             print(f"quartet: {note}", file=sys.stderr, flush=True)
-    return edited, _vocabulary_check(plan, user)
+    return edited, partial(_vocabulary_check, plan, user)
 
 
 def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> None:
@@ -161,16 +157,13 @@ def _add_shape(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
         return
     # First the sizes themselves, then those that Megatron would derive from them otherwise than planned.
     changed = Namespace(**vars(user))
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+    for name in _SIZES:
         setattr(changed, name, getattr(plan.shape, name))
     resolved = shape_of(changed, vocab_size=plan.shape.vocab_size)
-    for field, dest in _SHAPE_FLAGS.items():
-        planned = getattr(plan.shape, field)
-        if getattr(user, dest) != planned and (
-            field in ("num_layers", "hidden_size", "num_attention_heads")
-            or getattr(resolved, field) != planned
-        ):
-            values[dest] = planned
+    for name in (*_SIZES, *_DERIVED_SIZES):
+        planned = getattr(plan.shape, name)
+        if getattr(user, name) != planned and (name in _SIZES or getattr(resolved, name) != planned):
+            values[name] = planned
     if resolved.num_query_groups != plan.shape.num_query_groups:
         if plan.shape.num_query_groups == plan.shape.num_attention_heads:
             remove |= {"group_query_attention", "num_query_groups"}
@@ -260,24 +253,21 @@ def _check_result(plan: Plan, args: Namespace) -> None:
         )
 
 
-def _vocabulary_check(plan: Plan, user: Namespace) -> Wrapper:
+def _vocabulary_check(plan: Plan, user: Namespace, build_tokenizer: Callable[..., Any]) -> Callable[..., Any]:
     """Compare the vocabulary when the tokenizer is there, padded as the user's own flags would pad it."""
 
-    def wrap(build_tokenizer: Callable[..., Any]) -> Callable[..., Any]:
-        def build_and_check(args: Namespace) -> Any:
-            tokenizer = build_tokenizer(args)
-            size = _padded_size(tokenizer, user)
-            planned = plan.made_for.shape.vocab_size
-            if size is not None and size != planned:
-                raise PlanError(
-                    f"the plan was made for another job: vocab_size {size} (plan: {planned}); "
-                    "make one with `quartet tune`"
-                )
-            return tokenizer
+    def build_and_check(args: Namespace) -> Any:
+        tokenizer = build_tokenizer(args)
+        size = _padded_size(tokenizer, user)
+        planned = plan.made_for.shape.vocab_size
+        if size is not None and size != planned:
+            raise PlanError(
+                f"the plan was made for another job: vocab_size {size} (plan: {planned}); "
+                "make one with `quartet tune`"
+            )
+        return tokenizer
 
-        return build_and_check
-
-    return wrap
+    return build_and_check
 
 
 def _padded_size(tokenizer: Any, user: Namespace) -> int | None:

@@ -12,8 +12,9 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -95,7 +96,7 @@ def prepare(session: MegatronSession) -> list[str]:
     if is_passive:
         from quartet_plugin.megatron.seams import ARGUMENTS
 
-        group = {ARGUMENTS: _group_wrapper(options, on_cpu=on_cpu)}
+        group = {ARGUMENTS: partial(_with_group, options, on_cpu=on_cpu)}
         after_import(
             "megatron.training.arguments", lambda _: _install_if_possible(group, lacking="quartet flags")
         )
@@ -122,7 +123,7 @@ def _change(session: MegatronSession) -> list[str]:
     from quartet_plugin.megatron import seams
 
     options, words = session.options, list(session.command.arguments)
-    wrappers: dict[seams.Seam, seams.Wrapper] = {seams.ARGUMENTS: _group_wrapper(options, on_cpu=False)}
+    wrappers: dict[seams.Seam, seams.Wrapper] = {seams.ARGUMENTS: partial(_with_group, options)}
     plan, rendezvous = None, None
     version = seams.check_version()
     if options.plan is not None:
@@ -225,7 +226,7 @@ def _runtime(session: MegatronSession, plan: "Plan | None", args: argparse.Names
         from quartet_plugin.runtime.activation_tracker import ActivationTracker
 
         session.meter.runtime = prepared.runtime
-        prepared.runtime.ledger = ActivationTracker()
+        prepared.runtime.tracker = ActivationTracker()
     return prepared
 
 
@@ -246,24 +247,21 @@ def _guard(plan: "Plan | None", *, is_custom: bool = False) -> "dict[Seam, Wrapp
     ).wrappers
 
 
-def _group_wrapper(
-    options: EntryOptions, *, on_cpu: bool
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def wrap(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
-        def add_arguments_and_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            parser = add_megatron_arguments(parser)
-            add_group(parser, options)
-            if on_cpu:
-                # The parser is about to read sys.argv: only now it is certain that a Megatron script runs.
-                sys.argv[1:] = _with_cpu_flags(sys.argv[1:])
-            return parser
+def _with_group(
+    options: EntryOptions, add_megatron_arguments: Callable[..., Any], *, on_cpu: bool = False
+) -> Callable[..., Any]:
+    def add_arguments_and_group(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = add_megatron_arguments(parser)
+        add_group(parser, options)
+        if on_cpu:
+            # The parser is about to read sys.argv: only now it is certain that a Megatron script runs.
+            sys.argv[1:] = _with_cpu_flags(sys.argv[1:])
+        return parser
 
-        return add_arguments_and_group
-
-    return wrap
+    return add_arguments_and_group
 
 
-def _install_if_possible(wrappers: "dict[Seam, Wrapper]", *, lacking: str) -> None:
+def _install_if_possible(wrappers: "Mapping[Seam, Wrapper]", *, lacking: str) -> None:
     """Install the conveniences of a start without a plan: any Megatron then runs, without them if need be."""
     from quartet_plugin.errors import SeamError
     from quartet_plugin.megatron import seams

@@ -37,7 +37,7 @@ class MegatronMeter(StepMeter):
             recorder=runtime.recorder,
             device=parallel_state.get_pipeline_model_parallel_rank(),
             replica=data * parallel_state.get_tensor_model_parallel_world_size() + tensor,
-            peak_activation_bytes=None if runtime.ledger is None else runtime.ledger.peak_bytes,
+            peak_activation_bytes=None if runtime.tracker is None else runtime.tracker.peak_bytes,
         )
 
     def _result_of(self, results: Any) -> StepResult:

@@ -257,7 +257,7 @@ class LayerProfiler:
         pending, self._gradients.open = self._gradients.open or [], None
         for number, gradient in enumerate(pending):
             begin = self._clock.mark()
-            split_backward._accumulate(gradient)
+            self._gradients.accumulate(gradient)
             name = chunk.owners.get(id(gradient.weight), OTHER)
             self._span((name, f"W{number}"), begin, self._clock.mark())
 

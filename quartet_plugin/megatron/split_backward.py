@@ -11,6 +11,7 @@ full backward would have: all layers share one gather buffer of Megatron's.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from megatron.core.tensor_parallel import layers
 
 from quartet_plugin.megatron import seams
 from quartet_plugin.megatron.seams import Seam, Wrapper, resolve
-from quartet_plugin.megatron.te_layers import DelayedLayer, delay
+from quartet_plugin.megatron.te_layers import DelayedGradient, delay
 from quartet_plugin.runtime.deferred import DeferredGradients
 
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -85,50 +86,46 @@ class WeightGradients(DeferredGradients[PendingGradient]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._layers: dict[tuple[int, int], Sequence[DelayedLayer]] = {}
+        self._delayed: dict[tuple[int, int], Sequence[DelayedGradient]] = {}
 
     def accumulate(self, pending: PendingGradient) -> None:
         """Compute the weight's gradient as the layer's backward does, without the input's."""
-        _accumulate(pending)
+        weight, total_input = pending.weight, pending.layer_input
+        if pending.is_sequence_parallel:
+            size = list(total_input.size())
+            size[0] *= pending.tp_group.size()
+            gathered = layers.get_global_memory_buffer().get_tensor(size, total_input.dtype, "mpu")
+            layers.dist_all_gather_func(gathered, total_input, group=pending.tp_group)
+            total_input = gathered
+        with torch.no_grad():
+            grad_output, total_input = layers.prepare_input_tensors_for_wgrad_compute(
+                pending.grad_output, total_input
+            )
+            if pending.is_fused:
+                _accumulate_fused(pending, grad_output, total_input)
+            else:
+                weight.grad = grad_output.t().matmul(total_input)
+            weight._quartet_grad_ready()
 
     def tensors_of(self, pending: PendingGradient) -> tuple[Any, ...]:
         """The layer's input and its output's gradient; Transformer Engine's stores are not counted."""
         return pending.layer_input, pending.grad_output
 
-    def end(self, stage: int, microbatch: int, layers: Sequence[DelayedLayer] = ()) -> None:
-        """End the I action; its W also calls `layers`, which store their own weight gradients."""
+    def end(self, stage: int, microbatch: int, delayed: Sequence[DelayedGradient] = ()) -> None:
+        """End the I action; its W also computes `delayed`, the gradients in the stores of layers."""
         super().end(stage, microbatch)
-        self._layers[stage, microbatch] = layers
+        self._delayed[stage, microbatch] = delayed
 
     def run(self, stage: int, microbatch: int) -> None:
         """Compute the weight gradients of one microbatch on one stage."""
         super().run(stage, microbatch)
-        for layer in self._layers.pop((stage, microbatch)):
-            layer.run()
+        for accumulate in self._delayed.pop((stage, microbatch)):
+            accumulate()
 
     def clear(self) -> None:
         """Drop all deferred gradients after an interrupted step."""
         super().clear()
-        self._layers.clear()
-
-
-def _accumulate(pending: PendingGradient) -> None:
-    weight, total_input = pending.weight, pending.layer_input
-    if pending.is_sequence_parallel:
-        size = list(total_input.size())
-        size[0] *= pending.tp_group.size()
-        gathered = layers.get_global_memory_buffer().get_tensor(size, total_input.dtype, "mpu")
-        layers.dist_all_gather_func(gathered, total_input, group=pending.tp_group)
-        total_input = gathered
-    with torch.no_grad():
-        grad_output, total_input = layers.prepare_input_tensors_for_wgrad_compute(
-            pending.grad_output, total_input
-        )
-        if pending.is_fused:
-            _accumulate_fused(pending, grad_output, total_input)
-        else:
-            weight.grad = grad_output.t().matmul(total_input)
-        weight._quartet_grad_ready()
+        self._delayed.clear()
 
 
 def _accumulate_fused(pending: PendingGradient, grad_output: Any, total_input: Any) -> None:
@@ -185,7 +182,7 @@ def _with_hooks(initialise: Callable[..., Any], *, delays_te: bool) -> Callable[
 
 
 def _mark(module: Any) -> None:
-    """Mark the weights of local linear layers: DDP then hands their hooks to `_HookReceiver`."""
+    """Mark the weights of local linear layers: DDP then hands their hooks to `_receive_hook`."""
     for layer in module.modules():
         if not isinstance(layer, (layers.ColumnParallelLinear, layers.RowParallelLinear)):
             continue
@@ -193,28 +190,19 @@ def _mark(module: Any) -> None:
         if weight is None or not weight.requires_grad:
             continue
         weight.skip_backward_post_hook = True
-        layer.register_wgrad_accumulation_and_reduce_hooks = _HookReceiver(weight)
+        layer.register_wgrad_accumulation_and_reduce_hooks = partial(_receive_hook, weight)
 
 
-class _HookReceiver:
-    """Receives from DDP the hook of a marked weight."""
+def _receive_hook(weight: Any, hook: Callable[..., None]) -> None:
+    """Receive from DDP the hook of a marked weight."""
 
-    def __init__(self, weight: Any) -> None:
-        self._weight = weight
-
-    def __call__(self, hook: Callable[..., None]) -> None:
-        weight = self._weight
-        weight._quartet_grad_ready = hook
-        # A full backward computes the weight's gradient at once and needs the hook right then.
-        weight.register_post_accumulate_grad_hook(_full_backward(hook))
-
-
-def _full_backward(hook: Callable[..., None]) -> Callable[[Any], None]:
-    def after(weight: Any) -> None:
+    def after_full_backward(weight: Any) -> None:
         if weight.grad is not None:
             hook()
 
-    return after
+    weight._quartet_grad_ready = hook
+    # A full backward computes the weight's gradient at once and needs the hook right then.
+    weight.register_post_accumulate_grad_hook(after_full_backward)
 
 
 def _splitting(original: Any, gradients: WeightGradients) -> Any:

@@ -10,7 +10,7 @@ import importlib.metadata
 import re
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 # The first in which DDP's overlapped reductions go with delayed weight gradients (Megatron's own condition).
@@ -28,18 +28,8 @@ _NOT_SPLIT = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class DelayedLayer:
-    """One layer whose weight gradient waits in its own store."""
-
-    layer: Any
-
-    def run(self) -> None:
-        """Compute the oldest gradient; the layer calls DDP's hooks."""
-        # Megatron's method first reads the configuration, which does not say that gradients are delayed.
-        backward_dw = _engine_method(self.layer)
-        assert backward_dw is not None
-        backward_dw(self.layer)
+# Computes the oldest gradient in a layer's store; the layer calls DDP's hooks.
+DelayedGradient = Callable[[], None]
 
 
 def obstacle(args: Namespace, *, version: str | None = None) -> str | None:
@@ -83,13 +73,17 @@ def delay(model: Any) -> None:
         setattr(layer, _MARK, True)
 
 
-def delayed_layers(model: Any) -> list[DelayedLayer]:
-    """The layers of a chunk that `delay` has changed."""
-    return [DelayedLayer(layer) for layer in model.modules() if getattr(layer, _MARK, False)]
+def delayed_gradients(model: Any) -> list[DelayedGradient]:
+    """The gradients of the layers of a chunk that `delay` has changed."""
+    layers = [layer for layer in model.modules() if getattr(layer, _MARK, False)]
+    return [partial(method, layer) for layer in layers if (method := _engine_method(layer)) is not None]
 
 
 def _engine_method(layer: Any) -> Callable[[Any], None] | None:
-    """Transformer Engine's `backward_dw`, which Megatron's method of that name hides."""
+    """Transformer Engine's `backward_dw`, which Megatron's method of that name hides.
+
+    Megatron's first reads the configuration, which does not say that gradients are delayed.
+    """
     for base in type(layer).__mro__:
         if base.__module__.partition(".")[0] == "transformer_engine" and "backward_dw" in vars(base):
             method: Callable[[Any], None] = vars(base)["backward_dw"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quartet_plugin.megatron.split_backward import WeightGradients
-from quartet_plugin.megatron.te_layers import delay, delayed_layers, obstacle
+from quartet_plugin.megatron.te_layers import delay, delayed_gradients, obstacle
 
 
 class StandInStore:
@@ -105,7 +105,7 @@ def test_what_is_delayed_comes_with_w_in_any_order() -> None:
         output = model(sample)
         gradients.begin()
         output.square().sum().backward()
-        gradients.end(0, microbatch, delayed_layers(model))
+        gradients.end(0, microbatch, delayed_gradients(model))
         assert all(layer.weight.grad is None for layer in (model[0], model[2]))
     for microbatch in (1, 0):
         gradients.run(0, microbatch)
@@ -118,7 +118,7 @@ def test_other_layers_are_left_alone() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), StandInLinear(2))
     model[1].weight.requires_grad_(False)
     delay(model)
-    assert delayed_layers(model) == []
+    assert delayed_gradients(model) == []
     assert not model[1].wgrad_store.delay_wgrad_compute()
 
 

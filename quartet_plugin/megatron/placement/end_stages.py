@@ -13,6 +13,7 @@ Megatron prints and plots the reduced loss on the last global rank, wherever the
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from quartet_plugin.megatron.placement.state import StagePlacement
@@ -126,67 +127,59 @@ def wrappers(placement: StagePlacement) -> dict[Seam, Wrapper]:
     """The replacements that this placement needs."""
     last_stage, last_chunk = placement.num_stages - 1, placement.num_chunks - 1
     needed: dict[Seam, Wrapper] = {
-        IS_PP_LAST_STAGE: _is_pp_last_stage(placement),
-        GET_PP_LAST_RANK: _get_pp_last_rank(placement),
-        IS_FIRST: _is_end(placement, 0, 0, 0),
-        IS_LAST: _is_end(placement, last_stage, placement.last_device, last_chunk),
-        INITIALIZE: _initialize(placement),
+        IS_PP_LAST_STAGE: partial(_is_pp_last_stage, placement),
+        GET_PP_LAST_RANK: partial(_get_pp_last_rank, placement),
+        IS_FIRST: lambda _: _is_end(placement, 0, 0, 0),
+        IS_LAST: lambda _: _is_end(placement, last_stage, placement.last_device, last_chunk),
+        INITIALIZE: partial(_initialize, placement),
     }
-    if placement.has_both_ends_on_one_device:
+    if placement.last_device == 0:
         needed |= {GET_OPTIMIZER: _copy_before_optimizer, WORD_EMBEDDING_GRADS: _sum_after_reduction}
     if placement.last_device != placement.num_devices - 1:
-        needed |= {seam: _with_losses(LossBroadcast(placement)) for seam in (TRAIN_STEP, EVALUATE)}
+        for seam in (TRAIN_STEP, EVALUATE):
+            needed[seam] = partial(_with_losses, LossBroadcast(placement))
     return needed
 
 
-def _is_pp_last_stage(placement: StagePlacement) -> Wrapper:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def is_pp_last_stage(pp_group: Any) -> bool:
-            if pp_group is None or pp_group.size() != placement.num_devices:
-                return bool(original(pp_group))
-            return bool(pp_group.rank() == placement.last_device)
+def _is_pp_last_stage(placement: StagePlacement, original: Callable[..., Any]) -> Callable[..., bool]:
+    def is_pp_last_stage(pp_group: Any) -> bool:
+        if pp_group is None or pp_group.size() != placement.num_devices:
+            return bool(original(pp_group))
+        return bool(pp_group.rank() == placement.last_device)
 
-        return is_pp_last_stage
-
-    return wrap
+    return is_pp_last_stage
 
 
-def _get_pp_last_rank(placement: StagePlacement) -> Wrapper:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def get_pp_last_rank(pp_group: Any) -> int:
-            import torch.distributed as dist
+def _get_pp_last_rank(placement: StagePlacement, original: Callable[..., Any]) -> Callable[..., int]:
+    def get_pp_last_rank(pp_group: Any) -> int:
+        import torch.distributed as dist
 
-            ranks = dist.get_process_group_ranks(pp_group)
-            return (
-                int(ranks[placement.last_device])
-                if len(ranks) == placement.num_devices
-                else original(pp_group)
-            )
+        ranks = dist.get_process_group_ranks(pp_group)
+        return int(
+            ranks[placement.last_device] if len(ranks) == placement.num_devices else original(pp_group)
+        )
 
-        return get_pp_last_rank
-
-    return wrap
+    return get_pp_last_rank
 
 
-def _is_end(placement: StagePlacement, end_stage: int, end_device: int, end_chunk: int) -> Wrapper:
-    def wrap(_original: Callable[..., Any]) -> Callable[..., Any]:
-        def is_pipeline_end_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-            from megatron.core import parallel_state
+def _is_end(
+    placement: StagePlacement, end_stage: int, end_device: int, end_chunk: int
+) -> Callable[..., bool]:
+    def is_pipeline_end_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        from megatron.core import parallel_state
 
-            if placement.running is not None:
-                return placement.running == end_stage
-            if not ignore_virtual and parallel_state.get_virtual_pipeline_model_parallel_world_size():
-                assert vp_stage is not None, "vp_stage must be passed if virtual pipeline is enabled"
-                if vp_stage != end_chunk:
-                    return False
-            return bool(parallel_state.get_pipeline_model_parallel_rank() == end_device)
+        if placement.running is not None:
+            return placement.running == end_stage
+        if not ignore_virtual and parallel_state.get_virtual_pipeline_model_parallel_world_size():
+            assert vp_stage is not None, "vp_stage must be passed if virtual pipeline is enabled"
+            if vp_stage != end_chunk:
+                return False
+        return bool(parallel_state.get_pipeline_model_parallel_rank() == end_device)
 
-        return is_pipeline_end_stage
-
-    return wrap
+    return is_pipeline_end_stage
 
 
-def _initialize(placement: StagePlacement) -> Wrapper:
+def _initialize(placement: StagePlacement, original: Callable[..., Any]) -> Callable[..., Any]:
     """Let embedding groups hold the devices of the first and the last stage, whatever the script passes."""
 
     def embedding_ranks(pp_ranks: list[int], *_: Any) -> list[int]:
@@ -197,15 +190,12 @@ def _initialize(placement: StagePlacement) -> Wrapper:
     def position_embedding_ranks(pp_ranks: list[int], *_: Any) -> list[int]:
         return [pp_ranks[0]]
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
-            kwargs["get_embedding_ranks"] = embedding_ranks
-            kwargs["get_position_embedding_ranks"] = position_embedding_ranks
-            return original(*args, **kwargs)
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
+        kwargs["get_embedding_ranks"] = embedding_ranks
+        kwargs["get_position_embedding_ranks"] = position_embedding_ranks
+        return original(*args, **kwargs)
 
-        return initialize_model_parallel
-
-    return wrap
+    return initialize_model_parallel
 
 
 def _copy_before_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,16 +237,13 @@ def tied_weights(model_chunks: Sequence[Any]) -> tuple[Any, Any] | None:
     return first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight()
 
 
-def _with_losses(broadcast: "LossBroadcast") -> Wrapper:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def with_losses(*args: Any, **kwargs: Any) -> Any:
-            losses, *rest = original(*args, **kwargs)
-            # None: an evaluation that the clock ended, on all ranks alike.
-            return (losses if losses is None else broadcast.over_pipeline(losses), *rest)
+def _with_losses(broadcast: "LossBroadcast", original: Callable[..., Any]) -> Callable[..., Any]:
+    def with_losses(*args: Any, **kwargs: Any) -> Any:
+        losses, *rest = original(*args, **kwargs)
+        # None: an evaluation that the clock ended, on all ranks alike.
+        return (losses if losses is None else broadcast.over_pipeline(losses), *rest)
 
-        return with_losses
-
-    return wrap
+    return with_losses
 
 
 class LossBroadcast:
@@ -267,7 +254,7 @@ class LossBroadcast:
 
     def __init__(self, placement: StagePlacement) -> None:
         self._placement = placement
-        self._names: tuple[str, ...] | None = None
+        self._names: tuple[str, ...] = ()
 
     def over_pipeline(self, losses: dict[str, Any]) -> dict[str, Any]:
         """The same dictionary on every rank of the pipeline."""
@@ -279,27 +266,22 @@ class LossBroadcast:
         source = dist.get_process_group_ranks(group)[self._placement.last_device]
         owner = dist.get_rank() == source
         names = tuple(losses) if owner else self._names
-        changed = torch.tensor([float(names != self._names)], device="cuda")
-        known = len(self._names or ())
-        values = torch.zeros(known, device="cuda")
-        if owner and names == self._names and known:
-            values = torch.stack([_scalar(losses[name]) for name in self._names or ()])
-        packed = torch.cat([changed, values])
-        dist.broadcast(packed, src=source, group=group)
+
+        def send(*, is_changed: bool) -> Any:
+            packed = torch.zeros(1 + len(self._names), device="cuda")
+            packed[0] = float(is_changed)
+            if owner and not is_changed:
+                for index, name in enumerate(self._names, start=1):
+                    packed[index] = torch.as_tensor(losses[name], device="cuda").detach().float().reshape(())
+            dist.broadcast(packed, src=source, group=group)
+            return packed
+
+        packed = send(is_changed=names != self._names)
         if bool(packed[0]):
             box: list[Any] = [names]
             dist.broadcast_object_list(box, src=source, group=group)
             self._names = tuple(box[0])
-            packed = torch.zeros(1 + len(self._names), device="cuda")
-            if owner and self._names:
-                packed[1:] = torch.stack([_scalar(losses[name]) for name in self._names])
-            dist.broadcast(packed, src=source, group=group)
+            packed = send(is_changed=False)
         if owner:
             return losses
-        return {name: packed[1 + index] for index, name in enumerate(self._names or ())}
-
-
-def _scalar(value: Any) -> Any:
-    import torch
-
-    return torch.as_tensor(value, device="cuda").detach().float().reshape(())
+        return {name: packed[index] for index, name in enumerate(self._names, start=1)}

@@ -1,5 +1,6 @@
 """Megatron's layer layout with the stages of its string on the devices of a placement."""
 
+from functools import cache
 from typing import Any
 
 from megatron.core import parallel_state
@@ -90,12 +91,9 @@ def wrappers(placement: StagePlacement) -> dict[Seam, Wrapper]:
 
     Megatron parses the string for every configuration, so the class is replaced, not one configuration.
     """
-    made: dict[tuple[str, int], PlacedLayout] = {}
 
+    @cache
     def from_str(layout: str, pipeline_model_parallel_size: int) -> PlacedLayout:
-        key = (layout, pipeline_model_parallel_size)
-        if key not in made:
-            made[key] = PlacedLayout(layout, pipeline_model_parallel_size, placement)
-        return made[key]
+        return PlacedLayout(layout, pipeline_model_parallel_size, placement)
 
     return {FROM_STR: lambda _original: from_str}

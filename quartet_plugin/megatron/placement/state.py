@@ -39,16 +39,6 @@ class StagePlacement:
         """The stages of pipeline rank `device`, by chunk."""
         return self._stages[device]
 
-    @property
-    def has_both_ends_on_one_device(self) -> bool:
-        """Whether embedding and head are on one device."""
-        return self.last_device == 0
-
-    @property
-    def is_loop(self) -> bool:
-        """Whether this is stock's placement."""
-        return self.device_of_stage == tuple(range(self.num_devices)) * self.num_chunks
-
     @contextmanager
     def running_stage(self, stage: int) -> Iterator[None]:
         """A block in which Megatron's questions for the first and last stage are answered for `stage`."""

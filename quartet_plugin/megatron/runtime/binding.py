@@ -20,7 +20,7 @@ from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.runtime.refusals import refusal_of_model
 from quartet_plugin.megatron.runtime.stages import Call, GradSync, MegatronStages, MicrobatchIterator
 from quartet_plugin.megatron.split_backward import WeightGradients
-from quartet_plugin.megatron.te_layers import DelayedLayer, delayed_layers
+from quartet_plugin.megatron.te_layers import DelayedGradient, delayed_gradients
 from quartet_plugin.runtime.activation_tracker import ActivationTracker
 from quartet_plugin.runtime.executor import Executor
 from quartet_plugin.runtime.programs import ProgramCache
@@ -34,7 +34,7 @@ class Runtime:
 
     def __init__(
         self,
-        library: ProgramCache,
+        programs: ProgramCache,
         *,
         placement: StagePlacement,
         gradients: WeightGradients,
@@ -43,14 +43,14 @@ class Runtime:
         timeout: timedelta | None = None,
     ) -> None:
         """`host_transport`: boundary tensors go through host memory and gloo; `timeout` is of a transfer."""
-        self._library = library
+        self._programs = programs
         self._placement = placement
         self._gradients = gradients
         self.recorder: Recorder = recorder or NullRecorder()
         # Where a tracker is set, it measures the next training step alone.
-        self.ledger: ActivationTracker | None = None
+        self.tracker: ActivationTracker | None = None
         self._is_counted = False
-        self._delayed: list[list[DelayedLayer]] | None = None
+        self._delayed: list[list[DelayedGradient]] | None = None
         self._host_transport = host_transport
         self._timeout = timeout
         self._executors: dict[tuple[int, bool], Executor] = {}
@@ -61,8 +61,9 @@ class Runtime:
         """The executor of this device's program for `num_microbatches`."""
         key = (num_microbatches, forward_only)
         if key not in self._executors:
-            program = self._library.program(num_microbatches, forward_only=forward_only)
-            self._executors[key] = Executor(program, device=_pipeline_rank())
+            program = self._programs.program(num_microbatches, forward_only=forward_only)
+            device = parallel_state.get_pipeline_model_parallel_rank()
+            self._executors[key] = Executor(program, device=int(device))
         return self._executors[key]
 
     def forward_backward(
@@ -125,9 +126,9 @@ class Runtime:
         )[0]
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        stages = self._run(
-            executor, call, self._boundary(shape, config, chunks[0]), force_all_reduce=force_all_reduce
-        )
+        device = next(chunks[0].parameters()).device
+        boundary = Boundary(shape=tuple(shape), dtype=config.pipeline_dtype, device=device)
+        stages = self._run(executor, call, boundary, force_all_reduce=force_all_reduce)
         if config.finalize_model_grads_func is not None and not forward_only:
             config.finalize_model_grads_func(
                 chunks,
@@ -143,6 +144,8 @@ class Runtime:
         self, executor: Executor, call: Call, boundary: Boundary, *, force_all_reduce: bool | None
     ) -> MegatronStages:
         config, training = call.config, not call.forward_only
+        if self._delayed is None:
+            self._delayed = [delayed_gradients(chunk) for chunk in call.chunks]
         sync = GradSync(
             call.chunks,
             num_microbatches=call.num_microbatches,
@@ -155,14 +158,16 @@ class Runtime:
             device=executor.device,
             gradients=self._gradients,
             grad_sync=sync,
-            delayed=self._delayed_layers(call.chunks),
-            ledger=self._next_ledger(call.chunks) if training else None,
+            delayed=self._delayed,
+            tracker=self._next_tracker(call.chunks) if training else None,
         )
         if training and config.param_sync_func is not None:
             for chunk, start in zip(call.chunks, _listed(config.param_sync_func), strict=True):
                 start(chunk.parameters())
         recorder = self.recorder if training else NullRecorder()
-        with _no_sync(config.no_sync_func):
+        with contextlib.ExitStack() as stack:
+            for no_sync in _listed(config.no_sync_func):
+                stack.enter_context(no_sync())
             try:
                 executor.run(stages, self._transport(boundary, executor), recorder)
             except BaseException:
@@ -170,17 +175,12 @@ class Runtime:
                 raise
         return stages
 
-    def _delayed_layers(self, chunks: Sequence[Any]) -> list[list[DelayedLayer]]:
-        if self._delayed is None:
-            self._delayed = [delayed_layers(chunk) for chunk in chunks]
-        return self._delayed
-
-    def _next_ledger(self, chunks: Sequence[Any]) -> ActivationTracker | None:
-        if self.ledger is None or self._is_counted:
+    def _next_tracker(self, chunks: Sequence[Any]) -> ActivationTracker | None:
+        if self.tracker is None or self._is_counted:
             return None
         self._is_counted = True
-        self.ledger.leave_out(parameter for chunk in chunks for parameter in chunk.parameters())
-        return self.ledger
+        self.tracker.leave_out(parameter for chunk in chunks for parameter in chunk.parameters())
+        return self.tracker
 
     def _iterators(self, data_iterator: Any, executor: Executor, num_chunks: int) -> Sequence[Any]:
         """An iterator for every chunk, by microbatch where the forwards are not in ascending order."""
@@ -192,13 +192,6 @@ class Runtime:
             if order != sorted(order) and iterators[chunk] is not None:
                 iterators[chunk] = MicrobatchIterator(iterators[chunk])
         return iterators
-
-    def _boundary(self, shape: Sequence[int], config: Any, chunk: Any) -> Boundary:
-        return Boundary(
-            shape=tuple(shape),
-            dtype=config.pipeline_dtype,
-            device=next(chunk.parameters()).device,
-        )
 
     def _transport(self, boundary: Boundary, executor: Executor) -> PairTransport:
         if self._channels is None:
@@ -215,17 +208,8 @@ class Runtime:
         return self._transports[boundary]
 
 
-def _pipeline_rank() -> int:
-    return int(parallel_state.get_pipeline_model_parallel_rank())
-
-
 def _listed(functions: Any) -> list[Callable[..., Any]]:
+    """Megatron's functions of all chunks: a list, a single one, or None for no function."""
+    if functions is None:
+        return []
     return list(functions) if isinstance(functions, list) else [functions]
-
-
-@contextlib.contextmanager
-def _no_sync(functions: Any) -> Any:
-    with contextlib.ExitStack() as stack:
-        for function in _listed(functions) if functions is not None else ():
-            stack.enter_context(function())
-        yield

@@ -4,7 +4,7 @@ The entry collects the wrappers of all its parts and installs them together; `pr
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -156,8 +156,8 @@ def prepare(
     `delays_te`: the model has Transformer Engine's layers. No process group exists yet. Raises PlanError for
     an order that is not valid or could dead-lock, SeamError where Megatron is not as known.
     """
-    library = ProgramCache(spec)
-    program = library.program(num_microbatches)
+    programs = ProgramCache(spec)
+    program = programs.program(num_microbatches)
     if sum(map(len, program.instructions)) <= _CHECKED_INSTRUCTIONS:
         for backend in Backend:
             check_program(program, backend=backend)
@@ -172,14 +172,14 @@ def prepare(
     placement = StagePlacement(spec.placement)
     gradients = split_backward.WeightGradients()
     runtime = Runtime(
-        library,
+        programs,
         placement=placement,
         gradients=gradients,
         recorder=recorder,
         host_transport=host_transport,
         timeout=timeout,
     )
-    wrappers: dict[Seam, Wrapper] = dict.fromkeys(SCHEDULES, _replace_by(runtime.forward_backward))
+    wrappers: dict[Seam, Wrapper] = dict.fromkeys(SCHEDULES, lambda _: runtime.forward_backward)
     wrappers |= end_stages.wrappers(placement) | layout.wrappers(placement)
     if splits_backward(spec, num_microbatches):
         wrappers |= split_backward.wrappers(gradients, delays_te=delays_te)
@@ -197,13 +197,3 @@ def declared() -> Iterator[Seam]:
     for module in (end_stages, layout, split_backward):
         values = vars(module).values()
         yield from (value for value in values if isinstance(value, Seam) and value != TRAIN_STEP)
-
-
-def _replace_by(function: Callable[..., Any]) -> Wrapper:
-    def wrap(_original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward_backward(**call: Any) -> Any:
-            return function(**call)
-
-        return forward_backward
-
-    return wrap

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.split_backward import WeightGradients
-from quartet_plugin.megatron.te_layers import DelayedLayer
+from quartet_plugin.megatron.te_layers import DelayedGradient
 from quartet_plugin.runtime.activation_tracker import ActivationTracker
 
 
@@ -40,12 +40,12 @@ class MegatronStages:
         device: int,
         gradients: WeightGradients,
         grad_sync: "GradSync",
-        delayed: Sequence[Sequence[DelayedLayer]],
-        ledger: ActivationTracker | None = None,
+        delayed: Sequence[Sequence[DelayedGradient]],
+        tracker: ActivationTracker | None = None,
     ) -> None:
-        """`device` is this process's pipeline rank; `ledger` counts what this step keeps alive.
+        """`device` is this process's pipeline rank; `tracker` counts what this step keeps alive.
 
-        `delayed` are each chunk's layers that keep their weight gradients to themselves.
+        `delayed` are each chunk's gradients that layers keep in stores.
         """
         self._call = call
         self._placement = placement
@@ -53,7 +53,7 @@ class MegatronStages:
         self._last_stage = placement.num_stages - 1
         self._gradients = gradients
         self._grad_sync = grad_sync
-        self._ledger = ledger
+        self._tracker = tracker
         self._delayed = delayed
         self._held: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._begun: set[int] = set()
@@ -71,7 +71,7 @@ class MegatronStages:
             iterator.choose(microbatch)
         is_first = chunk not in self._begun
         self._begun.add(chunk)
-        saving = nullcontext() if self._ledger is None else self._ledger.saving()
+        saving = nullcontext() if self._tracker is None else self._tracker.saving()
         with self._placement.running_stage(stage), saving:
             output, num_tokens = schedules.forward_step(
                 call.forward_step_func,
@@ -105,8 +105,8 @@ class MegatronStages:
     def backward(self, stage: int, microbatch: int, received: Any) -> Any:
         """B, with Megatron's backward_step."""
         result = self._backward_step(stage, microbatch, received)
-        for layer in self._delayed[self._chunk_of[stage]]:
-            layer.run()
+        for accumulate in self._delayed[self._chunk_of[stage]]:
+            accumulate()
         self._grad_sync.done(self._chunk_of[stage])
         return result
 
@@ -115,8 +115,8 @@ class MegatronStages:
         self._gradients.begin()
         result = self._backward_step(stage, microbatch, received)
         self._gradients.end(stage, microbatch, self._delayed[self._chunk_of[stage]])
-        if self._ledger is not None:
-            self._ledger.hold(self._gradients.held(stage, microbatch))
+        if self._tracker is not None:
+            self._tracker.hold(self._gradients.held(stage, microbatch))
         return result
 
     def weight_grad(self, stage: int, microbatch: int) -> None:
@@ -133,8 +133,8 @@ class MegatronStages:
         return result
 
     def _note(self, *boundaries: Any) -> None:
-        if self._ledger is not None:
-            self._ledger.hold(boundaries)
+        if self._tracker is not None:
+            self._tracker.hold(boundaries)
 
 
 class GradSync:

@@ -29,13 +29,13 @@ def main() -> None:
     """Run 1F1B of four microbatches."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    library = ProgramCache(spec_of("1f1b", 2))
+    programs = ProgramCache(spec_of("1f1b", 2))
     boundary = transport.Boundary(shape=(ROWS, WIDTH), dtype=torch.float64, device=torch.device("cpu"))
-    channels = transport.Channels.open(library.program(4).groups, ranks=(0, 1))
+    channels = transport.Channels.open(programs.program(4).groups, ranks=(0, 1))
     kind = TorchStages if rank == 0 else Dying
     begin = time.monotonic()
     try:
-        Executor(library.program(4), device=rank).run(
+        Executor(programs.program(4), device=rank).run(
             kind(num_stages=2, stages=[rank]), transport.PairTransport(channels, boundary), NullRecorder()
         )
     except InfrastructureError as error:

@@ -120,8 +120,8 @@ def test_only_the_alignment_of_reductions_is_turned_off_and_said() -> None:
 )
 def test_backwards_stay_whole_where_splitting_does_not_pay_or_is_not_possible(name: str, value: Any) -> None:
     assert needs_full_backwards(Namespace(**{name: value})) is not None
-    recipe = schedule_spec_of(choice(), num_microbatches=4, full_backward=True)
-    schedule = make_schedule(recipe, 4)
+    spec = schedule_spec_of(choice(), num_microbatches=4, full_backward=True)
+    schedule = make_schedule(spec, 4)
     assert {a.kind.name for d in range(2) for a in schedule.actions(d)} == {"F", "B"}
 
 
