@@ -159,12 +159,12 @@ class Blocks:
     def _finish(self) -> None:
         import torch.distributed as dist
 
-        from quartet_plugin.rank.step_meter import exit_now
+        from quartet_plugin.rank.session import exit_now
 
         path = self._folder / f"blocks-{os.environ['RANK']}.json"
         path.write_text(json.dumps({"seconds": self._seconds, "is_on": self._is_on}))
         dist.barrier()
-        exit_now()
+        exit_now(0)
 
 
 if __name__ == "__main__":

@@ -139,9 +139,9 @@ class WorkerPool:
     """Two processes with Megatron imported, which fork one rank each for every run."""
 
     def __init__(self) -> None:
-        from quartet_plugin.megatron import cpu_device
+        from quartet_plugin.protocol.environment import CPU_SETTINGS
 
-        environment = {**os.environ, **cpu_device.environment(), **HUGE_PAGES, "PYTHONWARNINGS": "ignore"}
+        environment = {**os.environ, **CPU_SETTINGS, **HUGE_PAGES, "PYTHONWARNINGS": "ignore"}
         self._members = [
             subprocess.Popen(
                 [sys.executable, __file__, "-", "--zygote", str(rank)],

@@ -289,12 +289,12 @@ class Blocks:
     def _finish(self) -> None:
         import torch.distributed as dist
 
-        from quartet_plugin.rank.step_meter import exit_now
+        from quartet_plugin.rank.session import exit_now
 
         content = {"seconds": self._seconds, "is_custom": self._order, "peak_bytes": self._peak_bytes}
         (self._folder / f"blocks-{os.environ['RANK']}.json").write_text(json.dumps(content))
         dist.barrier()
-        exit_now()
+        exit_now(0)
 
 
 class SavedTensorBytes:

@@ -16,7 +16,7 @@ from quartet_plugin.cli.command import DeviceName, check_range, invocation
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 
 if TYPE_CHECKING:
-    from quartet_plugin.launchers.local import LocalHandle
+    from quartet_plugin.launchers.local import Handle
     from quartet_plugin.model.cluster import Cluster
 
 _MODULE = "quartet_plugin.probe"
@@ -168,7 +168,7 @@ def _run(argv: Sequence[str], *, folder: Path, device: Literal["cpu", "cuda"], d
         raise InfrastructureError(_failure(code, log=log, deadline_s=deadline_s))
 
 
-def _wait(handle: "LocalHandle", *, deadline_s: float) -> int | None:
+def _wait(handle: "Handle", *, deadline_s: float) -> int | None:
     end = time.monotonic() + deadline_s
     while (code := handle.poll()) is None and time.monotonic() < end:
         time.sleep(_POLL_S)

@@ -1,7 +1,6 @@
 """`deepspeed.initialize` with a plan: the module gets the plan's stages, the engine its schedule."""
 
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from quartet_plugin.deepspeed.pipeline import PipelineSpec
 from quartet_plugin.deepspeed.planning import AgreedPlan, decide
 from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.rank.rendezvous import RankEnv
-from quartet_plugin.rank.session import write_command_failure
+from quartet_plugin.rank.session import print_notes, write_command_failure
 
 _ARGUMENTS = ("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler")
 # Arguments of PipelineModule's constructor that the module keeps under the same name.
@@ -96,7 +95,7 @@ def initialize_planned(
     if agreed is None:
         agreed = _plan_of(settings or parse_settings(config), model=model, config=config)
         if agreed is not None:
-            print_notes(*agreed.notes)
+            print_notes(agreed.notes, rank_env=RankEnv.of(os.environ))
             _apply_to_built_module(model, agreed, call)
     plan = None if agreed is None else agreed.plan
     changed = {name: value for name, value in config.items() if name != SECTION}
@@ -104,7 +103,8 @@ def initialize_planned(
         changed = planned_config(
             config, layout=plan.layout, global_batch_size=plan.made_for.global_batch_size
         )
-    _notice_clipping(model, changed)
+    if clips_by_first_stage(changed, pipeline_parallel=getattr(model, "num_stages", 1)):
+        print_notes([clipping_notice(changed)], rank_env=RankEnv.of(os.environ))
     final, left_out = (changed, []) if edit is None else edit(changed)
     if on_module is not None:
         on_module(model)
@@ -177,18 +177,6 @@ def _has_stages_of(model: Any, pipeline: PipelineSpec) -> bool:
         and list(model.parts) == list(pipeline.bounds)
         and (pipeline.rank_of is None or list(pipeline.rank_of) == sorted(pipeline.rank_of))
     )
-
-
-def print_notes(*notes: str) -> None:
-    """Print lines for the user, on RANK 0 alone."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        for note in notes:
-            print(f"quartet: {note}", file=sys.stderr, flush=True)
-
-
-def _notice_clipping(model: Any, config: Mapping[str, Any]) -> None:
-    if clips_by_first_stage(config, pipeline_parallel=getattr(model, "num_stages", 1)):
-        print_notes(clipping_notice(config))
 
 
 def _config_of(call: Mapping[str, Any]) -> dict[str, Any] | None:

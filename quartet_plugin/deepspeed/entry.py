@@ -15,14 +15,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from quartet_plugin.deepspeed.config import Settings, config_file_of, parse_settings, read_config
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.rank.entry_options import EntryOptions, read_command, run_program
 from quartet_plugin.rank.rendezvous import RankEnv
-from quartet_plugin.rank.session import Session
+from quartet_plugin.rank.session import Session, exit_now, print_notes
 
 USAGE = "python -m quartet_plugin.deepspeed [-m MODULE | SCRIPT] ARGS... [--quartet-plan FILE]"
 
@@ -67,7 +67,7 @@ def run(session: DeepSpeedSession) -> None:
         run_program(session.command, list(session.command.arguments))
 
     # A refusal skips the interpreter's teardown: communicator threads may wait there for other peers.
-    session.run(work, on_end=session.end_trial, on_refusal=_exit_now)
+    session.run(work, on_end=session.end_trial, on_refusal=exit_now)
 
 
 def prepare(session: DeepSpeedSession) -> None:
@@ -153,7 +153,7 @@ def _planned_constructor(session: DeepSpeedSession, constructor: Any) -> Any:
             script_stages=arguments.get("num_stages") or 1 if topology is None else topology.get_dim("pipe"),
             rank_env=session.rank_env,
         )
-        api.print_notes(*agreed.notes)
+        print_notes(agreed.notes, rank_env=session.rank_env)
         api.make_planned_module(self, agreed, constructor, arguments)
 
     return construct
@@ -197,9 +197,3 @@ def _start_of(session: DeepSpeedSession) -> Any:
             parity.save_weights(module, Path(spec.save_weights))
 
     return start
-
-
-def _exit_now(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -12,11 +12,12 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from subprocess import Popen
 from typing import Literal
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
 from quartet_plugin.launchers.command import Command
-from quartet_plugin.launchers.local import LocalHandle, LocalLauncher
+from quartet_plugin.launchers.local import LocalLauncher
 
 MAX_SLICES = 64
 
@@ -86,7 +87,7 @@ class SliceLauncher(LocalLauncher):
     def __init__(self, device_slice: DeviceSlice) -> None:
         self._slice = device_slice
 
-    def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> LocalHandle:
+    def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> Popen[bytes]:
         """See `LocalLauncher`."""
         with _on_cores(self._slice.cores):
             return super().start(argv, env={**env, **self._slice.environment}, cwd=cwd, stdout=stdout)

@@ -3,7 +3,6 @@
 import os
 import resource
 import shutil
-import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -15,20 +14,11 @@ import psutil
 from quartet_plugin.errors import ConfigError, InfrastructureError, StorageError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.accelerator import shows_accelerator
-
-# glibc's allocator gives freed memory back and maps it again each step, which costs a CPU run as much as
-# a bad layout; one thread a process, because the processes share the cores.
-CPU_SETTINGS: dict[str, str] = {
-    "MALLOC_MMAP_THRESHOLD_": "4294967296",
-    "MALLOC_TRIM_THRESHOLD_": "17179869184",
-    "MALLOC_TOP_PAD_": "67108864",
-    "OMP_NUM_THREADS": "1",
-    "DS_ACCELERATOR": "cpu",
-}
+from quartet_plugin.protocol.environment import CPU_SETTINGS
 
 
 class Handle(Protocol):
-    """A started command."""
+    """A started command; on this machine a `subprocess.Popen`."""
 
     @property
     def pid(self) -> int:
@@ -38,7 +28,9 @@ class Handle(Protocol):
         """The exit code, negative for a signal; None while it runs."""
 
     def terminate(self) -> None:
-        """Ask the launcher to end what it started; nothing when it has ended."""
+        """Ask the launcher alone to end what it started, which may be in other sessions; nothing when it has
+        ended.
+        """
 
     def kill(self) -> None:
         """End the launcher itself at once; what it started may live on."""
@@ -70,7 +62,7 @@ def resolve_device(
 
 def child_environment(device: Literal["cpu", "cuda"], *, environment: Mapping[str, str]) -> dict[str, str]:
     """The caller's environment, with the settings that every CPU run needs alike."""
-    return {**environment, **(CPU_SETTINGS if device == "cpu" else {})}
+    return {**environment, **({**CPU_SETTINGS, "DS_ACCELERATOR": "cpu"} if device == "cpu" else {})}
 
 
 def check_start(command: Command, *, cwd: Path, environment: Mapping[str, str]) -> None:
@@ -99,30 +91,6 @@ def free_port() -> int:
         raise InfrastructureError(f"no free TCP port: {error.strerror}; close other programs") from error
 
 
-class LocalHandle:
-    """A command that runs here, in a session of its own."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    @property
-    def pid(self) -> int:
-        """Process id of the launcher."""
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
-        return self._process.poll()
-
-    def terminate(self) -> None:
-        """SIGTERM to the launcher alone: torchrun's workers have sessions of their own and it ends them."""
-        self._process.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """SIGKILL to the launcher alone."""
-        self._process.kill()
-
-
 class LocalLauncher:
     """Starts commands on this machine, each in its own session, so that Ctrl-C reaches only the tuner.
 
@@ -131,7 +99,9 @@ class LocalLauncher:
 
     num_nodes: int | None = 1
 
-    def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> LocalHandle:
+    def start(
+        self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path
+    ) -> subprocess.Popen[bytes]:
         """Start `argv`. Raises ConfigError for a program that is not there, InfrastructureError for one
         that cannot start, StorageError when `stdout` cannot be made.
         """
@@ -156,7 +126,7 @@ class LocalLauncher:
         finally:
             os.close(output)
         _forbid_core_files(process.pid)
-        return LocalHandle(process)
+        return process
 
 
 def _forbid_core_files(pid: int) -> None:

@@ -4,7 +4,6 @@ Only flags that differ from the user's are changed, and every flag of the user t
 """
 
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.rank.mapping import assign, gather_processes, table_of
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
+from quartet_plugin.rank.session import print_notes
 
 SPLIT_FLAGS = (
     "pipeline_model_parallel_layout",
@@ -91,9 +91,7 @@ def apply_plan(
         refusal = error
     rendezvous.agree_or_raise("fit", refusal)
     os.environ["RANK"] = str(rank) if rank_env.world_size > 1 else os.environ.get("RANK", "0")
-    if rank_env.launch_rank == 0:
-        for note in notes:
-            print(f"quartet: {note}", file=sys.stderr, flush=True)
+    print_notes(notes, rank_env=rank_env)
     return edited, partial(_vocabulary_check, plan, user)
 
 

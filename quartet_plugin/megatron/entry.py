@@ -26,7 +26,7 @@ from quartet_plugin.protocol.environment import CONVERSION_FILE, PROFILE
 from quartet_plugin.rank.entry_options import USAGE, EntryOptions, add_group, read_command, run_program
 from quartet_plugin.rank.failure import show_script_error
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous, agree_on_plan
-from quartet_plugin.rank.session import Session
+from quartet_plugin.rank.session import Session, print_notes
 
 if TYPE_CHECKING:
     from quartet_plugin.megatron.arguments import Flags
@@ -218,9 +218,7 @@ def _runtime(session: MegatronSession, plan: "Plan | None", args: argparse.Names
     from quartet_plugin.megatron.runtime.install import prepare_plan
 
     prepared, notes = prepare_plan(plan, args, on_cpu=use_cpu(session.options))
-    if session.rank_env.launch_rank == 0:
-        for note in notes:
-            print(f"quartet: {note}", file=sys.stderr, flush=True)
+    print_notes(notes, rank_env=session.rank_env)
     session.runtime = None if prepared is None else prepared.runtime
     if session.meter is not None and prepared is not None:
         from quartet_plugin.runtime.activation_tracker import ActivationTracker

@@ -11,6 +11,17 @@ PROFILE = "QUARTET_PROFILE"
 # A rank on a CPU that has started itself again with its allocator's settings.
 CPU_REEXECUTED = "QUARTET_CPU_DEVICE_REEXECUTED"
 
+# What glibc and OpenMP read when a rank on a CPU starts.
+CPU_SETTINGS = {
+    # One thread a rank, which MKL and OpenBLAS obey too: ranks share the cores.
+    "OMP_NUM_THREADS": "1",
+    # Freed activations stay in the heap. By default glibc returns each to the kernel and faults it in again,
+    # which costs as much as a bad layout.
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "17179869184",
+    "MALLOC_TOP_PAD_": "67108864",
+}
+
 # Flags of the entries in the ranks' command.
 PLAN_FLAG, DEVICE_FLAG, TRIAL_FLAG = "--quartet-plan", "--quartet-device", "--quartet-trial"
 

@@ -3,10 +3,7 @@
 Nothing is added to an iteration that waits for the device: losses stay tensors until the file is written.
 """
 
-import contextlib
-import multiprocessing
 import os
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,6 +13,7 @@ from quartet_plugin.model.schema import as_number, record
 from quartet_plugin.protocol.rank_files import Iteration
 from quartet_plugin.rank.device import device_name, peak_memory_bytes
 from quartet_plugin.rank.files import RankFileWriter
+from quartet_plugin.rank.session import exit_now
 
 _STOP_KEY = "quartet/stop-after"
 
@@ -125,7 +123,7 @@ class StepMeter(ABC):
         self.write()
         self._files.move("done", len(self._steps))
         self._files.close()
-        exit_now()
+        exit_now(0)
 
     @abstractmethod
     def _result_of(self, results: Any) -> StepResult:
@@ -134,21 +132,6 @@ class StepMeter(ABC):
     @abstractmethod
     def _job(self) -> dict[str, Any]:
         """The job that the framework made of the command; asked for on RANK 0 alone."""
-
-
-def exit_now() -> NoReturn:
-    """End this process at once with code 0, its own children first.
-
-    Everything that counts is on the disk. The interpreter's own way out joins data loaders and communicator
-    threads, which may hang or abort when the peers are already gone, and takes seconds.
-    """
-    for child in multiprocessing.active_children():
-        with contextlib.suppress(OSError, ValueError):
-            child.terminate()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(0)
 
 
 def _default_store() -> Any:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from quartet_plugin.launchers.command import ENTRY_MODULE, parse_command
-from quartet_plugin.launchers.local import LocalHandle, LocalLauncher
+from quartet_plugin.launchers.local import Handle, LocalLauncher
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.processes import marked_processes
@@ -31,7 +31,7 @@ class BareLauncher:
     num_nodes: int | None = 1
     started: list[int] = field(default_factory=list)
 
-    def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> LocalHandle:
+    def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> Handle:
         """Leave the adapter's module out."""
         words = list(argv)
         at = words.index(ENTRY_MODULE)

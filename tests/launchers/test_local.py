@@ -9,12 +9,12 @@ import pytest
 
 from quartet_plugin.errors import ConfigError, InfrastructureError, StorageError
 from quartet_plugin.launchers.local import (
-    CPU_SETTINGS,
     LocalLauncher,
     child_environment,
     free_port,
     resolve_device,
 )
+from quartet_plugin.protocol.environment import CPU_SETTINGS
 
 
 def run(tmp_path: Path, program: str, **environment: str) -> tuple[int, str]:
@@ -82,6 +82,7 @@ def test_cpu_runs_get_the_allocator_settings_and_others_do_not() -> None:
     assert child_environment("cpu", environment={"A": "b", "OMP_NUM_THREADS": "8"}) == {
         "A": "b",
         **CPU_SETTINGS,
+        "DS_ACCELERATOR": "cpu",
     }
     assert child_environment("cuda", environment={"A": "b"}) == {"A": "b"}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from quartet_plugin.megatron import cpu_device
+from quartet_plugin.protocol.environment import CPU_SETTINGS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PRETRAIN_SCRIPT = REPOSITORY / "examples" / "pretrain_gpt.py"
@@ -142,7 +142,7 @@ def free_port() -> int:
 def rank_environment() -> dict[str, str]:
     """This environment with what the CPU device's ranks need, and with the repository importable."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, **cpu_device.environment(), "PYTHONPATH": path}
+    return {**os.environ, **CPU_SETTINGS, "PYTHONPATH": path}
 
 
 def run_processes(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.process import missing_settings
+from quartet_plugin.protocol.environment import CPU_SETTINGS
 from tests.megatron import support
 
 
@@ -197,18 +198,15 @@ def test_process_starts_anew_once_and_keeps_its_pid(tmp_path: Path) -> None:
             """
             import json, os, sys
             from quartet_plugin.megatron import cpu_device
+            from quartet_plugin.protocol.environment import CPU_SETTINGS
             cpu_device.ensure_environment()
             cpu_device.ensure_environment()
-            names = cpu_device.environment()
-            print(json.dumps([os.getpid(), sys.argv[1:], {name: os.environ[name] for name in names}]))
+            settings = {name: os.environ[name] for name in CPU_SETTINGS}
+            print(json.dumps([os.getpid(), sys.argv[1:], settings]))
             """
         )
     )
-    bare = {
-        name: value
-        for name, value in support.rank_environment().items()
-        if name not in cpu_device.environment()
-    }
+    bare = {name: value for name, value in support.rank_environment().items() if name not in CPU_SETTINGS}
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", str(path), "--flag", "a b"],
         env={**bare, "OMP_NUM_THREADS": "7"},
@@ -217,12 +215,12 @@ def test_process_starts_anew_once_and_keeps_its_pid(tmp_path: Path) -> None:
     )
     output, _ = process.communicate(timeout=60)
 
-    assert json.loads(output) == [process.pid, ["--flag", "a b"], cpu_device.environment()]
+    assert json.loads(output) == [process.pid, ["--flag", "a b"], CPU_SETTINGS]
 
 
 def test_settings_that_are_there_are_not_missing() -> None:
-    assert missing_settings({**os.environ, **cpu_device.environment()}) == {}
-    assert missing_settings({}) == cpu_device.environment()
+    assert missing_settings({**os.environ, **CPU_SETTINGS}) == {}
+    assert missing_settings({}) == CPU_SETTINGS
 
 
 @pytest.mark.parametrize("command", [set(), {"--bf16"}, {"--distributed-backend", "nccl"}])

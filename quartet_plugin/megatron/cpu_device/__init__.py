@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from quartet_plugin.errors import SeamError
 from quartet_plugin.megatron.cpu_device.process import (
     ensure_environment,
-    environment,
     exit_now,
     required_flags,
 )
@@ -29,7 +28,6 @@ from quartet_plugin.rank.seams import Installation, Redirect, redirect
 
 __all__ = [
     "ensure_environment",
-    "environment",
     "exit_now",
     "install",
     "is_installed",

@@ -13,16 +13,9 @@ from collections.abc import Mapping, Set
 from typing import NoReturn
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.protocol.environment import CPU_REEXECUTED
+from quartet_plugin.protocol.environment import CPU_REEXECUTED, CPU_SETTINGS
+from quartet_plugin.rank.session import exit_now as end_process
 
-_SETTINGS = {
-    # One thread a rank, which MKL and OpenBLAS obey too: ranks share the cores.
-    "OMP_NUM_THREADS": "1",
-    # Freed activations stay in the heap. By default glibc returns each to the kernel and faults it in again.
-    "MALLOC_MMAP_THRESHOLD_": "4294967296",
-    "MALLOC_TRIM_THRESHOLD_": "17179869184",
-    "MALLOC_TOP_PAD_": "67108864",
-}
 # Flags whose values may need CUDA are appended even when the command has them: argparse takes the last value.
 _REPLACED = {
     "--distributed-backend": "gloo",
@@ -50,18 +43,13 @@ _REFUSED = {
 }
 
 
-def environment() -> dict[str, str]:
-    """Variables that a launcher merges over the environment of every rank of a CPU run."""
-    return dict(_SETTINGS)
-
-
 def missing_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings of `environment()` that `environ` lacks or has with another value."""
-    return {name: value for name, value in _SETTINGS.items() if environ.get(name) != value}
+    """The CPU_SETTINGS that `environ` lacks or has with another value."""
+    return {name: value for name, value in CPU_SETTINGS.items() if environ.get(name) != value}
 
 
 def ensure_environment() -> None:
-    """Start this process anew, once, when it was started without `environment()`; the pid stays.
+    """Start this process anew, once, when it was started without CPU_SETTINGS; the pid stays.
 
     Returns without an effect when the settings are there, when the process was already started anew, or when
     torch is imported: a half-initialized process is not replaced, it only runs with other settings.
@@ -108,7 +96,4 @@ def exit_now() -> NoReturn:
             thread.join()
     with contextlib.suppress(Exception):  # it has printed what went wrong
         atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(0)
+    end_process(0)
