@@ -27,9 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import quartet_plugin.deepspeed
 from examples import pretrain_deepspeed as example
+from quartet_plugin.deepspeed.engine import PlannedEngine
 from quartet_plugin.schedule.files import schedule_to_json
 from quartet_plugin.schedule.named import named
 
@@ -50,11 +52,10 @@ def main() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed()
     engine = make_engine(options)
-    library = engine._quartet_library
     times: dict[str, list[float]] = {"stock": [], "ours": []}
 
     def block(side: str) -> None:
-        engine._quartet_library = library if side == "ours" else None
+        engine.__class__ = PlannedEngine if side == "ours" else PipelineEngine
         torch.distributed.barrier()
         start = time.perf_counter()
         for _ in range(options.steps):

@@ -65,3 +65,8 @@ class InterruptedByUserError(QuartetError):
     """Ctrl-C: state is saved and the run can be resumed."""
 
     exit_code = ExitCode.INTERRUPTED
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message; its type's name where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -11,9 +11,8 @@ from typing import Any
 from deepspeed.runtime.pipe import schedule as stock
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from quartet_plugin.deepspeed import split_backward
 from quartet_plugin.deepspeed.pipeline import PipelineSpec
-from quartet_plugin.deepspeed.stages import EngineStages
+from quartet_plugin.deepspeed.stages import EngineStages, WeightGradients, defer_weight_gradients
 from quartet_plugin.deepspeed.transport import ValueTransport
 from quartet_plugin.runtime.executor import Executor
 from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, splits_backward
@@ -39,12 +38,10 @@ class PlannedSchedule(stock.PipeSchedule):  # type: ignore[misc]
     def steps(self) -> Iterator[list[Any]]:
         """The instructions, in one step."""
         run = RunProgram(program=self._program, forward_only=self._forward_only)
-        ending = (
-            []
-            if self._forward_only
-            else [stock.ReduceTiedGrads(), stock.ReduceGrads(), stock.OptimizerStep()]
-        )
-        yield [run, *ending]
+        if self._forward_only:
+            yield [run]
+        else:
+            yield [run, stock.ReduceTiedGrads(), stock.ReduceGrads(), stock.OptimizerStep()]
 
     def num_pipe_buffers(self) -> int:
         """A buffer a microbatch, for loaded batches; none is allocated before it is used."""
@@ -63,9 +60,9 @@ class ProgramRunner:
         self._engine = engine
         self._programs = ProgramCache(schedule)
         self._executors: dict[int, Executor] = {}
-        self._gradients = split_backward.WeightGradients()
+        self._gradients = WeightGradients()
         if splits_backward(schedule, engine.micro_batches):
-            split_backward.install(engine.module, self._gradients)
+            defer_weight_gradients(engine.module, self._gradients)
         ranks = [engine.grid.stage_to_global(device) for device in range(num_devices)]
         self.transport = ValueTransport(
             Channels.open(GROUP_NAMES, ranks=ranks),
@@ -115,25 +112,20 @@ class ProgramRunner:
 
 
 class PlannedEngine(PipelineEngine):  # type: ignore[misc]
-    """An engine with a plan's stages; `quartet_runner` is None where DeepSpeed's stock schedule runs them."""
+    """An engine with the stages and the schedule of a plan."""
 
     quartet_pipeline: PipelineSpec
-    quartet_runner: ProgramRunner | None
+    quartet_runner: ProgramRunner
     # The stage of the running action.
     _quartet_stage: int | None
 
     def _train_schedule(self) -> Any:
-        if self.quartet_runner is None:
-            return super()._train_schedule()
         return self.quartet_runner.schedule(self.micro_batches, forward_only=False)
 
     def _inference_schedule(self, micro_batches: int) -> Any:
-        if self.quartet_runner is None:
-            return super()._inference_schedule(micro_batches)
         return self.quartet_runner.schedule(micro_batches, forward_only=True)
 
     def _exec_program(self, program: Program, forward_only: bool) -> None:
-        assert self.quartet_runner is not None
         self.quartet_runner.run(program, forward_only=forward_only)
 
     @contextlib.contextmanager
@@ -164,18 +156,18 @@ class PlannedEngine(PipelineEngine):  # type: ignore[misc]
     def reset_activation_shape(self) -> None:
         """Shapes change, as for a curriculum: the transport learns them anew."""
         super().reset_activation_shape()
-        if self.quartet_runner is not None:
-            self.quartet_runner.transport.forget()
+        self.quartet_runner.transport.forget()
 
 
 def make_planned_engine(engine: Any, pipeline: PipelineSpec) -> None:
-    """Give an engine the plan's schedule. Every process calls this at the same time.
+    """Give an engine the plan's schedule where it is not DeepSpeed's.
 
-    Raises PlanError for a schedule that is not valid for the engine's number of microbatches.
+    Every process calls this at the same time. Raises PlanError for a schedule that is not valid for
+    the engine's number of microbatches.
     """
-    engine.quartet_runner = None
-    if pipeline.schedule is not None:
-        engine.quartet_runner = ProgramRunner(engine, pipeline.schedule, num_devices=pipeline.num_devices)
+    if pipeline.schedule is None:
+        return
+    engine.quartet_runner = ProgramRunner(engine, pipeline.schedule, num_devices=pipeline.num_devices)
     engine.quartet_pipeline = pipeline
     engine._quartet_stage = None
     engine._INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, RunProgram: PlannedEngine._exec_program}

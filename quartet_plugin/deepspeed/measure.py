@@ -5,7 +5,7 @@ from typing import Any
 
 from quartet_plugin.deepspeed import seams
 from quartet_plugin.deepspeed.describe import describe_job
-from quartet_plugin.deepspeed.engine import PlannedEngine, ProgramRunner
+from quartet_plugin.deepspeed.engine import ProgramRunner
 from quartet_plugin.deepspeed.parity import ParityMeter
 from quartet_plugin.deepspeed.seams import Seam, Wrapper
 from quartet_plugin.rank.files import RankFileWriter
@@ -45,7 +45,7 @@ class BatchMeter(StepMeter):
 
     @property
     def _runner(self) -> ProgramRunner | None:
-        return self._engine.quartet_runner if isinstance(self._engine, PlannedEngine) else None
+        return getattr(self._engine, "quartet_runner", None)
 
     def _measured(self, train_batch: Callable[..., Any]) -> Callable[..., Any]:
         def step(engine: Any, *args: Any, **kwargs: Any) -> tuple[StepResult, Any]:

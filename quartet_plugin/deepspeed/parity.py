@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
 from quartet_plugin.deepspeed.layers import LayerList, layer_list
-from quartet_plugin.errors import ConfigError
+from quartet_plugin.errors import ConfigError, first_line
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.seams import Installation, Redirect, redirect
 
@@ -139,8 +139,7 @@ def load_weights(module: Any, folder: Path) -> None:
         try:
             layer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
         except (OSError, RuntimeError) as error:
-            line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise ConfigError(f"{path}: layer {index} cannot start from it: {line}") from error
+            raise ConfigError(f"{path}: layer {index} cannot start from it: {first_line(error)}") from error
 
 
 def _weights_file(folder: Path, index: int) -> Path:

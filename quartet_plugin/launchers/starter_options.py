@@ -10,58 +10,41 @@ Starter = Literal["torchrun", "python", "deepspeed"]
 
 # Torchrun 2.11's options without and with a value, by their spelling -> their name. A contract test
 # compares both tables with torch's own parser.
-TORCHRUN_FLAGS: dict[str, str] = {
-    "-h": "help",
-    "--help": "help",
-    "--standalone": "standalone",
-    "-m": "module",
-    "--module": "module",
-    "--no-python": "no_python",
-    "--no_python": "no_python",
-    "--run-path": "run_path",
-    "--run_path": "run_path",
-    "--virtual-local-rank": "virtual_local_rank",
-    "--virtual_local_rank": "virtual_local_rank",
-    "--use-env": "use_env",
-    "--use_env": "use_env",
-}
+_TORCHRUN_FLAG_NAMES = (
+    "help", "standalone", "module", "no_python", "run_path", "virtual_local_rank", "use_env",
+)  # fmt: skip
 _TORCHRUN_VALUE_NAMES = (
     "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts",
     "monitor_interval", "start_method", "event_log_handler", "role", "log_dir", "redirects", "tee",
     "local_ranks_filter", "duplicate_stdout_filters", "duplicate_stderr_filters", "node_rank",
     "master_addr", "master_port", "local_addr", "logs_specs", "numa_binding", "signals_to_handle",
 )  # fmt: skip
-TORCHRUN_VALUES: dict[str, str] = {
-    **{f"--{name}": name for name in _TORCHRUN_VALUE_NAMES},
-    **{f"--{name.replace('_', '-')}": name for name in _TORCHRUN_VALUE_NAMES},
-    "-r": "redirects",
-    "-t": "tee",
-}
+
+
+def _spelled(names: Sequence[str], *, with_dashes: bool = False) -> dict[str, str]:
+    """The long options of names; with `with_dashes` also with dashes for underscores."""
+    dashes = {f"--{name.replace('_', '-')}": name for name in names if with_dashes}
+    return {f"--{name}": name for name in names} | dashes
+
+
+TORCHRUN_FLAGS = {"-h": "help", "-m": "module", **_spelled(_TORCHRUN_FLAG_NAMES, with_dashes=True)}
+TORCHRUN_VALUES = {"-r": "redirects", "-t": "tee", **_spelled(_TORCHRUN_VALUE_NAMES, with_dashes=True)}
 # DeepSpeed 0.19's launcher; a contract test compares both tables with its own parser.
-DEEPSPEED_FLAGS: dict[str, str] = {
-    "-h": "help",
-    "--help": "help",
-    "--module": "module",
-    "--no_python": "no_python",
-    "--no_local_rank": "no_local_rank",
-    "--no_ssh": "no_ssh",
-    "--no_ssh_check": "no_ssh_check",
-    "--force_multi": "force_multi",
-    "--save_pid": "save_pid",
-    "--bind_cores_to_rank": "bind_cores_to_rank",
-    "-q": "quiet",
-    "--quiet": "quiet",
-}
+_DEEPSPEED_FLAG_NAMES = (
+    "help", "module", "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "save_pid",
+    "bind_cores_to_rank", "quiet",
+)  # fmt: skip
 _DEEPSPEED_VALUE_NAMES = (
     "hostfile", "include", "exclude", "num_nodes", "num_gpus", "num_accelerators", "master_port",
     "master_addr", "node_rank", "launcher", "launcher_args", "enable_each_rank_log", "autotuning",
     "bind_core_list", "ssh_port", "venv_script", "log_level",
 )  # fmt: skip
-DEEPSPEED_VALUES: dict[str, str] = {
-    **{f"--{name}": name for name in _DEEPSPEED_VALUE_NAMES},
+DEEPSPEED_FLAGS = {"-h": "help", "-q": "quiet", **_spelled(_DEEPSPEED_FLAG_NAMES)}
+DEEPSPEED_VALUES = {
     "-H": "hostfile",
     "-i": "include",
     "-e": "exclude",
+    **_spelled(_DEEPSPEED_VALUE_NAMES),
 }
 PYTHON_FLAGS: dict[str, str] = {f"-{letter}": letter for letter in "bBdEhiIOPqsSuvVx?"}
 PYTHON_VALUES: dict[str, str] = {

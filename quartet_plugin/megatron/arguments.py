@@ -111,10 +111,6 @@ class Flags:
                 words.append(str(value))
         return words
 
-    def has(self, dest: str) -> bool:
-        """Whether some option stores into `dest`."""
-        return any(action.dest == dest for action in self._parser._actions)
-
     def _num_values(self, action: argparse.Action, words: Sequence[str]) -> int:
         """The number of words behind an option that are its values, by argparse's rules."""
         available = 0

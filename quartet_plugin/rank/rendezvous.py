@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from quartet_plugin.errors import InfrastructureError, PlanError, QuartetError
+from quartet_plugin.errors import InfrastructureError, PlanError, QuartetError, first_line
 from quartet_plugin.model.plan import Plan, read_plan
 
 EXCHANGE_TIMEOUT_S = 300.0
@@ -79,7 +79,7 @@ class Rendezvous:
                 timeout=timedelta(seconds=EXCHANGE_TIMEOUT_S),
             )
         except (RuntimeError, KeyError, ValueError) as error:
-            raise InfrastructureError(f"torchrun's store cannot be reached: {_line(error)}") from error
+            raise InfrastructureError(f"torchrun's store cannot be reached: {first_line(error)}") from error
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return cls(rank_env, dist.PrefixStore(f"quartet/{attempt}", store))
 
@@ -99,7 +99,7 @@ class Rendezvous:
             absent = [rank for rank, key in enumerate(keys) if not self._is_there(key)]
             raise InfrastructureError(
                 f"no word about {name} from {listed_ranks(absent)} within {EXCHANGE_TIMEOUT_S:g} s: "
-                f"{_line(error)}"
+                f"{first_line(error)}"
             ) from error
 
     def agree_or_raise(self, name: str, refusal: QuartetError | None) -> None:
@@ -170,7 +170,3 @@ def listed_ranks(ranks: Sequence[int], *, limit: int = 8) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:limit])
     more = f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

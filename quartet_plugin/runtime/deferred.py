@@ -48,8 +48,3 @@ class DeferredGradients[P](ABC):
         """Forget all gradients, after a step that was broken off."""
         self.open = None
         self._pending.clear()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no gradient is deferred."""
-        return self.open is None and not self._pending

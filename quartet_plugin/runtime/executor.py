@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quartet_plugin.errors import InfrastructureError
+from quartet_plugin.errors import InfrastructureError, first_line
 from quartet_plugin.runtime.records import Recorder
 from quartet_plugin.schedule.action import Action, ActionKind
 from quartet_plugin.schedule.instruction import (
@@ -104,7 +104,7 @@ class Executor:
             ActionKind.F: compute.forward,
             ActionKind.B: compute.backward,
             ActionKind.I: compute.input_grad,
-            ActionKind.W: _without_input(compute),
+            ActionKind.W: lambda stage, microbatch, _: compute.weight_grad(stage, microbatch),
         }
         values: dict[_Value, Tensor] = {}
         recorder.begin()
@@ -125,7 +125,8 @@ class Executor:
                     self._wait(step.transfer, transport, recorder, values)
         except BaseException as error:
             transport.abort()
-            _annotate(error, step, self.device)
+            instruction = step.action if isinstance(step, _ActionStep) else step
+            error.add_note(f"quartet: device {self.device} was at {instruction}")
             raise
         assert not values, f"results that nobody read: {list(values)[:8]}"
 
@@ -137,19 +138,11 @@ class Executor:
         try:
             tensor = transport.wait(transfer)
         except RuntimeError as error:
-            line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InfrastructureError(
-                f"device {self.device}: {transfer} with device {transfer.peer} failed: {line}"
+                f"device {self.device}: {transfer} with device {transfer.peer} failed: {first_line(error)}"
             ) from error
         if transfer.side is Side.RECV:
             values[_value_of(transfer.message)] = tensor
-
-
-def _without_input(compute: StageCompute) -> Callable[[int, int, Tensor | None], None]:
-    def weight_grad(stage: int, microbatch: int, _: Tensor | None) -> None:
-        compute.weight_grad(stage, microbatch)
-
-    return weight_grad
 
 
 def _prepare(instruction: Instruction, num_stages: int) -> _Step:
@@ -171,8 +164,3 @@ def _value_of(message: Message) -> _Value:
 
 def _outgoing(transfer: Transfer, values: dict[_Value, Tensor]) -> Tensor | None:
     return values.pop(_value_of(transfer.message)) if transfer.side is Side.SEND else None
-
-
-def _annotate(error: BaseException, step: _Step, device: int) -> None:
-    instruction = step.action if isinstance(step, _ActionStep) else step
-    error.add_note(f"quartet: device {device} was at {instruction}")

@@ -101,11 +101,6 @@ class PairTransport:
         work.wait()
         return held if transfer.side is Side.RECV else None
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no transfer is pending."""
-        return not self._pending
-
     def abort(self) -> None:
         """Forget the pending transfers."""
         self._pending.clear()

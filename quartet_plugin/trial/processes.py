@@ -225,13 +225,14 @@ def reap(
 
     Returns the processes that still run (in an uninterruptible wait, or another user's).
     """
-    running = [identity for identity in identities if identity.is_alive]
-    send_signal(running, signal.SIGTERM)
-    _wait_for(running, grace_s, clock=clock, sleep=sleep)
-    rest = [identity for identity in running if identity.is_alive]
-    send_signal(rest, signal.SIGKILL)
-    _wait_for(rest, max(grace_s, 5.0) if rest else 0.0, clock=clock, sleep=sleep)
-    return frozenset(identity for identity in rest if identity.is_alive)
+    running = frozenset(identity for identity in identities if identity.is_alive)
+    for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, max(grace_s, 5.0))):
+        send_signal(running, number)
+        end = clock() + limit_s
+        while any(identity.is_alive for identity in running) and clock() < end:
+            sleep(0.02)
+        running = frozenset(identity for identity in running if identity.is_alive)
+    return running
 
 
 def ask_for_stacks(identity: Identity) -> None:
@@ -258,18 +259,6 @@ def send_signal(identities: Iterable[Identity], number: signal.Signals) -> None:
         if process is not None:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
-
-
-def _wait_for(
-    identities: list[Identity],
-    limit_s: float,
-    *,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> None:
-    end = clock() + limit_s
-    while any(identity.is_alive for identity in identities) and clock() < end:
-        sleep(0.02)
 
 
 def num_oom_kills() -> int:

@@ -25,7 +25,7 @@ from quartet_plugin.deepspeed.config import (
 )
 from quartet_plugin.deepspeed.layers import layer_list
 from quartet_plugin.deepspeed.parity import part_name
-from quartet_plugin.deepspeed.split_backward import WeightGradients, install
+from quartet_plugin.deepspeed.stages import WeightGradients, defer_weight_gradients
 from quartet_plugin.deepspeed.transport import ValueSpec
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.rank.rendezvous import RankEnv
@@ -227,7 +227,7 @@ def test_weight_gradients_come_later_and_are_the_same() -> None:
     inputs.grad = None
     model.zero_grad()
     gradients = WeightGradients()
-    assert install(model, gradients) == 2
+    assert defer_weight_gradients(model, gradients) == 2
     for _ in range(2):
         gradients.begin()
         model(inputs).square().sum().backward()

@@ -1,7 +1,6 @@
 """A machine divided between workers."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -142,10 +141,9 @@ def test_processes_run_inside_their_slice_and_this_one_keeps_its_own(tmp_path: P
     before = os.sched_getaffinity(0)
     launcher = SliceLauncher(DeviceSlice(device="cuda", cores=(core,), devices=("7", "GPU-x")))
     code = "import os; print(sorted(os.sched_getaffinity(0)), os.environ['CUDA_VISIBLE_DEVICES'])"
-    handle = launcher.start(
+    process = launcher.start(
         [sys.executable, "-c", code], env=dict(os.environ), cwd=tmp_path, stdout=tmp_path / "out"
     )
-    process: subprocess.Popen[bytes] = handle._process
     assert process.wait(timeout=60) == 0
     assert (tmp_path / "out").read_text().split("\n")[0] == f"[{core}] 7,GPU-x"
     assert os.sched_getaffinity(0) == before

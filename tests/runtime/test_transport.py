@@ -67,4 +67,4 @@ def test_a_tensor_of_another_shape_or_type_is_refused_before_it_is_sent() -> Non
     ):
         with pytest.raises(ValueError, match=words):
             moving.post([(send, wrong)])
-    assert moving.is_idle
+    assert not moving._pending
