@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -35,14 +34,6 @@ if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
 
 
-@dataclass(slots=True, kw_only=True)
-class MegatronSession(Session):
-    """A process of a Megatron start; `runtime` executes the plan's custom schedule."""
-
-    runtime: Any = None
-    neutralised: list[str] = field(default_factory=list)
-
-
 def main() -> None:
     """Run the command line of this process; ends as the script ends."""
     try:
@@ -57,10 +48,10 @@ def main() -> None:
         return
     faulthandler.enable()
     sys.excepthook = show_script_error
-    run(MegatronSession(command=command, rank_env=RankEnv.of(os.environ)))
+    run(Session(command=command, rank_env=RankEnv.of(os.environ)))
 
 
-def run(session: MegatronSession) -> None:
+def run(session: Session) -> None:
     """Prepare, run the script, and leave a record of how it ended where a trial asks for one."""
 
     def work() -> None:
@@ -76,7 +67,7 @@ def _refuse(exit_code: int) -> NoReturn:
     raise SystemExit(exit_code) from None
 
 
-def prepare(session: MegatronSession) -> list[str]:
+def prepare(session: Session) -> list[str]:
     """Everything before the script runs; returns the script's arguments.
 
     Raises QuartetError for a bad plan or trial, an unsupported Megatron, or ranks that disagree.
@@ -118,7 +109,7 @@ def use_cpu(options: EntryOptions) -> bool:
     return not shows_accelerator(os.environ)
 
 
-def _change(session: MegatronSession) -> list[str]:
+def _change(session: Session) -> list[str]:
     """Apply the plan to the arguments and the environment, and put the seams in place."""
     from quartet_plugin.megatron import seams
 
@@ -172,7 +163,7 @@ def _change(session: MegatronSession) -> list[str]:
 
 
 def _measured(
-    session: MegatronSession, flags: "Flags", wrappers: "dict[Seam, Wrapper]", words: list[str]
+    session: Session, flags: "Flags", wrappers: "dict[Seam, Wrapper]", words: list[str]
 ) -> list[str]:
     """The arguments of a trial, whose steps are measured, and compared or profiled on request."""
     from quartet_plugin.megatron import seams
@@ -180,11 +171,11 @@ def _measured(
     from quartet_plugin.megatron.parity import ParityMeter
     from quartet_plugin.megatron.side_effects import parity_words, strip_side_effects
 
-    words, session.neutralised = strip_side_effects(flags, words)
+    words, left_out = strip_side_effects(flags, words)
     spec = session.files.spec
     if spec.is_compared:
         words = parity_words(flags, words, weights=spec.weights, save_weights=spec.save_weights)
-    session.meter = MegatronMeter(session.files, neutralised=session.neutralised, started_at=time.time())
+    session.meter = MegatronMeter(session.files, neutralised=left_out, started_at=time.time())
     meter = session.meter
     if spec.is_compared:
         wrappers[seams.TRAIN_STEP] = seams.chain(meter.wrap, ParityMeter(session.files).wrap)
@@ -195,7 +186,7 @@ def _measured(
     return words
 
 
-def _profiled(session: MegatronSession, wrappers: "dict[Seam, Wrapper]", words: list[str]) -> list[str]:
+def _profiled(session: Session, wrappers: "dict[Seam, Wrapper]", words: list[str]) -> list[str]:
     """Let the ranks of a trial measure their layers too; the arguments, extended for a simulated rank."""
     from quartet_plugin.megatron import seams
     from quartet_plugin.megatron.profiling import LayerProfiler, SimulatedRank
@@ -211,7 +202,7 @@ def _profiled(session: MegatronSession, wrappers: "dict[Seam, Wrapper]", words: 
     return [*words, "--fake-process-group"]
 
 
-def _runtime(session: MegatronSession, plan: "Plan | None", args: argparse.Namespace) -> "Prepared | None":
+def _runtime(session: Session, plan: "Plan | None", args: argparse.Namespace) -> "Prepared | None":
     """The runtime for a plan with a custom schedule; None where a feature of the command refuses it."""
     if plan is None or plan.schedule.custom is None:
         return None
@@ -219,7 +210,6 @@ def _runtime(session: MegatronSession, plan: "Plan | None", args: argparse.Names
 
     prepared, notes = prepare_plan(plan, args, on_cpu=use_cpu(session.options))
     print_notes(notes, rank_env=session.rank_env)
-    session.runtime = None if prepared is None else prepared.runtime
     if session.meter is not None and prepared is not None:
         from quartet_plugin.runtime.activation_tracker import ActivationTracker
 
@@ -275,7 +265,7 @@ def _with_cpu_flags(words: list[str]) -> list[str]:
     return [*words[:end], *cpu_device.required_flags(set(words[:end])), *words[end:]]
 
 
-def _end_well(session: MegatronSession) -> None:
+def _end_well(session: Session) -> None:
     """The script ended without an error; on the CPU device the process ends here too."""
     session.end_trial()
     if cpu_device.is_installed():

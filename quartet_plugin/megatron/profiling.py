@@ -151,11 +151,8 @@ class LayerProfiler:
 
         from quartet_plugin.megatron.describe import describe_job
 
-        profile = RankProfile(
-            schema_version=1,
-            attempt_id=self._files.spec.attempt_id,
-            launch_rank=self._files.rank_env.launch_rank,
-            rank=self._files.rank,
+        self._files.write(
+            RankProfile,
             pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
             tensor_rank=mpu.get_tensor_model_parallel_rank(),
             device=device_name(),
@@ -164,7 +161,6 @@ class LayerProfiler:
             steps={name: self._median((name, "step")) for name in get_args(StepPart)},
             job=describe_job(get_megatron_args(), neutralised=[]),
         )
-        self._files.write(profile)
 
     def _parts(self) -> tuple[PartTimes, ...]:
         names = dict.fromkeys(name for name, kind in self._spans if kind != "step")

@@ -16,15 +16,16 @@ def start() -> None:
     if not any(word.startswith("--quartet-") for word in sys.argv[1:]):
         return
     from quartet_plugin.errors import QuartetError
-    from quartet_plugin.megatron.entry import MegatronSession, prepare
+    from quartet_plugin.megatron.entry import prepare
     from quartet_plugin.rank.entry_options import EntryCommand, take_options
     from quartet_plugin.rank.rendezvous import RankEnv
+    from quartet_plugin.rank.session import Session
 
     session = None
     try:
         options, words = take_options(sys.argv[1:])
         command = EntryCommand(target=sys.argv[0], is_module=False, arguments=tuple(words), options=options)
-        session = MegatronSession(command=command, rank_env=RankEnv.of(os.environ))
+        session = Session(command=command, rank_env=RankEnv.of(os.environ))
         sys.argv[1:] = words
         sys.argv[1:] = prepare(session)
     except QuartetError as error:

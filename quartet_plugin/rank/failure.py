@@ -5,7 +5,7 @@ import linecache
 import re
 import sys
 import traceback
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, SeamError
 from quartet_plugin.protocol.rank_files import ErrorKind, FailureReport
@@ -87,8 +87,7 @@ def exit_code_of(error: BaseException) -> int:
 def message_of(error: BaseException) -> str:
     """The exception's words; for argparse, which only exits, the sentence that it printed."""
     if isinstance(error, SystemExit):
-        for entry in _innermost(error.__traceback__):
-            frame = entry.tb_frame
+        for frame, _ in _innermost(error):
             if frame.f_code.co_name == "error" and frame.f_globals.get("__name__") == "argparse":
                 return str(frame.f_locals.get("message", error))
         return f"the script ended itself with exit code {error.code}"
@@ -122,17 +121,17 @@ def _script_part(trace: TracebackType | None) -> TracebackType | None:
 
 def _is_verdict(error: BaseException) -> bool:
     """Whether a `raise` or `assert` of the framework, not something it called, made this exception."""
-    entries = _innermost(error.__traceback__)
+    frames = _innermost(error)
     if isinstance(error, SystemExit):
-        return error.code not in (None, 0) and any(_is_framework(entry) for entry in entries)
-    if not entries or not _is_framework(entries[0]):
+        return error.code not in (None, 0) and any(_is_framework(frame) for frame, _ in frames)
+    if not frames or not _is_framework(frames[0][0]):
         return False
-    line = linecache.getline(entries[0].tb_frame.f_code.co_filename, entries[0].tb_lineno)
+    line = linecache.getline(frames[0][0].f_code.co_filename, frames[0][1])
     return line.lstrip().startswith(("raise", "assert"))
 
 
-def _is_framework(entry: TracebackType) -> bool:
-    return str(entry.tb_frame.f_globals.get("__name__")).partition(".")[0] in _FRAMEWORKS
+def _is_framework(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _FRAMEWORKS
 
 
 def _is_named(error: BaseException, name: str) -> bool:
@@ -140,10 +139,6 @@ def _is_named(error: BaseException, name: str) -> bool:
     return any(base.__name__ == name for base in type(error).__mro__)
 
 
-def _innermost(trace: TracebackType | None) -> list[TracebackType]:
-    """The traceback's entries, innermost first."""
-    entries = []
-    while trace is not None:
-        entries.append(trace)
-        trace = trace.tb_next
-    return entries[::-1]
+def _innermost(error: BaseException) -> list[tuple[FrameType, int]]:
+    """The frames of the exception's traceback with their lines, innermost first."""
+    return list(traceback.walk_tb(error.__traceback__))[::-1]

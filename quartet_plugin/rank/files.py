@@ -4,8 +4,9 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -18,16 +19,17 @@ from quartet_plugin.protocol.rank_files import (
     ActionTimes,
     FailureReport,
     Heartbeat,
-    Iteration,
     RankFailure,
     RankGradients,
     RankPhase,
-    RankProfile,
     RankReport,
     StepGradients,
     rank_file,
 )
 from quartet_plugin.rank.rendezvous import RankEnv
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def read_trial_spec(path: Path) -> TrialSpec:
@@ -89,50 +91,16 @@ class RankFileWriter:
         """Whether the tuner has put a STOP file into the folder."""
         return Path(self.spec.folder, STOP_FILE).exists()
 
-    def write_report(
-        self,
-        *,
-        device: str,
-        cores: Sequence[int] | None,
-        phases_s: Mapping[str, float],
-        iterations: Sequence[Iteration],
-        peak_memory_bytes: int,
-        job: dict[str, Any] | None,
-    ) -> None:
-        """Write rank-K.json: what the rank measured."""
-        report = RankReport(
-            schema_version=1,
-            attempt_id=self.spec.attempt_id,
-            rank=self.rank,
-            launch_rank=self.rank_env.launch_rank,
-            host=self.rank_env.host,
-            local_rank=self.rank_env.local_rank or 0,
-            pid=os.getpid(),
-            plan_key=self.plan_key,
-            device=device,
-            phases_s=dict(phases_s),
-            iterations=tuple(iterations),
-            peak_memory_bytes=peak_memory_bytes,
-            job=job,
-            cores=None if cores is None else tuple(cores),
-        )
+    def write_report(self, **measured: Any) -> None:
+        """Write rank-K.json: the fields of a RankReport that the rank measured."""
+        report = self._record(RankReport, **measured)
         # A record leaves `cores` out where there are none; the file says null.
-        write_json_atomic(self._path_of(report), {**dump(report), "cores": report.cores})
+        write_json_atomic(self._path_of(RankReport), {**dump(report), "cores": report.cores})
 
     def write_failure(self, failure: FailureReport) -> None:
         """Write rank-K.err.json: how the rank failed."""
-        record = RankFailure(
-            schema_version=1,
-            attempt_id=self.spec.attempt_id,
-            rank=self.rank,
-            launch_rank=self.rank_env.launch_rank,
-            host=self.rank_env.host,
-            phase=self.phase,
-            iteration=self.iteration,
-            time=time.time(),
-            **dump(failure),
-        )
-        self.write(record)
+        progress = {"phase": self.phase, "iteration": self.iteration, "time": time.time()}
+        self.write(RankFailure, **progress, **dump(failure))
 
     def write_gradients(self, steps: Sequence[Mapping[str, float]]) -> None:
         """Write rank-K.parity.json: of each step the squared gradient norm by part of the model."""
@@ -140,13 +108,7 @@ class RankFileWriter:
             StepGradients(squares={part: as_number(value) for part, value in squares.items()})
             for squares in steps
         )
-        gradients = RankGradients(
-            schema_version=1,
-            attempt_id=self.spec.attempt_id,
-            launch_rank=self.rank_env.launch_rank,
-            steps=tuple(records),
-        )
-        self.write(gradients)
+        self.write(RankGradients, steps=tuple(records))
 
     def write_actions(
         self,
@@ -163,30 +125,44 @@ class RankFileWriter:
         as another (tensor and data parallel) say so by `replica`. Writes nothing where the two do not belong
         together: nothing was recorded, or the last call was an evaluation.
         """
-        times = recorder.times() if recorder.num_steps else []
+        times = recorder.times()
         if not times or len(times) != len(actions):
             return
-        record = ActionTimes(
-            schema_version=1,
-            attempt_id=self.spec.attempt_id,
-            launch_rank=self.rank_env.launch_rank,
+        self.write(
+            ActionTimes,
             device=device,
             replica=replica,
-            begin_at=recorder.begin_at(),
+            begin_at=recorder.begin_at,
             actions=tuple(map(str, actions)),
             start_s=tuple(action.start_s for action in times),
             end_s=tuple(action.end_s for action in times),
             waiting_s=tuple(action.waiting_s for action in times),
             peak_activation_bytes=peak_activation_bytes,
         )
-        self.write(record)
 
-    def write(self, record: Heartbeat | RankFailure | RankGradients | ActionTimes | RankProfile) -> None:
-        """Write a record where the tuner looks for it, whole or not at all."""
-        write_json_atomic(self._path_of(record), dump(record))
+    def write(self, kind: "type[DataclassInstance]", **values: Any) -> None:
+        """Write a record of a kind where the tuner looks for it, whole or not at all.
 
-    def _path_of(self, record: object) -> Path:
-        return rank_file(type(record), folder=self.spec.folder, launch_rank=self.rank_env.launch_rank)
+        `values` are its fields, without those that say which rank of which attempt writes it.
+        """
+        write_json_atomic(self._path_of(kind), dump(self._record(kind, **values)))
+
+    def _record[R: "DataclassInstance"](self, kind: type[R], **values: Any) -> R:
+        writer = {
+            "schema_version": 1,
+            "attempt_id": self.spec.attempt_id,
+            "rank": self.rank,
+            "launch_rank": self.rank_env.launch_rank,
+            "host": self.rank_env.host,
+            "local_rank": self.rank_env.local_rank or 0,
+            "pid": os.getpid(),
+            "plan_key": self.plan_key,
+        }
+        names = {field.name for field in fields(kind)}
+        return kind(**{name: value for name, value in writer.items() if name in names} | values)
+
+    def _path_of(self, kind: type) -> Path:
+        return rank_file(kind, folder=self.spec.folder, launch_rank=self.rank_env.launch_rank)
 
     def _progress(self) -> tuple[RankPhase, int, float]:
         return self.phase, self.iteration, self._moved_at
@@ -203,20 +179,9 @@ class RankFileWriter:
 
     def _write_heartbeat(self, progress: tuple[RankPhase, int, float]) -> None:
         phase, iteration, moved_at = progress
-        heartbeat = Heartbeat(
-            schema_version=1,
-            attempt_id=self.spec.attempt_id,
-            rank=self.rank_env.launch_rank,
-            pid=os.getpid(),
-            process_start=self.process_start,
-            host=self.rank_env.host,
-            local_rank=self.rank_env.local_rank or 0,
-            phase=phase,
-            iteration=iteration,
-            time=moved_at,
-        )
+        process = {"rank": self.rank_env.launch_rank, "process_start": self.process_start}
         try:
-            self.write(heartbeat)
+            self.write(Heartbeat, **process, phase=phase, iteration=iteration, time=moved_at)
         except QuartetError:
             # A full disk must not end training by way of its heartbeat; the report's own write will fail.
             return

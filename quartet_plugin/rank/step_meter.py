@@ -61,7 +61,7 @@ class StepMeter(ABC):
 
     def write(self) -> None:
         """Write the iterations measured so far."""
-        iterations = [
+        iterations = (
             Iteration(
                 iteration=index,
                 iteration_s=seconds,
@@ -70,17 +70,17 @@ class StepMeter(ABC):
                 skipped=step.skipped,
             )
             for index, (seconds, step) in enumerate(self._steps, start=1)
-        ]
+        )
         device = device_name()
         self._files.write_report(
             device=device,
-            cores=sorted(os.sched_getaffinity(0)) if device == "cpu" else None,
+            cores=tuple(sorted(os.sched_getaffinity(0))) if device == "cpu" else None,
             phases_s={
                 "import": max(0.0, self._started_at - self._files.process_start),
                 "init": max(0.0, self._first_step_at - self._started_at),
                 "first_step": self._steps[0][0] if self._steps else 0.0,
             },
-            iterations=iterations,
+            iterations=tuple(iterations),
             peak_memory_bytes=peak_memory_bytes(),
             job=self._job() if self._files.rank == 0 else None,
         )

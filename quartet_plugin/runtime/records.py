@@ -4,7 +4,6 @@ As in a simulation: seconds since the step's begin, one entry an action, in the 
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -57,29 +56,26 @@ class CudaClock:
         return float(earlier.elapsed_time(later)) / 1e3
 
 
-@dataclass(slots=True)
-class _Step:
-    begin: Any
-    begin_at: float
-    marks: list[Any]  # waits or None, start, end of every action
-
-
 class Recorder:
-    """Keeps the times of the last `keep` steps. An executor calls `begin`, `waits`, `starts` and `ends`."""
+    """Keeps the times of the last step. An executor calls `begin`, `waits`, `starts` and `ends`.
 
-    def __init__(self, clock: Clock | None = None, *, keep: int = 1) -> None:
-        """`keep` bounds the memory: one step costs three marks an action."""
+    `begin_at` is the wall-clock time of the step's begin in seconds, to lay ranks beside each other.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
         self._clock: Clock = clock or HostClock()
-        self._steps: deque[_Step] = deque(maxlen=keep)
+        self._mark = self._clock.mark
+        self._begin: Any = None
+        # Of every action: the mark of its wait or None, of its start, of its end.
         self._marks: list[Any] = []
         self._waited: Any = None
-        self._mark = self._clock.mark
+        self.begin_at = 0.0
 
     def begin(self) -> None:
         """A step begins."""
         self._marks = []
         self._waited = None
-        self._steps.append(_Step(begin=self._mark(), begin_at=time.time(), marks=self._marks))
+        self._begin, self.begin_at = self._mark(), time.time()
 
     def waits(self) -> None:
         """The device starts to wait for the input of its next action."""
@@ -96,23 +92,13 @@ class Recorder:
         """The action that started last ends."""
         self._marks.append(self._mark())
 
-    @property
-    def num_steps(self) -> int:
-        """How many steps are kept."""
-        return len(self._steps)
-
-    def begin_at(self, step: int = -1) -> float:
-        """Wall-clock seconds of a kept step's begin, to lay ranks beside each other."""
-        return self._steps[step].begin_at
-
-    def times(self, step: int = -1) -> list[ActionTime]:
-        """The actions of a kept step (the last by default), in the device's order."""
-        kept, seconds = self._steps[step], self._clock.seconds
-        marks = kept.marks
+    def times(self) -> list[ActionTime]:
+        """The actions of the last step that have ended, in the device's order."""
+        marks, seconds = self._marks, self._clock.seconds
         return [
             ActionTime(
-                start_s=seconds(kept.begin, marks[first + 1]),
-                end_s=seconds(kept.begin, marks[first + 2]),
+                start_s=seconds(self._begin, marks[first + 1]),
+                end_s=seconds(self._begin, marks[first + 2]),
                 waiting_s=0.0 if marks[first] is None else seconds(marks[first], marks[first + 1]),
             )
             for first in range(0, len(marks) - len(marks) % 3, 3)

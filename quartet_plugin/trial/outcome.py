@@ -65,14 +65,6 @@ _DEVICE_FAULT = re.compile(
     r"|CUDA-capable device\(s\) is/are busy or unavailable|hardware stack error",
     re.IGNORECASE,
 )
-_CAUSES: dict[str, Cause] = {
-    "out-of-memory": Cause.MEMORY,
-    "refused": Cause.REFUSED,
-    "plan": Cause.PLAN,
-    "seam": Cause.SEAM,
-    "network": Cause.NETWORK,
-    "error": Cause.ERROR,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +180,7 @@ def _first_error(snapshot: Snapshot) -> RankFailure | None:
 
 
 def _reported(evidence: Evidence, err: RankFailure) -> Verdict:
-    cause = _CAUSES[err.kind]
+    cause = Cause.MEMORY if err.kind == "out-of-memory" else Cause(err.kind)
     if cause in (Cause.ERROR, Cause.NETWORK) and _DEVICE_FAULT.search(err.message):
         cause = Cause.DEVICE
     if cause is Cause.MEMORY:

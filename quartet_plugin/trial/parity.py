@@ -71,7 +71,6 @@ class ParityGate:
     stop: Stop | None = None
     on_progress: OnProgress | None = None
     cwd: Path | None = None
-    min_free_bytes: int | None = None
     _references: dict[str, LossSeries] = field(default_factory=dict)
 
     def attempt_of(self, plan: Plan) -> Path:
@@ -150,8 +149,6 @@ class ParityGate:
             weights=weights,
             save_weights=save_weights,
         )
-        if self.min_free_bytes is not None:
-            request = replace(request, min_free_bytes=self.min_free_bytes)
         report = self.on_progress
         result = run_trial(
             request,

@@ -56,17 +56,10 @@ class Identity:
             return None
         try:
             process = psutil.Process(self.pid)
-            if not self._is_start_of(process):
-                return None
-            return None if process.status() == psutil.STATUS_ZOMBIE else process
+            is_running = _is_same(self, identify(process)) and process.status() != psutil.STATUS_ZOMBIE
+            return process if is_running else None
         except psutil.Error:
             return None
-
-    def _is_start_of(self, process: psutil.Process) -> bool:
-        ticks = start_ticks_of(process.pid)
-        if self.start_ticks is not None and ticks is not None:
-            return ticks == self.start_ticks
-        return abs(process.create_time() - self.process_start) <= _START_TOLERANCE_S
 
     @property
     def age_s(self) -> float | None:

@@ -57,7 +57,6 @@ def recover(
     folder: Path,
     *,
     stop: Stop | None = None,
-    on_attempt: Callable[[Path], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
     poll_s: float = POLL_S,
     skip: Collection[Path] = (),
@@ -66,8 +65,8 @@ def recover(
 
     Complete rank files become the result they would have been; running processes are waited for until the
     attempt's deadline, and ended where they do not move; every other attempt becomes INFRA. Only the tuner
-    that holds the run's lease may call it. `on_attempt` gets each folder before the wait for it; trials whose
-    folders are in `skip` belong to another process and are left alone.
+    that holds the run's lease may call it. Trials whose folders are in `skip` belong to another process and
+    are left alone.
 
     Raises ConfigError for files that break their format, StorageError when a result cannot be written.
     """
@@ -77,8 +76,6 @@ def recover(
             continue
         if read_result(attempt_folder) is not None:
             continue
-        if on_attempt is not None:
-            on_attempt(attempt_folder)
         results.append(_finish(attempt_folder, stop=stop, clock=clock, poll_s=poll_s))
     return tuple(results)
 

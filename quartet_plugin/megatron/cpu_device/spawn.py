@@ -15,23 +15,21 @@ _CHILD_MODULE = "quartet_plugin.megatron.cpu_device.spawned"
 MARK = "--quartet-spawned-main"
 
 
-def _prepare_with_device(data: dict[str, Any]) -> dict[str, Any]:
+def _with_device(get_preparation_data: Any) -> Any:
     """Name `spawned` as the child's main module, and pass the parent's through the child's arguments.
 
     `sys_path` and `sys_argv` are set in a child before its main module runs, so `spawned` can be imported and
     can read which module it stands in for. runpy sets the first argument, and restores it, by itself.
     """
-    kind = next((key for key in ("init_main_from_name", "init_main_from_path") if key in data), "")
-    first, *arguments = data.get("sys_argv") or [""]
-    data["sys_argv"] = [first, MARK, kind, data.pop(kind, ""), *arguments]
-    data["init_main_from_name"] = _CHILD_MODULE
-    return data
 
-
-def _with_device(get_preparation_data: Any) -> Any:
     @functools.wraps(get_preparation_data)
     def prepare(name: str) -> dict[str, Any]:
-        return _prepare_with_device(get_preparation_data(name))
+        data: dict[str, Any] = get_preparation_data(name)
+        kind = next((key for key in ("init_main_from_name", "init_main_from_path") if key in data), "")
+        first, *arguments = data.get("sys_argv") or [""]
+        data["sys_argv"] = [first, MARK, kind, data.pop(kind, ""), *arguments]
+        data["init_main_from_name"] = _CHILD_MODULE
+        return data
 
     return prepare
 
