@@ -91,12 +91,16 @@ def initialize_planned(
                 f"{type(model).__name__}: a plan needs a deepspeed.pipe.PipelineModule and a config"
             )
         return Initialized(results=stock_initialize(**call), config={}, left_out=[], plan_key=None)
+    rank_env = RankEnv.of(os.environ)
     agreed: AgreedPlan | None = getattr(model, "quartet_agreed", None)
-    if agreed is None:
-        agreed = _plan_of(settings or parse_settings(config), model=model, config=config)
-        if agreed is not None:
-            print_notes(agreed.notes, rank_env=RankEnv.of(os.environ))
-            _apply_to_built_module(model, agreed, call)
+    settings = settings or parse_settings(config)
+    if agreed is None and not settings.is_empty:
+        settings.refuse_auto()
+        seams.check()
+        specs, stages = model._layer_specs, model.num_stages
+        agreed = decide(settings, specs=specs, config=config, script_stages=stages, rank_env=rank_env)
+        print_notes(agreed.notes, rank_env=rank_env)
+        _apply_to_built_module(model, agreed, call)
     plan = None if agreed is None else agreed.plan
     changed = {name: value for name, value in config.items() if name != SECTION}
     if plan is not None:
@@ -104,7 +108,7 @@ def initialize_planned(
             config, layout=plan.layout, global_batch_size=plan.made_for.global_batch_size
         )
     if clips_by_first_stage(changed, pipeline_parallel=getattr(model, "num_stages", 1)):
-        print_notes([clipping_notice(changed)], rank_env=RankEnv.of(os.environ))
+        print_notes([clipping_notice(changed)], rank_env=rank_env)
     final, left_out = (changed, []) if edit is None else edit(changed)
     if on_module is not None:
         on_module(model)
@@ -113,20 +117,6 @@ def initialize_planned(
         make_planned_engine(results[0], model.quartet_agreed.pipeline)
     return Initialized(
         results=results, config=changed, left_out=left_out, plan_key=None if plan is None else plan.key
-    )
-
-
-def _plan_of(settings: Settings, *, model: Any, config: Mapping[str, Any]) -> AgreedPlan | None:
-    if settings.is_empty:
-        return None
-    settings.refuse_auto()
-    seams.check()
-    return decide(
-        settings,
-        specs=model._layer_specs,
-        config=config,
-        script_stages=model.num_stages,
-        rank_env=RankEnv.of(os.environ),
     )
 
 

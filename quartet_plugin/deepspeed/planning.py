@@ -44,9 +44,6 @@ class AgreedPlan:
 class GroupRendezvous(Rendezvous):
     """All ranks over the process group that DeepSpeed has made: it works under every launcher."""
 
-    def __init__(self, rank_env: RankEnv) -> None:
-        super().__init__(rank_env, None)
-
     def all_gather(self, name: str, value: str) -> list[str]:
         """Every rank's value, in the launcher's order. Raises InfrastructureError when a rank has gone."""
         if not dist.is_initialized() or dist.get_world_size() == 1:

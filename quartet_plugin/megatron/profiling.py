@@ -158,7 +158,7 @@ class LayerProfiler:
             device=device_name(),
             peak_memory_bytes=peak_memory_bytes(),
             parts=self._parts(),
-            steps={name: self._median((name, "step")) for name in get_args(StepPart)},
+            steps={name: self._summary((name, "step"), statistics.median) for name in get_args(StepPart)},
             job=describe_job(get_megatron_args(), neutralised=[]),
         )
 
@@ -167,9 +167,9 @@ class LayerProfiler:
         return tuple(
             PartTimes(
                 name=name,
-                forward_s=self._mean((name, "F")),
-                backward_s=self._mean((name, "B")),
-                input_grad_s=self._mean((name, "I")),
+                forward_s=self._summary((name, "F")),
+                backward_s=self._summary((name, "B")),
+                input_grad_s=self._summary((name, "I")),
                 weight_grad_s=self._weight_grad_s(name),
                 num_intervals=len(self._spans[name, "F"]),
                 activation_bytes=self.activations.bytes_of(name),
@@ -177,21 +177,15 @@ class LayerProfiler:
             for name in names
         )
 
-    def _seconds(self, key: Key) -> list[float]:
-        return [self._clock.seconds(*span) for span in self._spans.get(key, ())]
-
-    def _median(self, key: Key) -> float | None:
-        seconds = self._seconds(key)
-        return statistics.median(seconds) if seconds else None
-
-    def _mean(self, key: Key) -> float | None:
-        seconds = self._seconds(key)
-        return cut_mean(seconds) if seconds else None
+    def _summary(self, key: Key, summarize: Callable[[list[float]], float] | None = None) -> float | None:
+        """The seconds of the key's intervals, by default their cut mean; None where there are none."""
+        seconds = [self._clock.seconds(*span) for span in self._spans.get(key, ())]
+        return (summarize or cut_mean)(seconds) if seconds else None
 
     def _weight_grad_s(self, name: str) -> float | None:
         """Seconds a microbatch: the sum of the means over the part's weights."""
         keys = [key for key in self._spans if key[0] == name and key[1].startswith("W")]
-        return sum(self._mean(key) or 0.0 for key in keys) if keys else None
+        return sum(self._summary(key) or 0.0 for key in keys) if keys else None
 
     def _span(self, key: Key, begin: Any, end: Any) -> None:
         if self._is_counting:

@@ -99,9 +99,8 @@ def add_group(parser: argparse.ArgumentParser, options: EntryOptions) -> None:
     The entry has already taken the words out of sys.argv, so the values come in as defaults.
     """
     group = parser.add_argument_group("quartet", "the plugin's own flags (quartet_plugin)")
-    values = {"plan": options.plan, "device": options.device, "trial": options.trial}
     for name, (metavar, text) in _HELP.items():
-        value = values[name]
+        value = getattr(options, name)
         group.add_argument(
             f"--quartet-{name}", default=None if value is None else str(value), metavar=metavar, help=text
         )

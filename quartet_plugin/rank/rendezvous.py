@@ -50,7 +50,7 @@ class AgreedRefusalError(PlanError):
 class Rendezvous:
     """All-gathers words among the ranks of a launch, before and beside the framework's process group."""
 
-    def __init__(self, rank_env: RankEnv, store: Any) -> None:
+    def __init__(self, rank_env: RankEnv, store: Any = None) -> None:
         self._rank_env = rank_env
         self._store = store
 
@@ -62,7 +62,7 @@ class Rendezvous:
         cannot be reached.
         """
         if rank_env.world_size == 1:
-            return cls(rank_env, None)
+            return cls(rank_env)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             raise AgreedRefusalError(
                 f"a plan for {rank_env.world_size} processes must be agreed on through torchrun's store; "

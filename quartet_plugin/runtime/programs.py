@@ -187,7 +187,7 @@ def _transfers(costs: StageCosts, num_devices: int) -> FloatArray:
     transfer_s = np.zeros((num_devices, num_devices))
     device = costs.device_of_stage
     for stage in range(costs.num_stages - 1):
-        near, far = device[stage], device[stage + 1]
-        transfer_s[near, far] = max(transfer_s[near, far], costs.forward_transfer_s[stage])
-        transfer_s[far, near] = max(transfer_s[far, near], costs.backward_transfer_s[stage + 1])
+        source, target = device[stage], device[stage + 1]
+        transfer_s[source, target] = max(transfer_s[source, target], costs.forward_transfer_s[stage])
+        transfer_s[target, source] = max(transfer_s[target, source], costs.backward_transfer_s[stage + 1])
     return transfer_s

@@ -34,6 +34,8 @@ from quartet_plugin.trial.redact import recorded_environment, redacted_argv
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 
 PREFIX = "attempt-"
+# Fields of an AttemptOutcome that result.json holds as they are.
+_KEPT_AS_THEY_ARE = ("reason", "phase", "memory_excess_bytes", "iteration_s", "peak_memory_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,14 +167,10 @@ def write_result(folder: Path, spec: TrialSpec, verdict: Verdict, *, wall_s: flo
         attempt_id=spec.attempt_id,
         plan_key=spec.plan_key,
         outcome=verdict.outcome.value,
-        reason=verdict.reason,
-        phase=verdict.phase,
-        memory_excess_bytes=verdict.memory_excess_bytes,
-        iteration_s=verdict.iteration_s,
         loss=tuple(as_number(value) for value in verdict.loss),
         grad_norm=tuple(as_number(value) for value in verdict.grad_norm),
-        peak_memory_bytes=verdict.peak_memory_bytes,
         wall_s=wall_s,
+        **{name: getattr(verdict, name) for name in _KEPT_AS_THEY_ARE},
     )
     write_json_atomic(folder / RESULT_FILE, dump(sheet))
     return _result(sheet, folder=folder)
@@ -195,14 +193,10 @@ def _result(sheet: ResultRecord, *, folder: Path) -> TrialResult:
         attempt_id=sheet.attempt_id,
         plan_key=sheet.plan_key,
         outcome=Outcome(sheet.outcome),
-        reason=sheet.reason,
-        phase=sheet.phase,
-        memory_excess_bytes=sheet.memory_excess_bytes,
-        iteration_s=sheet.iteration_s,
         loss=tuple(float(value) for value in sheet.loss),
         grad_norm=tuple(float(value) for value in sheet.grad_norm),
-        peak_memory_bytes=sheet.peak_memory_bytes,
         wall_s=sheet.wall_s,
+        **{name: getattr(sheet, name) for name in _KEPT_AS_THEY_ARE},
         job=jobs[0] if jobs else None,
         folder=folder,
         last_lines=last_lines(read_tail(folder / LOG_FILE)),

@@ -29,12 +29,12 @@ class AdoptedHandle:
     """A launcher that another process started: its end is observable, its exit code is not."""
 
     def __init__(self, launcher: Identity | None) -> None:
-        self._launcher = launcher
+        self._launchers = [] if launcher is None else [launcher]
 
     @property
     def pid(self) -> int:
         """Process id of the launcher; 0 when it has ended."""
-        return self._launcher.pid if self._launcher is not None and self._launcher.is_alive else 0
+        return next((launcher.pid for launcher in self._launchers if launcher.is_alive), 0)
 
     def poll(self) -> int | None:
         """None while it runs."""
@@ -42,15 +42,11 @@ class AdoptedHandle:
 
     def terminate(self) -> None:
         """SIGTERM to the launcher alone."""
-        self._send(signal.SIGTERM)
+        send_signal(self._launchers, signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL to the launcher alone."""
-        self._send(signal.SIGKILL)
-
-    def _send(self, number: signal.Signals) -> None:
-        if self._launcher is not None:
-            send_signal([self._launcher], number)
+        send_signal(self._launchers, signal.SIGKILL)
 
 
 def recover(
