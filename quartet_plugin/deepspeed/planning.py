@@ -160,10 +160,10 @@ def _check_clipping(
     """Refuse a plan that would train another model, where the first device decides about clipping."""
     baseline = plan.made_for.baseline
     before, after = baseline.layout.pipeline_parallel, pipeline.num_devices
-    affected = [
-        clips_by_first_stage(_with_stage(config, layout.distributed_optimizer), pipeline_parallel=degree)
-        for layout, degree in ((baseline.layout, before), (plan.layout, after))
-    ]
+    affected = []
+    for layout, degree in ((baseline.layout, before), (plan.layout, after)):
+        config_of_layout = {**config, "zero_optimization": {"stage": int(layout.distributed_optimizer)}}
+        affected.append(clips_by_first_stage(config_of_layout, pipeline_parallel=degree))
     if not any(affected):
         return
     counts = baseline.split.transformer_layers_per_stage
@@ -176,7 +176,3 @@ def _check_clipping(
             "alone, so this plan would train something else; set zero_optimization.stage 1 or "
             "gradient_clipping 0"
         )
-
-
-def _with_stage(config: Mapping[str, Any], is_sharded: bool) -> Mapping[str, Any]:
-    return {**config, "zero_optimization": {"stage": 1 if is_sharded else 0}}

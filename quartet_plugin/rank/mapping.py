@@ -18,13 +18,12 @@ from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
 _MAX_SHOWN = 16
 
 # Flags of features that take consecutive ranks for one node, or the rank for the device.
-_NEEDS_WHOLE_NODES = {
-    "gpu_sniff_test_interval": None,
-    "tp_comm_overlap": None,
-    "hierarchical_context_parallel_sizes": None,
-    "use_sharp": None,
-    "moe_token_dispatcher_type": "flex",
-}
+_NEEDS_WHOLE_NODES = (
+    "gpu_sniff_test_interval",
+    "tp_comm_overlap",
+    "hierarchical_context_parallel_sizes",
+    "use_sharp",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +152,9 @@ def _check_features(
     whole = all(
         len(set(node_of_rank[first : first + size])) == 1 for first in range(0, len(node_of_rank), size)
     )
-    used = [name for name, value in _NEEDS_WHOLE_NODES.items() if _is_used(values.get(name), value)]
+    used = [name for name in _NEEDS_WHOLE_NODES if values.get(name)]
+    if values.get("moe_token_dispatcher_type") == "flex":
+        used.append("moe_token_dispatcher_type")
     if (values.get("num_distributed_optimizer_instances") or 1) > 1:
         used.append("num_distributed_optimizer_instances")
     if used and not whole:
@@ -161,10 +162,6 @@ def _check_features(
             f"mapping: --{used[0].replace('_', '-')} takes consecutive ranks for one node, and the plan's "
             "order mixes nodes; leave the flag out"
         )
-
-
-def _is_used(value: Any, wanted: str | None) -> bool:
-    return bool(value) if wanted is None else value == wanted
 
 
 def table_of(processes: Sequence[Process], assignment: RankAssignment) -> str:

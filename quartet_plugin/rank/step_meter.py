@@ -50,7 +50,9 @@ class StepMeter(ABC):
 
         def measured_train_step(*args: Any, **kwargs: Any) -> Any:
             if not self._steps:
-                self._before_first_step()
+                self._first_step_at = time.time()
+                self._files.move("warmup" if self._files.spec.warmup else "measure", 0)
+                self._last_end = time.perf_counter()
             results = train_step(*args, **kwargs)
             self._after_step(self._result_of(results))
             if len(self._steps) >= self._stop_after:
@@ -84,11 +86,6 @@ class StepMeter(ABC):
             peak_memory_bytes=peak_memory_bytes(),
             job=self._job() if self._files.rank == 0 else None,
         )
-
-    def _before_first_step(self) -> None:
-        self._first_step_at = time.time()
-        self._files.move("warmup" if self._files.spec.warmup else "measure", 0)
-        self._last_end = time.perf_counter()
 
     def _after_step(self, result: StepResult) -> None:
         end = time.perf_counter()

@@ -28,7 +28,9 @@ class ActivationTracker:
 
     def saving(self) -> AbstractContextManager[Any]:
         """A context in which the tensors that autograd saves are counted."""
-        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self._saved, _unchanged)
+        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(
+            self._saved, lambda tensor: tensor
+        )
         return hooks
 
     def hold(self, tensors: Iterable[Any]) -> None:
@@ -57,7 +59,3 @@ class ActivationTracker:
         if not self._users[key]:
             del self._users[key]
             self.live_bytes -= size
-
-
-def _unchanged(tensor: Any) -> Any:
-    return tensor

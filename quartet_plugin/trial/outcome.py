@@ -129,7 +129,8 @@ def _classify(evidence: Evidence) -> Verdict:
         assert evidence.expiry is not None
         cause = Cause.DEADLINE if evidence.expiry.is_wall else Cause.HANG
         return replace(_verdict(evidence, cause, str(evidence.expiry)), phase=evidence.expiry.phase)
-    first = _first_error(snapshot)
+    # The root cause: the earliest report, before those that only saw a peer go away.
+    first = min(snapshot.errs.values(), key=lambda err: (err.kind == "network", err.time), default=None)
     if first is not None and first.kind != "network":
         return _reported(evidence, first)
     if has_address_in_use(evidence.log) or (first and has_address_in_use(first.message)):
@@ -172,11 +173,6 @@ def one_line(text: str, *, limit: int = 400) -> str:
     """`text` on one line, without control characters, cut to `limit`."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * limit]).split())
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
-
-
-def _first_error(snapshot: Snapshot) -> RankFailure | None:
-    """The root cause: the earliest report, before those that only saw a peer go away."""
-    return min(snapshot.errs.values(), key=lambda err: (err.kind == "network", err.time), default=None)
 
 
 def _reported(evidence: Evidence, err: RankFailure) -> Verdict:

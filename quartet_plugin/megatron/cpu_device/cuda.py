@@ -154,12 +154,8 @@ def _identity() -> dict[str, Any]:
         "get_device_capability": _always(_CAPABILITY),
         "get_device_properties": _always(properties),
         **_nothing("set_device", "init", "_lazy_init"),
-        "_lazy_call": _call_at_once,
+        "_lazy_call": lambda function, **_: function(),
     }
-
-
-def _call_at_once(function: Callable[[], Any], **_kwargs: Any) -> None:
-    function()
 
 
 def _execution() -> dict[str, Any]:
