@@ -140,14 +140,14 @@ class RankFileWriter:
             peak_activation_bytes=peak_activation_bytes,
         )
 
-    def write(self, kind: "type[DataclassInstance]", **values: Any) -> None:
+    def write(self, kind: "type[DataclassInstance]", /, **values: Any) -> None:
         """Write a record of a kind where the tuner looks for it, whole or not at all.
 
         `values` are its fields, without those that say which rank of which attempt writes it.
         """
         write_json_atomic(self._path_of(kind), dump(self._record(kind, **values)))
 
-    def _record[R: "DataclassInstance"](self, kind: type[R], **values: Any) -> R:
+    def _record[R: "DataclassInstance"](self, kind: type[R], /, **values: Any) -> R:
         writer = {
             "schema_version": 1,
             "attempt_id": self.spec.attempt_id,

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from quartet_plugin.errors import ConfigError, InfrastructureError, PlanError, SeamError
-from quartet_plugin.model.schema import as_number
+from quartet_plugin.model.schema import as_number, read_record
+from quartet_plugin.protocol.rank_files import RankFailure
 from quartet_plugin.rank.failure import describe_failure, exit_code_of, kind_of, wanted_bytes_of
 from quartet_plugin.rank.files import RankFileWriter, read_trial_spec
 from quartet_plugin.rank.rendezvous import RankEnv
@@ -59,6 +60,15 @@ def test_heartbeat_tells_progress_and_nothing_else(tmp_path: Path) -> None:
     files.move("done", 7)
     files.close()
     assert json.loads(path.read_text())["iteration"] == 7
+
+
+def test_a_failure_tells_where_the_rank_was(tmp_path: Path) -> None:
+    files = RankFileWriter(read_trial_spec(write_trial(tmp_path)), RANK_ENV)
+    files.move("warmup", 2)
+    files.write_failure(describe_failure(MemoryError("full"), num_steps=2, peak_bytes=5))
+    failure = read_record(RankFailure, tmp_path / "rank-3.err.json")
+    assert (failure.kind, failure.phase, failure.iteration) == ("out-of-memory", "warmup", 2)
+    assert (failure.launch_rank, failure.host, failure.message) == (3, RANK_ENV.host, "full")
 
 
 def test_numbers_that_json_lacks() -> None:
