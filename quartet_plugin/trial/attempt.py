@@ -35,7 +35,7 @@ from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 
 PREFIX = "attempt-"
 # Fields of an AttemptOutcome that result.json holds as they are.
-_KEPT_AS_THEY_ARE = ("reason", "phase", "memory_excess_bytes", "iteration_s", "peak_memory_bytes")
+_PLAIN_FIELDS = ("reason", "phase", "memory_excess_bytes", "iteration_s", "peak_memory_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ def write_result(folder: Path, spec: TrialSpec, verdict: Verdict, *, wall_s: flo
         loss=tuple(as_number(value) for value in verdict.loss),
         grad_norm=tuple(as_number(value) for value in verdict.grad_norm),
         wall_s=wall_s,
-        **{name: getattr(verdict, name) for name in _KEPT_AS_THEY_ARE},
+        **{name: getattr(verdict, name) for name in _PLAIN_FIELDS},
     )
     write_json_atomic(folder / RESULT_FILE, dump(sheet))
     return _result(sheet, folder=folder)
@@ -196,7 +196,7 @@ def _result(sheet: ResultRecord, *, folder: Path) -> TrialResult:
         loss=tuple(float(value) for value in sheet.loss),
         grad_norm=tuple(float(value) for value in sheet.grad_norm),
         wall_s=sheet.wall_s,
-        **{name: getattr(sheet, name) for name in _KEPT_AS_THEY_ARE},
+        **{name: getattr(sheet, name) for name in _PLAIN_FIELDS},
         job=jobs[0] if jobs else None,
         folder=folder,
         last_lines=last_lines(read_tail(folder / LOG_FILE)),

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.protocol.environment import CPU_REEXECUTED, CPU_SETTINGS
-from quartet_plugin.rank.session import exit_now as end_process
+from quartet_plugin.rank.session import exit_now as exit_process
 
 # Flags whose values may need CUDA are appended even when the command has them: argparse takes the last value.
 _REPLACED = {
@@ -96,4 +96,4 @@ def exit_now() -> NoReturn:
             thread.join()
     with contextlib.suppress(Exception):  # it has printed what went wrong
         atexit._run_exitfuncs()
-    end_process(0)
+    exit_process(0)
