@@ -30,6 +30,7 @@ from quartet_plugin.cost.predict import (
 )
 from quartet_plugin.cost.run import ON_CPU, TrainingRun
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.cluster import Positive
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import Bounds, Length, read_record, record
 
@@ -53,7 +54,6 @@ LEAST_SHARE = 0.03
 NORMAL_95 = 1.96
 
 
-Positive = Annotated[float, Bounds(gt=0, lt=1e20)]
 Count = Annotated[int, Bounds(ge=0, le=2**31)]
 
 

@@ -17,7 +17,7 @@ from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import EMBEDDING, HEAD, Costs, LayerCost
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.schema import Bounds, Length, dump, read_record, record
+from quartet_plugin.model.schema import Bounds, Length, dump, record
 from quartet_plugin.protocol.rank_files import PartTimes, RankProfile, StepPart
 from quartet_plugin.schedule.files import costs_to_json
 
@@ -239,8 +239,3 @@ def write_profile(profile: Profile, *, path: Path) -> None:
     content = dump(profile)
     content["ranks"] = [{**asdict(rank), "job": {}} for rank in profile.ranks]
     write_json_atomic(path, content)
-
-
-def read_profile(path: Path) -> Profile:
-    """The profile in `path`. Raises ConfigError in one line: the field, the value and the rule."""
-    return read_record(Profile, path)

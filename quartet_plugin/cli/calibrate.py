@@ -80,10 +80,11 @@ def lines(calibration: "Calibration") -> list[str]:
 def of_profile(path: Path, *, cluster: Path) -> "list[Observation]":
     """The measurements in a profile. Raises ConfigError."""
     from quartet_plugin.calibration.observations import Observation
-    from quartet_plugin.calibration.profile import observations_of, read_profile
+    from quartet_plugin.calibration.profile import Profile, observations_of
+    from quartet_plugin.model.schema import read_record
     from quartet_plugin.model.training_job import parse_training_job
 
-    profile = read_profile(path)
+    profile = read_record(Profile, path)
     job = parse_training_job(profile.job, where=f"{path}: job")
     if job.split is None:
         raise ConfigError(

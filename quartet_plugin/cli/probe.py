@@ -77,7 +77,8 @@ def probe(
     Raises ConfigError for a launcher that is none, or where torch is missing; InfrastructureError where the
     processes fail or take too long. None of them is left.
     """
-    from quartet_plugin.cost.probed import cluster_of, read_findings
+    from quartet_plugin.cost.probed import Findings, cluster_of
+    from quartet_plugin.model.schema import read_record
 
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("torch is not installed, and measures; pip install 'quartet-plugin[megatron]'")
@@ -87,7 +88,7 @@ def probe(
         start = _torchrun(num_processes, device=device) if words is None else _launcher(words)
         _run([*start, *script], folder=Path(folder), device=device, deadline_s=deadline_s)
         if target.exists():
-            return cluster_of(read_findings(target))
+            return cluster_of(read_record(Findings, target))
     if words is None:
         raise InfrastructureError("the probe ended without a result; run it with --debug")
     return None

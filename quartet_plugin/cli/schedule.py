@@ -121,11 +121,11 @@ def search(
     clock = CommandClock(invocation(ctx).started_s, whole_s)
     with compilation_time() as compiling:
         compile_kernels()
-        late = clock.spent_s - compiling.seconds > _LATE * (whole_s or math.inf)
+        late = clock.spent_s - compiling() > _LATE * (whole_s or math.inf)
         proven = None
         if not late:
             proven = quick_bound(table, fixed, counts, count, allow_empty=allow_empty, within_s=whole_s)
-    limit = clock.left_s(compiled_s=compiling.seconds)
+    limit = clock.left_s(compiled_s=compiling())
     result = run_search(
         table,
         placement=places,

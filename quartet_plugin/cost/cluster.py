@@ -16,6 +16,7 @@ from quartet_plugin.cost.constants import ClusterConstants, Constants
 from quartet_plugin.cost.devices import DeviceSpec, device_named
 from quartet_plugin.cost.run import UniformCluster
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.mapping.topology import GroupLink, Topology
 from quartet_plugin.model.cluster import Cluster, DeviceValues, Precision
 from quartet_plugin.model.costs import FloatArray, IntArray
@@ -58,11 +59,7 @@ class ResolvedCluster:
     @property
     def slots(self) -> tuple[Slot, ...]:
         """Every slot, node by node."""
-        return tuple(
-            Slot(node=index, local=local)
-            for index, node in enumerate(self.cluster.nodes)
-            for local in range(len(node.devices))
-        )
+        return slots_of(self.nodes)
 
     @property
     def has_equal_nodes(self) -> bool:

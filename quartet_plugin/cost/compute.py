@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quartet_plugin.cost.constants import NEUTRAL, ClusterConstants, Constants
-from quartet_plugin.cost.devices import DeviceSpec, Precision
+from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.cost.run import Experts, TrainingRun
+from quartet_plugin.model.cluster import Precision
 
 FLASH_BLOCK = 128
 # The rate of streaming kernels as a share of the nominal memory bandwidth.

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.schema import Bounds, Length, read_record, record
+from quartet_plugin.model.cluster import Name, Positive, Precision
+from quartet_plugin.model.schema import Bounds, read_record, record
 
-Precision = Literal["fp32", "fp16", "bf16", "fp8", "fp4"]
 ScaleUpTopology = Literal["switch", "mesh"]
-Positive = Annotated[float, Bounds(gt=0, lt=1e20)]
 Count = Annotated[int, Bounds(ge=1, le=2**20)]
-Name = Annotated[str, Length(least=1, most=200)]
 
 DEFAULT_MATMUL_CEILING = 0.85
 # fp8 over bf16, as fractions of nominal: 0.88 on H100, 0.98 on B200.

@@ -70,7 +70,7 @@ class Memory:
     @property
     def available(self) -> float:
         """Bytes that the device has for the allocator, beside its driver's context."""
-        return self.capacity * USABLE - CONTEXT_BYTES
+        return available_bytes(self.capacity)
 
     @property
     def fits(self) -> bool:
@@ -81,6 +81,11 @@ class Memory:
     def terms(self) -> dict[str, float]:
         """The bytes by what holds them; the values sum to `total`."""
         return {f"{name}_bytes": getattr(self, name) for name in TERMS}
+
+
+def available_bytes(capacity: float) -> float:
+    """Bytes that a device of `capacity` bytes has for the allocator."""
+    return capacity * USABLE - CONTEXT_BYTES
 
 
 def weights_of_stages(run: TrainingRun) -> list[Weights]:

@@ -1,7 +1,6 @@
 """The findings of `quartet probe` as a cluster: names of known devices, measured figures of others."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 from quartet_plugin.cost.devices import DeviceSpec, library
@@ -12,17 +11,16 @@ from quartet_plugin.model.cluster import (
     DeviceValues,
     Link,
     LinkMatrix,
+    Name,
+    Positive,
     Precision,
 )
-from quartet_plugin.model.schema import Bounds, Length, read_record, record
+from quartet_plugin.model.schema import Bounds, Length, record
 
 # The relative difference of a device's memory from the data sheet's, of which a driver keeps some.
 MEMORY_TOLERANCE = 0.12
 # A device slower than the fastest of its name by more than this has a slowdown; less is noise.
 SLOWDOWN_TOLERANCE = 0.15
-
-Positive = Annotated[float, Bounds(gt=0, lt=1e20)]
-Name = Annotated[str, Length(least=1, most=200)]
 
 
 @record
@@ -56,11 +54,6 @@ class Findings:
     device: Literal["cpu", "cuda"]
     ranks: Annotated[tuple[ProbedRank, ...], Length(least=1, most=65_536)]
     links: ProbedLinks
-
-
-def read_findings(path: Path) -> Findings:
-    """The probe's file. Raises ConfigError in one line."""
-    return read_record(Findings, path)
 
 
 def cluster_of(findings: Findings) -> Cluster:

@@ -142,9 +142,10 @@ def _change(session: Session) -> list[str]:
         words = _measured(session, flags, wrappers, words)
     elif CONVERSION_FILE in os.environ:
         from quartet_plugin.megatron.side_effects import conversion_words
-        from quartet_plugin.model.conversion import read_conversion
+        from quartet_plugin.model.conversion import Conversion
+        from quartet_plugin.model.schema import read_record
 
-        conversion = read_conversion(Path(os.environ[CONVERSION_FILE]))
+        conversion = read_record(Conversion, Path(os.environ[CONVERSION_FILE]))
         words = conversion_words(conversion, flags=flags, words=words)
     # With the flags of the run: on a CPU its layers are other than the command's.
     as_run = _with_cpu_flags(words) if use_cpu(options) else words

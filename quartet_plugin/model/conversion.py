@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.schema import read_record, record
+from quartet_plugin.model.schema import record
 
 FORMAT: Literal["torch_dist"] = "torch_dist"
 # Megatron's own, in the folder that --load and --save name.
@@ -32,8 +32,3 @@ class Conversion:
                 raise ConfigError(f"{name}: {path[:200]!r}; must be an absolute path")
         if self.step is not None and not 0 <= self.step <= _MAX_STEP:
             raise ConfigError(f"step: {self.step}; must be from 0 to {_MAX_STEP}")
-
-
-def read_conversion(path: Path) -> Conversion:
-    """Read a conversion.json. Raises ConfigError in one line: the field, the value and the rule."""
-    return read_record(Conversion, path)

@@ -223,6 +223,13 @@ class Plan:
         return self.layout.num_microbatches(self.made_for.global_batch_size)
 
 
+def stock_schedule(layout: Layout) -> ScheduleName:
+    """The stock schedule of a layout."""
+    if layout.pipeline_parallel == 1:
+        return "no-pipelining"
+    return "1f1b" if layout.virtual_stages == 1 else "interleaved"
+
+
 def _check_split(plan: Plan) -> None:
     counts = plan.split.transformer_layers_per_stage
     if len(counts) != plan.layout.num_stages:
@@ -242,11 +249,7 @@ def _check_schedule(plan: Plan) -> None:
     if plan.schedule.name == "custom" or plan.schedule.custom is not None:
         _check_custom(plan)
         return
-    expected: ScheduleName = (
-        "no-pipelining"
-        if layout.pipeline_parallel == 1
-        else ("interleaved" if layout.virtual_stages > 1 else "1f1b")
-    )
+    expected = stock_schedule(layout)
     if plan.schedule.name != expected:
         raise PlanError(
             f"schedule.name: {plan.schedule.name!r}; pipeline_parallel {layout.pipeline_parallel} with "

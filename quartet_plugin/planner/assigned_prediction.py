@@ -92,7 +92,10 @@ class AssignedRun:
         return StepCosts(
             layout=layout,
             num_microbatches=run.num_microbatches,
-            compute_s=self._compute_s(),
+            compute_s=self._by_rank(
+                lambda part: sum(times.total for name, times in part.items() if name not in COLLECTIVES),
+                self._parts,
+            ),
             tensor=self._collective("tp_comm", layout.tensor_parallel, 1),
             context=self._collective("cp_comm", layout.context_parallel, layout.tensor_parallel),
             expert=self._collective("ep_comm", layout.expert_parallel, layout.tensor_parallel),
@@ -251,13 +254,6 @@ class AssignedRun:
             parts = stage_parts(replace(self.run, machines=machines), constants)
             self._parts_by_link[link, stride] = parts
         return self._parts_by_link[link, stride]
-
-    def _compute_s(self) -> FloatArray:
-        """One microbatch's compute of each rank, collectives left out."""
-        return self._by_rank(
-            lambda part: sum(times.total for name, times in part.items() if name not in COLLECTIVES),
-            self._parts,
-        )
 
     def _by_rank(self, seconds: Callable[[StageParts], float], parts: list[StageParts]) -> FloatArray:
         each = [seconds(part) for part in parts]

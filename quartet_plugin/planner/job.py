@@ -37,7 +37,7 @@ from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.plan import MAX_RANKS, NodeInfo
 from quartet_plugin.model.sections import Section, load_yaml, validate
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.space.config import STOCK_NAMES, Degrees, ScalingConfig, SearchConfig, distinct
+from quartet_plugin.space.config import STOCK_NAMES, Degrees, ScalingConfig, SearchConfig, choices, distinct
 from quartet_plugin.space.forbidden import check_table_rules
 
 Precision = Literal["bf16", "fp16", "fp8", "fp32"]
@@ -49,16 +49,10 @@ PROCESSORS = ("cpu", "plain")
 SCHEDULES = ("stock", *STOCK_NAMES)
 
 
-def _choices(value: Any) -> Any:
-    if value == "auto":
-        return None
-    return tuple(value) if isinstance(value, list) else (value,)
-
-
-Modes = Annotated[tuple[Recompute, ...] | None, BeforeValidator(_choices), AfterValidator(distinct)]
-Switches = Annotated[tuple[bool, ...] | None, BeforeValidator(_choices), AfterValidator(distinct)]
+Modes = Annotated[tuple[Recompute, ...] | None, BeforeValidator(choices), AfterValidator(distinct)]
+Switches = Annotated[tuple[bool, ...] | None, BeforeValidator(choices), AfterValidator(distinct)]
 Groups = Annotated[
-    tuple[Literal["context", "expert"], ...], BeforeValidator(_choices), AfterValidator(distinct)
+    tuple[Literal["context", "expert"], ...], BeforeValidator(choices), AfterValidator(distinct)
 ]
 
 
@@ -111,7 +105,7 @@ class PlanScaling(ScalingConfig):
     """Shapes of an equal budget, with other head sizes beside the model's own."""
 
     head_sizes: Annotated[
-        tuple[Annotated[int, Field(ge=8, le=1024)], ...], BeforeValidator(_choices), AfterValidator(distinct)
+        tuple[Annotated[int, Field(ge=8, le=1024)], ...], BeforeValidator(choices), AfterValidator(distinct)
     ] = ()
 
 

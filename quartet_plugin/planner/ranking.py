@@ -13,7 +13,7 @@ import numpy as np
 
 from quartet_plugin.cost.cluster import ideal
 from quartet_plugin.cost.constants import Constants, fitted
-from quartet_plugin.cost.memory import Memory, peak_memory
+from quartet_plugin.cost.memory import Memory, available_bytes, peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.model.costs import FloatArray
@@ -283,11 +283,7 @@ def _too_large(fields: list[_Field], unfit: list[tuple[int, int]], limit: float)
 
 
 def _available(job: PlanRequest) -> float:
-    empty = Memory(
-        parameters=0.0, gradients=0.0, optimizer=0.0, activations=0.0, temporary=0.0, device=0,
-        capacity=float(job.machines.memory_bytes),
-    )  # fmt: skip
-    return empty.available
+    return available_bytes(float(job.machines.memory_bytes))
 
 
 def _nearest(job: PlanRequest, fields: list[_Field]) -> str:

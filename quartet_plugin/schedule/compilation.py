@@ -60,21 +60,12 @@ def inlined[Function: Callable[..., Any]](function: Function) -> Function:
     return cast(Function, njit(nogil=True, inline="always")(function))
 
 
-class CompilationTime:
-    """Seconds spent compiling while it was watched; 0 where all machine code came from the cache."""
-
-    def __init__(self, listener: TimingListener) -> None:
-        self._listener = listener
-
-    @property
-    def seconds(self) -> float:
-        """Seconds so far."""
-        return float(self._listener.duration) if self._listener.done else 0.0
-
-
 @contextmanager
-def compilation_time() -> Iterator[CompilationTime]:
-    """Watch this process's compilations while the block runs."""
+def compilation_time() -> Iterator[Callable[[], float]]:
+    """Watch this process's compilations while the block runs.
+
+    What it yields tells their seconds so far; 0 where all machine code came from the cache.
+    """
     listener = TimingListener()
     with install_listener("numba:compile", listener):
-        yield CompilationTime(listener)
+        yield lambda: float(listener.duration) if listener.done else 0.0

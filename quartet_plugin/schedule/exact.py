@@ -77,12 +77,14 @@ def exact_optimum(
     relaxed = _of_modes(costs, stages, full_backward)
     device_s, path_s = root_bounds(relaxed)
     unit_s = max(float(device_s.max()), path_s) or 1.0
-    search = _Search(_problem(costs, stages, relaxed, full_backward, unit_s), full_backward, num_actions)
+    problem = _problem(costs, stages, relaxed, full_backward, unit_s)
     best: _Incumbent | None = None
     proven = False
     for width in widths:
         upper = np.inf if best is None else best.makespan * (1 - PROOF_TOLERANCE)
-        incumbent, complete = search.run(width, upper, deadline=started + time_limit_s, clock=clock)
+        incumbent, complete = _search(
+            problem, full_backward, width, upper, deadline=started + time_limit_s, clock=clock
+        )
         best = incumbent or best
         proven = complete or (best is not None and best.makespan <= 1 + PROOF_TOLERANCE)
         if proven or clock() - started > time_limit_s:
@@ -133,52 +135,51 @@ def _problem(
     )
 
 
-class _Search:
-    """Passes over the levels of one problem."""
-
-    def __init__(self, problem: ExactProblem, full_backward: BoolArray, num_actions: int) -> None:
-        self._problem = problem
-        self._full_backward = full_backward
-        self._num_actions = num_actions
-
-    def run(
-        self, width: int, upper: float, *, deadline: float, clock: Callable[[], float]
-    ) -> tuple[_Incumbent | None, bool]:
-        """One pass: the best schedule below `upper`, if any, and whether nothing was dropped."""
-        relaxed = self._problem.relaxed
-        level, child = (
-            empty_level(
-                width * ROOM + 200,
-                num_stages=len(relaxed.device),
-                num_microbatches=relaxed.num_microbatches,
-                num_devices=relaxed.num_devices,
-            )
-            for _ in range(2)
+def _search(
+    problem: ExactProblem,
+    full_backward: BoolArray,
+    width: int,
+    upper: float,
+    *,
+    deadline: float,
+    clock: Callable[[], float],
+) -> tuple[_Incumbent | None, bool]:
+    """One pass over the levels: the best schedule below `upper`, if any, and whether nothing was dropped."""
+    relaxed = problem.relaxed
+    num_actions = int(relaxed.num_microbatches * (3 * len(full_backward) - full_backward.sum()))
+    level, child = (
+        empty_level(
+            width * ROOM + 200,
+            num_stages=len(relaxed.device),
+            num_microbatches=relaxed.num_microbatches,
+            num_devices=relaxed.num_devices,
         )
-        level.counts[0, self._full_backward, 2] = relaxed.num_microbatches
-        rows, complete = 1, True
-        history: list[tuple[RowArray, RowArray]] = []
-        buckets = np.empty(1 << (len(child.bound) * 2 - 1).bit_length(), dtype=np.int64)
-        chain = np.empty(len(child.bound), dtype=np.int64)
-        for _ in range(self._num_actions):
-            buckets.fill(-1)
-            num, row = 0, 0
-            while row < rows:
-                if clock() > deadline:
-                    return None, False
-                stop = min(rows, row + ROWS_A_CALL)
-                num, row = expand(self._problem, level, row, stop, child, num, upper, buckets, chain)
-                if row < stop:
-                    complete = False
-                    break
-            complete &= num <= width
-            rows = min(num, width)
-            if rows == 0:
-                return None, complete
-            order = np.argsort(_rank(child, num), kind="stable")[:rows].astype(np.int32)
-            _take(child, order, level)
-            history.append((level.parent[:rows].copy(), level.action[:rows].copy()))
-        return _trace(level, history), complete
+        for _ in range(2)
+    )
+    level.counts[0, full_backward, 2] = relaxed.num_microbatches
+    rows, complete = 1, True
+    history: list[tuple[RowArray, RowArray]] = []
+    buckets = np.empty(1 << (len(child.bound) * 2 - 1).bit_length(), dtype=np.int64)
+    chain = np.empty(len(child.bound), dtype=np.int64)
+    for _ in range(num_actions):
+        buckets.fill(-1)
+        num, row = 0, 0
+        while row < rows:
+            if clock() > deadline:
+                return None, False
+            stop = min(rows, row + ROWS_A_CALL)
+            num, row = expand(problem, level, row, stop, child, num, upper, buckets, chain)
+            if row < stop:
+                complete = False
+                break
+        complete &= num <= width
+        rows = min(num, width)
+        if rows == 0:
+            return None, complete
+        order = np.argsort(_rank(child, num), kind="stable")[:rows].astype(np.int32)
+        _take(child, order, level)
+        history.append((level.parent[:rows].copy(), level.action[:rows].copy()))
+    return _trace(level, history), complete
 
 
 def _take(source: Level, rows: RowArray, target: Level) -> None:

@@ -33,11 +33,11 @@ _ORDER = re.compile(r"auto|stock|[a-z][a-z0-9-]{0,39}|\d{1,5}(,\d{1,5}){0,65535}
 _SHAPE = re.compile(r"\d{1,6}x\d{1,7}")
 
 
-def _as_list(value: Any) -> Any:
-    """A literal is a list of one; `auto` is None: no request."""
+def choices(value: Any) -> Any:
+    """The choices of a request: a literal is a single one, `auto` is None, no request."""
     if value == "auto":
         return None
-    return value if isinstance(value, list) else [value]
+    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def distinct[T](values: tuple[T, ...] | None) -> tuple[T, ...] | None:
@@ -61,29 +61,15 @@ def _matching(pattern: re.Pattern[str], rule: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 _Degree = Annotated[int, Field(ge=1, le=2**20)]
-Degrees = Annotated[
-    tuple[_Degree, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(distinct)
-]
 _BucketSize = Annotated[int, Field(ge=2, le=2**40, multiple_of=2)]
-BucketSizes = Annotated[
-    tuple[_BucketSize, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(distinct)
-]
-_Names = Annotated[
-    tuple[str, ...] | None, BeforeValidator(lambda v: _tuple(_as_list(v))), AfterValidator(distinct)
-]
+Degrees = Annotated[tuple[_Degree, ...] | None, BeforeValidator(choices), AfterValidator(distinct)]
+BucketSizes = Annotated[tuple[_BucketSize, ...] | None, BeforeValidator(choices), AfterValidator(distinct)]
+_Names = Annotated[tuple[str, ...] | None, BeforeValidator(choices), AfterValidator(distinct)]
 Splits = Annotated[_Names, _matching(_SPLIT, "auto, stock, even, or counts like 6+2")]
 Orders = Annotated[_Names, _matching(_ORDER, "auto, stock, the name of an order, or slots like 1,0")]
 Shapes = Annotated[_Names, _matching(_SHAPE, "layers x hidden size, like 24x2048")]
-Schedules = Annotated[
-    tuple[ScheduleRequest, ...] | None,
-    BeforeValidator(lambda v: _tuple(_as_list(v))),
-    AfterValidator(distinct),
-]
+Schedules = Annotated[tuple[ScheduleRequest, ...] | None, BeforeValidator(choices), AfterValidator(distinct)]
 
 
 class ScalingConfig(Section):
@@ -155,6 +141,6 @@ class SearchConfig(_Axes):
     change_class: Literal["A", "B", "C"] = "B"
     forbid: Annotated[
         tuple[Forbidden, ...],
-        BeforeValidator(lambda v: _tuple(v if isinstance(v, list) else [v])),
+        BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else (v,)),
         Field(max_length=MAX_CHOICES),
     ] = ()

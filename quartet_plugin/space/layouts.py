@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import NodeInfo, ScheduleChoice, ScheduleName
+from quartet_plugin.model.plan import NodeInfo, ScheduleChoice, stock_schedule
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.config import CUSTOM_NAMES, SearchConfig
@@ -238,13 +238,6 @@ def schedules_of(layout: Layout, *, rules: LayoutRules) -> tuple[str, ...]:
         )
     prohibitions = rules.prohibitions
     return tuple(name for name in names if prohibitions.of_schedule(layout, name) is None)
-
-
-def stock_schedule(layout: Layout) -> ScheduleName:
-    """The stock schedule of a layout."""
-    if layout.pipeline_parallel == 1:
-        return "no-pipelining"
-    return "1f1b" if layout.virtual_stages == 1 else "interleaved"
 
 
 def stock_choice(layout: Layout, *, group: int | None = None) -> ScheduleChoice:

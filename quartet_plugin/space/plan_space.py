@@ -24,6 +24,7 @@ from quartet_plugin.model.plan import (
     Provenance,
     ScheduleChoice,
     Split,
+    stock_schedule,
 )
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
@@ -37,7 +38,6 @@ from quartet_plugin.space.layouts import (
     requested_groups,
     schedules_of,
     stock_choice,
-    stock_schedule,
 )
 from quartet_plugin.space.param_sources import (
     SPLIT_EMBEDDING,

@@ -20,7 +20,7 @@ from quartet_plugin.schedule.named import lookup, named, refusal_of
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search.engine import search
-from quartet_plugin.schedule.search.named_starts import NamedStart, unscored
+from quartet_plugin.schedule.search.named_starts import NamedStart
 from quartet_plugin.schedule.search.problem import ScheduleProblem
 from quartet_plugin.schedule.search.space import AUTO, splits_for
 from quartet_plugin.space.config import CUSTOM_NAMES, DEFAULT_NAMES, SEARCHED
@@ -110,14 +110,14 @@ def custom_order(
         schedule = _named(name, costs, placement, entries=entries)
     assert schedule.layers_per_stage is not None
     counts = tuple(schedule.layers_per_stage)
-    problem = _problem(costs, is_free=False)
+    problem = ScheduleProblem.of(costs)
     limited = limit if schedule.origin.get("name") is None else None
     custom = choice_of(schedule, problem.stage_costs(placement, counts), memory_limit_bytes=limited)
-    flops_problem = _problem(table(ends=by_flops), is_free=False)
+    flops_problem = ScheduleProblem.of(table(ends=by_flops))
     return CustomOrder(
         split=layers_of(counts),
         custom=custom,
-        makespan=unscored(schedule, counts).climb(flops_problem, steps=0, seed=0).score,
+        makespan=NamedStart(schedule=schedule, split=counts).climb(flops_problem, steps=0, seed=0).score,
     )
 
 
@@ -183,10 +183,6 @@ def memory_limit(costs: Costs, placement: Placement) -> FloatArray:
     return np.full(costs.num_devices, min(costs.num_devices, costs.num_microbatches) * fullest)
 
 
-def _problem(costs: Costs, *, is_free: bool) -> ScheduleProblem:
-    return ScheduleProblem.of(costs, want_period=False, allow_empty=False, free_split=is_free)
-
-
 def _named(name: str, costs: Costs, placement: Placement, *, entries: Entries | None) -> Schedule:
     """The named order under the split that serves it best."""
     chunks = len(placement) // costs.num_devices
@@ -195,10 +191,10 @@ def _named(name: str, costs: Costs, placement: Placement, *, entries: Entries | 
     )
     if entries is not None:
         return replace(schedule, layers_per_stage=entries)
-    problem = _problem(costs, is_free=True)
+    problem = ScheduleProblem.of(costs, free_split=True)
     steps = min(_MAX_CLIMB, _CLIMB_WORK // _num_actions(placement, costs.num_microbatches))
     starts: list[NamedStart] = [
-        unscored(schedule, start).climb(problem, steps=steps, seed=0)
+        NamedStart(schedule=schedule, split=start).climb(problem, steps=steps, seed=0)
         for start in splits_for(costs, placement, AUTO, allow_empty=False)
     ]
     best = min(starts, key=lambda start: start.score)

@@ -9,18 +9,18 @@ import pytest
 from quartet_plugin.calibration.constants_fit import seconds_of
 from quartet_plugin.calibration.observations import Direction, Quantity
 from quartet_plugin.calibration.profile import (
+    Profile,
     SimulatedRankRecord,
     costs_of,
     make_profile,
     observations_of,
-    read_profile,
     typical_parts,
     write_profile,
 )
 from quartet_plugin.cost.constants import NEUTRAL
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.schema import parse
+from quartet_plugin.model.schema import parse, read_record
 from quartet_plugin.protocol.rank_files import RankProfile
 from quartet_plugin.schedule.files import costs_from_json
 from tests.cost.live import cpu_run
@@ -153,7 +153,7 @@ def test_file_and_back(tmp_path: Path) -> None:
     played = SimulatedRankRecord(stage=1, rank=512, world_size=1024)
     path = tmp_path / "profile.json"
     write_profile(make_profile(ranks, costs=costs, played=played, iteration_s=[0.5]), path=path)
-    found = read_profile(path)
+    found = read_record(Profile, path)
     assert found.played == played
     assert found.iteration_s == ()
     assert found.job == {"framework": "megatron-core"}

@@ -10,8 +10,9 @@ import pytest
 from quartet_plugin.cli import train as train_command
 from quartet_plugin.cli.main import main
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.conversion import FORMAT, TRACKER, Conversion, read_conversion
+from quartet_plugin.model.conversion import FORMAT, TRACKER, Conversion
 from quartet_plugin.model.plan import write_plan
+from quartet_plugin.model.schema import read_record
 from quartet_plugin.protocol.environment import CONVERSION_FILE
 from tests.model.plans import PLAN
 
@@ -36,7 +37,7 @@ class Ranks:
         self._code, self._saves = code, saves
 
     def __call__(self, command: Any, *, flags: list[str], device: str, environment: Mapping[str, str]) -> int:
-        conversion = read_conversion(Path(environment[CONVERSION_FILE]))
+        conversion = read_record(Conversion, Path(environment[CONVERSION_FILE]))
         self.told.append(conversion)
         self.flags.append(flags)
         if self._saves:
@@ -110,7 +111,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
 def test_what_the_ranks_are_told_is_checked(change: dict[str, Any], tmp_path: Path) -> None:
     content = {"schema_version": 1, "load": "/a", "save": "/b", "step": None, "is_weights_only": False}
     (tmp_path / "conversion.json").write_text(json.dumps(content))
-    assert read_conversion(tmp_path / "conversion.json").load == "/a"
+    assert read_record(Conversion, tmp_path / "conversion.json").load == "/a"
     (tmp_path / "conversion.json").write_text(json.dumps(content | change))
     with pytest.raises(ConfigError):
-        read_conversion(tmp_path / "conversion.json")
+        read_record(Conversion, tmp_path / "conversion.json")

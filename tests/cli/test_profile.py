@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.calibration.constants_fit import read_calibration
-from quartet_plugin.calibration.profile import read_profile
+from quartet_plugin.calibration.profile import Profile
 from quartet_plugin.cli.main import main
 from quartet_plugin.cli.profile import played_rank
 from quartet_plugin.errors import UsageError
 from quartet_plugin.model.cluster import parse_cluster, write_cluster
+from quartet_plugin.model.schema import read_record
 from quartet_plugin.schedule.files import read_costs
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
@@ -49,7 +50,7 @@ def test_two_ranks_are_profiled_and_calibrate_the_model(
     options = ["-o", str(profile), "--costs", str(costs), "--iterations", "4", "--device", "cpu"]
     assert main(["profile", *options, "--", *words]) == 0, capsys.readouterr().err
 
-    found = read_profile(profile)
+    found = read_record(Profile, profile)
     assert [rank.pipeline_rank for rank in found.ranks] == [0, 1]
     parts = {part.name: part for part in found.parts}
     assert set(parts) == {"embedding", "layer.0", "layer.1", "layer.2", "layer.3", "head"}
@@ -86,7 +87,7 @@ def test_a_rank_of_a_large_job_runs_alone(tmp_path: Path, capsys: pytest.Capture
     ]  # fmt: skip
     options = ["-o", str(path), "--iterations", "2", "--device", "cpu", "--stage", "2", "--world-size", "64"]
     assert main(["profile", *options, "--", *words]) == 0, capsys.readouterr().err
-    found = read_profile(path)
+    found = read_record(Profile, path)
     assert found.played is not None
     assert (found.played.rank, found.played.world_size) == (32, 64)
     assert {part.name for part in found.parts} == {"layer.4", "layer.5"}

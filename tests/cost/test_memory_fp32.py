@@ -16,7 +16,7 @@ from quartet_plugin.cost.memory import (
     peak_memory,
     weights_of_stages,
 )
-from quartet_plugin.cost.run import HalfPrecision, ScheduleKind, Software
+from quartet_plugin.cost.run import HalfPrecision, Software
 from tests.cost.live import cpu_run
 from tests.megatron import support
 
@@ -61,7 +61,7 @@ def test_a_whole_gradient_of_the_vocabulary_is_held_for_a_while() -> None:
 
 
 def test_the_ends_of_a_v_are_on_one_device() -> None:
-    run = cpu_run(split=(1, 3, 3, 1), schedule=ScheduleKind.ZB_V, vocab=32768)
+    run = cpu_run(split=(1, 3, 3, 1), schedule="zb-v", vocab=32768)
     weights = weights_of_stages(run)
     first, second = (memory.parameters for memory in memory_by_device(run))
     assert first == 4 * (weights[0].total + weights[3].total)

@@ -23,7 +23,7 @@ from quartet_plugin.cost.predict import (
     predict,
     stage_parts,
 )
-from quartet_plugin.cost.run import ScheduleKind, Software
+from quartet_plugin.cost.run import Software
 from quartet_plugin.errors import ConfigError
 from tests.cost.live import cpu_run
 
@@ -67,7 +67,7 @@ def test_the_ends_of_a_pipeline_sum_tied_gradients() -> None:
     run = cpu_run()
     assert predict(run, NEUTRAL).terms["ends_comm_s"] > 0
     assert "ends_comm_s" not in predict(cpu_run(pp=1), NEUTRAL).terms
-    turned = cpu_run(split=(2, 2, 2, 2), schedule=ScheduleKind.ZB_V)
+    turned = cpu_run(split=(2, 2, 2, 2), schedule="zb-v")
     assert communication.tied_ends_s(turned, NEUTRAL) == 0.0
     untied = replace(run, shape=replace(run.shape, tied_embeddings=False))
     assert communication.tied_ends_s(untied, NEUTRAL) == 0.0
@@ -177,8 +177,8 @@ def test_a_rank_computes_faster_while_the_other_waits() -> None:
 def test_actions_of_a_runtime_of_ours_take_more() -> None:
     slow = replace(NEUTRAL, action_s=1e-3, runtime_s=1e-4)
     stock, split, whole = (
-        stage_parts(cpu_run(schedule=kind), slow)[0]["action"]
-        for kind in (None, ScheduleKind.ZB_H1, ScheduleKind.GPIPE)
+        stage_parts(run, slow)[0]["action"]
+        for run in (cpu_run(), cpu_run(schedule="zb-h1"), cpu_run(schedule="gpipe"))
     )
     assert stock == pytest.approx(Times(1e-3, 1e-3, 0.0))
     assert split == pytest.approx(Times(1.1e-3, 1.1e-3, 1e-4))

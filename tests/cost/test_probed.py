@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from quartet_plugin.cost.probed import ProbedRank, cluster_of, library_name, read_findings
+from quartet_plugin.cost.probed import Findings, ProbedRank, cluster_of, library_name
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import read_cluster, write_cluster
 from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.schema import read_record
 
 
 def rank(host: str, local: int, *, flops: float = 5e10, **changes: Any) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def written(tmp_path: Path, data: dict[str, Any]) -> Path:
 
 def test_cores_of_one_machine(tmp_path: Path) -> None:
     data = findings([rank("a", 0), rank("a", 1, flops=4.9e10)])
-    cluster = cluster_of(read_findings(written(tmp_path, data)))
+    cluster = cluster_of(read_record(Findings, written(tmp_path, data)))
     assert cluster.nodes[0].devices == ("A Processor 9000",) * 2
     assert cluster.nodes[0].slowdown is None
     values = cluster.devices["A Processor 9000"]
@@ -53,14 +54,14 @@ def test_cores_of_one_machine(tmp_path: Path) -> None:
 
 def test_a_slow_device_is_said_to_be_slow(tmp_path: Path) -> None:
     data = findings([rank("a", 0), rank("a", 1, flops=2.5e10)])
-    assert cluster_of(read_findings(written(tmp_path, data))).nodes[0].slowdown == (1.0, 2.0)
+    assert cluster_of(read_record(Findings, written(tmp_path, data))).nodes[0].slowdown == (1.0, 2.0)
 
 
 def test_unequal_networks_become_a_matrix(tmp_path: Path) -> None:
     level = {"bandwidth_bytes_per_s": 1e9, "latency_s": 1e-4}
     pairs = [[0.0, 1e9, 2e8], [1e9, 0.0, 1e9], [2e8, 1e9, 0.0]]
     data = findings([rank(host, 0) for host in "abc"], scale_up=None, network=level, pairs=pairs)
-    cluster = cluster_of(read_findings(written(tmp_path, data)))
+    cluster = cluster_of(read_record(Findings, written(tmp_path, data)))
     assert [node.name for node in cluster.nodes] == ["a", "b", "c"]
     assert cluster.links.matrix is not None
     assert cluster.links.matrix.bandwidth_bytes_per_s[0][2] == 2e8
@@ -96,5 +97,5 @@ def test_names_of_drivers(name: str, gib: float, expected: str | None) -> None:
 )
 def test_findings_with_faults_are_refused(tmp_path: Path, data: dict[str, Any], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule) as caught:
-        read_findings(written(tmp_path, data))
+        read_record(Findings, written(tmp_path, data))
     assert "\n" not in str(caught.value)

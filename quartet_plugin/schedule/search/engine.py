@@ -21,7 +21,7 @@ from quartet_plugin.schedule.compilation import compilation_time
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search.effort import Effort, Rate, num_cores
-from quartet_plugin.schedule.search.named_starts import NamedStart, named_schedules, unscored
+from quartet_plugin.schedule.search.named_starts import NamedStart, named_schedules
 from quartet_plugin.schedule.search.problem import FamilyCandidate, NamedResult, ScheduleProblem, SearchResult
 from quartet_plugin.schedule.search.refinement import (
     EVALUATIONS_A_WIDTH,
@@ -80,7 +80,7 @@ def search(
         compile_kernels()
     effort = Effort(
         clock=clock,
-        started_s=begin + compiling.seconds,
+        started_s=begin + compiling(),
         time_limit_s=None if evaluations else limit,
         evaluations=evaluations,
         goal_s=0.0 if problem.want_period else lower_bound_s,
@@ -144,7 +144,7 @@ class _ScheduleSearch:
         schedules = named_schedules(
             list(options), num_devices=costs.num_devices, num_microbatches=costs.num_microbatches
         )
-        fresh = [unscored(s, split) for s in schedules for split in options[s.placement]]
+        fresh = [NamedStart(schedule=s, split=split) for s in schedules for split in options[s.placement]]
         scored = self.each([(item, 0) for item in fresh], partial(_climb_named, problem=self.problem))
         best: dict[str, NamedStart] = {}
         for item in scored:
@@ -295,7 +295,7 @@ class _ScheduleSearch:
         self.effort.used += EVALUATIONS_A_WIDTH * widths[-1]
         if exact is None:
             return []
-        if exact.is_proven and not is_open and not self.problem.fused_pays:
+        if exact.proven and not is_open and not self.problem.fused_pays:
             self.effort.goal_s = max(self.effort.goal_s, exact.makespan_s)
             self.effort.reached(exact.makespan_s)
         return [(exact.makespan_s, exact.schedule)]

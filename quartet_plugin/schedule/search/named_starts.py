@@ -17,11 +17,11 @@ from quartet_plugin.split.entries import Entries
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedStart:
-    """A named schedule with a split; `score` in seconds, at least 1e30 while it does not fit."""
+    """A named schedule with a split; `score` in seconds, inf if not known, 1e30 or more if unfit."""
 
     schedule: Schedule
     split: Entries
-    score: float
+    score: float = math.inf
 
     @property
     def fits(self) -> bool:
@@ -65,8 +65,3 @@ def named_schedules(
                 schedule = named(name, **size, group=group)
                 if schedule.placement in placements:
                     yield schedule
-
-
-def unscored(schedule: Schedule, split: Entries) -> NamedStart:
-    """A candidate that has not been simulated yet."""
-    return NamedStart(schedule=schedule, split=split, score=math.inf)

@@ -32,7 +32,14 @@ class ScheduleProblem:
     free_split: bool
 
     @classmethod
-    def of(cls, costs: Costs, *, want_period: bool, allow_empty: bool, free_split: bool) -> Self:
+    def of(
+        cls,
+        costs: Costs,
+        *,
+        want_period: bool = False,
+        allow_empty: bool = False,
+        free_split: bool = False,
+    ) -> Self:
         """Prepare `costs`."""
         layers = costs.layers
         split = [x.input_grad_s + x.weight_grad_s for x in layers]
@@ -94,16 +101,11 @@ class FamilyCandidate:
     full_backward: IntArray
     score: float = math.inf
 
-    @property
-    def family(self) -> Family:
-        """The parameters by name."""
-        return Family.from_vector(self.params, self.full_backward)
-
     def schedule(self, problem: ScheduleProblem) -> Schedule:
         """The schedule that the parameters make."""
         costs = problem.costs
         schedule = generate(
-            self.family,
+            Family.from_vector(self.params, self.full_backward),
             problem.stage_costs(self.placement, self.split),
             costs.num_microbatches,
             memory_limit_bytes=costs.memory_limit_bytes,

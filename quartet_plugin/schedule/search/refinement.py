@@ -8,7 +8,7 @@ import numpy as np
 from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.model.costs import Costs, FloatArray
 from quartet_plugin.schedule.action import ActionKind
-from quartet_plugin.schedule.exact import exact_optimum
+from quartet_plugin.schedule.exact import ExactResult, exact_optimum
 from quartet_plugin.schedule.kernel import run_orders
 from quartet_plugin.schedule.schedule import CodeArray, Schedule
 from quartet_plugin.schedule.search.insertion import improve_orders
@@ -22,15 +22,6 @@ EVALUATIONS_A_WIDTH = 3
 # Paired draws of the costs, each off by up to a tenth: what profiling cannot tell apart.
 NUM_DRAWS = 64
 SPREAD = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExactOrder:
-    """A schedule from branch and bound; `is_proven` when no order of the same form is shorter."""
-
-    schedule: Schedule
-    makespan_s: float
-    is_proven: bool
 
 
 def is_small(schedule: Schedule) -> bool:
@@ -47,7 +38,7 @@ def widths_within(evaluations: int | None) -> tuple[int, ...]:
 
 def exact_order(
     schedule: Schedule, problem: ScheduleProblem, *, widths: Sequence[int], time_limit_s: float
-) -> ExactOrder | None:
+) -> ExactResult | None:
     """The best order with the placement, split and forms of backward of `schedule`.
 
     None when time or width do not suffice for any.
@@ -68,11 +59,7 @@ def exact_order(
         )
     except InfeasibleError:
         return None
-    return ExactOrder(
-        schedule=_reordered(schedule, optimum.schedule.orders),
-        makespan_s=optimum.makespan_s,
-        is_proven=optimum.proven,
-    )
+    return replace(optimum, schedule=_reordered(schedule, optimum.schedule.orders))
 
 
 def improve_by_insertion(
