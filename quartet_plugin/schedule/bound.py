@@ -59,6 +59,7 @@ def lower_bound(
     allow_empty: bool = False,
     max_splits: int = MAX_SPLITS,
     time_limit_s: float = TIME_LIMIT_S,
+    max_nodes: int | None = None,
 ) -> Bound:
     """Bound the makespan from below over everything that is not given.
 
@@ -67,7 +68,8 @@ def lower_bound(
     `layers_per_stage` [num_stages] counts entries; None stands for every split in which stage 0 holds an
     `embedding` entry, the last stage a `head` entry, and no stage is empty unless `allow_empty`. At most
     `max_splits` splits are bounded one by one; `time_limit_s` is for each integer program, whose bound is
-    valid however early it stops. Raises ConfigError for sizes that do not agree.
+    valid however early it stops; `max_nodes` limits the program over placements by the nodes of its tree
+    instead, which gives the same bound on every machine. Raises ConfigError for sizes that do not agree.
     """
     _check(costs, placement=placement, split=layers_per_stage, num_chunks=num_chunks, allow_empty=allow_empty)
     if placement is None:
@@ -78,6 +80,7 @@ def lower_bound(
                 num_chunks=num_chunks,
                 allow_empty=allow_empty,
                 time_limit_s=time_limit_s,
+                max_nodes=max_nodes,
             ),
             "work that no placement or split spreads better",
         )

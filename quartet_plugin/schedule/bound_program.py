@@ -74,8 +74,15 @@ class _Program:
         cells = {column: -value / self._scale for column, value in seconds.items()}
         self.row({**cells, self._num: 1.0}, lower=constant_s / self._scale)
 
-    def solve(self, *, num_continuous: int, time_limit_s: float) -> tuple[float, FloatArray | None]:
-        """The proven bound on T in seconds and the best point; the last variables are continuous."""
+    def solve(
+        self, *, num_continuous: int, time_limit_s: float, max_nodes: int | None
+    ) -> tuple[float, FloatArray | None]:
+        """The proven bound on T in seconds and the best point; the last variables are continuous.
+
+        `max_nodes` ends the solver after so many nodes of its tree, wherever the clock stands: 0 solves the
+        linear relaxation alone. None sets no limit.
+        """
+        limits = {"time_limit": time_limit_s} if max_nodes is None else {"node_limit": max_nodes}
         index, column, value = (list(part) for part in zip(*self._cells, strict=True))
         shape = (len(self._lower), self._num + 1)
         matrix = coo_array((value, (index, column)), shape=shape).tocsr()
@@ -88,7 +95,7 @@ class _Program:
             constraints=LinearConstraint(matrix, self._lower, self._high),
             bounds=Bounds(0.0, np.append(self._upper, np.inf)),
             integrality=integral,
-            options={"time_limit": time_limit_s, "mip_rel_gap": 1e-7},
+            options={"mip_rel_gap": 1e-7, **limits},
         )
         dual = result.mip_dual_bound
         bound = 0.0 if dual is None or not math.isfinite(dual) else float(dual)
@@ -149,7 +156,7 @@ def over_splits(
     for s in range(last + 1):
         way = _plus(*f[:s], _times(f[s], m), *f[s + 1 :], *i, w[0])
         program.at_least(sum(send) + sum(back), way)
-    bound, point = program.solve(num_continuous=0, time_limit_s=time_limit_s)
+    bound, point = program.solve(num_continuous=0, time_limit_s=time_limit_s, max_nodes=None)
     return SplitBound(max(bound, scale), None if point is None else stages.split(point))
 
 
@@ -209,6 +216,7 @@ def over_placements(
     num_chunks: int | None,
     allow_empty: bool,
     time_limit_s: float,
+    max_nodes: int | None = None,
 ) -> float:
     """Bound over all placements, of a given split or of every split.
 
@@ -241,7 +249,7 @@ def over_placements(
     if ends_fixed:
         program.row({0: 1.0}, lower=1.0)
     _require_time(program, costs, kinds, ends_fixed=ends_fixed, between=1 if least else 0)
-    bound, _ = program.solve(num_continuous=0, time_limit_s=time_limit_s)
+    bound, _ = program.solve(num_continuous=0, time_limit_s=time_limit_s, max_nodes=max_nodes)
     return max(bound, scale)
 
 

@@ -103,6 +103,43 @@ def test_the_time_limit_is_kept() -> None:
     assert result.elapsed_s < 2.0
 
 
+def random_problem(seed: int) -> tuple[Costs, str]:
+    rng = np.random.default_rng(seed)
+    p, m = int(rng.integers(2, 6)), int(rng.integers(2, 25))
+    costs = costs_for(p, m, seed, cap=None if rng.random() < 0.4 else float(rng.uniform(p / 2 + 1, 2 * p)))
+    return costs, "auto" if rng.random() < 0.5 else "even"
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_ten_times_the_evaluations_or_the_time_never_find_a_longer_one(seed: int) -> None:
+    costs, split = random_problem(seed)
+
+    def makespan(limit: int, *, in_ticks: bool) -> float:
+        if not in_ticks:
+            return search(costs, split=split, evaluations=limit, seed=seed).simulation.makespan_s
+        # A clock of its own, so that a round is cut off anywhere and the machine's speed does not matter.
+        ticks = itertools.count()
+        result = search(costs, split=split, time_limit_s=limit, seed=seed, clock=lambda: float(next(ticks)))
+        return result.simulation.makespan_s
+
+    few = 30 + 2 * seed
+    assert makespan(10 * few, in_ticks=False) <= makespan(few, in_ticks=False)
+    few = 2 + seed // 8
+    assert makespan(10 * few, in_ticks=True) <= makespan(few, in_ticks=True)
+
+
+def test_what_a_round_has_reached_is_told_and_never_gets_longer() -> None:
+    reached: list[float] = []
+    result = search(
+        costs_for(4, 8, seed=7),
+        evaluations=2_000,
+        on_round=lambda so_far: reached.append(so_far.simulation.makespan_s),
+    )
+    assert len(reached) > 5
+    assert reached == sorted(reached, reverse=True)
+    assert reached[-1] == result.simulation.makespan_s
+
+
 @pytest.mark.parametrize(("kind", "m"), [("linear", 5), ("v", 3), ("loop", 3), ("linear", 8), ("v", 2)])
 @pytest.mark.parametrize("cap", [None, 3.0])
 def test_tiny_cases_reach_the_proven_optimum(kind: str, m: int, cap: float | None) -> None:

@@ -1,9 +1,16 @@
-"""The part of a search's time or evaluations that is spent, and the steps that fit into the rest."""
+"""The budget of a schedule search, and the rounds that it is spent in.
 
-import math
+Everything that a search does is a fixed sequence of rounds, whatever the budget: the budget only says where
+the sequence ends. A search with more evaluations or more seconds therefore does all that a shorter one did.
+"""
+
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+
+# A round has so many evaluations more than the last; what a limit cuts off is at most one round.
+FIRST_ROUND = 64.0
+GROWTH = 1.15
 
 
 def num_cores() -> int:
@@ -11,11 +18,15 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+class OutOfTimeError(Exception):
+    """The time limit has passed in the middle of a round."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Effort:
-    """A search's budget, in seconds or in evaluations, and the part that is spent.
+    """A search's budget, in seconds or in evaluations, and what is used of it.
 
-    `goal_s` is a proven lower bound of the score, 0 for none: once it is reached everything is spent.
+    `goal_s` is a proven lower bound of the score, 0 for none; the search ends where it is reached.
     """
 
     clock: Callable[[], float]
@@ -26,42 +37,27 @@ class Effort:
     used: int = 0
     is_met: bool = False
 
-    @property
-    def spent(self) -> float:
-        """Fraction of the budget; inf once the goal is reached."""
-        if self.is_met:
-            return math.inf
-        if self.evaluations is not None:
-            return self.used / self.evaluations
-        assert self.time_limit_s is not None
-        return (self.clock() - self.started_s) / self.time_limit_s if self.time_limit_s > 0 else math.inf
-
     def reached(self, score: float) -> None:
         """Tell that `score` is reached; nothing is left to do if that is the bound."""
         self.is_met = self.is_met or score <= self.goal_s * (1 + 1e-9)
 
-    def evaluations_until(self, until: float) -> int | None:
-        """Evaluations before `until` is spent; None where seconds count."""
-        return None if self.evaluations is None else max(0, int((until - self.spent) * self.evaluations))
+    @property
+    def left_s(self) -> float:
+        """Seconds before the limit; inf where evaluations count."""
+        return float("inf") if self.time_limit_s is None else self.time_limit_s - self.elapsed_s
 
-    def seconds_until(self, until: float) -> float:
-        """Seconds before `until` is spent; inf where evaluations count."""
-        return math.inf if self.time_limit_s is None else max(0.0, until - self.spent) * self.time_limit_s
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return self.clock() - self.started_s
 
-    def steps(self, until: float, seconds_each: Sequence[float]) -> list[int]:
-        """Steps for a round of tasks whose steps take `seconds_each`, some rounds before `until` is spent."""
-        left, width = until - self.spent, len(seconds_each)
-        if left <= 0:
-            return [0] * width
-        if self.evaluations is not None:
-            return [max(1, min(200, int(left * self.evaluations / width)))] * width
-        assert self.time_limit_s is not None
-        task_s = min(0.08, left * self.time_limit_s * num_cores() / width)
-        return [int(min(2000, task_s / max(each, 1e-7))) for each in seconds_each]
+    def allows(self, evaluations: float) -> bool:
+        """Whether a round of so many evaluations may begin."""
+        if self.is_met or self.left_s <= 0:
+            return False
+        return self.evaluations is None or self.used + evaluations <= self.evaluations
 
-
-@dataclass(slots=True)
-class Rate:
-    """Seconds a step takes an action, learned from round to round."""
-
-    seconds: float
+    def check(self) -> None:
+        """Raise OutOfTimeError once the time limit has passed."""
+        if self.left_s <= 0:
+            raise OutOfTimeError

@@ -29,13 +29,6 @@ def is_small(schedule: Schedule) -> bool:
     return sum(map(len, schedule.orders)) <= MAX_ACTIONS_POLISHED
 
 
-def widths_within(evaluations: int | None) -> tuple[int, ...]:
-    """The passes that `evaluations` pay for; all when seconds count."""
-    if evaluations is None:
-        return WIDTHS
-    return tuple(width for width in WIDTHS if width * EVALUATIONS_A_WIDTH <= evaluations)
-
-
 def exact_order(
     schedule: Schedule, problem: ScheduleProblem, *, widths: Sequence[int], time_limit_s: float
 ) -> ExactResult | None:
