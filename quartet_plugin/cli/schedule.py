@@ -2,7 +2,6 @@
 
 import gc
 import json
-import math
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +14,7 @@ from quartet_plugin.cli.schedule_steps import (
     AUTO,
     EVEN,
     CommandClock,
+    SearchProgress,
     at_uniform_costs,
     check_effort,
     figures,
@@ -29,10 +29,9 @@ from quartet_plugin.cli.schedule_steps import (
     simulated,
     write_trace,
 )
-from quartet_plugin.errors import QuartetError, UsageError
+from quartet_plugin.errors import ExitCode, QuartetError, UsageError
 
 DEFAULT_TIME_LIMIT_S = 10.0
-_LATE = 0.3  # part of the limit after whose loss a search does without a bound
 
 
 class Objective(StrEnum):
@@ -103,8 +102,8 @@ def search(
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of everything random.")] = 0,
     allow_empty: AllowEmpty = False,
-) -> None:
-    """Search split, placement and order for a cost table."""
+) -> int:
+    """Search split, placement and order for a cost table; Ctrl-C writes the best so far."""
     check_effort(time_limit=time_limit, evaluations=evaluations, seed=seed)
     places, count, counts = parse_placement(placement), parse_chunks(chunks), parse_split(split)
     from quartet_plugin.report.summary import schedule_summary
@@ -121,23 +120,27 @@ def search(
     clock = CommandClock(invocation(ctx).started_s, whole_s)
     with compilation_time() as compiling:
         compile_kernels()
-        late = clock.spent_s - compiling() > _LATE * (whole_s or math.inf)
-        proven = None
-        if not late:
-            proven = quick_bound(table, fixed, counts, count, allow_empty=allow_empty, within_s=whole_s)
+        proven = quick_bound(table, fixed, counts, count, allow_empty=allow_empty)
     limit = clock.left_s(compiled_s=compiling())
-    result = run_search(
-        table,
-        placement=places,
-        chunks=count,
-        split=counts,
-        objective=objective.value,
-        time_limit_s=limit,
-        evaluations=evaluations,
-        seed=seed,
-        allow_empty=allow_empty,
-        lower_bound_s=proven or 0.0,
-    )
+    progress, is_interrupted = SearchProgress(proven), False
+    try:
+        result = run_search(
+            table,
+            placement=places,
+            chunks=count,
+            split=counts,
+            objective=objective.value,
+            time_limit_s=limit,
+            evaluations=evaluations,
+            seed=seed,
+            allow_empty=allow_empty,
+            lower_bound_s=proven or 0.0,
+            on_round=progress,
+        )
+    except KeyboardInterrupt:
+        if progress.result is None:
+            raise
+        result, is_interrupted = progress.result, True
     write_schedule(output, result.schedule, predicted=figures(result.simulation))
     best = None if result.named_best is None else (result.named_best.label, result.named_best.score_s)
     print(
@@ -152,6 +155,7 @@ def search(
     )
     print(f"\n{result.num_evaluations} evaluations in {result.elapsed_s:.1f} s; wrote {output}")
     gc.freeze()  # or the interpreter walks all objects once more before it ends, up to half a second
+    return ExitCode.INTERRUPTED if is_interrupted else ExitCode.DONE
 
 
 @schedule_command.command()

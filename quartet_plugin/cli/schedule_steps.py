@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +14,44 @@ from quartet_plugin.model.files import shown
 if TYPE_CHECKING:
     from quartet_plugin.model.costs import Costs
     from quartet_plugin.schedule.schedule import Schedule
+    from quartet_plugin.schedule.search import SearchResult
     from quartet_plugin.schedule.simulate import Simulation
 
 AUTO = "auto"
 EVEN = "even"
 PLACEMENTS = ("linear", "loop", "v", "snake")
 
-_BOUND_FROM_S = 2.0
+# Devices up to which a search's bound is worth its time, and up to which the solver may add cuts.
+_BOUND_UP_TO, _CUTS_UP_TO = 32, 8
+_CLEARLY_SHORTER = 0.002
 _RESERVE_S = 0.25  # of a core, to write the result and to end
 
 Counts = tuple[int, ...]
+
+
+class SearchProgress:
+    """Keeps what a search has reached, and prints it on stderr whenever it is clearly shorter."""
+
+    def __init__(self, bound_s: float | None) -> None:
+        self.result: SearchResult | None = None
+        self._bound_s = bound_s
+        self._said_s = math.inf
+
+    def __call__(self, result: "SearchResult") -> None:
+        """Take the result of another round."""
+        from quartet_plugin.report.summary import compared_with_bound, seconds
+
+        self.result = result
+        makespan_s = result.simulation.makespan_s
+        if makespan_s < self._said_s * (1 - _CLEARLY_SHORTER):
+            self._said_s = makespan_s
+            bound_s = max(self._bound_s or 0.0, result.lower_bound_s)
+            distance = f", bound: {compared_with_bound(makespan_s, bound_s)}" if bound_s else ""
+            print(
+                f"quartet: {result.elapsed_s:.1f} s, {result.num_evaluations} evaluations: makespan "
+                f"{seconds(makespan_s)}{distance}",
+                file=sys.stderr,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,18 +201,16 @@ def quick_bound(
     chunks: int | None,
     *,
     allow_empty: bool,
-    within_s: float | None,
 ) -> float | None:
-    """A bound to compare a search with, for a small part of its time; None where that is too short.
+    """A bound to compare a search with, for a small part of its time; the same whenever it is asked for.
 
     Where the split is open the placement is taken as open too, which is quick and still a bound.
     """
-    if within_s is not None and within_s < _BOUND_FROM_S:
-        return None
     from quartet_plugin.schedule.bound import lower_bound
 
-    effort = 1.0 if within_s is None else 0.05 * within_s
     is_open = isinstance(split, str)
+    if is_open and costs.num_devices > _BOUND_UP_TO:
+        return None
     try:
         return lower_bound(
             costs,
@@ -191,7 +218,7 @@ def quick_bound(
             layers_per_stage=None if isinstance(split, str) else split,
             num_chunks=chunks if is_open else None,
             allow_empty=allow_empty,
-            time_limit_s=effort,
+            max_nodes=1 if costs.num_devices <= _CUTS_UP_TO else 0,
         ).makespan_s
     except QuartetError:
         return None  # the search refuses the same sizes in its own words

@@ -48,7 +48,9 @@ def schedule_summary(
         ("bubble", f"{100 * simulation.bubble_fraction:.1f} % of all device time"),
     ]
     if lower_bound_s is not None:
-        figures.append(("bound", f"{seconds(lower_bound_s)}, proven; {_above(makespan, lower_bound_s)}"))
+        figures.append(
+            ("bound", f"{seconds(lower_bound_s)}, proven; {compared_with_bound(makespan, lower_bound_s)}")
+        )
     if best_named is not None:
         name, named_s = best_named
         reached = simulation.period_s if objective == "period" else makespan
@@ -109,7 +111,8 @@ def _listed(values: Sequence[int]) -> str:
     return f"{text} ..." if len(values) > 8 else text
 
 
-def _above(makespan: float, bound: float) -> str:
+def compared_with_bound(makespan: float, bound: float) -> str:
+    """How far a makespan is above a proven bound, in words."""
     if makespan <= bound * (1 + 1e-9):
         return "reached, so this is proven optimal"
     return f"{100 * (makespan / bound - 1):.1f} % above" if bound > 0 else "nothing proven"

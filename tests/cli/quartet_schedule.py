@@ -1,10 +1,14 @@
 """`quartet schedule` in this process, and a cost table to run it on."""
 
+import re
 from typing import Any
 
 import pytest
 
 from quartet_plugin.cli.main import main
+
+# What a search says on stderr while it runs.
+PROGRESS = re.compile(r"quartet: \d+\.\d s, \d+ evaluations: makespan \S+ m?s")
 
 
 def cost_table(
@@ -32,7 +36,8 @@ class Quartet:
         """What it prints when it succeeds."""
         code = main(["schedule", *map(str, arguments)])
         out, err = self.capsys.readouterr()
-        assert (code, err) == (0, "")
+        assert code == 0
+        assert all(PROGRESS.match(line) for line in err.splitlines()), err
         return out
 
     def refused(self, *arguments: object, code: int = 2) -> str:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from quartet_plugin.cli.main import main
-from quartet_plugin.cli.schedule_steps import CommandClock
+from quartet_plugin.cli.schedule_steps import CommandClock, SearchProgress
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.schedule.files import read_schedule
+from quartet_plugin.schedule.search import SearchResult
 from quartet_plugin.schedule.validate import validate
 from tests.cli.quartet_schedule import Quartet, cost_table
 
@@ -129,6 +130,37 @@ def test_a_time_limit_is_taken(quartet: Quartet, costs: Path, tmp_path: Path) ->
     assert found(tmp_path / "s.json")["predicted"]["makespan_s"] > 0
 
 
+def test_the_bound_is_the_same_every_time_and_is_always_shown(
+    quartet: Quartet, costs: Path, tmp_path: Path
+) -> None:
+    lines = set()
+    for limit in (["--evaluations", 60], ["--evaluations", 400], ["--time-limit", "0.3"]):
+        shown = quartet("search", costs, "-o", tmp_path / "s.json", *limit)
+        (line,) = [line for line in shown.splitlines() if line.startswith("bound ")]
+        lines.add(line.partition(",")[0])
+    assert len(lines) == 1
+
+
+def test_ctrl_c_writes_the_best_so_far(
+    costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reached = []
+
+    def press(progress: SearchProgress, result: SearchResult) -> None:
+        progress.result = result
+        reached.append(result.simulation.makespan_s)
+        if len(reached) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(SearchProgress, "__call__", press)
+    path = tmp_path / "s.json"
+    assert main(["schedule", "search", str(costs), "-o", str(path), "--time-limit", "60"]) == 130
+    assert found(path)["predicted"]["makespan_s"] == reached[-1]
+    out, err = capsys.readouterr()
+    assert f"wrote {path}" in out
+    assert err == "quartet: interrupted\n"
+
+
 def test_the_limit_counts_from_the_start_of_the_process(
     costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +206,7 @@ def test_compiling_is_not_counted_and_a_reserve_is_kept() -> None:
         (["--seed", "-1"], "--seed: -1"),
         (["--objective", "memory"], "--objective"),
         (["--placement", "w"], "--placement: 'w'"),
-        (["--placement", "0,1,1,0"], "device 2 has 0"),
+        (["--placement", "0,1,1,0"], "device 2 holds 0 stages"),
         (["--placement", "0,1,2,3,0"], "equally often"),
         (["--placement", "1,0,2,3"], "must start with device 0"),
         (["--placement", "linear", "--chunks", "2"], "chunks: 2 with placement linear"),
