@@ -31,8 +31,9 @@ test: system-packages $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m "not slow" --durations=20 --numprocesses 2 --dist loadfile $(COMPUTING)
 	$(PY) -m pytest -m "not slow" --durations=30 $(addprefix --ignore=,$(COMPUTING))
 
+# Half of each slow test is processes that start on one core, so two run side by side.
 test-slow: system-packages $(STAMP) $(RELEASES)
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -m slow --durations=30 --numprocesses 2 --dist worksteal
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

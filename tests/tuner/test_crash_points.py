@@ -128,5 +128,8 @@ def test_killed_before_some_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_before_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any) -> None:
-    check(tmp_path, monkeypatch, whole, range(whole[1]))
+@pytest.mark.parametrize("first", range(4))
+def test_killed_before_every_write(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any
+) -> None:
+    check(tmp_path, monkeypatch, whole, range(first, whole[1], 4))
