@@ -4,11 +4,13 @@ Everything that a search does is a fixed sequence of rounds, whatever the budget
 the sequence ends. A search with more evaluations or more seconds therefore does all that a shorter one did.
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# A round has so many evaluations more than the last; what a limit cuts off is at most one round.
+# The evaluations of the first round, and the factor from one round to the next. A limit cuts off at most
+# one round.
 FIRST_ROUND = 64.0
 GROWTH = 1.15
 
@@ -44,7 +46,7 @@ class Effort:
     @property
     def left_s(self) -> float:
         """Seconds before the limit; inf where evaluations count."""
-        return float("inf") if self.time_limit_s is None else self.time_limit_s - self.elapsed_s
+        return math.inf if self.time_limit_s is None else self.time_limit_s - self.elapsed_s
 
     @property
     def elapsed_s(self) -> float:
@@ -52,7 +54,7 @@ class Effort:
         return self.clock() - self.started_s
 
     def allows(self, evaluations: float) -> bool:
-        """Whether a round of so many evaluations may begin."""
+        """Whether the budget has room for a round of `evaluations`, and the goal is not reached."""
         if self.is_met or self.left_s <= 0:
             return False
         return self.evaluations is None or self.used + evaluations <= self.evaluations

@@ -1,4 +1,4 @@
-"""The search of schedules: rounds of named ones, the family and insertion, each ended by a test under noise.
+"""The search of schedules, in rounds: named schedules, the family, insertion, then a test under noise.
 
 Rounds grow; the sequence of all rounds depends on the problem and the seed alone, not on the number of
 threads, the clock or the budget. The result is the incumbent after the last whole round, and an incumbent is
@@ -8,7 +8,6 @@ only replaced by an order that is shorter: more evaluations or more seconds neve
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 from typing import Literal
 
@@ -19,6 +18,7 @@ from quartet_plugin.model.costs import Costs, LayerCost
 from quartet_plugin.schedule.compilation import compilation_time
 from quartet_plugin.schedule.placement import Placement
 from quartet_plugin.schedule.search.effort import FIRST_ROUND, GROWTH, Effort, OutOfTimeError, num_cores
+from quartet_plugin.schedule.search.named_starts import NamedStart
 from quartet_plugin.schedule.search.pools import (
     MOVES_AN_EVALUATION,
     FamilyPool,
@@ -118,8 +118,7 @@ def _run(
 ) -> SearchResult:
     with ThreadPoolExecutor(max_workers=num_cores()) as threads:
         tasks = TaskPool(problem=problem, effort=effort, threads=threads, rng=np.random.default_rng(seed))
-        search_rounds = _ScheduleSearch(tasks, options, noise=np.random.default_rng([seed, 1]))
-        return search_rounds.run(on_round)
+        return _ScheduleSearch(tasks, options, noise=np.random.default_rng([seed, 1])).run(on_round)
 
 
 class _ScheduleSearch:
@@ -134,6 +133,7 @@ class _ScheduleSearch:
         self._noise = noise
         self._named_share = _NAMED_SHARE if problem.free_split else 0.0
         self._draws: NoisyCosts | None = None
+        self._to_beat: tuple[NamedStart, float] | None = None  # the best named one, its mean under noise
         self._named = NamedPool(tasks=tasks, options=options)
         short = min(m, max(16, 4 * problem.costs.num_devices))
         self._family = FamilyPool(tasks=tasks, num_microbatches=m)
@@ -207,21 +207,22 @@ class _ScheduleSearch:
 
     def _accept(self) -> None:
         """Make the shortest order the incumbent that also beats the best named one under noise."""
-        named = self._named.fitting[:1]
-        if not named:
+        fitting = self._named.fitting
+        if not fitting:
             self._replace(self._orders.items[:1])
             return
-        schedule = replace(named[0].schedule, layers_per_stage=named[0].split)
-        self._replace([(named[0].score, schedule)])
+        named = fitting[0]
+        self._replace([(named.score, named.order)])
         assert self._incumbent is not None
         better = [pair for pair in self._orders.items if pair[0] < self._incumbent[0] * (1 - 1e-9)]
         if not better:
             return
         if self._draws is None:
             self._draws = NoisyCosts.draw(self._tasks.problem.costs, self._noise)
-        to_beat = self._draws.mean_makespan(schedule)
+        if self._to_beat is None or self._to_beat[0] is not named:
+            self._to_beat = named, self._draws.mean_makespan(named.order)
         for pair in better[:_PROOFS]:
-            if self._draws.mean_makespan(pair[1]) < to_beat:
+            if self._draws.mean_makespan(pair[1]) < self._to_beat[1]:
                 self._replace([pair])
                 return
 
@@ -239,11 +240,7 @@ class _ScheduleSearch:
                 "raise the limit or use more devices"
             )
         table = tuple(
-            NamedResult(
-                label=item.label,
-                schedule=replace(item.schedule, layers_per_stage=item.split),
-                score_s=item.score,
-            )
+            NamedResult(label=item.label, schedule=item.order, score_s=item.score)
             for item in self._named.fitting
         )
         score, schedule = self._incumbent

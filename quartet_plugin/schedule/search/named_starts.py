@@ -29,6 +29,11 @@ class NamedStart:
         return self.score < TOO_LARGE
 
     @property
+    def order(self) -> Schedule:
+        """The schedule with its split."""
+        return replace(self.schedule, layers_per_stage=self.split)
+
+    @property
     def label(self) -> str:
         """The name, with chunks and group where it has them."""
         origin = self.schedule.origin

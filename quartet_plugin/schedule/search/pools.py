@@ -38,7 +38,7 @@ _NUM_WALKS = 4
 # Nominal seconds of a step for each action of the order: a move of layers under a fixed order, an order of
 # the family, a move of an action. They only set how many steps a task has.
 _MOVE_S, _FAMILY_S, _INSERTION_S = 3e-8, 1.5e-7, 1.5e-7
-MOVES_AN_EVALUATION = 5
+MOVES_AN_EVALUATION = round(_FAMILY_S / _MOVE_S)
 
 ScoredOrder = tuple[float, Schedule]
 
@@ -58,10 +58,10 @@ class TaskPool:
         return list(self.threads.map(task, items, seeds))
 
     def batches(self, evaluations: float, *, num_actions: int, step_s: float) -> Iterator[int]:
-        """The steps of each task, batch after batch, that make up so many evaluations of typical orders.
+        """The number of steps of each task, batch after batch, for the work of `evaluations` typical orders.
 
-        `num_actions` has one of the orders, `step_s` are nominal seconds of a step for an action. Raises
-        OutOfTimeError before a batch that would begin after the time limit.
+        `num_actions` is the number of actions of an order, `step_s` the nominal seconds of a step for each of
+        them. Raises OutOfTimeError before a batch that would begin after the time limit.
         """
         typical = self.num_actions(2 * self.problem.costs.num_devices)
         steps = evaluations * typical * _FAMILY_S / (num_actions * step_s) / _BATCH_WIDTH
@@ -74,7 +74,7 @@ class TaskPool:
                 yield count
 
     def num_actions(self, num_stages: int) -> int:
-        """Actions of an order with so many stages whose backwards are split."""
+        """The number of actions of an order of `num_stages` stages whose backwards are split."""
         return 3 * num_stages * self.problem.costs.num_microbatches
 
     def by_rank[Item](self, items: Sequence[Item], width: int = _BATCH_WIDTH) -> list[int]:
@@ -89,6 +89,7 @@ class NamedPool:
     tasks: TaskPool
     options: dict[Placement, list[Entries]]
     items: list[NamedStart] = field(default_factory=list)
+    _tried: set[tuple[Placement, Entries]] = field(default_factory=set)
 
     def start(self) -> None:
         """Score every named schedule under every split to start from."""
@@ -112,11 +113,13 @@ class NamedPool:
         """Move layers at random, and try `splits` that served other schedules."""
         if not self.tasks.problem.free_split or not self.items:
             return
+        fresh = [place for place in dict.fromkeys(splits) if place not in self._tried]
+        self._tried.update(fresh)
         tries = [
             (replace(item, split=split), 0)
             for item in self.items
-            for placement, split in dict.fromkeys(splits)
-            if item.schedule.placement == placement and item.split != split
+            for placement, split in fresh
+            if item.schedule.placement == placement
         ]
         self._merge(self._climbed(tries))
         num_actions = max(self.tasks.num_actions(item.schedule.num_stages) for item in self.items)
@@ -228,11 +231,7 @@ class OrderPool:
             for candidate in candidates
             if self._is_new(candidate)
         ]
-        fresh += [
-            (item.score, replace(item.schedule, layers_per_stage=item.split))
-            for item in named
-            if self._is_new(item)
-        ]
+        fresh += [(item.score, item.order) for item in named if self._is_new(item)]
         self._keep(fresh)
         for score, schedule in sorted(fresh, key=lambda pair: pair[0]):
             if len(self._walks) < _NUM_WALKS:
