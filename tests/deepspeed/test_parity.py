@@ -94,7 +94,7 @@ def test_schedules_on_two_devices(tmp_path: Path, one_process: dict[str, Found])
         schedule("interleaved", 2, 4, (2, 1, 1, 2)),
         schedule("zb-v", 2, 4, (1, 2, 2, 1)),
         schedule("v-half", 2, 4, (1, 3, 1, 1)),
-        searched(2, 4, num_layers=4, memory=7.0),
+        searched(2, 4, num_layers=4, memory=5.0),
     ]
     files = [{"quartet": {"schedule": schedule_file(tmp_path, made)}} for made in orders]
     stock = {"evaluate": True}
@@ -216,7 +216,7 @@ def test_plans_on_two_devices(tmp_path: Path, one_process: dict[str, Found]) -> 
             schedule=made,
         )
 
-    order = searched(2, 4, num_layers=4, memory=7.0)
+    order = searched(2, 4, num_layers=4, memory=5.0)
     plans = [
         plan((3, 1), planned=own, own=own, batch=8),
         plan((1, 3), planned=own, own=own, batch=8, order=(1, 0)),
