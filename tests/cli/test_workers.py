@@ -38,7 +38,7 @@ device: cpu
 """
 ENTRY = "from quartet_plugin.cli.main import entry; entry()"
 FOUR = ("--workers", "4", "--oversubscribe")
-SLOW = ("--step-s", "0.4")
+QUICK = ("--step-s", "0.05")
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +72,22 @@ class Tuner:
         self.run = folder / "runs" / "fake"
         self.storage = storage
         self.queue = WorkQueue(folder=self.run)
+        self.released = folder / "released"
         self.log = folder / f"tuner-{len(list(folder.glob('tuner-*')))}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", ENTRY, *words, *options, "--", *command, *fake],
+                [
+                    sys.executable,
+                    "-c",
+                    ENTRY,
+                    *words,
+                    *options,
+                    "--",
+                    *command,
+                    *fake,
+                    "--hold",
+                    str(self.released),
+                ],
                 env=environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -83,7 +95,7 @@ class Tuner:
         Tuner.started.append(self)
 
     def under_way(self, num: int) -> list[Claim]:
-        """Wait until so many trials are being measured at once; who has them."""
+        """Wait until so many trials are being measured at once, held by `released`; who has them."""
         found: list[Claim] = []
 
         def are_measured() -> bool:
@@ -108,8 +120,13 @@ class Tuner:
                 )
         return False
 
+    def release(self) -> None:
+        """Let the trials go on."""
+        self.released.touch()
+
     def ends(self) -> int:
-        """The exit code."""
+        """The exit code, when the trials may go on."""
+        self.release()
         return self.process.wait(timeout=200)
 
     @property
@@ -162,7 +179,7 @@ def storage(request: pytest.FixtureRequest) -> str:
 @pytest.mark.slow
 def test_rows_30_and_31_four_workers_and_one_of_them_killed_in_a_trial(tmp_path: Path, storage: str) -> None:
     """No trial is lost or doubled; what the killed worker had runs again, and nothing of it lives on."""
-    tuner = Tuner(tmp_path, *FOUR, storage=storage, fake=SLOW)
+    tuner = Tuner(tmp_path, *FOUR, storage=storage, fake=QUICK)
     tuner.under_way(3)
     if storage != "journal":
         port = int(storage.rpartition(":")[2].partition("/")[0])
@@ -194,11 +211,11 @@ def test_rows_30_and_31_four_workers_and_one_of_them_killed_in_a_trial(tmp_path:
 @pytest.mark.slow
 def test_row_8_a_killed_coordinator_with_several_trials_under_way(tmp_path: Path) -> None:
     """What was under way is seen to its end by the resumed one and told, each once."""
-    tuner = Tuner(tmp_path, *FOUR, fake=SLOW)
+    tuner = Tuner(tmp_path, *FOUR, fake=QUICK)
     claims = tuner.under_way(3)
     tuner.process.kill()
     tuner.process.wait(timeout=30)
-    resumed = Tuner(tmp_path, "--resume", *FOUR, fake=SLOW)
+    resumed = Tuner(tmp_path, "--resume", *FOUR, fake=QUICK)
     assert resumed.ends() == 0, resumed.words
     resumed.check_study()
     for claim in claims:
@@ -209,10 +226,11 @@ def test_row_8_a_killed_coordinator_with_several_trials_under_way(tmp_path: Path
 @pytest.mark.slow
 def test_row_8_workers_whose_coordinator_is_killed_end_after_their_trial(tmp_path: Path) -> None:
     """Also where nobody resumes the run."""
-    tuner = Tuner(tmp_path, *FOUR, fake=SLOW)
+    tuner = Tuner(tmp_path, *FOUR, fake=QUICK)
     claims = tuner.under_way(2)
     tuner.process.kill()
     tuner.process.wait(timeout=30)
+    tuner.release()
     wait_until(lambda: living(tmp_path) == [], what="the workers' end")
     for claim in claims:
         assert set(tuner.results(claim.trial).values()) & {"OK", "UNSTABLE"}
@@ -223,19 +241,19 @@ def test_row_8_workers_whose_coordinator_is_killed_end_after_their_trial(tmp_pat
 
 @pytest.mark.slow
 def test_row_9_ctrl_c_ends_every_worker_and_the_run_goes_on(tmp_path: Path) -> None:
-    tuner = Tuner(tmp_path, *FOUR, fake=SLOW)
+    tuner = Tuner(tmp_path, *FOUR, fake=QUICK)
     tuner.under_way(2)
     tuner.process.send_signal(signal.SIGINT)
     assert tuner.ends() == 130
     assert "--resume goes on" in tuner.words
     assert living(tmp_path) == []
-    resumed = Tuner(tmp_path, "--resume", fake=SLOW)  # without workers
+    resumed = Tuner(tmp_path, "--resume", fake=QUICK)  # without workers
     assert resumed.ends() == 0, resumed.words
     resumed.check_study()
 
 
 def test_row_9_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
-    tuner = Tuner(tmp_path, *FOUR, fake=("--step-s", "0.4", "--stubborn"))
+    tuner = Tuner(tmp_path, *FOUR, fake=(*QUICK, "--stubborn"))
     tuner.under_way(2)
     tuner.process.send_signal(signal.SIGINT)
     wait_until(lambda: "once more" in tuner.words, what="the first one's answer")
@@ -246,19 +264,21 @@ def test_row_9_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
 def test_row_30_another_process_joins_and_a_second_tuner_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tuner = Tuner(tmp_path, "--workers", "1", "--oversubscribe", fake=SLOW)
+    tuner = Tuner(tmp_path, "--workers", "1", "--oversubscribe", fake=QUICK)
     tuner.under_way(1)
     options, command = prepare(tmp_path, config=CONFIG.replace("STORAGE", "journal"))
-    assert main([*options, "--resume", "--workers", "1", "--oversubscribe", "--", *command, *SLOW]) == 6
+    command += [*QUICK, "--hold", str(tuner.released)]
+    assert main([*options, "--resume", "--workers", "1", "--oversubscribe", "--", *command]) == 6
     refusal = capfd.readouterr().err.strip().splitlines()
     assert len(refusal) == 1
     assert f"another tuner holds this run: process {tuner.process.pid} on" in refusal[0]
     words = [sys.executable, "-c", ENTRY, "tune", "--join", str(tuner.run), "--oversubscribe"]
-    joined = subprocess.run(
-        words, env=environment(), cwd="/", capture_output=True, text=True, timeout=200, check=False
-    )
-    assert joined.returncode == 0, joined.stderr
-    assert "the search has ended" in joined.stdout
+    with subprocess.Popen(words, env=environment(), cwd="/", stdout=subprocess.PIPE, text=True) as joined:
+        tuner.under_way(2)
+        tuner.release()
+        said, _ = joined.communicate(timeout=200)
+    assert joined.returncode == 0
+    assert "the search has ended" in said
     assert tuner.ends() == 0, tuner.words
     tuner.check_study()
     taken = Counter(event["worker"] for event in tuner.events("taken"))
