@@ -94,6 +94,12 @@ def write_json_atomic(path: str | os.PathLike[str], value: Any) -> None:
     write_bytes_atomic(path, content)
 
 
+def remove_torn(folder: Path) -> None:
+    """Remove the temporary files of writers in `folder` that were killed before the rename."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
 def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` as UTF-8; otherwise as `write_bytes_atomic`."""
     write_bytes_atomic(path, text.encode("utf-8"))

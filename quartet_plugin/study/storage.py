@@ -5,6 +5,7 @@ URL's password reaches the driver alone; it is cut out of everything that is wri
 """
 
 import contextlib
+import itertools
 import json
 import secrets
 import shutil
@@ -183,23 +184,19 @@ class StudyStorage:
                 num_valid, num_records = _valid_journal(content)
                 if num_valid < len(content):
                     raise StorageError(
-                        f"{path}: record {num_records + 1} is torn; `quartet tune --resume` cuts it off"
+                        f"{path}: record {num_records + 1} is damaged; `quartet tune --resume` cuts it off"
                     )
                 return
+            if damage := _damage_of(_plain(path)):
+                raise StorageError(
+                    f"{path}: damaged: {damage}; `quartet tune --resume` puts it aside and makes it again"
+                )
             try:
-                with contextlib.closing(
-                    sqlite3.connect(f"{_plain(path).as_uri()}?mode=ro", uri=True)
-                ) as file:
-                    findings = file.execute("PRAGMA quick_check(1)").fetchone()
+                with _read_only(_plain(path)) as file:
                     file.execute("SELECT COUNT(*) FROM trials").fetchone()
             except sqlite3.OperationalError as error:
-                if "locked" in str(error):
-                    return  # its tuner is writing
-                raise StorageError(f"{path}: not a study: {error}") from error
-            except sqlite3.Error as error:
-                raise StorageError(f"{path}: damaged: {error}") from error
-            if findings != ("ok",):
-                raise StorageError(f"{path}: damaged: {str(findings[0])[:200]}")
+                if "locked" not in str(error):  # then its tuner is writing
+                    raise StorageError(f"{path}: not a study: {error}") from error
 
     def _proxy(self) -> Any:
         import optuna
@@ -244,7 +241,7 @@ class StudyStorage:
         detail = getattr(error, "details", None)
         text = str(detail() if callable(detail) else error.__cause__ or error)
         if self.address == JOURNAL and isinstance(error, ValueError):
-            text = "a record is damaged; `quartet repair` keeps what is before it"
+            text = "a record is damaged; `quartet tune --resume` keeps what is before it"
         return self.scrubbed((text.splitlines() or [""])[0][:200])
 
     def scrubbed(self, text: str) -> str:
@@ -281,27 +278,21 @@ class StudyStorage:
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def mend(self) -> None:
-        """Cut a torn tail off the journal, with a copy beside it; only under the run's lease.
+        """Make a damaged file one that can be gone on with, and keep the damaged one; only under the lease.
 
-        A record without its end is what a killed writer leaves, and with it every reader fails for ever.
-        Raises StorageError for damage inside, which `repair` mends.
+        A journal is cut behind its last whole record: one without its end is what a killed writer leaves, and
+        with it every reader fails for ever. A damaged SQLite file is put aside. What is lost with either is
+        read again from the trials' folders.
         """
         path = self.file
-        if self.address != JOURNAL or path is None or not path.exists():
+        if path is None or not path.exists():
             return
         with self.errors():
-            _release_stale_lock(Path(f"{path}.lock"))
-            content = path.read_bytes()
-            num_valid, num_records = _valid_journal(content)
-            if num_valid == len(content):
-                return
-            end = content.find(b"\n", num_valid)
-            if 0 <= end < len(content) - 1:
-                raise StorageError(
-                    f"{path}: record {num_records + 1} is damaged and others follow it; "
-                    f"`quartet repair {self.folder}` keeps what is before it"
-                )
-            self._cut(path, num_valid, content)
+            if self.address == JOURNAL:
+                _release_stale_lock(Path(f"{path}.lock"))
+                self.repair()
+            elif damage := _damage_of(_plain(path)):
+                self._put_aside(path, damage)
 
     def repair(self) -> int:
         """Keep the journal's valid records up to the first damage; how many bytes were cut off.
@@ -319,16 +310,25 @@ class StudyStorage:
                 self._cut(path, num_valid, content)
         return len(content) - num_valid
 
+    def _put_aside(self, path: Path, damage: str) -> None:
+        aside = _free_name(path, "damaged")
+        for ending in ("", "-journal", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{path}{ending}").rename(f"{aside}{ending}")
+        self.say(
+            f"{path.name} is damaged ({damage}) and is now {aside.name}: "
+            "the study is made again from the trials' folders"
+        )
+
     def _cut(self, path: Path, num_valid: int, content: bytes) -> None:
-        number = 1
-        while (copy := path.with_name(f"{path.name}.torn-{number}")).exists():
-            number += 1
+        copy = _free_name(path, "torn")
         shutil.copyfile(path, copy)
         with path.open("r+b") as file:
             file.truncate(num_valid)
         lost = len(content) - num_valid
         self.say(
-            f"{path.name}: its end was torn; {lost} bytes were cut off and a copy is {copy.name}: "
+            f"{path.name}: {_whereabouts(content, num_valid)}; {lost} bytes were cut off and a copy is "
+            f"{copy.name}: "
             "trials that they finished are read again from their folders"
         )
 
@@ -339,6 +339,35 @@ def close(storage: Any) -> None:
     for owner, end in ((getattr(storage, "engine", None), "dispose"), (storage, "close")):
         if hasattr(owner, end):
             getattr(owner, end)()
+
+
+def _read_only(path: Path) -> contextlib.closing[sqlite3.Connection]:
+    return contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True))
+
+
+def _damage_of(path: Path) -> str | None:
+    """How a SQLite file is damaged; None where it is not, or cannot be read now."""
+    try:
+        with _read_only(path) as file:
+            findings = file.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.OperationalError:
+        return None
+    except sqlite3.DatabaseError as error:
+        return str(error)
+    return None if findings == ("ok",) else str(findings[0])[:200]
+
+
+def _free_name(path: Path, word: str) -> Path:
+    """The first of NAME.WORD-1, NAME.WORD-2, ... that nothing has."""
+    return next(
+        name for number in itertools.count(1) if not (name := Path(f"{path}.{word}-{number}")).exists()
+    )
+
+
+def _whereabouts(content: bytes, num_valid: int) -> str:
+    """Where a journal is damaged: in its last record, or before it."""
+    is_end = content.find(b"\n", num_valid) in (-1, len(content) - 1)
+    return "its end was torn" if is_end else "a record in its middle was damaged"
 
 
 def _plain(path: Path | None) -> Path:

@@ -1,8 +1,8 @@
 """Processes of a trial, identified by pid, start time and boot; never by name.
 
 Every process of a trial inherits `QUARTET_ATTEMPT_ID`, so a process that left its parents behind is still
-recognised. A process that a rank's file names is believed only if it carries the id or descends from the
-launcher.
+recognised, and one without it by its new parent (`trial.subreaper`). A process that a rank's file names is
+believed only if it carries the id or descends from the launcher.
 """
 
 import contextlib
@@ -184,6 +184,10 @@ class ProcessRegistry:
             if process is not None and _carries(process, self._attempt_id):
                 identities.add(identify(process))
         self._add(identity for identity in identities if identity is not None)
+
+    def add(self, processes: Iterable[Identity]) -> None:
+        """Add processes; `rescan` adds their descendants."""
+        self._add(processes)
 
     def search(self) -> None:
         """Add every process that carries the attempt's id. Expensive: reads every process of the host."""

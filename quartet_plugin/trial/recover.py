@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.files import remove_torn
 from quartet_plugin.protocol.attempt_files import TrialSpec
 from quartet_plugin.trial.attempt import PREFIX, Attempt, open_attempt, read_result, write_result
 from quartet_plugin.trial.outcome import Cause, Verdict, classify
@@ -79,7 +80,7 @@ def recover(
 def _finish(folder: Path, *, stop: Stop | None, clock: Callable[[], float], poll_s: float) -> TrialResult:
     attempt = open_attempt(folder)
     if attempt is None:
-        _remove_torn(folder)
+        remove_torn(folder)
         # The attempt's files were never written: the result gets an id of its own.
         spec = TrialSpec(
             attempt_id=secrets.token_hex(16), folder=str(folder), warmup=0, measure=1, plan_key=None
@@ -113,7 +114,6 @@ def _finish(folder: Path, *, stop: Stop | None, clock: Callable[[], float], poll
         poll_s=poll_s,
     )
     end = monitor.run()
-    _remove_torn(folder)
     verdict = classify(end.evidence)
     if not alive and verdict.outcome is Outcome.INFRA:
         verdict = replace(verdict, reason=f"the tuner was killed meanwhile; {verdict.reason}")
@@ -132,9 +132,3 @@ def _timeouts(attempt: Attempt) -> Timeouts:
         return Timeouts(**attempt.command.timeouts)
     except TypeError as error:
         raise ConfigError(f"{attempt.folder / 'command.json'}: timeouts: {error}") from error
-
-
-def _remove_torn(folder: Path) -> None:
-    """Remove the temporary files of writers that were killed before the rename."""
-    for path in folder.glob(".*.tmp"):
-        path.unlink(missing_ok=True)

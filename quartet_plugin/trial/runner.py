@@ -14,6 +14,7 @@ from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.outcome import Cause, Verdict, classify, device_fault
 from quartet_plugin.trial.processes import ProcessRegistry, marked_processes, reap
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
+from quartet_plugin.trial.subreaper import Subreaper
 from quartet_plugin.trial.watch import AttemptEnd, AttemptMonitor, OnProgress
 
 POLL_S = 0.1
@@ -168,24 +169,26 @@ def _watch(
     poll_s: float,
 ) -> AttemptEnd:
     attempt = launch.attempt
-    handle = launcher.start(launch.argv, env=launch.environment, cwd=launch.cwd, stdout=attempt.log)
-    try:
-        registry = ProcessRegistry(attempt.processes_file, attempt_id=attempt.spec.attempt_id)
-        registry.rescan(handle.pid)
-        monitor = AttemptMonitor(
-            attempt=attempt,
-            handle=handle,
-            registry=registry,
-            timeouts=request.timeouts,
-            deadline_s=request.deadline_s,
-            slow_above_s=request.slow_above_s,
-            should_stop=lambda: should_stop(stop),
-            on_progress=on_progress,
-            clock=clock,
-            poll_s=poll_s,
-        )
-    except BaseException:
-        handle.kill()
-        reap(marked_processes(attempt.spec.attempt_id), grace_s=0.0)
-        raise
-    return monitor.run()
+    with Subreaper() as subreaper:
+        handle = launcher.start(launch.argv, env=launch.environment, cwd=launch.cwd, stdout=attempt.log)
+        try:
+            registry = ProcessRegistry(attempt.processes_file, attempt_id=attempt.spec.attempt_id)
+            registry.rescan(handle.pid)
+            monitor = AttemptMonitor(
+                attempt=attempt,
+                handle=handle,
+                registry=registry,
+                subreaper=subreaper,
+                timeouts=request.timeouts,
+                deadline_s=request.deadline_s,
+                slow_above_s=request.slow_above_s,
+                should_stop=lambda: should_stop(stop),
+                on_progress=on_progress,
+                clock=clock,
+                poll_s=poll_s,
+            )
+        except BaseException:
+            handle.kill()
+            reap(marked_processes(attempt.spec.attempt_id), grace_s=0.0)
+            raise
+        return monitor.run()

@@ -8,7 +8,7 @@ from functools import partial
 
 from quartet_plugin.errors import StorageError
 from quartet_plugin.launchers.local import Handle
-from quartet_plugin.model.files import write_text_atomic
+from quartet_plugin.model.files import remove_torn, write_text_atomic
 from quartet_plugin.protocol.rank_files import RankFileReader, Snapshot
 from quartet_plugin.trial.attempt import Attempt, attempt_number
 from quartet_plugin.trial.log import CappedLog, read_tail
@@ -23,6 +23,7 @@ from quartet_plugin.trial.processes import (
     reap,
 )
 from quartet_plugin.trial.request import Phase, Progress, Timeouts
+from quartet_plugin.trial.subreaper import Subreaper
 from quartet_plugin.trial.watchdog import Expiry, SlowdownDetector, Watchdog
 
 # A trial with a failed rank is over within 10 s: this for the other ranks' reports, the rest for the end.
@@ -31,6 +32,7 @@ _EARLIEST_S = 0.2
 _ERROR_GRACE_S = 5.0
 _STACKS_S = 2.0
 _KILL_GRACE_S = 0.5
+_KILL_S = 10.0
 
 # A file system that does not answer for a while (a server that restarts) is no reason to lose a trial.
 _LOST_S = 60.0
@@ -68,6 +70,7 @@ class AttemptMonitor:
     poll_s: float
     slow_above_s: float | None = None
     on_progress: OnProgress | None = None
+    subreaper: Subreaper | None = None  # None for an attempt that an earlier tuner started
     _next_rescan_s: float = field(init=False, default=0.0)
     _lost_since_s: float | None = field(init=False, default=None)
     _shown: tuple[Phase, int] | None = field(init=False, default=None)
@@ -97,6 +100,9 @@ class AttemptMonitor:
         except BaseException:
             self._kill_all()
             raise
+        finally:
+            with contextlib.suppress(OSError):
+                remove_torn(self.attempt.folder)
         evidence = Evidence(
             spec=self.attempt.spec,
             snapshot=self._last_look(),
@@ -198,6 +204,7 @@ class AttemptMonitor:
 
     def _rescan(self, snapshot: Snapshot) -> None:
         named = [(beat.pid, beat.process_start) for beat in snapshot.beats.values()]
+        self._add_orphans()
         self.registry.rescan(self.handle.pid, named=named)
 
     def _has_exited(self) -> bool:
@@ -254,24 +261,34 @@ class AttemptMonitor:
                 self._wait(end - self.clock(), until=partial(_has_ended, rank))
 
     def _kill_rest(self) -> None:
-        """Until nothing is left: a process may start another one while it is being ended."""
-        for _ in range(3):
-            # The registry knows them even where its file cannot be written.
-            with contextlib.suppress(StorageError):
-                self.registry.rescan(self.handle.pid)
-            with contextlib.suppress(StorageError):
-                self.registry.search()
-            alive = self.registry.alive
-            if not alive:
+        """Until two looks show nothing: a process may start another one while it is being ended."""
+        end = self.clock() + _KILL_S
+        grace_s = _KILL_GRACE_S
+        while alive := self._remaining() or self._remaining():
+            reap(alive, grace_s=grace_s, clock=self.clock)
+            grace_s = 0.0
+            if self.clock() >= end:
                 break
-            reap(alive, grace_s=_KILL_GRACE_S, clock=self.clock)
+
+    def _remaining(self) -> frozenset[Identity]:
+        """Every process of the attempt that still runs, also where the registry's file cannot be written."""
+        with contextlib.suppress(StorageError):
+            self._add_orphans()
+        with contextlib.suppress(StorageError):
+            self.registry.rescan(self.handle.pid)
+        with contextlib.suppress(StorageError):
+            self.registry.search()
+        return self.registry.alive
+
+    def _add_orphans(self) -> None:
+        if self.subreaper is not None:
+            self.registry.add(self.subreaper.orphans(launcher_pid=self.handle.pid))
 
     def _kill_all(self) -> None:
         with contextlib.suppress(Exception):
             self._rescan(self._files.scan())
         with contextlib.suppress(Exception):
-            self.registry.search()
-        reap(self.registry.alive, grace_s=0.0, clock=self.clock)
+            reap(self._remaining(), grace_s=0.0, clock=self.clock)
         if self.handle.poll() is None:
             self.handle.kill()
             self._wait(5.0, until=self._has_exited)

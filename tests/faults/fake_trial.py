@@ -31,6 +31,7 @@ MODES = (
     "nan",
     "noisy",
     "orphan",
+    "escape",
     "partial-result",
     "port-in-use",
     "network",
@@ -66,6 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--at", type=int, default=3)
     parser.add_argument("--step-s", type=float, default=0.02)
     parser.add_argument("--init-s", type=float, default=0.0)
+    parser.add_argument("--hold", type=Path, help="all trials but 0 wait for it after an iteration")
     parser.add_argument("--gloo", action="store_true")
     parser.add_argument("--stubborn", action="store_true")
     parser.add_argument("--api-key")
@@ -107,6 +109,7 @@ class Rank:
                 break
             self.step(mode, iteration)
             self.beat("warmup" if iteration < self.sheet["warmup"] else "measure", iteration)
+            self.hold()
         self.end(mode)
 
     def init(self, mode: str) -> None:
@@ -161,6 +164,15 @@ class Rank:
         if mode == "shout":
             print("x" * 10_000)
 
+    def hold(self) -> None:
+        """Wait until the test lets the trials go on, or this one is stopped."""
+        if self.options.hold is None or self.folder.parent.name == "000000":
+            return
+        while not self.options.hold.exists():
+            if (self.folder / "STOP").exists() and not self.options.stubborn:
+                break
+            time.sleep(0.02)
+
     def fault(self, mode: str) -> None:
         """The fault of this iteration; the other ranks wait for the faulty one for ever, as in a recv."""
         if mode in ("oom", "exc", "network", "sigkill", "segv", "exit17", "hang", "stubborn"):
@@ -192,6 +204,8 @@ class Rank:
         """Leave the report, or something else."""
         if mode == "orphan" and self.is_faulty:
             daemon()
+        if mode == "escape" and self.is_faulty:
+            escape(str(self.folder))
         report = {
             "schema_version": 1,
             "attempt_id": self.sheet["attempt_id"],
@@ -328,6 +342,19 @@ def daemon() -> None:
         f"subprocess.Popen([sys.executable, '-c', {sleeper!r}], start_new_session=True)"
     )
     subprocess.run([sys.executable, "-c", child], check=True)
+
+
+def escape(mark: str) -> None:
+    """Two daemons without our environment: one ignores SIGTERM, one is another process every 50 ms."""
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    hopping = "import os, time\nfor _ in range(10_000):\n    time.sleep(0.05)\n    os.fork() and os._exit(0)"
+    child = (
+        "import subprocess, sys\n"
+        f"for program in ({deaf!r}, {hopping!r}):\n"
+        "    words = [sys.executable, '-c', program, sys.argv[1]]\n"
+        "    subprocess.Popen(words, env={}, start_new_session=True)"
+    )
+    subprocess.run([sys.executable, "-c", child, mark], env={}, check=True)
 
 
 def write(path: Path, value: Any) -> None:

@@ -28,6 +28,7 @@ from quartet_plugin.trial.log import CappedLog
 from quartet_plugin.trial.processes import ProcessRegistry
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
 from quartet_plugin.trial.runner import run_trial
+from tests.cli.tuning import living
 from tests.faults.conftest import FAKE, BareLauncher, trial_request
 from tests.faults.fake_trial import job
 
@@ -303,6 +304,19 @@ def test_row_11_an_orphan_is_ended_and_strangers_are_not(trial: Trial) -> None:
     try:
         result = trial("--mode", "orphan")
         assert result.outcome is Outcome.OK
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_row_11_what_left_its_parents_and_its_environment_is_ended(trial: Trial, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", "import time; time.sleep(600)"]
+    stranger = subprocess.Popen(words, start_new_session=True)
+    try:
+        result = trial("--mode", "escape")
+        assert result.outcome is Outcome.OK
+        assert living(tmp_path) == []
         assert stranger.poll() is None
     finally:
         stranger.kill()

@@ -1,7 +1,6 @@
 """Where a study is kept: what is accepted, what is never shown, and what is left after a torn write."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +153,7 @@ def test_a_torn_journal_loses_its_last_record_alone(
     torn = lines[-1][: data.draw(st.integers(1, len(lines[-1]) - 1))]
     assert place.file is not None
     place.file.write_bytes(whole + torn)
-    with pytest.raises(StorageError, match="torn"):
+    with pytest.raises(StorageError, match="is damaged; `quartet tune --resume` cuts it off"):
         place.check()
     place.mend()
     assert place.file.read_bytes() == whole
@@ -181,19 +180,20 @@ def test_a_torn_journal_is_mended_and_its_trial_told_again(tmp_path: Path) -> No
         assert any("its end was torn" in text for text in watching.messages)
 
 
-def test_damage_inside_a_journal_is_refused_and_repaired(tmp_path: Path) -> None:
+def test_damage_inside_a_journal_costs_no_measurement(tmp_path: Path) -> None:
     run = begin(tmp_path / "r", study={**STUDY, "storage": "journal"})
     machine = FakeMachine()
     reference = tune(run, machine)
     file = run.folder.path / "study.journal"
     lines = file.read_bytes().splitlines(keepends=True)
     middle = len(lines) // 2
-    file.write_bytes(b"".join([*lines[:middle], b"\x00" * 20 + b"\n", *lines[middle + 1 :]]))
-    with pytest.raises(StorageError, match=rf"record {middle + 1} is damaged.*quartet repair"):
-        tune(resume(tmp_path / "r"), machine)
-    lost = replace(run.storage, say=lambda text: None).repair()
-    assert lost == 21 + sum(map(len, lines[middle + 1 :]))
-    assert outcomes(tune(resume(tmp_path / "r"), machine)) == outcomes(reference)
+    damaged = b"".join([*lines[:middle], b"\x00" * 20 + b"\n", *lines[middle + 1 :]])
+    file.write_bytes(damaged)
+    num_launched, watching = len(machine.launched), Watching()
+    assert outcomes(tune(resume(tmp_path / "r"), machine, observer=watching)) == outcomes(reference)
+    assert len(machine.launched) == num_launched
+    assert any("a record in its middle was damaged" in text for text in watching.messages)
+    assert Path(f"{file}.torn-1").read_bytes() == damaged
 
 
 def test_the_lock_of_a_killed_writer_does_not_stall(tmp_path: Path) -> None:
@@ -218,10 +218,27 @@ def test_a_damaged_sqlite_file_is_one_line(tmp_path: Path, content: bytes) -> No
     with pytest.raises(StorageError, match=r"study\.sqlite3: (damaged|not a study)") as caught:
         run.storage.check()
     assert "\n" not in str(caught.value)
-    if content:
-        with pytest.raises(StorageError, match=r"study\.sqlite3: cannot be read or written") as caught:
-            tune(resume(tmp_path / "r"), machine)
-        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["overwritten", "cut", "a page"])
+def test_a_damaged_sqlite_file_is_put_aside_and_made_again(tmp_path: Path, damage: str) -> None:
+    run = begin(tmp_path / "r", study=STUDY)
+    machine, watching = FakeMachine(), Watching()
+    reference = tune(run, machine)
+    file = run.folder.path / "study.sqlite3"
+    content = file.read_bytes()
+    file.write_bytes(
+        {
+            "overwritten": b"no database at all, but long enough for its header" * 40,
+            "cut": content[: len(content) // 2],
+            "a page": content[:4096] + b"\xff" * 4096 + content[8192:],
+        }[damage]
+    )
+    damaged, num_launched = file.read_bytes(), len(machine.launched)
+    assert outcomes(tune(resume(tmp_path / "r"), machine, observer=watching)) == outcomes(reference)
+    assert len(machine.launched) == num_launched
+    assert (run.folder.path / "study.sqlite3.damaged-1").read_bytes() == damaged
+    assert any("study.sqlite3 is damaged (" in text for text in watching.messages)
 
 
 def test_a_link_is_no_study(tmp_path: Path) -> None:
