@@ -59,7 +59,7 @@ def write_report(
 
 def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
     """The winner's step, simulated, and as its trial recorded it where a custom schedule ran."""
-    from quartet_plugin.report.gantt import timeline, words_of
+    from quartet_plugin.report.gantt import timeline
     from quartet_plugin.report.page import Picture
     from quartet_plugin.report.winner import simulated_plan
 
@@ -74,12 +74,12 @@ def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
     try:
         measured = plan.measurement
         iteration_s = measured.plan.iteration_s.median if measured else row.iteration_s if row else None
-        made = simulated_plan(plan, iteration_s=iteration_s)
+        made = None if iteration_s is None else simulated_plan(plan, iteration_s=iteration_s)
         if made is not None:
             schedule, simulation, words = made
             svg = timeline(schedule, simulation, label="Simulated timeline of the best plan")
             if svg is not None:
-                caption = f"{plan.schedule.label}, {words_of(simulation)}: {words}."
+                caption = f"{plan.schedule.label}, {words}."
                 pictures.append(Picture(heading="Timeline of the best plan", svg=svg, caption=caption))
         pictures += _recorded(plan, row, path=path)
     except QuartetError:
@@ -90,9 +90,9 @@ def timelines(history: "RunHistory", *, path: Path) -> "list[Picture]":
 def _recorded(plan: "Plan", row: "TrialRow | None", *, path: Path) -> "list[Picture]":
     from quartet_plugin.cli.trace import measurement_of, schedule_of
     from quartet_plugin.protocol.rank_files import read_actions
-    from quartet_plugin.report.gantt import timeline, words_of
+    from quartet_plugin.report.gantt import step_words, timeline
     from quartet_plugin.report.page import Picture
-    from quartet_plugin.schedule.choice import costs_of
+    from quartet_plugin.schedule.choice import relative_costs
     from quartet_plugin.schedule.simulate import simulate
 
     choice = plan.schedule.custom
@@ -101,11 +101,12 @@ def _recorded(plan: "Plan", row: "TrialRow | None", *, path: Path) -> "list[Pict
         return []
     sheets = read_actions(attempt)
     schedule = schedule_of(sheets, placement=choice.placement, num_microbatches=plan.num_microbatches)
-    measured = measurement_of(sheets, simulate(schedule, costs_of(choice)))
+    measured = measurement_of(sheets, simulate(schedule, relative_costs(choice).ratios))
     svg = timeline(schedule, measured, label="Measured timeline of the best plan")
     if svg is None:
         return []
-    caption = f"The last step of its trial as the ranks recorded it: {words_of(measured)}."
+    figures = step_words(measured.makespan_s, measured)
+    caption = f"The last step of its trial as the ranks recorded it: {figures}."
     return [Picture(heading="The same step, measured", svg=svg, caption=caption)]
 
 

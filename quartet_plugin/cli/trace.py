@@ -9,7 +9,9 @@ import typer
 from quartet_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quartet_plugin.model.costs import StageCosts
     from quartet_plugin.protocol.rank_files import ActionTimes
+    from quartet_plugin.schedule.choice import RelativeCosts
     from quartet_plugin.schedule.schedule import Schedule
     from quartet_plugin.schedule.simulate import Simulation
 
@@ -24,7 +26,11 @@ def trace_command(
         int | None, typer.Option(min=0, help="Which of the run's trials. Default: that of the best plan.")
     ] = None,
 ) -> None:
-    """Lay measured and simulated actions of a trial over each other, and print the simulator's error."""
+    """Lay measured and simulated actions of a trial over each other, and print the simulator's error.
+
+    The simulated ones take as much compute time in all as the measured ones: a plan knows only how the times
+    of its stages relate.
+    """
     typer.echo("\n".join(trace(attempt_of(run, trial=trial), output)))
 
 
@@ -67,7 +73,7 @@ def trace(folder: Path, output: Path) -> list[str]:
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.protocol.rank_files import read_actions
     from quartet_plugin.report import perfetto
-    from quartet_plugin.schedule.choice import costs_of
+    from quartet_plugin.schedule.choice import relative_costs
     from quartet_plugin.schedule.simulate import simulate
 
     plan = read_plan(folder / "plan.json")
@@ -76,8 +82,9 @@ def trace(folder: Path, output: Path) -> list[str]:
         raise ConfigError(f"{folder}: the plan has no custom schedule; Megatron's own records no actions")
     sheets = read_actions(folder)
     schedule = schedule_of(sheets, placement=choice.placement, num_microbatches=plan.num_microbatches)
-    simulation = simulate(schedule, costs_of(choice))
-    measured = measurement_of(sheets, simulation)
+    costs = relative_costs(choice)
+    measured = measurement_of(sheets, simulate(schedule, costs.ratios))
+    simulation = simulate(schedule, in_units_of(measured, sheets, costs=costs, schedule=schedule))
     tracks = perfetto.trace(schedule, measured, name="measured")
     predicted = perfetto.trace(schedule, simulation, name="simulated")
     tracks["traceEvents"] += [_beside(event) for event in predicted["traceEvents"]]
@@ -133,6 +140,25 @@ def measurement_of(sheets: "list[ActionTimes]", simulation: "Simulation") -> "Si
         busy_s=busy,
         start_s=start,
         end_s=end,
+    )
+
+
+def in_units_of(
+    measured: "Simulation", sheets: "list[ActionTimes]", *, costs: "RelativeCosts", schedule: "Schedule"
+) -> "StageCosts":
+    """The plan's relative costs in seconds and bytes, so that both add up to what was measured.
+
+    All devices' compute time is the same in both, and the sum of their peaks of activations where counted:
+    the simulator's error is then in how they are spread over devices and time.
+    """
+    from quartet_plugin.schedule.simulate import simulate
+
+    relative = simulate(schedule, costs.ratios)
+    busy, peaks = float(relative.busy_s.sum()), float(relative.peak_activation_bytes.sum())
+    counted = sum(sheet.peak_activation_bytes or 0 for sheet in sheets)
+    return costs.scaled(
+        unit_s=float(measured.busy_s.sum()) / busy if busy > 0 else 0.0,
+        unit_bytes=counted / peaks if peaks > 0 else 0.0,
     )
 
 

@@ -64,9 +64,9 @@ def timeline(schedule: Schedule, simulation: "Simulation", *, label: str) -> str
     return drawing(_WIDTH, bottom + 42, *parts, label=label)
 
 
-def words_of(simulation: "Simulation") -> str:
-    """The timeline's figures."""
-    return f"{time_of(simulation.makespan_s)} a step, bubble {100 * simulation.bubble_fraction:.1f} %"
+def step_words(step_s: float, simulation: "Simulation") -> str:
+    """A step's seconds and its bubble, for a caption."""
+    return f"{time_of(step_s)} a step, bubble {100 * simulation.bubble_fraction:.1f} %"
 
 
 def _rows(schedule: Schedule, simulation: "Simulation", *, top: float, row: float) -> list[str]:

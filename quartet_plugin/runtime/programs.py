@@ -14,7 +14,7 @@ from quartet_plugin.errors import ConfigError, PlanError, QuartetError
 from quartet_plugin.model.costs import FloatArray, StageCosts
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.schedule.action import ActionKind
-from quartet_plugin.schedule.choice import costs_of, family_of, written_of
+from quartet_plugin.schedule.choice import family_of, relative_costs, written_of
 from quartet_plugin.schedule.family import Family, generate
 from quartet_plugin.schedule.instruction import Program
 from quartet_plugin.schedule.lowering import lower, refuse_two_copies
@@ -70,7 +70,7 @@ def schedule_spec_of(
             raise PlanError(f"schedule.custom.named: {choice.named} has two copies of the model")
     limits = choice.profile.memory_limit_bytes
     return ScheduleSpec(
-        costs=costs_of(choice),
+        costs=relative_costs(choice).ratios,
         written=written_of(choice, num_microbatches=num_microbatches),
         name=choice.named,
         group=choice.group,

@@ -1,6 +1,7 @@
 """Schedules as a plan carries them, and back."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,13 +59,30 @@ def profile_of(costs: StageCosts, *, memory_limit_bytes: FloatArray | None = Non
     return StageProfile(**values, held_fraction=float(costs.held_fraction), memory_limit_bytes=limits)
 
 
-def costs_of(choice: CustomSchedule) -> StageCosts:
-    """The stage costs that a plan carries."""
+@dataclass(frozen=True, slots=True)
+class RelativeCosts:
+    """Stage costs whose times and bytes have no unit: each is in proportion to the others of its kind.
+
+    `ratios` serve to compare and to generate orders; `scaled` makes seconds and bytes of them.
+    """
+
+    ratios: StageCosts
+
+    def scaled(self, *, unit_s: float, unit_bytes: float = 1.0) -> StageCosts:
+        """The costs in seconds and bytes, where a time of 1 is `unit_s` and a size of 1 is `unit_bytes`."""
+        times = {name: getattr(self.ratios, name) * unit_s for name in PER_STAGE if name.endswith("_s")}
+        return replace(self.ratios, **times, activation_bytes=self.ratios.activation_bytes * unit_bytes)
+
+
+def relative_costs(choice: CustomSchedule) -> RelativeCosts:
+    """The stage costs that a plan carries: a search weighs layers by their FLOPs."""
     arrays = {name: np.array(getattr(choice.profile, name), dtype=np.float64) for name in PER_STAGE}
-    return StageCosts(
-        device_of_stage=np.array(choice.placement, dtype=np.int64),
-        held_fraction=choice.profile.held_fraction,
-        **arrays,
+    return RelativeCosts(
+        StageCosts(
+            device_of_stage=np.array(choice.placement, dtype=np.int64),
+            held_fraction=choice.profile.held_fraction,
+            **arrays,
+        )
     )
 
 
@@ -126,7 +144,7 @@ def generated(choice: ScheduleChoice, *, layout: Layout, num_microbatches: int) 
     assert family is not None, "a custom schedule is named, written or of the family"
     return generate(
         family,
-        costs_of(custom),
+        relative_costs(custom).ratios,
         num_microbatches,
         memory_limit_bytes=None if limits is None else np.array(limits, dtype=np.float64),
     )

@@ -8,25 +8,25 @@ import pytest
 
 from quartet_plugin.cli.main import main
 from quartet_plugin.model.plan import read_plan, write_plan
-from quartet_plugin.schedule.choice import costs_of
+from quartet_plugin.schedule.choice import relative_costs
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.simulate import simulate
 from tests.megatron.runtime.test_plan import custom_plan
 from tests.trial.factory import ID
 
 
-def attempt(folder: Path, *, stretch: float = 2.0) -> Path:
-    """An attempt whose every action took `stretch` times as long as simulated; device 1 began 1 ms later."""
+def attempt(folder: Path, *, stretch: float = 2.0, late_s: float = 0.001) -> Path:
+    """An attempt whose every action took `stretch` times as long as simulated; device 1 began late."""
     plan = custom_plan()
     assert plan.schedule.custom is not None
     schedule = named("zb-v", num_devices=2, num_microbatches=plan.num_microbatches)
-    simulation = simulate(schedule, costs_of(plan.schedule.custom))
+    simulation = simulate(schedule, relative_costs(plan.schedule.custom).ratios)
     write_plan(plan, path=folder / "plan.json")
     for device in range(2):
         write_sheet(
             folder,
             device=device,
-            begin_at=100.0 + 0.001 * device,
+            begin_at=100.0 + late_s * device,
             actions=[str(action) for action in schedule.actions(device)],
             start_s=(stretch * simulation.start_s[device]).tolist(),
             end_s=(stretch * simulation.end_s[device]).tolist(),
@@ -48,7 +48,7 @@ def test_both_are_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     measured = {event["name"]: event["dur"] for event in slices if event["pid"] == 1}
     simulated = {event["name"]: event["dur"] for event in slices if event["pid"] == 2}
     assert measured.keys() == simulated.keys()
-    assert all(measured[name] == pytest.approx(2 * simulated[name]) for name in measured)
+    assert all(measured[name] == pytest.approx(simulated[name]) for name in measured)
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["measured", "simulated"]
     arrows = [(event["pid"], event["id"]) for event in events if event["ph"] == "s"]
@@ -109,6 +109,13 @@ def test_a_run_means_its_best_plan_or_the_trial_that_is_named(
 def test_the_error_counts_a_late_beginning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", str(attempt(tmp_path, stretch=1.0)), "-o", str(tmp_path / "x.json")]) == 0
     assert "error +0.0%" not in capsys.readouterr().out
+
+
+def test_a_plans_stage_times_have_no_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured actions that took as long as the plan's numbers in microseconds show no error."""
+    folder = attempt(tmp_path, stretch=1e-6, late_s=0.0)
+    assert main(["trace", str(folder), "-o", str(tmp_path / "x.json")]) == 0
+    assert ": error +0.0%" in capsys.readouterr().out
 
 
 def test_a_folder_without_actions_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,10 +185,12 @@ def test_a_schedule_of_ours_is_simulated_and_as_it_was_recorded(tmp_path: Path) 
         split=Split(transformer_layers_per_stage=(2, 2, 2, 2)),
         schedule=ScheduleChoice(name="custom", custom=choice_of(order, unit_costs(order))),
     )
-    made = simulated_plan(plan, iteration_s=None)
+    made = simulated_plan(plan, iteration_s=0.5)
     assert made is not None
     schedule, simulation, words = made
-    assert words == "stage times are those the plan carries"
+    assert simulation.makespan_s == pytest.approx(0.5)
+    assert words.startswith("500 ms a step, bubble ")
+    assert words.endswith(": stage times are those the plan carries, scaled to the measured iteration")
     assert schedule.placement == (0, 1, 1, 0)
     folder = tmp_path / "trials/000002/attempt-1"
     folder.mkdir(parents=True)

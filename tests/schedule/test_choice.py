@@ -10,7 +10,7 @@ from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.schema import dump, parse
-from quartet_plugin.schedule.choice import choice_of, costs_of, family_of, profile_of, written_of
+from quartet_plugin.schedule.choice import choice_of, family_of, profile_of, relative_costs, written_of
 from quartet_plugin.schedule.family import Family, generate
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
@@ -54,8 +54,8 @@ def test_a_named_schedule_is_its_name() -> None:
     again = through_file(choice)
     assert again == choice
     for name in ("forward_s", "backward_transfer_s", "activation_bytes", "device_of_stage"):
-        np.testing.assert_array_equal(getattr(costs_of(again), name), getattr(costs(), name))
-    assert costs_of(again).held_fraction == 0.5
+        np.testing.assert_array_equal(getattr(relative_costs(again).ratios, name), getattr(costs(), name))
+    assert relative_costs(again).ratios.held_fraction == 0.5
 
 
 def test_a_point_of_the_family_is_its_parameters() -> None:
@@ -64,7 +64,7 @@ def test_a_point_of_the_family_is_its_parameters() -> None:
     assert choice.orders is None
     found = family_of(choice)
     assert found == FAMILY
-    again = generate(found, costs_of(choice), 5)
+    again = generate(found, relative_costs(choice).ratios, 5)
     assert all((a == b).all() for a, b in zip(again.orders, schedule.orders, strict=True))
 
 

@@ -14,7 +14,7 @@ from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.plan import Plan, ScheduleName
 from quartet_plugin.planner.candidate_plans import PlanCandidates
 from quartet_plugin.runtime.programs import make_schedule, schedule_spec_of
-from quartet_plugin.schedule.choice import costs_of
+from quartet_plugin.schedule.choice import relative_costs
 from quartet_plugin.schedule.placement import PlacementKind, kind_of
 from quartet_plugin.schedule.simulate import simulate
 from quartet_plugin.space.config import CUSTOM_NAMES, DEFAULT_NAMES, SEARCHED, STOCK_NAMES
@@ -83,7 +83,7 @@ def test_every_plan_of_ours_is_legal_and_runs(space: Space, seed: int) -> None:
     schedule = make_schedule(
         schedule_spec_of(custom, num_microbatches=plan.num_microbatches), plan.num_microbatches
     )
-    assert simulate(schedule, costs_of(custom)).makespan_s > 0
+    assert simulate(schedule, relative_costs(custom).ratios).makespan_s > 0
     assert plan.prediction is not None
     assert plan.prediction.relative_cost is not None
     assert plan.prediction.relative_cost > 0
@@ -206,7 +206,7 @@ def test_a_searched_order_is_no_slower_than_zb_h1_and_holds_no_more_than_1f1b(
         assert found.makespan <= named.makespan * (1 + 1e-9)
     free = custom_order(SEARCHED, chunks=chunks, split=None, **sizes)
     schedule = make_schedule(schedule_spec_of(free.custom, num_microbatches=microbatches), microbatches)
-    peak = simulate(schedule, costs_of(free.custom)).peak_activation_bytes
+    peak = simulate(schedule, relative_costs(free.custom).ratios).peak_activation_bytes
     assert peak.max() <= min(devices, microbatches) * shape.num_layers
 
 
