@@ -151,8 +151,11 @@ class LayerProfiler:
 
         from quartet_plugin.megatron.describe import describe_job
 
-        self._files.write(
-            RankProfile,
+        profile = RankProfile(
+            schema_version=1,
+            attempt_id=self._files.spec.attempt_id,
+            launch_rank=self._files.launch_rank,
+            rank=self._files.rank,
             pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
             tensor_rank=mpu.get_tensor_model_parallel_rank(),
             device=device_name(),
@@ -161,6 +164,7 @@ class LayerProfiler:
             steps={name: self._summary((name, "step"), statistics.median) for name in get_args(StepPart)},
             job=describe_job(get_megatron_args(), neutralised=[]),
         )
+        self._files.write(profile)
 
     def _parts(self) -> tuple[PartTimes, ...]:
         names = dict.fromkeys(name for name, kind in self._spans if kind != "step")

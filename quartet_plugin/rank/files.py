@@ -3,10 +3,9 @@
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -19,17 +18,16 @@ from quartet_plugin.protocol.rank_files import (
     ActionTimes,
     FailureReport,
     Heartbeat,
+    Iteration,
     RankFailure,
     RankGradients,
     RankPhase,
+    RankProfile,
     RankReport,
     StepGradients,
     rank_file,
 )
 from quartet_plugin.rank.rendezvous import RankEnv
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 
 def read_trial_spec(path: Path) -> TrialSpec:
@@ -87,20 +85,66 @@ class RankFileWriter:
         return int(os.environ.get("RANK", self.rank_env.launch_rank))
 
     @property
+    def launch_rank(self) -> int:
+        """The RANK that the launcher gave this process."""
+        return self.rank_env.launch_rank
+
+    @property
     def is_stop_asked(self) -> bool:
         """Whether the tuner has put a STOP file into the folder."""
         return Path(self.spec.folder, STOP_FILE).exists()
 
-    def write_report(self, **measured: Any) -> None:
-        """Write rank-K.json: the fields of a RankReport that the rank measured."""
-        report = self._record(RankReport, **measured)
+    def write_report(
+        self,
+        *,
+        device: str,
+        cores: tuple[int, ...] | None,
+        phases_s: dict[str, float],
+        iterations: Iterable[Iteration],
+        peak_memory_bytes: int,
+        job: dict[str, Any] | None,
+    ) -> None:
+        """Write rank-K.json: what the rank measured, as `RankReport` says."""
+        report = RankReport(
+            schema_version=1,
+            attempt_id=self.spec.attempt_id,
+            rank=self.rank,
+            launch_rank=self.launch_rank,
+            host=self.rank_env.host,
+            local_rank=self.rank_env.local_rank or 0,
+            pid=os.getpid(),
+            plan_key=self.plan_key,
+            device=device,
+            phases_s=phases_s,
+            iterations=tuple(iterations),
+            peak_memory_bytes=peak_memory_bytes,
+            job=job,
+            cores=cores,
+        )
         # A record leaves `cores` out where there are none; the file says null.
         write_json_atomic(self._path_of(RankReport), {**dump(report), "cores": report.cores})
 
     def write_failure(self, failure: FailureReport) -> None:
         """Write rank-K.err.json: how the rank failed."""
-        progress = {"phase": self.phase, "iteration": self.iteration, "time": time.time()}
-        self.write(RankFailure, **progress, **dump(failure))
+        self.write(
+            RankFailure(
+                schema_version=1,
+                attempt_id=self.spec.attempt_id,
+                rank=self.rank,
+                launch_rank=self.launch_rank,
+                host=self.rank_env.host,
+                phase=self.phase,
+                iteration=self.iteration,
+                time=time.time(),
+                kind=failure.kind,
+                type=failure.type,
+                message=failure.message,
+                exit_code=failure.exit_code,
+                peak_memory_bytes=failure.peak_memory_bytes,
+                wanted_bytes=failure.wanted_bytes,
+                traceback=failure.traceback,
+            )
+        )
 
     def write_gradients(self, steps: Sequence[Mapping[str, float]]) -> None:
         """Write rank-K.parity.json: of each step the squared gradient norm by part of the model."""
@@ -108,7 +152,14 @@ class RankFileWriter:
             StepGradients(squares={part: as_number(value) for part, value in squares.items()})
             for squares in steps
         )
-        self.write(RankGradients, steps=tuple(records))
+        self.write(
+            RankGradients(
+                schema_version=1,
+                attempt_id=self.spec.attempt_id,
+                launch_rank=self.launch_rank,
+                steps=tuple(records),
+            )
+        )
 
     def write_actions(
         self,
@@ -129,40 +180,27 @@ class RankFileWriter:
         if not times or len(times) != len(actions):
             return
         self.write(
-            ActionTimes,
-            device=device,
-            replica=replica,
-            begin_at=recorder.begin_at,
-            actions=tuple(map(str, actions)),
-            start_s=tuple(action.start_s for action in times),
-            end_s=tuple(action.end_s for action in times),
-            waiting_s=tuple(action.waiting_s for action in times),
-            peak_activation_bytes=peak_activation_bytes,
+            ActionTimes(
+                schema_version=1,
+                attempt_id=self.spec.attempt_id,
+                launch_rank=self.launch_rank,
+                device=device,
+                replica=replica,
+                begin_at=recorder.begin_at,
+                actions=tuple(map(str, actions)),
+                start_s=tuple(action.start_s for action in times),
+                end_s=tuple(action.end_s for action in times),
+                waiting_s=tuple(action.waiting_s for action in times),
+                peak_activation_bytes=peak_activation_bytes,
+            )
         )
 
-    def write(self, kind: "type[DataclassInstance]", /, **values: Any) -> None:
-        """Write a record of a kind where the tuner looks for it, whole or not at all.
-
-        `values` are its fields, without those that say which rank of which attempt writes it.
-        """
-        write_json_atomic(self._path_of(kind), dump(self._record(kind, **values)))
-
-    def _record[R: "DataclassInstance"](self, kind: type[R], /, **values: Any) -> R:
-        writer = {
-            "schema_version": 1,
-            "attempt_id": self.spec.attempt_id,
-            "rank": self.rank,
-            "launch_rank": self.rank_env.launch_rank,
-            "host": self.rank_env.host,
-            "local_rank": self.rank_env.local_rank or 0,
-            "pid": os.getpid(),
-            "plan_key": self.plan_key,
-        }
-        names = {field.name for field in fields(kind)}
-        return kind(**{name: value for name, value in writer.items() if name in names} | values)
+    def write(self, record: Heartbeat | RankFailure | RankGradients | ActionTimes | RankProfile) -> None:
+        """Write a record where the tuner looks for it, whole or not at all."""
+        write_json_atomic(self._path_of(type(record)), dump(record))
 
     def _path_of(self, kind: type) -> Path:
-        return rank_file(kind, folder=self.spec.folder, launch_rank=self.rank_env.launch_rank)
+        return rank_file(kind, folder=self.spec.folder, launch_rank=self.launch_rank)
 
     def _progress(self) -> tuple[RankPhase, int, float]:
         return self.phase, self.iteration, self._moved_at
@@ -179,9 +217,20 @@ class RankFileWriter:
 
     def _write_heartbeat(self, progress: tuple[RankPhase, int, float]) -> None:
         phase, iteration, moved_at = progress
-        process = {"rank": self.rank_env.launch_rank, "process_start": self.process_start}
+        heartbeat = Heartbeat(
+            schema_version=1,
+            attempt_id=self.spec.attempt_id,
+            rank=self.launch_rank,
+            pid=os.getpid(),
+            process_start=self.process_start,
+            host=self.rank_env.host,
+            local_rank=self.rank_env.local_rank or 0,
+            phase=phase,
+            iteration=iteration,
+            time=moved_at,
+        )
         try:
-            self.write(Heartbeat, **process, phase=phase, iteration=iteration, time=moved_at)
+            self.write(heartbeat)
         except QuartetError:
             # A full disk must not end training by way of its heartbeat; the report's own write will fail.
             return

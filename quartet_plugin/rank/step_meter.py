@@ -82,7 +82,7 @@ class StepMeter(ABC):
                 "init": max(0.0, self._first_step_at - self._started_at),
                 "first_step": self._steps[0][0] if self._steps else 0.0,
             },
-            iterations=tuple(iterations),
+            iterations=iterations,
             peak_memory_bytes=peak_memory_bytes(),
             job=self._job() if self._files.rank == 0 else None,
         )
