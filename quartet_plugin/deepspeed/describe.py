@@ -4,6 +4,7 @@ DeepSpeed knows no model sizes, so they are read off the layers themselves, buil
 the cost model needs them, and the same on every rank.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import nn
 from quartet_plugin.deepspeed.config import clips_by_first_stage, clips_in_fp32, precision
 from quartet_plugin.deepspeed.layers import layer_list
 from quartet_plugin.deepspeed.seams import DEEPSPEED
-from quartet_plugin.errors import ConfigError
 from quartet_plugin.model import frameworks
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.plan import ScheduleChoice, Split
@@ -27,7 +27,8 @@ def shape_of(specs: Sequence[Any], *, seq_length: int) -> ModelShape:
     """The model's sizes from its layer specifications.
 
     The width is a block's, the vocabulary the largest embedding's; the feed-forward width is what the block's
-    matrices leave. Raises ConfigError for layers that hold no matrix at all.
+    matrices leave. Where the middle block holds none (convolutions, pooling, functions), every block stands
+    for an equal part of the model's parameters: a transformer's layer of that size.
     """
     layers = layer_list(specs)
     block = build_without_memory(specs[layers.blocks[len(layers.blocks) // 2]])
@@ -41,10 +42,13 @@ def shape_of(specs: Sequence[Any], *, seq_length: int) -> ModelShape:
     ]
     table = max(embeddings, key=lambda weight: weight.shape[0], default=None)
     matrices = [matrix for matrix in block.parameters() if matrix.dim() == 2] if block is not None else []
-    if not matrices:
-        raise ConfigError("the PipelineModule's layers hold no matrices: their size cannot be told")
-    width = int(table.shape[1]) if table is not None else int(min(min(matrix.shape) for matrix in matrices))
-    per_block = sum(matrix.numel() for matrix in matrices)
+    per_block = sum(matrix.numel() for matrix in matrices) or _num_parameters(specs) // len(layers.blocks)
+    if table is not None:
+        width = int(table.shape[1])
+    elif matrices:
+        width = int(min(min(matrix.shape) for matrix in matrices))
+    else:
+        width = max(1, math.isqrt(per_block // 12))  # a layer of width h and a feed-forward width of 4h
     ffn = max(1, (per_block - 4 * width * width) // (2 * width))
     heads = _heads(block, width)
     return ModelShape(
@@ -81,6 +85,12 @@ def build_without_memory(spec: Any) -> nn.Module | None:
     finally:
         torch.random.set_rng_state(state)
     return module if isinstance(module, nn.Module) else None
+
+
+def _num_parameters(specs: Sequence[Any]) -> int:
+    """The model's parameters, of whatever form they are; functions have none."""
+    modules = [module for spec in specs if (module := build_without_memory(spec)) is not None]
+    return sum(value.numel() for module in modules for value in module.parameters())
 
 
 def _heads(block: nn.Module | None, width: int) -> int:

@@ -23,6 +23,7 @@ from quartet_plugin.deepspeed.config import (
     planned_config,
     strip_side_effects,
 )
+from quartet_plugin.deepspeed.describe import shape_of
 from quartet_plugin.deepspeed.layers import layer_list
 from quartet_plugin.deepspeed.parity import part_name
 from quartet_plugin.deepspeed.stages import WeightGradients, defer_weight_gradients
@@ -151,6 +152,24 @@ def test_bucket_sizes_of_a_plan_go_into_the_ds_config() -> None:
         "allgather_bucket_size": 1000,
         "round_robin_gradients": True,
     }
+
+
+def test_layers_without_matrices_have_a_size_by_their_parameters() -> None:
+    """A list as in DeepSpeed's own example of a pipeline: convolutions, activations, pooling, functions."""
+    layers = [
+        torch.nn.Conv2d(3, 8, 3),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Conv2d(8, 16, 3),
+        lambda x: x.flatten(1),
+        torch.nn.Linear(64, 10),
+    ]
+    shape = shape_of(layers, seq_length=1)
+    assert shape.num_layers == len(layers)
+    num_parameters = (3 * 8 * 9 + 8) + (8 * 16 * 9 + 16) + (64 * 10 + 10)
+    total = shape.num_layers * shape.matrix_parameters_per_layer
+    assert total == pytest.approx(num_parameters, rel=0.1)
+    assert shape_of([torch.nn.ReLU(), torch.nn.ReLU()], seq_length=1).num_layers == 2
 
 
 def test_what_the_device_or_a_pipeline_cannot_do() -> None:
