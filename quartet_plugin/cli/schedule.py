@@ -319,7 +319,7 @@ def _at_unit_costs(name: str, devices: int, microbatches: int) -> tuple[str, str
 
     try:
         order = make(name, num_devices=devices, num_microbatches=microbatches)
-        simulation = at_uniform_costs(order, stages_a_share=order.num_stages / devices)
+        simulation = at_uniform_costs(order)
     except QuartetError:
         return "-", "-"
     return f"{simulation.makespan_s:g}", f"{simulation.peak_activation_bytes.max():g}"

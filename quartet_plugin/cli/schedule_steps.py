@@ -118,14 +118,14 @@ def _numbers(text: str, *, option: str, rule: str) -> Counts:
     return tuple(map(int, parts))
 
 
-def at_uniform_costs(schedule: "Schedule", *, stages_a_share: float) -> "Simulation":
-    """Simulate with F = I = W = 1 for `stages_a_share` stages together, B = 2, and no transfer time."""
+def at_uniform_costs(schedule: "Schedule") -> "Simulation":
+    """Simulate with F = I = W = 1 for a device's stages together, B = 2, and no transfer time."""
     import numpy as np
 
     from quartet_plugin.model.costs import StageCosts
     from quartet_plugin.schedule.simulate import simulate as run
 
-    share = np.full(schedule.num_stages, 1.0 / stages_a_share)
+    share = np.full(schedule.num_stages, schedule.num_devices / schedule.num_stages)
     none = np.zeros(schedule.num_stages)
     lanes = [
         StageCosts(
@@ -165,9 +165,7 @@ def picture(schedule: "Schedule", simulation: "Simulation | None") -> bytes:
     title = str(schedule.origin.get("name", "searched" if "family" in schedule.origin else ""))
     if simulation is not None:
         return timeline_png(schedule, simulation, title=title)
-    return timeline_png(
-        schedule, at_uniform_costs(schedule, stages_a_share=1.0), title=title, unit_times=True
-    )
+    return timeline_png(schedule, at_uniform_costs(schedule), title=title, unit_times=True)
 
 
 def write_trace(path: Path, schedule: "Schedule", simulation: "Simulation", costs: "Costs") -> None:

@@ -84,7 +84,7 @@ def timeline_png(
         raise UsageError(
             "--format png needs matplotlib, which is not installed; pip install 'quartet-plugin[plots]'"
         ) from error
-    scale, unit = (1.0, "units of one forward") if unit_times else _unit(simulation.makespan_s)
+    scale, unit = (1.0, "units of a device's forward") if unit_times else _unit(simulation.makespan_s)
     bars = _bars(schedule, simulation, scale)
     if not len(bars.start) or simulation.makespan_s <= 0:
         raise ConfigError(

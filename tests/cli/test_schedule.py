@@ -14,6 +14,9 @@ import pytest
 
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.schedule.files import read_schedule, write_schedule
+from quartet_plugin.schedule.named import named
+from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.simulate import Simulation
 from quartet_plugin.schedule.validate import validate
 from tests.cli.quartet_schedule import Quartet, cost_table
 from tests.schedule.orders import edited, one_f_one_b, schedule_of
@@ -274,6 +277,23 @@ def test_export_png_with_costs(quartet: Quartet, costs: Path, tmp_path: Path) ->
     quartet(*picture, tmp_path / "real.png", "--costs", costs)
     quartet(*picture, tmp_path / "unit.png")
     assert (tmp_path / "real.png").read_bytes() != (tmp_path / "unit.png").read_bytes()
+
+
+def test_a_picture_without_costs_has_the_unit_of_the_list(
+    quartet: Quartet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Simulation] = []
+
+    def draw(schedule: Schedule, simulation: Simulation, **options: Any) -> bytes:
+        drawn.append(simulation)
+        return b""
+
+    monkeypatch.setattr("quartet_plugin.report.timeline.timeline_png", draw)
+    write_schedule(tmp_path / "s.json", named("zb-v", num_devices=2, num_microbatches=4))
+    quartet("export", tmp_path / "s.json", "--format", "png", "-o", tmp_path / "s.png")
+    lines = quartet("list", "--devices", 2, "--microbatches", 4).splitlines()
+    row = next(line.split() for line in lines if line.startswith("zb-v"))
+    assert f"{drawn[0].makespan_s:g}" in row
 
 
 def test_export_refusals(quartet: Quartet, costs: Path, tmp_path: Path) -> None:
