@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MAX_ROWS = 24
 # A terminal with fewer columns gets the table without those that say the same twice.
 WIDE = 116
+RUNNING = "running"
 _SHOWN_PHASES = ("init", "measure")
 _COLUMNS = {
     "trial": "left",
@@ -30,19 +31,27 @@ _COLUMNS = {
     "vs own": "right",
 }
 _WIDE_ALONE = ("outcome", "tokens/s")
+# What a narrow terminal does without, in this order, so that every number stays whole.
+_LEFT_OUT_FIRST = ("mapping", "split", "shape", "schedule", "layout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A launch without a result yet; `began_s` on the watcher's clock."""
+    """A launch without a result yet; `began_s` on the watcher's clock, `plan` None for the user's command."""
 
     label: str
     phase: Phase
+    plan: Plan | None
     began_s: float
     time_left_s: float | None
     rank_phase: str = "launch"
     iteration: int = 0
     num_iterations: int = 0
+
+    def first_sentence(self, *, now_s: float) -> str:
+        """What is launched, and the sentence of its start."""
+        words = "" if self.plan is None else f": {', '.join(plan_cells(self.plan))}"
+        return self.sentence(now_s=now_s).replace(":", f"{words}:", 1)
 
     def sentence(self, *, now_s: float) -> str:
         """The launch's phase, iteration, elapsed and remaining time, in one line."""
@@ -75,9 +84,9 @@ class PlainLines:
 
     def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """One line."""
-        del plan
-        self._running = Running(label=label, phase=phase, began_s=self._clock(), time_left_s=time_left_s)
-        self._write(self._running.sentence(now_s=self._clock()))
+        began_s = self._clock()
+        self._running = Running(label=label, phase=phase, plan=plan, began_s=began_s, time_left_s=time_left_s)
+        self._write(self._running.first_sentence(now_s=began_s))
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """A line where the wait changes its kind, not one for each iteration."""
@@ -94,7 +103,7 @@ class PlainLines:
 
 
 class LiveTable:
-    """A table of the latest launches, and below it those that run."""
+    """A table of the latest launches, those that run included, and below it how far they are."""
 
     def __init__(self, console: "Console", *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -127,10 +136,10 @@ class LiveTable:
 
     def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """Show the launch below the table."""
-        del plan
         self._drop(label)
-        began_s = self._clock()
-        self._running[label] = Running(label=label, phase=phase, began_s=began_s, time_left_s=time_left_s)
+        self._running[label] = Running(
+            label=label, phase=phase, plan=plan, began_s=self._clock(), time_left_s=time_left_s
+        )
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """Move the latest one on."""
@@ -154,17 +163,31 @@ class LiveTable:
         from rich.text import Text
 
         is_wide = self._console.width >= WIDE
-        names = [name for name in _COLUMNS if is_wide or name not in _WIDE_ALONE]
-        table = Table(box=None, pad_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
+        gap = 2 if is_wide else 1
+        shown = self._shown()
+        rows = [row_cells(row, split_width=24 if is_wide else 10) for row in shown]
+        names = self._columns(rows, gap=gap)
+        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
         for name in names:
             table.add_column(name, justify="right" if _COLUMNS[name] == "right" else "left", no_wrap=True)
         best = max((row.versus_baseline or 0.0 for row in self._rows), default=0.0)
-        for row in self._shown():
+        for row, cells in zip(shown, rows, strict=True):
             is_best = row.versus_baseline is not None and row.versus_baseline == best
-            style = "bold" if is_best else "dim" if row.iteration_s is None else ""
-            cells = row_cells(row, split_width=24 if is_wide else 10)
+            is_lost = row.iteration_s is None and row.outcome != RUNNING
+            style = "bold" if is_best else "dim" if is_lost else ""
             table.add_row(*(Text(cells[name]) for name in names), style=style)
         return Group(table, *(Text(words, style="cyan") for words in self._under_way()))
+
+    def _columns(self, rows: list[dict[str, str]], *, gap: int) -> list[str]:
+        """The columns for which the terminal has room."""
+        is_wide = self._console.width >= WIDE
+        names = [name for name in _COLUMNS if is_wide or name not in _WIDE_ALONE]
+        widths = {name: max(map(len, [name, *(row[name] for row in rows)])) for name in names}
+        for name in _LEFT_OUT_FIRST:
+            if sum(widths[kept] + gap for kept in names) <= self._console.width:
+                break
+            names.remove(name)
+        return names
 
     def _under_way(self) -> list[str]:
         """The running launch in one line; several launches by their labels alone."""
@@ -182,11 +205,14 @@ class LiveTable:
             del self._running[name]
 
     def _shown(self) -> list[LaunchRecord]:
-        """The baseline and the latest rows, as many as the screen has room for."""
+        """The baseline, the latest rows and what runs, as many as the screen has room for."""
+        running = [
+            LaunchRecord(label=launch.label, plan=launch.plan, outcome=RUNNING)
+            for launch in self._running.values()
+        ]
+        rows = [*self._rows, *running]
         num_rows = max(4, min(MAX_ROWS, self._console.height - 3))
-        if len(self._rows) <= num_rows:
-            return self._rows
-        return [self._rows[0], *self._rows[-(num_rows - 1) :]]
+        return rows if len(rows) <= num_rows else [rows[0], *rows[-(num_rows - 1) :]]
 
 
 def row_cells(launch: LaunchRecord, *, split_width: int) -> dict[str, str]:

@@ -40,6 +40,8 @@ def test_plain_lines_are_one_an_event() -> None:
     assert all("\n" not in line for line in lines)
     assert "trial 0: your own command: 0.500 s/iteration, 1,000 tokens/s, 1.00x the baseline" in lines
     assert "trial 1: measure 4/13, 0 s; about 2 min 05 s left" in lines
+    words = f"{PLAN.shape.label}, {PLAN.layout.label}, 6+2, 1f1b, 1,0"
+    assert f"trial 1: {words}: launch, 0 s; about 2 min 05 s left" in lines
     assert sum("measure" in line for line in lines) == 1
     assert any("6+2, 1f1b, 1,0" in line and "1.25x" in line for line in lines)
     assert "INFEASIBLE: out of memory [red]" in lines[-1]
@@ -57,6 +59,10 @@ def test_a_terminal_gets_a_table_that_stays() -> None:
             console.print(shown.render())
         now = captured.get()
         assert "trial 3: launch" in now
+        assert any(
+            line.startswith("3 ") and PLAN.layout.label in line and "running" in line
+            for line in now.splitlines()
+        )
         assert "1.25x" in now
         assert "6+2" in now
     assert "hello [bold]world" in screen.getvalue()
@@ -67,7 +73,7 @@ def test_a_pipe_gets_lines() -> None:
     assert isinstance(reporter(Console(file=io.StringIO())), PlainLines)
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 40), (116, 24), (140, 50)])
+@pytest.mark.parametrize(("width", "height"), [(40, 24), (60, 24), (80, 24), (100, 40), (116, 24), (140, 50)])
 def test_the_table_fits_the_screen_and_cuts_no_number(width: int, height: int) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
     shown = LiveTable(console)
@@ -85,7 +91,9 @@ def test_the_table_fits_the_screen_and_cuts_no_number(width: int, height: int) -
     assert len(lines) <= height - 1
     assert all(len(line) <= width for line in lines)
     assert lines[-1].startswith("trial 61: launch")
-    assert "1.31x" in lines[-2]
-    assert "1.234" in lines[-2]
+    assert lines[-2].startswith("61 ")
+    assert lines[-2].rstrip().endswith("running")
+    assert "1.31x" in lines[-3]
+    assert "1.234" in lines[-3]
     assert "your own" in lines[1]
     assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)
