@@ -1,6 +1,7 @@
 """`quartet status`, `trials` and `repair`: where a run is, every trial of it, and mending its journal."""
 
 import json
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +23,7 @@ class TableFormat(StrEnum):
     TABLE = "table"
     JSON = "json"
     YAML = "yaml"
+    CSV = "csv"
 
 
 def status_command(
@@ -30,8 +32,30 @@ def status_command(
     ] = None,
     run_dir: RunsFolder = RUNS,
     as_json: JsonSwitch = False,
+    watch_s: Annotated[
+        float | None,
+        typer.Option(
+            "--watch", metavar="SECONDS", min=0.5, help="Show it again every so many seconds, until it ends."
+        ),
+    ] = None,
 ) -> None:
     """Show what a run does now, what is left, and the best so far; only reads."""
+    if watch_s is None:
+        _show_status(run, run_dir=run_dir, as_json=as_json)
+        return
+    from quartet_plugin.tuner.history import read_history
+
+    path = find_run(run, run_dir=run_dir)
+    while True:
+        _show_status(str(path), run_dir=run_dir, as_json=as_json)
+        if read_history(path).state not in ("running", "elsewhere"):
+            break
+        time.sleep(watch_s)
+        if not as_json:
+            typer.echo()
+
+
+def _show_status(run: str | None, *, run_dir: Path, as_json: bool) -> None:
     from quartet_plugin.report.formatting import clean
     from quartet_plugin.report.status import status_line, status_lines, status_record
     from quartet_plugin.tuner.history import open_run, read_history
@@ -64,10 +88,12 @@ def trials_command(
 ) -> None:
     """List every trial: plan, class, outcome, times, memory, prediction, reason of a refusal."""
     history, _, fault = read_whole(find_run(run, run_dir=run_dir))
-    from quartet_plugin.report.trial_table import records, table_lines
+    from quartet_plugin.report.trial_table import csv_text, records, table_lines
 
     if form is TableFormat.TABLE:
         typer.echo("\n".join(table_lines(history)))
+    elif form is TableFormat.CSV:
+        typer.echo(csv_text(history), nl=False)
     elif form is TableFormat.JSON:
         typer.echo(json.dumps(records(history), indent=1))
     else:

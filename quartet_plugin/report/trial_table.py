@@ -1,5 +1,7 @@
 """Every trial of a run: as a table, and as data for other programs."""
 
+import csv
+import io
 from typing import Any
 
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
@@ -54,6 +56,21 @@ def records(history: RunHistory) -> dict[str, Any]:
         "storage": history.storage,
         "trials": [_record(row, history) for row in history.trials],
     }
+
+
+def csv_text(history: RunHistory) -> str:
+    """The same data as CSV with a header, a row a trial; a plan's parts are columns `plan.PART`."""
+    rows = [{**_flat(row.pop("plan")), **row} for row in records(history)["trials"]]
+    text = io.StringIO()
+    names = list(rows[0]) if rows else ["trial"]
+    writer = csv.DictWriter(text, fieldnames=["trial", *(name for name in names if name != "trial")])
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _flat(parts: dict[str, Any]) -> dict[str, Any]:
+    return {f"plan.{part}": value for part, value in parts.items()}
 
 
 def _cells(row: TrialRow, history: RunHistory) -> list[str]:

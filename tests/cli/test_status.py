@@ -1,5 +1,7 @@
 """`quartet status`, `quartet trials`, `quartet repair`: what they say of a run, and their one-line errors."""
 
+import csv
+import io
 import json
 import os
 import shutil
@@ -66,6 +68,22 @@ def test_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"study     sqlite:///{run}/study.sqlite3" in text
 
 
+def test_watching_a_finished_run_ends(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "status", str(run), "--watch", "1") == printed(capsys, "status", str(run))
+    assert main(["status", str(run), "--watch", "0"]) == 2
+
+
+def test_watching_shows_a_run_until_it_ends(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = copy_of(run, to=tmp_path / "r")
+    lease = Lease.acquire(path)
+    monkeypatch.setattr("time.sleep", lambda _: lease.release())
+    text = printed(capsys, "status", str(path), "--watch", "3")
+    assert text.count("state     running") == 1
+    assert text.count("state     finished") == 1
+
+
 def test_the_status_as_data(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = json.loads(printed(capsys, "status", str(run), "--json"))
     assert content["state"] == "finished"
@@ -97,6 +115,14 @@ def test_every_trial_is_listed_with_what_came_of_it(run: Path, capsys: pytest.Ca
 def test_the_forms_say_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     as_yaml = yaml.safe_load(printed(capsys, "trials", str(run), "-f", "yaml"))
     assert as_yaml["trials"] == table(capsys, run)
+    rows = list(csv.DictReader(io.StringIO(printed(capsys, "trials", str(run), "-f", "csv"))))
+    assert next(iter(rows[0])) == "trial"
+    for row, trial in zip(rows, as_yaml["trials"], strict=True):
+        assert row["iteration_s"] == ("" if trial["iteration_s"] is None else str(trial["iteration_s"]))
+        assert row["reason"] == (trial["reason"] or "")
+        assert {name: row[f"plan.{name}"] for name in trial["plan"]} == {
+            name: "" if value is None else str(value) for name, value in trial["plan"].items()
+        }
     text = printed(capsys, "trials", str(run))
     assert len([line for line in text.splitlines() if "your own command" in line]) == 1
     assert "INFEASIBLE: " in text
@@ -289,9 +315,9 @@ def test_a_torn_journal_is_named_and_a_damaged_one_repaired(
     journal = path / "study.journal"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:-1]) + lines[-1][:5])
-    assert f"record {len(lines)} is torn" in refused(capsys, 6, "status", str(path))
+    assert f"record {len(lines)} is damaged" in refused(capsys, 6, "status", str(path))
     journal.write_bytes(b"".join([*lines[:9], b"{]\n", *lines[9:]]))
-    assert "`quartet repair` keeps" in refused(capsys, 6, "trials", str(path))
+    assert "`quartet tune --resume` keeps" in refused(capsys, 6, "trials", str(path))
     assert "bytes were cut off" in printed(capsys, "repair", str(path))
     assert journal.read_bytes() == b"".join(lines[:9])
     assert "nothing is damaged" in printed(capsys, "repair", str(path))
