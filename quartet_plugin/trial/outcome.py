@@ -110,7 +110,10 @@ def is_complete(snapshot: Snapshot, *, num_processes: int | None) -> bool:
 
 
 def classify(evidence: Evidence) -> Verdict:
-    """The outcome of an attempt, its reason in one line and its measured numbers."""
+    """The outcome of an attempt, its reason in one line and its measured numbers.
+
+    Of several ranks' failures the earliest is the root cause; a rank that only lost its peer is never blamed.
+    """
     snapshot = evidence.snapshot
     peaks = [report.peak_memory_bytes for report in snapshot.reports.values()]
     peaks += [err.peak_memory_bytes for err in snapshot.errs.values()]

@@ -1,4 +1,4 @@
-"""The parts of a run's history: rows by its events and by the records of its study."""
+"""The parts of a run's history: its state, and rows by its events and by the records of its study."""
 
 import json
 import math
@@ -114,7 +114,7 @@ def drift_checks_of(events: list[dict[str, Any]]) -> tuple[DriftMeasurement, ...
 
 
 def state_of(events: list[dict[str, Any]], *, is_held: bool, is_alive: bool | None) -> RunState:
-    """Whether the run goes on, by its lease and its events."""
+    """Whether a run is running, finished, stopped, lost or held on another host, by lease and events."""
     kinds = [event["kind"] for event in events if event["kind"] in ("begin", "end", "interrupted")]
     if is_held:
         if is_alive is None:
