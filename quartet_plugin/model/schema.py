@@ -6,11 +6,12 @@ Annotated with `Bounds`, `Length` and `Matches`. Unknown keys, missing ones and 
 bool is no int, an int is a float, and floats are finite.
 """
 
+import difflib
 import functools
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import (
@@ -317,13 +318,19 @@ def _record_decoder(kind: type) -> _Decoder:
                     raise _FieldError(MISSING, "missing; the key is required")
             for name in data:
                 if name not in decoders:
-                    raise _FieldError(data[name], "unknown key; remove it")
+                    raise _FieldError(data[name], unknown_key(name, known=decoders))
         except _FieldError as error:
             error.path.insert(0, name)
             raise
         return kind(**content)
 
     return decode
+
+
+def unknown_key(name: object, *, known: Iterable[str]) -> str:
+    """The rule that a key breaks which nothing reads, with the known key that is spelled most like it."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"unknown key; did you mean {near[0]}?" if near else "unknown key; remove it"
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Sections of files that people write: read from YAML by a safe loader, checked by pydantic models."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import field_path, shown
+from quartet_plugin.model.schema import unknown_key
 
 MAX_CONFIG_BYTES = 1 << 20
 
@@ -25,10 +26,10 @@ def validate[M: BaseModel](model: type[M], data: Any, *, where: str) -> M:
     except ValidationError as error:
         faults = error.errors(include_url=False)
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise ConfigError(f"{where}: {_fault_line(faults[0])}{more}") from error
+        raise ConfigError(f"{where}: {_fault_line(faults[0], model)}{more}") from error
 
 
-def _fault_line(fault: ErrorDetails) -> str:
+def _fault_line(fault: ErrorDetails, model: type[BaseModel]) -> str:
     """`field: value: rule`; a validator of this package (type "rule") has written all three."""
     prefix = field_path(fault["loc"])
     rule = fault["msg"]
@@ -38,11 +39,29 @@ def _fault_line(fault: ErrorDetails) -> str:
     if fault["type"] == "missing":
         return f"{field}: missing; the key is required"
     if fault["type"] == "extra_forbidden":
-        return f"{field}: {shown(fault['input'])}: unknown key; remove it"
+        known = _keys(model, fault["loc"][:-1])
+        return f"{field}: {shown(fault['input'])}: {unknown_key(fault['loc'][-1], known=known)}"
     if fault["type"] in ("model_type", "dict_type"):
         return f"{field}: {shown(fault['input'])}: must be a JSON object"
     rule = rule.removeprefix("Value error, ").removeprefix("Input ")
     return f"{field}: {shown(fault['input'])}: {rule[:1].lower()}{rule[1:]}"
+
+
+def _keys(model: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:
+    """The keys of the section at a place inside of `model`; none where that cannot be told."""
+    section: type[BaseModel] | None = model
+    for part in place:
+        known = None if section is None else section.model_fields.get(str(part))
+        if known is not None:
+            section = _section_in(known.annotation)
+    return [] if section is None else list(section.model_fields)
+
+
+def _section_in(hint: Any) -> type[BaseModel] | None:
+    """The section that a type hint holds, be it in a union or a list."""
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return hint
+    return next((section for part in get_args(hint) if (section := _section_in(part))), None)
 
 
 def load_yaml(path: Path) -> Any:

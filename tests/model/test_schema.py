@@ -66,6 +66,7 @@ class Outer:
         ({"items": [{"size": 10}]}, "f: items[0].size: 10: should be less than 10"),
         ({"items": [{"size": 1, "kind": "huge"}]}, "f: items[0].kind: 'huge': should be 'small' or 'large'"),
         ({"items": [{"size": 1, "x": 5}]}, "f: items[0].x: 5: unknown key; remove it"),
+        ({"items": [{"size": 1, "knd": 5}]}, "f: items[0].knd: 5: unknown key; did you mean kind?"),
         ({"times": [1.0, 0.0]}, "f: times[1]: 0.0: should be greater than 0"),
         ({"times": [1, 10]}, "f: times[1]: 10: should be less than or equal to 9"),
         ({"times": [float("nan")]}, "f: times[0]: nan: should be a finite number"),

@@ -53,6 +53,24 @@ def test_auto_a_literal_and_a_list(tmp_path: Path) -> None:
     assert search.scaling.budget == "flops"
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("serach: {}", "serach: {}: unknown key; did you mean search?"),
+        ("study: {trails: 3}", "study.trails: 3: unknown key; did you mean trials?"),
+        (
+            "search: {scaling: {tolerence: 0.1}}",
+            "search.scaling.tolerence: 0.1: unknown key; did you mean tolerance?",
+        ),
+        ("search: {zzz: 1}", "search.zzz: 1: unknown key; remove it"),
+    ],
+)
+def test_a_misspelt_key_is_answered_with_the_right_one(tmp_path: Path, text: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    assert line in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["search: {scaling: }", "search: {scaling: auto}", "search: {scaling: {}}"])
 def test_scaling_is_asked_for_by_its_name_alone(tmp_path: Path, text: str) -> None:
     assert read(tmp_path, text).search.scaling is not None
