@@ -1,11 +1,12 @@
 """Measurements and predictions of plans with their spread, and how much a search may have missed."""
 
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.schema import Bounds, Length, dump, read_record, record
+from quartet_plugin.model.schema import ADDED, Bounds, Length, dump, read_record, record
 
 MAX_REGRET_BYTES = 1 << 20
 # A gain that another search would be made for.
@@ -39,13 +40,37 @@ class Measurement:
 
 
 @record
+class FinalChoice:
+    """The choice of the winner among the finalists, and its certainty.
+
+    `rule` is the rule in words. `runner_up` is the trial of the next finalist, None where there is no other.
+    `gain` is the winner's objective over the runner-up's, the median over the `num_rounds` rounds that both
+    were measured in, `chance_better` the probability that the winner is the faster; where they share too few
+    rounds, `gain` compares their speedups and `chance_better` is None. `is_runner_up_win` is whether
+    the runner-up could have won, `is_runner_up_other_model` whether it has another shape than the user's own.
+    """
+
+    rule: _Words
+    runner_up: Annotated[int, Bounds(ge=0, le=10**9)] | None = None
+    gain: Annotated[float, Bounds(gt=0.0)] | None = None
+    chance_better: _Share | None = None
+    num_rounds: Annotated[int, Bounds(ge=0, le=10**9)] = 0
+    is_runner_up_win: bool = False
+    is_runner_up_other_model: bool = False
+
+
+@record
 class Comparison:
-    """A plan against the user's own configuration, measured in turns; `speedup` is of the objective."""
+    """A plan against the user's own configuration, measured in turns; `speedup` is of the objective.
+
+    `choice` goes with a winner: how it was chosen among the plans that were measured so.
+    """
 
     objective: Objective
     plan: Measurement
     baseline: Measurement
     speedup: Interval
+    choice: FinalChoice | None = field(default=None, metadata=ADDED)
 
 
 @record

@@ -12,7 +12,9 @@ from html import escape
 
 from quartet_plugin.model.history import RunHistory, TrialRow
 from quartet_plugin.model.measurement import Measurement
+from quartet_plugin.model.plan import Plan
 from quartet_plugin.report import figures, markup, page_tables
+from quartet_plugin.report.final_choice import choice_paragraph
 from quartet_plugin.report.formatting import duration, rate, size, spread
 from quartet_plugin.report.status import counts_words, regret_words, stamp
 from quartet_plugin.report.style import STYLE
@@ -103,6 +105,7 @@ def _verdict(history: RunHistory) -> str:
             f"<strong>{spread(comparison.speedup, '{:.2f}x')}</strong> as fast as your own command.</p>\n"
             f'<p class="note">In {markup.text(OBJECTIVE_WORDS[comparison.objective])}, measured in turns '
             f"with it over {rounds} rounds; {100 * confidence(rounds):.0f} % interval.</p>"
+            f"{_choice(history.winner)}"
         )
     if history.state == "finished":
         return (
@@ -111,6 +114,11 @@ def _verdict(history: RunHistory) -> str:
         )
     state = {"running": "runs", "elsewhere": "runs on another host"}.get(history.state, "was stopped")
     return f'<p class="verdict open"><strong>The search {state}:</strong> this is what is known so far.</p>'
+
+
+def _choice(winner: Plan) -> str:
+    words = choice_paragraph(winner)
+    return f"\n{markup.note(words)}" if words else ""
 
 
 def _cards(history: RunHistory) -> str:
@@ -158,7 +166,7 @@ def _intervals(history: RunHistory) -> str:
     caption = (
         "Dots are medians over the final rounds, bars their intervals; the short marks are single rounds. A "
         "plan wins only where the whole bar of its speedup is above 1; after more rounds than were asked "
-        "for, where a longer bar is (99 %)."
+        "for, where a longer bar is (99 %). Of several such plans the faster in the same rounds is chosen."
     )
     return markup.section("Best against baseline", markup.figure(svg, caption))
 

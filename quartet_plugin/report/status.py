@@ -7,6 +7,7 @@ from typing import Any
 from quartet_plugin.model.history import LeaseHolder, RunHistory, RunningLaunch, TrialRow, WorkerRow
 from quartet_plugin.model.measurement import NOTABLE, Regret
 from quartet_plugin.model.schema import dump
+from quartet_plugin.report.final_choice import choice_lines
 from quartet_plugin.report.formatting import clean, duration
 
 _STATES = {
@@ -42,6 +43,7 @@ def status_lines(history: RunHistory) -> list[str]:
             f"winner    trial {history.winner.provenance.trial}: {speedup.median:.2f}x "
             f"({speedup.low:.2f}x to {speedup.high:.2f}x), measured in turns"
         )
+        lines += choice_lines(history.winner)
     elif history.state == "finished":
         lines.append("winner    none: your own command stays as it is")
     if history.regret is not None:
@@ -87,12 +89,18 @@ def status_record(history: RunHistory) -> dict[str, Any]:
             "versus_baseline": history.versus_baseline(best),
         },
         "winner": None if history.winner is None else history.winner.provenance.trial,
+        "choice": _choice_record(history),
         "regret": None if history.regret is None else dump(history.regret),
         "elapsed_s": round(history.elapsed_s, 3),
         "time_left_s": None if history.time_left_s is None else round(history.time_left_s, 3),
         "storage": history.storage,
         "faults": list(history.faults),
     }
+
+
+def _choice_record(history: RunHistory) -> dict[str, Any] | None:
+    measurement = None if history.winner is None else history.winner.measurement
+    return None if measurement is None or measurement.choice is None else dump(measurement.choice)
 
 
 def _launch_record(launch: RunningLaunch) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Literal
 from quartet_plugin.model.measurement import Comparison, Measurement, Objective
 from quartet_plugin.model.plan import STOCK, Plan
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.report.final_choice import choice_lines
 from quartet_plugin.report.formatting import spread
 
 # A: rounding of nothing but order; B: rounding of reductions; C: may change the objective; D: another model.
@@ -53,7 +54,7 @@ def changes(plan: Plan) -> tuple[Change, ...]:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The whole plan: origin, model, shape, layout, split, schedule, mapping, changes and speedup."""
+    """The whole plan: origin, model, shape, layout, split, schedule, mapping, changes, speedup, choice."""
     made = plan.made_for
     nodes = ", ".join(f"{node.host} ({node.node_class})" for node in made.nodes[:8])
     more = f", and {len(made.nodes) - 8} more" if len(made.nodes) > 8 else ""
@@ -69,7 +70,7 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
     lines += ["", *change_lines(plan)]
     if plan.measurement is not None:
-        lines += ["", *comparison_lines(plan.measurement)]
+        lines += ["", *comparison_lines(plan.measurement), *choice_lines(plan)]
     return lines
 
 

@@ -36,6 +36,7 @@ from quartet_plugin.tuner.sequential_search import SequentialSearch
 from quartet_plugin.tuner.trial_backend import read_judged
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher, record_of
 from quartet_plugin.tuner.tune_result import TuneResult
+from quartet_plugin.tuner.winner_choice import choice_of
 from quartet_plugin.tuner.workers.dispatcher import Dispatcher
 from quartet_plugin.tuner.workers.messages import WorkerRequirement, worker_name
 from quartet_plugin.tuner.workers.parallel_search import ParallelSearch
@@ -116,7 +117,12 @@ class Coordinator:
             tuned = self._search(space, result, launcher=launcher, baseline=baseline, parity=parity)
         finally:
             parity.close()
-        context.events.add("end", winner=None if tuned.winner is None else tuned.winner.trial.number)
+        context.events.add(
+            "end",
+            winner=None if tuned.winner is None else tuned.winner.trial.number,
+            runner_up=None if tuned.choice is None else tuned.choice.runner_up,
+            chance_better=None if tuned.choice is None else tuned.choice.chance_better,
+        )
         return tuned
 
     def _search(
@@ -167,6 +173,7 @@ class Coordinator:
             trials=tuple(trials),
             rankings=tuple(rankings),
             winner=winner,
+            choice=choice_of(rankings, seed=self._config.seed),
             receipt=None if winner is None else parity.receipt_of(winner.trial.plan),
             drift_checks=tuple(search.drift_monitor.measurements),
         )

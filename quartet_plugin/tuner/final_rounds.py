@@ -11,14 +11,13 @@ from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.finalists import (
     BASELINE,
     MAX_EXTENDED,
-    MIN_ROUNDS,
-    FinalistResult,
     order_of_round,
     rank,
 )
 from quartet_plugin.tuner.parity import ParityKeeper
 from quartet_plugin.tuner.sequential_search import MAX_LOST_IN_A_ROW
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
+from quartet_plugin.tuner.winner_choice import MIN_ROUNDS, FinalistResult
 
 # Measured results by trial number and round.
 type RoundResults = dict[int, dict[int, TrialResult]]
@@ -61,7 +60,10 @@ class FinalRounds:
     baseline: BaselineScore
 
     def measure(self, finalists: Sequence[FinishedTrial]) -> list[FinalistResult]:
-        """The finalists, ranked. A leader by little, over few rounds or unsurely is measured again."""
+        """The finalists in order of choice.
+
+        A leader by little, over few rounds or unsurely is measured again.
+        """
         config, baseline = self.context.run.config.study, self.baseline
         all_plans = {BASELINE: baseline.plan, **{trial.number: trial.plan for trial in finalists}}
         plans = all_plans
@@ -151,5 +153,5 @@ class FinalRounds:
 
 
 def winner_of(rankings: Sequence[FinalistResult]) -> FinalistResult | None:
-    """The first finalist that wins."""
+    """The first finalist in order of choice, where it beats the baseline."""
     return next((ranking for ranking in rankings if ranking.is_win), None)

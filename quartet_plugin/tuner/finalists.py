@@ -1,4 +1,4 @@
-"""The rules of the final rounds: which plans are finalists, their order in a round, and which one wins.
+"""The rules of the final rounds: who takes part, the order in a round, and what beats the baseline.
 
 A study's best value is partly luck. Each round launches every candidate and the baseline once, in a random
 order, so that slow drift of the machine meets all alike; only the ratio inside a round counts.
@@ -7,62 +7,24 @@ order, so that slow drift of the machine meets all alike; only the ratio inside 
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.measurement import Comparison, Interval, Measurement, Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, Score, score, score_of_median
 from quartet_plugin.trial.request import TrialResult
+from quartet_plugin.tuner.winner_choice import MIN_ROUNDS, NUM_RESAMPLES, FinalistResult, in_order_of_choice
 
 # A candidate this much below the baseline when it was searched is not measured again: between two runs
 # of one plan lie a few percent.
 CANDIDATE_MARGIN = 0.93
-MIN_ROUNDS = 3
-
-# A speedup below this is inside what two runs of one plan may differ by, so it is measured as often again.
-CONFIRM_BELOW = 1.10
-# A plan that leads by less, or that after so many times the rounds is still not certain, is given up.
-LEAST_LEAD = 1.02
+# A plan that after so many times the rounds is still not certain is given up.
 MAX_EXTENDED = 4
 # Who is looked at again and again wins by luck more easily, so the later looks ask for more
 # (`python -m benchmarks.final_rounds`).
 LATER_LEVEL = 0.99
-# With fewer rounds chance alone wins too often: of 3 rounds all go one way in every fourth case.
-CONFIRM_ROUNDS = 5
 
 BASELINE = 0
-
-NUM_RESAMPLES = 10_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinalistResult:
-    """A candidate after the final rounds. `ratios` are its objective over the baseline's, a round each.
-
-    `surely` is what its speedup is above: the lower end of the interval, a wider one after more rounds than
-    were asked for.
-    """
-
-    trial: FinishedTrial
-    comparison: Comparison
-    ratios: tuple[float, ...]
-    surely: float
-
-    @property
-    def is_win(self) -> bool:
-        """Whether it is faster for certain."""
-        return self.surely > 1.0
-
-    @property
-    def is_contender(self) -> bool:
-        """Whether more rounds may show a win that these do not."""
-        return not self.is_win and self.comparison.speedup.median >= LEAST_LEAD
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether a win needs no more rounds."""
-        return len(self.ratios) >= CONFIRM_ROUNDS and self.comparison.speedup.median >= CONFIRM_BELOW
 
 
 def candidates(
@@ -108,7 +70,7 @@ def rank(
     seed: int,
     num_asked: int,
 ) -> list[FinalistResult]:
-    """Every candidate that was measured in a round with the baseline, the best lower end first.
+    """Every candidate that was measured in MIN_ROUNDS rounds with the baseline, in order of choice.
 
     `launches[number][round]` are the final launches' measured results, the baseline's under number 0;
     `num_asked` is how many rounds there are for all.
@@ -134,8 +96,11 @@ def rank(
         surely = comparison.speedup.low
         if rounds[-1] >= num_asked:
             surely = bootstrap_median(ratios, seed=seed, level=LATER_LEVEL).low
-        ranked.append(FinalistResult(trial=trial, comparison=comparison, ratios=ratios, surely=surely))
-    return sorted(ranked, key=lambda result: (-result.comparison.speedup.low, result.trial.number))
+        result = FinalistResult(
+            trial=trial, comparison=comparison, rounds=tuple(rounds), ratios=ratios, surely=surely
+        )
+        ranked.append(result)
+    return in_order_of_choice(ranked, seed=seed)
 
 
 def bootstrap_median(

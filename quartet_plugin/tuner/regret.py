@@ -22,8 +22,9 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.space.param_sources import Params, RandomParams
 from quartet_plugin.space.plan_space import Space
-from quartet_plugin.tuner.finalists import BASELINE, FinalistResult
+from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.tune_result import TuneResult
+from quartet_plugin.tuner.winner_choice import FinalistResult
 
 if TYPE_CHECKING:
     from quartet_plugin.tuner.proposer import Proposer

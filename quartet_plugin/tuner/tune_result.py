@@ -6,21 +6,22 @@ from pathlib import Path
 
 from quartet_plugin.model.files import write_text_atomic
 from quartet_plugin.model.history import DriftMeasurement
-from quartet_plugin.model.measurement import Objective, Regret, write_regret
+from quartet_plugin.model.measurement import FinalChoice, Objective, Regret, write_regret
 from quartet_plugin.model.plan import Plan, write_plan
 from quartet_plugin.model.receipt import Receipt, receipt_path, write_receipt
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.trial.redact import shell_words
-from quartet_plugin.tuner.finalists import FinalistResult
 from quartet_plugin.tuner.run_folder import TuningRun
+from quartet_plugin.tuner.winner_choice import FinalistResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
     """The result of a tuning run. `winner` is None where nothing beat the baseline.
 
-    `seed` is the study's. `receipt` is the parity gate's for a winner with a custom schedule, `drift_checks`
-    the baseline's re-measurements during the search, `regret` the estimate of what the search missed.
+    `rankings` are the finalists in order of choice, `choice` is how the winner was chosen among them. `seed`
+    is the study's. `receipt` is the parity gate's for a winner with a custom schedule, `drift_checks` the
+    baseline's re-measurements during the search, `regret` the estimate of what the search missed.
     """
 
     objective: Objective
@@ -29,6 +30,7 @@ class TuneResult:
     trials: tuple[FinishedTrial, ...]
     rankings: tuple[FinalistResult, ...]
     winner: FinalistResult | None
+    choice: FinalChoice | None = None
     receipt: Receipt | None = None
     drift_checks: tuple[DriftMeasurement, ...] = ()
     regret: Regret | None = None
@@ -59,7 +61,8 @@ def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
         for path in (folder.best_plan, folder.best_command):
             path.unlink(missing_ok=True)
         return None
-    plan = replace(result.winner.trial.plan, measurement=result.winner.comparison)
+    measurement = replace(result.winner.comparison, choice=result.choice)
+    plan = replace(result.winner.trial.plan, measurement=measurement)
     folder.best_plan.parent.mkdir(mode=0o700, exist_ok=True)
     if result.receipt is not None:
         assert result.receipt.plan_key == plan.key

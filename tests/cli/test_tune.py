@@ -19,6 +19,8 @@ from quartet_plugin.cli.tune import summary_lines
 from quartet_plugin.errors import ExitCode, SeamError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.trial.request import Outcome
+from quartet_plugin.tuner.tune_result import write_best
+from quartet_plugin.tuner.winner_choice import RULE
 from tests.cli.tuning import CONFIG, environment, living, prepare, wait_until
 from tests.tuner.fakes import FakeMachine, begin
 from tests.tuner.fakes import tune as search
@@ -113,6 +115,22 @@ def test_plans_that_could_not_be_measured_are_counted(tmp_path: Path) -> None:
     line = summary_lines(replace(result, winner=None), plan=None, run=run)[0]
     assert f"({failed} could not be measured" in line
     assert "events.jsonl" in line
+
+
+def test_the_closing_lines_say_how_the_winner_was_chosen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = begin(tmp_path / "r", study={"trials": 8})
+    result = search(run, FakeMachine())
+    plan = write_best(result, run=run)
+    assert result.winner is not None
+    lines = summary_lines(result, plan=plan, run=run)
+    chosen = [line for line in lines if line.startswith(("chosen ", "runner-up "))]
+    assert chosen[0] == f"chosen    {RULE}"
+    assert chosen[1].startswith(f"runner-up trial {result.rankings[1].trial.number}")
+    assert f"trial {result.winner.trial.number} is " in chosen[1]
+    assert main(["show", str(run.folder.best_plan)]) == 0
+    assert "\n".join(chosen) in capsys.readouterr().out
 
 
 def test_an_unknown_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

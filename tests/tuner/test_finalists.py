@@ -11,9 +11,10 @@ from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.finalists import FinalistResult, bootstrap_median, candidates, rank
+from quartet_plugin.tuner.finalists import bootstrap_median, candidates, rank
 from quartet_plugin.tuner.run_folder import TuningRun, create_run
 from quartet_plugin.tuner.tune_result import TuneResult, command_text, write_best
+from quartet_plugin.tuner.winner_choice import FinalistResult
 from tests.model.plans import PLAN
 
 

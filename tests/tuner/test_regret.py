@@ -21,9 +21,10 @@ from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
-from quartet_plugin.tuner.finalists import FinalistResult, bootstrap_median
+from quartet_plugin.tuner.finalists import bootstrap_median
 from quartet_plugin.tuner.regret import estimate_regret, noise_of_rounds, untried_plans
 from quartet_plugin.tuner.tune_result import TuneResult, write_best
+from quartet_plugin.tuner.winner_choice import FinalistResult
 from tests.space.jobs import make_job, make_layout, make_nodes
 from tests.tuner.fakes import FakeMachine, begin, resume, tune
 
@@ -75,7 +76,13 @@ def ranking(one: FinishedTrial, ratios: Sequence[float]) -> FinalistResult:
     compared = Comparison(
         objective="tokens_per_s", plan=measured, baseline=measured, speedup=bootstrap_median(ratios, seed=0)
     )
-    return FinalistResult(trial=one, comparison=compared, ratios=tuple(ratios), surely=compared.speedup.low)
+    return FinalistResult(
+        trial=one,
+        comparison=compared,
+        rounds=tuple(range(len(ratios))),
+        ratios=tuple(ratios),
+        surely=compared.speedup.low,
+    )
 
 
 def ended(

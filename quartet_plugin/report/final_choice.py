@@ -1,0 +1,46 @@
+"""The choice of the winner in words: the rule, and the runner-up with the chance that it is slower."""
+
+from quartet_plugin.model.measurement import FinalChoice
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.report.formatting import clean
+
+
+def choice_words(plan: Plan) -> tuple[str, str] | None:
+    """The rule by which a winner was chosen, and its runner-up; None of a plan that no final rounds chose."""
+    choice = None if plan.measurement is None else plan.measurement.choice
+    if choice is None:
+        return None
+    return clean(choice.rule, limit=2_000), _runner_up_words(choice, winner=plan.provenance.trial)
+
+
+def choice_lines(plan: Plan) -> list[str]:
+    """The same as two lines for a terminal, or none."""
+    words = choice_words(plan)
+    return [] if words is None else [f"chosen    {words[0]}", f"runner-up {words[1]}"]
+
+
+def choice_paragraph(plan: Plan) -> str:
+    """The same as a paragraph, or nothing."""
+    words = choice_words(plan)
+    return "" if words is None else f"Chosen: {words[0]}. Runner-up: {words[1]}."
+
+
+def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
+    if choice.runner_up is None or choice.gain is None:
+        return "none: no other plan was measured in the final rounds"
+    number = choice.runner_up
+    is_ahead = choice.gain < 1.0
+    first, second = (number, winner) if is_ahead else (winner, number)
+    gain = 1.0 / choice.gain if is_ahead else choice.gain
+    name = f"trial {number}{', another model' if choice.is_runner_up_other_model else ''}"
+    parts = [f"{name}: trial {first} is {gain:.3f}x as fast as trial {second}"]
+    if choice.chance_better is None:
+        parts[0] += f", by their speedups: they share {choice.num_rounds} rounds only"
+    else:
+        chance = 1.0 - choice.chance_better if is_ahead else choice.chance_better
+        parts[0] += f" in the same {choice.num_rounds} rounds, faster with a chance of {100 * chance:.0f} %"
+    if is_ahead and choice.is_runner_up_other_model:
+        parts.append("too little for another model")
+    if not choice.is_runner_up_win:
+        parts.append(f"trial {number} is not faster than your own command for certain")
+    return "; ".join(parts)

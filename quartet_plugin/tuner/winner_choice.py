@@ -1,0 +1,168 @@
+"""The choice of the winner: finalists that beat the baseline, compared with each other round by round.
+
+The ratio of two finalists' objectives in the same round is free of drift and of the baseline's own noise; its
+median over the rounds decides. The lower end of a finalist's interval only says whether it may win at all.
+"""
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quartet_plugin.model.measurement import Comparison, FinalChoice
+from quartet_plugin.model.trial_record import FinishedTrial
+
+MIN_ROUNDS = 3
+
+# A speedup below this is inside what two runs of one plan may differ by, so it is measured as often again.
+CONFIRM_BELOW = 1.10
+# With fewer rounds chance alone wins too often: of 3 rounds all go one way in every fourth case.
+CONFIRM_ROUNDS = 5
+# A plan that leads by less is given up.
+LEAST_LEAD = 1.02
+
+# The gain with which another model goes before the user's own. Where launches of one plan lie 3 % apart, the
+# paired median of five rounds of equal plans is below it in 98 of 100 cases. And another model has to be
+# judged anew by what it learns, which less speed does not pay for.
+CLEAR_GAIN = 1.05
+# The probability that there is a gain at all. One of five rounds may go the other way, not two.
+CLEAR_CHANCE = 0.9
+
+RULE = (
+    "of the plans that are faster than your own command for certain, the fastest by the median ratio in the "
+    f"same rounds; another model only if it is faster than yours by {100 * (CLEAR_GAIN - 1):.0f} % or more, "
+    f"with a chance of at least {100 * CLEAR_CHANCE:.0f} %"
+)
+
+NUM_RESAMPLES = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalistResult:
+    """A candidate after the final rounds. `ratios` are its objective over the baseline's in each of `rounds`.
+
+    `surely` is what its speedup is above: the lower end of the interval, a wider one after more rounds than
+    were asked for.
+    """
+
+    trial: FinishedTrial
+    comparison: Comparison
+    rounds: tuple[int, ...]
+    ratios: tuple[float, ...]
+    surely: float
+
+    @property
+    def is_win(self) -> bool:
+        """Whether it is faster than the baseline for certain."""
+        return self.surely > 1.0
+
+    @property
+    def is_contender(self) -> bool:
+        """Whether more rounds may show a win that these do not."""
+        return not self.is_win and self.comparison.speedup.median >= LEAST_LEAD
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether a win needs no more rounds."""
+        return len(self.ratios) >= CONFIRM_ROUNDS and self.comparison.speedup.median >= CONFIRM_BELOW
+
+    @property
+    def is_other_model(self) -> bool:
+        """Whether it trains another shape than the user's own (class D)."""
+        return self.trial.plan.shape != self.trial.plan.made_for.shape
+
+
+def in_order_of_choice(results: Sequence[FinalistResult], *, seed: int) -> list[FinalistResult]:
+    """The winner, the runner-up and whoever else may win, then the others by their lower end.
+
+    Another model wins only where its gain over each of the user's own model's plans is clear. After the
+    winner the comparison alone counts, so that the runner-up is the plan that came nearest.
+    """
+    left = [result for result in results if result.is_win]
+    others = [result for result in results if not result.is_win]
+    user_model = [result for result in left if not result.is_other_model]
+    clear = [
+        result
+        for result in left
+        if result.is_other_model and all(_is_clear(result, other, seed=seed) for other in user_model)
+    ]
+    ordered = []
+    pool = clear or user_model
+    while left:
+        ordered.append(_fastest(pool))
+        left = pool = [result for result in left if result.trial.number != ordered[-1].trial.number]
+    others.sort(key=lambda result: (-result.comparison.speedup.low, result.trial.number))
+    return [*ordered, *others]
+
+
+def choice_of(ordered: Sequence[FinalistResult], *, seed: int) -> FinalChoice | None:
+    """The choice in numbers, of finalists as `in_order_of_choice` has them; None where none wins."""
+    if not ordered or not ordered[0].is_win:
+        return None
+    winner, second = ordered[0], ordered[1] if len(ordered) > 1 else None
+    if second is None:
+        return FinalChoice(rule=RULE)
+    return FinalChoice(
+        rule=RULE,
+        runner_up=second.trial.number,
+        gain=math.exp(log_gain(winner, second)),
+        chance_better=chance_better(winner, second, seed=seed),
+        num_rounds=len(_log_ratios(winner, second)),
+        is_runner_up_win=second.is_win,
+        is_runner_up_other_model=second.is_other_model,
+    )
+
+
+def log_gain(first: FinalistResult, second: FinalistResult) -> float:
+    """The logarithm of the first's objective over the second's: the median over the rounds that they share.
+
+    With fewer than MIN_ROUNDS of them, which lost launches can leave, that of their speedups.
+    """
+    shared = _log_ratios(first, second)
+    if len(shared) >= MIN_ROUNDS:
+        return statistics.median(shared)
+    return math.log(first.comparison.speedup.median) - math.log(second.comparison.speedup.median)
+
+
+def chance_better(first: FinalistResult, second: FinalistResult, *, seed: int) -> float | None:
+    """The probability that the first is faster: how often the median of resampled rounds says so.
+
+    A paired bootstrap, in which a tie counts half. Rounds of equal plans all go one way with 2^-n, so no more
+    certainty than that is given. None where they share fewer than MIN_ROUNDS rounds.
+    """
+    shared = _log_ratios(first, second)
+    if len(shared) < MIN_ROUNDS:
+        return None
+    generator = random.Random(seed)  # noqa: S311
+    medians = [statistics.median(generator.choices(shared, k=len(shared))) for _ in range(NUM_RESAMPLES)]
+    chance = (sum(gain > 0 for gain in medians) + 0.5 * sum(gain == 0 for gain in medians)) / NUM_RESAMPLES
+    least = 0.5 ** len(shared)
+    return min(max(chance, least), 1.0 - least)
+
+
+def _is_clear(first: FinalistResult, second: FinalistResult, *, seed: int) -> bool:
+    """Whether the first's gain over the second is enough for another model."""
+    if log_gain(first, second) < math.log(CLEAR_GAIN):
+        return False
+    chance = chance_better(first, second, seed=seed)
+    return chance is not None and chance >= CLEAR_CHANCE
+
+
+def _fastest(pool: Sequence[FinalistResult]) -> FinalistResult:
+    """The finalist that no other beats; of several, or where each is beaten, the best median speedup.
+
+    Three finalists can beat each other in a circle: medians of ratios are no order.
+    """
+    unbeaten = [first for first in pool if all(log_gain(first, second) >= 0 for second in pool)]
+    return min(unbeaten or pool, key=lambda result: (-result.comparison.speedup.median, result.trial.number))
+
+
+def _log_ratios(first: FinalistResult, second: FinalistResult) -> list[float]:
+    """The logarithms of the first's objective over the second's in every round that both were measured in."""
+    ratios = dict(zip(second.rounds, second.ratios, strict=True))
+    return [
+        math.log(ratio) - math.log(ratios[round_number])
+        for round_number, ratio in zip(first.rounds, first.ratios, strict=True)
+        if round_number in ratios
+    ]

@@ -1,0 +1,222 @@
+"""The choice among finalists that beat the baseline: round by round, and the user's own model first."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.tuner import winner_choice
+from quartet_plugin.tuner.final_rounds import winner_of
+from quartet_plugin.tuner.finalists import bootstrap_median, rank
+from quartet_plugin.tuner.winner_choice import (
+    CLEAR_CHANCE,
+    CLEAR_GAIN,
+    FinalistResult,
+    chance_better,
+    choice_of,
+    in_order_of_choice,
+    log_gain,
+)
+from tests.model.plans import PLAN, SHAPE
+from tests.tuner.test_finalists import launch, ranked, trial
+
+OTHER_MODEL = replace(
+    PLAN,
+    shape=replace(SHAPE, num_layers=4, hidden_size=320, ffn_hidden_size=1280, num_attention_heads=5),
+    split=Split(transformer_layers_per_stage=(2, 2)),
+)
+
+
+def finished(number: int, *, is_other_model: bool = False) -> FinishedTrial:
+    made = trial(number, value=1.0)
+    return replace(made, plan=OTHER_MODEL) if is_other_model else made
+
+
+def after_rounds(
+    baseline_s: Sequence[float],
+    times_s: dict[int, Sequence[float]],
+    *,
+    other_models: tuple[int, ...] = (),
+    lost: tuple[tuple[int, int], ...] = (),
+) -> list[FinalistResult]:
+    """The finalists after rounds of these seconds; `lost` launches by trial and round."""
+    baseline: Plan = trial(0, value=1.0, layers=4).plan
+    times = {0: baseline_s, **times_s}
+    return rank(
+        [finished(number, is_other_model=number in other_models) for number in times_s],
+        baseline=baseline,
+        launches={
+            number: {index: launch(s) for index, s in enumerate(row) if (number, index) not in lost}
+            for number, row in times.items()
+        },
+        objective="tokens_per_s",
+        seed=0,
+        num_asked=5,
+    )
+
+
+def result(number: int, ratios: Sequence[float], *, is_other_model: bool = False) -> FinalistResult:
+    measured = ranked([1.0] * 3, [0.5] * 3)[0]
+    speedup = bootstrap_median(ratios, seed=0, num_resamples=100)
+    return replace(
+        measured,
+        trial=finished(number, is_other_model=is_other_model),
+        comparison=replace(measured.comparison, speedup=speedup),
+        rounds=tuple(range(len(ratios))),
+        ratios=tuple(ratios),
+        surely=speedup.low,
+    )
+
+
+SLOW_ONCE = (0.620, 0.625, 0.711, 0.625, 0.619)
+EVEN = (0.699, 0.680, 0.692, 0.664, 0.676)
+
+
+@pytest.mark.parametrize("other_models", [(), (9,)])
+def test_the_faster_in_the_same_rounds_wins_though_a_slow_launch_lowers_its_interval(
+    other_models: tuple[int, ...],
+) -> None:
+    results = after_rounds([0.960] * 5, {7: SLOW_ONCE, 9: EVEN}, other_models=other_models)
+    first, second = results
+    assert first.trial.number == 7
+    assert winner_of(results) is first
+    assert first.comparison.speedup.low < second.comparison.speedup.low
+    choice = choice_of(results, seed=0)
+    assert choice is not None
+    assert (choice.runner_up, choice.num_rounds) == (9, 5)
+    assert choice.gain == pytest.approx(0.680 / 0.625)
+    assert choice.chance_better == pytest.approx(0.942, abs=0.01)
+    assert choice.is_runner_up_win
+    assert choice.is_runner_up_other_model == bool(other_models)
+
+
+@pytest.mark.parametrize(
+    ("other_s", "chosen"),
+    [
+        ([0.97] * 5, 1),
+        ([0.96] * 5, 1),
+        ([0.93] * 5, 2),
+        ([0.93] * 4 + [1.05], 2),
+        ([0.93] * 3 + [1.05] * 2, 1),
+    ],
+)
+def test_another_model_wins_with_a_clear_gain_alone(other_s: list[float], chosen: int) -> None:
+    results = after_rounds([2.0] * 5, {1: [1.0] * 5, 2: other_s}, other_models=(2,))
+    assert [one.trial.number for one in results] == ([1, 2] if chosen == 1 else [2, 1])
+    alike = after_rounds([2.0] * 5, {1: [1.0] * 5, 2: other_s})
+    assert alike[0].trial.number == 2  # of one's own model the faster wins by any gain
+
+
+def test_three_rounds_are_no_clear_gain() -> None:
+    results = after_rounds([2.0] * 3, {1: [1.0] * 3, 2: [0.8] * 3}, other_models=(2,))
+    assert [one.trial.number for one in results] == [1, 2]
+
+
+def test_without_a_plan_of_the_users_own_model_another_one_wins_as_before() -> None:
+    results = after_rounds([1.0] * 5, {1: [1.1] * 5, 2: [0.98] * 5, 3: [0.97] * 5}, other_models=(2, 3))
+    assert [one.trial.number for one in results] == [3, 2, 1]
+    choice = choice_of(results[:1], seed=0)
+    assert choice is not None
+    assert choice.runner_up is None
+
+
+def test_what_may_not_win_comes_last_and_is_no_rival_to_what_may() -> None:
+    fast_but_unsure = [0.5, 0.5, 0.5, 0.5, 1.1]
+    results = after_rounds([1.0] * 5, {1: fast_but_unsure, 2: [0.9] * 5})
+    assert [one.trial.number for one in results] == [2, 1]
+    choice = choice_of(results, seed=0)
+    assert choice is not None
+    assert not choice.is_runner_up_win
+    assert choice.gain is not None
+    assert choice.gain < 1.0
+    assert choice_of(after_rounds([1.0] * 5, {1: fast_but_unsure}), seed=0) is None
+    assert choice_of([], seed=0) is None
+
+
+def test_drift_between_rounds_does_not_count() -> None:
+    drift = (1.0, 1.5, 2.0, 3.0, 1.2)
+    times = {
+        number: [by * seconds for by, seconds in zip(drift, row, strict=True)]
+        for number, row in ((7, SLOW_ONCE), (9, EVEN))
+    }
+    results = after_rounds([0.96 * by for by in drift], times)
+    assert [one.trial.number for one in results] == [7, 9]
+    assert log_gain(results[0], results[1]) == pytest.approx(math.log(0.680 / 0.625))
+
+
+def test_finalists_that_share_too_few_rounds_are_compared_by_their_speedups() -> None:
+    lost = ((1, 0), (1, 1), (2, 3), (2, 4))
+    results = after_rounds([2.0] * 6, {1: [1.0] * 6, 2: [0.9] * 6}, other_models=(2,), lost=lost)
+    assert [one.trial.number for one in results] == [1, 2]
+    choice = choice_of(results, seed=0)
+    assert choice is not None
+    assert choice.chance_better is None
+    assert choice.num_rounds == 2
+    assert choice.gain == pytest.approx(0.9)
+
+
+def test_more_rounds_of_the_leader_alone_do_not_change_the_pairs() -> None:
+    first, second = result(1, [1.5] * 5 + [1.0] * 5), result(2, [1.4] * 5)
+    assert log_gain(first, second) == pytest.approx(math.log(1.5 / 1.4))
+
+
+ratio_rows = st.integers(3, 6).flatmap(
+    lambda num_rounds: st.lists(
+        st.tuples(st.lists(st.floats(0.9, 1.6), min_size=num_rounds, max_size=num_rounds), st.booleans()),
+        min_size=1,
+        max_size=4,
+    )
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ratio_rows, st.integers(0, 100))
+def test_the_chosen_plan_is_never_the_slower(rows: list[tuple[list[float], bool]], seed: int) -> None:
+    results = [
+        result(number, ratios, is_other_model=is_other) for number, (ratios, is_other) in enumerate(rows, 1)
+    ]
+    with patch.object(winner_choice, "NUM_RESAMPLES", 200):
+        ordered = in_order_of_choice(results, seed=seed)
+        assert in_order_of_choice(results[::-1], seed=seed) == ordered
+        assert sorted(one.trial.number for one in ordered) == [one.trial.number for one in results]
+        winners = [one for one in results if one.is_win]
+        assert (winner_of(ordered) is None) == (not winners)
+        if not winners:
+            return
+        winner = ordered[0]
+        assert winner.is_win
+        own = [one for one in winners if not one.is_other_model]
+        if winner.is_other_model:
+            for rival in own:
+                chance = chance_better(winner, rival, seed=seed)
+                assert log_gain(winner, rival) >= math.log(CLEAR_GAIN)
+                assert chance is not None
+                assert chance >= CLEAR_CHANCE
+            return
+        for rival in (one for one in winners if one.is_other_model):
+            chances = [chance_better(rival, one, seed=seed) or 0.0 for one in own]
+            gains = [log_gain(rival, one) for one in own]
+            assert min(gains) < math.log(CLEAR_GAIN) or min(chances) < CLEAR_CHANCE
+        unbeaten = [one for one in own if all(log_gain(one, other) >= 0 for other in own)]
+        assert winner in (unbeaten or own)
+        if len(own) < 3:
+            assert unbeaten
+
+
+@settings(max_examples=60, deadline=None)
+@given(ratio_rows, st.integers(0, 100))
+def test_chances_of_two_plans_make_one(rows: list[tuple[list[float], bool]], seed: int) -> None:
+    results = [result(number, ratios) for number, (ratios, _) in enumerate(rows, 1)]
+    with patch.object(winner_choice, "NUM_RESAMPLES", 200):
+        for first, second in itertools.combinations(results, 2):
+            chances = [chance_better(*pair, seed=seed) for pair in ((first, second), (second, first))]
+            assert None not in chances
+            assert sum(chance for chance in chances if chance is not None) == pytest.approx(1.0)
+            assert log_gain(first, second) == -log_gain(second, first)
