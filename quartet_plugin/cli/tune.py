@@ -163,6 +163,7 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
     """What the search found, and how to train with it."""
     from quartet_plugin.model.receipt import receipt_path
     from quartet_plugin.report.final_choice import choice_lines
+    from quartet_plugin.report.plan_difference import difference_lines
     from quartet_plugin.report.tables import change_lines, comparison_lines
 
     if plan is None or result.winner is None:
@@ -182,6 +183,7 @@ def summary_lines(result: "TuneResult", *, plan: "Plan | None", run: "TuningRun"
         ]
     return [
         f"trial {result.winner.trial.number} is faster than your own command",
+        *difference_lines(plan),
         *comparison_lines(result.winner.comparison, names=("your own", "best")),
         *choice_lines(plan),
         *change_lines(plan),

@@ -16,6 +16,7 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.report import figures, markup, page_tables
 from quartet_plugin.report.final_choice import choice_paragraph
 from quartet_plugin.report.formatting import duration, rate, size, spread
+from quartet_plugin.report.plan_difference import difference_sentence
 from quartet_plugin.report.status import counts_words, regret_words, stamp
 from quartet_plugin.report.style import STYLE
 from quartet_plugin.report.tables import CLASS_MEANING, OBJECTIVE_WORDS, changes, confidence
@@ -103,6 +104,7 @@ def _verdict(history: RunHistory) -> str:
         return (
             f'<p class="verdict">Trial {history.winner.provenance.trial} is '
             f"<strong>{spread(comparison.speedup, '{:.2f}x')}</strong> as fast as your own command.</p>\n"
+            f"{markup.note(f'Against your own command: {difference_sentence(history.winner)}.')}\n"
             f'<p class="note">In {markup.text(OBJECTIVE_WORDS[comparison.objective])}, measured in turns '
             f"with it over {rounds} rounds; {100 * confidence(rounds):.0f} % interval.</p>"
             f"{_choice(history.winner)}"

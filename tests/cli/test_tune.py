@@ -18,6 +18,7 @@ from quartet_plugin.cli.main import main
 from quartet_plugin.cli.tune import summary_lines
 from quartet_plugin.errors import ExitCode, SeamError
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.report.plan_difference import difference_lines
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.tune_result import write_best
 from quartet_plugin.tuner.winner_choice import RULE
@@ -124,8 +125,10 @@ def test_the_closing_lines_say_how_the_winner_was_chosen(
     result = search(run, FakeMachine())
     plan = write_best(result, run=run)
     assert result.winner is not None
+    assert plan is not None
     lines = summary_lines(result, plan=plan, run=run)
     chosen = [line for line in lines if line.startswith(("chosen ", "runner-up "))]
+    assert lines[1 : 1 + len(difference_lines(plan))] == difference_lines(plan)
     assert chosen[0] == f"chosen    {RULE}"
     assert chosen[1].startswith(f"runner-up trial {result.rankings[1].trial.number}")
     assert f"trial {result.winner.trial.number} is " in chosen[1]

@@ -1,0 +1,85 @@
+"""The differences of a plan from the user's own command, in words."""
+
+import re
+
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.shape import ModelShape
+
+LAYOUT_WORDS = {
+    "tensor_parallel": "tensor parallel",
+    "pipeline_parallel": "pipeline parallel",
+    "virtual_stages": "chunks a device",
+    "data_parallel": "data parallel",
+    "context_parallel": "context parallel",
+    "expert_parallel": "expert parallel",
+    "micro_batch_size": "micro-batch",
+    "sequence_parallel": "sequence parallel",
+    "distributed_optimizer": "distributed optimizer",
+    "recompute": "recompute",
+    "reduce_bucket_size": "reduce bucket",
+    "allgather_bucket_size": "all-gather bucket",
+}
+_VALUES = {True: "on", False: "off", None: "the command's"}
+_SCHEDULES = {
+    "no-pipelining": "no pipeline",
+    "searched": "a searched order",
+    "family": "an order of the schedule family",
+}
+# FLOPs that differ by less count as equal.
+_EQUAL_FLOPS = 0.005
+
+
+def difference_words(plan: Plan) -> tuple[str, ...]:
+    """The differences: another model first, then layout, schedule, layers per stage and order of ranks."""
+    baseline = plan.made_for.baseline
+    parts = [] if plan.shape == plan.made_for.shape else [_model_words(plan.made_for.shape, plan.shape)]
+    parts += [
+        f"{words} {_value(getattr(baseline.layout, name))} becomes {_value(getattr(plan.layout, name))}"
+        for name, words in LAYOUT_WORDS.items()
+        if getattr(plan.layout, name) != getattr(baseline.layout, name)
+    ]
+    if plan.schedule != baseline.schedule:
+        parts.append(f"{_schedule(baseline.schedule.label)} becomes {_schedule(plan.schedule.label)}")
+    if plan.split != baseline.split and plan.layout.num_stages > 1:
+        parts.append(f"layers per stage {baseline.split.label} become {plan.split.label}")
+    if not plan.mapping.is_stock:
+        parts.append(f"ranks {plan.mapping.label}")
+    return tuple(parts)
+
+
+def difference_sentence(plan: Plan) -> str:
+    """The differences as one sentence."""
+    return "; ".join(difference_words(plan)) or "nothing differs from your own command"
+
+
+def difference_lines(plan: Plan) -> list[str]:
+    """The differences for a terminal: another model in a line of its own, then the others."""
+    words = difference_words(plan)
+    num_first = int(plan.shape != plan.made_for.shape)
+    rows = [row for row in (*words[:num_first], "; ".join(words[num_first:])) if row]
+    return [f"{'differs' if row == 0 else '':<10}{text}" for row, text in enumerate(rows)]
+
+
+def _model_words(before: ModelShape, after: ModelShape) -> str:
+    flops = after.model_flops_per_sequence / before.model_flops_per_sequence - 1.0
+    parameters = after.num_parameters / before.num_parameters - 1.0
+    budget = "at equal FLOPs" if abs(flops) < _EQUAL_FLOPS else f"at {100 * flops:+.1f} % FLOPs"
+    width, depth = after.hidden_size != before.hidden_size, after.num_layers != before.num_layers
+    kind = "width and depth" if width and depth else "width" if width else "depth" if depth else "shape"
+    return (
+        f"ANOTHER MODEL of another {kind}: {_shape(before)} become {_shape(after)}, {budget} and "
+        f"{100 * parameters:+.1f} % parameters"
+    )
+
+
+def _shape(shape: ModelShape) -> str:
+    heads = f"{shape.num_attention_heads} head{'s' if shape.num_attention_heads > 1 else ''}"
+    return f"{shape.num_layers} layers, hidden {shape.hidden_size}, {heads}, FFN {shape.ffn_hidden_size}"
+
+
+def _schedule(label: str) -> str:
+    return _SCHEDULES.get(label) or re.sub(r"^(1f1b|zb-\w+)", lambda name: name.group().upper(), label)
+
+
+def _value(value: bool | int | str | None) -> str:
+    return _VALUES[value] if value is None or isinstance(value, bool) else str(value)
