@@ -17,6 +17,7 @@ class ExitCode(IntEnum):
     INFRASTRUCTURE = 5
     STORAGE = 6
     INTERRUPTED = 130
+    OUTPUT_CLOSED = 141
 
 
 class QuartetError(Exception):

@@ -2,20 +2,22 @@
 
 What follows the first literal `--` is the user's own training command. It is split off before anything
 is parsed, never edited, and reaches the commands as `Invocation.user_command`.
+
+This module imports next to nothing: what takes time is imported where `entry` has already taken Ctrl-C over.
 """
 
 import os
+import signal
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated
 
-import typer
-
-from quartet_plugin.cli.command import Invocation, refuse_user_command
 from quartet_plugin.errors import ExitCode, QuartetError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import typer
 
 # Every command with the module that has its function, or its own typer.Typer, as COMMAND_command. Importing
 # a module must be cheap, so numpy, numba, pydantic, optuna and the like are imported inside of functions.
@@ -53,11 +55,17 @@ _EPILOGS = {
 }
 
 _IMPORTED_S = time.monotonic()
-_ClickError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+_INTERRUPTED = "interrupted"
 
 
-def build_app() -> typer.Typer:
+def build_app() -> "typer.Typer":
     """The whole command line; cheap, and without side effects."""
+    from typing import Annotated
+
+    import typer
+
+    from quartet_plugin.cli.command import refuse_user_command
+
     app = typer.Typer(
         name="quartet",
         help="Tune shape, layer split, pipeline schedule and rank mapping of LLM pretraining.",
@@ -93,7 +101,7 @@ def main(argv: Sequence[str] | None = None, *, started_s: float | None = None) -
     """Run the command line `argv`, without the program's name, and return its exit code.
 
     None takes the arguments of this process; `started_s` (monotonic) is when it started, None for now. No
-    QuartetError leaves it: each is one line on stderr.
+    QuartetError leaves it: each is one line on stderr. Raises BrokenPipeError where the output's reader left.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command: tuple[str, ...] | None = None
@@ -102,38 +110,59 @@ def main(argv: Sequence[str] | None = None, *, started_s: float | None = None) -
         arguments, command = arguments[:dashes], tuple(arguments[dashes + 1 :])
     debug = "--debug" in arguments
     begin = time.monotonic() if started_s is None else started_s
-    context = Invocation(user_command=command, started_s=begin)
     try:
-        return _run([argument for argument in arguments if argument != "--debug"], context)
-    except (KeyboardInterrupt, typer.Abort):
-        return _failed("interrupted", ExitCode.INTERRUPTED, debug=debug)
+        return _run([argument for argument in arguments if argument != "--debug"], command, begin)
+    except KeyboardInterrupt:
+        return _failed(_INTERRUPTED, ExitCode.INTERRUPTED, debug=debug)
     except QuartetError as error:
         return _failed(str(error), error.exit_code, debug=debug)
-    except _ClickError as error:
-        message = _usage_message(error)
-        if command is None and _names_a_command(arguments):
-            message += "; write a training command after --, as in: -- torchrun ..."
-        return _failed(message, ExitCode.USAGE, debug=debug) if message else ExitCode.DONE
+    except SystemExit as error:
+        # So do typer and rich end where the reader of the output has left.
+        if isinstance(error.__context__, BrokenPipeError):
+            raise error.__context__ from None
+        raise
+    except BrokenPipeError:
+        raise
     except Exception as error:
-        reason = f"internal error, please report it with --debug: {type(error).__name__}: {error}"
-        return _failed(reason, 1, debug=debug)
+        return _failed_elsewhere(error, arguments, has_command=command is not None, debug=debug)
 
 
 def entry() -> None:
-    """The console script."""
+    """The console script. Ctrl-C gives one line at any time, a reader that leaves gives none."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _exit_at_once)
     try:
+        from quartet_plugin.cli.output_encoding import encodable
+
+        sys.stdout, sys.stderr = encodable(sys.stdout), encodable(sys.stderr)
         # The interpreter has been running at least as long as it has computed.
         code = main(started_s=min(_IMPORTED_S, time.monotonic() - time.process_time()))
-        sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:
         # The reader (head, less) left. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
+        code = ExitCode.OUTPUT_CLOSED
+    except KeyboardInterrupt:
+        code = _failed(_INTERRUPTED, ExitCode.INTERRUPTED, debug=False)
     sys.exit(code)
 
 
-def _run(arguments: list[str], context: Invocation) -> int:
+def _exit_at_once(number: int, frame: object) -> None:
+    """Ctrl-C while modules are imported: nothing has been begun, and an import is not left in its middle."""
+    del number, frame
+    os.write(2, f"quartet: {_INTERRUPTED}\n".encode())
+    os._exit(ExitCode.INTERRUPTED)
+
+
+def _run(arguments: list[str], user_command: tuple[str, ...] | None, started_s: float) -> int:
+    import typer
+
+    from quartet_plugin.cli.command import Invocation
+
     command = typer.main.get_command(build_app())
+    if signal.getsignal(signal.SIGINT) is _exit_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    context = Invocation(user_command=user_command, started_s=started_s)
     result = command.main(args=arguments, prog_name="quartet", standalone_mode=False, obj=context)
     if result == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
@@ -142,9 +171,25 @@ def _run(arguments: list[str], context: Invocation) -> int:
 
 def _failed(message: str, code: int, *, debug: bool) -> int:
     if debug:
+        import traceback
+
         traceback.print_exc()
     print(f"quartet: {message}", file=sys.stderr)
     return int(code)
+
+
+def _failed_elsewhere(error: Exception, arguments: Sequence[str], *, has_command: bool, debug: bool) -> int:
+    """What the parser of the command line raises, whose classes typer keeps to itself; the rest is a bug."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if "Abort" in names:
+        return _failed(_INTERRUPTED, ExitCode.INTERRUPTED, debug=debug)
+    if "ClickException" in names:
+        message = _usage_message(error)
+        if not has_command and _names_a_command(arguments):
+            message += "; write a training command after --, as in: -- torchrun ..."
+        return _failed(message, ExitCode.USAGE, debug=debug) if message else ExitCode.DONE
+    reason = f"internal error, please report it with --debug: {type(error).__name__}: {error}"
+    return _failed(reason, 1, debug=debug)
 
 
 def _usage_message(error: Exception) -> str:
@@ -166,6 +211,8 @@ def _names_a_command(arguments: Sequence[str]) -> bool:
 
 def _version(wanted: bool) -> None:
     if wanted:
+        import typer
+
         from quartet_plugin import __version__
 
         print(f"quartet {__version__}")
