@@ -5,6 +5,7 @@ Every refusal is one ConfigError line that names the file, the place, the value 
 
 import contextlib
 import errno
+import itertools
 import json
 import math
 import os
@@ -17,11 +18,22 @@ from typing import Any
 
 from quartet_plugin.errors import ConfigError, StorageError
 
+# A written-out order of 5 million actions, the longest that is read, takes so much.
 MAX_FILE_BYTES = 64 * 1024 * 1024
+# Python needs some ten times a file's bytes where each value is short. These are the most that a legitimate
+# file has: actions of a schedule; entries of 200,000 iterations; rows of links, iterations or slots.
+MAX_VALUES = 8_000_000
+MAX_KEYS = 2**21
+MAX_CONTAINERS = 2**20
 MAX_DEPTH = 32
+MAX_INTEGER = 2**64
 
 _LINE_WIDTH = 140
-_MAY_OVERFLOW = re.compile(r"[eE]\+?[0-9]{3}|[0-9]{200}")
+# The search for the place of a fault reads word by word; in a longer file the fault is named without it.
+_MAX_SEARCHED_BYTES = 4 * 1024 * 1024
+_INTEGER_RULE = "integers must lie between -2^64 and 2^64"
+_DIGITS_AS_ZEROS = bytes.maketrans(b"123456789E", b"000000000e")
+_INTEGER = re.compile(r"-?[0-9]+", re.ASCII)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}:,]|[^\s\[\]{}:,"]+', re.DOTALL)
 _USERS_FAULT = {
@@ -45,14 +57,16 @@ def read_json(
     """The value in the JSON file `path`.
 
     Raises ConfigError, naming path, line and column, for a file that cannot be read, is longer than
-    `max_bytes`, is not UTF-8 or not JSON, nests deeper than `max_depth` objects and arrays, repeats a key
-    of an object, or holds a number that is not finite.
+    `max_bytes`, is not UTF-8 or not JSON, holds more values than any file of this program, nests deeper than
+    `max_depth` objects and arrays, repeats a key of an object, or holds a number that is not finite or an
+    integer of over 64 bits.
     """
     return parse_json(_read_bytes(path, max_bytes=max_bytes), where=path, max_depth=max_depth)
 
 
 def parse_json(content: bytes, *, where: str | os.PathLike[str], max_depth: int = MAX_DEPTH) -> Any:
     """The JSON value in the bytes of the file `where`. Raises ConfigError as `read_json` does."""
+    _check_counts(content, where=where)
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -60,11 +74,16 @@ def parse_json(content: bytes, *, where: str | os.PathLike[str], max_depth: int 
         column = error.start - content.rfind(b"\n", 0, error.start)
         byte = content[error.start]
         raise ConfigError(f"{where}:{line}:{column}: byte {byte:#04x}: the file must be UTF-8") from error
-    # Only a long exponent, or very many digits, make a number infinite: a hook for each number is slow.
-    parse_float = _finite if _MAY_OVERFLOW.search(text) else None
+    # Only a long exponent, or very many digits, make a number too large: a hook for each number is slow.
+    digits = content.translate(_DIGITS_AS_ZEROS)
+    may_overflow = any(word in digits for word in (b"e000", b"e+000", b"0" * 200))
     try:
         value = json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=parse_float
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_refuse_constant,
+            parse_float=_finite if may_overflow else None,
+            parse_int=_integer if b"0" * 20 in digits else None,
         )
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -74,10 +93,11 @@ def parse_json(content: bytes, *, where: str | os.PathLike[str], max_depth: int 
         character = error.object[error.start]
         raise ConfigError(f"{where}: {character!a}: text must be UTF-8, so no lone surrogate") from error
     except (_RefusedError, RecursionError, ValueError) as error:
-        fault = _first_fault(text, max_depth=max_depth) or f"1:1: {error}"
+        fault = _first_fault(text, max_depth=max_depth) or f" {error}"
         raise ConfigError(f"{where}:{fault}") from error
     if _depth_exceeds(value, max_depth):
-        raise ConfigError(f"{where}:{_first_fault(text, max_depth=max_depth)}")
+        fault = _first_fault(text, max_depth=max_depth) or f" {_depth_rule(max_depth)}"
+        raise ConfigError(f"{where}:{fault}")
     return value
 
 
@@ -133,8 +153,22 @@ def field_path(parts: Sequence[str | int]) -> str:
 
 def shown(value: Any, *, limit: int = 60) -> str:
     """`value` for one line of a message: on one line, without control characters, cut to `limit`."""
-    text = _inline(repr(value[:limit] if isinstance(value, str | list | tuple) else value))
+    text = _inline(repr(_beginning(value, limit)))
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _beginning(value: Any, limit: int, *, depth: int = 3) -> Any:
+    """The first entries of a value, of a size that can be written out."""
+    if isinstance(value, str):
+        return value[:limit]
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if depth == 0:
+        return ...
+    if isinstance(value, dict):
+        first = itertools.islice(value.items(), limit)
+        return {_beginning(k, limit): _beginning(v, limit, depth=depth - 1) for k, v in first}
+    return type(value)([_beginning(item, limit, depth=depth - 1) for item in value[:limit]])
 
 
 def _inline(text: str) -> str:
@@ -144,20 +178,36 @@ def _inline(text: str) -> str:
 def _read_bytes(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
     try:
         with Path(path).open("rb") as file:
-            content = file.read(max_bytes + 1)
+            # What is too long is not read; what has no size, such as a pipe, is read up to the limit.
+            num_bytes = os.fstat(file.fileno()).st_size
+            content = b"" if num_bytes > max_bytes else file.read(max_bytes + 1)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{shown(os.fspath(path))}: not a path: {error}") from error
-    if len(content) > max_bytes:
-        raise ConfigError(f"{path}: longer than {max_bytes} bytes; no file of this program is longer")
+    if max(num_bytes, len(content)) > max_bytes:
+        raise ConfigError(f"{path}: longer than {max_bytes} bytes; no file of this kind is longer")
     return content
+
+
+def _check_counts(content: bytes, *, where: str | os.PathLike[str]) -> None:
+    """Refuse what would need gigabytes, before it is parsed; separators inside of text count, too."""
+    num_containers = content.count(b"[") + content.count(b"{")
+    for word, count, most in (
+        ("keys", content.count(b":"), MAX_KEYS),
+        ("objects and arrays", num_containers, MAX_CONTAINERS),
+        ("values", content.count(b",") + num_containers, MAX_VALUES),
+    ):
+        if count > most:
+            raise ConfigError(f"{where}: about {count} {word}; a file must have at most {most}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise _RefusedError("a key appears twice in one object")
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _RefusedError(f"{shown(twice)}: the key appears twice in one object")
     return result
 
 
@@ -168,8 +218,19 @@ def _refuse_constant(name: str) -> float:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise _RefusedError(f"{shown(text)}: numbers must be finite")
+        raise _RefusedError(f"{text[:60]}: numbers must be finite")
     return number
+
+
+def _integer(text: str) -> int:
+    # Python itself refuses to read thousands of digits.
+    if len(text) > 21 or abs(int(text)) >= MAX_INTEGER:
+        raise _RefusedError(f"{text[:60]}: {_INTEGER_RULE}")
+    return int(text)
+
+
+def _depth_rule(max_depth: int) -> str:
+    return f"nested deeper than {max_depth} objects and arrays"
 
 
 def _depth_exceeds(value: Any, max_depth: int) -> bool:
@@ -187,40 +248,58 @@ def _depth_exceeds(value: Any, max_depth: int) -> bool:
 
 
 def _first_fault(text: str, *, max_depth: int) -> str | None:
-    """`line:column: value: rule` of the first place that breaks a rule; slow, for messages only."""
+    """`line:column: field: value: rule` of the first place that breaks a rule; slow, for messages only."""
+    if len(text) > _MAX_SEARCHED_BYTES:
+        return None
     keys: list[set[str] | None] = []
+    names: list[str | int] = []
     previous = ""
     for match in _TOKEN.finditer(text):
         piece, rule = match[0], None
         if piece in "[{":
             keys.append(set() if piece == "{" else None)
+            names.append("" if piece == "{" else 0)
             if len(keys) > max_depth:
-                rule = f"nested deeper than {max_depth} objects and arrays"
+                rule = _depth_rule(max_depth)
         elif piece in "]}":
             if keys:
                 keys.pop()
+                names.pop()
+        elif piece == ",":
+            if names and isinstance(names[-1], int):
+                names[-1] += 1
         elif piece == ":" and keys and keys[-1] is not None:
             if previous in keys[-1]:
                 rule = "the key appears twice in one object"
             keys[-1].add(previous)
-        elif piece[0] not in '":,':
-            rule = _number_fault(piece)
+            names[-1] = previous[1:-1]
+        elif piece[0] not in '":,' and (rule := _number_fault(piece)) is not None:
+            return _place(text, match.start(), f"{_field_of(names)}{_inline(piece)[:60]}: {rule}")
         if rule is not None:
-            line = text.count("\n", 0, match.start()) + 1
-            column = match.start() - text.rfind("\n", 0, match.start())
-            return f"{line}:{column}: {_inline(previous if piece == ':' else piece)[:60]}: {rule}"
+            return _place(text, match.start(), f"{_inline(previous if piece == ':' else piece)[:60]}: {rule}")
         previous = piece
     return None
+
+
+def _place(text: str, start: int, words: str) -> str:
+    line = text.count("\n", 0, start) + 1
+    column = start - text.rfind("\n", 0, start)
+    return f"{line}:{column}: {words}"
+
+
+def _field_of(names: Sequence[str | int]) -> str:
+    """`field: ` for a message; nothing in arrays outside of any object."""
+    return f"{field_path(names)}: " if any(isinstance(name, str) for name in names) else ""
 
 
 def _number_fault(text: str) -> str | None:
     if text in ("NaN", "Infinity", "-Infinity"):
         return "numbers must be finite"
+    if _INTEGER.fullmatch(text):
+        return _INTEGER_RULE if len(text) > 21 or abs(int(text)) >= MAX_INTEGER else None
     with contextlib.suppress(ValueError):
         if not math.isfinite(float(text)):
             return "numbers must be finite"
-        if len(text) > 4_000:
-            return "a number has at most 4000 digits"
     return None
 
 

@@ -7,7 +7,7 @@ over its canonical JSON, no code, no paths to code and no free command-line word
 from collections.abc import Mapping as Values
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.model.canonical import digest
@@ -15,10 +15,11 @@ from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Comparison, Prediction
-from quartet_plugin.model.schema import ADDED, dump, parse, record
-from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.schema import ADDED, Bounds, dump, parse, record
+from quartet_plugin.model.shape import MAX_LAYERS, ModelShape
 
 MAX_RANKS = 65_536
+MAX_BATCH = 2**31
 MAX_BYTES = 64 * 2**20
 STOCK = "stock"
 
@@ -29,8 +30,8 @@ ScheduleName = Literal["no-pipelining", "1f1b", "interleaved", "custom"]
 class CoreGroup:
     """Slots of a node, by local index, whose processes share fewer processor cores than they are."""
 
-    locals: tuple[int, ...]
-    num_cores: int
+    locals: tuple[Annotated[int, Bounds(ge=0, lt=MAX_RANKS)], ...]
+    num_cores: Annotated[int, Bounds(ge=1, le=2**20)]
 
 
 @record
@@ -42,7 +43,7 @@ class NodeInfo:
 
     host: str
     node_class: str
-    num_slots: int
+    num_slots: Annotated[int, Bounds(ge=1, le=MAX_RANKS)]
     crowds: tuple[CoreGroup, ...] | None = field(default=None, metadata=ADDED)
 
 
@@ -50,7 +51,7 @@ class NodeInfo:
 class Split:
     """Transformer layers of each stage, in stage order; embedding first, head last, not counted."""
 
-    transformer_layers_per_stage: tuple[int, ...]
+    transformer_layers_per_stage: tuple[Annotated[int, Bounds(ge=0, le=MAX_LAYERS)], ...]
 
     @property
     def label(self) -> str:
@@ -71,7 +72,7 @@ class ScheduleChoice:
     """
 
     name: ScheduleName
-    group: int | None = None
+    group: Annotated[int, Bounds(ge=1, le=MAX_BATCH)] | None = None
     custom: CustomSchedule | None = field(default=None, metadata=ADDED)
 
     @property
@@ -106,7 +107,7 @@ class MadeFor:
     framework: str
     framework_version: str
     shape: ModelShape
-    global_batch_size: int
+    global_batch_size: Annotated[int, Bounds(ge=1, le=MAX_BATCH)]
     baseline: Baseline
     world_size: int
     nodes: tuple[NodeInfo, ...]
@@ -133,8 +134,8 @@ class MadeFor:
 class Slot:
     """A physical place for one process: the node's index in `made_for.nodes` and the local index on it."""
 
-    node: int
-    local: int
+    node: Annotated[int, Bounds(ge=0, lt=MAX_RANKS)]
+    local: Annotated[int, Bounds(ge=0, lt=MAX_RANKS)]
 
 
 @record
@@ -165,8 +166,8 @@ class Provenance:
     """The run, trial, seed and version that a plan came from."""
 
     run: str
-    trial: int
-    seed: int
+    trial: Annotated[int, Bounds(ge=0, lt=2**63)]
+    seed: Annotated[int, Bounds(ge=0, lt=2**63)]
     quartet_version: str
 
 

@@ -5,6 +5,21 @@ from typing import Literal
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.schema import record
 
+# The most of each size: far above any transformer, and what every command reckons with in moments.
+MAX_LAYERS = 16_384
+MAX_HIDDEN = 2**20
+MAX_SIZES = {
+    "num_layers": MAX_LAYERS,
+    "hidden_size": MAX_HIDDEN,
+    "ffn_hidden_size": 4 * MAX_HIDDEN,
+    "num_attention_heads": 2**16,
+    "num_query_groups": 2**16,
+    "kv_channels": 2**16,
+    "seq_length": 2**28,
+    "vocab_size": 2**28,
+    "max_position_embeddings": 2**28,
+}
+
 PositionEmbedding = Literal["learned_absolute", "rope", "none"]
 
 
@@ -30,19 +45,10 @@ class ModelShape:
     position_embedding: PositionEmbedding
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "seq_length",
-            "vocab_size",
-        ):
-            value = getattr(self, name)
-            if not 1 <= value <= 2**31:
-                raise ConfigError(f"shape.{name}: {value}; must be from 1 to 2^31")
+        for name, most in MAX_SIZES.items():
+            value, least = getattr(self, name), 0 if name == "max_position_embeddings" else 1
+            if not least <= value <= most:
+                raise ConfigError(f"shape.{name}: {value}; must be from {least} to {most}")
         if self.num_attention_heads % self.num_query_groups:
             raise ConfigError(
                 f"shape.num_query_groups: {self.num_query_groups}; "

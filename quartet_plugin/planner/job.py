@@ -36,12 +36,14 @@ from quartet_plugin.model.files import shown
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.plan import MAX_RANKS, NodeInfo
 from quartet_plugin.model.sections import Section, load_yaml, validate
-from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.shape import MAX_HIDDEN, MAX_LAYERS, ModelShape
 from quartet_plugin.space.config import STOCK_NAMES, Degrees, ScalingConfig, SearchConfig, choices, distinct
 from quartet_plugin.space.forbidden import check_table_rules
 
 Precision = Literal["bf16", "fp16", "fp8", "fp32"]
 Size = Annotated[int, Field(ge=1, le=2**31)]
+Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+Hidden = Annotated[int, Field(ge=1, le=MAX_HIDDEN)]
 Bandwidth = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
 VOCABULARY_MULTIPLE = 128
 # Generations of devices that are no accelerators, or unknown.
@@ -64,8 +66,8 @@ class ModelSection(Section):
     `expert_ffn_hidden_size` each (None: the FFN's), `experts_per_token` of them a token and a shared one.
     """
 
-    num_layers: Size
-    hidden_size: Size
+    num_layers: Layers
+    hidden_size: Hidden
     num_attention_heads: Size
     seq_length: Size
     vocab_size: Size

@@ -119,15 +119,16 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
         if error.errno == errno.ELOOP:
             raise ConfigError(f"{path}: a link; files of a trial must be regular files") from error
         raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise ConfigError(f"{path}: not a regular file; files of a trial must be")
     with os.fdopen(descriptor, "rb") as file:
         try:
-            content = file.read(max_bytes + 1)
+            content = b"" if status.st_size > max_bytes else file.read(max_bytes + 1)
         except OSError as error:
             raise StorageError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(content) > max_bytes:
+    if max(status.st_size, len(content)) > max_bytes:
         raise ConfigError(f"{path}: longer than {max_bytes} bytes, the most a file of this kind may have")
     return content
 

@@ -15,6 +15,7 @@ from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.model import files
 from quartet_plugin.model.files import (
     field_path,
+    parse_json,
     read_json,
     shown,
     write_bytes_atomic,
@@ -40,6 +41,9 @@ BAD = [
     (b'["NaN", -Infinity]', ":1:9: -Infinity: numbers must be finite"),
     (b"[1,\n1e999]", ":2:1: 1e999: numbers must be finite"),
     (b"[1" + b"0" * 5000 + b"]", ":1:2: 1000"),
+    (b'{"shape": {"num_layers": 1' + b"0" * 400 + b"}}", ":1:26: shape.num_layers: 1000"),
+    (b'{"a": [1, {"b": -1' + b"0" * 20 + b"}]}", f":1:17: a[1].b: -1{'0' * 20}: integers must lie"),
+    (b'{"a": [0, 1e999]}', ":1:11: a[1]: 1e999: numbers must be finite"),
     (b"[" * 33 + b"]" * 33, ":1:33: [: nested deeper than 32"),
     (b'{"a":' * 33 + b"1" + b"}" * 33, ":1:161: {: nested deeper than 32"),
     (b"[" * 200_000, ":1:33: [: nested deeper than 32"),
@@ -67,6 +71,45 @@ def test_the_limits(tmp_path: Path) -> None:
         read(tmp_path, b"[[1]]", max_bytes=4)
     with pytest.raises(ConfigError, match=r"x\.json:1:2: \[: nested deeper than 1"):
         read(tmp_path, b"[[1]]", max_depth=1)
+
+
+def test_integers_of_64_bits_are_read(tmp_path: Path) -> None:
+    assert read(tmp_path, b"[18446744073709551615, -9223372036854775808]") == [2**64 - 1, -(2**63)]
+    assert read(tmp_path, b'["00000000000000000000000000", 0.10000000000000000000000001]')[1] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[" + b"0," * 30_000_000 + b"0]", "about 30000001 values; a file must have at most"),
+        (b"{" + b'"a":0,' * 3_000_000 + b'"b":0}', "about 3000001 keys"),
+        (b"[" + b"[]," * 3_000_000 + b"0]", "about 3000001 objects and arrays"),
+    ],
+    ids=["values", "keys", "arrays"],
+)
+def test_a_wide_file_is_refused_before_it_is_parsed(
+    content: bytes, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json, "loads", lambda *arguments, **options: pytest.fail("parsed"))
+    with pytest.raises(ConfigError, match=words):
+        parse_json(content, where="x.json")
+
+
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ConfigError, match="longer than"):
+        read_json(path)
+
+
+def test_the_fault_of_a_long_file_is_named_without_its_place() -> None:
+    for number, rule in (
+        (b"NaN", "NaN: numbers must be finite"),
+        (b"1" * 30, "1: integers must lie between"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^x\.json: \S*{rule}"):
+            parse_json(b"[" + b"0, " * 2_000_000 + number + b"]", where="x.json")
 
 
 @pytest.mark.parametrize("place", ["missing.json", ".", "a/b.json", "nul\0.json"])
@@ -190,3 +233,4 @@ def test_words_for_places_and_values() -> None:
     assert shown("x" * 1000) == "'" + "x" * 56 + "..."
     assert shown("a\x1b[31m\n") == r"'a\x1b[31m\n'"
     assert len(shown({"a": "b" * 1000})) == 60
+    assert len(shown({str(number): [[0] * 1000] * 1000 for number in range(1000)})) == 60

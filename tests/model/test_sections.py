@@ -1,0 +1,47 @@
+"""YAML that people write: short, plain, and read in a moment whatever it holds."""
+
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.sections import MAX_CONFIG_BYTES, load_yaml
+
+
+def load(folder: Path, text: str) -> object:
+    path = folder / "q.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_yaml(path)
+
+
+def test_a_short_file_is_read(tmp_path: Path) -> None:
+    assert load(tmp_path, "a: {b: [1, 2.5, x]}\n") == {"a": {"b": [1, 2.5, "x"]}}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("# " + "x" * MAX_CONFIG_BYTES, f"longer than {MAX_CONFIG_BYTES} bytes"),
+        (f"a: [{'0,' * 100_000}0]", "about 100001 values; must be at most 50000"),
+        ("- 0\n" * 60_000, "values; must be at most 50000"),
+        ("[" * 60_000, "values; must be at most 50000"),
+        ("[" * 5_000, "not YAML that is safe to read"),
+        ("{a: 1, b: 2, a: 3}", "'a' appears twice"),
+        ("a: &x [1]\nb: *x\n", "aliases are not read"),
+        ("? [1, 2]\n: 3\n", "not YAML that is safe to read"),
+    ],
+    ids=lambda value: value[:12],
+)
+def test_what_is_not_short_and_plain_is_refused_in_one_line(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "q.yaml"
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ConfigError, match="longer than"):
+        load_yaml(path)
