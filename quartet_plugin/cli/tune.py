@@ -72,7 +72,7 @@ def tune_command(
     from quartet_plugin.cli.report import report_line
     from quartet_plugin.cli.workers import slices_of
     from quartet_plugin.launchers.command import parse_command
-    from quartet_plugin.launchers.local import check_start
+    from quartet_plugin.launchers.local import check_one_node, check_start
     from quartet_plugin.report.live import reporter
     from quartet_plugin.report.tensorboard import Scalars
     from quartet_plugin.study.samplers import check_installed
@@ -91,6 +91,7 @@ def tune_command(
     prior_folder = None if prior is None else find_run(prior, run_dir=run_dir)
     check_versions()
     training = parse_command(words)
+    check_one_node(training)
     asked = read_config(config)
     check_installed(asked.study.sampler)
     path = run_dir / (asked.run or default_run_name((training.target,)))

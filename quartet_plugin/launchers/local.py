@@ -76,6 +76,23 @@ def check_start(command: Command, *, cwd: Path, environment: Mapping[str, str]) 
         raise ConfigError(f"script {command.target!r}: not found from {cwd}; correct its path")
 
 
+def check_one_node(command: Command) -> None:
+    """Raise ConfigError for a command of several nodes: trials are started on this node alone.
+
+    A part of the command's nodes would train another job than the one to tune.
+    """
+    if command.num_nodes == 1:
+        return
+    is_deepspeed = command.starter == "deepspeed"
+    flag = "deepspeed --num_nodes" if is_deepspeed else "torchrun --nnodes"
+    unknown = "left to a host file or --include" if is_deepspeed else "a range"
+    raise ConfigError(
+        f"{flag}: {command.num_nodes or unknown}; trials run on this node alone, so a job of several nodes "
+        "cannot be tuned here. Describe its nodes in a JOB.yaml, choose a plan with `quartet plan`, and on "
+        "every node put `quartet train --plan PLAN.json --` before the command"
+    )
+
+
 def _find_program(program: str, *, path: str | None) -> None:
     if shutil.which(program, path=os.defpath if path is None else path) is None:
         raise ConfigError(f"command {program!r}: not found; activate the environment it is in")

@@ -7,8 +7,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from quartet_plugin.errors import ConfigError, InfrastructureError
-from quartet_plugin.launchers.local import Launcher, LocalLauncher, free_port, resolve_device
+from quartet_plugin.errors import InfrastructureError
+from quartet_plugin.launchers.local import (
+    Launcher,
+    LocalLauncher,
+    check_one_node,
+    free_port,
+    resolve_device,
+)
 from quartet_plugin.trial.attempt import Launch, attempt_number, create_attempt, write_result
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.outcome import Cause, Verdict, classify, device_fault
@@ -50,7 +56,8 @@ def run_trial(
     InfrastructureError when nothing can be started at all, or a device is lost or not given back.
     """
     launcher = launcher or LocalLauncher()
-    _check_nodes(request, launcher)
+    if launcher.num_nodes == 1:
+        check_one_node(request.command)
     environment = {**os.environ, **dict(request.command.environment)}
     if resolve_device(request.device, environment=environment) == "cpu":
         devices = None
@@ -147,15 +154,6 @@ def _with_device_fault(
     except InfrastructureError as error:
         fault = str(error)
     return verdict if fault is None else device_fault(verdict, fault)
-
-
-def _check_nodes(request: TrialRequest, launcher: Launcher) -> None:
-    nodes = request.command.num_nodes
-    if launcher.num_nodes is not None and nodes != launcher.num_nodes:
-        raise ConfigError(
-            f"torchrun --nnodes: {'a range' if nodes is None else nodes}; trials are started on "
-            f"{launcher.num_nodes} node here: leave it out"
-        )
 
 
 def _watch(

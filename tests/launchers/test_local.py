@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.errors import ConfigError, InfrastructureError, StorageError
+from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.launchers.local import (
     LocalLauncher,
+    check_one_node,
     child_environment,
     free_port,
     resolve_device,
@@ -26,6 +28,24 @@ def run(tmp_path: Path, program: str, **environment: str) -> tuple[int, str]:
     while (code := handle.poll()) is None:
         time.sleep(0.01)
     return code, log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("torchrun --nnodes 2 a.py", "torchrun --nnodes: 2; trials run on this node alone"),
+        ("torchrun --nnodes 1:4 a.py", "torchrun --nnodes: a range; "),
+        ("deepspeed --num_nodes 2 --num_gpus 4 a.py", "deepspeed --num_nodes: 2; "),
+        ("deepspeed --hostfile hosts a.py", "deepspeed --num_nodes: left to a host file"),
+    ],
+)
+def test_a_command_of_several_nodes_is_not_cut_down_to_this_one(words: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_one_node(parse_command(words.split(), environment={}))
+    assert says in str(caught.value)
+    assert "quartet plan" in str(caught.value)
+    assert "leave it out" not in str(caught.value)
+    check_one_node(parse_command(["torchrun", "--nproc-per-node", "2", "a.py"], environment={}))
 
 
 def test_output_and_errors_go_to_the_file(tmp_path: Path) -> None:
