@@ -59,7 +59,7 @@ _PROBED_LINK, _PROBED_SPEED = 0.4, 0.5
 _CALIBRATED, _LEAST_CALIBRATED = 0.5, 0.03
 
 # A processor core with sockets between processes: orders of magnitude, which the first trial corrects.
-_CORE = DeviceSpec(
+PROCESSOR_CORE = DeviceSpec(
     schema_version=1,
     name="processor core",
     generation="plain",
@@ -96,7 +96,7 @@ def machine_model_of(
     machine = machine or KnownMachine()
     name = nodes[0].node_class.rpartition(" x")[0]
     on_cpu = name.lower().startswith("cpu")
-    device, is_known = (_CORE, False) if on_cpu else _device_named(name)
+    device, is_known = (PROCESSOR_CORE, False) if on_cpu else library_device(name)
     num_devices = sum(node.num_slots for node in nodes)
     machines = uniform_cluster_of_device(
         device, num_devices=num_devices, devices_per_node=max(n.num_slots for n in nodes)
@@ -156,8 +156,8 @@ def _slowdown_spread(resolved: ResolvedCluster | None, *, on_cpu: bool) -> float
     return _SLOWDOWN_SPREADS[int(on_cpu or is_mixed)]
 
 
-def _device_named(name: str) -> tuple[DeviceSpec, bool]:
-    """The library's device of that name or model, and whether there is one."""
+def library_device(name: str) -> tuple[DeviceSpec, bool]:
+    """The library's device of that name or model, and True; a usual one and False where there is none."""
     devices = library()
     if name.lower() in devices:
         return devices[name.lower()], True

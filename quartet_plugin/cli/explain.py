@@ -84,7 +84,7 @@ def _explanation(plan: "Plan", job: "PlanRequest", explained: "Explained") -> "E
             StageMemory(rank=rank, num_layers=layers[rank], total_bytes=memory.total, terms=memory.terms)
             for rank, memory in enumerate(explained.memory)
         ],
-        available_bytes=explained.memory[0].available,
+        available_bytes=explained.available_bytes,
         runner_up=None
         if other is None
         else RunnerUp(

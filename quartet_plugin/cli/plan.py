@@ -62,12 +62,13 @@ def plan_command(
 
 
 def _line(ranked: "Ranked") -> str:
+    from quartet_plugin.cost.memory import distinct_numbers
     from quartet_plugin.report.explain import layout_words
 
-    return (
-        f"{ranked.iteration_s:.4g} s an iteration, {layout_words(ranked.layout)}, "
-        f"{ranked.memory.total / 2**30:.1f} GiB of {ranked.memory.available / 2**30:.1f}"
-    )
+    memory = ranked.memory
+    total, available = distinct_numbers(memory.total / 2**30, memory.available / 2**30, digits=1)
+    words = f"{ranked.iteration_s:.4g} s an iteration, {layout_words(ranked.layout)}"
+    return f"{words}, {total} GiB of {available}"
 
 
 def _terms(ranked: "Ranked") -> str:

@@ -6,6 +6,10 @@ from typing import Annotated
 import typer
 
 from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, constants_of, devices_of
+from quartet_plugin.errors import ConfigError
+
+# Some ten thousand rows, each a page of figures.
+MAX_ROWS_BYTES = 16 * 2**20
 
 
 def predict_command(
@@ -22,8 +26,13 @@ def predict_command(
     from quartet_plugin.model.files import read_json, write_json_atomic
 
     predictions = predict_rows(
-        read_json(rows), where=str(rows), constants=constants_of(calibration), devices=devices_of(hardware)
+        read_json(rows, max_bytes=MAX_ROWS_BYTES),
+        where=str(rows),
+        constants=constants_of(calibration),
+        devices=devices_of(hardware),
     )
     write_json_atomic(output, predictions)
-    errors = sum("error" in entry for entry in predictions)
-    typer.echo(f"{output}: {len(predictions) - errors} predictions, {errors} rows with an error")
+    errors = [entry["error"] for entry in predictions if "error" in entry]
+    typer.echo(f"{output}: {len(predictions) - len(errors)} predictions, {len(errors)} rows with an error")
+    if errors and len(errors) == len(predictions):
+        raise ConfigError(f"{rows}: none of {len(errors)} rows can be predicted; the first: {errors[0]}")

@@ -19,6 +19,8 @@ from quartet_plugin.model.schema import Bounds, read_record, record
 
 ScaleUpTopology = Literal["switch", "mesh"]
 Count = Annotated[int, Bounds(ge=1, le=2**20)]
+# A page of figures.
+MAX_DEVICE_BYTES = 2**16
 
 DEFAULT_MATMUL_CEILING = 0.85
 # fp8 over bf16, as fractions of nominal: 0.88 on H100, 0.98 on B200.
@@ -83,7 +85,7 @@ class DeviceSpec:
 
 def read_device(path: str | os.PathLike[str]) -> DeviceSpec:
     """The device in the JSON file `path`; raises ConfigError naming field, value and rule."""
-    return read_record(DeviceSpec, path)
+    return read_record(DeviceSpec, path, max_bytes=MAX_DEVICE_BYTES)
 
 
 @functools.cache
@@ -118,5 +120,12 @@ def device_named(name: str, *, extra: Mapping[str, DeviceSpec] | None = None) ->
 
 
 def read_folder(folder: str | os.PathLike[str]) -> Mapping[str, DeviceSpec]:
-    """All devices of the JSON files in `folder`, for `device_named(extra=...)`."""
-    return index(read_device(file) for file in sorted(Path(folder).glob("*.json")))
+    """All devices of the JSON files in `folder`, for `device_named(extra=...)`.
+
+    Raises ConfigError where there is no such folder or no such file in it.
+    """
+    files = sorted(Path(folder).glob("*.json"))
+    if not files:
+        state = "no device file (*.json) in it" if Path(folder).is_dir() else "no such folder"
+        raise ConfigError(f"{folder}: {state}; name a folder of device files")
+    return index(read_device(file) for file in files)

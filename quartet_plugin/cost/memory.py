@@ -83,6 +83,15 @@ class Memory:
         return {f"{name}_bytes": getattr(self, name) for name in TERMS}
 
 
+def distinct_numbers(first: float, second: float, *, digits: int) -> tuple[str, str]:
+    """Two numbers with `digits` decimals, with more where different numbers would look the same."""
+    texts = f"{first:.{digits}f}", f"{second:.{digits}f}"
+    while texts[0] == texts[1] and first != second and digits < 9:
+        digits += 1
+        texts = f"{first:.{digits}f}", f"{second:.{digits}f}"
+    return texts
+
+
 def available_bytes(capacity: float) -> float:
     """Bytes that a device of `capacity` bytes has for the allocator."""
     return capacity * USABLE - CONTEXT_BYTES

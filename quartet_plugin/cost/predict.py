@@ -12,9 +12,9 @@ from quartet_plugin.cost import communication, compute
 from quartet_plugin.cost.compute import LayerTimes, Rates, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec
-from quartet_plugin.cost.memory import Memory, Weights, peak_memory, weights_of_stages
+from quartet_plugin.cost.memory import Memory, Weights, distinct_numbers, peak_memory, weights_of_stages
 from quartet_plugin.cost.pipeline import StageTimes, device_of_stages, makespan_s, stages_of_devices
-from quartet_plugin.cost.rows import Resolved, read_row, resolve
+from quartet_plugin.cost.rows import Resolved, check_keys, read_row, resolve
 from quartet_plugin.cost.run import Experts, ScheduleKind, Software, TrainingRun, UniformCluster
 from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.model.costs import FloatArray
@@ -96,12 +96,16 @@ def predict_rows(
     constants: Constants | None = None,
     devices: Mapping[str, DeviceSpec] | None = None,
 ) -> list[dict[str, Any]]:
-    """`predict_row` for every row; raises ConfigError where `data` is no array of objects."""
+    """`predict_row` for every row.
+
+    Raises ConfigError where `data` is no array of objects, or an object has a key that no row has.
+    """
     if not isinstance(data, list):
         raise ConfigError(f"{where}: must be an array of rows, not {type(data).__name__}")
     for index, row in enumerate(data):
         if not isinstance(row, dict):
             raise ConfigError(f"{where}: {index}: must be an object, not {type(row).__name__}")
+        check_keys(row, where=f"{where}: [{index}]")
     return [predict_row(row, constants=constants, devices=devices) for row in data]
 
 
@@ -128,8 +132,16 @@ def predict_row(
         "compute_terms": dict(prediction.compute_terms),
         "memory_terms": memory.terms,
         "assumed": resolved.assumed,
-        "warnings": resolved.warnings,
+        "warnings": [*resolved.warnings, *_unread_knobs(data)],
     }
+
+
+def _unread_knobs(data: Mapping[str, Any]) -> list[str]:
+    """A warning for a recipe's own settings, none of which changes a prediction."""
+    knobs = data.get("knobs")
+    return (
+        [f"knobs: {', '.join(map(str, knobs))[:200]}: not read"] if knobs and isinstance(knobs, dict) else []
+    )
 
 
 def stage_parts(run: TrainingRun, constants: Constants) -> list[StageParts]:
@@ -310,8 +322,9 @@ def _fitting(resolved: Resolved) -> Memory:
                 resolved.run, resolved.assumed["recompute"] = run, mode
                 return memory_with_mode
     if not memory.fits:
+        needed, available = distinct_numbers(memory.total / 2**30, memory.available / 2**30, digits=1)
         resolved.warnings.append(
-            f"memory: {memory.total / 2**30:.1f} GiB needed on pipeline rank {memory.device}, "
-            f"{memory.available / 2**30:.1f} GiB available; it does not fit"
+            f"memory: {needed} GiB needed on pipeline rank {memory.device}, "
+            f"{available} GiB available; it does not fit"
         )
     return memory

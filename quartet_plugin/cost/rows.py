@@ -21,12 +21,14 @@ from quartet_plugin.cost.run import (
 )
 from quartet_plugin.cost.software import software_named
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.files import field_path
 from quartet_plugin.model.layout import Layout, Recompute
-from quartet_plugin.model.schema import Bounds, Length, parse, record
-from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.schema import Bounds, Length, parse, record, unknown_key
+from quartet_plugin.model.shape import MAX_HIDDEN, MAX_LAYERS, ModelShape
 from quartet_plugin.split.layers import even_split, even_split_with_ends
 
 _Count = Annotated[int, Bounds(ge=1, le=2**31)]
+_Devices = Annotated[int, Bounds(ge=1, le=2**20)]
 _Rate = Annotated[float, Bounds(gt=0, le=1e9)]
 _Words = Annotated[str, Length(most=400)]
 
@@ -36,12 +38,12 @@ class Row:
     """The allowed fields of a row, with the names and units of the published table; None is not printed."""
 
     arch: Literal["dense", "moe", "moe-mla"] | None = None
-    layers: _Count
-    hidden: _Count
+    layers: Annotated[int, Bounds(ge=1, le=MAX_LAYERS)]
+    hidden: Annotated[int, Bounds(ge=1, le=MAX_HIDDEN)]
     heads: _Count
     seq_len: _Count
     gpu: _Words
-    gpus: _Count
+    gpus: _Devices
     kv_heads: _Count | None = None
     head_dim: _Count | None = None
     ffn: _Count | None = None
@@ -68,13 +70,24 @@ class Row:
     software: _Words | None = None
     options: Mapping[str, Any] | None = None
     gpu_mem_gb: _Rate | None = None
-    gpus_per_node: _Count | None = None
-    nvlink_domain: _Count | None = None
+    gpus_per_node: _Devices | None = None
+    nvlink_domain: _Devices | None = None
     intra_bw_GBps_per_dir: _Rate | None = None  # noqa: N815 - the table's own name
     inter_bw_Gbps_per_gpu: _Rate | None = None  # noqa: N815
 
 
 ALLOWED: frozenset[str] = frozenset(column.name for column in fields(Row))
+# The other columns of published tables: results, labels, sources, and what a prediction does not read.
+IGNORED = frozenset({
+    "active_b", "arch_detail", "check_mfu_bf16_peak", "check_model_tflops_per_gpu", "commit", "core",
+    "dense_layers", "extra", "family", "forced_balance", "gpu_short", "hfu", "id", "inferred",
+    "iter_time_s", "kind", "knobs", "low_precision", "memory_gb", "memory_kind", "mfu", "missing", "mla",
+    "model", "moe", "moe_token_drop", "mtp_layers", "notes", "optimizer", "overlaps_old_dataset",
+    "params_b", "precision_printed", "recipe", "recipe_path", "recipe_tag", "release",
+    "samples_per_s_per_gpu", "section", "shape_source", "shared_ffn", "source", "table", "task",
+    "tflops_kind", "tflops_per_gpu", "tier", "time_basis", "tokens_per_s", "tokens_per_s_per_gpu",
+    "unverified", "unverified_fields", "url", "usable", "uses_cp",
+})  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -87,8 +100,20 @@ class Resolved:
 
 
 def read_row(data: Mapping[str, Any]) -> Row:
-    """The allowed fields of `data`; every other key is dropped unread. Raises ConfigError."""
+    """The allowed fields of `data`; the other columns of published tables are dropped unread.
+
+    Raises ConfigError for any other key, and for values that break a rule.
+    """
+    check_keys(data, where="row")
     return parse(Row, {key: data[key] for key in sorted(ALLOWED & set(data))}, where="row")
+
+
+def check_keys(data: Mapping[str, Any], *, where: str) -> None:
+    """Raise ConfigError for a key that no table has, with the known key that is spelled most like it."""
+    unknown = next((key for key in data if key not in ALLOWED | IGNORED), None)
+    if unknown is not None:
+        rule = unknown_key(unknown, known=sorted(ALLOWED))
+        raise ConfigError(f"{where}: {field_path([unknown])[:60]}: {rule}")
 
 
 def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Resolved:

@@ -329,7 +329,7 @@ def _record_decoder(kind: type) -> _Decoder:
 
 def unknown_key(name: object, *, known: Iterable[str]) -> str:
     """The rule that a key breaks which nothing reads, with the known key that is spelled most like it."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
+    near = difflib.get_close_matches(str(name)[:100], list(known), n=1)
     return f"unknown key; did you mean {near[0]}?" if near else "unknown key; remove it"
 
 

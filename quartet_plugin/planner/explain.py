@@ -1,25 +1,25 @@
 """The prediction of a plan with its terms, its memory, and the best layout beside it.
 
 A plan file holds the predicted time and memory alone; the terms are computed here, from the plan and the job
-or the cluster it was made for.
+or the cluster it was made for. What neither says is assumed, and the assumption is part of the result.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from quartet_plugin.calibration.machine_prior import PROCESSOR_CORE, library_device
 from quartet_plugin.cost.cluster import look_up, uniform_cluster_of
 from quartet_plugin.cost.constants import Constants, fitted
-from quartet_plugin.cost.devices import DeviceSpec
+from quartet_plugin.cost.devices import DeviceSpec, device_named
 from quartet_plugin.cost.memory import Memory, memory_by_device
 from quartet_plugin.cost.predict import RowPrediction, predict
-from quartet_plugin.cost.run import ScheduleKind, TrainingRun, schedule_kind
+from quartet_plugin.cost.run import ScheduleKind, TrainingRun, schedule_kind, uniform_cluster_of_device
 from quartet_plugin.errors import ConfigError, InfeasibleError, PlanError
 from quartet_plugin.model.cluster import Cluster
-from quartet_plugin.model.plan import Plan, ScheduleChoice
+from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.schema import dump
-from quartet_plugin.model.sections import validate
 from quartet_plugin.planner.assigned_prediction import AssignedRun
-from quartet_plugin.planner.job import ClusterSection, PlanRequest, PlanSearch, Precision, machines_of
+from quartet_plugin.planner.job import PlanRequest, PlanSearch, Precision
 from quartet_plugin.planner.ranking import Ranked, best_plans
 
 
@@ -27,11 +27,13 @@ from quartet_plugin.planner.ranking import Ranked, best_plans
 class Explained:
     """The prediction of a plan; `memory` has an entry a pipeline rank; `other` the best other layout.
 
-    `assumed` is what the plan does not say and where it was taken from.
+    `available_bytes` is a device's usable memory, None where no file says it. `assumed` is what the plan does
+    not say and where it was taken from.
     """
 
     prediction: RowPrediction
     memory: tuple[Memory, ...]
+    available_bytes: float | None
     num_microbatches: int
     other: Ranked | None
     assumed: Mapping[str, str]
@@ -42,19 +44,21 @@ def explained(
 ) -> Explained:
     """The plan's prediction on the job's cluster, and the best layout beside it.
 
-    Raises PlanError where the plan was made for another model, batch or number of devices, or its schedule
-    cannot be predicted by name.
+    Raises PlanError where the plan was made for another model, batch or number of devices.
     """
     _check_made_for(plan, job)
     used = constants or fitted()
     run = job.run(plan.shape, plan.layout, plan.split.transformer_layers_per_stage)
-    run = replace(run, schedule=_kind(plan.schedule))
+    kind, in_place = _kind(plan)
+    run = replace(run, schedule=kind)
+    memory = tuple(memory_by_device(run))
     return Explained(
         prediction=_predicted(plan, job, run, used),
-        memory=tuple(memory_by_device(run)),
+        memory=memory,
+        available_bytes=None if job.machines.device is PROCESSOR_CORE else memory[0].available,
         num_microbatches=run.num_microbatches,
         other=_other(plan, job, used),
-        assumed=assumed,
+        assumed={**assumed, **in_place},
     )
 
 
@@ -82,27 +86,46 @@ def job_of_plan(
     """The job on the plan's own nodes, and what was assumed. Raises PlanError for unequal nodes."""
     nodes = plan.made_for.nodes
     classes = {(node.node_class, node.num_slots) for node in nodes}
-    device, _, count = nodes[0].node_class.rpartition(" x")
+    name, _, count = nodes[0].node_class.rpartition(" x")
     if len(classes) > 1 or count != str(nodes[0].num_slots):
         raise PlanError(
             f"made_for.nodes: {nodes[0].node_class!r}; no cluster of equal devices can be told from it: give "
             "--cluster with a cluster file or the JOB.yaml"
         )
-    section = {"device": device, "num_nodes": len(nodes), "devices_per_node": nodes[0].num_slots}
-    try:
-        machines = machines_of(validate(ClusterSection, section, where="made_for: cluster"), devices)
-    except ConfigError as error:
-        raise PlanError(
-            f"made_for: {error}; or give --cluster with a cluster file or the JOB.yaml"
-        ) from error
+    device, assumed = _device_of(name, devices)
+    machines = uniform_cluster_of_device(
+        device, num_devices=plan.made_for.world_size, devices_per_node=nodes[0].num_slots
+    )
+    precision: Precision = "bf16"
+    if device is PROCESSOR_CORE:
+        # No layout is ruled out for a memory that is not known.
+        precision, machines = "fp32", replace(machines, memory_bytes=2**50)
     job = PlanRequest(
         shape=plan.made_for.shape,
         machines=machines,
         global_batch_size=plan.made_for.global_batch_size,
-        precision="bf16",
+        precision=precision,
         search=PlanSearch(),
     )
-    return job, {"precision": "bf16", "links": "the device's usual ones", "search": "auto"}
+    return job, {
+        **assumed,
+        "precision": precision,
+        "links": "the device's usual ones",
+        "search": "auto",
+    }
+
+
+def _device_of(name: str, devices: Mapping[str, DeviceSpec] | None) -> tuple[DeviceSpec, dict[str, str]]:
+    """The device that a node's class names, and what stands for it where no file describes it."""
+    try:
+        return device_named(name, extra=devices), {}
+    except ConfigError:
+        if name.lower().startswith("cpu"):
+            words = "a usual processor core (speed and memory of yours are not known: give --cluster)"
+            return PROCESSOR_CORE, {"device": words}
+        device, is_known = library_device(name)
+        remark = "" if is_known else f" (nothing is known of {name}: give --hardware or --cluster)"
+        return device, {"device": f"{device.name}{remark}"}
 
 
 def _check_made_for(plan: Plan, job: PlanRequest) -> None:
@@ -115,14 +138,17 @@ def _check_made_for(plan: Plan, job: PlanRequest) -> None:
         raise PlanError(f"made_for: {words}: explain a plan with the job it was made for")
 
 
-def _kind(choice: ScheduleChoice) -> ScheduleKind:
-    kind = schedule_kind(choice)
-    if kind is None:
-        raise PlanError(
-            f"schedule: {choice.label}; only named schedules are predicted without running: look at this one "
-            "with `quartet schedule simulate`"
-        )
-    return kind
+def _kind(plan: Plan) -> tuple[ScheduleKind, dict[str, str]]:
+    """The schedule that the cost model knows, and the assumption where it stands for the plan's own order."""
+    kind = schedule_kind(plan.schedule)
+    if kind is not None:
+        return kind, {}
+    ranks = range(plan.layout.pipeline_parallel)
+    if plan.schedule.placement == (*ranks, *reversed(ranks)):
+        kind = ScheduleKind.ZB_V
+    else:
+        kind = ScheduleKind.INTERLEAVED if plan.layout.virtual_stages > 1 else ScheduleKind.ONE_F_ONE_B
+    return kind, {"schedule": f"{kind.value} (the time of the plan's own order is not known)"}
 
 
 def _predicted(plan: Plan, job: PlanRequest, run: TrainingRun, constants: Constants) -> RowPrediction:

@@ -1,18 +1,19 @@
 """Every legal layout of a job as rows of an integer table, and which combinations of degrees are refused."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
+from quartet_plugin.cost.memory import distinct_numbers
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.space.forbidden import forbidden_rows
-from quartet_plugin.space.layouts import divisors, is_requested
+from quartet_plugin.space.layouts import divisors, is_requested, undivided_request
 
 # The columns of the table.
 TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED = range(10)
@@ -148,17 +149,20 @@ def degrees(job: PlanRequest) -> Iterator[tuple[int, int, int]]:
 
 def _rows(job: PlanRequest, shape: ModelShape) -> Iterator[tuple[_Row, list[_Variant]]]:
     """The legal rows of all degrees that the job allows."""
-    search = job.search
     for tp, cp, pp in degrees(job):
-        dp = job.machines.num_devices // (tp * cp * pp)
-        allowed = (
-            is_requested(search.tensor_parallel, tp)
-            and is_requested(search.context_parallel, cp)
-            and is_requested(search.pipeline_parallel, pp)
-            and is_requested(search.data_parallel, dp)
-        )
-        if allowed and fault_of_degrees(job, shape, tp, cp, pp) is None:
-            yield from _rows_of_degrees(job, shape, tp, cp, pp, dp)
+        if _is_asked(job, tp, cp, pp) and fault_of_degrees(job, shape, tp, cp, pp) is None:
+            yield from _rows_of_degrees(job, shape, tp, cp, pp, job.machines.num_devices // (tp * cp * pp))
+
+
+def _is_asked(job: PlanRequest, tp: int, cp: int, pp: int) -> bool:
+    """Whether the search allows the degrees, and the data parallelism that they leave."""
+    search = job.search
+    return (
+        is_requested(search.tensor_parallel, tp)
+        and is_requested(search.context_parallel, cp)
+        and is_requested(search.pipeline_parallel, pp)
+        and is_requested(search.data_parallel, job.machines.num_devices // (tp * cp * pp))
+    )
 
 
 def _rows_of_degrees(
@@ -275,16 +279,30 @@ class TooLarge:
         """The layouts' refusal for lack of memory."""
         context = f" CP {self.context_parallel}" if self.context_parallel > 1 else ""
         label = f"TP {self.tensor_parallel}{context} PP {self.pipeline_parallel}"
-        need = f"the {available_bytes / GB:.0f} GB that are usable"
+        least, available = distinct_numbers(self.least_bytes / GB, available_bytes / GB, digits=0)
         if self.least_bytes > available_bytes:
-            need = f"at least {self.least_bytes / GB:.0f} GB of {need}"
+            need = f"at least {least} GB of the {available} GB that are usable"
         else:
-            need = f"more than {need}"
+            need = f"more than the {available_bytes / GB:.0f} GB that are usable"
         return Refusal(reason=f"memory: {label} needs {need}", count=self.count)
 
 
 def refused_degrees(job: PlanRequest, shape: ModelShape) -> list[Refusal]:
     """Combinations of degrees that no layout can have, by the first constraint each breaks."""
-    faults = (fault_of_degrees(job, shape, tp, cp, pp) for tp, cp, pp in degrees(job))
+    return _refused(job, shape, degrees(job))
+
+
+def refused_requests(job: PlanRequest, shape: ModelShape) -> list[Refusal]:
+    """The same of the combinations that the job asks for: a request that cannot be met comes first."""
+    fault = undivided_request(job.search, num_devices=job.machines.num_devices)
+    if fault is not None:
+        return [Refusal(reason=fault, count=1)]
+    return _refused(job, shape, (combination for combination in degrees(job) if _is_asked(job, *combination)))
+
+
+def _refused(
+    job: PlanRequest, shape: ModelShape, combinations: Iterable[tuple[int, int, int]]
+) -> list[Refusal]:
+    faults = (fault_of_degrees(job, shape, tp, cp, pp) for tp, cp, pp in combinations)
     counted = Counter(fault for fault in faults if fault is not None)
     return [Refusal(reason=reason, count=count) for reason, count in counted.most_common()]

@@ -38,6 +38,7 @@ from quartet_plugin.planner.layout_table import (
     TooLarge,
     layout_table_of,
     refused_degrees,
+    refused_requests,
 )
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 
@@ -322,8 +323,8 @@ def _nearest(job: PlanRequest, fields: list[_Field]) -> str:
 
 def _no_layout(job: PlanRequest) -> str:
     shape = job.shape
-    refused = refused_degrees(job, shape)
-    most = f"; most often: {refused[0].reason}" if refused else ""
+    refused = refused_requests(job, shape)
+    most = f"; {'' if refused[0].count == 1 else 'most often: '}{refused[0].reason}" if refused else ""
     return (
         f"layouts: none is legal for {job.machines.num_devices} devices, {shape.num_attention_heads} heads, "
         f"{shape.num_query_groups} groups, {shape.num_layers} layers, sequences of {shape.seq_length} and "

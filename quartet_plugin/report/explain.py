@@ -55,7 +55,10 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A prediction and its terms, in seconds an iteration; `stated_s` is what the plan's file predicts."""
+    """A prediction and its terms, in seconds an iteration; `stated_s` is what the plan's file predicts.
+
+    `available_bytes` is a device's usable memory, None where it is not known.
+    """
 
     title: Sequence[tuple[str, str]]
     iteration_s: float
@@ -64,7 +67,7 @@ class Explanation:
     compute_terms: Mapping[str, float]
     bubble_fraction: float
     memory: Sequence[StageMemory]
-    available_bytes: float
+    available_bytes: float | None
     runner_up: RunnerUp | None
     assumed: Mapping[str, str]
 
@@ -155,15 +158,15 @@ def _memory_table(explanation: Explanation) -> "RenderableType":
     table = _table(("rank", "layers", "GiB", "of usable", "", "most of it"))
     for stage in explanation.memory[:MAX_RANKS]:
         largest, largest_bytes = max(stage.terms.items(), key=lambda item: item[1])
-        share = stage.total_bytes / limit
+        share = None if limit is None else stage.total_bytes / limit
         table.add_row(
             str(stage.rank),
             str(stage.num_layers),
             f"{stage.total_bytes / _GIB:.2f}",
-            f"{100 * share:.0f} %",
-            bar(share),
+            "not known" if share is None else f"{100 * share:.0f} %",
+            "" if share is None else bar(share),
             f"{largest.removesuffix('_bytes')} {largest_bytes / _GIB:.2f} GiB"
-            + (" DOES NOT FIT" if share > 1 else ""),
+            + (" DOES NOT FIT" if share is not None and share > 1 else ""),
         )
     if len(explanation.memory) > MAX_RANKS:
         table.caption = f"(and {len(explanation.memory) - MAX_RANKS} more pipeline ranks)"

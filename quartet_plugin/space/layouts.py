@@ -274,6 +274,41 @@ def is_requested[T](requested: Sequence[T] | None, value: T) -> bool:
     return not requested or value in requested
 
 
+def undivided_request(search: SearchConfig, *, num_devices: int) -> str | None:
+    """The first degree of which no requested value divides the devices, and the rule; None without one."""
+    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "data_parallel"):
+        # Context parallelism is an axis of the planner alone.
+        values: tuple[int, ...] | None = getattr(search, name, None)
+        if values and all(num_devices % value for value in values):
+            asked = values[0] if len(values) == 1 else list(values)
+            return f"search.{name}: {asked}; must divide the {num_devices} devices"
+    return None
+
+
+def fault_of_tensor_parallel(shape: ModelShape, *, rules: LayoutRules) -> str | None:
+    """Why no requested tensor-parallel size can be had; None where one can be, or none is requested."""
+    faults = [_fault_of_tensor_size(size, shape, rules) for size in rules.search.tensor_parallel or ()]
+    return None if not faults or None in faults else faults[0]
+
+
+def _fault_of_tensor_size(size: int, shape: ModelShape, rules: LayoutRules) -> str | None:
+    if size == rules.job.layout.tensor_parallel:
+        return None
+    divided = (
+        ("devices of a node", rules.slots_per_node),
+        ("heads", shape.num_attention_heads),
+        ("query groups", shape.num_query_groups),
+        ("of the FFN", shape.ffn_hidden_size),
+        ("of the vocabulary", shape.vocab_size),
+    )
+    name = f"search.tensor_parallel: {size}"
+    if Axis.DEGREES in rules.locked or not capabilities(rules.job.framework).changes_tensor_parallel:
+        return f"{name}; must be the command's own {rules.job.layout.tensor_parallel} in this job"
+    return next(
+        (f"{name}; must divide the {number} {words}" for words, number in divided if number % size), None
+    )
+
+
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]

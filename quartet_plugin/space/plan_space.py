@@ -34,10 +34,12 @@ from quartet_plugin.space.features import Axis, batching_features, locked_axes, 
 from quartet_plugin.space.layouts import (
     LayoutRules,
     bucket_sizes,
+    fault_of_tensor_parallel,
     legal_layouts,
     requested_groups,
     schedules_of,
     stock_choice,
+    undivided_request,
 )
 from quartet_plugin.space.param_sources import (
     SPLIT_EMBEDDING,
@@ -337,6 +339,12 @@ def build_space(
         if kept:
             layouts[shape] = kept
     if not layouts:
+        num_devices = job.layout.world_size // job.layout.context_parallel
+        fault = undivided_request(search, num_devices=num_devices) or fault_of_tensor_parallel(
+            job.shape, rules=rules
+        )
+        if fault is not None:
+            raise ConfigError(f"{fault}; choose another, or auto")
         raise ConfigError(
             f"search: no layout of {job.layout.world_size} processes, "
             f"global batch size {job.global_batch_size} and {job.shape.num_layers} layers "

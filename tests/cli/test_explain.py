@@ -1,15 +1,17 @@
 """`quartet explain`, and what `quartet plan` says about clusters and refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from quartet_plugin.cli.main import main
-from quartet_plugin.model.plan import read_plan, write_plan
+from quartet_plugin.model.plan import Mapping, NodeInfo, Slot, read_plan, write_plan
 from tests.model.clusters import make_cluster
-from tests.model.plans import plan_with
+from tests.model.plans import MADE_FOR, plan_with
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 JOB = """
 model: {num_layers: 8, hidden_size: 1024, num_attention_heads: 12, kv_channels: 64, seq_length: 1024,
         vocab_size: 32000%s}
@@ -103,7 +105,8 @@ def test_refused_degrees_are_listed(tmp_path: Path, capsys: pytest.CaptureFixtur
         (("plan.json", "--cluster", "missing.yaml"), 2, "missing.yaml"),
         (("plan.json", "--cluster", "other.yaml"), 2, "made_for: shape"),
         (("plan.json", "--cluster", "small.json"), 2, "made_for: devices"),
-        (("cpu.json",), 2, "give --cluster"),
+        (("unequal.json",), 2, "give --cluster"),
+        (("plan.json", "--hardware", "nowhere"), 2, "nowhere: no such folder"),
     ],
 )
 def test_one_line_and_an_exit_code(
@@ -118,12 +121,45 @@ def test_one_line_and_an_exit_code(
     planned(tmp_path)
     (tmp_path / "other.yaml").write_text(JOB % (", gated_ffn: true", EQUAL), encoding="utf-8")
     (tmp_path / "small.json").write_text(json.dumps(make_cluster(num_nodes=1)), encoding="utf-8")
-    write_plan(plan_with(), path=tmp_path / "cpu.json")
+    nodes = (
+        NodeInfo(host="a", node_class="cpu x1", num_slots=1),
+        NodeInfo(host="b", node_class="H100 x1", num_slots=1),
+    )
+    slots = Mapping(slots=(Slot(node=0, local=0), Slot(node=1, local=0)))
+    unequal = plan_with(made_for=replace(MADE_FOR, nodes=nodes), mapping=slots)
+    write_plan(unequal, path=tmp_path / "unequal.json")
     capsys.readouterr()
     assert main(["explain", *arguments]) == code
     error = capsys.readouterr().err
     assert words in error
     assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "plan", ["plan.json", "plan_custom.json", "plan_deepspeed.json", "run_0.1.0/best/plan.json"]
+)
+def test_the_plan_of_a_cpu_run_is_explained_with_what_is_not_known(
+    plan: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = explained(capsys, str(GOLDEN / plan))
+    assert data["iteration_s"] == pytest.approx(sum(data["terms"].values()))  # type: ignore[attr-defined]
+    assert data["memory"]["available_bytes"] is None  # type: ignore[index]
+    assumed: dict[str, str] = data["assumed"]  # type: ignore[assignment]
+    assert "not known" in assumed["device"]
+    assert assumed["precision"] == "fp32"
+    assert ("schedule" in assumed) == (plan == "plan_custom.json")
+    assert main(["explain", str(GOLDEN / plan)]) == 0
+    assert "not known" in capsys.readouterr().out
+
+
+def test_a_device_without_a_file_is_stood_in_for_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = (NodeInfo(host="a", node_class="Some GPU x2", num_slots=2),)
+    write_plan(plan_with(made_for=replace(MADE_FOR, nodes=nodes)), path=tmp_path / "plan.json")
+    data = explained(capsys, str(tmp_path / "plan.json"))
+    assumed: dict[str, str] = data["assumed"]  # type: ignore[assignment]
+    assert "nothing is known of Some GPU" in assumed["device"]
 
 
 def test_experts_are_planned_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,13 @@ def test_a_users_device_goes_first(tmp_path: Path) -> None:
     assert device_named("H100").generation == "hopper"
 
 
+def test_a_folder_without_devices_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nonexistent: no such folder"):
+        read_folder(tmp_path / "nonexistent")
+    with pytest.raises(ConfigError, match="no device file"):
+        read_folder(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

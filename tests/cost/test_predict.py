@@ -112,3 +112,22 @@ def test_the_command_writes_predictions(tmp_path: Path, capsys: pytest.CaptureFi
     assert "1 rows with an error" in capsys.readouterr().out
     rows.write_text('{"rows": NaN}', encoding="utf-8")
     assert main(["predict", str(rows), "-o", str(output)]) == 2
+
+
+def test_rows_that_all_fail_are_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, output = tmp_path / "rows.json", tmp_path / "predictions.json"
+    rows.write_text(json.dumps([{**ROW, "gpu": "?"}, {**ROW, "tp": 7}]), encoding="utf-8")
+    assert main(["predict", str(rows), "-o", str(output)]) == 2
+    assert "none of 2 rows can be predicted; the first: device '?'" in capsys.readouterr().err
+    assert [set(entry) for entry in json.loads(output.read_text(encoding="utf-8"))] == [{"id", "error"}] * 2
+
+
+def test_a_wrong_key_or_folder_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, output = tmp_path / "rows.json", tmp_path / "predictions.json"
+    rows.write_text(json.dumps([{**ROW, "head": 4}]), encoding="utf-8")
+    assert main(["predict", str(rows), "-o", str(output)]) == 2
+    assert "[0]: head: unknown key; did you mean heads?" in capsys.readouterr().err
+    rows.write_text(json.dumps([ROW]), encoding="utf-8")
+    assert main(["predict", str(rows), "-o", str(output), "--hardware", str(tmp_path / "nowhere")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert not output.exists()

@@ -66,6 +66,26 @@ def test_an_impossible_row_has_its_own_error(changes: dict[str, Any], message: s
     assert second["iter_time_s"] > 0
 
 
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("microbatch", r"\[1\]: microbatch: unknown key; did you mean microbatches\?"),
+        ("gpu_memory", r"\[1\]: gpu_memory: unknown key; did you mean gpu_mem_gb\?"),
+        ("?" * 500, r"unknown key; remove it"),
+    ],
+)
+def test_a_key_that_no_table_has_is_refused(key: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        predict_rows([ROW, {**ROW, key: 1}], where="ROWS.json")
+    assert len(str(caught.value)) < 200
+    assert set(predict_row({**ROW, key: 1})) == {"id", "error"}
+
+
+def test_settings_of_a_recipe_are_not_read_and_said() -> None:
+    prediction = predict_row({**ROW, "knobs": {"overlap_a2a": True}})
+    assert prediction["warnings"] == [*predict_row(ROW)["warnings"], "knobs: overlap_a2a: not read"]
+
+
 def test_no_array_is_refused() -> None:
     with pytest.raises(ConfigError, match="array of rows"):
         predict_rows({"rows": []}, where="ROWS.json")

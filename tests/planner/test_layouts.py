@@ -1,17 +1,24 @@
 """Experts, fp8, written splits and context parallelism in the planner, and what it refuses."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quartet_plugin.cost.constants import fitted
-from quartet_plugin.cost.memory import peak_memory
+from quartet_plugin.cost.memory import distinct_numbers, peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.job import PlanRequest, parse_job
-from quartet_plugin.planner.layout_table import degrees, fault_of_degrees, layout_table_of, refused_degrees
+from quartet_plugin.planner.layout_table import (
+    TooLarge,
+    degrees,
+    fault_of_degrees,
+    layout_table_of,
+    refused_degrees,
+)
 from quartet_plugin.planner.ranking import rank, refusals
 from tests.planner.planning import job_data
 
@@ -169,6 +176,25 @@ def test_memory_refusals_are_grouped_and_counted() -> None:
 def test_no_legal_layout_names_the_commonest_reason() -> None:
     with pytest.raises(InfeasibleError, match=r"none is legal .* most often: PP"):
         rank(parsed(model={"num_layers": 1}, search={"pipeline_parallel": 2}))
+
+
+def test_no_legal_layout_is_told_about_the_degree_that_was_asked_for() -> None:
+    with pytest.raises(
+        InfeasibleError, match=r"search\.tensor_parallel: 3; must divide the 8 devices"
+    ) as caught:
+        rank(parsed(search={"tensor_parallel": 3}))
+    assert "TP 8" not in str(caught.value)
+    with pytest.raises(InfeasibleError, match="TP 4 does not divide 2 heads") as caught:
+        rank(parsed(model={"num_attention_heads": 2}, search={"tensor_parallel": 4}))
+    assert "TP 8" not in str(caught.value)
+
+
+def test_two_numbers_that_differ_look_different() -> None:
+    group = TooLarge(tensor_parallel=1, context_parallel=1, pipeline_parallel=1, count=1, least_bytes=83.04e9)
+    assert "at least 83.04 GB of the 83.01 GB" in group.refusal(83.01e9).reason
+    assert "at least 90 GB of the 83 GB" in replace(group, least_bytes=90e9).refusal(83.01e9).reason
+    assert distinct_numbers(1.0, 1.0, digits=1) == ("1.0", "1.0")
+    assert distinct_numbers(1.0, 1.0000001, digits=1) == ("1.0000000", "1.0000001")
 
 
 def layouts_of(job: PlanRequest) -> set[Layout]:

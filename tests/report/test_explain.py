@@ -83,6 +83,12 @@ def test_a_rank_that_does_not_fit_is_marked() -> None:
     assert "150 %" in lines[1]
 
 
+def test_a_memory_that_is_not_known_is_said() -> None:
+    text = shown(replace(EXPLANATION, available_bytes=None))
+    assert text.count("not known") == len(EXPLANATION.memory)
+    assert "DOES NOT FIT" not in text
+
+
 def test_another_prediction_than_the_plans_own_is_said() -> None:
     assert "the plan says 1 s" in shown(replace(EXPLANATION, stated_s=1.0))
     assert "the plan says" not in shown(replace(EXPLANATION, stated_s=None))

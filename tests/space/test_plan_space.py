@@ -144,7 +144,6 @@ def test_a_list_is_searched() -> None:
 @pytest.mark.parametrize(
     "search",
     [
-        {"tensor_parallel": 3},
         {"split": "9+9", "pipeline_parallel": 2},
         {"micro_batch_size": 5},
         {"schedule": "interleaved", "pipeline_parallel": 1},
@@ -154,6 +153,27 @@ def test_a_list_is_searched() -> None:
 def test_a_wish_that_leaves_nothing_is_refused(search: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="fits what is asked"):
         space_of(search)
+
+
+@pytest.mark.parametrize(
+    ("search", "words"),
+    [
+        ({"tensor_parallel": 3}, r"search\.tensor_parallel: 3; must divide the 2 devices"),
+        ({"data_parallel": [4, 8]}, r"search\.data_parallel: \[4, 8\]; must divide the 2 devices"),
+    ],
+)
+def test_a_degree_that_cannot_be_had_is_named(search: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        space_of(search)
+
+
+def test_a_tensor_parallel_size_that_the_model_rules_out_is_named() -> None:
+    job = make_job(
+        layout=make_layout(pipeline_parallel=4), shape=make_shape(num_attention_heads=2, num_query_groups=2)
+    )
+    search = SearchConfig.model_validate({"tensor_parallel": 4})
+    with pytest.raises(ConfigError, match=r"search\.tensor_parallel: 4; must divide the 2 heads"):
+        build_space(job, nodes=make_nodes(4), search=search, run="r", seed=0)
 
 
 def test_an_unknown_feature_keeps_every_axis() -> None:
