@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import DeviceName, check_range, user_command
+from quartet_plugin.cli.command import DeviceName, check_range, check_seconds, user_command
 from quartet_plugin.errors import PlanError, StorageError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def check_command(
     from quartet_plugin.trial.parity import ParityGate
 
     check_range("--steps", steps, most=_MAX_STEPS)
+    check_seconds("--deadline", deadline)
     words = user_command(ctx)
     content = read_plan(plan)
     training = parse_command(words)

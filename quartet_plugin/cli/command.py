@@ -79,6 +79,12 @@ def check_range(option: str, value: int, *, least: int = 1, most: int) -> None:
         raise UsageError(f"{option} {value}: must be from {least} to {most}")
 
 
+def check_seconds(option: str, value: float, *, least: float = 1.0, most: float = 1e6) -> None:
+    """Raise UsageError for a number of seconds outside of `least` to `most`, NaN and infinity included."""
+    if not least <= value <= most:
+        raise UsageError(f"{option} {value:g}: must be from {least:g} to {most:g} seconds")
+
+
 def constants_of(calibration: Path | None) -> "Constants | None":
     """The constants that a calibration file corrected; None for the package's."""
     if calibration is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from quartet_plugin.cli.command import DeviceName, check_range, invocation
+from quartet_plugin.cli.command import DeviceName, check_range, check_seconds, invocation
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ def probe_command(
     """
     from quartet_plugin.launchers.local import resolve_device
 
-    if not 1 <= deadline <= 1e5:
-        raise UsageError(f"--deadline {deadline:g}: must be from 1 to 100000 seconds")
+    check_seconds("--deadline", deadline, most=1e5)
     if processes is not None:
         check_range("--processes", processes, most=_MAX_PROCESSES)
     chosen = resolve_device(device, environment=os.environ)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import DeviceName, check_range, user_command
+from quartet_plugin.cli.command import DeviceName, check_range, check_seconds, user_command
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 from quartet_plugin.protocol.environment import PROFILE
 
@@ -57,6 +57,7 @@ def profile_command(
     from quartet_plugin.trial.runner import run_trial
 
     check_range("--iterations", iterations, least=2, most=_MAX_ITERATIONS)
+    check_seconds("--deadline", deadline)
     words = user_command(ctx)
     played = played_rank(words, stage=stage, world_size=world_size)
     command = parse_command(words)

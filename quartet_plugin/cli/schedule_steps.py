@@ -26,6 +26,8 @@ _BOUND_UP_TO, _CUTS_UP_TO = 32, 8
 _CLEARLY_SHORTER = 0.002
 _RESERVE_S = 0.25  # of a core, to write the result and to end
 
+# Floats hold every integer up to here.
+MAX_NUMBER = 2**53
 Counts = tuple[int, ...]
 
 
@@ -105,10 +107,9 @@ def check_effort(*, time_limit: float | None, evaluations: int | None, seed: int
         raise UsageError("--time-limit and --evaluations: both are given; give only one")
     if time_limit is not None and not (math.isfinite(time_limit) and time_limit > 0):
         raise UsageError(f"--time-limit: {time_limit}: must be a number of seconds above 0")
-    if evaluations is not None and evaluations < 1:
-        raise UsageError(f"--evaluations: {evaluations}: must be at least 1")
-    if seed < 0:
-        raise UsageError(f"--seed: {seed}: must be at least 0")
+    for option, value, least in (("--evaluations", evaluations, 1), ("--seed", seed, 0)):
+        if value is not None and not least <= value < MAX_NUMBER:
+            raise UsageError(f"{option}: {str(value)[:40]}: must be from {least} to 2^53")
 
 
 def _numbers(text: str, *, option: str, rule: str) -> Counts:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import RUNS, RunsFolder, find_run, invocation, path_here, user_command
+from quartet_plugin.cli.command import (
+    RUNS,
+    RunsFolder,
+    check_seconds,
+    find_run,
+    invocation,
+    path_here,
+    user_command,
+)
 from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.errors import SeamError, UsageError
 
@@ -57,6 +65,8 @@ def tune_command(
     ] = False,
 ) -> None:
     """Tune the training command that follows `--`."""
+    if max_minutes is not None:
+        check_seconds("--max-minutes", 60 * max_minutes, least=6.0, most=6e7)
     if joined is not None:
         from quartet_plugin.cli.workers import join
 

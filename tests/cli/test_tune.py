@@ -95,6 +95,8 @@ def test_a_script_that_fails_by_itself_is_shown(tmp_path: Path, capfd: pytest.Ca
         (["tune", "--config", "nowhere.yaml", "--", "python", "x.py"], 2, "nowhere.yaml"),
         (["tune", "--resume", "--run-dir", "nowhere", "--", "python", "x.py"], 2, "no run to resume"),
         (["tune", "--max-minutes", "soon", "--", "python", "x.py"], 2, "max-minutes"),
+        (["tune", "--max-minutes", "nan", "--", "python", "x.py"], 2, "max-minutes"),
+        (["check", "plan.json", "--deadline", "nan", "--", "python", "x.py"], 2, "--deadline nan"),
     ],
 )
 def test_refusals_are_one_line(
