@@ -173,6 +173,8 @@ class LiveTable:
         best = max((row.versus_baseline or 0.0 for row in self._rows), default=0.0)
         for row, cells in zip(shown, rows, strict=True):
             is_best = row.versus_baseline is not None and row.versus_baseline == best
+            if row.plan is None and "shape" not in names:
+                cells["layout"] = cells["shape"]
             is_lost = row.iteration_s is None and row.outcome != RUNNING
             style = "bold" if is_best else "dim" if is_lost else ""
             table.add_row(*(Text(cells[name]) for name in names), style=style)

@@ -165,7 +165,7 @@ def test_layers_without_matrices_have_a_size_by_their_parameters() -> None:
         torch.nn.Linear(64, 10),
     ]
     shape = shape_of(layers, seq_length=1)
-    assert shape.num_layers == len(layers)
+    assert shape.num_layers == len(layer_list(layers).blocks)
     num_parameters = (3 * 8 * 9 + 8) + (8 * 16 * 9 + 16) + (64 * 10 + 10)
     total = shape.num_layers * shape.matrix_parameters_per_layer
     assert total == pytest.approx(num_parameters, rel=0.1)

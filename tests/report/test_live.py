@@ -73,7 +73,7 @@ def test_a_pipe_gets_lines() -> None:
     assert isinstance(reporter(Console(file=io.StringIO())), PlainLines)
 
 
-@pytest.mark.parametrize(("width", "height"), [(40, 24), (60, 24), (80, 24), (100, 40), (116, 24), (140, 50)])
+@pytest.mark.parametrize(("width", "height"), [(50, 24), (60, 24), (80, 24), (100, 40), (116, 24), (140, 50)])
 def test_the_table_fits_the_screen_and_cuts_no_number(width: int, height: int) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
     shown = LiveTable(console)
