@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quartet_plugin.cli.output import show
 from quartet_plugin.errors import ConfigError, QuartetError, UsageError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def calibrate_command(
     calibration = calibrate(observations, prior=prior, fixed=fixed)
     source = ", ".join(str(path) for path in (*(profile or ()), *(runs or ())))
     write_calibration(calibration, path=output, source=source)
-    typer.echo("\n".join([f"{output}:", *lines(calibration)]))
+    show(f"{output}:", *lines(calibration))
 
 
 def lines(calibration: "Calibration") -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quartet_plugin.cli.command import DeviceName, check_range, check_seconds, user_command
+from quartet_plugin.cli.output import show
 from quartet_plugin.errors import PlanError, StorageError
 
 if TYPE_CHECKING:
@@ -63,10 +64,10 @@ def check_command(
         shutil.rmtree(weights, ignore_errors=True)
     target = receipt_path(plan)
     write_receipt(receipt, path=target)
-    typer.echo("\n".join(lines(receipt)))
+    show(*lines(receipt))
     if receipt.failure is not None:
         raise PlanError(f"{plan}: does not train as stock does: {receipt.failure.reason}; logs in {place}")
-    typer.echo(f"the plan trains as stock does; receipt: {target}")
+    show(f"the plan trains as stock does; receipt: {target}")
 
 
 def lines(receipt: "Receipt") -> list[str]:

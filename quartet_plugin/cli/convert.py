@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from quartet_plugin.cli.command import DeviceName, user_command
+from quartet_plugin.cli.output import tell
 from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, StorageError
 
 STOCK = "stock"
@@ -61,7 +61,7 @@ def convert_command(
         (partial / FORMAT).rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    print(f"quartet: {folder} is in {output} for the stages of {to}", file=sys.stderr, flush=True)
+    tell(f"quartet: {folder} is in {output} for the stages of {to}")
     return int(ExitCode.DONE)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quartet_plugin.cli.command import JsonSwitch, PlanFile
+from quartet_plugin.cli.output import show
 from quartet_plugin.errors import ConfigError, PlanError, QuartetError
 
 if TYPE_CHECKING:
@@ -36,7 +37,10 @@ def export_command(
         typer.echo(json.dumps(merged_ds_config(known, ds_config), indent=1))
         return
     content = export(known)
-    typer.echo(json.dumps(content, indent=1) if as_json else "\n".join(lines(content)))
+    if as_json:
+        typer.echo(json.dumps(content, indent=1))
+    else:
+        show(*lines(content), limit=MAX_FLAG_LINE)
 
 
 def show_command(plan: PlanFile) -> None:
@@ -45,10 +49,12 @@ def show_command(plan: PlanFile) -> None:
     from quartet_plugin.report.tables import plan_lines
 
     for line in plan_lines(read_plan(plan)):
-        typer.echo(line)
+        show(line)
 
 
 NATIVE_FILE = "native.sh"
+# A flag is for copying: not even one with a thousand stages is cut.
+MAX_FLAG_LINE = 100_000
 
 
 # What divides the layers otherwise than a layout does; Megatron refuses both together.
@@ -260,7 +266,7 @@ def native_path(run_folder: Path) -> Path:
 
 def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
     """The script. Raises PlanError where appended flags do not say the whole plan."""
-    from quartet_plugin.trial.redact import shell_words
+    from quartet_plugin.protocol.masking import shell_words
 
     content = export(plan)
     if "flags" not in content:

@@ -158,7 +158,9 @@ def _run(arguments: list[str], user_command: tuple[str, ...] | None, started_s: 
     import typer
 
     from quartet_plugin.cli.command import Invocation
+    from quartet_plugin.protocol.masking import collect_secrets
 
+    collect_secrets(user_command or ())
     command = typer.main.get_command(build_app())
     if signal.getsignal(signal.SIGINT) is _exit_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -170,11 +172,11 @@ def _run(arguments: list[str], user_command: tuple[str, ...] | None, started_s: 
 
 
 def _failed(message: str, code: int, *, debug: bool) -> int:
-    if debug:
-        import traceback
+    from quartet_plugin.cli.output import tell, tell_traceback
 
-        traceback.print_exc()
-    print(f"quartet: {message}", file=sys.stderr)
+    if debug:
+        tell_traceback()
+    tell(f"quartet: {message}")
     return int(code)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, constants_of, devices_of
+from quartet_plugin.cli.output import show
 
 if TYPE_CHECKING:
     from quartet_plugin.planner.layout_table import Refusal
@@ -47,18 +48,18 @@ def plan_command(
     for place, ranked in enumerate(ranking.best, start=1):
         path = output if place == 1 else output.with_name(f"{output.stem}.{place}{output.suffix}")
         write_plan(plan_of(request, ranked, plain=plain, name=job.stem, place=place), path=path)
-        typer.echo(f"{place}. {path}: {_line(ranked)}")
-        typer.echo(f"   {_terms(ranked) if place == 1 else _reason(ranked, ranking.best[0])}")
+        show(f"{place}. {path}: {_line(ranked)}")
+        show(f"   {_terms(ranked) if place == 1 else _reason(ranked, ranking.best[0])}")
         if ranked.slots is not None:
-            typer.echo(f"   {_mapping(ranked)}")
-    typer.echo(f"plain: {plain.layout.label}: {plain.iteration_s:.4g} s an iteration")
-    typer.echo(
+            show(f"   {_mapping(ranked)}")
+    show(f"plain: {plain.layout.label}: {plain.iteration_s:.4g} s an iteration")
+    show(
         f"{ranking.num_considered} layouts: {ranking.num_predicted} predicted, "
         f"{ranking.num_too_large} do not fit in memory, {ranking.num_pruned} cannot be faster"
     )
     if refused:
         for line in _refusals(refusals(request, ranking)):
-            typer.echo(line)
+            show(line)
 
 
 def _line(ranked: "Ranked") -> str:

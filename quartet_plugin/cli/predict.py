@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, constants_of, devices_of
+from quartet_plugin.cli.output import show
 from quartet_plugin.errors import ConfigError
 
 # Some ten thousand rows, each a page of figures.
@@ -33,6 +34,6 @@ def predict_command(
     )
     write_json_atomic(output, predictions)
     errors = [entry["error"] for entry in predictions if "error" in entry]
-    typer.echo(f"{output}: {len(predictions) - len(errors)} predictions, {len(errors)} rows with an error")
+    show(f"{output}: {len(predictions) - len(errors)} predictions, {len(errors)} rows with an error")
     if errors and len(errors) == len(predictions):
         raise ConfigError(f"{rows}: none of {len(errors)} rows can be predicted; the first: {errors[0]}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from quartet_plugin.cli.command import DeviceName, check_range, check_seconds, invocation
+from quartet_plugin.cli.output import show
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 
 if TYPE_CHECKING:
@@ -54,14 +55,12 @@ def probe_command(
         raise UsageError("--processes: the command after -- says it; drop one of them")
     cluster = probe(words, device=chosen, num_processes=processes, deadline_s=deadline)
     if cluster is None:
-        typer.echo("the cluster file is written where rank 0 runs")
+        show("the cluster file is written where rank 0 runs")
         return
     from quartet_plugin.model.cluster import write_cluster
 
     write_cluster(cluster, path=output)
-    typer.echo(
-        "\n".join([f"{output}: {len(cluster.nodes)} nodes, {cluster.num_slots} devices", *lines(cluster)])
-    )
+    show(f"{output}: {len(cluster.nodes)} nodes, {cluster.num_slots} devices", *lines(cluster))
 
 
 def probe(

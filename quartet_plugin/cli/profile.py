@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quartet_plugin.cli.command import DeviceName, check_range, check_seconds, user_command
+from quartet_plugin.cli.output import show
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 from quartet_plugin.protocol.environment import PROFILE
 
@@ -84,7 +85,7 @@ def profile_command(
         shutil.rmtree(folder, ignore_errors=True)
     measured = make_profile(ranks, costs=table(ranks), played=played, iteration_s=result.iteration_s)
     write(measured, output=output, costs=costs)
-    typer.echo("\n".join(lines(measured)))
+    show(*lines(measured))
 
 
 def played_rank(
@@ -183,10 +184,10 @@ def write(measured: "Profile", *, output: Path, costs: Path | None) -> None:
     from quartet_plugin.model.files import write_json_atomic
 
     write_profile(measured, path=output)
-    typer.echo(f"{output}: {len(measured.ranks)} ranks, {len(measured.parts)} parts of the model")
+    show(f"{output}: {len(measured.ranks)} ranks, {len(measured.parts)} parts of the model")
     if costs is not None:
         write_json_atomic(costs, dict(measured.costs))
-        typer.echo(f"{costs}: what quartet schedule takes")
+        show(f"{costs}: what quartet schedule takes")
 
 
 def lines(measured: "Profile") -> list[str]:

@@ -6,9 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from quartet_plugin.cli.command import PlanFile
+from quartet_plugin.cli.output import show
 from quartet_plugin.errors import InfrastructureError, PlanError, SeamError
 
 _MODULE = "quartet_plugin.megatron.recheck"
@@ -41,7 +40,7 @@ def recheck_command(plan: PlanFile) -> None:
     if needs_runtime:
         receipt = require_receipt(content, path=plan, torch_version=framework_version("torch"))
         lines.append(f"parity receipt: passed over {len(receipt.steps)} steps with these versions")
-    typer.echo("\n".join(lines))
+    show(*lines)
 
 
 def fault_of(report: dict[str, Any]) -> str | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quartet_plugin.cli.command import check_range
+from quartet_plugin.cli.output import show
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def rehearse_command(
     )
     hang_s = max(hang, 5 * longest_s)
     result = _run([str(schedule), str(costs)], [str(steps), repr(time_scale), repr(hang_s)])
-    typer.echo("\n".join(lines(result["steps"], simulation, time_scale=time_scale)))
+    show(*lines(result["steps"], simulation, time_scale=time_scale))
 
 
 def _run(files: list[str], numbers: list[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quartet_plugin.cli.command import RUNS, RunName, RunsFolder, find_run, path_here
+from quartet_plugin.cli.output import show
 from quartet_plugin.errors import QuartetError, StorageError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def report_command(
     """Write a run's report: best against baseline, every trial, predictions, memory, the timeline."""
     path = find_run(run, run_dir=run_dir)
     fault = write_report(path, output=output)
-    typer.echo(f"wrote {output or path / FILE_NAME}")
+    show(f"wrote {output or path / FILE_NAME}")
     if fault is not None:
         raise fault
 

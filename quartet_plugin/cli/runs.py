@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quartet_plugin.cli.command import RUNS, JsonSwitch, RunName, RunsFolder, all_runs, find_run
+from quartet_plugin.cli.output import say, show
 from quartet_plugin.errors import QuartetError, StorageError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def status_command(
             break
         time.sleep(watch_s)
         if not as_json:
-            typer.echo()
+            say("")
 
 
 def _show_status(run: str | None, *, run_dir: Path, as_json: bool) -> None:
@@ -71,12 +72,15 @@ def _show_status(run: str | None, *, run_dir: Path, as_json: bool) -> None:
         if as_json:
             typer.echo(json.dumps([status_record(history) for history in histories], indent=1))
         else:
-            typer.echo("\n".join([*map(status_line, histories), *faults]))
+            show(*map(status_line, histories), *faults)
         return
     path = find_run(run, run_dir=run_dir)
     history = read_history(path)
     open_run(path).storage.check()
-    typer.echo(json.dumps(status_record(history), indent=1) if as_json else "\n".join(status_lines(history)))
+    if as_json:
+        typer.echo(json.dumps(status_record(history), indent=1))
+    else:
+        show(*status_lines(history))
 
 
 def trials_command(
@@ -91,7 +95,7 @@ def trials_command(
     from quartet_plugin.report.trial_table import csv_text, records, table_lines
 
     if form is TableFormat.TABLE:
-        typer.echo("\n".join(table_lines(history)))
+        show(*table_lines(history))
     elif form is TableFormat.CSV:
         typer.echo(csv_text(history), nl=False)
     elif form is TableFormat.JSON:
@@ -99,7 +103,7 @@ def trials_command(
     else:
         import yaml
 
-        text = yaml.safe_dump(records(history), sort_keys=False, allow_unicode=True, width=110)
+        text = yaml.safe_dump(records(history), sort_keys=False, allow_unicode=False, width=110)
         typer.echo(text.rstrip("\n"))
     if fault is not None:
         raise StorageError(f"{fault}; shown is what the trials' folders hold")
@@ -134,7 +138,7 @@ def repair_command(
     from quartet_plugin.tuner.history import open_run
 
     path = find_run(run, run_dir=run_dir)
-    storage = replace(open_run(path).storage, say=typer.echo)
+    storage = replace(open_run(path).storage, say=say)
     with Lease.acquire(path):
         lost = storage.repair()
-    typer.echo("go on with `quartet tune --resume`" if lost else "nothing is damaged")
+    show("go on with `quartet tune --resume`" if lost else "nothing is damaged")

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from quartet_plugin.cli.command import invocation, refuse_user_command
+from quartet_plugin.cli.output import show
 from quartet_plugin.cli.schedule_steps import (
     AUTO,
     EVEN,
@@ -143,17 +144,16 @@ def search(
         result, is_interrupted = progress.result, True
     write_schedule(output, result.schedule, predicted=figures(result.simulation))
     best = None if result.named_best is None else (result.named_best.label, result.named_best.score_s)
-    print(
-        schedule_summary(
-            result.schedule,
-            result.simulation,
-            memory_limit_bytes=table.memory_limit_bytes,
-            lower_bound_s=max(proven or 0.0, result.lower_bound_s) or None,
-            best_named=best,
-            objective=objective.value,
-        )
+    summary = schedule_summary(
+        result.schedule,
+        result.simulation,
+        memory_limit_bytes=table.memory_limit_bytes,
+        lower_bound_s=max(proven or 0.0, result.lower_bound_s) or None,
+        best_named=best,
+        objective=objective.value,
     )
-    print(f"\n{result.num_evaluations} evaluations in {result.elapsed_s:.1f} s; wrote {output}")
+    show(*summary.split("\n"), "")
+    show(f"{result.num_evaluations} evaluations in {result.elapsed_s:.1f} s; wrote {output}")
     gc.freeze()  # or the interpreter walks all objects once more before it ends, up to half a second
     return ExitCode.INTERRUPTED if is_interrupted else ExitCode.DONE
 
@@ -194,7 +194,7 @@ def named(
     schedule = replace(order, layers_per_stage=layers)
     simulation = simulated(schedule, table)
     write_schedule(output, schedule, predicted=figures(simulation))
-    print(schedule_summary(schedule, simulation, memory_limit_bytes=table.memory_limit_bytes))
+    show(*schedule_summary(schedule, simulation, memory_limit_bytes=table.memory_limit_bytes).split("\n"))
 
 
 @schedule_command.command("list")
@@ -221,10 +221,12 @@ def list_named(
                 "yes" if spec.executable else "simulate only",
             ]
         )
-    print("\n".join(aligned(rows)))
-    print(
-        f"\nat {devices} devices and {microbatches} microbatches, when a device's share of one microbatch "
-        "takes 1 for each of F, I and W;\nmemory in such shares' activations, on the fullest device"
+    show(
+        *aligned(rows),
+        "",
+        f"at {devices} devices and {microbatches} microbatches, when a device's share of one microbatch "
+        "takes 1 for each of F, I and W;",
+        "memory in such shares' activations, on the fullest device",
     )
 
 
@@ -248,7 +250,7 @@ def simulate(
     if as_json:
         print(json.dumps(figures(simulation) | {"busy_s": simulation.busy_s.tolist()}))
     else:
-        print(schedule_summary(order, simulation, memory_limit_bytes=table.memory_limit_bytes))
+        show(*schedule_summary(order, simulation, memory_limit_bytes=table.memory_limit_bytes).split("\n"))
 
 
 @schedule_command.command()
@@ -275,7 +277,7 @@ def bound(
     if as_json:
         print(json.dumps({"makespan_s": value.makespan_s, "reason": value.reason}))
     else:
-        print(f"makespan >= {value.makespan_s!r} s\n{value.reason}")
+        show(f"makespan >= {value.makespan_s!r} s", *value.reason.split("\n"))
 
 
 @schedule_command.command()
@@ -311,7 +313,7 @@ def export(
         write_bytes_atomic(output, picture(order, simulation))
     elif table is not None and simulation is not None:
         write_trace(output, order, simulation, table)
-    print(f"wrote {output}")
+    show(f"wrote {output}")
 
 
 def _at_unit_costs(name: str, devices: int, microbatches: int) -> tuple[str, str]:

@@ -2,12 +2,12 @@
 
 import json
 import math
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quartet_plugin.cli.output import tell
 from quartet_plugin.errors import PlanError, QuartetError, UsageError
 from quartet_plugin.model.files import shown
 
@@ -49,10 +49,9 @@ class SearchProgress:
             self._said_s = makespan_s
             bound_s = max(self._bound_s or 0.0, result.lower_bound_s)
             distance = f", bound: {compared_with_bound(makespan_s, bound_s)}" if bound_s else ""
-            print(
+            tell(
                 f"quartet: {result.elapsed_s:.1f} s, {result.num_evaluations} evaluations: makespan "
-                f"{seconds(makespan_s)}{distance}",
-                file=sys.stderr,
+                f"{seconds(makespan_s)}{distance}"
             )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quartet_plugin.cli.output import show
 from quartet_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def trace_command(
     The simulated ones take as much compute time in all as the measured ones: a plan knows only how the times
     of its stages relate.
     """
-    typer.echo("\n".join(trace(attempt_of(run, trial=trial), output)))
+    show(*trace(attempt_of(run, trial=trial), output))
 
 
 def attempt_of(folder: Path, *, trial: int | None = None) -> Path:

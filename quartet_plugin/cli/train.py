@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quartet_plugin.cli.command import Device, DeviceName, user_command
+from quartet_plugin.cli.output import tell
 from quartet_plugin.cli.signals import handled
 from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, PlanError, QuartetError
 from quartet_plugin.protocol.environment import DEVICE_FLAG, ERRORS_FOLDER, PLAN_FLAG
@@ -77,11 +77,9 @@ def check_receipt(plan: "Plan", *, path: Path, skip: bool) -> None:
     if not skip:
         require_receipt(plan, path=path, torch_version=framework_version("torch"))
         return
-    print(
+    tell(
         f"quartet: parity check skipped (--skip-parity-check): {receipt_path(path)} was not asked for, and "
-        f"nothing shows that schedule {plan.schedule.name!r} trains as stock does",
-        file=sys.stderr,
-        flush=True,
+        f"nothing shows that schedule {plan.schedule.name!r} trains as stock does"
     )
 
 

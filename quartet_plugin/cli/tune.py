@@ -19,6 +19,7 @@ from quartet_plugin.cli.command import (
     path_here,
     user_command,
 )
+from quartet_plugin.cli.output import show
 from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.errors import SeamError, UsageError
 
@@ -83,11 +84,11 @@ def tune_command(
     from quartet_plugin.cli.workers import slices_of
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.local import check_one_node, check_start
+    from quartet_plugin.protocol.masking import masked_argv
     from quartet_plugin.report.live import reporter
     from quartet_plugin.report.tensorboard import Scalars
     from quartet_plugin.study.samplers import check_installed
     from quartet_plugin.trial.lease import Lease
-    from quartet_plugin.trial.redact import redacted_argv
     from quartet_plugin.tuner.config import default_run_name, read_config
     from quartet_plugin.tuner.context import TuningContext
     from quartet_plugin.tuner.coordinator import Coordinator
@@ -124,7 +125,7 @@ def tune_command(
             run = create_run(folder, config=asked.model_copy(update={"run": path.name}), command=words)
         slices = slices_of(run.config, num_workers=workers, command=training, oversubscribe=oversubscribe)
         with reporter(Console()) as shown, stop_on_signals(shown.message) as should_stop:
-            shown.message(f"run {run.name} in {path}; the command: {shlex.join(redacted_argv(words))}")
+            shown.message(f"run {run.name} in {path}; the command: {shlex.join(masked_argv(words))}")
             observer: Observer = shown
             if run.config.study.tensorboard:
                 observer = Scalars(shown, run.folder.path / "tensorboard")
@@ -141,10 +142,10 @@ def tune_command(
         plan = write_best(result, run=run)
         native = write_native(plan, run=run)
     for line in summary_lines(result, plan=plan, run=run):
-        typer.echo(line)
+        show(line)
     if native:
-        typer.echo(f"native    {native}")
-    typer.echo(report_line(run.folder.path, storage=run.storage))
+        show(f"native    {native}")
+    show(report_line(run.folder.path, storage=run.storage))
 
 
 def is_requeued(path: Path) -> bool:
@@ -166,7 +167,7 @@ def failure_reported(folder: Path) -> Iterator[None]:
         yield
     except (InfeasibleError, InfrastructureError):
         if RunFolder(path=folder).has_study:
-            typer.echo(report_line(folder))
+            show(report_line(folder))
         raise
 
 

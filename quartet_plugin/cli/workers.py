@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quartet_plugin.cli.output import say
 from quartet_plugin.cli.signals import stop_on_signals
 from quartet_plugin.errors import ConfigError, InterruptedByUserError, StorageError
 
@@ -77,13 +78,11 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     _refuse_taken(slices, queue)
     ended = end_left_behind(queue)
     if ended:
-        typer.echo(f"ended {len(ended)} processes that a lost worker had left on this host")
+        say(f"ended {len(ended)} processes that a lost worker had left on this host")
     names = tuple(worker_name(socket.gethostname(), os.getpid(), part.index) for part in slices)
-    pool = WorkerPool(
-        queue=queue, command=command.words, slices=slices, names=names, say=typer.echo, is_joined=True
-    )
-    typer.echo(f"run {run.name}: workers here: {len(slices)}, on {'; '.join(part.label for part in slices)}")
-    with stop_on_signals(typer.echo) as should_stop:
+    pool = WorkerPool(queue=queue, command=command.words, slices=slices, names=names, say=say, is_joined=True)
+    say(f"run {run.name}: workers here: {len(slices)}, on {'; '.join(part.label for part in slices)}")
+    with stop_on_signals(say) as should_stop:
         try:
             pool.look()
             while pool.num_running and not should_stop():
@@ -93,18 +92,18 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
             pool.close()
         if should_stop():
             raise InterruptedByUserError("stopped; the trials of these workers are handed to others")
-    typer.echo(f"the workers have ended: {pool.last_words}")
+    say(f"the workers have ended: {pool.last_words}")
 
 
 def _command_of(run: "TuningRun", words: Sequence[str] | None, *, path: Path) -> tuple[str, ...]:
-    """The run's command; what is written of it has its secrets blanked."""
-    from quartet_plugin.trial.redact import BLANKED, redacted_argv
+    """The run's command; what is written of it has its secrets masked."""
+    from quartet_plugin.protocol.masking import is_masked, is_same_command
 
     if words is not None:
-        if tuple(redacted_argv(words)) != tuple(redacted_argv(run.command)):
+        if not is_same_command(run.command, words):
             raise ConfigError(f"{path}: the run has another command; give the same one, or none")
         return tuple(words)
-    if any(BLANKED in word for word in run.command):
+    if is_masked(run.command):
         raise ConfigError(f"{path}: the run's command holds a secret, which is not kept; give it after --")
     return run.command
 
@@ -136,6 +135,7 @@ def work_command(
 ) -> None:
     """Measure what a run's tuner hands out; the task comes on the standard input."""
     from quartet_plugin.launchers.command import parse_command
+    from quartet_plugin.protocol.masking import collect_secrets
     from quartet_plugin.trial.processes import current_identity
     from quartet_plugin.tuner.run_folder import resume_run
     from quartet_plugin.tuner.trial_backend import LocalBackend
@@ -144,6 +144,7 @@ def work_command(
     from quartet_plugin.tuner.workers.worker import Worker
 
     content = read_task(sys.stdin.buffer.read())
+    collect_secrets(content.command)
     tuning = resume_run(run, config=None, command=None)
     member = Member(
         name=name,
@@ -153,7 +154,7 @@ def work_command(
         share=content.share,
         is_joined=content.is_joined,
     )
-    with stop_on_signals(_say) as should_stop:
+    with stop_on_signals(say) as should_stop:
         worker = Worker(
             run=tuning,
             command=parse_command(content.command),
@@ -161,10 +162,6 @@ def work_command(
             queue=WorkQueue(folder=tuning.folder.path),
             backend=LocalBackend(device_slice=content.share.device_slice),
             should_stop=should_stop,
-            say=_say,
+            say=say,
         )
-        _say(f"worker {name} on {content.share.device_slice.label}: {worker.work()}")
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
+        say(f"worker {name} on {content.share.device_slice.label}: {worker.work()}")

@@ -20,6 +20,7 @@ from typing import Any
 from quartet_plugin.deepspeed.config import Settings, config_file_of, parse_settings, read_config
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.accelerator import shows_accelerator
+from quartet_plugin.protocol.terminal import terminal_line
 from quartet_plugin.rank.entry_options import EntryOptions, read_command, run_program
 from quartet_plugin.rank.rendezvous import RankEnv
 from quartet_plugin.rank.session import Session, exit_now, print_notes
@@ -41,7 +42,7 @@ def main() -> None:
     try:
         command = read_command(rest, usage=USAGE)
     except QuartetError as error:
-        print(f"quartet: {error}", file=sys.stderr)
+        print(f"quartet: {terminal_line(str(error))}", file=sys.stderr)
         raise SystemExit(int(error.exit_code)) from None
     if command is None:
         print(f"usage: {USAGE}")

@@ -22,6 +22,7 @@ from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
 from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.protocol.environment import CONVERSION_FILE, PROFILE
+from quartet_plugin.protocol.terminal import terminal_line
 from quartet_plugin.rank.entry_options import USAGE, EntryOptions, add_group, read_command, run_program
 from quartet_plugin.rank.failure import show_script_error
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous, agree_on_plan
@@ -39,7 +40,7 @@ def main() -> None:
     try:
         command = read_command(sys.argv[1:])
     except QuartetError as error:
-        print(f"quartet: {error}", file=sys.stderr)
+        print(f"quartet: {terminal_line(str(error))}", file=sys.stderr)
         raise SystemExit(int(error.exit_code)) from None
     if command is None:
         parser = argparse.ArgumentParser(prog="quartet_plugin.megatron", usage=USAGE, add_help=False)
@@ -258,7 +259,11 @@ def _install_if_possible(wrappers: "Mapping[Seam, Wrapper]", *, lacking: str) ->
     try:
         seams.install(wrappers)
     except SeamError as error:
-        print(f"quartet: {error}; running without the {lacking}", file=sys.stderr, flush=True)
+        print(
+            f"quartet: {terminal_line(str(error))}; running without the {lacking}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _with_cpu_flags(words: list[str]) -> list[str]:

@@ -17,6 +17,7 @@ def start() -> None:
         return
     from quartet_plugin.errors import QuartetError
     from quartet_plugin.megatron.entry import prepare
+    from quartet_plugin.protocol.terminal import terminal_line
     from quartet_plugin.rank.entry_options import EntryCommand, take_options
     from quartet_plugin.rank.rendezvous import RankEnv
     from quartet_plugin.rank.session import Session
@@ -30,7 +31,7 @@ def start() -> None:
         sys.argv[1:] = prepare(session)
     except QuartetError as error:
         if session is None:
-            print(f"quartet: {error}", file=sys.stderr)
+            print(f"quartet: {terminal_line(str(error))}", file=sys.stderr)
         else:
             session.record(error)
             session.print_refusal(error)

@@ -136,7 +136,7 @@ class LeaseHolder:
 class RunHistory:
     """A run so far.
 
-    `command` has its secrets blanked and `storage` no password. `began_at` and `ended_at` are seconds since
+    `command` has its secrets masked and `storage` no password. `began_at` and `ended_at` are seconds since
     1970; `elapsed_s` is of the latest session. `features` of the user's job keep the axes `locked` as they
     are; `neutralised` flags were left out in trials. `num_asked` trials were asked for, `num_spent` are used
     up. `controls` say how the machine drifted, `regret` what a search that has ended may have missed.

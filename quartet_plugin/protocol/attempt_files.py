@@ -72,7 +72,7 @@ class TrialSpec:
 
 @record
 class CommandRecord:
-    """command.json: what was started (secrets blanked), when (seconds since 1970) and its limits."""
+    """command.json: what was started (secrets masked), when (seconds since 1970) and its limits."""
 
     attempt_id: AttemptId
     argv: Annotated[tuple[Text, ...], Length(most=100_000)]

@@ -8,6 +8,7 @@ import traceback
 from types import FrameType, TracebackType
 
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, SeamError
+from quartet_plugin.protocol.masking import collect_secrets, masked
 from quartet_plugin.protocol.rank_files import ErrorKind, FailureReport
 
 _MAX_LINES = 200
@@ -37,13 +38,17 @@ _FRAMEWORKS = ("megatron", "transformer_engine", "deepspeed", "argparse")
 
 
 def describe_failure(error: BaseException, *, num_steps: int, peak_bytes: int) -> FailureReport:
-    """The failure that the exception means after `num_steps` training steps."""
+    """The failure that the exception means after `num_steps` training steps, without secrets.
+
+    The script may have changed its environment since it began: its secrets are those of now.
+    """
+    collect_secrets()
     text = message_of(error)
-    lines = "".join(traceback.format_exception(error)).splitlines()
+    lines = masked("".join(traceback.format_exception(error))).splitlines()
     return FailureReport(
         kind=kind_of(error, num_steps=num_steps),
         type=type(error).__name__,
-        message=text[:_MAX_CHARACTERS],
+        message=masked(text)[:_MAX_CHARACTERS],
         exit_code=exit_code_of(error),
         peak_memory_bytes=peak_bytes,
         wanted_bytes=wanted_bytes_of(text),

@@ -14,6 +14,7 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.environment import ERRORS_FOLDER
 from quartet_plugin.protocol.rank_files import CommandFailure, rank_file
+from quartet_plugin.protocol.terminal import terminal_line
 from quartet_plugin.rank.device import peak_memory_bytes
 from quartet_plugin.rank.entry_options import EntryCommand, EntryOptions
 from quartet_plugin.rank.failure import describe_failure
@@ -84,7 +85,7 @@ class Session:
             if isinstance(error, AgreedRefusalError):
                 return
         where = f"rank {rank}: " if rank else ""
-        print(f"quartet: {where}{error}", file=sys.stderr, flush=True)
+        print(f"quartet: {where}{terminal_line(str(error))}", file=sys.stderr, flush=True)
 
     def end_trial(self) -> None:
         """Write what a trial measured whose script ended by itself before all iterations were done."""
@@ -108,7 +109,8 @@ class Session:
             )
             self.files.close()
         except (QuartetError, OSError) as unwritten:
-            print(f"quartet: the failure could not be recorded: {unwritten}", file=sys.stderr, flush=True)
+            reason = terminal_line(str(unwritten))
+            print(f"quartet: the failure could not be recorded: {reason}", file=sys.stderr, flush=True)
 
 
 def exit_now(code: int) -> NoReturn:
@@ -130,7 +132,7 @@ def print_notes(notes: Iterable[str], *, rank_env: RankEnv) -> None:
     """Print lines for the user, on launch rank 0 alone."""
     if rank_env.launch_rank == 0:
         for note in notes:
-            print(f"quartet: {note}", file=sys.stderr, flush=True)
+            print(f"quartet: {terminal_line(note)}", file=sys.stderr, flush=True)
 
 
 def write_command_failure(error: BaseException, *, rank_env: RankEnv, num_steps: int = 0) -> None:

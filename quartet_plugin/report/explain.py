@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.protocol.terminal import terminal_line
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -118,14 +119,14 @@ def show(explanation: Explanation, *, console: "Console") -> None:
     """Print the explanation, bars included."""
     from rich.text import Text
 
-    head = [Text(f"{name:<10}{words}") for name, words in explanation.title]
+    head = [Text(terminal_line(f"{name:<10}{words}")) for name, words in explanation.title]
     stated = explanation.stated_s
     words = f"{explanation.iteration_s:.4g} s an iteration"
     if stated is not None and abs(stated / explanation.iteration_s - 1) > 1e-3:
         words += f" (the plan says {stated:.4g} s: other figures or constants)"
     parts: list[RenderableType] = [*head, Text(f"{'predicted':<10}{words}"), Text("")]
     parts += [_time_table(explanation), Text(""), _memory_table(explanation), Text("")]
-    parts += [Text(line) for line in _closing(explanation)]
+    parts += [Text(terminal_line(line)) for line in _closing(explanation)]
     for part in parts:
         console.print(part)
 

@@ -1,6 +1,7 @@
 """Quantities, intervals and untrusted text, formatted for people."""
 
 from quartet_plugin.model.measurement import Interval
+from quartet_plugin.protocol.masking import masked
 
 BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
 _FLOPS = ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1.0, "FLOP/s"))
@@ -36,8 +37,9 @@ def spread(interval: Interval, form: str) -> str:
 
 
 def clean(text: str, *, limit: int = 500) -> str:
-    """Text from a program on one line, with blanks for control characters, cut to `limit`."""
-    words = "".join(char if char.isprintable() else " " for char in text[: 4 * limit]).split()
+    """Text from a program on one line, secrets masked, control characters blanked, cut to `limit`."""
+    shown = masked(text)[: 4 * limit]
+    words = "".join(char if char.isprintable() else " " for char in shown).split()
     line = " ".join(words)
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from quartet_plugin.model.launch import LaunchRecord, Phase
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.protocol.terminal import terminal_line
 from quartet_plugin.report.formatting import duration
 
 if TYPE_CHECKING:
@@ -80,13 +81,13 @@ class PlainLines:
 
     def message(self, text: str) -> None:
         """One line."""
-        self._write(text)
+        self._write(terminal_line(text))
 
     def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """One line."""
         began_s = self._clock()
         self._running = Running(label=label, phase=phase, plan=plan, began_s=began_s, time_left_s=time_left_s)
-        self._write(self._running.first_sentence(now_s=began_s))
+        self._write(terminal_line(self._running.first_sentence(now_s=began_s)))
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """A line where the wait changes its kind, not one for each iteration."""
@@ -94,12 +95,12 @@ class PlainLines:
         if running is None or running.rank_phase == phase or phase not in _SHOWN_PHASES:
             return
         self._running = replace(running, rank_phase=phase, iteration=iteration, num_iterations=num_iterations)
-        self._write(self._running.sentence(now_s=self._clock()))
+        self._write(terminal_line(self._running.sentence(now_s=self._clock())))
 
     def plan_finished(self, launch: LaunchRecord) -> None:
         """One line."""
         self._running = None
-        self._write(sentence(launch))
+        self._write(terminal_line(sentence(launch)))
 
 
 class LiveTable:
@@ -132,7 +133,7 @@ class LiveTable:
         """A line above the table."""
         from rich.text import Text
 
-        self._console.print(Text(text))
+        self._console.print(Text(terminal_line(text)))
 
     def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
         """Show the launch below the table."""
@@ -177,8 +178,8 @@ class LiveTable:
                 cells["layout"] = cells["shape"]
             is_lost = row.iteration_s is None and row.outcome != RUNNING
             style = "bold" if is_best else "dim" if is_lost else ""
-            table.add_row(*(Text(cells[name]) for name in names), style=style)
-        return Group(table, *(Text(words, style="cyan") for words in self._under_way()))
+            table.add_row(*(Text(terminal_line(cells[name])) for name in names), style=style)
+        return Group(table, *(Text(terminal_line(words), style="cyan") for words in self._under_way()))
 
     def _columns(self, rows: list[dict[str, str]], *, gap: int) -> list[str]:
         """The columns for which the terminal has room."""

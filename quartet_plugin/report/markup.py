@@ -3,10 +3,12 @@
 from collections.abc import Sequence, Set
 from html import escape
 
+from quartet_plugin.protocol.masking import masked
+
 
 def text(words: str) -> str:
-    """Words that stay words, inside elements and attributes."""
-    return escape(words, quote=True)
+    """Words that stay words, inside elements and attributes, without secrets."""
+    return escape(masked(words), quote=True)
 
 
 def breakable(words: str) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from quartet_plugin.protocol.masking import masked
+
 Attribute = str | float | int | None
 
 
@@ -36,12 +38,14 @@ def text(
 ) -> str:
     """Text that nothing in it can leave; `anchor` is start, middle or end."""
     turn = None if rotate is None else f"rotate({number(rotate)} {number(x)} {number(y)})"
-    return element("text", escape(words), x=x, y=y, cls=cls or None, text_anchor=anchor, transform=turn)
+    return element(
+        "text", escape(masked(words)), x=x, y=y, cls=cls or None, text_anchor=anchor, transform=turn
+    )
 
 
 def title(words: str) -> str:
     """The words that are shown while a pointer is over the element."""
-    return element("title", escape(words))
+    return element("title", escape(masked(words)))
 
 
 def drawing(width: float, height: float, *parts: str, label: str) -> str:

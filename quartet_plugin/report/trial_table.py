@@ -6,6 +6,8 @@ from typing import Any
 
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
 from quartet_plugin.model.launch import FORBIDDEN
+from quartet_plugin.model.printable import escaped
+from quartet_plugin.protocol.masking import masked
 from quartet_plugin.report.formatting import clean, rate, size
 from quartet_plugin.report.summary import aligned
 from quartet_plugin.report.tables import changes
@@ -59,13 +61,19 @@ def records(history: RunHistory) -> dict[str, Any]:
 
 
 def csv_text(history: RunHistory) -> str:
-    """The same data as CSV with a header, a row a trial; a plan's parts are columns `plan.PART`."""
+    """The same data as CSV with a header, a row a trial; a plan's parts are columns `plan.PART`.
+
+    CSV has no way to write a control character: it is escaped as Python does.
+    """
     rows = [{**_flat(row.pop("plan")), **row} for row in records(history)["trials"]]
     text = io.StringIO()
     names = list(rows[0]) if rows else ["trial"]
     writer = csv.DictWriter(text, fieldnames=["trial", *(name for name in names if name != "trial")])
     writer.writeheader()
-    writer.writerows(rows)
+    for row in rows:
+        writer.writerow(
+            {name: escaped(value) if isinstance(value, str) else value for name, value in row.items()}
+        )
     return text.getvalue()
 
 
@@ -104,7 +112,7 @@ def _record(row: TrialRow, history: RunHistory) -> dict[str, Any]:
         "plan": {part: row.labels.get(part) for part in PARTS},
         "verdict": row.verdict or None,
         "outcome": row.outcome or None,
-        "reason": row.reason or None,
+        "reason": masked(row.reason) or None,
         "iteration_s": row.iteration_s,
         "predicted_iteration_s": row.predicted_iteration_s,
         "tokens_per_s": row.tokens_per_s,

@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsp
 
 from quartet_plugin.errors import ConfigError, InterruptedByUserError, QuartetError, StorageError
 from quartet_plugin.model.files import read_json, write_json_atomic
-from quartet_plugin.trial.redact import is_secret
+from quartet_plugin.protocol.masking import MASK, is_secret, masked
 
 SQLITE, JOURNAL = "sqlite", "journal"
 FORMS = "sqlite, journal, postgresql://USER@HOST/DATABASE or grpc://HOST:PORT"
@@ -242,13 +242,13 @@ class StudyStorage:
         text = str(detail() if callable(detail) else error.__cause__ or error)
         if self.address == JOURNAL and isinstance(error, ValueError):
             text = "a record is damaged; `quartet tune --resume` keeps what is before it"
-        return self.scrubbed((text.splitlines() or [""])[0][:200])
+        return (self.scrubbed(text).splitlines() or [""])[0][:200]
 
     def scrubbed(self, text: str) -> str:
-        """`text` without the address's password."""
+        """`text` without the address's password and other secrets."""
         for password in passwords_of(self.address):
-            text = text.replace(password, "<redacted>") if len(password) > 2 else text
-        return text
+            text = text.replace(password, MASK) if len(password) > 2 else text
+        return masked(text)
 
     def patiently[T](self, action: Callable[[bool], T]) -> T:
         """`action(is_again)`, again and again while the server is lost.

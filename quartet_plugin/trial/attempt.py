@@ -27,10 +27,10 @@ from quartet_plugin.protocol.attempt_files import (
     read_shared,
 )
 from quartet_plugin.protocol.environment import ATTEMPT_ID, DEVICE_FLAG, PLAN_FLAG, TRIAL_FLAG
+from quartet_plugin.protocol.masking import collect_secrets, masked_argv, recorded_environment
 from quartet_plugin.protocol.rank_files import RankFileReader
 from quartet_plugin.trial.log import last_lines, read_tail
 from quartet_plugin.trial.outcome import Verdict
-from quartet_plugin.trial.redact import recorded_environment, redacted_argv
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 
 PREFIX = "attempt-"
@@ -77,6 +77,7 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
 
     Raises StorageError when the disk is too full or fails, or the folder is not a plain one.
     """
+    collect_secrets(request.command.words)
     folder = _make_folder(request, number=number)
     device = resolve_device(request.device, environment=os.environ)
     attempt_id = request.fence + secrets.token_hex(16)[len(request.fence) :]
@@ -100,7 +101,7 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
     )
     command = CommandRecord(
         attempt_id=attempt_id,
-        argv=tuple(redacted_argv(argv)),
+        argv=tuple(masked_argv(argv)),
         cwd=str(cwd),
         environment=recorded_environment({**environment, **dict(request.command.environment)}),
         starter=request.command.starter,

@@ -5,6 +5,8 @@ import re
 import stat
 from pathlib import Path
 
+from quartet_plugin.protocol.masking import masked
+
 MAX_LOG_BYTES = 256 * 2**20
 _KEPT_BYTES = 16 * 2**20
 _TAIL_BYTES = 256 * 1024
@@ -66,10 +68,10 @@ def read_tail(path: Path, *, max_bytes: int = _TAIL_BYTES) -> str:
 def last_lines(text: str, *, num_lines: int = 20) -> tuple[str, ...]:
     """The last lines that the program printed, safe for a terminal.
 
-    Torchrun's own report is left out, and so are control characters: output is not trusted.
+    Torchrun's own report is left out, and so are secrets and control characters: output is not trusted.
     """
     lines = []
-    for line in _ESCAPE.sub("", text).split("\n"):
+    for line in masked(_ESCAPE.sub("", text)).split("\n"):
         if _ELASTIC_FAILURE.search(line):
             break
         if not _ELASTIC_LINE.match(line):

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Literal
 
 from quartet_plugin.protocol.attempt_files import TrialSpec
+from quartet_plugin.protocol.masking import masked
 from quartet_plugin.protocol.rank_files import RankFailure, RankReport, Snapshot
 from quartet_plugin.trial.log import has_address_in_use, root_cause
 from quartet_plugin.trial.request import PHASES, AttemptOutcome, Outcome, Phase
@@ -173,8 +174,9 @@ def slowest_phase(snapshot: Snapshot) -> Phase:
 
 
 def one_line(text: str, *, limit: int = 400) -> str:
-    """`text` on one line, without control characters, cut to `limit`."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * limit]).split())
+    """`text` on one line, without secrets and control characters, cut to `limit`."""
+    shown = masked(text)[: 4 * limit]
+    line = " ".join("".join(c if c.isprintable() else " " for c in shown).split())
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from quartet_plugin.errors import InterruptedByUserError, StorageError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.launch import Observer
+from quartet_plugin.protocol.masking import collect_secrets, masked
 from quartet_plugin.trial.request import Progress
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.trial_backend import ShouldStop, TrialBackend
@@ -26,8 +27,9 @@ class EventLog:
         self._path = path
 
     def add(self, kind: str, *, trial: int | None = None, **fields: str | int | float | None) -> None:
-        """Append one event. Raises StorageError when the disk fails."""
-        event = {"time": round(time.time(), 3), "kind": kind, "trial": trial, **fields}
+        """Append one event, its words without secrets. Raises StorageError when the disk fails."""
+        shown = {name: masked(value) if isinstance(value, str) else value for name, value in fields.items()}
+        event = {"time": round(time.time(), 3), "kind": kind, "trial": trial, **shown}
         line = json.dumps(event, ensure_ascii=False, allow_nan=False) + "\n"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -121,6 +123,7 @@ class TuningContext:
         clock: Callable[[], float] = time.monotonic,
     ) -> "TuningContext":
         """The context of `run` with its event log and `max_minutes` (None: no limit) from now."""
+        collect_secrets(command.words)
         return cls(
             run=run,
             command=command,

@@ -18,11 +18,11 @@ from quartet_plugin.model.measurement import Objective, read_regret
 from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, score
+from quartet_plugin.protocol.masking import masked_argv
 from quartet_plugin.space.features import locked_axes
 from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.study.tune_study import labels_of
 from quartet_plugin.study.view import StudyView
-from quartet_plugin.trial.redact import redacted_argv
 from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.attempts import AttemptState, holder_of, read_launch, workers_of
 from quartet_plugin.tuner.finalists import BASELINE, rank
@@ -135,7 +135,7 @@ class _Reader:
             name=run.name,
             path=str(run.folder.path),
             cwd=str(run.cwd),
-            command=tuple(redacted_argv(run.command)),
+            command=tuple(masked_argv(run.command)),
             config=config.model_dump(mode="json"),
             quartet_version=self._version(),
             storage=run.storage.shown,

@@ -10,8 +10,8 @@ from typing import Any
 
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.model.files import read_json, write_json_atomic
+from quartet_plugin.protocol.masking import is_same_command, is_same_word, masked_argv
 from quartet_plugin.study.storage import JOURNAL_NAME, SQLITE_NAME, STUDY_NAME, StudyStorage
-from quartet_plugin.trial.redact import redacted_argv
 from quartet_plugin.tuner.config import TuneConfig, parse_config
 
 # What a resumed run may ask for anew: none of it changes what was measured.
@@ -83,7 +83,7 @@ class RunFolder:
 class TuningRun:
     """A run as it was begun: its folder, configuration, the user's command and where that starts.
 
-    A run that is read back without its command has the secrets in it blanked, as they are on disk.
+    A run that is read back without its command has the secrets in it masked, as they are on disk.
     """
 
     folder: RunFolder
@@ -162,10 +162,11 @@ def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] 
     if not isinstance(data.get("cwd"), str):
         raise ConfigError(f"{folder.config_file}: cwd: must be the folder that the command starts in")
     begun = parse_config(_unfilled(data.get("config")), where=str(folder.config_file))
-    begun_with = redacted_argv(data["command"])
-    if command is not None and (now := redacted_argv(command)) != begun_with:
+    begun_with = masked_argv(data["command"])
+    if command is not None and not is_same_command(data["command"], command):
+        difference = _difference(begun_with, masked_argv(command))
         raise ConfigError(
-            f"{path}: the run was begun with another command: {_difference(begun_with, now)}; "
+            f"{path}: the run was begun with another command: {difference}; "
             "give the same one, or name another `run:`"
         )
     words = tuple(begun_with if command is None else command)
@@ -190,7 +191,7 @@ def _remove_torn(folder: RunFolder) -> None:
 
 def _difference(begun: Sequence[str], now: Sequence[str]) -> str:
     """The first words in which two commands differ, with the word before: a flag with its value."""
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(begun, now, strict=False)))
+    same = sum(1 for _ in takewhile(lambda pair: is_same_word(*pair), zip(begun, now, strict=False)))
     was, here = (shlex.join(words[max(0, same - 1) : same + 2])[:100] for words in (begun, now))
     return f"it has `{was}` where this one has `{here}`"
 
@@ -229,7 +230,7 @@ def _write_config(run: TuningRun) -> None:
         "schema_version": 1,
         "quartet_version": __version__,
         "config": run.config.model_dump(mode="json"),
-        "command": redacted_argv(run.command),
+        "command": masked_argv(run.command),
         "cwd": str(run.cwd),
     }
     write_json_atomic(run.folder.config_file, content)

@@ -10,7 +10,7 @@ from quartet_plugin.model.measurement import FinalChoice, Objective, Regret, wri
 from quartet_plugin.model.plan import Plan, write_plan
 from quartet_plugin.model.receipt import Receipt, receipt_path, write_receipt
 from quartet_plugin.model.trial_record import FinishedTrial
-from quartet_plugin.trial.redact import shell_words
+from quartet_plugin.protocol.masking import shell_words
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.winner_choice import FinalistResult
 

@@ -1,6 +1,7 @@
 """A training that is none: it writes the files of a rank and fails in the way it is told.
 
-It stands alone (no import of the package), so the files are what the formats say, not what our writer makes.
+It stands alone (no import of the package, but for the mode `leak`), so the files are what the formats say,
+not what our writer makes.
 `--gloo` adds a real process group, for what only real processes of torch show.
 """
 
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ MODES = (
     "late-exit",
     "nothing",
     "shout",
+    "leak",
 )
 
 
@@ -72,12 +75,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stubborn", action="store_true")
     parser.add_argument("--api-key")
     parser.add_argument("--auth")
+    parser.add_argument("--my-api-key")
+    parser.add_argument("--data")
     parser.add_argument("--quartet-trial", type=Path)
     parser.add_argument("--quartet-device")
     parser.add_argument("--quartet-plan")
     options = parser.parse_args()
     attempt = int(options.quartet_trial.parent.name.rpartition("-")[2])
     if attempt > options.faulty_attempts:
+        options.mode = "ok"
+    # The baseline is measured: only plans fail.
+    if options.mode == "leak" and options.quartet_plan is None:
         options.mode = "ok"
     return options
 
@@ -175,7 +183,7 @@ class Rank:
 
     def fault(self, mode: str) -> None:
         """The fault of this iteration; the other ranks wait for the faulty one for ever, as in a recv."""
-        if mode in ("oom", "exc", "network", "sigkill", "segv", "exit17", "hang", "stubborn"):
+        if mode in ("oom", "exc", "leak", "network", "sigkill", "segv", "exit17", "hang", "stubborn"):
             if self.is_faulty:
                 self.break_down(mode)
             elif not self.options.gloo:
@@ -188,6 +196,8 @@ class Rank:
         elif mode == "exc":
             print("the script's own last words", flush=True)
             self.fail("error", "RuntimeError", "broken at 0x7f12")
+        elif mode == "leak":
+            self.leak()
         elif mode == "network":
             self.fail("network", "RuntimeError", "Connection closed by peer")
         elif mode == "sigkill":
@@ -199,6 +209,19 @@ class Rank:
             os._exit(17)
         else:
             block()
+
+    def leak(self) -> None:
+        """End with an exception that holds secrets, recorded by the package."""
+        from quartet_plugin.rank.failure import describe_failure
+
+        options = self.options
+        words = f"401 for {os.environ.get('HF_TOKEN')}, {options.my_api_key} at {options.data}"
+        print(words, flush=True)
+        try:
+            raise RuntimeError(words)
+        except RuntimeError as error:
+            report = describe_failure(error, num_steps=len(self.iterations), peak_bytes=0)
+        self.fail(report.kind, report.type, report.message, traceback=report.traceback)
 
     def end(self, mode: str) -> None:
         """Leave the report, or something else."""
@@ -254,7 +277,9 @@ class Rank:
             value["iteration"] = -1
         write(self.folder / f"rank-{self.rank}.beat.json", value)
 
-    def fail(self, kind: str, name: str, message: str, *, wanted_bytes: int = 0) -> None:
+    def fail(
+        self, kind: str, name: str, message: str, *, wanted_bytes: int = 0, traceback: Sequence[str] = ()
+    ) -> None:
         """Report a failure and end."""
         value = {
             "schema_version": 1,
@@ -271,7 +296,7 @@ class Rank:
             "exit_code": 1,
             "peak_memory_bytes": 5000,
             "wanted_bytes": wanted_bytes,
-            "traceback": [f"{name}: {message}"],
+            "traceback": list(traceback) or [f"{name}: {message}"],
         }
         write(self.folder / f"rank-{self.rank}.err.json", value)
         sys.exit(1)

@@ -208,3 +208,30 @@ def test_row_37_no_secret_is_in_any_file_of_a_run_nor_on_the_screen(
     assert_nothing_is_left_over(run_of(tmp_path))
     assert tune(tmp_path, "--resume", before=("env", "HF_TOKEN=another"), fake=fake) == 0  # it was renewed
     assert tune(tmp_path, "--resume", before=before, fake=[*fake, *SLOW]) == 2
+
+
+def test_row_37_no_secret_that_an_exception_says_is_in_any_file_but_the_ranks_own_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The value of a variable, that of a flag and a URL's password, in the command and in the exception."""
+    monkeypatch.setenv("HF_TOKEN", "swordfish-env")
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
+    secrets = ("swordfish", "0123456789abcdef0123456789abcdef01234567", "sk-flag-Secret")
+    words = ["--my-api-key", "sk-flag-Secret1234", "--data", "s3://me:swordfish-url@host/data"]
+    assert tune(tmp_path, fake=["--mode", "leak", "--at", "1", *words]) == 0
+    run = run_of(tmp_path)
+    logs = list(run.rglob("stdout.log"))
+    assert any("swordfish-env" in log.read_text() for log in logs)
+    assert {log.stat().st_mode & 0o777 for log in logs} == {0o600}
+    files = [path for path in run.rglob("*") if path.is_file() and path not in logs]
+    names = {"report.html", "config.json", "events.jsonl", "command.json", "result.json", "study.sqlite3"}
+    assert names | {"rank-1.err.json"} <= {path.name for path in files}
+    for path in files:
+        for secret in secrets:
+            assert secret.encode() not in path.read_bytes(), path
+    page = (run / "report.html").read_text()
+    assert "401 for ***, *** at s3://me:***@host/data" in page
+    shown = capfd.readouterr()
+    assert not any(secret in shown.out + shown.err for secret in secrets)
+    assert tune(tmp_path, "--resume", fake=["--mode", "leak", "--at", "1", *words]) == 0
+    assert tune(tmp_path, "--resume", fake=["--mode", "leak", "--at", "2", *words]) == 2

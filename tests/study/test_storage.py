@@ -22,7 +22,7 @@ from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 
 STUDY = {"trials": 7, "rounds": 3, "top_k": 1}
 # What the messages say anyway: a password that is part of it cannot be told apart.
-SHOWN = "postgresql://tuner@db.example:5432/studies?sslmode=require FATAL and <redacted> were refused"
+SHOWN = "postgresql://tuner@db.example:5432/studies?sslmode=require FATAL and *** were refused"
 PASSWORDS = st.text(
     st.characters(min_codepoint=33, max_codepoint=0x2FF, blacklist_categories=("Cs", "Cc")),
     min_size=4,

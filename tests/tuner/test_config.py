@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.files import read_json, write_json_atomic
 from quartet_plugin.tuner.config import TuneConfig, default_run_name, parse_config, read_config
 from quartet_plugin.tuner.run_folder import create_run, resume_run
 
@@ -192,6 +193,23 @@ def test_a_run_is_resumed_as_it_was_begun(tmp_path: Path) -> None:
         resume_run(tmp_path / "r", config=None, command=("torchrun", "x.py", *words[2:]))
     with pytest.raises(ConfigError, match="no run to resume"):
         resume_run(tmp_path / "s", config=None, command=words)
+
+
+def test_a_run_of_an_earlier_release_is_resumed_with_its_secrets(tmp_path: Path) -> None:
+    """Its config.json has another mark in the place of a secret, and passwords of URLs as they were."""
+    words = ("env", "HF_TOKEN=abc", "torchrun", "t.py", "--api-key", "abc", "--data", "s3://u:p@h/d")
+    config = parse_config({"run": "r"}, where="x")
+    run = create_run(tmp_path / "r", config=config, command=words)
+    written = read_json(run.folder.config_file)
+    assert written["command"] == [
+        *("env", "HF_TOKEN=***", "torchrun", "t.py", "--api-key", "***", "--data", "s3://u:***@h/d")
+    ]
+    earlier = ["env", "HF_TOKEN=<redacted>", "torchrun", "t.py", "--api-key", "<redacted>", *words[6:]]
+    write_json_atomic(run.folder.config_file, {**written, "command": earlier})
+    assert resume_run(tmp_path / "r", config=None, command=words).command == words
+    assert not {"p", "abc"} & set(resume_run(tmp_path / "r", config=None, command=None).command)
+    with pytest.raises(ConfigError, match=r"it has `--data 's3://u:\*\*\*@h/d'` where this one has"):
+        resume_run(tmp_path / "r", config=None, command=(*words[:-1], "s3://u:p@h/other"))
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"command": []}', '{"command": ["a"], "cwd": 3}'])

@@ -14,6 +14,7 @@ from pathlib import Path
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.protocol.environment import CLAIM_RENEWAL_S, EXPIRY_S
+from quartet_plugin.protocol.masking import masked
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt
 from quartet_plugin.trial.processes import Identity, ProcessRegistry, reap
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialRequest
@@ -111,7 +112,9 @@ class Worker:
             request = self._request(queued)
             result = self.backend.run(request, on_progress=lambda _: None, should_stop=should_end)
         except QuartetError as error:
-            done = Done(fence=queued.fence, attempt=None, error=str(error), exit_code=int(error.exit_code))
+            done = Done(
+                fence=queued.fence, attempt=None, error=masked(str(error)), exit_code=int(error.exit_code)
+            )
             self.queue.finish(claim, done)
             raise
         is_current = self.queue.finish(claim, Done(fence=queued.fence, attempt=attempt_number(result.folder)))

@@ -1,0 +1,44 @@
+"""The record of a rank's failure holds no secret."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.model.schema import dump
+from quartet_plugin.rank.failure import describe_failure
+from quartet_plugin.rank.rendezvous import RankEnv
+from quartet_plugin.rank.session import write_command_failure
+
+
+def failed(text: str) -> Exception:
+    """An exception that was raised."""
+    try:
+        raise RuntimeError(text)
+    except RuntimeError as error:
+        return error
+
+
+def test_a_message_with_a_token_is_masked_before_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "swordfish-and-more")
+    monkeypatch.setattr(sys, "argv", ["x.py", "--my-api-key", "flag-secret", "--db", "s3://u:url-secret@h"])
+    error = failed("x" * 3_990 + "swordfish-and-more")
+    described = describe_failure(error, num_steps=1, peak_bytes=0)
+    assert described.message.endswith("x***")
+    words = json.dumps(dump(describe_failure(failed("flag-secret url-secret a"), num_steps=1, peak_bytes=0)))
+    assert "*** *** a" in words
+    assert "flag-secret" not in words
+    assert "url-secret" not in words
+    assert "swordfish" not in json.dumps(dump(described))
+
+
+def test_so_is_what_a_training_outside_of_a_trial_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "swordfish")
+    monkeypatch.setenv("QUARTET_ERRORS", str(tmp_path))
+    write_command_failure(failed("denied: swordfish"), rank_env=RankEnv.of({}))
+    text = (tmp_path / "rank-0.err.json").read_text()
+    assert "denied: ***" in text
+    assert "swordfish" not in text
