@@ -20,7 +20,7 @@ _STATES = {
 
 
 def status_lines(history: RunHistory) -> list[str]:
-    """A line each: the run, its holder, launches, workers, counts, the best trial, the winner, time left."""
+    """A line each: run, holder, launches, workers, counts, the winner or else the best trial, time left."""
     begun = "" if history.began_at is None else f", begun {stamp(history.began_at)}"
     lines = [
         f"run       {history.name} in {history.path}{begun}",
@@ -30,7 +30,8 @@ def status_lines(history: RunHistory) -> list[str]:
     lines += [f"worker    {_worker_words(worker)}" for worker in history.workers]
     lines.append(f"finished  {counts_words(history)}")
     best = history.best
-    if best is not None:
+    # One short trial's ratio is no second figure beside the winner's, which was measured in turns.
+    if best is not None and history.winner is None:
         ratio = history.versus_baseline(best)
         gain = "" if ratio is None or best.number == 0 else f", {ratio:.2f}x the baseline"
         lines.append(
@@ -60,6 +61,8 @@ def status_line(history: RunHistory) -> str:
     best = history.best
     ratio = history.versus_baseline(best) if best is not None else None
     gain = "" if ratio is None else f", best {ratio:.2f}x"
+    if history.winner is not None and history.winner.measurement is not None:
+        gain = f", winner {history.winner.measurement.speedup.median:.2f}x"
     now = f", {running_words(history.running[0], history)}" if history.running else ""
     return (
         f"{history.name}: {_STATES[history.state].partition(';')[0]}, "

@@ -64,7 +64,8 @@ def test_a_finished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "state     finished" in text
     assert "finished  10 of 10 trials" in text
     assert "infeasible" in text
-    assert "x the baseline" in text
+    assert "winner    trial " in text
+    assert "x the baseline" not in text, "one speedup, that of the winner"
     assert f"study     sqlite:///{run}/study.sqlite3" in text
 
 
@@ -139,7 +140,7 @@ def test_a_run_by_its_name_and_several_at_once(
     (tmp_path / "c" / "config.json").write_text("{")
     lines = printed(capsys, "status", "--run-dir", str(tmp_path)).splitlines()
     assert len(lines) == 3
-    assert lines[0].startswith("r: finished, trial 10 of 10, best ")
+    assert lines[0].startswith("r: finished, trial 10 of 10, winner ")
     assert lines[2].startswith("c: ")
     assert "not JSON" in lines[2]
     assert "name one of a, b, c" in refused(capsys, 2, "trials", "--run-dir", str(tmp_path))
