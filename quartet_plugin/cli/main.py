@@ -6,6 +6,7 @@ is parsed, never edited, and reaches the commands as `Invocation.user_command`.
 This module imports next to nothing: what takes time is imported where `entry` has already taken Ctrl-C over.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -56,6 +57,7 @@ _EPILOGS = {
 
 _IMPORTED_S = time.monotonic()
 _INTERRUPTED = "interrupted"
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 
 
 def build_app() -> "typer.Typer":
@@ -101,7 +103,8 @@ def main(argv: Sequence[str] | None = None, *, started_s: float | None = None) -
     """Run the command line `argv`, without the program's name, and return its exit code.
 
     None takes the arguments of this process; `started_s` (monotonic) is when it started, None for now. No
-    QuartetError leaves it: each is one line on stderr. Raises BrokenPipeError where the output's reader left.
+    QuartetError leaves it: each is one line on stderr. Raises OSError where the output's reader left, or a
+    disk is full.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command: tuple[str, ...] | None = None
@@ -121,8 +124,10 @@ def main(argv: Sequence[str] | None = None, *, started_s: float | None = None) -
         if isinstance(error.__context__, BrokenPipeError):
             raise error.__context__ from None
         raise
-    except BrokenPipeError:
-        raise
+    except OSError as error:
+        if error.errno in _OUTPUT_ERRORS:
+            raise
+        return _failed_elsewhere(error, arguments, has_command=command is not None, debug=debug)
     except Exception as error:
         return _failed_elsewhere(error, arguments, has_command=command is not None, debug=debug)
 
@@ -139,12 +144,20 @@ def entry() -> None:
         code = main(started_s=min(_IMPORTED_S, time.monotonic() - time.process_time()))
         print(end="", flush=True)
     except BrokenPipeError:
-        # The reader (head, less) left. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader (head, less) left.
+        _drop_output()
         code = ExitCode.OUTPUT_CLOSED
+    except OSError as error:
+        _drop_output()
+        code = _failed(f"the output cannot be written: {error.strerror}", ExitCode.STORAGE, debug=False)
     except KeyboardInterrupt:
         code = _failed(_INTERRUPTED, ExitCode.INTERRUPTED, debug=False)
     sys.exit(code)
+
+
+def _drop_output() -> None:
+    """What is still buffered goes nowhere: Python would complain again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit_at_once(number: int, frame: object) -> None:

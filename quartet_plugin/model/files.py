@@ -23,7 +23,7 @@ MAX_FILE_BYTES = 64 * 1024 * 1024
 # Python needs some ten times a file's bytes where each value is short. These are the most that a legitimate
 # file has: actions of a schedule; entries of 200,000 iterations; rows of links, iterations or slots.
 MAX_VALUES = 8_000_000
-MAX_KEYS = 2**21
+MAX_KEYS = 2**20
 MAX_CONTAINERS = 2**20
 MAX_DEPTH = 32
 MAX_INTEGER = 2**64

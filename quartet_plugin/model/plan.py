@@ -318,10 +318,12 @@ def read_plan(path: Path) -> Plan:
         if not isinstance(data, dict):
             raise PlanError(f"{path}: a plan is a JSON object; this is a {type(data).__name__}")
         stated = data.pop("digest", None)
+        if not isinstance(stated, str):
+            raise PlanError(f"{path}: digest: missing; this is no plan of `quartet tune` or `quartet plan`")
         actual = digest(data)
         if stated != actual:
             raise PlanError(
-                f"{path}: digest {str(stated)[:12]!r} does not match its content ({actual[:12]}); "
+                f"{path}: digest {stated[:12]!r} does not match its content ({actual[:12]}); "
                 "the file was edited or damaged: make it again with `quartet tune`"
             )
         return parse(Plan, data, where=str(path))

@@ -13,7 +13,7 @@ from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.space.forbidden import forbidden_rows
-from quartet_plugin.space.layouts import divisors, is_requested, undivided_request
+from quartet_plugin.space.layouts import divisors, is_requested
 
 # The columns of the table.
 TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED = range(10)
@@ -293,10 +293,7 @@ def refused_degrees(job: PlanRequest, shape: ModelShape) -> list[Refusal]:
 
 
 def refused_requests(job: PlanRequest, shape: ModelShape) -> list[Refusal]:
-    """The same of the combinations that the job asks for: a request that cannot be met comes first."""
-    fault = undivided_request(job.search, num_devices=job.machines.num_devices)
-    if fault is not None:
-        return [Refusal(reason=fault, count=1)]
+    """The same of the combinations that the job asks for."""
     return _refused(job, shape, (combination for combination in degrees(job) if _is_asked(job, *combination)))
 
 

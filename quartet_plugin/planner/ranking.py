@@ -41,6 +41,7 @@ from quartet_plugin.planner.layout_table import (
     refused_requests,
 )
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
+from quartet_plugin.space.layouts import undivided_request
 
 # Layouts of a cluster whose mappings are solved with more effort than for ranking.
 REFINED = 4
@@ -323,8 +324,11 @@ def _nearest(job: PlanRequest, fields: list[_Field]) -> str:
 
 def _no_layout(job: PlanRequest) -> str:
     shape = job.shape
+    undivided = undivided_request(job.search, num_devices=job.machines.num_devices)
+    if undivided is not None:
+        return f"layouts: none is legal: {undivided}; choose another, or auto"
     refused = refused_requests(job, shape)
-    most = f"; {'' if refused[0].count == 1 else 'most often: '}{refused[0].reason}" if refused else ""
+    most = f"; most often: {refused[0].reason}" if refused else ""
     return (
         f"layouts: none is legal for {job.machines.num_devices} devices, {shape.num_attention_heads} heads, "
         f"{shape.num_query_groups} groups, {shape.num_layers} layers, sequences of {shape.seq_length} and "

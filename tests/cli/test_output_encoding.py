@@ -122,6 +122,15 @@ def test_a_reader_that_left_is_said_nothing(words: tuple[str, ...]) -> None:
         os.close(writing)
 
 
+def test_an_output_that_is_full_is_a_storage_error() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        code, _, errors = quartet(ENTRY, "show", PLAN, stdout=full)
+    finally:
+        os.close(full)
+    assert (code, errors) == (6, "quartet: the output cannot be written: No space left on device\n")
+
+
 @pytest.mark.parametrize(
     ("module", "words"),
     [
