@@ -24,14 +24,10 @@ demo: $(STAMP)
 demo-deepspeed: $(STAMP)
 	@bash examples/demo_deepspeed/run.sh $(PY)
 
-# What only computes runs two tests at a time; what starts training processes has the machine to itself.
-COMPUTING := $(addprefix tests/,calibration cost mapping model planner protocol report scaling schedule space split study tuner)
-
+# Half of each test that starts processes is waiting for them, so two files run side by side.
 test: system-packages $(STAMP) $(RELEASES)
-	$(PY) -m pytest -m "not slow" --durations=20 --numprocesses 2 --dist loadfile $(COMPUTING)
-	$(PY) -m pytest -m "not slow" --durations=30 $(addprefix --ignore=,$(COMPUTING))
+	$(PY) -m pytest -m "not slow" --durations=30 --numprocesses 2 --dist loadfile
 
-# Half of each slow test is processes that start on one core, so two run side by side.
 test-slow: system-packages $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m slow --durations=30 --numprocesses 2 --dist worksteal
 
