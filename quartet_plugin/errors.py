@@ -24,6 +24,21 @@ class QuartetError(Exception):
     """Base of every error we raise on purpose; `exit_code` is what the command line returns."""
 
     exit_code: ExitCode = ExitCode.USAGE
+    # Lines of this program's own below the message, such as a schedule as a table.
+    table: str = ""
+
+    def __str__(self) -> str:
+        """The message, and the table below it."""
+        return "\n".join(filter(None, (super().__str__(), self.table)))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The message, and the lines of the table: its own, or that of the error it was raised from."""
+        text, error = str(self), self
+        while not error.table and isinstance(error.__cause__, QuartetError):
+            error = error.__cause__
+        message = text.removesuffix(f"\n{error.table}") if error.table else text
+        return (message, *(error.table.splitlines() if message != text else ()))
 
 
 class UsageError(QuartetError):

@@ -118,7 +118,8 @@ def main(argv: Sequence[str] | None = None, *, started_s: float | None = None) -
     except KeyboardInterrupt:
         return _failed(_INTERRUPTED, ExitCode.INTERRUPTED, debug=debug)
     except QuartetError as error:
-        return _failed(str(error), error.exit_code, debug=debug)
+        message, *table = error.lines
+        return _failed(message, error.exit_code, debug=debug, table=table)
     except SystemExit as error:
         # So do typer and rich end where the reader of the output has left.
         if isinstance(error.__context__, BrokenPipeError):
@@ -184,12 +185,12 @@ def _run(arguments: list[str], user_command: tuple[str, ...] | None, started_s: 
     return result if isinstance(result, int) else int(ExitCode.DONE)
 
 
-def _failed(message: str, code: int, *, debug: bool) -> int:
+def _failed(message: str, code: int, *, debug: bool, table: Sequence[str] = ()) -> int:
     from quartet_plugin.cli.output import tell, tell_traceback
 
     if debug:
         tell_traceback()
-    tell(f"quartet: {message}")
+    tell(f"quartet: {message}", *table)
     return int(code)
 
 

@@ -85,7 +85,9 @@ class Session:
             if isinstance(error, AgreedRefusalError):
                 return
         where = f"rank {rank}: " if rank else ""
-        print(f"quartet: {where}{terminal_line(str(error))}", file=sys.stderr, flush=True)
+        message, *table = error.lines
+        for line in (f"quartet: {where}{message}", *table):
+            print(terminal_line(line), file=sys.stderr, flush=True)
 
     def end_trial(self) -> None:
         """Write what a trial measured whose script ended by itself before all iterations were done."""

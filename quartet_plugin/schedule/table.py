@@ -51,7 +51,9 @@ def refusal(
     centres: Sequence[int] | None = None,
 ) -> PlanError:
     """The error for a schedule that breaks a rule: a line of reason, then the table with the cell marked."""
-    return PlanError(f"{reason}\n{render(schedule, mark=mark, related=related, centres=centres)}")
+    error = PlanError(reason)
+    error.table = render(schedule, mark=mark, related=related, centres=centres)
+    return error
 
 
 def place(cell: Cell) -> str:
