@@ -169,6 +169,7 @@ def _watch(
     attempt = launch.attempt
     with Subreaper() as subreaper:
         handle = launcher.start(launch.argv, env=launch.environment, cwd=launch.cwd, stdout=attempt.log)
+        subreaper.expect(handle.pid)
         try:
             registry = ProcessRegistry(attempt.processes_file, attempt_id=attempt.spec.attempt_id)
             registry.rescan(handle.pid)
@@ -187,6 +188,6 @@ def _watch(
             )
         except BaseException:
             handle.kill()
-            reap(marked_processes(attempt.spec.attempt_id), grace_s=0.0)
+            reap(marked_processes(attempt.spec.attempt_id) | subreaper.orphans(), grace_s=0.0)
             raise
         return monitor.run()

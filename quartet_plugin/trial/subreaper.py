@@ -23,25 +23,30 @@ _PR_GET_CHILD_SUBREAPER = 37
 class Subreaper:
     """Inside the block this process is the parent of each of its descendants that loses its own.
 
-    What the block starts must get a session of its own: a child in this process's session, or one that was
-    there before, is never taken for an orphan.
+    What the block starts must get a session of its own: a child in this process's session, one that was there
+    before, or one that `expect` names, is never taken for an orphan.
     """
 
     def __enter__(self) -> Self:
         self._was_subreaper = _set_subreaper(True)
-        self._earlier = {child.pid for child in _children()}
+        self._known = {child.pid for child in _children()}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.orphans()
         _set_subreaper(self._was_subreaper)
 
-    def orphans(self, *, launcher_pid: int) -> set[Identity]:
+    def expect(self, pid: int) -> None:
+        """Leave a child that this process has started to whoever waits for it."""
+        self._known.add(pid)
+
+    def orphans(self) -> set[Identity]:
         """The orphans that run; those that have ended are removed from the process table."""
         running: set[Identity] = set()
         for child in _children():
-            if child.pid == launcher_pid or child.pid in self._earlier or not _is_detached(child.pid):
+            if child.pid in self._known or not _is_detached(child.pid):
                 continue
             with contextlib.suppress(psutil.Error, ChildProcessError):
                 if child.status() == psutil.STATUS_ZOMBIE:

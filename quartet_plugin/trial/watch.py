@@ -282,7 +282,7 @@ class AttemptMonitor:
 
     def _add_orphans(self) -> None:
         if self.subreaper is not None:
-            self.registry.add(self.subreaper.orphans(launcher_pid=self.handle.pid))
+            self.registry.add(self.subreaper.orphans())
 
     def _kill_all(self) -> None:
         with contextlib.suppress(Exception):
