@@ -70,6 +70,7 @@ def test_every_command_prints_in_any_encoding(
         ["--help"],
         ["--version"],
         ["schedule", "--help"],
+        ["schedule", "list", "--devices", "4", "--microbatches", "8"],
         ["show", PLAN],
         ["export", PLAN],
         ["explain", PLAN],
