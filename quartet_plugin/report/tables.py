@@ -8,7 +8,7 @@ from quartet_plugin.model.measurement import Comparison, Measurement, Objective
 from quartet_plugin.model.plan import STOCK, Plan
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.report.final_choice import choice_lines
-from quartet_plugin.report.formatting import spread
+from quartet_plugin.report.formatting import rate, size, spread
 
 # A: rounding of nothing but order; B: rounding of reductions; C: may change the objective; D: another model.
 ChangeClass = Literal["A", "B", "C", "D"]
@@ -108,8 +108,7 @@ def _measurement_line(name: str, measured: Measurement) -> str:
     return (
         f"{name:<10}{spread(measured.iteration_s, '{:.3f}')} s/iteration, "
         f"{measured.tokens_per_s:,.0f} tokens/s, "
-        f"{measured.model_flops_per_s_per_device:.3g} model FLOP/s per device, "
-        f"peak {measured.peak_memory_bytes / 2**20:,.0f} MiB"
+        f"{rate(measured.model_flops_per_s_per_device)} a device, peak {size(measured.peak_memory_bytes)}"
     )
 
 
