@@ -23,6 +23,7 @@ from quartet_plugin.cost.run import (
     ON_CPU,
     Experts,
     HalfPrecision,
+    LatentAttention,
     Software,
     TrainingRun,
     UniformCluster,
@@ -58,12 +59,23 @@ Groups = Annotated[
 ]
 
 
+class LatentSection(Section):
+    """Multi-head latent attention by Megatron's names: ranks of compressed queries and keys, head sizes."""
+
+    q_lora_rank: Size
+    kv_lora_rank: Size
+    qk_head_dim: Size
+    qk_pos_emb_head_dim: Size
+    v_head_dim: Size
+
+
 class ModelSection(Section):
     """The model. Defaults: an FFN of 4 x hidden, as many query groups as heads, no gated FFN.
 
     Embeddings are tied, and positions learned, where the FFN is not gated and queries are not grouped.
     `num_experts` makes every layer but the first `num_dense_layers` a mixture of experts of
     `expert_ffn_hidden_size` each (None: the FFN's), `experts_per_token` of them a token and a shared one.
+    `latent_attention` replaces the heads' sizes; without it attention is a plain one.
     """
 
     num_layers: Layers
@@ -84,6 +96,7 @@ class ModelSection(Section):
     expert_ffn_hidden_size: Size | None = None
     shared_expert_ffn_hidden_size: Annotated[int, Field(ge=0, le=2**31)] = 0
     num_dense_layers: Annotated[int, Field(ge=0, le=2**20)] = 0
+    latent_attention: LatentSection | None = None
 
 
 class ClusterSection(Section):
@@ -150,6 +163,7 @@ class PlanRequest:
     precision: Precision
     search: PlanSearch
     experts: Experts | None = None
+    latent: LatentAttention | None = None
     cluster: ResolvedCluster | None = None
 
     @property
@@ -174,7 +188,7 @@ class PlanRequest:
             precision=self.half,
             software=self.software,
         )
-        return replace(run, matmul=self.precision, experts=self.experts)
+        return replace(run, matmul=self.precision, experts=self.experts, latent=self.latent)
 
     @property
     def nodes(self) -> tuple[NodeInfo, ...]:
@@ -229,6 +243,7 @@ def parse_job(
         data["cluster"], precision=file.model.precision, where=where, devices=devices, folder=folder
     )
     try:
+        _check_precision(file.model.precision, machines.device)
         _check_search(file.search, model=file.model)
         largest = machines.devices_per_node if cluster is None else cluster.largest_block
         return PlanRequest(
@@ -238,6 +253,7 @@ def parse_job(
             precision=file.model.precision,
             search=file.search,
             experts=_experts(file.model),
+            latent=_latent(file.model),
             cluster=cluster,
         )
     except ConfigError as error:
@@ -314,9 +330,33 @@ def _experts(model: ModelSection) -> Experts | None:
     )
 
 
+def _latent(model: ModelSection) -> LatentAttention | None:
+    given = model.latent_attention
+    if given is None:
+        return None
+    return LatentAttention(
+        query_rank=given.q_lora_rank,
+        key_value_rank=given.kv_lora_rank,
+        plain_channels=given.qk_head_dim,
+        rotary_channels=given.qk_pos_emb_head_dim,
+        value_channels=given.v_head_dim,
+    )
+
+
+def _check_precision(precision: Precision, device: DeviceSpec) -> None:
+    if precision == "fp8" and not {"fp8", "fp4"} & set(device.peak_flops):
+        raise ConfigError(
+            f"model.precision: fp8; {device.name} multiplies in {', '.join(device.peak_flops)} only"
+        )
+
+
 def _shape(model: ModelSection, *, largest: int) -> ModelShape:
-    heads = model.num_attention_heads
-    if model.kv_channels is None and model.hidden_size % heads:
+    heads, latent = model.num_attention_heads, model.latent_attention
+    if latent is not None and (model.kv_channels, model.num_query_groups) != (None, None):
+        raise ConfigError(
+            "model.latent_attention: has head sizes of its own; remove kv_channels and num_query_groups"
+        )
+    if latent is None and model.kv_channels is None and model.hidden_size % heads:
         raise ConfigError(
             f"model.hidden_size: {model.hidden_size}; must be a multiple of num_attention_heads ({heads}), "
             "or give kv_channels"
@@ -329,7 +369,7 @@ def _shape(model: ModelSection, *, largest: int) -> ModelShape:
         ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
         num_attention_heads=heads,
         num_query_groups=model.num_query_groups or heads,
-        kv_channels=model.kv_channels or model.hidden_size // heads,
+        kv_channels=latent.v_head_dim if latent else model.kv_channels or model.hidden_size // heads,
         seq_length=model.seq_length,
         vocab_size=-(-model.vocab_size // multiple) * multiple,
         max_position_embeddings=model.max_position_embeddings or model.seq_length,
@@ -360,8 +400,8 @@ def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
         )
     if model.num_experts is None and search.expert_parallel not in (None, (1,)):
         raise ConfigError(f"search.expert_parallel: {search.expert_parallel}; needs model.num_experts")
-    if search.scaling is not None and model.num_experts is not None:
-        raise ConfigError("search.scaling: shapes of equal budget are known for dense models only; remove it")
+    if search.scaling is not None and (model.num_experts, model.latent_attention) != (None, None):
+        raise ConfigError("search.scaling: known for dense models with plain attention only; remove it")
     for text in search.split or ():
         if text[0].isdigit() and sum(int(count) for count in text.split("+")) != model.num_layers:
             raise ConfigError(

@@ -8,6 +8,7 @@ import pytest
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.memory import distinct_numbers, peak_memory
 from quartet_plugin.cost.predict import predict
+from quartet_plugin.cost.run import LatentAttention
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.planner.bounds import bounds_of
@@ -24,6 +25,15 @@ from tests.planner.planning import job_data
 
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 2048}
 
+# DeepSeek-V3's, by Megatron's names.
+LATENT = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
+
 
 def parsed(**changes: dict[str, Any]) -> PlanRequest:
     return parse_job(job_data(**changes), where="job")
@@ -36,6 +46,10 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "model": {**EXPERTS, "shared_expert_ffn_hidden_size": 2048},
         "search": {"context_parallel": "auto", "micro_batch_size": [1]},
     },
+    "latent attention": {
+        "model": {**EXPERTS, "latent_attention": LATENT},
+        "search": {"micro_batch_size": [1]},
+    },
     "fp8": {"model": {"precision": "fp8"}, "cluster": {"device": "H100-SXM-80GB"}},
     "splits": {"search": {"split": ["even", "5+3", "3+5", "2+2+2+2"], "micro_batch_size": [1, 2]}},
 }
@@ -46,6 +60,21 @@ def test_pruning_keeps_the_optimum(name: str) -> None:
     job = parsed(**CASES[name])
     quick, every = rank(job, top=3), rank(job, top=3, exhaustive=True)
     assert [(b.layout, b.split) for b in quick.best] == [(b.layout, b.split) for b in every.best]
+
+
+def test_latent_attention_is_priced_and_takes_memory() -> None:
+    """A model with it is another one than the plain attention of the same width."""
+    latent = parsed(model={"latent_attention": LATENT})
+    assert latent.latent == LatentAttention()
+    assert latent.shape.kv_channels == LATENT["v_head_dim"]
+    layout = Layout(tensor_parallel=1, pipeline_parallel=1, data_parallel=8)
+    runs = [job.run(job.shape, layout, (8,)) for job in (latent, parsed())]
+    times, sizes = (
+        [predict(run, fitted()).iter_time_s for run in runs],
+        [peak_memory(run).total for run in runs],
+    )
+    assert times[0] > times[1]
+    assert sizes[0] != sizes[1]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,6 +145,9 @@ def test_context_parallel_cuts_sequences() -> None:
         ("search", {"mapping": "tp-pp-dp"}, "auto .solved. or stock"),
         ("search", {"inside": "data"}, "inside"),
         ("model", {"num_experts": 1}, "num_experts"),
+        ("model", {"latent_attention": LATENT, "kv_channels": 64}, "remove kv_channels"),
+        ("model", {"latent_attention": {**LATENT, "q_lora_rnk": 1}}, "did you mean q_lora_rank?"),
+        ("model", {"precision": "fp8"}, "model.precision: fp8; A100-SXM-80GB multiplies in"),
         ("model", {"num_experts": 4, "experts_per_token": 8}, "experts_per_token"),
         ("model", {"num_experts": 4, "num_dense_layers": 8}, "num_dense_layers"),
         ("model", {"precision": "int8"}, "precision"),
