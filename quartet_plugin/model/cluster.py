@@ -164,7 +164,18 @@ def parse_cluster(data: object, *, where: str) -> Cluster:
     """Plain data as a cluster. Raises ConfigError in one line."""
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: a cluster is an object with nodes and links, not {type(data).__name__}")
+    if "links" not in data and "num_slots" in _first_node(data):
+        raise ConfigError(
+            f"{where}: lists the nodes that a run had, without devices and links; "
+            "`quartet probe -o cluster.json` measures those"
+        )
     return parse(Cluster, data, where=where)
+
+
+def _first_node(data: dict[str, object]) -> dict[str, object]:
+    nodes = data.get("nodes")
+    first = nodes[0] if isinstance(nodes, list) and nodes else None
+    return first if isinstance(first, dict) else {}
 
 
 def write_cluster(cluster: Cluster, *, path: Path) -> None:

@@ -93,6 +93,11 @@ def test_what_a_cluster_may_not_say(path: str, value: Any, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_runs_own_list_of_nodes_is_named_as_such() -> None:
+    with pytest.raises(ConfigError, match=r"lists the nodes that a run had.*quartet probe"):
+        read_cluster(GOLDEN.parent / "run_0.1.0" / "cluster.json")
+
+
 def test_domains_over_several_nodes_need_equal_ones() -> None:
     data = changed("links.scale_up_devices", 8)
     assert parse_cluster(data, where="c").links.scale_up_devices == 8
