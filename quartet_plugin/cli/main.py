@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # a module must be cheap, so numpy, numba, pydantic, optuna and the like are imported inside of functions.
 COMMANDS = {
     "tune": "tune",
+    "init": "init",
     "work": "workers",
     "status": "runs",
     "trials": "runs",

@@ -78,25 +78,37 @@ class ScalingConfig(Section):
     `shapes` lists the labels to choose from, like `24x2048` (layers x hidden size).
     """
 
-    budget: Literal["parameters", "flops"] = "parameters"
-    tolerance: float = Field(default=0.02, gt=0.0, le=0.5)
-    depth_width_band: float = Field(default=4.0, ge=1.0, le=64.0)
-    max_shapes: int = Field(default=8, ge=2, le=MAX_CHOICES)
-    shapes: Shapes = None
+    budget: Literal["parameters", "flops"] = Field(
+        default="parameters", description="what stays equal: parameters, or model FLOPs a token (flops)"
+    )
+    tolerance: float = Field(
+        default=0.02, gt=0.0, le=0.5, description="the largest relative deviation from the budget"
+    )
+    depth_width_band: float = Field(
+        default=4.0, ge=1.0, le=64.0, description="how many times depth over width may differ from yours"
+    )
+    max_shapes: int = Field(default=8, ge=2, le=MAX_CHOICES, description="shapes that are tried, at most")
+    shapes: Shapes = Field(
+        default=None, description="layers x hidden size, like 24x2048; auto: by the budget"
+    )
 
 
 class _Axes(Section):
     """The axes of a search and of its rules."""
 
-    tensor_parallel: Degrees = None
-    pipeline_parallel: Degrees = None
-    data_parallel: Degrees = None
-    virtual_stages: Degrees = None
-    micro_batch_size: Degrees = None
-    group: Degrees = None
-    split: Splits = None
-    schedule: Schedules = None
-    mapping: Orders = None
+    tensor_parallel: Degrees = Field(default=None, description="devices that share each layer")
+    pipeline_parallel: Degrees = Field(default=None, description="devices that the layers are spread over")
+    data_parallel: Degrees = Field(default=None, description="copies of the model")
+    virtual_stages: Degrees = Field(default=None, description="stages a device")
+    micro_batch_size: Degrees = Field(default=None, description="sequences a microbatch")
+    group: Degrees = Field(default=None, description="microbatches a group of the interleaved schedule")
+    split: Splits = Field(default=None, description="layers a stage: even, stock, or counts like 6+2")
+    schedule: Schedules = Field(
+        default=None, description="a name of `quartet schedule list`, or searched; ours pass the parity gate"
+    )
+    mapping: Orders = Field(
+        default=None, description="ranks on devices: stock, an order's name, or slots like 1,0"
+    )
 
 
 class Forbidden(_Axes):
@@ -134,13 +146,17 @@ class SearchConfig(_Axes):
     alone, `B` the rounding of reductions, `C` possibly the objective. Another model (D) needs `scaling`.
     """
 
-    # DeepSpeed's, in elements, with ZeRO 1.
-    reduce_bucket_size: BucketSizes = None
-    allgather_bucket_size: BucketSizes = None
-    scaling: ScalingConfig | None = None
-    change_class: Literal["A", "B", "C"] = "B"
+    reduce_bucket_size: BucketSizes = Field(default=None, description="elements, DeepSpeed with ZeRO 1")
+    allgather_bucket_size: BucketSizes = Field(default=None, description="elements, DeepSpeed with ZeRO 1")
+    scaling: ScalingConfig | None = Field(
+        default=None, description="other widths and depths: another model, so only where this key stands"
+    )
+    change_class: Literal["A", "B", "C"] = Field(
+        default="B",
+        description="what may change in training: A its order, B also rounding, C also the objective",
+    )
     forbid: Annotated[
         tuple[Forbidden, ...],
         BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else (v,)),
         Field(max_length=MAX_CHOICES),
-    ] = ()
+    ] = Field(default=(), description="rules like {schedule: zb-v}: no plan may match all of one")

@@ -62,11 +62,17 @@ class TrialConfig(Section):
     short. Between two runs of one plan lie a few percent, in bad hours a third.
     """
 
-    warmup: int = Field(default=3, ge=1, le=1000)
-    measure: int = Field(default=10, ge=1, le=10_000)
-    cut_above: float = Field(default=1.5, ge=1.05, le=1000.0)
-    deadline_s: float = Field(default=600.0, gt=0.0, le=86_400.0)
-    crop: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=10_000)] = "auto"
+    warmup: int = Field(default=3, ge=1, le=1000, description="iterations that are not measured")
+    measure: int = Field(default=10, ge=1, le=10_000, description="iterations that are measured")
+    cut_above: float = Field(
+        default=1.5, ge=1.05, le=1000.0, description="a trial this many times slower than the best ends early"
+    )
+    deadline_s: float = Field(
+        default=600.0, gt=0.0, le=86_400.0, description="seconds after which a trial is killed"
+    )
+    crop: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=10_000)] = Field(
+        default="auto", description="layers a stage of the smaller model that is tried first, or none"
+    )
 
 
 FileName = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -75,8 +81,12 @@ FileName = Annotated[str, Field(min_length=1, max_length=4096)]
 class MachineConfig(Section):
     """Descriptions of the machine: files that `quartet probe` and `quartet calibrate` wrote."""
 
-    cluster: FileName | None = None
-    calibration: FileName | None = None
+    cluster: FileName | None = Field(
+        default=None, description="devices and links: what `quartet probe` wrote"
+    )
+    calibration: FileName | None = Field(
+        default=None, description="the cost model's coefficients: what `quartet calibrate` wrote"
+    )
 
 
 class StudyConfig(Section):
@@ -88,17 +98,25 @@ class StudyConfig(Section):
     (0: none).
     """
 
-    trials: int = Field(default=20, ge=1, le=100_000)
-    seed: int = Field(default=0, ge=0, le=2**31 - 1)
-    sampler: Sampler = DEFAULT
-    storage: Storage = SQLITE
-    tensorboard: bool = False
-    top_k: int = Field(default=3, ge=1, le=20)
-    rounds: int = Field(default=5, ge=3, le=100)
-    control: int = Field(default=10, ge=0, le=100_000)
-    starts: Literal["auto", "none"] = "auto"
-    explore: int = Field(default=5, ge=0, le=100_000)
-    objective: Literal["auto", "tokens_per_s", "model_flops_per_s_per_device"] = "auto"
+    trials: int = Field(default=20, ge=1, le=100_000, description="plans that are tried")
+    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="the same seed proposes the same plans")
+    sampler: Sampler = Field(default=DEFAULT, description="Optuna's sampler beside the cost model")
+    storage: Storage = Field(default=SQLITE, description=FORMS)
+    tensorboard: bool = Field(default=False, description="also write the trials for TensorBoard")
+    top_k: int = Field(default=3, ge=1, le=20, description="finalists, measured again in turns with yours")
+    rounds: int = Field(default=5, ge=3, le=100, description="launches of each finalist")
+    control: int = Field(
+        default=10, ge=0, le=100_000, description="your own command again after so many trials; 0: never"
+    )
+    starts: Literal["auto", "none"] = Field(
+        default="auto", description="auto: the cost model proposes plans; none: the sampler alone"
+    )
+    explore: int = Field(
+        default=5, ge=0, le=100_000, description="every so many trials one is the sampler's own; 0: none"
+    )
+    objective: Literal["auto", "tokens_per_s", "model_flops_per_s_per_device"] = Field(
+        default="auto", description="what is maximized; auto: tokens/s, model FLOP/s where shapes differ"
+    )
 
     @property
     def num_final_launches(self) -> int:
@@ -113,12 +131,16 @@ class StudyConfig(Section):
 class TuneConfig(Section):
     """All of `q.yaml`. `run` is the name of the run folder; None takes the script's name."""
 
-    run: Annotated[str, AfterValidator(_run_name)] | None = None
-    search: SearchConfig = SearchConfig()
-    trial: TrialConfig = TrialConfig()
-    study: StudyConfig = StudyConfig()
-    machine: MachineConfig = MachineConfig()
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    run: Annotated[str, AfterValidator(_run_name)] | None = Field(
+        default=None, description="the run's name; without it the script's"
+    )
+    search: SearchConfig = Field(default=SearchConfig(), description="auto tunes an axis, a value fixes it")
+    trial: TrialConfig = Field(default=TrialConfig(), description="one live trial")
+    study: StudyConfig = Field(default=StudyConfig(), description="how many trials, and the final rounds")
+    machine: MachineConfig = Field(default=MachineConfig(), description="files that describe the machine")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="cpu rehearses a GPU command; auto: cuda where there is one"
+    )
 
 
 def read_config(path: Path | None) -> TuneConfig:

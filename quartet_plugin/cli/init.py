@@ -1,0 +1,24 @@
+"""`quartet init`: a q.yaml to begin with, every key explained."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quartet_plugin.cli.output import show
+from quartet_plugin.errors import ConfigError
+
+
+def init_command(
+    file: Annotated[
+        Path, typer.Argument(metavar="[FILE]", help="Where to write it; one that exists is kept.")
+    ] = Path("q.yaml"),
+) -> None:
+    """Write a q.yaml in which every key stands as a comment, with its default and what it does."""
+    from quartet_plugin.model.files import write_text_atomic
+    from quartet_plugin.tuner.config_template import config_text
+
+    if file.exists():
+        raise ConfigError(f"{file}: exists; name another file")
+    write_text_atomic(file, config_text())
+    show(f"wrote {file}: quartet tune --config {file} -- torchrun ...")
