@@ -79,7 +79,7 @@ def profile_command(
             max_spread=10.0,
         )
         with _profiling(played), ended_as_by_ctrl_c():
-            result = run_trial(request)
+            result = run_trial(request, is_alone=True)
         ranks = rank_profiles(result, is_played=played is not None)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -39,8 +39,8 @@ def _runner_up_words(choice: FinalChoice, *, winner: int) -> str:
     else:
         chance = 1.0 - choice.chance_better if is_ahead else choice.chance_better
         parts[0] += f" in the same {choice.num_rounds} rounds, faster with a chance of {100 * chance:.0f} %"
-    if is_ahead and choice.is_runner_up_other_model:
-        parts.append("too little for another model")
     if not choice.is_runner_up_win:
         parts.append(f"trial {number} is not faster than your own command for certain")
+    elif is_ahead and choice.is_runner_up_other_model:
+        parts.append("too little, or too unsure, for another model")
     return "; ".join(parts)

@@ -32,6 +32,7 @@ SQLITE_NAME, JOURNAL_NAME, STUDY_NAME = "study.sqlite3", "study.journal", "study
 PATIENCE_S = 600.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 _CONNECT_S = 10
+_NO_REPLAY = "a run with workers or --from does not propose the same plans again"
 # An Optuna journal's lock is held for milliseconds; an older one was left by a process that was killed.
 _STALE_LOCK_S = 2.0
 
@@ -94,7 +95,8 @@ class StudyStorage:
     """One run's study: where it is and under which name. `address` may hold a password.
 
     `say` gets a line for the user; `should_stop` ends the waiting for a lost server, which lasts at most
-    `patience_s`.
+    `patience_s`. `is_replayable`: the same plans would be proposed again in the same order, so that a lost
+    study can be made again from the trials' folders.
     """
 
     folder: Path
@@ -103,6 +105,7 @@ class StudyStorage:
     say: Callable[[str], None] = lambda _: None
     should_stop: Callable[[], bool] = lambda: False
     patience_s: float = PATIENCE_S
+    is_replayable: bool = True
     sleep: Callable[[float], None] = time.sleep
 
     @property
@@ -282,7 +285,7 @@ class StudyStorage:
 
         A journal is cut behind its last whole record: one without its end is what a killed writer leaves, and
         with it every reader fails for ever. A damaged SQLite file is put aside. What is lost with either is
-        read again from the trials' folders.
+        read again from the trials' folders. Raises StorageError for damage that would lose trials.
         """
         path = self.file
         if path is None or not path.exists():
@@ -290,8 +293,20 @@ class StudyStorage:
         with self.errors():
             if self.address == JOURNAL:
                 _release_stale_lock(Path(f"{path}.lock"))
+                content = path.read_bytes()
+                num_valid, num_records = _valid_journal(content)
+                if num_valid < len(content) and not self.is_replayable and not _is_torn(content, num_valid):
+                    raise StorageError(
+                        f"{path}: record {num_records + 1} is damaged and others follow it; {_NO_REPLAY}; "
+                        f"`quartet repair {self.folder}` keeps what is before it"
+                    )
                 self.repair()
             elif damage := _damage_of(_plain(path)):
+                if not self.is_replayable:
+                    raise StorageError(
+                        f"{path}: damaged: {damage}; {_NO_REPLAY}; put a copy back, or begin another run "
+                        f"with --from {self.folder}"
+                    )
                 self._put_aside(path, damage)
 
     def repair(self) -> int:
@@ -366,8 +381,12 @@ def _free_name(path: Path, word: str) -> Path:
 
 def _whereabouts(content: bytes, num_valid: int) -> str:
     """Where a journal is damaged: in its last record, or before it."""
-    is_end = content.find(b"\n", num_valid) in (-1, len(content) - 1)
-    return "its end was torn" if is_end else "a record in its middle was damaged"
+    return "its end was torn" if _is_torn(content, num_valid) else "a record in its middle was damaged"
+
+
+def _is_torn(content: bytes, num_valid: int) -> bool:
+    """Whether what follows the valid records is one record alone, or the beginning of one."""
+    return content.find(b"\n", num_valid) in (-1, len(content) - 1)
 
 
 def _plain(path: Path | None) -> Path:

@@ -156,6 +156,7 @@ class ParityGate:
             devices=self.devices,
             stop=self.stop,
             on_progress=None if report is None else lambda progress: report(name, progress),
+            is_alone=True,
         )
         if result.outcome is Outcome.CANCELLED:
             raise KeyboardInterrupt

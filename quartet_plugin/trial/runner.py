@@ -43,6 +43,7 @@ def run_trial(
     clock: Callable[[], float] = time.monotonic,
     poll_s: float = POLL_S,
     pick_port: Callable[[], int] = free_port,
+    is_alone: bool = False,
 ) -> TrialResult:
     """Run `request` and return its last attempt's result, which is in its folder as well.
 
@@ -50,7 +51,8 @@ def run_trial(
     When it returns or raises, no process of the trial is left. `stop` (an event or a predicate) ends it early
     as CANCELLED; an exception in this thread, such as a second Ctrl-C, kills it at once. `devices`, kept from
     trial to trial, checks the accelerators before and after every attempt; `pick_port` names the port of the
-    ranks' rendezvous.
+    ranks' rendezvous. `is_alone` says that this process starts nothing else with a session of its own
+    meanwhile: then daemons of the trial that keep nothing of its environment are ended as well (`Subreaper`).
 
     Raises ConfigError for a command that cannot run here, StorageError when the folder cannot be written,
     InfrastructureError when nothing can be started at all, or a device is lost or not given back.
@@ -69,7 +71,14 @@ def run_trial(
         port = pick_port() if request.command.port_flag is not None else None
         launch = create_attempt(request, number=number, port=port)
         end = _watch(
-            launch, request, launcher, on_progress=on_progress, stop=stop, clock=clock, poll_s=poll_s
+            launch,
+            request,
+            launcher,
+            on_progress=on_progress,
+            stop=stop,
+            clock=clock,
+            poll_s=poll_s,
+            is_alone=is_alone,
         )
         verdict, is_again = apply_retry_policy(
             _with_device_fault(classify(end.evidence), devices, environment),
@@ -165,9 +174,10 @@ def _watch(
     stop: Stop | None,
     clock: Callable[[], float],
     poll_s: float,
+    is_alone: bool,
 ) -> AttemptEnd:
     attempt = launch.attempt
-    with Subreaper() as subreaper:
+    with Subreaper(is_on=is_alone) as subreaper:
         handle = launcher.start(launch.argv, env=launch.environment, cwd=launch.cwd, stdout=attempt.log)
         subreaper.expect(handle.pid)
         try:

@@ -14,7 +14,7 @@ from typing import Self
 
 import psutil
 
-from quartet_plugin.trial.processes import Identity, identify
+from quartet_plugin.trial.processes import Identity, descendants, identify
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
@@ -23,53 +23,71 @@ _PR_GET_CHILD_SUBREAPER = 37
 class Subreaper:
     """Inside the block this process is the parent of each of its descendants that loses its own.
 
-    What the block starts must get a session of its own: a child in this process's session, one that was there
-    before, or one that `expect` names, is never taken for an orphan.
+    Only for a process that starts one trial at a time and nothing else with a session of its own meanwhile.
+    No orphans are the children of before the block, what these have started, what `expect` names, and the
+    children in this process's session. The first process of a container adopts whatever is started there, so
+    in it, as where `is_on` is False, nothing counts as an orphan.
     """
 
+    def __init__(self, *, is_on: bool = True) -> None:
+        self._is_on = is_on and sys.platform == "linux" and os.getpid() != 1
+        self._launcher: int | None = None
+        self._known: set[int] = set()
+        self._others: set[tuple[int, float]] = set()
+
     def __enter__(self) -> Self:
-        self._was_subreaper = _set_subreaper(True)
-        self._known = {child.pid for child in _children()}
+        if self._is_on:
+            self._known = {child.pid for child in _children()}
+            self._note_others()
+            self._was_subreaper = _set_subreaper(True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.orphans()
-        _set_subreaper(self._was_subreaper)
+        if self._is_on:
+            self.orphans()
+            _set_subreaper(self._was_subreaper)
 
     def expect(self, pid: int) -> None:
         """Leave a child that this process has started to whoever waits for it."""
         self._known.add(pid)
+        self._launcher = pid
 
     def orphans(self) -> set[Identity]:
         """The orphans that run; those that have ended are removed from the process table."""
         running: set[Identity] = set()
+        if not self._is_on:
+            return running
+        self._note_others()
         for child in _children():
-            if child.pid in self._known or not _is_detached(child.pid):
-                continue
-            with contextlib.suppress(psutil.Error, ChildProcessError):
+            with contextlib.suppress(psutil.Error, OSError):
+                if not self._is_orphan(child):
+                    continue
                 if child.status() == psutil.STATUS_ZOMBIE:
                     os.waitpid(child.pid, os.WNOHANG)
                 elif (identity := identify(child)) is not None:
                     running.add(identity)
         return running
 
+    def _is_orphan(self, child: psutil.Process) -> bool:
+        if child.pid in self._known or (child.pid, child.create_time()) in self._others:
+            return False
+        return os.getsid(child.pid) != os.getsid(0)
+
+    def _note_others(self) -> None:
+        """Note what the children of before have started: such a one's end makes it this process's child."""
+        earlier = self._known - {self._launcher}
+        if earlier:
+            self._others |= {(other.pid, other.process_start) for other in descendants(earlier)}
+
 
 def _children() -> list[psutil.Process]:
     return psutil.Process().children()
 
 
-def _is_detached(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return os.getsid(pid) != os.getsid(0)
-    return False
-
-
 def _set_subreaper(is_on: bool) -> bool:
-    """Make this process a child subreaper or none, where the system has such; whether it was one before."""
-    if sys.platform != "linux":
-        return False
+    """Make this process a child subreaper or none; whether it was one before."""
     library = ctypes.CDLL(None)
     before = ctypes.c_int(0)
     library.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)

@@ -29,6 +29,7 @@ from quartet_plugin.tuner.drift import DriftMonitor
 from quartet_plugin.tuner.earlier_run import Prior, read_prior
 from quartet_plugin.tuner.final_rounds import FinalRounds, proven_finalists, winner_of
 from quartet_plugin.tuner.finalists import BASELINE
+from quartet_plugin.tuner.history_rows import read_events
 from quartet_plugin.tuner.parity import ParityKeeper
 from quartet_plugin.tuner.proposer import proposer_of
 from quartet_plugin.tuner.regret import regret_of
@@ -270,7 +271,12 @@ class Coordinator:
     ) -> TuneStudy:
         """The run's study: an earlier process's, or a new one with the baseline as trial 0."""
         config, context = self._config, self._context
-        storage = replace(self._run.storage, say=self._say, should_stop=self._should_stop_waiting)
+        storage = replace(
+            self._run.storage,
+            say=self._say,
+            should_stop=self._should_stop_waiting,
+            is_replayable=self._is_replayable(),
+        )
         study = TuneStudy.open(storage, space=space, seed=config.seed, sampler=config.sampler)
         if study is not None:
             self._say(storage.tool_line)
@@ -285,6 +291,7 @@ class Coordinator:
             prior = read_prior(
                 self._prior, space=space, baseline=baseline.score, objective=baseline.objective
             )
+            context.events.add("from", run=str(self._prior))
             self._say(prior.words)
         study = TuneStudy.create(
             storage,
@@ -298,6 +305,12 @@ class Coordinator:
         )
         self._say(storage.tool_line)
         return study
+
+    def _is_replayable(self) -> bool:
+        """Whether this run proposes the same plans again: alone, and without another run's measurements."""
+        folder = self._run.folder
+        kinds = {event["kind"] for event in read_events(folder.events_file)}
+        return self._prior is None and not self._slices and not kinds & {"from", "taken", "worker-lost"}
 
     def _should_stop_waiting(self) -> bool:
         """Asked while the study's server is lost: the run is kept meanwhile, or given up where taken."""

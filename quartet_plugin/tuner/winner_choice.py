@@ -31,8 +31,8 @@ CLEAR_CHANCE = 0.9
 
 RULE = (
     "of the plans that are faster than your own command for certain, the fastest by the median ratio in the "
-    f"same rounds; another model only if it is faster than yours by {100 * (CLEAR_GAIN - 1):.0f} % or more, "
-    f"with a chance of at least {100 * CLEAR_CHANCE:.0f} %"
+    "same rounds; another model only if it is faster than your own command and than each such plan of your own "
+    f"model by {100 * (CLEAR_GAIN - 1):.0f} % or more, with a chance of at least {100 * CLEAR_CHANCE:.0f} %"
 )
 
 NUM_RESAMPLES = 10_000
@@ -54,18 +54,22 @@ class FinalistResult:
 
     @property
     def is_win(self) -> bool:
-        """Whether it is faster than the baseline for certain."""
-        return self.surely > 1.0
+        """Whether it is faster than the baseline for certain, another model by a clear gain."""
+        return self.surely > 1.0 and self.comparison.speedup.median >= self._least_gain
 
     @property
     def is_contender(self) -> bool:
         """Whether more rounds may show a win that these do not."""
-        return not self.is_win and self.comparison.speedup.median >= LEAST_LEAD
+        return not self.is_win and self.comparison.speedup.median >= max(LEAST_LEAD, self._least_gain)
 
     @property
     def is_certain(self) -> bool:
         """Whether a win needs no more rounds."""
         return len(self.ratios) >= CONFIRM_ROUNDS and self.comparison.speedup.median >= CONFIRM_BELOW
+
+    @property
+    def _least_gain(self) -> float:
+        return CLEAR_GAIN if self.is_other_model else 1.0
 
     @property
     def is_other_model(self) -> bool:

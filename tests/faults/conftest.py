@@ -80,7 +80,9 @@ def trial(tmp_path: Path, fake_torchrun: Path) -> Callable[..., TrialResult]:
         **options: Any,
     ) -> TrialResult:
         request = trial_request(torchrun, tmp_path / "trials" / "000000", *fake, **options)
-        return run_trial(request, launcher=BareLauncher(), devices=devices, stop=stop, poll_s=0.02)
+        return run_trial(
+            request, launcher=BareLauncher(), devices=devices, stop=stop, poll_s=0.02, is_alone=True
+        )
 
     return run
 

@@ -241,6 +241,25 @@ def test_a_damaged_sqlite_file_is_put_aside_and_made_again(tmp_path: Path, damag
     assert any("study.sqlite3 is damaged (" in text for text in watching.messages)
 
 
+@pytest.mark.parametrize("address", ["sqlite", "journal"])
+def test_damage_is_refused_where_the_trials_would_be_lost(tmp_path: Path, address: str) -> None:
+    """Workers propose by what is under way, so that a second time other plans would be proposed."""
+    run = begin(tmp_path / "r", study={**STUDY, "storage": address})
+    machine = FakeMachine()
+    tune(run, machine)
+    file = run.storage.file
+    assert file is not None
+    content = file.read_bytes()
+    middle = len(content) // 2
+    damaged = content[:middle] + b"\xff" * 4096 + content[middle + 4096 :]
+    file.write_bytes(damaged)
+    with run.folder.events_file.open("a") as events:
+        events.write(json.dumps({"time": 0.0, "kind": "taken", "trial": 1}) + "\n")
+    with pytest.raises(StorageError, match="does not propose the same plans again"):
+        tune(resume(tmp_path / "r"), machine)
+    assert file.read_bytes() == damaged
+
+
 def test_a_link_is_no_study(tmp_path: Path) -> None:
     run = begin(tmp_path / "r", study=STUDY)
     (tmp_path / "elsewhere").write_bytes(b"")

@@ -119,8 +119,15 @@ def test_three_rounds_are_no_clear_gain() -> None:
     assert [one.trial.number for one in results] == [1, 2]
 
 
-def test_without_a_plan_of_the_users_own_model_another_one_wins_as_before() -> None:
-    results = after_rounds([1.0] * 5, {1: [1.1] * 5, 2: [0.98] * 5, 3: [0.97] * 5}, other_models=(2, 3))
+def test_another_model_that_is_hardly_faster_than_the_users_command_does_not_win() -> None:
+    results = after_rounds([1.0] * 5, {2: [0.98] * 5, 3: [0.96] * 5}, other_models=(2, 3))
+    assert winner_of(results) is None
+    assert not any(result.is_contender for result in results)
+    assert winner_of(after_rounds([1.0] * 5, {2: [0.98] * 5})) is not None
+
+
+def test_without_a_plan_of_the_users_own_model_another_one_wins() -> None:
+    results = after_rounds([1.0] * 5, {1: [1.1] * 5, 2: [0.94] * 5, 3: [0.93] * 5}, other_models=(2, 3))
     assert [one.trial.number for one in results] == [3, 2, 1]
     choice = choice_of(results[:1], seed=0)
     assert choice is not None
