@@ -31,7 +31,7 @@ CLEAR_CHANCE = 0.9
 
 RULE = (
     "of the plans that are faster than your own command for certain, the fastest by the median ratio in the "
-    "same rounds; another model only if it is faster than your own command and than each such plan of your own "
+    "same rounds; another model only if it is faster than your command and than each such plan of your own "
     f"model by {100 * (CLEAR_GAIN - 1):.0f} % or more, with a chance of at least {100 * CLEAR_CHANCE:.0f} %"
 )
 
