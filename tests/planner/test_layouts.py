@@ -17,6 +17,7 @@ from quartet_plugin.planner.layout_table import (
     TooLarge,
     degrees,
     fault_of_degrees,
+    layout_of,
     layout_table_of,
     refused_degrees,
 )
@@ -67,7 +68,7 @@ def test_latent_attention_is_priced_and_takes_memory() -> None:
     latent = parsed(model={"latent_attention": LATENT})
     assert latent.latent == LatentAttention()
     assert latent.shape.kv_channels == LATENT["v_head_dim"]
-    layout = Layout(tensor_parallel=1, pipeline_parallel=1, data_parallel=8)
+    layout = layout_of(1, 1, 1, 8, 1, 1, 0, 0)
     runs = [job.run(job.shape, layout, (8,)) for job in (latent, parsed())]
     times, sizes = (
         [predict(run, fitted()).iter_time_s for run in runs],
@@ -191,7 +192,7 @@ def test_refused_degrees_and_legal_ones_are_all_degrees() -> None:
     ],
 )
 def test_each_constraint_names_itself(model: dict[str, Any], tp: int, words: str) -> None:
-    job = parsed(model=model)
+    job = parsed(model=model, cluster={"device": "H100-SXM-80GB"})
     fault = fault_of_degrees(job, job.shape, tp, 1, 1)
     assert fault is not None
     assert words in fault
