@@ -143,10 +143,10 @@ def _cards(history: RunHistory) -> str:
     wall_s = sum(row.wall_s for row in history.trials)
     cards.append(("time in trials", duration(wall_s), f"the session took {duration(history.elapsed_s)}"))
     # Of a winner what its final rounds measured, as `quartet show` says it.
-    own: Measurement | TrialRow | None = baseline if chosen is None else chosen.baseline
+    user: Measurement | TrialRow | None = baseline if chosen is None else chosen.baseline
     peak: Measurement | TrialRow | None = best if chosen is None else chosen.plan
     if peak is not None and peak.peak_memory_bytes:
-        before = 0 if own is None else own.peak_memory_bytes
+        before = 0 if user is None else user.peak_memory_bytes
         was = f"was {size(before)}" if before else ""
         cards.append(("peak memory of a process", size(peak.peak_memory_bytes), was))
     items = "".join(
