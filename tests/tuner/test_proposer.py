@@ -88,14 +88,19 @@ def test_wrong_constants_do_not_keep_the_best_plan_from_being_found_early(tmp_pa
 def test_the_sampler_alone_needs_five_times_as_many(tmp_path: Path) -> None:
     nodes, truth = CASES["slow links"]
     best = best_of(*nodes, **truth)
-    counts: dict[str, list[int]] = {"auto": [], "none": []}
-    for seed in range(5):
-        for starts, trials in (("auto", 10), ("none", 60)):
+
+    def median_count(*, starts: str, trials: int) -> int:
+        counts = []
+        for seed in range(5):
             machine, _ = machine_of(*nodes, **truth)
             study = {"trials": trials, "rounds": 3, "top_k": 1, "control": 0, "seed": seed, "starts": starts}
             result = tune(begin(tmp_path / starts / f"{seed}" / "r", search=SEARCH, study=study), machine)
-            counts[starts].append(trials_until_near(result, machine, best=best))
-    assert 5 * statistics.median(counts["auto"]) <= statistics.median(counts["none"]), counts
+            counts.append(trials_until_near(result, machine, best=best))
+        return statistics.median_low(counts)
+
+    few = median_count(starts="auto", trials=10)
+    # Twice as many trials as it needs to show the difference: plans that repeat are not counted.
+    assert median_count(starts="none", trials=10 * few) >= 5 * few
 
 
 def outcomes(result: TuneResult) -> list[tuple[Any, ...]]:
