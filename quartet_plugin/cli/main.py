@@ -6,6 +6,7 @@ is parsed, never edited, and reaches the commands as `Invocation.user_command`.
 This module imports next to nothing: what takes time is imported where `entry` has already taken Ctrl-C over.
 """
 
+import contextlib
 import errno
 import os
 import signal
@@ -18,6 +19,8 @@ from quartet_plugin.errors import ExitCode, QuartetError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import TextIO
+
     import typer
 
 # Every command with the module that has its function, or its own typer.Typer, as COMMAND_command. Importing
@@ -58,7 +61,9 @@ _EPILOGS = {
 
 _IMPORTED_S = time.monotonic()
 _INTERRUPTED = "interrupted"
-_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+# The modules that write to the output.
+_PRINTERS = ("quartet_plugin.cli.main", "quartet_plugin.cli.output", "typer", "click", "rich")
 
 
 def build_app() -> "typer.Typer":
@@ -104,8 +109,8 @@ def main(argv: Sequence[str] | None = None, *, started_s: float | None = None) -
     """Run the command line `argv`, without the program's name, and return its exit code.
 
     None takes the arguments of this process; `started_s` (monotonic) is when it started, None for now. No
-    QuartetError leaves it: each is one line on stderr. Raises OSError where the output's reader left, or a
-    disk is full.
+    QuartetError leaves it: each is one line on stderr. Raises OSError where the output's reader left, or the
+    disk that the output goes to is full.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command: tuple[str, ...] | None = None
@@ -126,9 +131,14 @@ def main(argv: Sequence[str] | None = None, *, started_s: float | None = None) -
         if isinstance(error.__context__, BrokenPipeError):
             raise error.__context__ from None
         raise
+    except BrokenPipeError:
+        raise
     except OSError as error:
-        if error.errno in _OUTPUT_ERRORS:
-            raise
+        if error.errno in _FULL_DISK:
+            if _is_of_output(error):
+                raise
+            place = "a file" if error.filename is None else error.filename
+            return _failed(f"{place}: cannot be written: {error.strerror}", ExitCode.STORAGE, debug=debug)
         return _failed_elsewhere(error, arguments, has_command=command is not None, debug=debug)
     except Exception as error:
         return _failed_elsewhere(error, arguments, has_command=command is not None, debug=debug)
@@ -144,22 +154,51 @@ def entry() -> None:
         sys.stdout, sys.stderr = encodable(sys.stdout), encodable(sys.stderr)
         # The interpreter has been running at least as long as it has computed.
         code = main(started_s=min(_IMPORTED_S, time.monotonic() - time.process_time()))
-        print(end="", flush=True)
+        sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) left.
-        _drop_output()
+        _drop(sys.stdout)
         code = ExitCode.OUTPUT_CLOSED
     except OSError as error:
-        _drop_output()
-        code = _failed(f"the output cannot be written: {error.strerror}", ExitCode.STORAGE, debug=False)
+        _drop(sys.stdout)
+        code = _last_words(f"the output cannot be written: {error.strerror}", ExitCode.STORAGE)
     except KeyboardInterrupt:
-        code = _failed(_INTERRUPTED, ExitCode.INTERRUPTED, debug=False)
+        code = _last_words(_INTERRUPTED, ExitCode.INTERRUPTED)
     sys.exit(code)
 
 
-def _drop_output() -> None:
-    """What is still buffered goes nowhere: Python would complain again when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _last_words(message: str, code: int) -> int:
+    """As `_failed`, where nothing is left that could answer a reader of the errors who has left."""
+    try:
+        return _failed(message, code, debug=False)
+    except BrokenPipeError:
+        _drop(sys.stderr)
+        return int(code)
+
+
+def _drop(stream: "TextIO") -> None:
+    """What is still buffered goes nowhere: Python would complain again when it flushes at exit.
+
+    Nothing where the stream is none of the system's, as in a test.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether a full disk does not take the output: a printer wrote, or what is buffered is refused again."""
+    if error.filename is not None:
+        return False
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    if place is not None and place.tb_frame.f_globals.get("__name__", "").startswith(_PRINTERS):
+        return True
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _exit_at_once(number: int, frame: object) -> None:
@@ -187,11 +226,20 @@ def _run(arguments: list[str], user_command: tuple[str, ...] | None, started_s: 
 
 
 def _failed(message: str, code: int, *, debug: bool, table: Sequence[str] = ()) -> int:
+    """Tell why the command ends, and return its exit code, also where the errors' disk is full.
+
+    Raises BrokenPipeError where the reader of the errors has left.
+    """
     from quartet_plugin.cli.output import tell, tell_traceback
 
-    if debug:
-        tell_traceback()
-    tell(f"quartet: {message}", *table)
+    try:
+        if debug:
+            tell_traceback()
+        tell(f"quartet: {message}", *table)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        _drop(sys.stderr)
     return int(code)
 
 

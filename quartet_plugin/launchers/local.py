@@ -77,9 +77,9 @@ def check_start(command: Command, *, cwd: Path, environment: Mapping[str, str]) 
 
 
 def check_one_node(command: Command) -> None:
-    """Raise ConfigError for a command of several nodes: trials are started on this node alone.
+    """Raise ConfigError for a command of several nodes: it is started on this node alone.
 
-    A part of the command's nodes would train another job than the one to tune.
+    A part of the command's nodes would train another job than the one to tune, check or profile.
     """
     if command.num_nodes == 1:
         return
@@ -87,9 +87,10 @@ def check_one_node(command: Command) -> None:
     flag = "deepspeed --num_nodes" if is_deepspeed else "torchrun --nnodes"
     unknown = "left to a host file or --include" if is_deepspeed else "a range"
     raise ConfigError(
-        f"{flag}: {command.num_nodes or unknown}; trials run on this node alone, so a job of several nodes "
-        "cannot be tuned here. Describe its nodes in a JOB.yaml, choose a plan with `quartet plan`, and on "
-        "every node put `quartet train --plan PLAN.json --` before the command"
+        f"{flag}: {command.num_nodes or unknown}; this command starts processes on this node alone, and a "
+        "part of the nodes would be another job. A plan for several nodes comes from `quartet plan` and a "
+        "JOB.yaml that describes them; to train with it, put `quartet train --plan PLAN.json --` before the "
+        "command on every node"
     )
 
 

@@ -11,9 +11,10 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import field_path, shown
 from quartet_plugin.model.schema import unknown_key
 
-# Written by hand, but for a cluster of a thousand nodes inside; YAML takes 50 microseconds to read a value.
-MAX_CONFIG_BYTES = 1 << 18
-MAX_CONFIG_VALUES = 50_000
+# Written by hand, but for a cluster of 4,096 nodes inside; YAML takes 50 microseconds to read a value.
+MAX_CONFIG_BYTES = 1 << 19
+MAX_CONFIG_VALUES = 100_000
+_CLUSTER_FILE = "a large cluster goes into a file of its own, `cluster: {file: cluster.json}`"
 
 
 class Section(BaseModel):
@@ -78,10 +79,12 @@ def load_yaml(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     if max(num_bytes, len(text)) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path}: longer than {MAX_CONFIG_BYTES} bytes; a configuration is short")
+        raise ConfigError(f"{path}: longer than {MAX_CONFIG_BYTES} bytes; {_CLUSTER_FILE}")
     num_values = sum(map(text.count, (b",", b"\n", b"[", b"{", b"- ")))
     if num_values > MAX_CONFIG_VALUES:
-        raise ConfigError(f"{path}: about {num_values} values; must be at most {MAX_CONFIG_VALUES}")
+        raise ConfigError(
+            f"{path}: about {num_values} values; must be at most {MAX_CONFIG_VALUES}; {_CLUSTER_FILE}"
+        )
     try:
         return yaml.load(text, Loader=_unique_loader())  # noqa: S506 (a SafeLoader)
     except yaml.MarkedYAMLError as error:

@@ -12,7 +12,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from base64 import b64decode
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -24,18 +25,32 @@ MIN_LITERAL = 6
 # What earlier releases wrote in the place of a secret.
 _EARLIER_MASK = "<redacted>"
 _MIN_LINE = 16
+# What a bare key needs to be one by which a program is let in.
+_MIN_KEY = 12
+# Before the name of every variable that a script takes a secret from: PATH and HOME are no secrets.
+_VARIABLE = "QUARTET_SECRET"
 
 Span = tuple[int, int]
 
 _TELLING = re.compile(
-    r"secret|password|passwd|passphrase|credential|api_?key|private_?key|access_?key|auth_?key"
+    r"secret|password|passwd|passphrase|credential|(?:api|private|access|auth)_?key"
+    r"|(?:^|_)(?:account|client|deploy|encryption|hf|license|master|openai|service|session|signing|ssh"
+    r"|storage|subscription|wandb)_?key(?:_|$)"
 )
+# A token by which a program is let in. Any other word with this ending, as tiktoken, is one of a text.
+_TOKEN = re.compile(
+    r"(?:access|admin|api|auth|bearer|bot|client|csrf|deploy|gh|git|github|gitlab|hf|hub|id|jwt|login|my|npm"
+    r"|oauth|personal|pypi|refresh|registry|secret|security|service|session|slack|user|vault|wandb|xsrf)?token"
+)
+_SIGNATURES = frozenset({"sig", "signature", "sas"})
 # A name that ends like this holds a place, not a secret.
 _PLACES = frozenset({"file", "path", "dir", "directory", "folder", "sock", "socket"})
+_FILE_NAME = re.compile(r"\.(?:cc|cpp|cu|h|json|pem|py|sh|so|toml|txt|ya?ml)", re.IGNORECASE)
 # With these parts it is a token of a text, or a way to handle one: --moe-token-dispatcher-type, --eos-token.
 _OF_A_TEXT = re.compile(
-    r"per|ids?|type|dispatcher|drop|loss|eos|bos|pad|unk|sep|cls|mask|special|image|video|audio|num|max|min"
-    r"|length|count|size|embedding|policy"
+    r"per|ids?|type|dispatcher|drop|dropping|loss|eos|bos|eod|pad|unk|sep|cls|mask|special|image|video|audio"
+    r"|num|max|min|length|count|counter|counting|size|embedding|policy|pattern|prediction|capacity|multi"
+    r"|expert|experts|router|routing|start|stop|vocab|merge|budget|level|class|sampling|shuffle|pruning"
 )
 _KINDS = frozenset({"type", "mode", "method", "policy", "provider"})
 _ALLOWED = re.compile(
@@ -44,7 +59,9 @@ _ALLOWED = re.compile(
     r"|PYTHON[A-Z]+|LD_LIBRARY_PATH|PATH|HOSTNAME|RANK|LOCAL_RANK|WORLD_SIZE|TZ|LANG|LC_ALL"
 )
 _FLAG_OR_ASSIGNMENT = re.compile(r"[-+~]{0,2}([A-Za-z_][A-Za-z0-9_.-]*)(=(.*))?", re.DOTALL)
-_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+# A word of a command that is a place; by its form no part of it is a secret.
+_PATH = re.compile(r"(?:~|\.{1,2})?/[^\s=?&@]*")
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _BETWEEN_PARTS = re.compile(r"[^a-z0-9]+")
 
 # Tokens and passwords that their form tells: a word that the text must hold, and the secret as group 1.
@@ -53,13 +70,15 @@ _FORMS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (word, re.compile(pattern))
     for word, pattern in (
         ("://", r"://[^\s/:@]{0,256}+:([^\s/]+)@"),
+        ("://hf_", r"://(hf_[A-Za-z0-9]{30,}+)@"),
         (
             "hf_",
-            r"(?<![A-Za-z0-9])(hf_(?:(?=[A-Za-z]{0,200}+[0-9])[A-Za-z0-9]{10,}+|[A-Za-z]{24,}+))",
+            # Neither the name of a folder or a file nor a part of it.
+            r"(?<![\w./-])(hf_[A-Za-z0-9]{30,}+)(?![\w/-]|\.\w)",
         ),
         (
             "sk-",
-            r"(?<![\w-])(sk-(?:(?=[A-Za-z_-]{0,200}+[0-9])[A-Za-z0-9_-]{10,}+|[A-Za-z_-]{32,}+))",
+            r"(?<![\w./-])(sk-[A-Za-z0-9_-]{20,}+)(?!/|\.\w)",
         ),
         ("gh", r"(?<![A-Za-z0-9_])(gh[opsur]_[A-Za-z0-9]{16,}+)"),
         ("github_pat_", r"(?<![A-Za-z0-9_])(github_pat_[A-Za-z0-9_]{16,}+)"),
@@ -71,16 +90,33 @@ _FORMS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
             r"((?=[A-Za-z._~+/=-]{0,200}+[0-9])[A-Za-z0-9._~+/=-]{6,}+|[A-Za-z._~+/=-]{16,}+)",
         ),
         (
+            "basic",
+            r"(?<![A-Za-z0-9])(?i:basic)[ \t]{1,4}+([A-Za-z0-9+/]{4,}+={0,2})",
+        ),
+        (
             "eyj",
             r"(?<![A-Za-z0-9_-])(eyJ[A-Za-z0-9_-]{6,}+\.[A-Za-z0-9_-]{2,}+(?:\.[A-Za-z0-9_-]*+)?)",
         ),
     )
 )
-# A name with its value in a URL's query, a line of a program, or a mapping as Python and JSON write it.
+# A name with its value in a URL's query, a line of a program, a header, a list of settings
+# (`api_key ........ abc`), or a mapping as Python, JSON and YAML write it.
 _NAME_BEFORE_VALUE = re.compile(
-    r"(?<![\w.-])-{0,2}([A-Za-z_][\w.-]{0,99}+)(?:=|[\"'][ \t]{0,4}+[:=][ \t]{0,4}+)"
+    r"(?<![\w.-])-{0,2}([A-Za-z_][\w.-]{0,99}+)"
+    r"(?:[\"'][ \t]{0,4}+[:=][ \t]{0,4}+|([ \t]{0,8}+[:=][ \t]{0,8}+)|([ \t]{1,8}+\.{2,200}+[ \t]{1,8}+))"
 )
+_VALUE = re.compile(r"(?<![\w.-])-{0,2}([A-Za-z_][\w.-]{0,99}+)(?:=|[\"'][ \t]{0,4}+[:=][ \t]{0,4}+)")
 _VALUE = re.compile(r"\"([^\"]{1,4096}+)\"|'([^']{1,4096}+)'|([^\s&#\"'<>,;(){}\[\]]+)")
+_LINE = re.compile(r"[^\r\n]{1,4096}+")
+_SCHEME = re.compile(r"(?i:basic|bearer|digest|negotiate|token)[ \t]{1,4}+(?=\S)")
+# No secret, but that there is none, or of which type it is.
+_NO_VALUE = frozenset({"none", "null", "true", "false", "str", "int", "float", "bool", "bytes", "[]", "{}"})
+# What `name:value` may follow; in `/data/auth:v1` and `image:auth:v1` it is a part of a place.
+_BEFORE_NAME = frozenset({"", *" \t\r\n\"'`,;({["})
+_NUMBER = re.compile(r"[-+]?[0-9][0-9.,_%]*(?:e[-+]?[0-9]+)?")
+# Without a telling form a shorter word behind `token: ` is one that a message names.
+_MIN_WORD = 16
+_MAX_WORD = 256
 
 # The secrets of this process, longest first; None until they are asked for.
 _known: tuple[str, ...] | None = None
@@ -88,19 +124,27 @@ _known: tuple[str, ...] | None = None
 
 @lru_cache(maxsize=4096)
 def is_secret(name: str) -> bool:
-    """Whether the value of the flag or variable `name` is a secret."""
+    """Whether the value of the flag or variable `name` may be a secret, whatever it is."""
     return is_telling(name) or (name[-3:].lower() == "key")
+
+
+def holds_secret(name: str, value: str) -> bool:
+    """Whether `value` is a secret as the value of `name`: a bare key (`--input_key question`) may be any key.
+
+    Behind a name that is not telling but ends in key only what looks like a key is one.
+    """
+    return is_telling(name) or (is_secret(name) and _is_key(value))
 
 
 @lru_cache(maxsize=4096)
 def is_telling(name: str) -> bool:
     """Whether `name` says secret, password, token or the like; in text a bare key may be any key."""
     parts = [part for part in _BETWEEN_PARTS.split(_HUMP.sub("_", name).lower()) if part]
-    if not parts or parts[-1] in _PLACES:
+    if not parts or parts[-1] in _PLACES or _FILE_NAME.search(name, max(0, name.rfind("."))):
         return False
-    if _TELLING.search("_".join(parts)):
+    if _TELLING.search("_".join(parts)) or parts[-1] in _SIGNATURES:
         return True
-    if any(part.endswith("token") for part in parts):
+    if any(_TOKEN.fullmatch(part) for part in parts):
         return not any(_OF_A_TEXT.fullmatch(part) for part in parts)
     is_auth = any(part.endswith("auth") or part.startswith("authoriz") for part in parts)
     return is_auth and parts[-1] not in _KINDS
@@ -113,11 +157,11 @@ def collect_secrets(words: Sequence[str] = (), *, environment: Mapping[str, str]
     """
     global _known
     variables = os.environ if environment is None else environment
-    values = [value for name, value in variables.items() if is_secret(name)]
+    values = [value for name, value in variables.items() if holds_secret(name, value)]
     values += [
         value[start:end]
         for name, value in variables.items()
-        if "://" in value and not is_secret(name)
+        if "://" in value and not holds_secret(name, value)
         for start, end in _spans(value)
     ]
     # A command of its own to each: a flag at the end of one has no value in the next.
@@ -150,32 +194,32 @@ def is_masked(argv: Iterable[str]) -> bool:
     return any(MASK in word or _EARLIER_MASK in word for word in argv)
 
 
-def is_same_word(begun: str, now: str) -> bool:
-    """Whether two masked words of a command are the same, whatever the secrets were that one lacks."""
-    first, *others = begun.split(MASK)
-    if begun == now or not others:
-        return begun == now
-    if not now.startswith(first):
-        return False
-    place = len(first)
-    for piece in others[:-1]:
-        place = now.find(piece, place)
-        if place < 0:
-            return False
-        place += len(piece)
-    return now.endswith(others[-1]) and len(now) - len(others[-1]) >= place
+def num_same_words(begun: Sequence[str], now: Sequence[str]) -> int:
+    """How many words from the start of two commands are the same but for their secrets.
+
+    `begun` may be masked already. A secret stands for another one only in the same place: behind the same
+    name, in the same URL, or where both words have one and are the same around it.
+    """
+    shown = (masked_argv(begun), masked_argv(now))
+    befores = pairwise(["", *shown[0]])
+    same = 0
+    for (before, was), here in zip(befores, shown[1], strict=False):
+        if was != here and not _is_masked_key(was, here, before=before):
+            break
+        same += 1
+    return same
 
 
 def is_same_command(begun: Sequence[str], now: Sequence[str]) -> bool:
     """Whether two commands are the same but for their secrets, which may have been renewed."""
-    pairs = zip(masked_argv(begun), masked_argv(now), strict=False)
-    return len(begun) == len(now) and all(is_same_word(*pair) for pair in pairs)
+    return len(begun) == len(now) == num_same_words(begun, now)
 
 
 def shell_words(argv: Sequence[str]) -> str:
     """The command as a shell reads it, each secret replaced by a variable that the user must set.
 
-    `--api-key abc` is written as `--api-key "${API_KEY:?...}"`; `sh` names the variable where it is unset.
+    `--api-key abc` is written as `--api-key "${QUARTET_SECRET_API_KEY:?...}"`; `sh` names the variable where
+    it is unset. No name is one that the environment has with another value.
     """
     if _known is None:
         collect_secrets()
@@ -213,10 +257,9 @@ def _with_variables(word: str, spans: Sequence[Span], *, before: str, names: dic
 
 def _free_name(text: str, *, value: str, names: dict[str, str]) -> str:
     """A variable named after `text`, another one for every other secret."""
-    name = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_").upper()
-    stem = name if name and not name[0].isdigit() else f"SECRET_{name}".rstrip("_")
+    stem = f"{_VARIABLE}_{re.sub(r'[^A-Za-z0-9]+', '_', text).strip('_').upper()}".rstrip("_")
     name, number = stem, 1
-    while names.setdefault(name, value) != value:
+    while os.environ.get(name, value) != value or names.setdefault(name, value) != value:
         number += 1
         name = f"{stem}_{number}"
     return name
@@ -227,12 +270,13 @@ def _spans_of_words(argv: Sequence[str], *, known: Sequence[str] = ()) -> Iterat
     for before, word in pairwise(["", *argv]):
         flag = _FLAG_OR_ASSIGNMENT.fullmatch(before) if before.startswith("-") else None
         named = _FLAG_OR_ASSIGNMENT.fullmatch(word)
-        if flag and not flag[2] and is_secret(flag[1]) and not word.startswith("--"):
+        if flag and not flag[2] and holds_secret(flag[1], word) and not word.startswith("--"):
             yield [(0, len(word))] if word else []
-        elif named and named[3] and is_secret(named[1]):
+        elif named and named[3] and holds_secret(named[1], named[3]):
             yield [named.span(3)]
         else:
-            yield _merged([*_spans(word, known=known), *_occurrences(word, (MASK, _EARLIER_MASK))])
+            spans = list(_occurrences(word, known)) if _PATH.fullmatch(word) else _spans(word, known=known)
+            yield _merged([*spans, *_occurrences(word, (MASK, _EARLIER_MASK))])
 
 
 def _spans(text: str, *, known: Sequence[str] = ()) -> list[Span]:
@@ -241,8 +285,10 @@ def _spans(text: str, *, known: Sequence[str] = ()) -> list[Span]:
     spans = list(_occurrences(text, known))
     for word, form in _FORMS:
         if word in lowered:
-            spans += [match.span(1) for match in form.finditer(text)]
-    if "=" in text or ":" in text:
+            check = _CHECKS.get(word)
+            matches = form.finditer(text)
+            spans += [match.span(1) for match in matches if check is None or check(match[1])]
+    if "=" in text or ":" in text or " .." in text:
         spans += _named_values(text)
     return _merged(spans)
 
@@ -252,11 +298,93 @@ def _named_values(text: str) -> Iterator[Span]:
     match = _NAME_BEFORE_VALUE.search(text)
     while match is not None:
         end = match.end()
-        value = _VALUE.match(text, end) if is_telling(match[1]) else None
-        if value is not None:
-            yield value.span(value.lastindex or 0)
-            end = value.end()
+        span = _span_of_value(text, match) if is_telling(match[1]) else None
+        if span is not None:
+            yield span
+            end = span[1]
         match = _NAME_BEFORE_VALUE.search(text, end)
+
+
+def _span_of_value(text: str, match: re.Match[str]) -> Span | None:
+    """Where the value behind a telling name and its separator is; None where that is no secret.
+
+    `token=x` and a quoted name or value always have one. `token: x` also stands in messages about a text,
+    `signature = f(x)` in programs, and `token:12` in places of a file.
+    """
+    name, separator, start = match[1], match[2], match.end()
+    if match[3] is not None:
+        line = _LINE.match(text, start)
+        return None if line is None or line[0].strip().lower() in _NO_VALUE else line.span()
+    # What is refused is refused before its end is looked for: a long word may hold many such names.
+    is_close = separator == ":"
+    if separator not in (None, "=") and text.startswith(("=", ":", "//") if is_close else ("=", ":"), start):
+        return None
+    if is_close and text[max(0, match.start() - 1) : match.start()] not in _BEFORE_NAME:
+        return None
+    scheme = _SCHEME.match(text, start) if separator is not None else None
+    value = _VALUE.match(text, start if scheme is None else scheme.end())
+    if value is None:
+        return None
+    begin, end = value.span(value.lastindex or 0)
+    if scheme is not None:
+        return (start if _is_proper(name) else begin), end
+    if separator not in (None, "=") and value.lastindex == 3 and end - begin <= _MAX_WORD:
+        word = value[3]
+        if word.lower() in _NO_VALUE:
+            return None
+        if not _is_proper(name) and (not _could_be_token(word) or text[end : end + 1] in ("(", "[")):
+            return None
+    return begin, end
+
+
+def _is_proper(name: str) -> bool:
+    """Whether a telling name can mean nothing but a secret; a token and a signature may be a text's."""
+    return _TELLING.search(_BETWEEN_PARTS.sub("_", _HUMP.sub("_", name).lower())) is not None
+
+
+def _could_be_token(word: str) -> bool:
+    """Whether a word behind `token: ` is one by which a program is let in, rather than one of a message."""
+    if _NUMBER.fullmatch(word):
+        return False
+    return len(word) >= _MIN_WORD or (len(word) >= MIN_LITERAL and any(map(str.isdigit, word)))
+
+
+def _is_key(value: str) -> bool:
+    """Whether a value looks like a key by which a program is let in: long, letters and digits mixed."""
+    is_mixed = any(map(str.isdigit, value)) and any(map(str.isalpha, value))
+    return len(value) >= _MIN_KEY and is_mixed
+
+
+def _is_random(key: str) -> bool:
+    """Whether a part of a key that begins with `sk-` is as no word of a language is."""
+    for part in re.split("[_-]", key):
+        kinds = [any(map(is_kind, part)) for is_kind in (str.isdigit, str.islower, str.isupper)]
+        if kinds[0] and ((all(kinds) and len(part) >= 16) or (any(kinds[1:]) and len(part) >= 20)):
+            return True
+    return False
+
+
+def _is_user_and_password(text: str) -> bool:
+    """Whether a text behind `Basic` is USER:PASSWORD in base 64, and not the next word of a sentence."""
+    try:
+        decoded = b64decode(text.rstrip("=") + "=" * (-len(text.rstrip("=")) % 4)).decode()
+    except ValueError:
+        return False
+    return ":" in decoded and decoded.isprintable()
+
+
+# What a secret of a form must be besides.
+_CHECKS: Mapping[str, Callable[[str], bool]] = {"sk-": _is_random, "basic": _is_user_and_password}
+
+
+def _is_masked_key(was: str, now: str, *, before: str) -> bool:
+    """Whether the value of a bare key was masked, as earlier releases do whatever it is."""
+    name, separator, value = was.rpartition("=")
+    if value != MASK:
+        return False
+    if separator:
+        return is_secret(name) and now.startswith(name + separator)
+    return before.startswith("-") and "=" not in before and is_secret(before)
 
 
 def _occurrences(text: str, values: Iterable[str]) -> Iterator[Span]:

@@ -35,6 +35,8 @@ _CONNECT_S = 10
 _NO_REPLAY = "a run with workers or --from does not propose the same plans again"
 # An Optuna journal's lock is held for milliseconds; an older one was left by a process that was killed.
 _STALE_LOCK_S = 2.0
+# A record is appended to a journal in less.
+_APPEND_S = 0.5
 
 
 def check_address(text: str) -> str:
@@ -185,6 +187,10 @@ class StudyStorage:
             if self.address == JOURNAL:
                 content = _plain(path).read_bytes()
                 num_valid, num_records = _valid_journal(content)
+                if num_valid < len(content) and b"\n" not in content[num_valid:]:
+                    self.sleep(_APPEND_S)  # its tuner may be writing the last record
+                    content = _plain(path).read_bytes()
+                    num_valid, num_records = _valid_journal(content)
                 if num_valid < len(content):
                     raise StorageError(
                         f"{path}: record {num_records + 1} is damaged; `quartet tune --resume` cuts it off"

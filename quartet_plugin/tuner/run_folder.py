@@ -4,13 +4,12 @@ import shlex
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.model.files import read_json, write_json_atomic
-from quartet_plugin.protocol.masking import is_same_command, is_same_word, masked_argv
+from quartet_plugin.protocol.masking import is_same_command, masked_argv, num_same_words
 from quartet_plugin.study.storage import JOURNAL_NAME, SQLITE_NAME, STUDY_NAME, StudyStorage
 from quartet_plugin.tuner.config import TuneConfig, parse_config
 
@@ -191,7 +190,7 @@ def _remove_torn(folder: RunFolder) -> None:
 
 def _difference(begun: Sequence[str], now: Sequence[str]) -> str:
     """The first words in which two commands differ, with the word before: a flag with its value."""
-    same = sum(1 for _ in takewhile(lambda pair: is_same_word(*pair), zip(begun, now, strict=False)))
+    same = num_same_words(begun, now)
     was, here = (shlex.join(words[max(0, same - 1) : same + 2])[:100] for words in (begun, now))
     return f"it has `{was}` where this one has `{here}`"
 

@@ -203,3 +203,34 @@ def test_help_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize(
+    ("words", "is_output_full", "code"),
+    [
+        (("--version",), True, 6),
+        (("show", "/nonexistent.json"), False, 2),
+        (("show", "/nonexistent.json"), True, 2),
+        (("--nonsense", "--debug"), True, 2),
+    ],
+)
+def test_an_exit_code_stays_where_the_errors_have_a_full_disk(
+    words: tuple[str, ...], is_output_full: bool, code: int
+) -> None:
+    with FULL.open("w") as full:
+        output = full if is_output_full else subprocess.DEVNULL
+        done = subprocess.run([QUARTET, *words], stdout=output, stderr=full, check=False)
+    assert done.returncode == code
+
+
+@pytest.mark.parametrize(("name", "told"), [(None, "a file"), ("/scratch/x", "/scratch/x")])
+def test_a_disk_that_is_not_the_outputs_is_not_named_as_it(
+    name: str | None, told: str, install: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(raising(OSError(28, "No space left on device", name)))
+    assert main(["probe"]) == 6
+    assert capsys.readouterr().err == f"quartet: {told}: cannot be written: No space left on device\n"

@@ -91,7 +91,7 @@ def test_a_script_that_fails_by_itself_is_shown(tmp_path: Path, capfd: pytest.Ca
         (["tune", "--", "./torchrun", "x.py"], 2, "'./torchrun': not found"),
         (["tune", "--", "ls", "-l"], 2, "not supported"),
         (["tune", "--", "srun", "train.py"], 2, "torchrun"),
-        (["tune", "--", "torchrun", "--nnodes", "2", "x.py"], 2, "cannot be tuned here"),
+        (["tune", "--", "torchrun", "--nnodes", "2", "x.py"], 2, "on this node alone"),
         (["tune", "--config", "nowhere.yaml", "--", "python", "x.py"], 2, "nowhere.yaml"),
         (["tune", "--resume", "--run-dir", "nowhere", "--", "python", "x.py"], 2, "no run to resume"),
         (["tune", "--max-minutes", "soon", "--", "python", "x.py"], 2, "max-minutes"),

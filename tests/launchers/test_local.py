@@ -33,7 +33,10 @@ def run(tmp_path: Path, program: str, **environment: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("torchrun --nnodes 2 a.py", "torchrun --nnodes: 2; trials run on this node alone"),
+        (
+            "torchrun --nnodes 2 a.py",
+            "torchrun --nnodes: 2; this command starts processes on this node alone",
+        ),
         ("torchrun --nnodes 1:4 a.py", "torchrun --nnodes: a range; "),
         ("deepspeed --num_nodes 2 --num_gpus 4 a.py", "deepspeed --num_nodes: 2; "),
         ("deepspeed --hostfile hosts a.py", "deepspeed --num_nodes: left to a host file"),
@@ -45,6 +48,7 @@ def test_a_command_of_several_nodes_is_not_cut_down_to_this_one(words: str, says
     assert says in str(caught.value)
     assert "quartet plan" in str(caught.value)
     assert "leave it out" not in str(caught.value)
+    assert "tuned" not in str(caught.value)  # it is also said by check and profile
     check_one_node(parse_command(["torchrun", "--nproc-per-node", "2", "a.py"], environment={}))
 
 

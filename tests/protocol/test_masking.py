@@ -23,9 +23,10 @@ from quartet_plugin.protocol.masking import (
 
 FORMS = (
     "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567",
-    "hf_" + "abcdefghijklmnopqrstuvwxyz",
+    "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEFGH",
     "sk-proj-Ab1dEfGhIjKlMnOp",
-    "sk-ant-api03-abcdefghij_klm",
+    "sk-ant-api03-aBcdefgh0ijklmnopqr_stu",
+    "sk-0123456789abcdef0123456789abcdef",
     "ghp_0123456789abcdefghijABCDEFGHIJ012345",
     "gho_0123456789abcdefghijABCDEFGHIJ012345",
     "github_pat_11ABCDEFG0abcdefghij_klmnopqrst",
@@ -55,6 +56,15 @@ def _only_these_secrets() -> Iterator[None]:
         *("WANDB_API_KEY", "HF_TOKEN", "--hub-token", "DB_PASSWORD", "AWS_SECRET", "key", "--my-api-key"),
         *("PGPASSWORD", "MY_APIKEY", "apiKey", "aws_secret_access_key", "AWS_ACCESS_KEY_ID", "--auth"),
         *("OAUTH", "Authorization", "PASSWORD_PROD", "HF_TOKEN_2", "--private-key", "X-Auth-Token"),
+        *(
+            "accesstoken",
+            "apiToken",
+            "HUBTOKEN",
+            "sig",
+            "X-Amz-Signature",
+            "SharedAccessSignature",
+            "AZURE_SAS",
+        ),
         *("GOOGLE_CREDENTIALS", "SMTP_PASSWD", "wandb.api_key", "HFToken", "ssh_private_key"),
     ],
 )
@@ -72,6 +82,8 @@ def test_secret_names(name: str) -> None:
             "--eos-token",
             "TOKENIZERS_PARALLELISM",
         ),
+        *("tiktoken-pattern", "--multi-token-prediction", "--expert-token-capacity", "--subtoken"),
+        *("--custom-token-counting", "tiktoken", "signal", "signature_method", "sassy", "token.py"),
         *("--author", "SSH_AUTH_SOCK", "XAUTHORITY", "--auth-type", "DB_PASSWORD_FILE", "", "-"),
     ],
 )
@@ -99,6 +111,21 @@ def test_tokens_of_a_known_form_are_masked_in_any_text(secret: str) -> None:
         ("login(token='abc', n=1)", "login(token='***', n=1)"),
         ("HF_TOKEN=abc python x.py", "HF_TOKEN=*** python x.py"),
         ("unrecognized arguments: --api-key=abc", "unrecognized arguments: --api-key=***"),
+        ("https://h/a?sv=1&sig=a%2Bb%3D", "https://h/a?sv=1&sig=***"),
+        ("https://h/a?X-Amz-Date=2&X-Amz-Signature=0f", "https://h/a?X-Amz-Date=2&X-Amz-Signature=***"),
+        ("SharedAccessSignature=sv=1&sig=ab;x=1", "SharedAccessSignature=***&sig=***;x=1"),
+        ("Authorization: Basic dXNlcjpwdw==", "Authorization: Basic ***"),
+        ("Authorization: Basic opaque", "Authorization: Basic ***"),
+        ("proxy sent basic dXNlcjpwdw==, x", "proxy sent basic ***, x"),
+        (f"https://{FORMS[0]}@huggingface.co/x", "https://***@huggingface.co/x"),
+        ("password: Token x", "password: ***"),
+        ("password: x", "password: ***"),
+        ("password = x", "password = ***"),
+        ("password:x", "password:***"),
+        ("db_password= 'a b' 1", "db_password= '***' 1"),
+        ("X-Auth-Token:abcdef012345", "X-Auth-Token:***"),
+        ("  api_key ........................ x y\nz", "  api_key ........................ ***\nz"),
+        ("  hf_token ....................... x", "  hf_token ....................... ***"),
     ],
 )
 def test_passwords_and_named_values_are_masked_in_text(text: str, shown: str) -> None:
@@ -111,6 +138,21 @@ def test_passwords_and_named_values_are_masked_in_text(text: str, shown: str) ->
         *("out of memory on rank 3 in phase init: 12,345 MiB more", "/data/disk-usage/hf_hub", "sk-learn"),
         *("http://localhost:6006/a", "[2001:db8::1]:29500", "a risk-free disk-based task-list", "bearer of"),
         *("sorted(rows, key=lambda row: row.key)", "num_token=5", "hf_llama/model", "eyJ", "2x4:8@gpu"),
+        *("/models/hf_mixtral8x7b", "convert_hf_checkpoint2.py", "/data/oscar/sk-wiki-20240101"),
+        *(
+            "unexpected token: foo at 12",
+            "ms per token: 12.5",
+            "if token == other",
+            "auth::login",
+            "auth.py:12",
+        ),
+        *("  api_key ............. None", "def f(password: str, n=1)", "basic training", "token = tokens[0]"),
+        *(
+            "Basic TransformerLayer",
+            "signature = inspect.signature(f)",
+            "secret://host",
+            "tiktoken_pattern=v2",
+        ),
         *("0F0 1F0 2B3", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", "a://b", ""),
     ],
 )
@@ -189,6 +231,17 @@ def test_masking_keeps_the_number_of_words_and_comes_to_an_end(words: list[str])
             "@",
             "a@",
             "://u:p@",
+            *(
+                "token ",
+                "token .",
+                "token: ",
+                "basic ",
+                "basic a",
+                "password = ",
+                "token .... ",
+                "secret:",
+                "`token:",
+            ),
         ),
     ],
 )
@@ -224,14 +277,81 @@ def test_a_command_is_the_same_when_its_secrets_are_renewed() -> None:
     assert not is_masked(["x.py", "--lr", "1"])
 
 
-def test_a_word_that_was_a_variables_value_is_the_same_without_the_variable() -> None:
+def test_a_word_that_was_a_variables_value_is_the_same_where_both_have_a_variables_value() -> None:
     words = ["x.py", "--run", "a-secret-value-b"]
     collect_secrets(environment={"HF_TOKEN": "secret-value"})
     begun = masked_argv(words)
     assert begun == ["x.py", "--run", "a-***-b"]
-    collect_secrets(environment={})
     assert is_same_command(begun, words)
+    collect_secrets(environment={"HF_TOKEN": "renewed-value"})
+    assert is_same_command(begun, ["x.py", "--run", "a-renewed-value-b"])
+    assert not is_same_command(begun, ["x.py", "--run", "a-another-b"])
     assert not is_same_command(begun, ["x.py", "--run", "a-c"])
+
+
+def test_a_bare_keys_value_that_an_earlier_release_masked_is_the_same() -> None:
+    begun = ["x.py", "--input_key", "***", "sort_key=***"]
+    assert is_same_command(begun, ["x.py", "--input_key", "question", "sort_key=size"])
+    assert not is_same_command(begun, ["x.py", "--input-key", "question", "sort_key=size"])
+    assert not is_same_command(["x.py", "--load", "/m/***"], ["x.py", "--load", "/m/hf_mixtral8x7b"])
+
+
+PIECES = st.sampled_from(
+    [
+        *(
+            "/",
+            "hf_",
+            "sk-",
+            "mixtral8x7b",
+            "mixtral8x22b",
+            "20240101",
+            "wiki-",
+            "token",
+            "key",
+            "auth:v",
+            ".",
+        ),
+        *("data", "s3://", "abcdefghijklmnop0123456789", "AbCdEfGhIjKl0123456789", "_", "secret:", "basic"),
+    ]
+)
+PATHS = st.lists(PIECES, min_size=1, max_size=9).map(lambda pieces: "/m/" + "".join(pieces))
+
+
+@given(begun=PATHS, now=PATHS)
+def test_two_paths_are_two_commands(begun: str, now: str) -> None:
+    for words, others in (([begun], [now]), (["--load", begun], ["--load", now])):
+        assert is_same_command(masked_argv(words), others) == (begun == now)
+
+
+@pytest.mark.parametrize(
+    ("begun", "now"),
+    [
+        (["--tiktoken-pattern", "v1"], ["--tiktoken-pattern", "v2"]),
+        (["--load", "/m/hf_mixtral8x7b"], ["--load", "/m/hf_mixtral8x22b"]),
+        (["--load=hf_mixtral8x7b"], ["--load=hf_mixtral8x22b"]),
+        (["convert_hf_checkpoint2.py"], ["convert_hf_checkpoint3.py"]),
+        (["--data", "sk-wiki-20240101"], ["--data", "sk-wiki-20240102"]),
+        (["--input_key", "question"], ["--input_key", "answer"]),
+    ],
+)
+def test_names_and_words_that_look_a_little_like_secrets_are_compared(
+    begun: list[str], now: list[str]
+) -> None:
+    assert masked_argv(begun) == begun
+    assert not is_same_command(masked_argv(begun), now)
+
+
+def test_common_words_behind_bare_keys_stay_in_any_text() -> None:
+    environment = {"SORT_KEY": "iteration", "MY_KEY": "abcdef0123456789", "HF_TOKEN": "swordfish"}
+    collect_secrets(["x.py", "--input_key", "question", "--text-key=content"], environment=environment)
+    text = "a question of taste and content in iteration 3: swordfish abcdef0123456789"
+    assert masked(text) == "a question of taste and content in iteration 3: *** ***"
+
+
+def test_a_scripts_variables_are_never_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUARTET_SECRET_PATH", "x")
+    assert shell_words(["a.py", "--path", FORMS[0]]).startswith('a.py --path "${QUARTET_SECRET_PATH_2:?')
+    assert shell_words(["a.py", "--home", FORMS[0]]).startswith('a.py --home "${QUARTET_SECRET_HOME:?')
 
 
 def test_a_shell_line_takes_secrets_from_variables() -> None:
@@ -239,15 +359,16 @@ def test_a_shell_line_takes_secrets_from_variables() -> None:
     words += ["--db", "s3://me:pass'w@h/d e", FORMS[0], "--api-key", "another"]
     line = shell_words(words)
     assert not any(secret in line for secret in ("abc", "de f", "gh'i", "pass'w", FORMS[0], "another"))
-    secrets = {"HF_TOKEN": "abc", "API_KEY": "de f", "AUTH": "gh'i", "S3_ME": "pass'w"}
-    secrets |= {"SECRET": FORMS[0], "API_KEY_2": "another"}
+    secrets = {"_HF_TOKEN": "abc", "_API_KEY": "de f", "_AUTH": "gh'i", "_S3_ME": "pass'w"}
+    secrets |= {"": FORMS[0], "_API_KEY_2": "another"}
+    secrets = {f"QUARTET_SECRET{name}": value for name, value in secrets.items()}
     done = subprocess.run(
         ["sh", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True, env=secrets
     )
     assert done.stdout.decode().split("\0")[:-1] == words
-    unset = subprocess.run(["sh", "-c", line], capture_output=True, check=False, env={"HF_TOKEN": "abc"})
+    unset = subprocess.run(["sh", "-c", line], capture_output=True, check=False, env={"API_KEY": "abc"})
     assert unset.returncode != 0
-    assert b"API_KEY" in unset.stderr
+    assert b"QUARTET_SECRET_HF_TOKEN" in unset.stderr
 
 
 def test_environment() -> None:

@@ -146,7 +146,9 @@ def test_a_torn_journal_loses_its_last_record_alone(
 ) -> None:
     folder = tmp_path_factory.mktemp("torn")
     said: list[str] = []
-    place = StudyStorage(folder=folder, run="r", address="journal", say=said.append)
+    place = StudyStorage(
+        folder=folder, run="r", address="journal", say=said.append, sleep=lambda seconds: None
+    )
     trials = data.draw(st.lists(st.dictionaries(st.text(max_size=5), st.integers(), max_size=3), max_size=6))
     lines = [json.dumps(record).encode() + b"\n" for record in [*trials, {"op": 1, "name": "whole"}]]
     whole = b"".join(lines[:-1])
@@ -162,6 +164,21 @@ def test_a_torn_journal_loses_its_last_record_alone(
     place.mend()
     place.check()
     assert len(said) == 1
+
+
+def test_a_record_that_is_just_being_written_is_no_damage(tmp_path: Path) -> None:
+    def append(seconds: float) -> None:
+        assert place.file is not None
+        place.file.write_bytes(place.file.read_bytes() + b": 2}\n")
+
+    place = StudyStorage(folder=tmp_path, run="r", address="journal", sleep=append)
+    assert place.file is not None
+    place.file.write_bytes(b'{"op": 1}\n{"op"')
+    place.check()
+    assert place.file.read_bytes() == b'{"op": 1}\n{"op": 2}\n'
+    place.file.write_bytes(b'{"op"\n{"op": 1}\n')
+    with pytest.raises(StorageError, match="record 1 is damaged"):
+        place.check()
 
 
 def test_a_torn_journal_is_mended_and_its_trial_told_again(tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def test_row_37_the_winners_scripts_take_secrets_from_the_environment(tmp_path: 
     shown = tmp_path / "shown.sh"
     text = run.folder.best_command.read_text()
     shown.write_text(text.replace("exec quartet", "exec printf '%s\\0'"))
-    environment = {"PATH": os.environ["PATH"], "API_KEY": "hunter22"}
+    environment = {"PATH": os.environ["PATH"], "QUARTET_SECRET_API_KEY": "hunter22"}
     done = subprocess.run(["sh", str(shown)], capture_output=True, check=True, env=environment)
     given = done.stdout.decode().split("\0")[:-1]
     assert tuple(given[given.index("--") + 1 :]) == words
