@@ -48,3 +48,10 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
         file.truncate(2**40)
     with pytest.raises(ConfigError, match="longer than"):
         load_yaml(path)
+
+
+def test_a_cluster_of_4096_nodes_is_read(tmp_path: Path) -> None:
+    node = "    - {name: node0001, device: H100-80GB-SXM, devices: 8, nvlink_domain: 1234}\n"
+    text = "cluster:\n  nodes:\n" + node * 4096
+    assert len(text) > 1 << 18
+    assert str(load(tmp_path, text)).count("node0001") == 4096
