@@ -40,7 +40,7 @@ _TELLING = re.compile(
 # A token by which a program is let in. Any other word with this ending, as tiktoken, is one of a text.
 _TOKEN = re.compile(
     r"(?:access|admin|api|auth|bearer|bot|client|csrf|deploy|gh|git|github|gitlab|hf|hub|id|jwt|login|my|npm"
-    r"|oauth|personal|pypi|refresh|registry|secret|security|service|session|slack|user|vault|wandb|xsrf)?token"
+    r"|oauth|personal|pypi|refresh|registry|secret|security|service|session|slack|telegram|user|vault|wandb|xsrf)?token"
 )
 _SIGNATURES = frozenset({"sig", "signature", "sas"})
 # A name that ends like this holds a place, not a secret.
@@ -140,7 +140,7 @@ def holds_secret(name: str, value: str) -> bool:
 def is_telling(name: str) -> bool:
     """Whether `name` says secret, password, token or the like; in text a bare key may be any key."""
     parts = [part for part in _BETWEEN_PARTS.split(_HUMP.sub("_", name).lower()) if part]
-    if not parts or parts[-1] in _PLACES or _FILE_NAME.search(name, max(0, name.rfind("."))):
+    if not parts or parts[-1] in _PLACES or _FILE_NAME.fullmatch(name, max(0, name.rfind("."))):
         return False
     if _TELLING.search("_".join(parts)) or parts[-1] in _SIGNATURES:
         return True

@@ -57,7 +57,7 @@ def _only_these_secrets() -> Iterator[None]:
         *("PGPASSWORD", "MY_APIKEY", "apiKey", "aws_secret_access_key", "AWS_ACCESS_KEY_ID", "--auth"),
         *("OAUTH", "Authorization", "PASSWORD_PROD", "HF_TOKEN_2", "--private-key", "X-Auth-Token"),
         *(
-            "accesstoken",
+            *("model.hf_token", "a.json_token", "accesstoken"),
             "apiToken",
             "HUBTOKEN",
             "sig",
