@@ -51,8 +51,8 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.device_slices import divide
     from quartet_plugin.launchers.local import check_start
+    from quartet_plugin.protocol.work_queue_files import worker_name
     from quartet_plugin.tuner.run_folder import resume_run
-    from quartet_plugin.tuner.workers.messages import worker_name
     from quartet_plugin.tuner.workers.work_queue import WorkQueue
     from quartet_plugin.tuner.workers.worker import end_left_behind
     from quartet_plugin.tuner.workers.worker_pool import WorkerPool
@@ -118,11 +118,14 @@ def _check_place(run: "TuningRun", command: "Command") -> None:
 
 def _refuse_taken(slices: "tuple[DeviceSlice, ...]", queue: "WorkQueue") -> None:
     """Two workers on one device would measure each other."""
+    from quartet_plugin.launchers.device_slices import DeviceSlice
+    from quartet_plugin.trial.processes import is_running
+
     host = socket.gethostname()
     for member in queue.members():
-        if member.host != host or not member.identity.is_alive:
+        if member.host != host or not is_running(member.identity):
             continue
-        other = member.share.device_slice
+        other = DeviceSlice.of(member.share)
         if any(part.overlaps(other) for part in slices):
             raise ConfigError(
                 f"--join: {other.label} of this host are worker {member.name}'s; name others with taskset or "
@@ -135,11 +138,12 @@ def work_command(
 ) -> None:
     """Measure what a run's tuner hands out; the task comes on the standard input."""
     from quartet_plugin.launchers.command import parse_command
+    from quartet_plugin.launchers.device_slices import DeviceSlice
     from quartet_plugin.protocol.masking import collect_secrets
+    from quartet_plugin.protocol.work_queue_files import Member, read_task
     from quartet_plugin.trial.processes import current_identity
     from quartet_plugin.tuner.run_folder import resume_run
     from quartet_plugin.tuner.trial_backend import LocalBackend
-    from quartet_plugin.tuner.workers.messages import Member, read_task
     from quartet_plugin.tuner.workers.work_queue import WorkQueue
     from quartet_plugin.tuner.workers.worker import Worker
 
@@ -154,14 +158,15 @@ def work_command(
         share=content.share,
         is_joined=content.is_joined,
     )
+    device_slice = DeviceSlice.of(content.share)
     with stop_on_signals(say) as should_stop:
         worker = Worker(
             run=tuning,
             command=parse_command(content.command),
             member=member,
             queue=WorkQueue(folder=tuning.folder.path),
-            backend=LocalBackend(device_slice=content.share.device_slice),
+            backend=LocalBackend(device_slice=device_slice),
             should_stop=should_stop,
             say=say,
         )
-        say(f"worker {name} on {content.share.device_slice.label}: {worker.work()}")
+        say(f"worker {name} on {device_slice.label}: {worker.work()}")

@@ -10,7 +10,7 @@ import random
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Literal
@@ -18,6 +18,7 @@ from typing import Literal
 from quartet_plugin.errors import ConfigError, InfrastructureError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.local import LocalLauncher
+from quartet_plugin.protocol.work_queue_files import SliceRecord
 
 MAX_SLICES = 64
 
@@ -58,6 +59,18 @@ class DeviceSlice:
     def environment(self) -> dict[str, str]:
         """The variables that keep processes on the slice's accelerators; none for cores."""
         return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.device == "cuda" else {}
+
+    @property
+    def record(self) -> SliceRecord:
+        """The slice as a worker's file names it."""
+        values = asdict(self)
+        return SliceRecord(is_alone=values.pop("exclusive"), **values)
+
+    @classmethod
+    def of(cls, record: SliceRecord) -> "DeviceSlice":
+        """The slice that a worker's file names."""
+        values = asdict(record)
+        return cls(exclusive=values.pop("is_alone"), **values)
 
     def overlaps(self, other: "DeviceSlice") -> bool:
         """Whether two exclusive slices of one host have a device in common."""

@@ -14,32 +14,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 from quartet_plugin.errors import StorageError
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.schema import Bounds, dump, record
-from quartet_plugin.protocol.attempt_files import Name, Version, read_shared
+from quartet_plugin.model.schema import dump
+from quartet_plugin.protocol.attempt_files import read_shared
 from quartet_plugin.protocol.environment import EXPIRY_S, LEASE_RENEWAL_S
-from quartet_plugin.trial.processes import Identity, current_identity
+from quartet_plugin.protocol.process_identity import Holder
+from quartet_plugin.trial.processes import current_identity, is_running
 
 LOCK_NAME = "lock.json"
 
 _GUARD_NAME = ".lock.guard"
 _GUARD_WAIT_S = 30.0
-
-
-@record
-class Holder(Identity):
-    """lock.json: the process that holds the run, and how often the run has changed hands."""
-
-    host: Name
-    generation: Annotated[int, Bounds(ge=1, le=2**53)]
-    schema_version: Version = 1
-
-    def __str__(self) -> str:
-        """The holder's name for messages."""
-        return f"process {self.pid} on {self.host}"
 
 
 class Lease:
@@ -135,7 +122,7 @@ def _read(folder: Path) -> Holder | None:
 
 def _refuse_living(folder: Path, holder: Holder, *, takeover: bool, expiry_s: float) -> None:
     is_here = holder.host == socket.gethostname()
-    if is_here and not holder.is_alive:
+    if is_here and not is_running(holder):
         return
     age_s = _age_s(folder)
     if takeover and age_s > expiry_s:

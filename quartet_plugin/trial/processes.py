@@ -11,16 +11,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import psutil
 
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.schema import Bounds, Length, dump, record
-from quartet_plugin.protocol.attempt_files import AttemptId, Name, Pid, Seconds, Version, read_shared
+from quartet_plugin.model.schema import Length, dump, record
+from quartet_plugin.protocol.attempt_files import AttemptId, Version, read_shared
 from quartet_plugin.protocol.environment import ATTEMPT_ID
+from quartet_plugin.protocol.process_identity import Identity
 
 # Only where the system does not count ticks: a start time in seconds moves when the clock is set.
 _START_TOLERANCE_S = 1.0
@@ -37,41 +37,29 @@ def boot_id() -> str:
     return f"{psutil.boot_time():.0f}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Identity:
-    """The identity of a process: a pid that is used again has another start time or boot.
+def find(identity: Identity) -> psutil.Process | None:
+    """The running process, None when it has ended (a zombie has)."""
+    if identity.boot_id != boot_id():
+        return None
+    try:
+        process = psutil.Process(identity.pid)
+        is_same = _is_same(identity, identify(process)) and process.status() != psutil.STATUS_ZOMBIE
+        return process if is_same else None
+    except psutil.Error:
+        return None
 
-    `start_ticks` counts clock ticks from the boot to the start, which no setting of the clock changes; None
-    where nobody has looked. `process_start` is the same in seconds since 1970.
-    """
 
-    pid: Pid
-    process_start: Seconds
-    boot_id: Name
-    start_ticks: Annotated[int, Bounds(ge=0)] | None = field(default=None, compare=False)
+def is_running(identity: Identity) -> bool:
+    """Whether the process still runs on this machine."""
+    return find(identity) is not None
 
-    def find(self) -> psutil.Process | None:
-        """The running process, None when it has ended (a zombie has)."""
-        if self.boot_id != boot_id():
-            return None
-        try:
-            process = psutil.Process(self.pid)
-            is_running = _is_same(self, identify(process)) and process.status() != psutil.STATUS_ZOMBIE
-            return process if is_running else None
-        except psutil.Error:
-            return None
 
-    @property
-    def age_s(self) -> float | None:
-        """Seconds since the process's start in this boot; None where the system does not report it."""
-        if self.start_ticks is None or self.boot_id != boot_id() or not hasattr(time, "CLOCK_BOOTTIME"):
-            return None
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - self.start_ticks / os.sysconf("SC_CLK_TCK")
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process still runs on this machine."""
-        return self.find() is not None
+def age_of(identity: Identity) -> float | None:
+    """Seconds since the process's start in this boot; None where the system does not report it."""
+    ticks = identity.start_ticks
+    if ticks is None or identity.boot_id != boot_id() or not hasattr(time, "CLOCK_BOOTTIME"):
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def start_ticks_of(pid: int) -> int | None:
@@ -122,7 +110,7 @@ def marked_processes(attempt_id: str) -> set[Identity]:
     """Every running process of this user that inherited the attempt's id, whoever its parent is now."""
     others = (process for process in psutil.process_iter() if process.pid != os.getpid())
     identities = {identify(process) for process in others if _carries(process, attempt_id)}
-    return {identity for identity in identities if identity is not None and identity.is_alive}
+    return {identity for identity in identities if identity is not None and is_running(identity)}
 
 
 def _carries(process: psutil.Process, attempt_id: str) -> bool:
@@ -170,7 +158,7 @@ class ProcessRegistry:
     @property
     def alive(self) -> frozenset[Identity]:
         """The recorded processes that still run."""
-        return frozenset(identity for identity in self._known if identity.is_alive)
+        return frozenset(identity for identity in self._known if is_running(identity))
 
     def rescan(self, launcher_pid: int, *, named: Iterable[tuple[int, float]] = ()) -> None:
         """Add the launcher, its descendants, and every `named` (pid, start) that carries the attempt's id."""
@@ -180,7 +168,7 @@ class ProcessRegistry:
             identities.add(identify(psutil.Process(launcher_pid)))
         for pid, start in named:
             claimed = Identity(pid=pid, process_start=start, boot_id=boot_id())
-            process = claimed.find()
+            process = find(claimed)
             if process is not None and _carries(process, self._attempt_id):
                 identities.add(identify(process))
         self._add(identity for identity in identities if identity is not None)
@@ -222,13 +210,13 @@ def reap(
 
     Returns the processes that still run (in an uninterruptible wait, or another user's).
     """
-    running = frozenset(identity for identity in identities if identity.is_alive)
+    running = frozenset(identity for identity in identities if is_running(identity))
     for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, max(grace_s, 5.0))):
         send_signal(running, number)
         end = clock() + limit_s
-        while any(identity.is_alive for identity in running) and clock() < end:
+        while any(is_running(identity) for identity in running) and clock() < end:
             sleep(0.02)
-        running = frozenset(identity for identity in running if identity.is_alive)
+        running = frozenset(identity for identity in running if is_running(identity))
     return running
 
 
@@ -252,7 +240,7 @@ def paused(identities: Iterable[Identity]) -> Iterator[None]:
 def send_signal(identities: Iterable[Identity], number: signal.Signals) -> None:
     """Send a signal to those of the processes that still run."""
     for identity in identities:
-        process = identity.find()
+        process = find(identity)
         if process is not None:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)

@@ -14,9 +14,10 @@ from pathlib import Path
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import remove_torn
 from quartet_plugin.protocol.attempt_files import TrialSpec
+from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.trial.attempt import PREFIX, Attempt, open_attempt, read_result, write_result
 from quartet_plugin.trial.outcome import Cause, Verdict, classify
-from quartet_plugin.trial.processes import Identity, ProcessRegistry, send_signal
+from quartet_plugin.trial.processes import ProcessRegistry, age_of, is_running, send_signal
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
 from quartet_plugin.trial.runner import POLL_S, Stop, should_stop, with_survivors
 from quartet_plugin.trial.watch import AttemptMonitor
@@ -35,7 +36,7 @@ class AdoptedHandle:
     @property
     def pid(self) -> int:
         """Process id of the launcher; 0 when it has ended."""
-        return next((launcher.pid for launcher in self._launchers if launcher.is_alive), 0)
+        return next((launcher.pid for launcher in self._launchers if is_running(launcher)), 0)
 
     def poll(self) -> int | None:
         """None while it runs."""
@@ -122,7 +123,7 @@ def _finish(folder: Path, *, stop: Stop | None, clock: Callable[[], float], poll
 
 def _ran_s(attempt: Attempt, launcher: Identity | None) -> float:
     """Seconds that the attempt has run, up to its deadline; by the boot clock of a running launcher."""
-    age_s = launcher.age_s if launcher is not None and launcher.is_alive else None
+    age_s = age_of(launcher) if launcher is not None and is_running(launcher) else None
     ran_s = time.time() - attempt.command.time if age_s is None else age_s
     return max(0.0, min(ran_s, attempt.command.deadline_s))
 

@@ -9,15 +9,16 @@ from functools import partial
 from quartet_plugin.errors import StorageError
 from quartet_plugin.launchers.local import Handle
 from quartet_plugin.model.files import remove_torn, write_text_atomic
+from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.protocol.rank_files import RankFileReader, Snapshot
 from quartet_plugin.trial.attempt import Attempt, attempt_number
 from quartet_plugin.trial.log import CappedLog, read_tail
 from quartet_plugin.trial.outcome import Evidence, StoppedBy, is_complete, slowest_phase
 from quartet_plugin.trial.processes import (
-    Identity,
     ProcessRegistry,
     ask_for_stacks,
     boot_id,
+    is_running,
     num_oom_kills,
     paused,
     reap,
@@ -295,4 +296,4 @@ class AttemptMonitor:
 
 
 def _has_ended(process: Identity) -> bool:
-    return not process.is_alive
+    return not is_running(process)

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quartet_plugin.errors import QuartetError
+from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.history import LeaseHolder, RankMemory, TrialRow, WorkerRow
 from quartet_plugin.model.plan import Plan, read_plan
 from quartet_plugin.protocol.attempt_files import read_shared
+from quartet_plugin.protocol.process_identity import Holder
 from quartet_plugin.protocol.rank_files import RankFileReader, RankReport
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt, read_result
-from quartet_plugin.trial.lease import LOCK_NAME, Holder
+from quartet_plugin.trial.lease import LOCK_NAME
+from quartet_plugin.trial.processes import is_running
 from quartet_plugin.trial.request import PHASES, TrialResult
 from quartet_plugin.tuner.trial_backend import SETTLED
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -137,7 +140,7 @@ def holder_of(folder: Path, *, now: float) -> LeaseHolder | None:
             host=holder.host,
             pid=holder.pid,
             generation=holder.generation,
-            is_alive=holder.is_alive if is_here else None,
+            is_alive=is_running(holder) if is_here else None,
             renewed_s=max(0.0, now - path.lstat().st_mtime),
         )
     return None
@@ -156,7 +159,7 @@ def workers_of(folder: Path, *, now: float) -> tuple[WorkerRow, ...]:
                 name=member.name,
                 host=member.host,
                 pid=member.identity.pid,
-                devices=member.share.device_slice.label,
+                devices=DeviceSlice.of(member.share).label,
                 trial=held.get(member.name),
                 renewed_s=max(0.0, now - (queue.beat_of(member) or 0) / 1e9),
             )

@@ -19,6 +19,7 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.model.trial_record import objective_of, score
+from quartet_plugin.protocol.work_queue_files import WorkerRequirement, worker_name
 from quartet_plugin.space.features import Axis, batching_features
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.study.tune_study import TuneStudy
@@ -39,7 +40,6 @@ from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, Tria
 from quartet_plugin.tuner.tune_result import TuneResult
 from quartet_plugin.tuner.winner_choice import choice_of
 from quartet_plugin.tuner.workers.dispatcher import Dispatcher
-from quartet_plugin.tuner.workers.messages import WorkerRequirement, worker_name
 from quartet_plugin.tuner.workers.parallel_search import ParallelSearch
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker_pool import WorkerPool, end_earlier

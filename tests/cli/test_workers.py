@@ -17,12 +17,12 @@ import pytest
 from quartet_plugin.cli.main import main
 from quartet_plugin.cli.workers import join
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.protocol.work_queue_files import Claim, Member, SliceRecord, WorkerRequirement
 from quartet_plugin.study.storage import StudyStorage
 from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.processes import current_identity, marked_processes
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.run_folder import create_run
-from quartet_plugin.tuner.workers.messages import Claim, Member, SliceRecord, WorkerRequirement
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.faults.conftest import assert_nothing_left

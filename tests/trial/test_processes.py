@@ -14,12 +14,14 @@ import pytest
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.protocol.environment import ATTEMPT_ID
+from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.trial.processes import (
-    Identity,
     ProcessRegistry,
+    age_of,
     boot_id,
     current_identity,
     identify,
+    is_running,
     marked_processes,
     num_oom_kills,
     reap,
@@ -75,7 +77,7 @@ def known_alive(process: subprocess.Popen[str]) -> bool:
 def test_another_start_or_boot_is_another_process(processes: list[subprocess.Popen[str]]) -> None:
     processes.append(start())
     mine = known(processes[0])
-    assert mine.is_alive
+    assert is_running(mine)
     assert mine.start_ticks is not None
     for other in (
         replace(mine, start_ticks=mine.start_ticks - 5),
@@ -83,7 +85,7 @@ def test_another_start_or_boot_is_another_process(processes: list[subprocess.Pop
         replace(mine, boot_id="another"),
         replace(mine, pid=2**30),
     ):
-        assert not other.is_alive
+        assert not is_running(other)
         reap([other], grace_s=0.1)
     assert known_alive(processes[0])
 
@@ -99,7 +101,7 @@ def test_row_34_a_clock_that_is_set_makes_no_process_another(
     create_time = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + 3600.0)
     assert known(processes[0]).process_start > mine.process_start + 3000
-    assert mine.is_alive
+    assert is_running(mine)
     registry.search()
     assert len(registry.identities) == 1
     assert reap(ProcessRegistry.read(tmp_path / "p.json", attempt_id=ID).alive, grace_s=5.0) == frozenset()
@@ -109,18 +111,18 @@ def test_row_34_a_clock_that_is_set_makes_no_process_another(
 def test_row_34_an_age_is_by_no_clock_that_can_be_set(processes: list[subprocess.Popen[str]]) -> None:
     began = time.monotonic()
     processes.append(start())
-    age_s = known(processes[0]).age_s
+    age_s = age_of(known(processes[0]))
     assert age_s is not None
     assert 0 <= age_s <= time.monotonic() - began + 1
-    assert replace(known(processes[0]), boot_id="another").age_s is None
+    assert age_of(replace(known(processes[0]), boot_id="another")) is None
 
 
 def test_starts_without_ticks_are_compared_in_seconds(processes: list[subprocess.Popen[str]]) -> None:
     """What another version wrote down, and systems that do not count them."""
     processes.append(start())
     old = replace(known(processes[0]), start_ticks=None)
-    assert old.is_alive
-    assert not replace(old, process_start=old.process_start + 5).is_alive
+    assert is_running(old)
+    assert not is_running(replace(old, process_start=old.process_start + 5))
     assert start_ticks_of(2**30) is None
 
 
@@ -164,7 +166,7 @@ def test_a_broken_book_is_refused(tmp_path: Path) -> None:
 
 def test_this_process_is_itself() -> None:
     me = current_identity()
-    assert me.is_alive
+    assert is_running(me)
     assert me.boot_id == boot_id()
     assert me.process_start <= time.time() + 1
 

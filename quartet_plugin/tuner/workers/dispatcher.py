@@ -14,12 +14,13 @@ from pathlib import Path
 
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.protocol.environment import EXPIRY_S
+from quartet_plugin.protocol.process_identity import Identity
+from quartet_plugin.protocol.work_queue_files import Claim, Done, Member, QueuedTrial
 from quartet_plugin.trial.attempt import PREFIX, attempt_number
-from quartet_plugin.trial.processes import Identity
+from quartet_plugin.trial.processes import is_running
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.context import EventLog
 from quartet_plugin.tuner.trial_backend import TrialBackend
-from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
 # A plan that took so many workers with it is not handed out again.
@@ -76,7 +77,7 @@ class Dispatcher:
     events: EventLog
     clock: Callable[[], float] = time.monotonic
     host: str = field(default_factory=socket.gethostname)
-    is_alive: Callable[[Identity], bool] = lambda identity: identity.is_alive
+    is_alive: Callable[[Identity], bool] = lambda identity: is_running(identity)
     _in_flight: dict[int, _InFlight] = field(default_factory=dict)
     _pulses: dict[str, Pulse] = field(default_factory=dict)
 

@@ -23,7 +23,7 @@ from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.schema import dump
-from quartet_plugin.tuner.workers.messages import (
+from quartet_plugin.protocol.work_queue_files import (
     WORKER_NAME,
     Claim,
     Done,

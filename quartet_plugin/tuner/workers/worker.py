@@ -15,13 +15,14 @@ from quartet_plugin.errors import QuartetError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.protocol.environment import CLAIM_RENEWAL_S, EXPIRY_S
 from quartet_plugin.protocol.masking import masked
+from quartet_plugin.protocol.process_identity import Identity
+from quartet_plugin.protocol.work_queue_files import Claim, Done, Member, QueuedTrial
 from quartet_plugin.trial.attempt import PREFIX, attempt_number, open_attempt
-from quartet_plugin.trial.processes import Identity, ProcessRegistry, reap
+from quartet_plugin.trial.processes import ProcessRegistry, is_running, reap
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialRequest
 from quartet_plugin.tuner.attempts import holder_of
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.trial_backend import ShouldStop, TrialBackend
-from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
 POLL_S = 0.1
@@ -70,7 +71,7 @@ class Worker:
     def _why_over(self) -> str | None:
         if self.should_stop():
             return "stopped"
-        if not self.member.parent.is_alive:
+        if not is_running(self.member.parent):
             return "the process that started it has ended"
         if self.queue.is_dismissed(self.member):
             return "it was sent away"
@@ -155,7 +156,7 @@ def end_left_behind(queue: WorkQueue, *, host: str | None = None) -> frozenset[I
     here = host or socket.gethostname()
     running: set[Identity] = set()
     for claim in queue.claims(voided=True):
-        if claim.host != here or claim.identity.is_alive:
+        if claim.host != here or is_running(claim.identity):
             continue
         for folder in sorted(queue.trial_folder(claim.trial).glob(f"{PREFIX}*")):
             running |= _running_of(folder, fence=claim.fence)

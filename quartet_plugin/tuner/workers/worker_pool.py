@@ -14,8 +14,9 @@ import psutil
 
 from quartet_plugin.errors import InfrastructureError, StorageError
 from quartet_plugin.launchers.device_slices import DeviceSlice
-from quartet_plugin.trial.processes import Identity, current_identity, descendants, reap
-from quartet_plugin.tuner.workers.messages import SliceRecord, Task, task_text
+from quartet_plugin.protocol.process_identity import Identity
+from quartet_plugin.protocol.work_queue_files import Task, task_text
+from quartet_plugin.trial.processes import current_identity, descendants, find, is_running, reap
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
 # A worker that is killed is started again, all in all this many times for each.
@@ -102,7 +103,7 @@ class WorkerPool:
         words = [sys.executable, "-P", "-c", _ENTRY, "work", str(self.queue.folder), "--name", name]
         task = Task(
             command=self.command,
-            share=SliceRecord.of(device_slice),
+            share=device_slice.record,
             parent=current_identity(),
             is_joined=self.is_joined,
         )
@@ -186,16 +187,16 @@ def end_earlier(queue: WorkQueue, *, keeps_joined: bool, host: str | None = None
     return frozenset(
         queue.trial_folder(claim.trial)
         for claim in queue.claims()
-        if (claim.trial, claim.fence) in current and (claim.host != here or claim.identity.is_alive)
+        if (claim.trial, claim.fence) in current and (claim.host != here or is_running(claim.identity))
     )
 
 
 def _kill_now(identity: Identity) -> None:
     """SIGKILL and nothing before it: a worker that is asked to end would end its trial."""
-    process = identity.find()
+    process = find(identity)
     if process is not None:
         with contextlib.suppress(psutil.Error):
             process.kill()
         end = time.monotonic() + _SECOND_STOP_S
-        while identity.is_alive and time.monotonic() < end:
+        while is_running(identity) and time.monotonic() < end:
             time.sleep(_POLL_S)

@@ -7,10 +7,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from quartet_plugin.trial.processes import Identity
+from quartet_plugin.protocol.process_identity import Identity
+from quartet_plugin.protocol.work_queue_files import Claim, Done, Member, QueuedTrial, SliceRecord
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.trial_backend import SETTLED
-from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial, SliceRecord
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 
 HERE, ELSEWHERE = "here", "elsewhere"

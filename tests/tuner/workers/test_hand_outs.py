@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.protocol.environment import EXPIRY_S
+from quartet_plugin.protocol.work_queue_files import WorkerRequirement
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.context import EventLog
 from quartet_plugin.tuner.workers.dispatcher import Dispatcher
-from quartet_plugin.tuner.workers.messages import WorkerRequirement
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.model.plans import PLAN
 from tests.tuner.workers.hands import ELSEWHERE, HERE, Disk, Hand, member

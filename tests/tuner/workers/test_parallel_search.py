@@ -10,11 +10,11 @@ import pytest
 from quartet_plugin.errors import InfeasibleError, InterruptedByUserError, SeamError
 from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.protocol.work_queue_files import Claim, Done, Member, QueuedTrial, SliceRecord
 from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner import coordinator
 from quartet_plugin.tuner.tune_result import TuneResult
-from quartet_plugin.tuner.workers.messages import Claim, Done, Member, QueuedTrial, SliceRecord
 from quartet_plugin.tuner.workers.parallel_search import ParallelSearch
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune

@@ -19,10 +19,10 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import CommandRecord, TrialSpec
 from quartet_plugin.protocol.environment import ATTEMPT_ID
+from quartet_plugin.protocol.work_queue_files import Done, Member, QueuedTrial, WorkerRequirement, read_task
 from quartet_plugin.trial.lease import Lease
 from quartet_plugin.trial.processes import current_identity
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
-from quartet_plugin.tuner.workers.messages import Done, Member, QueuedTrial, WorkerRequirement, read_task
 from quartet_plugin.tuner.workers.work_queue import WorkQueue
 from quartet_plugin.tuner.workers.worker import ABSENCE_S, Worker, end_left_behind
 from tests.model.plans import PLAN

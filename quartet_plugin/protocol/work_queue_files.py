@@ -2,16 +2,14 @@
 
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.model.files import parse_json
 from quartet_plugin.model.schema import Bounds, Length, Matches, dump, parse, record
 from quartet_plugin.protocol.attempt_files import Count, Name, PlanKey, Seconds, Text, Version, read_shared
-from quartet_plugin.trial.processes import Identity
+from quartet_plugin.protocol.process_identity import Identity
 
 _MAX_BYTES = 1 << 20
 
@@ -100,18 +98,6 @@ class SliceRecord:
     cores: Annotated[tuple[Count, ...], Length(most=65_536)] = ()
     devices: Annotated[tuple[Name, ...], Length(most=65_536)] = ()
     is_alone: bool = True
-
-    @property
-    def device_slice(self) -> DeviceSlice:
-        """The devices themselves."""
-        values = asdict(self)
-        return DeviceSlice(exclusive=values.pop("is_alone"), **values)
-
-    @classmethod
-    def of(cls, device_slice: DeviceSlice) -> "SliceRecord":
-        """The record of a slice."""
-        values = asdict(device_slice)
-        return cls(is_alone=values.pop("exclusive"), **values)
 
 
 @record

@@ -1,0 +1,34 @@
+"""Which process a file means: its pid alone is given to others later."""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from quartet_plugin.model.schema import Bounds, record
+from quartet_plugin.protocol.attempt_files import Name, Pid, Seconds, Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Identity:
+    """The identity of a process: a pid that is used again has another start time or boot.
+
+    `start_ticks` counts clock ticks from the boot to the start, which no setting of the clock changes; None
+    where nobody has looked. `process_start` is the same in seconds since 1970.
+    """
+
+    pid: Pid
+    process_start: Seconds
+    boot_id: Name
+    start_ticks: Annotated[int, Bounds(ge=0)] | None = field(default=None, compare=False)
+
+
+@record
+class Holder(Identity):
+    """lock.json: the process that holds the run, and how often the run has changed hands."""
+
+    host: Name
+    generation: Annotated[int, Bounds(ge=1, le=2**53)]
+    schema_version: Version = 1
+
+    def __str__(self) -> str:
+        """The holder's name for messages."""
+        return f"process {self.pid} on {self.host}"
