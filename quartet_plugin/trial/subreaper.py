@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import sys
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -84,7 +85,18 @@ class Subreaper:
 
 
 def _children() -> list[psutil.Process]:
-    return psutil.Process().children()
+    """This process's children; where the system lists them at once, since some are other processes soon."""
+    pids: set[int] = set()
+    try:
+        for task in Path("/proc/self/task").iterdir():
+            pids |= set(map(int, (task / "children").read_text().split()))
+    except OSError:
+        return psutil.Process().children()
+    children = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            children.append(psutil.Process(pid))
+    return children
 
 
 def _set_subreaper(is_on: bool) -> bool:

@@ -1,6 +1,7 @@
 """Watches a started attempt until its end, enforces its deadlines, and leaves no process behind."""
 
 import contextlib
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from quartet_plugin.trial.processes import (
     num_oom_kills,
     paused,
     reap,
+    send_signal,
 )
 from quartet_plugin.trial.request import Phase, Progress, Timeouts
 from quartet_plugin.trial.subreaper import Subreaper
@@ -274,16 +276,20 @@ class AttemptMonitor:
     def _remaining(self) -> frozenset[Identity]:
         """Every process of the attempt that still runs, also where the registry's file cannot be written."""
         with contextlib.suppress(StorageError):
-            self._add_orphans()
-        with contextlib.suppress(StorageError):
             self.registry.rescan(self.handle.pid)
         with contextlib.suppress(StorageError):
             self.registry.search()
+        # Last, and stopped at once: an orphan may be another process before the others are looked through.
+        with contextlib.suppress(StorageError):
+            self._add_orphans(stop_them=True)
         return self.registry.alive
 
-    def _add_orphans(self) -> None:
+    def _add_orphans(self, *, stop_them: bool = False) -> None:
         if self.subreaper is not None:
-            self.registry.add(self.subreaper.orphans())
+            orphans = self.subreaper.orphans()
+            if stop_them:
+                send_signal(orphans, signal.SIGSTOP)
+            self.registry.add(orphans)
 
     def _kill_all(self) -> None:
         with contextlib.suppress(Exception):
