@@ -24,13 +24,12 @@ demo: $(STAMP)
 demo-deepspeed: $(STAMP)
 	@bash examples/demo_deepspeed/run.sh $(PY)
 
-# Half of each test that starts processes is waiting for them, so two files run side by side; in the order of their
-# names, since the ones with few tests, which would come last, take longest.
+# A test that starts processes waits for them a good part of its time, so that three share two cores.
 test: system-packages $(STAMP) $(RELEASES)
-	$(PY) -m pytest -m "not slow" --durations=30 --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PY) -m pytest -m "not slow" --durations=30 --numprocesses 3 --dist loadfile
 
 test-slow: system-packages $(STAMP) $(RELEASES)
-	$(PY) -m pytest -m slow --durations=30 --numprocesses 2 --dist worksteal
+	$(PY) -m pytest -m slow --durations=30 --numprocesses 3 --dist worksteal --timeout 600
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
