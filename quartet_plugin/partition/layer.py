@@ -1,0 +1,60 @@
+"""The four linears of a transformer layer, and the forms in which tensor parallelism cuts them together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isqrt
+from typing import Literal
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.partition.named import named_partition
+from quartet_plugin.partition.table import Partition, Triple
+
+# The first linear of a block takes the layer's input ("in"), the second one gives its output ("out").
+Role = Literal["in", "out"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """One linear of a layer: O [M, K] = I [M, N] W [N, K] with M tokens of a microbatch."""
+
+    name: str
+    role: Role
+    sizes: Triple
+
+
+def linears_of(shape: ModelShape, *, tokens: int) -> tuple[Linear, ...]:
+    """The linears of one layer for the tokens of a microbatch; a gated layer's fc1 has both halves."""
+    key_value = 2 * shape.num_query_groups * shape.kv_channels
+    hidden, ffn = shape.hidden_size, shape.ffn_hidden_size
+    return (
+        Linear(name="qkv", role="in", sizes=(tokens, hidden, shape.attention_size + key_value)),
+        Linear(name="proj", role="out", sizes=(tokens, shape.attention_size, hidden)),
+        Linear(name="fc1", role="in", sizes=(tokens, hidden, ffn * (2 if shape.gated_ffn else 1))),
+        Linear(name="fc2", role="out", sizes=(tokens, ffn, hidden)),
+    )
+
+
+def _side(devices: int, power: int) -> str:
+    side = isqrt(devices) if power == 2 else round(devices ** (1 / 3))
+    if side**power != devices:
+        kind = "square" if power == 2 else "cube"
+        raise PlanError(f"tensor_parallel {devices}: must be a {kind} for this form of partition")
+    return "x".join([str(side)] * power)
+
+
+_FORMS: dict[str, Callable[[int, Role], str]] = {
+    "stock": lambda devices, role: f"{'column' if role == 'in' else 'row'}{devices}",
+    "stock-replicated": lambda devices, role: f"{'column' if role == 'in' else 'row'}{devices}-replicated",
+    "rings": lambda devices, role: f"ring-{'column' if role == 'in' else 'row'}{devices}",
+    "grid": lambda devices, role: f"home{_side(devices, 2)}-{role}",
+    "primepar": lambda devices, _: f"P{_side(devices, 2)}",
+    "2d": lambda devices, _: f"2D{_side(devices, 2)}",
+    "3d": lambda devices, _: f"3D{_side(devices, 3)}",
+}
+LAYER_FORMS = tuple(_FORMS)
+
+
+def partition_of(form: str, linear: Linear, devices: int) -> Partition:
+    """The partition of one linear in a form. Raises PlanError for a number of devices that the form lacks."""
+    return named_partition(_FORMS[form](devices, linear.role))

@@ -1,0 +1,1 @@
+"""Homes and signatures of a partition in the notations of other systems."""

@@ -1,0 +1,176 @@
+"""The cheapest state of every operator of a layer graph: PrimePar's segmented dynamic programming, exact.
+
+Operators are in order; an edge joins two of them and costs by both states. An operator with an edge to
+other than its successor begins a segment: inside of it only the first operator and the one before may have an
+edge to the next (Eq. 11 and 12). Segments are merged over the operator that they share, and edges between
+segments' ends are added after (Eq. 13 and 14). Equal layers are joined by doubling.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quartet_plugin.errors import PlanError
+
+CostMatrix = NDArray[np.float64]
+# The states of operators by their places in the order.
+Choice = dict[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorGraph:
+    """Costs of a layer's operators: `node_costs` [operator][state], `edge_costs` (i, j) -> [state, state].
+
+    An edge goes from an earlier operator i to a later one j. Neighbours without an edge cost nothing
+    together.
+    """
+
+    node_costs: Sequence[NDArray[np.float64]]
+    edge_costs: Mapping[tuple[int, int], CostMatrix]
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The operators from `first` to `last`: least cost by the states of both, and how to find the others'.
+
+    The costs of both ends are included.
+    """
+
+    first: int
+    last: int
+    costs: CostMatrix
+    choose: Callable[[int, int], Choice]
+
+
+def cheapest_states(graph: OperatorGraph) -> tuple[float, list[int]]:
+    """The least total cost and each operator's state.
+
+    Raises PlanError for edges that cross each other, which the dynamic programming cannot take.
+    """
+    span = _layer(graph)
+    first, last = _least(span.costs)
+    choice = span.choose(first, last)
+    return float(span.costs[first, last]), [choice[node] for node in range(len(graph.node_costs))]
+
+
+def cheapest_of_layers(graph: OperatorGraph, num_layers: int) -> tuple[float, list[list[int]]]:
+    """As `cheapest_states` for equal layers in a row, each of whose last operator is the next one's first.
+
+    Both must have the same states and costs. Returns each layer's states.
+    """
+    layer = _layer(graph)
+    shared = graph.node_costs[-1]
+    if len(graph.node_costs[0]) != len(shared) or (graph.node_costs[0] != shared).any():
+        raise PlanError("layers in a row: the last operator must have the first one's states and costs")
+    chain: tuple[CostMatrix, Callable[[int, int], list[tuple[int, int]]]] | None = None
+    power: tuple[CostMatrix, Callable[[int, int], list[tuple[int, int]]]] = (
+        layer.costs,
+        lambda first, last: [(first, last)],
+    )
+    count = num_layers
+    while count:
+        if count & 1:
+            chain = power if chain is None else _joined(chain, power, shared)
+        count >>= 1
+        power = _joined(power, power, shared) if count else power
+    assert chain is not None, "at least one layer"
+    first, last = _least(chain[0])
+    ends = chain[1](first, last)
+    choices = [layer.choose(*pair) for pair in ends]
+    states = [[choice[node] for node in range(len(graph.node_costs))] for choice in choices]
+    return float(chain[0][first, last]), states
+
+
+def min_plus(left: CostMatrix, right: CostMatrix) -> CostMatrix:
+    """The least of left[i, k] + right[k, j] over k."""
+    best = np.full((left.shape[0], right.shape[1]), np.inf)
+    candidate = np.empty_like(best)
+    for middle in range(left.shape[1]):
+        np.add(left[:, middle, None], right[middle], out=candidate)
+        np.minimum(best, candidate, out=best)
+    return best
+
+
+def _least(costs: CostMatrix) -> tuple[int, int]:
+    first, last = np.unravel_index(int(costs.argmin()), costs.shape)
+    return int(first), int(last)
+
+
+def _joined(
+    left: tuple[CostMatrix, Callable[[int, int], list[tuple[int, int]]]],
+    right: tuple[CostMatrix, Callable[[int, int], list[tuple[int, int]]]],
+    shared: NDArray[np.float64],
+) -> tuple[CostMatrix, Callable[[int, int], list[tuple[int, int]]]]:
+    """Layers before and after a shared operator, whose cost both include."""
+
+    def ends(first: int, last: int) -> list[tuple[int, int]]:
+        middle = int((left[0][first] - shared + right[0][:, last]).argmin())
+        return left[1](first, middle) + right[1](middle, last)
+
+    return min_plus(left[0] - shared, right[0]), ends
+
+
+def _layer(graph: OperatorGraph) -> _Span:
+    """All operators as one span: segments first, then merged from the innermost long edge outwards."""
+    last = len(graph.node_costs) - 1
+    starts = sorted({0, *(i for i, j in graph.edge_costs if j != i + 1)})
+    bounds = [*[start for start in starts if start < last], last]
+    spans = [_segment(graph, *pair) for pair in pairwise(bounds)]
+    inside = {(i, j) for span in spans for i, j in graph.edge_costs if span.first <= i and j <= span.last}
+    long = sorted(set(graph.edge_costs) - inside, key=lambda edge: (edge[1] - edge[0], edge))
+    for i, j in [*long, (0, last)]:
+        covered = [span for span in spans if i <= span.first and span.last <= j]
+        if not covered or covered[0].first != i or covered[-1].last != j:
+            raise PlanError(
+                f"edge from operator {i} to {j}: it crosses another; edges lie inside of each other, or "
+                "begin and end where segments do"
+            )
+        merged = covered[0]
+        for span in covered[1:]:
+            merged = _merged(merged, span, graph.node_costs[span.first])
+        if (i, j) in long:
+            merged = _Span(i, j, merged.costs + graph.edge_costs[i, j], merged.choose)
+        place = spans.index(covered[0])
+        spans[place : place + len(covered)] = [merged]
+    return spans[0]
+
+
+def _segment(graph: OperatorGraph, first: int, last: int) -> _Span:
+    """The operators of a segment one after the other, for each state of its first."""
+    start = graph.node_costs[first]
+    steps: list[tuple[CostMatrix, CostMatrix]] = []
+    costs = np.full((len(start), len(start)), np.inf)
+    np.fill_diagonal(costs, start)
+    for node in range(first + 1, last + 1):
+        shape = (len(graph.node_costs[node - 1]), len(graph.node_costs[node]))
+        edge = graph.edge_costs.get((node - 1, node), np.zeros(shape))
+        steps.append((costs, edge))
+        if node == first + 1:
+            costs = start[:, None] + edge + graph.node_costs[node]
+            continue
+        costs = min_plus(costs, edge) + graph.node_costs[node]
+        if (first, node) in graph.edge_costs:
+            costs = costs + graph.edge_costs[first, node]
+    for i, j in graph.edge_costs:
+        if first < i and i + 1 < j <= last:
+            raise PlanError(f"edge from operator {i} to {j}: {i} does not begin a segment")
+
+    def choose(begin: int, end: int) -> Choice:
+        choice = {last: end}
+        for node in range(last - 1, first - 1, -1):
+            before, edge = steps[node - first]
+            choice[node] = int((before[begin] + edge[:, choice[node + 1]]).argmin())
+        return choice
+
+    return _Span(first, last, costs, choose)
+
+
+def _merged(left: _Span, right: _Span, shared: NDArray[np.float64]) -> _Span:
+    def choose(begin: int, end: int) -> Choice:
+        middle = int((left.costs[begin] - shared + right.costs[:, end]).argmin())
+        return left.choose(begin, middle) | right.choose(middle, end)
+
+    return _Span(left.first, right.last, min_plus(left.costs - shared, right.costs), choose)
