@@ -19,15 +19,9 @@ from quartet_plugin.calibration.observations import Direction, Observation, Quan
 from quartet_plugin.cost import communication, compute
 from quartet_plugin.cost.compute import Rates, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants, fitted
-from quartet_plugin.cost.predict import (
-    clearing_s,
-    held_layers,
-    held_weights,
-    layer_parts,
-    optimizer_s,
-    predict,
-    stage_parts,
-)
+from quartet_plugin.cost.iteration.step import clearing_s, held_layers, held_weights, optimizer_s
+from quartet_plugin.cost.iteration.terms import layer_parts, stage_parts
+from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import ON_CPU, TrainingRun
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.cluster import Positive
@@ -40,6 +34,7 @@ ASSUMED = {"action_s": 2e-4, "runtime_s": 1e-4, "skew": 0.02, "contention": 0.1}
 SPREADS = {"action_s": 1.5, "runtime_s": 1.5, "skew": 1.5, "contention": 1.0, "residual": 0.03}
 RATIO_SPREAD = 0.1
 # Sockets between processes are of another order than links of accelerators, and messages than collectives.
+UNKNOWN_HOP_S = 2.5e-5
 UNKNOWN_LINK_SPREADS = {"hop_s": 3.0, "peer_hop": 2.0}
 # The spread that a constant has on one cluster beyond the prior: of a known, of an unknown kind of device.
 KNOWN_SPREAD, UNKNOWN_SPREAD = 0.15, 1.0
@@ -122,7 +117,8 @@ def calibrate(
     """
     if not observations:
         raise ConfigError("calibration: no measurement; profile a command or run trials first")
-    start = prior or fitted()
+    is_known = _is_known(observations)
+    start = prior or (fitted() if is_known else replace(fitted(), hop_s=UNKNOWN_HOP_S))
     centre = _centre(start)
     names = tuple(name for name in _names(observations, centre) if name not in fixed)
     spreads = _prior_spreads(observations, names)
@@ -229,9 +225,14 @@ def _names(observations: Sequence[Observation], centre: ClusterConstants) -> tup
     return tuple(constant.name for constant in fields(ClusterConstants) if matters(constant.name))
 
 
-def _prior_spreads(observations: Sequence[Observation], names: Sequence[str]) -> Array:
+def _is_known(observations: Sequence[Observation]) -> bool:
+    """Whether the shared constants were fitted to devices of these generations."""
     devices = [observation.run.machines.device for observation in observations]
-    is_known = all(device.generation not in UNKNOWN for device in devices)
+    return all(device.generation not in UNKNOWN for device in devices)
+
+
+def _prior_spreads(observations: Sequence[Observation], names: Sequence[str]) -> Array:
+    is_known = _is_known(observations)
     beyond = KNOWN_SPREAD if is_known else UNKNOWN_SPREAD
     shared = {constant.name: float(constant.metadata["spread"]) for constant in fields(Constants)}
     fixed = SPREADS if is_known else SPREADS | UNKNOWN_LINK_SPREADS

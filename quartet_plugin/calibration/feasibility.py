@@ -3,9 +3,8 @@
 import statistics
 
 from quartet_plugin.cost.coefficients import MachineModel
-from quartet_plugin.cost.iteration import run_of_plan
-from quartet_plugin.cost.memory import Memory, peak_memory
-from quartet_plugin.cost.run import schedule_kind
+from quartet_plugin.cost.iteration.plan_terms import run_of_plan
+from quartet_plugin.cost.memory import CONTEXT_BYTES, Memory, available_bytes, peak_memory
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
@@ -18,6 +17,8 @@ TIGHT, OVER = 0.92, 1.0
 TIGHT_CHANCE, OVER_CHANCE = 0.5, 0.1
 # The limits of the ratio of measured to predicted memory, either way.
 MAX_RATIO = 2.0
+# A larger share of a device outside of the allocator's pool belongs to other processes.
+MAX_CONTEXT_SHARE = 0.15
 
 
 class FeasibilityModel:
@@ -28,6 +29,7 @@ class FeasibilityModel:
         self._ran: list[Plan] = []
         self._failed: list[Plan] = []
         self._ratios: list[float] = []
+        self._context_bytes: list[float] = []
         self._memory: dict[object, Memory | None] = {}
 
     def learn(self, trial: FinishedTrial) -> None:
@@ -39,6 +41,9 @@ class FeasibilityModel:
             memory = self.memory(trial.plan)
             if memory is not None and trial.record.peak_memory_bytes > 0:
                 self._ratios.append(trial.record.peak_memory_bytes / memory.total)
+            untracked = trial.record.untracked_memory_bytes
+            if memory is not None and 0 < untracked <= MAX_CONTEXT_SHARE * memory.capacity:
+                self._context_bytes.append(float(untracked))
         elif trial.record.verdict in ("infeasible", "wrong"):
             self._failed.append(trial.plan)
 
@@ -54,7 +59,7 @@ class FeasibilityModel:
         memory = self.memory(plan)
         if memory is None:
             return chance
-        share = self._ratio * memory.total / memory.available
+        share = self._ratio * memory.total / available_bytes(memory.capacity, context=self._context)
         return chance * (1.0 if share < TIGHT else TIGHT_CHANCE if share < OVER else OVER_CHANCE)
 
     def peak_bytes(self, plan: Plan) -> int | None:
@@ -69,11 +74,15 @@ class FeasibilityModel:
         key = (plan.shape, plan.layout, plan.split, plan.schedule.label)
         if key not in self._memory:
             try:
-                run = run_of_plan(plan, self._machine_model, schedule=schedule_kind(plan.schedule))
+                run = run_of_plan(plan, self._machine_model)
                 self._memory[key] = peak_memory(run)
             except QuartetError:
                 self._memory[key] = None
         return self._memory[key]
+
+    @property
+    def _context(self) -> float:
+        return statistics.median(self._context_bytes) if self._context_bytes else CONTEXT_BYTES
 
     @property
     def _ratio(self) -> float:

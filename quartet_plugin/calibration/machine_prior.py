@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quartet_plugin.calibration.constants_fit import Calibration
+from quartet_plugin.calibration.constants_fit import ASSUMED, Calibration
 from quartet_plugin.cost.cluster import ResolvedCluster, look_up, uniform_cluster_of, with_measured_hop
 from quartet_plugin.cost.coefficients import COEFFICIENTS, Coefficient, MachineModel
-from quartet_plugin.cost.constants import fitted
+from quartet_plugin.cost.constants import ClusterConstants, fitted
 from quartet_plugin.cost.devices import DeviceSpec, library
 from quartet_plugin.cost.run import HalfPrecision, uniform_cluster_of_device
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.cluster import Cluster
 from quartet_plugin.model.costs import IntArray
+from quartet_plugin.model.job_description import Experts, LatentAttention
+from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.plan import NodeInfo
 
 # The number of slots up to which each slot has a slowdown; beyond, the slots of a node share one.
@@ -48,6 +50,7 @@ _SPREADS: dict[Coefficient, tuple[float, float]] = {
     Coefficient.OPTIMIZER: (0.4, 0.8),
     Coefficient.STEP: (1.0, 1.2),
     Coefficient.RUNTIME: (0.04, 0.06),
+    Coefficient.EXPERTS: (0.6, 1.2),
 }
 # Of a slot's slowdown: accelerators of one kind are alike, processes on shared cores are not.
 _SLOWDOWN_SPREADS = (0.04, 0.35)
@@ -87,15 +90,23 @@ class KnownMachine:
 
 
 def machine_model_of(
-    nodes: Sequence[NodeInfo], *, precision: HalfPrecision, machine: KnownMachine | None = None
+    nodes: Sequence[NodeInfo],
+    *,
+    precision: HalfPrecision,
+    machine: KnownMachine | None = None,
+    settings: tuple[Setting, ...] = (),
+    experts: Experts | None = None,
+    latent: LatentAttention | None = None,
 ) -> MachineModel:
     """The machine model of a run on `nodes`; `machine` has what is known beyond the nodes.
+
+    `settings` are those of the command, which plans change by name; `experts` and `latent` are the model's.
 
     Raises ConfigError where `machine` has other nodes.
     """
     machine = machine or KnownMachine()
     name = nodes[0].node_class.rpartition(" x")[0]
-    on_cpu = name.lower().startswith("cpu")
+    on_cpu = nodes[0].has_no_accelerator
     device, is_known = (PROCESSOR_CORE, False) if on_cpu else library_device(name)
     num_devices = sum(node.num_slots for node in nodes)
     machines = uniform_cluster_of_device(
@@ -106,6 +117,8 @@ def machine_model_of(
     if resolved is not None:
         constants = constants if machine.calibration else with_measured_hop(constants, resolved.cluster)
         machines, is_known = uniform_cluster_of(resolved, constants), is_known or not on_cpu
+    if machine.calibration is None:
+        constants = replace(ClusterConstants.of(constants), action_s=ASSUMED["action_s"])
     slowdowns = _slowdown_numbers(nodes)
     shares_cores = any(node.crowds for node in nodes)
     return MachineModel(
@@ -121,6 +134,9 @@ def machine_model_of(
             + [_slowdown_spread(resolved, on_cpu=on_cpu)] * (int(slowdowns.max(initial=-1)) + 1)
         ),
         slowdown_index_of_slot=np.where(slowdowns >= 0, slowdowns + len(COEFFICIENTS), -1),
+        settings=settings,
+        experts=experts,
+        latent=latent,
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quartet_plugin.mapping.orders import mapping_key
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import Plan
 
@@ -97,15 +98,15 @@ class Residuals:
     @staticmethod
     def _group_keys(plan: Plan) -> Sequence[object]:
         layout = plan.layout
-        degrees = layout.degrees
+        degrees, order = layout.degrees, mapping_key(plan.mapping)
         return (
             plan.shape,
             degrees,
             (degrees, layout.micro_batch_size),
             "stock" if plan.schedule.custom is None else plan.schedule.label,
-            (degrees, plan.mapping),
+            (degrees, order),
             (layout, plan.schedule.label),
-            (plan.shape, layout, plan.schedule.label, plan.mapping),
+            (plan.shape, layout, plan.schedule.label, order),
         )
 
 
@@ -165,8 +166,14 @@ def features_of(plans: Sequence[Plan]) -> PlanFeatures:
         layout, counts = plan.layout, plan.split.transformer_layers_per_stage
         keys = (
             plan.shape,
-            (layout.degrees, layout.distributed_optimizer),
-            (layout.micro_batch_size, layout.reduce_bucket_size, layout.allgather_bucket_size),
+            (layout.degrees, layout.distributed_optimizer, layout.sequence_parallel),
+            (
+                layout.micro_batch_size,
+                layout.recompute,
+                layout.reduce_bucket_size,
+                layout.allgather_bucket_size,
+                layout.settings,
+            ),
             plan.schedule.label,
             plan.mapping,
         )

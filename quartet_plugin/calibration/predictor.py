@@ -19,8 +19,11 @@ from quartet_plugin.calibration.observations import LEAST_NOISE, MeasuredAction,
 from quartet_plugin.calibration.plan_gp import Groups, Residuals
 from quartet_plugin.calibration.posterior import Measured, PosteriorSample, fit
 from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient, MachineModel
-from quartet_plugin.cost.iteration import IterationModel, IterationModelCache
+from quartet_plugin.cost.iteration.cache import IterationModelCache
+from quartet_plugin.cost.iteration.model import IterationModel
+from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SplitModel
 from quartet_plugin.errors import QuartetError
+from quartet_plugin.mapping.orders import mapping_key
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
@@ -111,6 +114,7 @@ class PlanPredictor:
         self._folder_of = folder_of
         self._model_cache = IterationModelCache(machine_model)
         self._models: dict[object, IterationModel] = {}
+        self._split_models: dict[object, SplitModel] = {}
         self._can_predict: dict[object, bool] = {}
         self._residuals = Residuals()
         self._trials: dict[int, FinishedTrial] = {}
@@ -187,6 +191,18 @@ class PlanPredictor:
         """Seconds an iteration under the most likely coefficients, without residuals: for ordering plans."""
         point = self.posterior_samples()[0].point
         return [self._model_of(plan).evaluate(point)[0] for plan in plans]
+
+    def split_model(self, plan: Plan) -> CalibratedSplits | None:
+        """The plan's model for any split and mapping as calibrated; None without a pipeline."""
+        if plan.layout.pipeline_parallel == 1:
+            return None
+        custom = plan.schedule.custom
+        key = (plan.shape, plan.layout, plan.schedule, None if custom is None else repr(custom.family))
+        if key not in self._split_models:
+            if len(self._split_models) >= MAX_KEPT:
+                self._split_models.clear()
+            self._split_models[key] = self._model_cache.split_model(plan)
+        return CalibratedSplits(model=self._split_models[key], point=self.posterior_samples()[0].point)
 
     def end_loads(self, plan: Plan) -> EndLoads:
         """The end loads that balance the plan's pipeline under the most likely coefficients."""
@@ -312,5 +328,5 @@ def identity(plan: Plan) -> object:
         plan.split,
         plan.schedule,
         None if custom is None else repr(custom.family),
-        plan.mapping.slots,
+        mapping_key(plan.mapping),
     )

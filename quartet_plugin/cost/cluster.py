@@ -118,18 +118,27 @@ def uniform_cluster_of(resolved: ResolvedCluster, constants: Constants) -> Unifo
     )
 
 
-def ideal(resolved: ResolvedCluster, constants: Constants) -> tuple[UniformCluster, Constants]:
-    """A uniform cluster and constants that no mapping can beat: one domain, every link the best link."""
+def ideal(
+    resolved: ResolvedCluster, constants: Constants, *, is_one_domain: bool = False
+) -> tuple[UniformCluster, Constants]:
+    """A uniform cluster and constants that no mapping can beat: every link the best of its kind.
+
+    Groups are as dense in domains of the largest size as the cost model's ranks in Megatron's order. With
+    `is_one_domain` also transfers, which any neighbours may have inside a domain, are all inside.
+    """
     topology = topology_of(resolved, constants)
     between = _off_diagonal(topology.between_bytes_per_s)
     # A transfer reaches only the peer's share of a link in a domain, but all of a link between domains.
     as_peer = between * max(1.0, constants.scale_up / constants.peer)
     best = max([topology.inside_bytes_per_s, *as_peer.tolist()])
+    outside = max(between.tolist(), default=topology.inside_bytes_per_s)
+    machines = uniform_cluster_of(resolved, constants)
     machines = replace(
-        uniform_cluster_of(resolved, constants),
+        machines,
         device=replace(resolved.reference, scale_up_topology="switch"),
-        scale_up_devices=resolved.cluster.num_slots,
+        scale_up_devices=resolved.cluster.num_slots if is_one_domain else machines.scale_up_devices,
         scale_up_bytes_per_s=best / constants.scale_up,
+        scale_out_bytes_per_s=outside / constants.scale_out,
     )
     return machines, with_hop(constants, LEAST_LATENCY_S)
 

@@ -6,6 +6,8 @@ from enum import StrEnum
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.run import HalfPrecision, UniformCluster
 from quartet_plugin.model.costs import FloatArray, IntArray
+from quartet_plugin.model.job_description import Experts, LatentAttention
+from quartet_plugin.model.layout import Setting
 from quartet_plugin.model.plan import NodeInfo
 
 
@@ -32,6 +34,7 @@ class Coefficient(StrEnum):
     OPTIMIZER = "optimizer"
     STEP = "step"
     RUNTIME = "runtime"
+    EXPERTS = "expert_parallel"
 
 
 COEFFICIENTS = tuple(Coefficient)
@@ -46,7 +49,8 @@ class MachineModel:
     `intra_node` has every link inside a node, `inter_node` none. `spreads` [num_coefficients] are the prior
     standard deviations of the coefficients' logarithms: of the named ones, then of the slowdowns of slots or
     nodes. `slowdown_index_of_slot` [num_slots] is the index of a slot's slowdown among the coefficients, -1
-    where slots are not told apart. `is_known`: the library has the device.
+    where slots are not distinguished. `is_known`: the library has the device. `settings`: the command's own.
+    `experts` and `latent` are the model's, which no plan changes.
     """
 
     nodes: tuple[NodeInfo, ...]
@@ -58,6 +62,9 @@ class MachineModel:
     is_known: bool
     spreads: FloatArray
     slowdown_index_of_slot: IntArray
+    settings: tuple[Setting, ...] = ()
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
 
     @property
     def num_coefficients(self) -> int:

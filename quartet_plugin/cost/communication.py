@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from quartet_plugin.cost.compute import IMBALANCE, LayerTimes, Times
 from quartet_plugin.cost.constants import ClusterConstants, Constants
-from quartet_plugin.cost.pipeline import device_of_stages
-from quartet_plugin.cost.run import Experts, Overlap, TrainingRun, UniformCluster
+from quartet_plugin.cost.iteration.orders import device_of_stages
+from quartet_plugin.cost.run import Overlap, TrainingRun, UniformCluster
+from quartet_plugin.model.job_description import Experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,13 @@ def expert_parallel(run: TrainingRun, constants: Constants, experts: Experts) ->
     if ep == 1:
         return Times()
     ranks = group(run.machines, constants, size=ep, stride=run.layout.tensor_parallel)
-    size = run.element_bytes * run.tokens_per_microbatch * experts.top_k * run.shape.hidden_size * IMBALANCE
+    size = (
+        run.element_bytes
+        * run.tokens_per_microbatch
+        * experts.experts_per_token
+        * run.shape.hidden_size
+        * IMBALANCE
+    )
     once = exchange_s(ranks, run.machines, constants, size / run.layout.tensor_parallel)
     return Times(2 * once, 2 * once, 0.0)
 
@@ -197,9 +204,12 @@ def transfer_latency_s(constants: Constants) -> float:
     return constants.hop_s * ratio
 
 
-def buckets(parameters: float, ranks: int) -> float:
-    """Megatron's number of gradient buckets, of 40 million elements or, if more, a million a rank."""
-    return max(1.0, parameters / max(40e6, 1e6 * ranks))
+def buckets(parameters: float, ranks: int, *, elements: float = 0.0) -> float:
+    """Megatron's number of gradient buckets, of 40 million elements or, if more, a million a rank.
+
+    `elements` is another size of a bucket; 0 is Megatron's.
+    """
+    return max(1.0, parameters / (elements or max(40e6, 1e6 * ranks)))
 
 
 def data_parallel(
@@ -230,7 +240,10 @@ def data_parallel(
     v = run.layout.virtual_stages
     rounds = max(1.0, run.layout.pipeline_parallel * (v - 1) / v)
     rounds = min(rounds, float(run.num_microbatches))
-    return max(reduce * left, reduce - rounds * backward_s) + max(gather * left, gather - rounds * forward_s)
+    exposed = max(reduce * left, reduce - rounds * backward_s)
+    return exposed + (
+        max(gather * left, gather - rounds * forward_s) if run.software.gather_overlap else gather
+    )
 
 
 def _reduce_and_gather(
@@ -243,7 +256,7 @@ def _reduce_and_gather(
     if run.zero_stage == 0:
         return reducing.reduce_s(gradients), 0.0
     shards = min(run.optimizer_group, ranks)
-    calls = buckets(parameters, ranks)
+    calls = buckets(parameters, ranks, elements=run.software.bucket_elements)
     reduce = (
         reducing.reduce_s(gradients)
         if shards < ranks or run.software.reduces_all

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from quartet_plugin.cost.constants import NEUTRAL, ClusterConstants, Constants
 from quartet_plugin.cost.devices import DeviceSpec
-from quartet_plugin.cost.run import Experts, TrainingRun
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.model.cluster import Precision
+from quartet_plugin.model.job_description import Experts
 
 FLASH_BLOCK = 128
 # The rate of streaming kernels as a share of the nominal memory bandwidth.
@@ -168,13 +169,13 @@ def products(run: TrainingRun) -> list[tuple[float, float]]:
     heads = shape.num_attention_heads / tp
     if run.latent is not None:
         mla = run.latent
-        wide = mla.plain_channels + mla.rotary_channels
+        wide = mla.qk_head_dim + mla.qk_pos_emb_head_dim
         return [
-            (mla.query_rank, h),
-            (heads * wide, mla.query_rank),
-            (mla.key_value_rank + mla.rotary_channels, h),
-            (heads * (mla.plain_channels + mla.value_channels), mla.key_value_rank),
-            (h, heads * mla.value_channels),
+            (mla.q_lora_rank, h),
+            (heads * wide, mla.q_lora_rank),
+            (mla.kv_lora_rank + mla.qk_pos_emb_head_dim, h),
+            (heads * (mla.qk_head_dim + mla.v_head_dim), mla.kv_lora_rank),
+            (h, heads * mla.v_head_dim),
         ]
     groups = max(1.0, shape.num_query_groups / tp)
     return [((heads + 2 * groups) * d, h), (h, heads * d)]
@@ -277,7 +278,7 @@ def _attention(run: TrainingRun, constants: Constants, rates: Rates) -> tuple[Ti
     query = s / layout.context_parallel
     qk = v = float(shape.kv_channels)
     if run.latent is not None:
-        qk, v = run.latent.plain_channels + run.latent.rotary_channels, run.latent.value_channels
+        qk, v = run.latent.qk_head_dim + run.latent.qk_pos_emb_head_dim, run.latent.v_head_dim
     if run.software.attention != "unfused":
         # Causal: half of the scores, in blocks; the diagonal blocks are computed whole.
         share = 0.5 * (1 + FLASH_BLOCK / s)
@@ -314,14 +315,14 @@ def _experts(run: TrainingRun, rates: Rates, experts: Experts) -> tuple[Times, f
     t, h = run.tokens_per_microbatch, shape.hidden_size
     tp, ep = layout.tensor_parallel, layout.expert_parallel
     local = max(1.0, experts.num_experts / ep)
-    arriving = t * experts.top_k * IMBALANCE
+    arriving = t * experts.experts_per_token * IMBALANCE
     each = arriving / local
     sizes = ffn_products(h, experts.ffn_hidden_size / tp, gated=shape.gated_ffn)
     routed = _gemms(rates, each, sizes).scaled(local)
     if experts.shared_ffn_hidden_size:
         shared = ffn_products(h, experts.shared_ffn_hidden_size / tp, gated=shape.gated_ffn)
         routed = routed.plus(_gemms(rates, t, shared))
-    width = (experts.ffn_hidden_size * experts.top_k + experts.shared_ffn_hidden_size) / tp
+    width = (experts.ffn_hidden_size * experts.experts_per_token + experts.shared_ffn_hidden_size) / tp
     # Permute before and after the exchange and back: four copies of every routed token.
     return routed, width, 2.0 * arriving * h * 8
 

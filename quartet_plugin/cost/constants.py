@@ -16,10 +16,16 @@ from quartet_plugin.model.files import read_json
 FILE = "constants.json"
 
 
-def _constant(default: float, low: float, high: float, spread: float, meaning: str) -> float:
-    """`spread`: one standard deviation of the prior, as a relative error (of the logarithm)."""
+def _constant(
+    default: float, low: float, high: float, spread: float, meaning: str, *, is_fitted: bool = False
+) -> float:
+    """`spread`: one standard deviation of the prior, as a relative error (of the logarithm).
+
+    Published runs move the constants that are `is_fitted` alone; the others keep their physical default.
+    """
     value: float = field(
-        default=default, metadata={"low": low, "high": high, "spread": spread, "meaning": meaning}
+        default=default,
+        metadata={"low": low, "high": high, "spread": spread, "meaning": meaning, "is_fitted": is_fitted},
     )
     return value
 
@@ -28,25 +34,33 @@ def _constant(default: float, low: float, high: float, spread: float, meaning: s
 class Constants:
     """The constants that all devices and runs share; dimensionless unless the name has a unit."""
 
-    gemm_rate: float = _constant(0.9, 0.7, 1.1, 0.06, "large half-precision products, over the ceiling")
+    gemm_rate: float = _constant(
+        0.9, 0.7, 1.1, 0.06, "large half-precision products, over the ceiling", is_fitted=True
+    )
     flops_per_joule: float = _constant(1.05e12, 6e11, 2e12, 0.1, "what power allows them on 4 nm devices")
-    fp8_rate: float = _constant(0.95, 0.5, 1.2, 0.08, "large fp8 products, over the ceiling")
-    gemm_traffic: float = _constant(0.7, 0.2, 2.5, 0.4, "operand bytes of a matrix product that add time")
+    fp8_rate: float = _constant(0.95, 0.5, 1.2, 0.08, "large fp8 products, over the ceiling", is_fitted=True)
+    gemm_traffic: float = _constant(
+        0.7, 0.2, 2.5, 0.4, "operand bytes of a matrix product that add time", is_fitted=True
+    )
     flash_rate: float = _constant(0.8, 0.4, 1.2, 0.12, "fused attention, over large products")
     elementwise: float = _constant(1.2, 0.5, 3.0, 0.3, "memory passes of norms, activations and residuals")
-    softmax: float = _constant(1.2, 0.5, 3.0, 0.3, "memory passes of unfused attention scores")
+    softmax: float = _constant(
+        1.2, 0.5, 3.0, 0.3, "memory passes of unfused attention scores", is_fitted=True
+    )
     cast: float = _constant(1.0, 0.2, 3.0, 0.4, "memory passes of casts to fp8")
-    logits: float = _constant(1.0, 0.2, 3.0, 0.4, "memory passes of logits and loss")
+    logits: float = _constant(1.0, 0.2, 3.0, 0.4, "memory passes of logits and loss", is_fitted=True)
     launch_s: float = _constant(4e-6, 1e-6, 1.5e-5, 0.4, "a kernel's start and tail")
     scale_up: float = _constant(0.7, 0.3, 1.0, 0.2, "collectives over scale-up links, of nominal")
-    scale_out: float = _constant(0.7, 0.3, 1.0, 0.2, "collectives over the network, of nominal")
+    scale_out: float = _constant(
+        0.7, 0.3, 1.0, 0.2, "collectives over the network, of nominal", is_fitted=True
+    )
     hop_s: float = _constant(1e-5, 2e-6, 6e-5, 0.5, "latency of one step of a collective")
     peer: float = _constant(0.25, 0.05, 1.0, 0.4, "one sender to one receiver, of nominal")
     tensor_exposed: float = _constant(0.4, 0.05, 1.0, 0.4, "tensor-parallel traffic left when overlapped")
     data_exposed: float = _constant(0.2, 0.02, 1.0, 0.5, "data-parallel traffic left when overlapped")
     optimizer: float = _constant(1.3, 0.6, 4.0, 0.4, "memory passes of the optimizer's step")
     step_s: float = _constant(0.02, 0.001, 0.2, 0.7, "fixed time of an iteration: data, logging, sync")
-    straggler: float = _constant(0.004, 0.0005, 0.02, 0.5, "slowdown a doubling of the nodes")
+    straggler: float = _constant(0.004, 0.0005, 0.02, 0.5, "slowdown a doubling of the nodes", is_fitted=True)
 
     def __post_init__(self) -> None:
         for constant in fields(self):

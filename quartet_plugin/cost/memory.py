@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quartet_plugin.cost import compute
-from quartet_plugin.cost.pipeline import activation_peak, stages_of_devices
-from quartet_plugin.cost.run import Experts, HalfPrecision, Software, TrainingRun
+from quartet_plugin.cost import compute, held_bytes
+from quartet_plugin.cost.iteration.orders import activation_peak, stages_of_devices
+from quartet_plugin.cost.run import HalfPrecision, Software, TrainingRun
 from quartet_plugin.model.costs import FloatArray
+from quartet_plugin.model.job_description import Experts
 
 # Bytes of a half-precision weight or activation.
 HALF = 2.0
@@ -23,8 +24,6 @@ OPTIMIZER_BYTES = 12.0
 CONTEXT_BYTES = 1.5 * 2**30
 # The share of a data sheet's memory that programs can allocate.
 USABLE = 0.985
-# Between input and weight gradient: the products' inputs and the gradients of their outputs stay.
-HELD_FRACTION = 0.6
 # Holes that caching allocators before expandable segments leave between activations.
 FRAGMENTATION = 1.08
 # The terms of `Memory`, in the order of its sum.
@@ -92,9 +91,14 @@ def distinct_numbers(first: float, second: float, *, digits: int) -> tuple[str, 
     return texts
 
 
-def available_bytes(capacity: float) -> float:
-    """Bytes that a device of `capacity` bytes has for the allocator."""
-    return capacity * USABLE - CONTEXT_BYTES
+def available_bytes(capacity: float, *, context: float = CONTEXT_BYTES) -> float:
+    """Bytes that a device of `capacity` bytes has for the allocator, beside a context of `context` bytes."""
+    return capacity * USABLE - context
+
+
+def capacity_of(available: float) -> float:
+    """The inverse of `available_bytes`: bytes of a device that has `available` bytes for the allocator."""
+    return (available + CONTEXT_BYTES) / USABLE
 
 
 def weights_of_stages(run: TrainingRun) -> list[Weights]:
@@ -138,7 +142,7 @@ def layer_activation_bytes(run: TrainingRun, *, experts: Experts | None) -> floa
     inner = _attention_bytes(run)
     if experts is None:
         return t * (outside + inner + _ffn_bytes(run, shape.ffn_hidden_size / tp))
-    routed = experts.top_k * (size * h / tp + _ffn_bytes(run, experts.ffn_hidden_size / tp))
+    routed = experts.experts_per_token * (size * h / tp + _ffn_bytes(run, experts.ffn_hidden_size / tp))
     shared = _ffn_bytes(run, experts.shared_ffn_hidden_size / tp)
     return t * (outside + inner + routed + shared + 8.0 * experts.num_experts)
 
@@ -152,7 +156,7 @@ def memory_by_device(run: TrainingRun) -> list[Memory]:
     """Each pipeline device's memory at its peak in a step."""
     last = len(run.layers_per_stage) - 1
     weights = weights_of_stages(run)
-    stage_bytes, held = _stage_activations(run)
+    stage_bytes, held = stage_activations(run)
     peaks = activation_peak(run, stage_bytes, held)
     devices = []
     for device, stages in enumerate(stages_of_devices(run)):
@@ -201,22 +205,27 @@ def _states(run: TrainingRun, dense: float, expert: float) -> tuple[float, float
     return weight * (dense + expert), gradient * (dense + expert), states
 
 
-def _stage_activations(run: TrainingRun) -> tuple[FloatArray, float]:
-    """Bytes each stage keeps of a microbatch, and the part that waits for the weight gradient."""
+def stage_activations(run: TrainingRun) -> tuple[FloatArray, FloatArray]:
+    """Bytes each stage keeps of a microbatch, before and after its input gradient."""
     shape, layout = run.shape, run.layout
     dense = layer_activation_bytes(run, experts=None)
     moe = layer_activation_bytes(run, experts=run.experts) if run.experts else dense
     num_dense = run.experts.num_dense_layers if run.experts else shape.num_layers
     split = layout.tensor_parallel if layout.sequence_parallel else 1
     boundary = run.element_bytes * run.tokens_per_microbatch * shape.hidden_size / split
-    stages, first = [], 0
+    held_dense = held_bytes.layer_bytes(run, experts=None)
+    held_moe = held_bytes.layer_bytes(run, experts=run.experts) if run.experts else held_dense
+    stages, held, first = [], [], 0
     boundaries = 2 if run.software.keeps_stage_outputs else 1
     for count in run.layers_per_stage:
         plain = max(0, min(count, num_dense - first))
         first += count
         layers = plain * _kept_bytes(run, dense, boundary) + (count - plain) * _kept_bytes(run, moe, boundary)
         stages.append(layers + boundaries * boundary)
-    return np.array(stages), 0.0 if run.layout.recompute == "full" else HELD_FRACTION
+        held.append(plain * held_dense + (count - plain) * held_moe)
+    held[-1] += held_bytes.head_product(run).total_bytes
+    # Full recompute takes full backwards.
+    return np.array(stages), np.array(held) * (run.layout.recompute != "full")
 
 
 def _kept_bytes(run: TrainingRun, layer: float, boundary: float) -> float:
@@ -244,9 +253,9 @@ def _attention_bytes(run: TrainingRun) -> float:
     shape, tp, size = run.shape, run.layout.tensor_parallel, float(run.element_bytes)
     if run.latent is not None:
         mla, heads = run.latent, shape.num_attention_heads / tp
-        wide = mla.plain_channels + mla.rotary_channels
-        compressed = 2 * (mla.query_rank + mla.key_value_rank) + mla.rotary_channels
-        return size * (compressed + heads * (2 * wide + 2 * mla.value_channels)) + 4 * heads
+        wide = mla.qk_head_dim + mla.qk_pos_emb_head_dim
+        compressed = 2 * (mla.q_lora_rank + mla.kv_lora_rank) + mla.qk_pos_emb_head_dim
+        return size * (compressed + heads * (2 * wide + 2 * mla.v_head_dim)) + 4 * heads
     d = shape.kv_channels
     heads, groups = shape.num_attention_heads / tp, max(1.0, shape.num_query_groups / tp)
     projected = size * (heads + 2 * groups) * d

@@ -6,13 +6,12 @@ a prediction cannot lean on them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from quartet_plugin.cost.devices import DeviceSpec, device_named
 from quartet_plugin.cost.run import (
-    Experts,
     HalfPrecision,
-    LatentAttention,
     Overlap,
     ScheduleKind,
     Software,
@@ -22,6 +21,8 @@ from quartet_plugin.cost.run import (
 from quartet_plugin.cost.software import software_named
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import field_path
+from quartet_plugin.model.huggingface import model_section
+from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Layout, Recompute
 from quartet_plugin.model.schema import Bounds, Length, parse, record, unknown_key
 from quartet_plugin.model.shape import MAX_HIDDEN, MAX_LAYERS, ModelShape
@@ -77,10 +78,25 @@ class Row:
 
 
 ALLOWED: frozenset[str] = frozenset(column.name for column in fields(Row))
+# The column that a HuggingFace config.json's key of the `model` section fills.
+_OF_SECTION = {
+    "layers": "num_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "ffn": "ffn_hidden_size",
+    "gated_ffn": "gated_ffn",
+    "vocab": "vocab_size",
+    "seq_len": "seq_length",
+    "experts": "num_experts",
+    "topk": "experts_per_token",
+    "moe_ffn": "expert_ffn_hidden_size",
+}
 # The other columns of published tables: results, labels, sources, and what a prediction does not read.
 IGNORED = frozenset({
     "active_b", "arch_detail", "check_mfu_bf16_peak", "check_model_tflops_per_gpu", "commit", "core",
-    "dense_layers", "extra", "family", "forced_balance", "gpu_short", "hfu", "id", "inferred",
+    "dense_layers", "extra", "family", "forced_balance", "gpu_short", "hf", "hfu", "id", "inferred",
     "iter_time_s", "kind", "knobs", "low_precision", "memory_gb", "memory_kind", "mfu", "missing", "mla",
     "model", "moe", "moe_token_drop", "mtp_layers", "notes", "optimizer", "overlaps_old_dataset",
     "params_b", "precision_printed", "recipe", "recipe_path", "recipe_tag", "release",
@@ -114,6 +130,41 @@ def check_keys(data: Mapping[str, Any], *, where: str) -> None:
     if unknown is not None:
         rule = unknown_key(unknown, known=sorted(ALLOWED))
         raise ConfigError(f"{where}: {field_path([unknown])[:60]}: {rule}")
+
+
+def resolve_with_config(
+    data: Mapping[str, Any], *, devices: Mapping[str, DeviceSpec] | None = None, folder: Path | None = None
+) -> Resolved:
+    """As `resolve`, of plain data; `hf` fills the shape from a HuggingFace config.json.
+
+    The row's own columns go before the file's. Raises ConfigError as `read_row`, `resolve` and
+    `huggingface.model_section` do.
+    """
+    path = data.get("hf")
+    if path is None:
+        return resolve(read_row(data), devices=devices)
+    if not isinstance(path, str):
+        raise ConfigError("row: hf: must be the path of a config.json")
+    section = model_section(Path(path) if folder is None else folder / path)
+    columns = {name: section[key] for name, key in _OF_SECTION.items() if section.get(key) is not None}
+    latent, num_dense = section.get("latent_attention"), section.get("num_dense_layers", 0)
+    if "experts" in columns:
+        columns["arch"] = "moe" if latent is None else "moe-mla"
+    resolved = resolve(
+        read_row({**columns, **{k: v for k, v in data.items() if v is not None}}), devices=devices
+    )
+    run = replace(resolved.run, shape=replace(resolved.run.shape, tied_embeddings=section["tied_embeddings"]))
+    resolved.assumed.pop("tied_embeddings", None)
+    if run.experts is not None:
+        shared = section.get("shared_expert_ffn_hidden_size", 0)
+        experts = replace(run.experts, shared_ffn_hidden_size=shared, num_dense_layers=num_dense)
+        run = replace(run, experts=experts, latent=None if latent is None else LatentAttention(**latent))
+        for name in ("latent_attention", "shared_ffn"):
+            resolved.assumed.pop(name, None)
+    resolved.run = run
+    if "seq_len" not in data:
+        resolved.assumed["seq_len"] = columns["seq_len"]
+    return resolved
 
 
 def resolve(row: Row, *, devices: Mapping[str, DeviceSpec] | None = None) -> Resolved:
@@ -206,7 +257,7 @@ def _shape(row: Row, assumed: dict[str, Any]) -> tuple[ModelShape, Experts | Non
     moe_ffn = _default(row.moe_ffn, ffn, "moe_ffn", assumed)
     experts = Experts(
         num_experts=row.experts,
-        top_k=_default(row.topk, 1, "topk", assumed),
+        experts_per_token=_default(row.topk, 1, "topk", assumed),
         ffn_hidden_size=moe_ffn,
         shared_ffn_hidden_size=_shared_ffn(row.experts, moe_ffn) if latent else 0,
         num_dense_layers=1 if latent else 0,

@@ -10,9 +10,12 @@ from typing import Literal
 
 from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.custom_schedule import CustomSchedule
+from quartet_plugin.model.job_description import Experts, LatentAttention
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import ScheduleChoice, Split
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.schedule.named import NAMED, NamedSchedule, Offer, refusal_of
 
 Attention = Literal["native-flash", "flash-2", "flash-1", "unfused"]
 HalfPrecision = Literal["fp16", "bf16", "fp32"]
@@ -27,37 +30,40 @@ class Overlap(StrEnum):
 
 
 class ScheduleKind(StrEnum):
-    """The pipeline schedules that published runs used, by their names in `schedule.named`."""
+    """The pipeline schedules that a runtime for one copy of the model can run, by their registered names.
+
+    `CUSTOM` is an order without a name, which the run's `custom` writes out or makes by parameters.
+    """
 
     NONE = "none"
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
+    GPIPE = "gpipe"
+    BREADTH_FIRST = "breadth-first"
     ZB_H1 = "zb-h1"
     ZB_H2 = "zb-h2"
-    GPIPE = "gpipe"
+    ZB_INTERLEAVED = "zb-interleaved"
     ZB_V = "zb-v"
+    V_HALF = "v-half"
+    V_MIN = "v-min"
+    DUALPIPE_V = "dualpipev"
+    HANAYO = "hanayo"
+    CUSTOM = "custom"
 
+    @property
+    def spec(self) -> NamedSchedule | None:
+        """The schedule's row of the registry; None without a name."""
+        return NAMED.get(self.value)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """A mixture of experts in every layer but the first `num_dense_layers`."""
+    @property
+    def is_custom(self) -> bool:
+        """Whether the plugin's runtime executes it, beside stock frameworks that may have it too."""
+        return self is ScheduleKind.CUSTOM or (self.spec is not None and self.spec.offer is not Offer.STOCK)
 
-    num_experts: int
-    top_k: int
-    ffn_hidden_size: int
-    shared_ffn_hidden_size: int = 0
-    num_dense_layers: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2): ranks of the compressed queries and keys, head sizes."""
-
-    query_rank: int = 1536
-    key_value_rank: int = 512
-    plain_channels: int = 128
-    rotary_channels: int = 64
-    value_channels: int = 128
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are actions of their own, as in all orders without a name."""
+        return self is ScheduleKind.CUSTOM or (self.spec is not None and self.spec.split_backward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +77,7 @@ class Software:
     `zero_broadcasts`: updated shards come back as one broadcast a rank, not as one all-gather.
     `reduces_all`: ZeRO-1 reduces all gradients on every rank, not only its shard.
     `parameter_bytes`: an updated parameter on the wire; `logs_step_only`: no time between steps;
-    `blocking_transfers`: also interleaved schedules wait for their sends, as 1F1B always does.
+    `blocking_transfers`: also interleaved schedules and GPipe wait for their sends, as 1F1B always does.
     `graphs`: kernels are replayed from graphs, so that starting them costs nothing.
     `early_stop`: full recompute stops at the last tensor the backward needs, before the last product.
     `optimizer_bytes` a parameter: master weight, moments and, where it is kept, an fp32 gradient.
@@ -84,6 +90,7 @@ class Software:
     `eager_gradients`: each microbatch makes every weight's gradient anew and adds it, the vocabulary's too.
     `reduces_ends`: the collectives of embedding and head count: tied embeddings' gradients between both ends
     of a pipeline, and those of tensor parallelism; elsewhere they are too short to matter.
+    `keeps_gathered_inputs`: between input and weight gradient, whole where sequences are split.
     `shares_memory`: ranks of a node compute out of one memory, the slower the more of them compute.
     """
 
@@ -108,6 +115,8 @@ class Software:
     fragments: bool = False
     optimizer_bytes: float = 12.0
     bucket_bytes: float = 0.0
+    gather_overlap: bool = True
+    bucket_elements: float = 0.0
     logit_bytes: float = 8.0
     keeps_stage_outputs: bool = False
     fused_weight_gradient: bool = True
@@ -116,6 +125,7 @@ class Software:
     collectives_per_layer: int = 1
     eager_gradients: bool = False
     reduces_ends: bool = False
+    keeps_gathered_inputs: bool = True
     shares_memory: bool = False
 
 
@@ -131,6 +141,7 @@ ON_CPU = Software(
     gradient_placeholders=False,
     eager_gradients=True,
     reduces_ends=True,
+    keeps_gathered_inputs=False,
     shares_memory=True,
 )
 
@@ -159,7 +170,9 @@ class TrainingRun:
     `half` is the format of what is not in `matmul`, fp32 where a run uses no half precision at all; `matmul`
     that of the layers' matrix products.
     `zero_stage` 0 to 3, `shard_group` the data-parallel ranks that share parameters (stage 3),
-    `optimizer_group` those that share optimizer states (stage 1 and 2).
+    `optimizer_group` those that share optimizer states (stage 1 and 2). `group`: microbatches a chunk before
+    the next chunk in interleaved schedules, None for one a pipeline rank. `custom`: the order that a plan
+    carries for the plugin's runtime, None for a framework's.
     """
 
     shape: ModelShape
@@ -176,6 +189,18 @@ class TrainingRun:
     software: Software = field(default_factory=Software)
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    group: int | None = None
+    custom: CustomSchedule | None = None
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether the plugin's runtime executes the schedule; some frameworks have it too."""
+        return self.custom is not None or self.schedule.is_custom
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        return self.schedule.splits_backward
 
     @property
     def tokens_per_microbatch(self) -> float:
@@ -223,12 +248,15 @@ def run_of(
     layers_per_stage: tuple[int, ...],
     machines: UniformCluster,
     schedule: ScheduleKind | None = None,
+    group: int | None = None,
+    custom: CustomSchedule | None = None,
     precision: HalfPrecision = "bf16",
     software: Software | None = None,
 ) -> TrainingRun:
     """A run of Megatron-Core; `schedule` None is interleaved with virtual stages and 1F1B without them.
 
-    `layers_per_stage` counts transformer layers. Raises ConfigError where sizes do not fit each other.
+    `layers_per_stage` counts transformer layers. Raises ConfigError where sizes do not fit each other, or the
+    schedule does not exist for them.
     """
     if layout.world_size != machines.num_devices:
         raise ConfigError(
@@ -240,9 +268,21 @@ def run_of(
             f"that sum to {shape.num_layers}"
         )
     if layout.pipeline_parallel == 1:
-        schedule = ScheduleKind.NONE
+        schedule, group, custom = ScheduleKind.NONE, None, None
     elif schedule is None:
         schedule = ScheduleKind.INTERLEAVED if layout.virtual_stages > 1 else ScheduleKind.ONE_F_ONE_B
+    num_microbatches = layout.num_microbatches(global_batch_size)
+    if schedule.spec is not None:
+        reason = refusal_of(
+            schedule.value,
+            num_devices=layout.pipeline_parallel,
+            # Longer orders repeat: a limit on their length is none here.
+            num_microbatches=min(num_microbatches, 2 * layout.pipeline_parallel),
+            chunks=layout.virtual_stages,
+            group=group,
+        )
+        if reason is not None:
+            raise ConfigError(f"schedule {reason}" if reason[0].isdigit() else reason)
     if layout.context_parallel > 1 and shape.seq_length % layout.context_parallel:
         raise ConfigError(
             f"seq_length: {shape.seq_length}; must be a multiple of "
@@ -251,7 +291,7 @@ def run_of(
     return TrainingRun(
         shape=shape,
         layout=layout,
-        num_microbatches=layout.num_microbatches(global_batch_size),
+        num_microbatches=num_microbatches,
         layers_per_stage=layers_per_stage,
         half=precision,
         matmul=precision,
@@ -259,16 +299,25 @@ def run_of(
         shard_group=1,
         optimizer_group=layout.data_parallel * layout.context_parallel,
         schedule=schedule,
+        group=group,
+        custom=custom,
         machines=machines,
         software=software or Software(),
     )
 
 
-def schedule_kind(choice: ScheduleChoice) -> ScheduleKind | None:
-    """The schedule of a plan as `predict` simulates it; None where `predict` cannot."""
-    name = choice.name if choice.custom is None else choice.custom.named
-    kinds = {kind.value: kind for kind in ScheduleKind}
-    return ScheduleKind.NONE if name == "no-pipelining" else kinds.get(name or "")
+def schedule_kind(choice: ScheduleChoice) -> ScheduleKind:
+    """The schedule of a plan; `CUSTOM` where its order is written out or made by parameters."""
+    custom = choice.custom
+    name = choice.name if custom is None else custom.named
+    if name is None or (custom is not None and custom.orders is not None):
+        return ScheduleKind.CUSTOM
+    return ScheduleKind.NONE if name == "no-pipelining" else ScheduleKind(name)
+
+
+def schedule_group(choice: ScheduleChoice) -> int | None:
+    """Microbatches a chunk before the next chunk, where the plan's schedule says it."""
+    return choice.group if choice.custom is None else choice.custom.group
 
 
 def measured_run(
@@ -282,20 +331,16 @@ def measured_run(
     on_cpu: bool,
     machines: UniformCluster,
 ) -> TrainingRun:
-    """A measured run on its part of the cluster's devices.
-
-    Raises ConfigError for a schedule that `predict` cannot simulate.
-    """
-    kind = schedule_kind(schedule)
-    if kind is None:
-        raise ConfigError(f"schedule {schedule.label}: has no name in the cost model")
+    """A measured run on its part of the cluster's devices."""
     return run_of(
         shape,
         layout,
         global_batch_size=global_batch_size,
         layers_per_stage=split.transformer_layers_per_stage,
         machines=replace(machines, num_devices=layout.world_size),
-        schedule=kind,
+        schedule=schedule_kind(schedule),
+        group=schedule_group(schedule),
+        custom=schedule.custom,
         precision=precision,
         software=ON_CPU if on_cpu else None,
     )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from quartet_plugin.cost.run import Overlap, Software
+from quartet_plugin.model.layout import SettingValue
 
 # GPT-2 and GPT-3 recipes train with dropout, materialize the attention scores and reduce half gradients.
 _EARLY = Software(
@@ -23,6 +24,7 @@ _EARLY = Software(
     fragments=True,
     fused_weight_gradient=False,
     gradient_placeholders=False,
+    keeps_gathered_inputs=False,
 )
 _CORE = Software()
 
@@ -45,6 +47,19 @@ def software_named(
     if "mlperf" in words:
         software = replace(software, graphs=True, logs_step_only=True)
     return _with_options(software, options or {})
+
+
+def with_settings(software: Software, settings: Mapping[str, SettingValue]) -> Software:
+    """The behaviour under settings of Megatron, by the names of their knobs; an absent one changes nothing.
+
+    Where collectives stop the computation, as on processors, no setting makes them overlap.
+    """
+    return replace(
+        software,
+        data_overlap=software.data_overlap and settings.get("overlap_grad_reduce", True) is True,
+        gather_overlap=software.gather_overlap and settings.get("overlap_param_gather", True) is True,
+        bucket_elements=float(settings.get("ddp_bucket_size") or software.bucket_elements),
+    )
 
 
 def _family(words: str) -> Software:

@@ -5,6 +5,7 @@ RANK = tp + TP (cp + CP (dp + DP pp)).
 Every order keeps RANK 0 on node 0, the master's host, and every TP group on one node.
 """
 
+import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from quartet_plugin.model.plan import Mapping, NodeInfo, Slot
 
 EXHAUSTIVE_RANKS = 4
 STOCK = "stock"
+
+# The digests of orders of slots by the tuples' identities. The tuples are kept: no other takes their place.
+_MAX_KEYS = 4096
+_keys: dict[int, tuple[tuple[Slot, ...], bytes]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,21 @@ def slots_of(nodes: Sequence[NodeInfo]) -> tuple[Slot, ...]:
     return tuple(
         Slot(node=index, local=local) for index, node in enumerate(nodes) for local in range(node.num_slots)
     )
+
+
+def mapping_key(mapping: Mapping) -> bytes:
+    """A digest that tells mappings apart, as `hash` and `==` of a thousand slots would, in no time.
+
+    A mapping's own slots are read once.
+    """
+    slots = mapping.slots
+    known = _keys.get(id(slots))
+    if known is None or known[0] is not slots:
+        if len(_keys) >= _MAX_KEYS:
+            _keys.clear()
+        text = ",".join(f"{slot.node}.{slot.local}" for slot in slots)
+        _keys[id(slots)] = known = (slots, hashlib.sha256(text.encode()).digest())
+    return known[1]
 
 
 def legal_orders(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[RankOrder, ...]:

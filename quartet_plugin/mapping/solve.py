@@ -8,17 +8,20 @@ stays on node 0. The search starts from Megatron's two stock orders, so by the c
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.mapping.step import NEVER_S, StepCosts, StepTime
 from quartet_plugin.mapping.topology import Blocks, Topology, blocks_of
-from quartet_plugin.model.costs import IntArray
+from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
 
+# Seconds of a forbidden arrangement: longer than any step, and sums of it stay finite.
+NEVER_S = 1e30
+# Seconds a step of an arrangement of blocks [pp, copies].
+Objective = Callable[[IntArray], float]
 EXACT_LIMIT = 5_000
 EVALUATIONS = 2_000
 STOCK_ORDERS = ("tp-cp-ep-dp-pp", "tp-pp-dp")
@@ -43,9 +46,11 @@ class Solution:
 
 
 def solve(
-    costs: StepCosts,
+    layout: Layout,
     topology: Topology,
+    objective_of: Callable[[Blocks], Objective],
     *,
+    compute_s: FloatArray,
     inside: frozenset[str] = frozenset(),
     seed: int = 0,
     evaluations: int = EVALUATIONS,
@@ -54,18 +59,20 @@ def solve(
 ) -> Solution:
     """The best order of the search; `evaluations` limits local search, `exact_limit` enumeration.
 
+    `objective_of` gives the objective of arrangements of given blocks; it takes `NEVER_S` where a group of
+    `inside` leaves its domain. `compute_s` [pp] says which pipeline ranks have the most to compute.
+
     The result depends on the arguments alone. Raises PlanError where slots and ranks differ in number, a
     tensor-parallel group cannot stay in a domain, or no arrangement keeps `inside` groups in one.
     """
-    layout = costs.layout
     if len(topology.slots) != layout.world_size:
         raise PlanError(
             f"mapping: {len(topology.slots)} slots for {layout.world_size} ranks; one each is needed"
         )
     blocks = blocks_of(topology, size=layout.tensor_parallel)
-    search = _Search(StepTime(costs, topology, blocks, inside=inside), blocks, layout)
-    stock = _stock(costs, topology, blocks, inside)
-    for start in _starts(costs, blocks, [arrangement for arrangement, _ in stock.values()]):
+    search = _Search(objective_of(blocks), blocks, layout)
+    stock = _stock(layout, topology, blocks, objective_of)
+    for start in _starts(layout, compute_s, blocks, [arrangement for arrangement, _ in stock.values()]):
         search.try_out(start)
     exact = search.enumerate(exact_limit)
     if not exact:
@@ -103,7 +110,7 @@ def stock_arrangement(layout: Layout, name: str) -> IntArray:
 class _Search:
     """The best arrangement tried, in canonical form; enumeration and local search for better ones."""
 
-    def __init__(self, step: StepTime, blocks: Blocks, layout: Layout) -> None:
+    def __init__(self, step: Objective, blocks: Blocks, layout: Layout) -> None:
         self._step, self._blocks, self._layout = step, blocks, layout
         # Columns that keep their topology relative to each other when replicas are renamed.
         experts, context = layout.expert_parallel, layout.context_parallel
@@ -259,32 +266,32 @@ def _draws(free: list[int], length: int) -> Iterator[tuple[int, ...]]:
 
 
 def _stock(
-    costs: StepCosts, topology: Topology, blocks: Blocks, inside: frozenset[str]
+    layout: Layout, topology: Topology, blocks: Blocks, objective_of: Callable[[Blocks], Objective]
 ) -> dict[str, tuple[IntArray, float]]:
     """Each stock order with equal or faster blocks at every position, and the seconds of the order itself.
 
     Tensor-parallel groups of a domain are cut anew, slots of like speed together: the fastest new block takes
     the position of the order's fastest one, so no position gets slower.
     """
-    layout = costs.layout
     unsorted = blocks_of(topology, size=layout.tensor_parallel, sort=False)
     better = np.arange(len(blocks), dtype=np.int64)
     cells = unsorted.domain * (int(unsorted.node.max()) + 1) + unsorted.node
     for cell in np.unique(cells):
         members = np.flatnonzero(cells == cell)
         better[members[np.argsort(unsorted.slowdown[members], kind="stable")]] = members
-    step = StepTime(costs, topology, unsorted, inside=inside)
+    step = objective_of(unsorted)
     arrangements = {name: stock_arrangement(layout, name) for name in STOCK_ORDERS}
     return {name: (better[arrangement], step(arrangement)) for name, arrangement in arrangements.items()}
 
 
-def _starts(costs: StepCosts, blocks: Blocks, stock: Sequence[IntArray]) -> Iterator[IntArray]:
+def _starts(
+    layout: Layout, compute_s: FloatArray, blocks: Blocks, stock: Sequence[IntArray]
+) -> Iterator[IntArray]:
     """The stock orders, every regular tiling, and the slowest blocks where there is the least to compute."""
     yield from stock
-    layout = costs.layout
     yield from _tilings(layout, blocks)
     order = np.argsort(blocks.slowdown, kind="stable")
-    by_work = np.argsort(-costs.compute_s, kind="stable")
+    by_work = np.argsort(-compute_s, kind="stable")
     rows = np.empty((layout.pipeline_parallel, len(blocks) // layout.pipeline_parallel), dtype=np.int64)
     rows[by_work] = order.reshape(rows.shape)
     yield np.sort(rows, axis=1)

@@ -12,6 +12,7 @@ import numpy as np
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.costs import FloatArray, IntArray
+from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Slot
 
 
@@ -36,6 +37,15 @@ class Topology:
     def node_of_slot(self) -> IntArray:
         """The node's index of each slot."""
         return np.array([slot.node for slot in self.slots], dtype=np.int64)
+
+    @property
+    def has_equal_links(self) -> bool:
+        """Whether all links between domains are equal."""
+        apart = ~np.eye(len(self.between_bytes_per_s), dtype=np.bool_)
+        return all(
+            np.ptp(values[apart]) == 0 if apart.any() else True
+            for values in (self.between_bytes_per_s, self.between_latency_s)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +154,19 @@ def blocks_in_order(topology: Topology, slots: Sequence[int], *, size: int) -> B
                 "scale-up domain"
             )
     return _blocks(topology, cut)
+
+
+def slowdowns_of_blocks(layout: Layout, blocks: Blocks, arrangement: IntArray) -> FloatArray:
+    """The slowdown of each block with those it waits for in every layer [pp, copies].
+
+    They are those of its context and expert parallel groups, neighbours in a row of `arrangement`.
+    """
+    slowdowns: FloatArray = blocks.slowdown[arrangement]
+    for size in (layout.context_parallel, layout.expert_parallel):
+        if size > 1:
+            groups = slowdowns.reshape(len(slowdowns), -1, size).max(axis=2)
+            slowdowns = np.repeat(groups, size, axis=1)
+    return slowdowns
 
 
 def _blocks(topology: Topology, cut: Sequence[tuple[int, ...]]) -> Blocks:

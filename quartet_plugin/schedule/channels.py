@@ -4,18 +4,21 @@ NCCL: no tags, no buffering. Posted transfers stand in queues, first in, first o
 together; a queue belongs to (device, peer, group) or to (device, group), as the program's scope says. Only
 the batch at the head of a queue is under way; in it, the first unfinished send to a peer meets the first
 unfinished receive that the peer's batch has for this device. Whether it is the same message NCCL does not
-check; we do. gloo: a transfer is over when both ends have posted the same message; a wait blocks.
+check; we do. gloo: a transfer is over when both ends have posted the same message; a wait blocks. What a
+process's use of the library adds stands in `conditions`.
 
 The outcome does not depend on timing: transfers and actions only ever enable more, so running whatever can
 run, in any order, ends in the same place.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Collection
 from enum import StrEnum
 from itertools import pairwise
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.schedule.action import Action, ActionKind
+from quartet_plugin.schedule.conditions import Condition, check_first_uses, under
 from quartet_plugin.schedule.instruction import (
     Compute,
     Instruction,
@@ -29,6 +32,8 @@ from quartet_plugin.schedule.instruction import (
     consumes,
 )
 
+_MAX_INSTRUCTIONS = 500_000
+
 _QueueKey = tuple[int, int, int]  # device, peer or -1, group
 
 
@@ -39,14 +44,28 @@ class Backend(StrEnum):
     GLOO = "gloo"
 
 
-def check_program(program: Program, *, backend: Backend) -> None:
-    """Run `program` to its end.
+def check_program(program: Program, *, backend: Backend, conditions: Collection[Condition] = ()) -> None:
+    """Run `program` to its end, as it is executed under `conditions`.
 
     Raises PlanError, naming where every blocked device stands, when it deadlocks; when a receive gets
     another message than it was posted for; when an action runs before what it needs has arrived, a send
     before its producer, a buffer is used while another message holds it, or a transfer is never waited for.
     """
-    _ChannelState(program, backend).finish()
+    executed = under(program, conditions)
+    if Condition.LAZY in conditions:
+        check_first_uses(executed)
+    _ChannelState(executed, backend).finish()
+
+
+def check_for_every_backend(program: Program, *, conditions: Collection[Condition] = ()) -> None:
+    """`check_program` under the rules of each library. Programs of many instructions are left out.
+
+    Lowering cannot deadlock by its construction: this is a second look, which takes about half a minute a
+    million instructions.
+    """
+    if sum(map(len, program.instructions)) <= _MAX_INSTRUCTIONS:
+        for backend in Backend:
+            check_program(program, backend=backend, conditions=conditions)
 
 
 class _ChannelState:

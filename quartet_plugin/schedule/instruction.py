@@ -7,6 +7,7 @@ buffer belongs to the tensor from its Post to the end of the action that reads i
 that writes it to its Wait.
 """
 
+import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -139,6 +140,14 @@ class Program:
     instructions: tuple[tuple[Instruction, ...], ...]
     num_send_buffers: tuple[int, ...]
     num_receive_buffers: tuple[int, ...]
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of all devices' instructions, in hexadecimal digits; buffers do not count."""
+        sha = hashlib.sha256(repr((self.placement, self.queues.value, self.groups)).encode())
+        for row in self.instructions:
+            sha.update(" ".join(map(str, row)).encode() + b"\n")
+        return sha.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: every transfer with its peer, group and buffer."""

@@ -96,8 +96,8 @@ def lower(
     lengths = [len(order) for order in schedule.orders]
     if [len(row) for row in start_s] != lengths or [len(row) for row in end_s] != lengths:
         raise PlanError(f"times: need one start and end for each of {lengths[:16]} actions a device")
-    groups = _groups(schedule.placement)
-    numbers = {name: n for n, name in enumerate(sorted(set(groups.values()), key=GROUP_NAMES.index))}
+    groups = groups_of_streams(schedule.placement)
+    numbers = {name: n for n, name in enumerate(group_names(schedule.placement))}
     transfers = np.zeros((schedule.num_devices,) * 2) if transfer_s is None else transfer_s
     with _no_collection():
         timeline = _timeline(schedule, start_s, end_s)
@@ -134,8 +134,13 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _groups(placement: Sequence[int]) -> dict[_Stream, str]:
-    """The group of every stream (from device, to device, is forward)."""
+def group_names(placement: Sequence[int]) -> tuple[str, ...]:
+    """The names of a placement's groups, as `Program.groups` has them."""
+    return tuple(sorted(set(groups_of_streams(placement).values()), key=GROUP_NAMES.index))
+
+
+def groups_of_streams(placement: Sequence[int]) -> dict[_Stream, str]:
+    """The group of every stream (from device, to device, is forward), in the order of the stages."""
     groups: dict[_Stream, str] = {}
     for source, target in pairwise(placement):
         if source == target or (source, target, True) in groups:

@@ -173,6 +173,11 @@ def simulate_costs(schedule: Schedule, costs: Costs) -> Simulation:
     )
 
 
+def bubble_fraction(busy_s: float, *, makespan_s: float, num_devices: int) -> float:
+    """The part of the devices' time in which they run no action; `busy_s` is the sum over the devices."""
+    return max(0.0, 1.0 - busy_s / (num_devices * makespan_s)) if makespan_s > 0 else 0.0
+
+
 def _summary(
     offsets: IntArray, start: FloatArray, end: FloatArray, peak: FloatArray, period: float
 ) -> Simulation:
@@ -182,7 +187,7 @@ def _summary(
     return Simulation(
         makespan_s=makespan,
         period_s=period,
-        bubble_fraction=max(0.0, 1.0 - float(busy.sum()) / (len(parts) * makespan)) if makespan > 0 else 0.0,
+        bubble_fraction=bubble_fraction(float(busy.sum()), makespan_s=makespan, num_devices=len(parts)),
         peak_activation_bytes=peak,
         busy_s=busy,
         start_s=tuple(start[part] for part in parts),

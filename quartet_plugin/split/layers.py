@@ -90,32 +90,40 @@ def even_split_with_ends(num_layers: int, *, num_stages: int, embedding: int, he
 
 
 def split_for_end_loads(
-    num_layers: int, *, num_devices: int, chunks: int = 1, ends: EndLoads
+    num_layers: int,
+    *,
+    num_devices: int,
+    chunks: int = 1,
+    ends: EndLoads,
+    placement: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """The split of equal layers that balances devices under `ends`; stage k lies on device k % num_devices.
+    """The split of equal layers that balances devices under `ends`.
+
+    Stage k lies on device `placement[k]`, by default on k % num_devices.
 
     Layers go one by one to the least loaded device, ties to the inner stages, then to the first. As the end
     loads vary, all splits that are optimal for some end loads appear; for two stages these are all splits.
     Only the first and the last stage may end up empty. `num_layers` must fill the inner stages.
     """
     num_stages = num_devices * chunks
+    device = [stage % num_devices for stage in range(num_stages)] if placement is None else placement
     inner = range(1, num_stages - 1)
     assert num_layers >= len(inner), "fewer layers than inner stages"
     counts = [0] * num_stages
     loads = [0.0] * num_devices
     loads[0] += ends.embedding
-    loads[(num_stages - 1) % num_devices] += ends.head
+    loads[device[-1]] += ends.head
     end_load = {0: ends.embedding, num_stages - 1: ends.head}
     order = [*inner, *sorted({0, num_stages - 1})]
 
     def add(stage: int) -> None:
         counts[stage] += 1
-        loads[stage % num_devices] += 1.0
+        loads[device[stage]] += 1.0
 
     for stage in inner:
         add(stage)
     for _ in range(num_layers - len(inner)):
-        add(min(order, key=lambda s: (loads[s % num_devices], counts[s] + max(0.0, end_load.get(s, 0.0)))))
+        add(min(order, key=lambda s: (loads[device[s]], counts[s] + max(0.0, end_load.get(s, 0.0)))))
     return tuple(counts)
 
 

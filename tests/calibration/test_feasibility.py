@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from quartet_plugin.calibration.feasibility import OVER_CHANCE, SAME_LAYOUT, SAME_SCHEDULE, FeasibilityModel
+from quartet_plugin.calibration.feasibility import (
+    OVER_CHANCE,
+    SAME_LAYOUT,
+    SAME_SCHEDULE,
+    TIGHT,
+    TIGHT_CHANCE,
+    FeasibilityModel,
+)
 from quartet_plugin.calibration.machine_prior import machine_model_of
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
@@ -28,8 +35,15 @@ def gpus(*, num: int) -> tuple[NodeInfo, ...]:
     return tuple(replace(node, node_class=f"NVIDIA H100 80GB HBM3 x{num}") for node in make_nodes(num))
 
 
-def trial(plan: Plan, verdict: str, *, peak: int = 0) -> FinishedTrial:
-    record = TrialRecord(verdict=verdict, outcome="", reason="", attempt_id="", peak_memory_bytes=peak)  # type: ignore[arg-type]
+def trial(plan: Plan, verdict: str, *, peak: int = 0, untracked: int = 0) -> FinishedTrial:
+    record = TrialRecord(
+        verdict=verdict,  # type: ignore[arg-type]
+        outcome="",
+        reason="",
+        attempt_id="",
+        peak_memory_bytes=peak,
+        untracked_memory_bytes=untracked,
+    )
     return FinishedTrial(number=1, plan=plan, record=record)
 
 
@@ -64,6 +78,21 @@ def test_measured_memory_corrects_what_is_expected() -> None:
     assert expected is not None
     odds.learn(trial(space.baseline, "measured", peak=round(1.5 * expected)))
     assert odds.peak_bytes(space.baseline) == pytest.approx(1.5 * expected, rel=1e-6)
+
+
+def test_what_the_allocator_does_not_hold_leaves_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = space_of(gpus(num=2))
+    odds = FeasibilityModel(machine_model_of(space.nodes, precision="bf16"))
+    memory = odds.memory(space.baseline)
+    assert memory is not None
+    near = replace(memory, parameters=memory.parameters + (TIGHT - 0.02) * memory.available - memory.total)
+    monkeypatch.setattr(FeasibilityModel, "memory", lambda *_: near)
+    assert odds.chance(space.baseline) == 1.0
+    # Half of the device is another program's.
+    for share, chance in ((0.5, 1.0), (0.1, TIGHT_CHANCE)):
+        untracked = round(share * memory.capacity)
+        odds.learn(trial(space.baseline, "measured", peak=round(near.total), untracked=untracked))
+        assert odds.chance(space.baseline) == chance
 
 
 def test_where_the_device_is_not_known_nothing_is_said_of_memory() -> None:

@@ -180,7 +180,7 @@ def test_records_of_repeats_lost_trials_and_other_kinds_add_nothing_to_the_times
 
 def write_actions(folder: Path, plan: Plan, truth: Truth, *, attempt_id: str = ATTEMPT) -> None:
     """What the ranks of a schedule of ours would have recorded."""
-    from quartet_plugin.cost.iteration import IterationModelCache
+    from quartet_plugin.cost.iteration.cache import IterationModelCache
 
     iteration_model = IterationModelCache(truth.machine_model).of(plan)
     folder.mkdir(parents=True)

@@ -8,7 +8,7 @@ import numpy as np
 from quartet_plugin.calibration.machine_prior import machine_model_of
 from quartet_plugin.calibration.predictor import PlanPredictor, identity
 from quartet_plugin.cost.coefficients import INDEX, Coefficient, MachineModel
-from quartet_plugin.cost.iteration import IterationModelCache
+from quartet_plugin.cost.iteration.cache import IterationModelCache
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import NodeInfo, Plan
 

@@ -1,5 +1,6 @@
 """Collectives and transfers, on the links their ranks use."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,9 @@ from quartet_plugin.cost import communication
 from quartet_plugin.cost.compute import Times
 from quartet_plugin.cost.constants import Constants
 from quartet_plugin.cost.predict import predict
+from quartet_plugin.cost.run import ON_CPU, Software
+from quartet_plugin.cost.software import with_settings
+from quartet_plugin.model.layout import SettingValue
 from tests.cost.runs import EXPERTS, PIPELINE, ROW, run
 
 CONSTANTS = Constants()
@@ -107,3 +111,30 @@ def test_without_overlap_context_parallel_is_all_exposed() -> None:
     )
     idle = communication.context_parallel(found, CONSTANTS, Times())
     assert idle == communication.context_parallel(found, CONSTANTS, Times(1.0, 2.0, 0.0))
+
+
+def test_settings_price_what_overlaps_and_how_many_buckets() -> None:
+    """Without overlap of a phase all its time is exposed; each bucket is a call with its latency."""
+
+    def exposed_s(**settings: SettingValue) -> float:
+        base = replace(run(gpus=64, dp=8), zero_stage=1)
+        software = with_settings(Software(), settings)
+        return communication.data_parallel(
+            replace(base, software=software),
+            CONSTANTS,
+            dense=1e9,
+            expert=0.0,
+            forward_s=10.0,
+            backward_s=10.0,
+        )
+
+    usual = exposed_s()
+    assert exposed_s(overlap_grad_reduce=True, overlap_param_gather=True) == usual
+    no_gather = exposed_s(overlap_param_gather=False)
+    assert usual < no_gather < exposed_s(overlap_grad_reduce=False)
+    assert exposed_s(overlap_grad_reduce=False, ddp_bucket_size=1_000_000) > exposed_s(
+        overlap_grad_reduce=False
+    )
+    assert exposed_s(ddp_bucket_size=0) == usual
+    # Where collectives stop the computation no setting makes them overlap.
+    assert with_settings(ON_CPU, {"overlap_grad_reduce": True}) == ON_CPU

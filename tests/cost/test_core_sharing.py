@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quartet_plugin.calibration.machine_prior import machine_model_of
 from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient
 from quartet_plugin.cost.core_sharing import CoreSharing, core_sharing_of
-from quartet_plugin.cost.iteration import IterationModelCache
+from quartet_plugin.cost.iteration.cache import IterationModelCache
 from quartet_plugin.mapping.orders import order_named
 from quartet_plugin.model.costs import FloatArray
 from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan, Split

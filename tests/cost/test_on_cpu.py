@@ -15,14 +15,9 @@ from quartet_plugin.cost.compute import (
     waves,
 )
 from quartet_plugin.cost.constants import NEUTRAL, ClusterConstants, Constants, fitted
-from quartet_plugin.cost.predict import (
-    clearing_s,
-    contention_gain,
-    held_weights,
-    optimizer_s,
-    predict,
-    stage_parts,
-)
+from quartet_plugin.cost.iteration.step import clearing_s, contention_gain, held_weights, optimizer_s
+from quartet_plugin.cost.iteration.terms import stage_parts
+from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import Software
 from quartet_plugin.errors import ConfigError
 from tests.cost.live import cpu_run

@@ -18,9 +18,10 @@ def main() -> None:
     cpu_device.ensure_environment()
     cpu_device.install()
     from quartet_plugin.megatron import seams
+    from quartet_plugin.megatron.seams.declared import TRAIN_STEP
 
     folder = Path(sys.argv.pop(1))
-    seams.install({seams.TRAIN_STEP: lambda train_step: _weighed(train_step, folder)})
+    seams.install({TRAIN_STEP: lambda train_step: _weighed(train_step, folder)})
     sys.argv[1:] = [*sys.argv[1:], *cpu_device.required_flags(set(sys.argv[1:]))]
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     cpu_device.exit_now()

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.mapping.orders import is_legal
-from quartet_plugin.mapping.solve import STOCK_ORDERS, solve, stock_arrangement
-from quartet_plugin.mapping.step import StepCosts, step_s
+from quartet_plugin.mapping.solve import STOCK_ORDERS, stock_arrangement
 from quartet_plugin.mapping.topology import Topology, blocks_of, group_link
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.planner.closed_form import StepCosts, solve_step, step_s
 from tests.mapping.steps import make_costs, make_topology
 from tests.space.jobs import make_layout
 
@@ -68,7 +68,7 @@ def test_small_cases_are_solved_exactly(
 ) -> None:
     costs = make_costs(layout_of(degrees, virtual=1 + seed % 2), seed=seed)
     topology = make_topology(num_nodes=cluster[0], per_node=cluster[1], seed=seed + 100)
-    found = solve(costs, topology)
+    found = solve_step(costs, topology)
     assert found.exact
     assert found.step_s == pytest.approx(best_of_all(costs, topology), rel=1e-12)
     assert step_s(costs, topology, found.slots) == pytest.approx(found.step_s, rel=1e-12)
@@ -82,7 +82,7 @@ def test_a_solution_is_legal_and_never_worse_than_stock(
     degrees, cluster = case
     costs = make_costs(layout_of(degrees), seed=seed)
     topology = make_topology(num_nodes=cluster[0], per_node=cluster[1], seed=seed, unequal=unequal)
-    found = solve(costs, topology, evaluations=60, exact_limit=100)
+    found = solve_step(costs, topology, evaluations=60, exact_limit=100)
     assert sorted(found.slots) == list(range(len(topology.slots)))
     assert is_legal([topology.slots[slot] for slot in found.slots], layout=costs.layout)
     assert set(found.stock_s) == set(STOCK_ORDERS)
@@ -97,7 +97,7 @@ def test_a_stock_orders_time_is_that_of_its_slots(name: str) -> None:
     blocks = blocks_of(topology, size=2, sort=False)
     order = stock_arrangement(costs.layout, name).ravel().tolist()
     slots = [slot for block in order for slot in blocks.slots[block]]
-    assert solve(costs, topology, evaluations=5).stock_s[name] == pytest.approx(
+    assert solve_step(costs, topology, evaluations=5).stock_s[name] == pytest.approx(
         step_s(costs, topology, slots)
     )
 
@@ -116,7 +116,7 @@ def test_a_slow_device_plays_the_lighter_stage() -> None:
     topology = replace(
         make_topology(num_nodes=1, per_node=2, seed=0, unequal=False), slowdown=np.array([1.0, 1.5])
     )
-    assert solve(costs, topology).slots == (1, 0)
+    assert solve_step(costs, topology).slots == (1, 0)
 
 
 def test_slow_devices_share_a_tensor_parallel_group() -> None:
@@ -125,7 +125,7 @@ def test_slow_devices_share_a_tensor_parallel_group() -> None:
         make_topology(num_nodes=1, per_node=4, seed=0, unequal=False),
         slowdown=np.array([1.0, 1.5, 1.0, 1.5]),
     )
-    slots = solve(costs, topology).slots
+    slots = solve_step(costs, topology).slots
     assert {frozenset(slots[:2]), frozenset(slots[2:])} == {frozenset({0, 2}), frozenset({1, 3})}
 
 
@@ -137,16 +137,16 @@ def test_a_slow_link_carries_the_pipeline_and_not_the_gradients() -> None:
         exposed_share=1.0,
     )
     topology = make_topology(num_nodes=2, per_node=2, seed=0, unequal=False)
-    found = solve(costs, topology)
+    found = solve_step(costs, topology)
     assert found.slots == (0, 1, 2, 3)
     far = replace(costs, boundary_bytes=1e10, gradients=replace(costs.gradients, volume_bytes=np.zeros(2)))
-    assert solve(far, topology).slots == (0, 2, 1, 3)
+    assert solve_step(far, topology).slots == (0, 2, 1, 3)
 
 
 def test_a_group_that_must_stay_inside_does() -> None:
     costs = make_costs(layout_of((1, 2, 4, 1, 2)), seed=3)
     topology = make_topology(num_nodes=4, per_node=2, seed=3)
-    slots = solve(costs, topology, inside=frozenset({"expert"})).slots
+    slots = solve_step(costs, topology, inside=frozenset({"expert"})).slots
     domains = topology.domain_of_slot[list(slots)].reshape(-1, 2)
     assert (domains[:, 0] == domains[:, 1]).all()
 
@@ -154,18 +154,18 @@ def test_a_group_that_must_stay_inside_does() -> None:
 def test_what_cannot_stay_inside_is_refused() -> None:
     topology = make_topology(num_nodes=4, per_node=2, seed=3)
     with pytest.raises(PlanError, match="expert"):
-        solve(make_costs(layout_of((1, 2, 4, 1, 4)), seed=3), topology, inside=frozenset({"expert"}))
+        solve_step(make_costs(layout_of((1, 2, 4, 1, 4)), seed=3), topology, inside=frozenset({"expert"}))
     with pytest.raises(PlanError, match="tensor_parallel: 4"):
-        solve(make_costs(layout_of((4, 2, 1, 1, 1)), seed=3), topology)
+        solve_step(make_costs(layout_of((4, 2, 1, 1, 1)), seed=3), topology)
     with pytest.raises(PlanError, match="8 slots for 4 ranks"):
-        solve(make_costs(layout_of((1, 2, 2, 1, 1)), seed=3), topology)
+        solve_step(make_costs(layout_of((1, 2, 2, 1, 1)), seed=3), topology)
 
 
 def test_the_same_arguments_give_the_same_mapping() -> None:
     costs = make_costs(layout_of((2, 4, 4, 1, 1)), seed=8)
     topology = make_topology(num_nodes=4, per_node=8, seed=8)
-    first = solve(costs, topology, evaluations=100, exact_limit=10)
-    assert first == solve(costs, topology, evaluations=100, exact_limit=10)
+    first = solve_step(costs, topology, evaluations=100, exact_limit=10)
+    assert first == solve_step(costs, topology, evaluations=100, exact_limit=10)
     assert not first.exact
     assert sorted(first.slots) == list(range(len(topology.slots)))
 

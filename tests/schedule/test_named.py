@@ -1,11 +1,13 @@
 """Named schedules meet their closed forms: bubble and memory in one device's share of a microbatch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.schedule.action import ActionKind
-from quartet_plugin.schedule.named import NAMED, named, refusal_of
+from quartet_plugin.schedule.named import NAMED, blocks, named, refusal_of
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.simulate import Simulation, simulate
 from tests.schedule.sample_costs import uniform
@@ -101,13 +103,66 @@ def test_v_closed_forms(p: int, m: int) -> None:
     dual = run(named("dualpipev", num_devices=p, num_microbatches=m))
     assert bubble(dual, m) == pytest.approx((p - 1) / 2)
     assert peak(dual) == pytest.approx(p + 0.5)
-    if m >= 4 * p:
+    if m >= 4 * p and p > 2:
         half = run(named("v-half", num_devices=p, num_microbatches=m))
-        assert peak(half) == pytest.approx((p + 2) / 2)
-        assert bubble(half, m) == pytest.approx(max(0.0, 1.5 * p - (3.5 if p % 2 == 0 else 3.0)), abs=0.51)
+        assert peak(half) == pytest.approx(p // 2 + 1)
+        assert bubble(half, m) == pytest.approx(1.5 * p - (3.5 if p % 2 == 0 else 2.0), abs=0.51)
         smallest = run(named("v-min", num_devices=p, num_microbatches=m))
         assert peak(smallest) <= (p + 4) // 3 + 1e-9
         assert bubble(smallest, m) <= 2 * p - 1.5
+
+
+# Makespans of the published generator (sail-sg/zero-bubble-pipeline-parallelism at 39f2c186) in this
+# simulator, with F, I, W of a device's share and twice a hand-over as in PROFILES.
+PROFILES = ((1.0, 1.0, 1.0, 0.0), (1.0, 1.0, 1.0, 0.05), (1.0, 1.3, 0.9, 0.02))
+PUBLISHED = [
+    ("v-half", 2, 4, 2, (12.5, 12.7, 13.86)),
+    ("v-half", 3, 9, 2, (29.5, 29.85, 32.47)),
+    ("v-half", 4, 8, 3, (26.5, 27.05, 29.86)),
+    ("v-half", 4, 32, 3, (98.5, 99.05, 106.66)),
+    ("v-half", 5, 15, 3, (50.5, 51.2, 55.81)),
+    ("v-half", 6, 12, 4, (41.5, 42.35, 46.82)),
+    ("v-half", 7, 14, 4, (50.5, 51.55, 56.73)),
+    ("v-half", 8, 16, 5, (56.5, 57.7, 63.74)),
+    ("v-half", 8, 32, 5, (104.5, 105.7, 114.94)),
+    ("v-half", 9, 18, 5, (65.5, 66.85, 73.67)),
+    ("v-min", 2, 4, 2, (13.5, 13.75, 15.8)),
+    ("v-min", 3, 9, 2, (29.5, 30.45, 37.63)),
+    ("v-min", 4, 8, 2, (29.5, 30.5, 37.35)),
+    ("v-min", 4, 32, 2, (101.5, 104.9, 131.91)),
+    ("v-min", 5, 15, 3, (52.5, 54.5, 66.92)),
+    ("v-min", 6, 12, 3, (44.5, 46.3, 56.57)),
+    ("v-min", 7, 14, 3, (53.5, 55.7, 68.13)),
+    ("v-min", 8, 16, 4, (61.5, 64.15, 78.02)),
+    ("v-min", 8, 32, 4, (109.5, 114.2, 141.22)),
+    ("v-min", 9, 18, 4, (68.5, 71.5, 87.35)),
+]
+
+
+@pytest.mark.parametrize(("name", "p", "m", "memory", "makespans"), PUBLISHED)
+def test_v_half_and_v_min_are_no_longer_than_the_published_generators(
+    name: str, p: int, m: int, memory: float, makespans: tuple[float, ...]
+) -> None:
+    schedule = named(name, num_devices=p, num_microbatches=m)
+    transfer = np.array(schedule.placement[:-1]) != np.array(schedule.placement[1:])
+    for (*shares, seconds), published in zip(PROFILES, makespans, strict=True):
+        costs = replace(
+            uniform(schedule.placement, shares=(shares[0], shares[1], shares[2])),
+            forward_transfer_s=np.append(transfer, False) * seconds / 2,
+            backward_transfer_s=np.insert(transfer, 0, False) * seconds / 2,
+        )
+        result = simulate(schedule, costs)
+        assert result.makespan_s <= published + 1e-3
+        assert peak(result) <= memory
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
+def test_a_steady_block_that_is_repeated_is_one_that_was_squeezed_with_more_microbatches(p: int) -> None:
+    for block in (blocks.v_half_block(p), blocks.v_min_block(p)):
+        many = 2 * p + 9
+        whole = blocks.squeezed(block, p, many)
+        for device, order in enumerate(blocks.orders_of_block(block, p=p, m=many)):
+            assert order.tolist() == blocks.codes(whole[device], device, p=p, m=many).tolist()
 
 
 @pytest.mark.parametrize(("p", "waves"), [(2, 1), (4, 1), (4, 2), (8, 1), (8, 2), (8, 4), (16, 2)])

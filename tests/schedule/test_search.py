@@ -92,6 +92,28 @@ def test_a_seed_and_a_number_of_evaluations_decide_the_result(
     assert first.num_evaluations == pytest.approx(1500, rel=0.3)
 
 
+def test_a_search_without_a_limit_does_not_depend_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quartet_plugin.schedule.search.engine._DEFAULT_WORK", 100_000)
+    costs = costs_for(4, 8, seed=7)
+    slow = itertools.count(step=1_000)
+    results = [search(costs, clock=clock) for clock in (lambda: 0.0, lambda: float(next(slow)))]
+    assert same(results[0].schedule, results[1].schedule)
+    assert 300 < results[0].num_evaluations == results[1].num_evaluations < 600
+
+
+@pytest.mark.parametrize("cap", [2.0, 2.5, 3.0])
+def test_a_tight_cap_is_never_worse_than_v_half_and_v_min(cap: float) -> None:
+    costs = replace(
+        costs_for(4, 16, seed=3, layers=16, cap=cap), device_slowdown=np.ones(4), transfer_s=np.zeros((4, 4))
+    )
+    result = search(costs, placement="v", split="even", evaluations=300)
+    assert result.named_best is None or (
+        result.simulation.makespan_s <= result.named_best.score_s * (1 + 1e-9)
+    )
+    assert costs.memory_limit_bytes is not None
+    assert (result.simulation.peak_activation_bytes <= costs.memory_limit_bytes * (1 + 1e-9)).all()
+
+
 def test_the_time_limit_is_kept() -> None:
     now = [0.0]
 

@@ -1,21 +1,16 @@
 """Named schedules that are rules of priority: list scheduling by keys at unit costs F = I = W = 1.
 
-V-Half and V-Min repeat a building block of six slots a microbatch (Qi et al. 2024, "Pipeline Parallelism
-with Controllable Memory"): the keys are the block's slots, the memory cap is the one the block needs.
 Hanayo and Chimera are sorted by the slots of their conflict-free units.
 """
 
 import math
 from collections.abc import Sequence
-from itertools import product
 
 import numpy as np
 
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.action import ActionKind
-
-SLOTS = 6
 
 
 def list_schedule(
@@ -25,7 +20,6 @@ def list_schedule(
     keys: tuple[FloatArray, FloatArray],
     cap: float,
     slack: float,
-    split_backward: bool = False,
 ) -> list[IntArray]:
     """Orders by the keys of F and I at unit costs, both [num_stages] and alike on all routes.
 
@@ -40,7 +34,7 @@ def list_schedule(
     forward, backward = (np.tile(key, num_routes) for key in keys)
     count = num_microbatches // num_routes
     lane_device = np.concatenate([np.asarray(r, dtype=np.int64) for r in routes])
-    per_device = np.bincount(lane_device) * count * (3 if split_backward else 2)
+    per_device = np.bincount(lane_device) * count * 2
     offsets = np.concatenate(([0], np.cumsum(per_device)))
     orders = np.empty(int(offsets[-1]), dtype=np.int64)
     lanes = Lanes(
@@ -56,7 +50,7 @@ def list_schedule(
     makespan = generate_orders(
         lanes,
         Keys(forward, backward, np.arange(num_microbatches, dtype=np.float64)),
-        np.full(num_lanes, int(not split_backward), dtype=np.int64),
+        np.ones(num_lanes, dtype=np.int64),
         np.array([math.inf, 1.0, slack, math.inf, math.inf, 0.0, 0.0]),
         np.full(len(per_device), float(cap)),
         orders,
@@ -64,53 +58,6 @@ def list_schedule(
     )
     assert math.isfinite(makespan)
     return np.split(orders, offsets[1:-1])
-
-
-def _block(p: int, *, down: int, up: int, waits: tuple[int, int, int]) -> tuple[FloatArray, FloatArray]:
-    """Keys of a V block on p devices: F0 and I1 move `down` slots a device, F1 and I0 `up`.
-
-    `waits` are the slots between F0 and F1, F1 and I1, I1 and I0 on the device where the direction changes.
-    """
-    device = np.arange(p)
-    f0 = down * device
-    f1 = down * (p - 1) + 1 + waits[0] + up * (p - 1 - device)
-    i1 = f1[0] + 1 + waits[1] + down * device
-    i0 = i1[-1] + 1 + waits[2] + up * (p - 1 - device)
-    return np.concatenate((f0, f1[::-1])) / SLOTS, np.concatenate((i0, i1[::-1])) / SLOTS
-
-
-def v_half(p: int, m: int) -> list[IntArray]:
-    """V-Half: memory (p+2)/2; bubble 1.5 p - 3.5 (even p) or 1.5 p - 3 (odd p) at F = I = W = 1."""
-    even = p % 2 == 0
-    keys = _block(p, down=2, up=1, waits=(0, 3 if even else 0, 1))
-    slack = 2 / SLOTS + 0.01 if even else 1.0
-    return list_schedule(
-        (places.v_shape(p),), num_microbatches=m, keys=keys, cap=p + 2, slack=slack, split_backward=True
-    )
-
-
-def v_min(p: int, m: int) -> list[IntArray]:
-    """V-Min: memory floor((p+4)/3); all actions move one slot a device, W fills the gaps."""
-    route, cap = places.v_shape(p), 2 * ((p + 4) // 3)
-    return list_schedule(
-        (route,), num_microbatches=m, keys=_v_min_block(p), cap=cap, slack=0.0, split_backward=True
-    )
-
-
-def _v_min_block(p: int) -> tuple[FloatArray, FloatArray]:
-    """The keys of the earliest block of speed 1 whose four actions never meet in a slot."""
-    best: tuple[int, FloatArray, FloatArray] | None = None
-    for waits in product(range(SLOTS), repeat=3):
-        forward, backward = _block(p, down=1, up=1, waits=(waits[0], waits[1], waits[2]))
-        slots = np.rint(
-            np.stack((forward[:p], forward[: p - 1 : -1], backward[:p], backward[: p - 1 : -1])) * SLOTS
-        )
-        taken = np.sort(slots.astype(np.int64) % SLOTS, axis=0)
-        last = int(slots[2, 0])
-        if np.all(np.diff(taken, axis=0) > 0) and (best is None or last < best[0]):
-            best = (last, forward, backward)
-    assert best is not None
-    return best[1], best[2]
 
 
 def mix_pipe(p: int, m: int) -> list[IntArray]:

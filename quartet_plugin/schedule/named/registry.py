@@ -14,7 +14,7 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.costs import IntArray
 from quartet_plugin.schedule import placement as places
 from quartet_plugin.schedule.action import MAX_ACTIONS, MAX_MICROBATCHES
-from quartet_plugin.schedule.named import keyed, rules
+from quartet_plugin.schedule.named import blocks, keyed, rules
 from quartet_plugin.schedule.named.rules import Phase, order_of_slots, slots_of
 from quartet_plugin.schedule.placement import PlacementKind
 from quartet_plugin.schedule.schedule import Schedule
@@ -144,8 +144,8 @@ _ALL = (
     _LINEAR(name="zb-h2", make=_phased(rules.zb_h2), split_backward=True, offer=Offer.DEFAULT),
     _LOOP(name="zb-interleaved", make=_looped(rules.zb_interleaved), has_group=True, split_backward=True),
     _V(name="zb-v", make=_phased(rules.zb_v), offer=Offer.DEFAULT),
-    _V(name="v-half", make=lambda size: keyed.v_half(size.p, size.m), offer=Offer.DEFAULT),
-    _V(name="v-min", make=lambda size: keyed.v_min(size.p, size.m), offer=Offer.DEFAULT),
+    _V(name="v-half", make=lambda size: blocks.v_half(size.p, size.m), offer=Offer.DEFAULT),
+    _V(name="v-min", make=lambda size: blocks.v_min(size.p, size.m), offer=Offer.DEFAULT),
     _V(name="dualpipev", make=_phased(rules.dual_phases), requirement=_at_least_2p, offer=Offer.REQUESTED),
     NamedSchedule(
         name="hanayo",

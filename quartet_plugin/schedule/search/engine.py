@@ -34,7 +34,9 @@ from quartet_plugin.schedule.search.space import AUTO, placements_for, splits_fo
 from quartet_plugin.schedule.simulate import simulate_costs
 from quartet_plugin.split.entries import Entries
 
-DEFAULT_TIME_LIMIT_S = 10.0
+# The work of a search without a limit, in actions of evaluated orders: 5 to 10 s on two idle cores.
+_DEFAULT_WORK = 8_000_000
+_MAX_DEFAULT_EVALUATIONS = 10_000
 _PROOFS = 8
 _PROMOTED = 12
 _FIRST_STARTS = 32
@@ -61,8 +63,9 @@ def search(
 ) -> SearchResult:
     """Search placement, split and order for `costs`; never worse than the best named schedule.
 
-    `time_limit_s` (10 if neither is given) is for everything but compilation; `evaluations` makes the
-    result depend on `seed` alone. More of either never gives a worse result. The search stops early at
+    `evaluations` (`default_evaluations` if no limit is given) are the work: the result depends on them and
+    `seed` alone, however busy the machine is. `time_limit_s`, for everything but compilation, only cuts it
+    off. More of either never gives a worse result. The search stops early at
     `lower_bound_s`, a proven bound on the makespan. `on_round` is called with the result so far.
     With the period as the objective, insertion and the exact optimum of small orders, which shorten
     makespans, are left out. Another order replaces the best named one of its round only if its mean
@@ -75,19 +78,26 @@ def search(
         costs, want_period=objective == "period", allow_empty=allow_empty, free_split=split == AUTO
     )
     shapes = placements_for(costs, placement=placement, chunks=chunks, split=split, allow_empty=allow_empty)
-    limit = DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s
+    if evaluations is None and time_limit_s is None:
+        evaluations = default_evaluations(costs)
     begin = clock()
     with compilation_time() as compiling:
         compile_kernels()
     effort = Effort(
         clock=clock,
         started_s=begin + compiling(),
-        time_limit_s=None if evaluations else limit,
+        time_limit_s=time_limit_s,
         evaluations=evaluations,
         goal_s=0.0 if problem.want_period else lower_bound_s,
     )
     options = {shape: splits_for(costs, shape, split, allow_empty=allow_empty) for shape in shapes}
     return _run(problem, effort, options, seed, on_round)
+
+
+def default_evaluations(costs: Costs) -> int:
+    """The evaluations of a search that no limit is given: fewer where orders are long."""
+    typical = 3 * 2 * costs.num_devices * costs.num_microbatches
+    return max(1, min(_MAX_DEFAULT_EVALUATIONS, _DEFAULT_WORK // typical))
 
 
 @cache

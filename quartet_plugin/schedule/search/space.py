@@ -45,6 +45,23 @@ _LEADERS = (
     (2.0, 2.0, 0.5, 2.0),
     (1.0, 2.0, -0.5, 1.0),
 )
+# Building blocks of a V under a tight memory cap: (slots a device of F0 and I1, of F1 and I0; shifts of I1
+# and I0; slack). Each is the best of a grid at some cap between a third of 1F1B's memory and all of it.
+_BLOCKS = (
+    (2.0, 1.0, 0.0, -0.34, 0.7),
+    (1.0, 1.0, 0.0, 0.17, 0.34),
+    (1.0, 1.5, -0.34, -0.34, 0.7),
+    (1.0, 1.0, -0.34, 0.17, 1.0),
+    (1.5, 1.5, -0.34, -0.34, 1.0),
+    (1.0, 2.0, -0.34, 0.17, 0.17),
+    (1.5, 1.0, -0.34, 0.0, 0.7),
+    (1.0, 1.0, 0.17, -0.34, 0.34),
+    (1.0, 1.5, 0.5, 0.0, 1.0),
+    (2.0, 2.0, 0.0, 0.0, 0.7),
+    (2.5, 1.0, 0.17, -0.34, 2.0),
+    (1.5, 1.0, 0.5, 0.0, 0.7),
+)
+_FIRST_BLOCK = 4
 
 
 def placements_for(
@@ -123,6 +140,8 @@ def family_starts(num_chunks: int, num_devices: int, num_microbatches: int) -> l
     v = num_chunks
     grid = product((1.0, 2.0), (1.0, 1.5, 2.0, 3.0), (-0.5, 0.0, 0.5, 1.0), (0.34, 1.0, 2.0, math.inf))
     families = [_plain(v, *values) for values in dict.fromkeys((*_LEADERS, *grid))]
+    if v == 2:
+        families[_FIRST_BLOCK:_FIRST_BLOCK] = [_block(*values) for values in _BLOCKS]
     if v > 1:
         groups = sorted({min(num_microbatches, g) for g in (num_devices, 2 * num_devices, num_microbatches)})
         families += [
@@ -138,6 +157,17 @@ def _plain(v: int, forward: float, backward: float, shift: float, slack: float) 
         stretch_backward=(backward,) * v,
         shift_forward=(0.0,) * v,
         shift_backward=(shift,) * v,
+        slack=slack,
+    )
+
+
+def _block(down: float, up: float, shift_last: float, shift_first: float, slack: float) -> Family:
+    """F of the first and I of the second chunk move `down` slots a device, the other two `up`."""
+    return Family(
+        stretch_forward=(down, up),
+        stretch_backward=(up, down),
+        shift_forward=(0.0, 0.0),
+        shift_backward=(shift_first, shift_last),
         slack=slack,
     )
 

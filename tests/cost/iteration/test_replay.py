@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quartet_plugin.cost.critical_path import FULL_ROUNDS, SAME, OrderedActions, critical_path, folded
+from quartet_plugin.cost.iteration.orders import FULL_ROUNDS, OrderedActions, folded
+from quartet_plugin.cost.iteration.replay import SAME, critical_path
 from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule

@@ -5,15 +5,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quartet_plugin.calibration.machine_prior import machine_model_of
-from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient
-from quartet_plugin.cost.constants import fitted
-from quartet_plugin.cost.iteration import IterationModelCache
+from quartet_plugin.cost.cluster import uniform_topology_of
+from quartet_plugin.cost.coefficients import COEFFICIENTS, INDEX, Coefficient, MachineModel
+from quartet_plugin.cost.constants import ClusterConstants
+from quartet_plugin.cost.iteration.assigned import AssignedRun
+from quartet_plugin.cost.iteration.cache import IterationModelCache
+from quartet_plugin.cost.iteration.plan_terms import run_of_plan
 from quartet_plugin.cost.predict import predict
-from quartet_plugin.cost.run import ON_CPU, run_of
+from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.mapping.orders import order_named
+from quartet_plugin.model.costs import StageCosts
+from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
+from quartet_plugin.schedule.choice import choice_of
+from quartet_plugin.schedule.named import Offer, named
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, baseline_plan, build_space
 from quartet_plugin.tuner.config import parse_config
@@ -48,23 +57,105 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_uncorrected_it_is_the_prediction_of_the_cost_model(name: str) -> None:
-    plan = PLANS[name]
-    iteration_models = iteration_models_of(plan)
-    log_coefficients = np.zeros(iteration_models.machine_model.num_coefficients)
-    log_coefficients[INDEX[Coefficient.ACTION]] = NOTHING  # the shared constants have no such term
-    run = run_of(
-        plan.shape,
-        plan.layout,
-        global_batch_size=plan.made_for.global_batch_size,
-        layers_per_stage=plan.split.transformer_layers_per_stage,
-        machines=iteration_models.machine_model.intra_node,
-        precision="fp32",
-        software=ON_CPU,
+EXPERTS = Experts(
+    num_experts=8, experts_per_token=2, ffn_hidden_size=512, shared_ffn_hidden_size=256, num_dense_layers=1
+)
+
+
+@st.composite
+def machine_plans(draw: st.DrawFn) -> tuple[MachineModel, Plan]:
+    """A plan of any layout, split and schedule on equal devices of one node, with or without experts."""
+    pp, tp, cp, dp = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3), (1, 2), (1, 2), (1, 2)))
+    experts = EXPERTS if draw(st.booleans()) else None
+    kind = draw(st.sampled_from([kind for kind in ScheduleKind if kind.spec is not None]))
+    assert kind.spec is not None
+    chunks = kind.spec.default_chunks if pp > 1 else 1
+    layout = make_layout(
+        pipeline_parallel=pp,
+        tensor_parallel=tp,
+        context_parallel=cp,
+        data_parallel=dp,
+        virtual_stages=chunks,
+        micro_batch_size=1,
+        expert_parallel=dp * cp if experts else 1,
     )
-    expected = predict(run, fitted()).iter_time_s
-    assert iteration_models.of(plan).evaluate(log_coefficients)[0] == pytest.approx(expected, rel=2e-3)
+    node_class = draw(st.sampled_from(["cpu", "NVIDIA H100 80GB HBM3"]))
+    count = pp * tp * cp * dp
+    nodes = tuple(replace(node, node_class=f"{node_class} x{count}") for node in make_nodes(count))
+    job = make_job(layout=layout)
+    plan = baseline_plan(job, nodes=nodes, run="r", seed=0)
+    stages = layout.num_stages
+    split = draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))
+    plan = replace(
+        plan,
+        shape=replace(plan.shape, num_layers=sum(split)),
+        split=Split(transformer_layers_per_stage=tuple(split)),
+        made_for=replace(plan.made_for, global_batch_size=dp * draw(st.sampled_from([6, 12, 60]))),
+    )
+    if kind.spec.offer is Offer.STOCK or pp == 1:
+        group = pp if pp > 1 and kind is ScheduleKind.INTERLEAVED else None
+        plan = replace(plan, schedule=replace(plan.schedule, group=group))
+    else:
+        schedule = named(kind.value, num_devices=pp, num_microbatches=plan.num_microbatches, chunks=chunks)
+        one = np.ones(stages)
+        costs = StageCosts(
+            device_of_stage=np.array(schedule.placement),
+            held_fraction=1.0,
+            **{f"{name}_s": one for name in ("forward", "input_grad", "weight_grad", "backward")},
+            activation_bytes=one,
+            forward_transfer_s=0 * one,
+            backward_transfer_s=0 * one,
+        )
+        plan = replace(plan, schedule=ScheduleChoice(name="custom", custom=choice_of(schedule, costs)))
+    model = machine_model_of(nodes, precision="fp32" if node_class == "cpu" else "bf16", experts=experts)
+    constants = replace(
+        ClusterConstants.of(model.constants), contention=draw(st.sampled_from([0.0, 0.3])), residual=1.05
+    )
+    return replace(model, constants=constants), plan
+
+
+@settings(max_examples=60, deadline=None)
+@given(machine_plans())
+def test_one_plan_has_the_same_seconds_and_terms_from_every_side(case: tuple[MachineModel, Plan]) -> None:
+    """A run's prediction, the iteration model at coefficients of 1, and the run on given slots."""
+    machine_model, plan = case
+    run = run_of_plan(plan, machine_model)
+    expected = predict(run, machine_model.constants)
+    iteration_model = IterationModelCache(machine_model).of(plan)
+    ones = np.zeros(machine_model.num_coefficients)
+    assert iteration_model.evaluate(ones)[0] == pytest.approx(expected.iter_time_s, rel=1e-9)
+    topology = uniform_topology_of(run.machines, machine_model.constants)
+    assigned = AssignedRun(run, machine_model.constants, topology)
+    for prediction in (
+        iteration_model.predict(ones),
+        assigned.predict(tuple(range(plan.layout.world_size))),
+    ):
+        least = 1e-9 * expected.iter_time_s
+        assert prediction.terms == pytest.approx(dict(expected.terms), rel=1e-9, abs=least)
+        assert prediction.compute_terms == pytest.approx(dict(expected.compute_terms), rel=1e-9, abs=least)
+        assert prediction.bubble_fraction == pytest.approx(expected.bubble_fraction, abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(machine_plans(), st.integers(0, 2**32 - 1))
+def test_the_terms_sum_to_the_seconds_under_any_coefficients(
+    case: tuple[MachineModel, Plan], seed: int
+) -> None:
+    machine_model, plan = case
+    log_coefficients = np.random.default_rng(seed).normal(scale=0.5, size=machine_model.num_coefficients)
+    iteration_model = IterationModelCache(machine_model).of(plan)
+    prediction = iteration_model.predict(log_coefficients)
+    assert sum(prediction.terms.values()) == pytest.approx(prediction.iter_time_s)
+    assert iteration_model.evaluate(log_coefficients)[0] == pytest.approx(prediction.iter_time_s, rel=1e-9)
+
+
+def test_experts_cost_more_than_a_dense_layer_and_their_collectives_have_a_slope() -> None:
+    plan = plan_of((4,), pipeline_parallel=1, data_parallel=4, expert_parallel=4)
+    dense = iteration_models_of(plan).machine_model
+    zeros = np.zeros(dense.num_coefficients)
+    seconds, slopes = IterationModelCache(replace(dense, experts=EXPERTS)).of(plan).evaluate(zeros)
+    assert slopes[INDEX[Coefficient.EXPERTS]] > 0
+    assert seconds != pytest.approx(IterationModelCache(dense).of(plan).evaluate(zeros)[0])
 
 
 def sampled(nodes: tuple[int, ...], *, num: int) -> list[Plan]:

@@ -1,0 +1,161 @@
+"""The iteration models of all plans of a run; what plans share is computed once."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from quartet_plugin.cost import communication
+from quartet_plugin.cost.coefficients import CAUSES, INDEX, Coefficient, MachineModel
+from quartet_plugin.cost.core_sharing import core_sharing_of
+from quartet_plugin.cost.iteration.kernel import UNSLOWED
+from quartet_plugin.cost.iteration.model import IterationModel
+from quartet_plugin.cost.iteration.orders import device_of_stages, orders_of
+from quartet_plugin.cost.iteration.plan_terms import (
+    UnitArrays,
+    leaves_node,
+    run_of_plan,
+    slowdown_indices,
+    unit_arrays,
+)
+from quartet_plugin.cost.iteration.replay import blocks_on_sends
+from quartet_plugin.cost.iteration.split_model import RawTimes, SplitModel
+from quartet_plugin.cost.iteration.step import tensor_start_s, tensors_of_layer
+from quartet_plugin.cost.iteration.terms import COLLECTIVES, unit_parts
+from quartet_plugin.cost.memory import weights_of_stages
+from quartet_plugin.cost.run import (
+    TrainingRun,
+)
+from quartet_plugin.mapping.orders import slots_of
+from quartet_plugin.model.costs import FloatArray
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.split.layers import EndLoads, end_loads_with_slowdowns
+
+
+class IterationModelCache:
+    """Makes the iteration model of any plan of a run; what plans share is computed once."""
+
+    def __init__(self, machine_model: MachineModel) -> None:
+        self.machine_model = machine_model
+        self._units: dict[object, UnitArrays] = {}
+        self._links: dict[tuple[ModelShape, Layout], tuple[float, float, float]] = {}
+
+    def of(self, plan: Plan) -> IterationModel:
+        """The plan's iteration model."""
+        run = run_of_plan(plan, self.machine_model)
+        return IterationModel(
+            plan,
+            machine_model=self.machine_model,
+            run=run,
+            units=self._units_of(plan, run),
+            links=self._links_of(plan, run),
+            orders=orders_of(run),
+        )
+
+    def split_model(self, plan: Plan) -> SplitModel:
+        """The plan's iteration model as a function of its split and mapping. It has a pipeline.
+
+        Layers with experts and those without count as alike.
+        """
+        model, run = self.of(plan), run_of_plan(plan, self.machine_model)
+        units = self._units_of(plan, run)
+        num_stages, sharing = plan.layout.num_stages, core_sharing_of(plan, self.machine_model.nodes)
+        held = np.zeros((2, num_stages))
+        held[0, 0] = held[1, -1] = 1.0
+        compute_fixed = np.einsum("ucd,us->cds", units.compute[2:], held)
+        other_fixed = np.einsum("urd,us->rds", units.unslowed[2:], held)
+        other_fixed[-1] += units.action[:, None]
+        share = self._dense_share(plan)
+        intra_s, inter_s, latency_s = self._links_of(plan, run)
+        raw = RawTimes(
+            compute_fixed=compute_fixed,
+            compute_layer=share * units.compute[0] + (1 - share) * units.compute[1],
+            other_fixed=other_fixed,
+            other_layer=share * units.unslowed[0] + (1 - share) * units.unslowed[1],
+            intra_s=intra_s,
+            inter_s=inter_s,
+            latency_s=latency_s,
+            core_slowdown=(
+                np.ones(plan.layout.pipeline_parallel) if sharing is None else sharing.greatest_slowdown
+            ),
+            placement=np.array(device_of_stages(run), dtype=np.int64),
+            orders=orders_of(run),
+            is_blocking=blocks_on_sends(run),
+            share=model.share,
+            layer_start_s=tensors_of_layer(run) * tensor_start_s(run, self.machine_model.constants),
+        )
+        counts = plan.split.transformer_layers_per_stage
+        weights = [held.total for held in weights_of_stages(run)]
+        fullest = max(range(num_stages), key=lambda stage: counts[stage])
+        fewer = tuple(count - (stage == fullest) for stage, count in enumerate(counts))
+        without = weights_of_stages(replace(run, layers_per_stage=fewer))[fullest].total
+        per_layer = weights[fullest] - without
+        return SplitModel(
+            plan,
+            raw=raw,
+            weights=(per_layer, weights[0] - per_layer * counts[0], weights[-1] - per_layer * counts[-1]),
+            slot_index=self.machine_model.slowdown_index_of_slot,
+            node_of_slot=np.array([slot.node for slot in slots_of(self.machine_model.nodes)]),
+            step_terms_of=lambda other: self.of(other).step_seconds,
+        )
+
+    def _dense_share(self, plan: Plan) -> float:
+        """The share of the layers that have a dense FFN."""
+        experts = self.machine_model.experts
+        return experts.num_dense_layers / plan.shape.num_layers if experts else 1.0
+
+    def end_loads(self, plan: Plan, log_coefficients: FloatArray) -> EndLoads:
+        """The end loads that balance the plan's pipeline: of embedding and head, and of slower end ranks."""
+        units = self._units_of(plan, run_of_plan(plan, self.machine_model))
+        scale = np.exp(log_coefficients)
+        directions = np.array(
+            [1.0, scale[INDEX[Coefficient.INPUT_GRAD]], scale[INDEX[Coefficient.WEIGHT_GRAD]]]
+        )
+        speed = scale[INDEX[Coefficient.SPEED]]
+        computed = speed * np.einsum("c,ucd,d->u", scale[: len(CAUSES)], units.compute, directions)
+        dense, routed, first, last = computed + np.einsum("r,urd->u", scale[UNSLOWED], units.unslowed)
+        share = self._dense_share(plan)
+        layer = share * dense + (1 - share) * routed
+        indices = slowdown_indices(plan, self.machine_model)
+        slowdowns = np.ones(plan.layout.pipeline_parallel)
+        if indices is not None:
+            slowdowns = scale[indices[np.arange(len(indices)), np.argmax(scale[indices], axis=1)]]
+        core_sharing = core_sharing_of(plan, self.machine_model.nodes)
+        if core_sharing is not None:
+            slowdowns = slowdowns * core_sharing.greatest_slowdown
+        ends = EndLoads(embedding=float(first / layer), head=float(last / layer))
+        return end_loads_with_slowdowns(ends, slowdowns=slowdowns.tolist(), num_layers=plan.shape.num_layers)
+
+    def _units_of(self, plan: Plan, run: TrainingRun) -> UnitArrays:
+        """The units with the links of the plan's groups: tensor parallel ones stay in a node."""
+        layout = plan.layout
+        apart = tuple(
+            size > 1 and leaves_node(plan, size) for size in (layout.context_parallel, layout.expert_parallel)
+        )
+        key = (plan.shape, layout, run.is_custom, run.splits_backward, apart)
+        if key not in self._units:
+            constants = self.machine_model.constants
+            parts = unit_parts(run, constants)
+            if any(apart):
+                inter_node = unit_parts(replace(run, machines=self.machine_model.inter_node), constants)
+                names = [name for name, is_apart in zip(COLLECTIVES[1:], apart, strict=True) if is_apart]
+                parts = replace(
+                    parts,
+                    dense=parts.dense | {name: inter_node.dense[name] for name in names},
+                    routed=parts.routed | {name: inter_node.routed[name] for name in names},
+                )
+            self._units[key] = unit_arrays(parts)
+        return self._units[key]
+
+    def _links_of(self, plan: Plan, run: TrainingRun) -> tuple[float, float, float]:
+        """Seconds of a boundary tensor inside a node and between nodes, without latency, and the latency."""
+        key = (plan.shape, plan.layout)
+        if key not in self._links:
+            constants = self.machine_model.constants
+            latency = communication.transfer_latency_s(constants)
+            intra_node = communication.transfer_s(run, constants, sender=0, receiver=1)
+            run = replace(run, machines=self.machine_model.inter_node)
+            inter_node = communication.transfer_s(run, constants, sender=0, receiver=1)
+            self._links[key] = (intra_node - latency, inter_node - latency, latency)
+        return self._links[key]

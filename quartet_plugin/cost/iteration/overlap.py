@@ -1,0 +1,89 @@
+"""Overlap as terms of its own: the communication that compute hides, beside the terms that stay exposed.
+
+A collective's time is that of its traffic alone; what `predict` counts of it is the exposed rest.
+"""
+
+from dataclasses import replace
+
+from quartet_plugin.cost import communication, compute
+from quartet_plugin.cost.compute import Rates, Times
+from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.iteration.orders import stages_of_devices
+from quartet_plugin.cost.iteration.replay import blocks_on_sends
+from quartet_plugin.cost.iteration.step import (
+    busiest_rank,
+    fullest_rank,
+    held_layers,
+    held_weights,
+    transfers_s,
+)
+from quartet_plugin.cost.iteration.terms import stage_parts
+from quartet_plugin.cost.memory import weights_of_stages
+from quartet_plugin.cost.run import Overlap, TrainingRun
+
+
+def hidden_terms(run: TrainingRun, constants: Constants) -> dict[str, float]:
+    """Seconds an iteration of the busiest rank's communication behind its compute, by the exposed term.
+
+    Transfers that do not block are hidden as a whole: the waiting that they cause is in the bubble.
+    """
+    sums = [Times.sum_of(part.values()) for part in stage_parts(run, constants)]
+    rank = busiest_rank(run, [stage.total for stage in sums])
+    stages, count = list(stages_of_devices(run)[rank]), run.num_microbatches
+    layers = count * held_layers(run, rank)
+    forward_s = sum(sums[k].forward for k in stages)
+    backward_s = sum(sums[k].input_grad + sums[k].weight_grad for k in stages)
+    sent = sum(float(seconds[stages].sum()) for seconds in transfers_s(run, constants))
+    hidden = {
+        "tp_comm_s": layers * _tensor_s(run, constants),
+        "cp_comm_s": layers * _context_s(run, constants),
+        "pp_comm_s": 0.0 if blocks_on_sends(run) else count * sent,
+        "fsdp_comm_s": count * _sharded_s(run, constants, forward_s=forward_s, backward_s=backward_s),
+        "dp_comm_s": _gradients_s(run, constants, forward_s=forward_s, backward_s=backward_s),
+    }
+    return {name: seconds for name, seconds in hidden.items() if seconds > 0.0}
+
+
+def _tensor_s(run: TrainingRun, constants: Constants) -> float:
+    plain = replace(run, software=replace(run.software, tensor_overlap=Overlap.NONE))
+    alone, exposed = (communication.tensor_parallel(each, constants)[0].total for each in (plain, run))
+    return alone - exposed
+
+
+def _context_s(run: TrainingRun, constants: Constants) -> float:
+    layer = compute.layer_times(run, constants, Rates(run, constants), experts=None)
+    alone, exposed = (
+        communication.context_parallel(run, constants, beside).total for beside in (Times(), layer.attention)
+    )
+    return alone - exposed
+
+
+def _sharded_s(run: TrainingRun, constants: Constants, *, forward_s: float, backward_s: float) -> float:
+    parameters = sum(held.total for held in weights_of_stages(run))
+    alone, exposed = (
+        communication.sharded_parameters(
+            run,
+            constants,
+            parameters=parameters,
+            forward_s=beside * forward_s,
+            backward_s=beside * backward_s,
+        )
+        for beside in (0.0, 1.0)
+    )
+    return alone - exposed
+
+
+def _gradients_s(run: TrainingRun, constants: Constants, *, forward_s: float, backward_s: float) -> float:
+    held = held_weights(run, fullest_rank(run, weights_of_stages(run)))
+    alone, exposed = (
+        communication.data_parallel(
+            run,
+            constants,
+            dense=held.dense,
+            expert=held.expert,
+            forward_s=beside * forward_s,
+            backward_s=beside * backward_s,
+        )
+        for beside in (0.0, 1.0)
+    )
+    return alone - exposed

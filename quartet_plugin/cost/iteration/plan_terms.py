@@ -1,0 +1,165 @@
+"""What a plan's iteration is made of: its run, its units, links, and terms of a step, by coefficient."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quartet_plugin.cost.coefficients import CAUSES, INDEX, Coefficient, MachineModel
+from quartet_plugin.cost.compute import Times
+from quartet_plugin.cost.iteration.kernel import UNSLOWED
+from quartet_plugin.cost.iteration.orders import (
+    device_of_stages,
+    stages_of_devices,
+)
+from quartet_plugin.cost.iteration.step import (
+    busiest_rank,
+    step_terms,
+)
+from quartet_plugin.cost.iteration.terms import UnitParts
+from quartet_plugin.cost.run import (
+    ON_CPU,
+    Software,
+    TrainingRun,
+    UniformCluster,
+    run_of,
+    schedule_group,
+    schedule_kind,
+)
+from quartet_plugin.cost.software import with_settings
+from quartet_plugin.mapping.orders import slots_of
+from quartet_plugin.model.costs import FloatArray, IntArray
+from quartet_plugin.model.plan import Plan
+
+# The coefficient of each compute part of a layer, and of each collective's part.
+PART_OF = {
+    "gemm": Coefficient.PRODUCTS,
+    "attention": Coefficient.ATTENTION,
+    "elementwise": Coefficient.ELEMENTWISE,
+    "launch": Coefficient.LAUNCH,
+    "recompute": Coefficient.RECOMPUTE,
+}
+UNSLOWED_PARTS = ("tp_comm", "cp_comm", "ep_comm", "action")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UnitArrays:
+    """`UnitParts` as arrays: `compute` [4, num_causes, 3], `unslowed` [4, 4, 3].
+
+    The first axis has a dense layer, one with experts, the embedding and the head; the last the directions
+    (forward, input gradient, weight gradient). `action` [3] are the seconds of a stage's actions.
+    """
+
+    parts: UnitParts
+    compute: FloatArray
+    unslowed: FloatArray
+    action: FloatArray
+
+
+def unit_arrays(parts: UnitParts) -> UnitArrays:
+    compute, unslowed = np.zeros((4, len(CAUSES), 3)), np.zeros((4, len(UNSLOWED), 3))
+    units = (parts.dense, parts.routed, parts.embedding, parts.head)
+    ends = (None, None, Coefficient.EMBEDDING, Coefficient.HEAD)
+    for unit, (named, end) in enumerate(zip(units, ends, strict=True)):
+        for name, times in named.items():
+            if name in UNSLOWED_PARTS:
+                unslowed[unit, UNSLOWED_PARTS.index(name)] += times
+            else:
+                compute[unit, INDEX[end or PART_OF[name]]] += times
+    action = np.array(parts.action.get("action", Times()))
+    return UnitArrays(parts=parts, compute=compute, unslowed=unslowed, action=action)
+
+
+def run_of_plan(plan: Plan, machine_model: MachineModel) -> TrainingRun:
+    """The plan as a training run, every link inside a node."""
+    settings = (*machine_model.settings, *(plan.layout.settings or ()))
+    run = run_of(
+        plan.shape,
+        plan.layout,
+        global_batch_size=plan.made_for.global_batch_size,
+        layers_per_stage=plan.split.transformer_layers_per_stage,
+        machines=machine_model.intra_node,
+        schedule=schedule_kind(plan.schedule),
+        group=schedule_group(plan.schedule),
+        custom=plan.schedule.custom,
+        precision=machine_model.precision,
+        software=with_settings(
+            ON_CPU if machine_model.on_cpu else Software(),
+            {setting.name: setting.value for setting in settings},
+        ),
+    )
+    if machine_model.experts is None and machine_model.latent is None:
+        return run
+    return replace(run, experts=machine_model.experts, latent=machine_model.latent)
+
+
+def slowdown_indices(plan: Plan, machine_model: MachineModel) -> IntArray | None:
+    """The coefficients' indices of the slots' slowdowns [pp, slots a rank]; None where no slot has one."""
+    if (machine_model.slowdown_index_of_slot < 0).any():
+        return None
+    number = {slot: index for index, slot in enumerate(slots_of(machine_model.nodes))}
+    indices = machine_model.slowdown_index_of_slot[[number[slot] for slot in plan.mapping.slots]]
+    # Megatron numbers pipeline ranks slowest.
+    return indices.reshape(plan.layout.pipeline_parallel, -1)
+
+
+def sends_of(plan: Plan, placement: IntArray, links: tuple[float, float, float]) -> FloatArray:
+    """Seconds of the transfer from each stage to the next: intra-node, inter-node, latency [3, S]."""
+    intra_node_s, inter_node_s, latency_s = links
+    nodes = nodes_of(plan)
+    sends = np.zeros((3, len(placement)))
+    for stage in range(len(placement) - 1):
+        sender, receiver = int(placement[stage]), int(placement[stage + 1])
+        if sender == receiver:
+            continue
+        if (nodes[sender] == nodes[receiver]).all():
+            sends[:, stage] = intra_node_s, 0.0, latency_s
+        else:
+            sends[:, stage] = 0.0, inter_node_s, latency_s
+    return sends
+
+
+def step_terms_of(
+    plan: Plan, run: TrainingRun, machine_model: MachineModel, work_s: FloatArray
+) -> dict[Coefficient, dict[str, float]]:
+    """Seconds once an iteration by cause, by the coefficient that multiplies them.
+
+    `work_s` [3, num_stages] are the stages' seconds of a microbatch with every coefficient at 1.
+    """
+    constants = machine_model.constants
+    busiest = list(stages_of_devices(run)[busiest_rank(run, work_s.sum(axis=0).tolist())])
+    passes = work_s[:, busiest].sum(axis=1)
+    nodes = nodes_of(plan)
+    placement = device_of_stages(run)
+    between = nodes.reshape(len(nodes), -1, plan.layout.tensor_parallel)
+    is_inter_node = bool((between != between[:, :1]).any())
+    ends_apart = bool((nodes[placement[0]] != nodes[placement[-1]]).any())
+
+    def terms_on(machines: UniformCluster) -> dict[str, float]:
+        here = run if machines is run.machines else replace(run, machines=machines)
+        forward_s, backward_s = float(passes[0]), float(passes[1:].sum())
+        return step_terms(here, constants, forward_s=forward_s, backward_s=backward_s)
+
+    intra_node = terms_on(machine_model.intra_node)
+    inter_node = terms_on(machine_model.inter_node) if is_inter_node or ends_apart else intra_node
+    gradients = {
+        name: (inter_node if is_inter_node else intra_node)[name] for name in ("fsdp_comm_s", "dp_comm_s")
+    }
+    if "ends_comm_s" in intra_node:
+        gradients["ends_comm_s"] = (inter_node if ends_apart else intra_node)["ends_comm_s"]
+    return {
+        Coefficient.NETWORK if is_inter_node else Coefficient.GRADIENTS: gradients,
+        Coefficient.OPTIMIZER: {"optimizer_s": intra_node["optimizer_s"]},
+        Coefficient.STEP: {"step_overhead_s": intra_node["step_overhead_s"]},
+    }
+
+
+def nodes_of(plan: Plan) -> IntArray:
+    """The node of each rank [pp, copies * tp]: Megatron numbers pipeline ranks slowest."""
+    nodes = np.array([slot.node for slot in plan.mapping.slots], dtype=np.int64)
+    return nodes.reshape(plan.layout.pipeline_parallel, -1)
+
+
+def leaves_node(plan: Plan, size: int) -> bool:
+    """Whether a group of `size` neighbouring data- and context-parallel ranks is on several nodes."""
+    groups = nodes_of(plan).reshape(-1, size, plan.layout.tensor_parallel)
+    return bool((groups != groups[:, :1]).any())

@@ -1,0 +1,198 @@
+"""The one replay of orders: makespans, the counts on the critical path, and what blocks.
+
+A makespan is the sum of the actions and transfers on one path through the schedule, so the counts of each
+stage's actions on that path are its derivatives by their times: one replay gives a time and all its slopes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quartet_plugin.cost.compute import Times
+from quartet_plugin.cost.iteration.orders import device_of_stages, orders_of, stages_of_devices
+from quartet_plugin.cost.run import ScheduleKind, TrainingRun
+from quartet_plugin.errors import PlanError
+from quartet_plugin.model.costs import FloatArray, IntArray
+from quartet_plugin.schedule import kernel
+from quartet_plugin.schedule.compilation import compiled
+from quartet_plugin.schedule.kernel import Lanes
+from quartet_plugin.schedule.simulate import bubble_fraction
+
+# Two times count as equal within this part of the makespan.
+SAME = 1e-9
+# Schedules that wait for their sends where the framework's transfers block. Runtimes of split backwards and
+# the plugin's own send asynchronously.
+BLOCKABLE = (ScheduleKind.INTERLEAVED, ScheduleKind.GPIPE)
+# Rounds after which the steady interval of an order that repeats is computed exactly.
+_PERIOD_ROUNDS = 24
+
+
+def blocks_on_sends(run: TrainingRun) -> bool:
+    """Whether a rank waits until its sends have arrived: Megatron overlaps transfers beside 1F1B's."""
+    if run.custom is not None:
+        return False
+    return run.schedule is ScheduleKind.ONE_F_ONE_B or (
+        run.software.blocking_transfers and run.schedule in BLOCKABLE
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpan:
+    """The pipeline's makespan, one rank's part of it that is blocked by its sends, and all ranks' bubble."""
+
+    makespan_s: float
+    blocked_s: float
+    bubble_fraction: float
+
+
+def pipeline_span(
+    run: TrainingRun, sums: Sequence[Times], device: int, *, forward_s: FloatArray, backward_s: FloatArray
+) -> PipelineSpan:
+    """The pipeline's span, with the sends that block `device`.
+
+    `sums` are the stages' times without their sends. `forward_s` and `backward_s` [num_stages] are the
+    seconds of a stage's transfers to the next and to the one before.
+    """
+    work = np.array(sums).T
+    sends = np.stack((forward_s, backward_s))
+    is_blocking = blocks_on_sends(run)
+    makespan = replayed_s(run, work, sends)
+    count, devices = run.num_microbatches, run.layout.pipeline_parallel
+    blocked = count * float(sends[:, list(stages_of_devices(run)[device])].sum()) if is_blocking else 0.0
+    busy = count * float(work.sum() + (sends.sum() if is_blocking else 0.0))
+    bubble = bubble_fraction(busy, makespan_s=makespan, num_devices=devices)
+    return PipelineSpan(makespan_s=makespan, blocked_s=blocked, bubble_fraction=bubble)
+
+
+def replayed_s(run: TrainingRun, work: FloatArray, sends: FloatArray) -> float:
+    """Seconds from the first forward to the last gradient of a step.
+
+    `work` [3, num_stages] are the seconds of a stage's forward, input and weight gradient, `sends`
+    [2, num_stages] of its transfers to the next and to the one before. With post-validation the steady
+    interval instead: the optimizer's barrier is gone (Qi et al. 2024). Raises PlanError for orders that do
+    not run.
+    """
+    if run.layout.pipeline_parallel == 1:
+        return run.num_microbatches * float(work.sum())
+    is_steady = run.software.post_validation and run.schedule is ScheduleKind.ZB_H2
+    times, left = with_sends(work, np.ascontiguousarray(sends), blocks_on_sends(run))
+    seconds = 0.0
+    for order, weight in orders_of(run):
+        span = makespan(
+            order.orders, order.offsets, order.placement, order.num_microbatches, times, left, is_steady
+        )
+        if span < 0.0:
+            raise PlanError("orders: they wait for each other; take another schedule")
+        seconds += weight * span
+    # A line through two shorter orders may be less steep than a rank is busy.
+    busy = np.bincount(device_of_stages(run), weights=times[:3].sum(axis=0))
+    return max(seconds, run.num_microbatches * float(busy.max()))
+
+
+def both_ways(ahead_s: FloatArray) -> FloatArray:
+    """Seconds of each stage's transfers to the next and to the one before [2, num_stages]: as long back."""
+    return np.stack((ahead_s, np.concatenate(([0.0], ahead_s[:-1]))))
+
+
+@compiled
+def with_sends(work: FloatArray, sends: FloatArray, is_blocking: bool) -> tuple[FloatArray, FloatArray]:
+    """The times of actions [4, num_stages] by kind, and the sends that delay their receiver alone.
+
+    The one rule for what blocks: where ranks wait for their sends, a send belongs to the action before it.
+    """
+    num_stages = work.shape[1]
+    times = np.zeros((4, num_stages))
+    times[:3] = work[:3]
+    left = sends
+    if is_blocking:
+        times[0] += sends[0]
+        times[1] += sends[1]
+        left = np.zeros((2, num_stages))
+    times[3] = times[1] + times[2]
+    return times, left
+
+
+@compiled
+def makespan(
+    orders: IntArray,
+    offsets: IntArray,
+    placement: IntArray,
+    num_microbatches: int,
+    times_s: FloatArray,
+    sends_s: FloatArray,
+    is_steady: bool,
+) -> float:
+    """The makespan in seconds, with `is_steady` the interval of orders that repeat; -1 if they do not run."""
+    num_stages = len(placement)
+    route = np.zeros(num_microbatches, dtype=np.int64)
+    lanes = Lanes(num_stages, num_microbatches, placement, times_s, sends_s, np.zeros(num_stages), 0.0, route)
+    ran, _, end, sequence = kernel.run_orders(orders, offsets, lanes)
+    if ran < len(orders):
+        return -1.0
+    if is_steady:
+        return float(kernel.steady_period(orders, offsets, sequence, lanes, _PERIOD_ROUNDS))
+    return float(end.max())
+
+
+@compiled
+def critical_path(
+    orders: IntArray,
+    offsets: IntArray,
+    placement: IntArray,
+    route: IntArray,
+    times_s: FloatArray,
+    sends_s: FloatArray,
+    same: float,
+    actions: FloatArray,
+    sends: FloatArray,
+) -> float:
+    """The makespan in seconds, -1 where the orders do not run.
+
+    `times_s` [4, num_stages] are by kind; `sends_s[0, s]` is from stage s to s + 1, `sends_s[1, s]` from s
+    to s - 1. The counts on the path are added to `actions` [4, num_stages] and `sends` [2, num_stages].
+    Two times count as equal within the part `same` of the makespan.
+    """
+    count = len(orders)
+    num_stages, num_microbatches = len(placement), len(route)
+    lanes = Lanes(num_stages, num_microbatches, placement, times_s, sends_s, np.zeros(num_stages), 0.0, route)
+    ran, start, end, _ = kernel.run_orders(orders, offsets, lanes)
+    if ran < count:
+        return -1.0
+    # The position of each unit's forward, and of the action that makes its gradient.
+    forward = np.full(num_stages * num_microbatches, -1)
+    gradient = np.full(num_stages * num_microbatches, -1)
+    first = np.zeros(count, dtype=np.uint8)
+    for device in range(len(offsets) - 1):
+        if offsets[device] < offsets[device + 1]:
+            first[offsets[device]] = 1
+    for position in range(count):
+        kind = orders[position] & 3
+        if kind == kernel.F:
+            forward[orders[position] >> 2] = position
+        elif kind != kernel.W:
+            gradient[orders[position] >> 2] = position
+    position = 0
+    for other in range(count):
+        if end[other] > end[position]:
+            position = other
+    makespan = end[position]
+    tolerance = same * makespan
+    while True:
+        unit = orders[position] >> 2
+        kind = orders[position] & 3
+        stage = unit // num_microbatches
+        actions[kind, stage] += 1.0
+        if start[position] <= tolerance:
+            break
+        if first[position] == 0 and end[position - 1] >= start[position] - tolerance:
+            position -= 1
+            continue
+        # It waited for another stage: the only other reason to start late.
+        if kind == kernel.F:
+            sends[0, stage - 1] += 1.0
+            position = forward[unit - num_microbatches]
+        else:
+            sends[1, stage + 1] += 1.0
+            position = gradient[unit + num_microbatches]
+    return float(makespan)

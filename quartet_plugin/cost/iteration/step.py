@@ -1,0 +1,246 @@
+"""The terms of a step: what happens once an iteration, and the sum of all terms."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from quartet_plugin.cost import communication, compute
+from quartet_plugin.cost.compute import Times
+from quartet_plugin.cost.constants import ClusterConstants, Constants
+from quartet_plugin.cost.iteration.orders import device_of_stages, stages_of_devices
+from quartet_plugin.cost.iteration.replay import PipelineSpan, both_ways, pipeline_span
+from quartet_plugin.cost.iteration.terms import COMPUTE, StageParts
+from quartet_plugin.cost.memory import Weights, weights_of_stages
+from quartet_plugin.cost.run import Software, TrainingRun, UniformCluster
+from quartet_plugin.model.costs import FloatArray
+
+# Bytes a parameter that an Adam step reads and writes: fp32 weight and moments twice, gradient, new weight.
+OPTIMIZER_BYTES = 28.0
+# Of the six more for the gradients' norm and for clearing them, what clearing writes.
+CLEARED_BYTES = 4.0
+# Weight tensors of a layer with biases and without, and of the ends.
+TENSORS, PLAIN_TENSORS, END_TENSORS = 12, 6, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPrediction:
+    """Seconds an iteration; `terms` sum to it, `compute_terms` to the term `compute_s`.
+
+    `bubble_fraction` is the part of all pipeline ranks' time, from their first to their last action, in which
+    they run none; the term `pp_bubble_s` is the seconds of the busiest of them alone.
+    """
+
+    iter_time_s: float
+    terms: Mapping[str, float]
+    compute_terms: Mapping[str, float]
+    bubble_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineTerms:
+    """The pipeline seen from its busiest rank: seconds an iteration by cause, its waiting among them.
+
+    `forward_s` and `backward_s` are the seconds of its passes for a microbatch.
+    """
+
+    terms: Mapping[str, float]
+    forward_s: float
+    backward_s: float
+    span: PipelineSpan
+
+
+def pipeline_terms(
+    run: TrainingRun, parts: Sequence[StageParts], *, forward_s: FloatArray, backward_s: FloatArray
+) -> PipelineTerms:
+    """The terms of a pipeline whose stages take `parts` a microbatch.
+
+    `forward_s` and `backward_s` [num_stages] are the seconds of a stage's transfers to the next and to the
+    one before.
+    """
+    sums = [Times.sum_of(part.values()) for part in parts]
+    stages, m = stages_of_devices(run), run.num_microbatches
+    device = busiest_rank(run, [stage.total for stage in sums])
+    by_cause: dict[str, float] = {}
+    for k in stages[device]:
+        for name, times in parts[k].items():
+            by_cause[f"{name}_s"] = by_cause.get(f"{name}_s", 0.0) + m * times.total
+    busy = sum(by_cause.values())
+    span = pipeline_span(run, sums, device, forward_s=forward_s, backward_s=backward_s)
+    by_cause["pp_comm_s"] = span.blocked_s
+    is_alone = run.layout.pipeline_parallel == 1
+    by_cause["pp_bubble_s"] = 0.0 if is_alone else max(0.0, span.makespan_s - busy - span.blocked_s)
+    return PipelineTerms(
+        terms=by_cause,
+        forward_s=sum(sums[k].forward for k in stages[device]),
+        backward_s=sum(sums[k].input_grad + sums[k].weight_grad for k in stages[device]),
+        span=span,
+    )
+
+
+def busiest_rank(run: TrainingRun, seconds: Sequence[float]) -> int:
+    """The pipeline rank whose stages take the most of `seconds` [num_stages]."""
+    stages = stages_of_devices(run)
+    return max(range(len(stages)), key=lambda rank: sum(seconds[k] for k in stages[rank]))
+
+
+def transfers_s(run: TrainingRun, constants: Constants) -> tuple[FloatArray, FloatArray]:
+    """Seconds of each stage's transfers to the next and to the one before, on the run's usual links."""
+    device = device_of_stages(run)
+    seconds = np.zeros(len(device))
+    for stage, (sender, receiver) in enumerate(pairwise(device)):
+        if sender != receiver:
+            seconds[stage] = communication.transfer_s(run, constants, sender=sender, receiver=receiver)
+    forward_s, backward_s = both_ways(seconds)
+    return forward_s, backward_s
+
+
+def step_terms(
+    run: TrainingRun,
+    constants: Constants,
+    *,
+    forward_s: float,
+    backward_s: float,
+    gradients_s: float | None = None,
+    slowdown: float = 1.0,
+) -> dict[str, float]:
+    """Seconds once an iteration, by cause.
+
+    `forward_s` and `backward_s` are those of the busiest rank's passes for a microbatch. `gradients_s` is the
+    exposed gradient traffic where it is not that of the fullest rank on the run's links; `slowdown` that of
+    the slowest rank.
+    """
+    weights = weights_of_stages(run)
+    fullest = fullest_rank(run, weights)
+    held = held_weights(run, fullest)
+    if gradients_s is None:
+        gradients_s = communication.data_parallel(
+            run, constants, dense=held.dense, expert=held.expert, forward_s=forward_s, backward_s=backward_s
+        )
+    terms = {
+        "fsdp_comm_s": run.num_microbatches
+        * communication.sharded_parameters(
+            run,
+            constants,
+            parameters=sum(w.total for w in weights),
+            forward_s=forward_s,
+            backward_s=backward_s,
+        ),
+        "dp_comm_s": gradients_s,
+    }
+    tied_ends = communication.tied_ends_s(run, constants)
+    if tied_ends:
+        terms["ends_comm_s"] = tied_ends
+    optimizer = optimizer_s(run, constants, held, num_layers=held_layers(run, fullest))
+    terms["optimizer_s"] = slowdown * optimizer
+    terms["step_overhead_s"] = 0.0 if run.software.logs_step_only else constants.step_s
+    return terms
+
+
+def summed(
+    run: TrainingRun, constants: Constants, pipeline: PipelineTerms, step: Mapping[str, float]
+) -> RowPrediction:
+    """The prediction: all terms, and those that are shares of the others."""
+    by_cause = dict(pipeline.terms)
+    compute_terms = {f"{name}_s": by_cause.pop(f"{name}_s", 0.0) for name in COMPUTE}
+    terms = {"compute_s": sum(compute_terms.values())} | by_cause
+    span = pipeline.span
+    gain = contention_gain(run.software, run.machines, constants) * idle_beside_another(
+        run, span.bubble_fraction
+    )
+    if gain:
+        terms["pp_alone_s"] = -gain * span.makespan_s
+    terms |= step
+    terms["straggler_s"] = straggler_share(run, constants) * sum(terms.values())
+    if isinstance(constants, ClusterConstants):
+        terms["residual_s"] = (constants.residual - 1.0) * sum(terms.values())
+    return RowPrediction(
+        iter_time_s=sum(terms.values()),
+        terms=terms,
+        compute_terms=compute_terms,
+        bubble_fraction=span.bubble_fraction,
+    )
+
+
+def straggler_share(run: TrainingRun, constants: Constants) -> float:
+    """The additional share of an iteration because the slowest of many nodes is waited for."""
+    nodes = run.machines.num_devices / run.machines.devices_per_node
+    return constants.straggler * max(0.0, math.log2(nodes))
+
+
+def contention_gain(software: Software, machines: UniformCluster, constants: Constants) -> float:
+    """The share of a rank's compute time that it saves while all other ranks wait.
+
+    It is 0 unless a node's ranks share one memory and all ranks are on one node.
+    """
+    is_shared = software.shares_memory and machines.num_devices <= machines.devices_per_node
+    if not (is_shared and isinstance(constants, ClusterConstants)):
+        return 0.0
+    return constants.contention / (1.0 + constants.contention)
+
+
+def idle_beside_another(run: TrainingRun, bubble_fraction: float) -> float:
+    """The share of the other ranks that wait for an action while one computes."""
+    ranks = run.layout.world_size
+    return 0.0 if ranks == 1 else min(1.0, bubble_fraction * ranks / (ranks - 1))
+
+
+def fullest_rank(run: TrainingRun, weights: Sequence[Weights]) -> int:
+    """The pipeline rank that holds the most of the stages' `weights`."""
+    return busiest_rank(run, [held.total for held in weights])
+
+
+def held_weights(run: TrainingRun, device: int) -> Weights:
+    """Parameters that a rank of pipeline rank `device` holds."""
+    weights = weights_of_stages(run)
+    return Weights.total_of(weights[stage] for stage in stages_of_devices(run)[device])
+
+
+def held_layers(run: TrainingRun, device: int) -> int:
+    """Transformer layers that a rank of pipeline rank `device` holds."""
+    return sum(run.layers_per_stage[stage] for stage in stages_of_devices(run)[device])
+
+
+def optimizer_s(
+    run: TrainingRun, constants: Constants, held: Weights, *, num_layers: int | None = None
+) -> float:
+    """Seconds of the optimizer's step on a rank that holds these parameters, and of clearing its gradients.
+
+    Where weights are stepped one by one, each weight of `num_layers` layers (by default an even share) starts
+    kernels.
+    """
+    shards = _shards(run)
+    memory = run.machines.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
+    # Reading gradients for their norm and clearing them touches all gradients, the step the rank's shard.
+    clear = 6.0 if run.zero_stage != 3 else 6.0 / shards
+    stepped = constants.optimizer * held.total * (OPTIMIZER_BYTES / shards + clear) / memory
+    count = -(-run.shape.num_layers // run.layout.pipeline_parallel) if num_layers is None else num_layers
+    return stepped + (count * tensors_of_layer(run) + END_TENSORS) * tensor_start_s(run, constants)
+
+
+def tensors_of_layer(run: TrainingRun) -> int:
+    """Weight tensors of a transformer layer."""
+    has_biases = run.shape.position_embedding == "learned_absolute"
+    return TENSORS if has_biases else PLAIN_TENSORS
+
+
+def tensor_start_s(run: TrainingRun, constants: Constants) -> float:
+    """Seconds to start the optimizer's kernels of one weight tensor; 0 where weights are stepped together."""
+    if not run.software.eager_gradients:
+        return 0.0
+    ratio = constants.optimizer_start if isinstance(constants, ClusterConstants) else 1.0
+    return constants.launch_s * ratio / _shards(run)
+
+
+def _shards(run: TrainingRun) -> int:
+    """Ranks that share the optimizer's states."""
+    return {0: 1, 3: run.shard_group}.get(run.zero_stage, run.optimizer_group)
+
+
+def clearing_s(run: TrainingRun, constants: Constants, held: Weights) -> float:
+    """Seconds to clear the sums of gradients: the part of `optimizer_s` outside the optimizer's step."""
+    shards = run.shard_group if run.zero_stage == 3 else 1
+    memory = run.machines.device.memory_bandwidth_bytes_per_s * compute.MEMORY_RATE
+    return constants.optimizer * held.total * CLEARED_BYTES / shards / memory

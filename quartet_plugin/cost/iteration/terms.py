@@ -1,0 +1,106 @@
+"""The terms of a stage: one microbatch's seconds by cause, of its layers, its ends and its actions."""
+
+from dataclasses import dataclass, replace
+
+from quartet_plugin.cost import communication, compute
+from quartet_plugin.cost.compute import LayerTimes, Rates, Times
+from quartet_plugin.cost.constants import ClusterConstants, Constants
+from quartet_plugin.cost.run import TrainingRun
+from quartet_plugin.model.job_description import Experts
+
+# Causes of a stage's time that are compute, and those that are collectives, by the key of `StageParts`.
+COMPUTE = ("gemm", "attention", "elementwise", "launch", "head")
+COLLECTIVES = ("tp_comm", "cp_comm", "ep_comm")
+StageParts = dict[str, Times]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitParts:
+    """One microbatch by cause: of a dense layer, of one with experts, and what both ends add to theirs.
+
+    `action` are the seconds of a stage's actions beside its layers.
+    """
+
+    dense: StageParts
+    routed: StageParts
+    embedding: StageParts
+    head: StageParts
+    action: StageParts
+
+
+def unit_parts(run: TrainingRun, constants: Constants) -> UnitParts:
+    """The parts that every stage of the run is made of."""
+    rates = Rates(run, constants)
+    dense = layer_parts(run, constants, rates)
+    embedding_comm, head_comm = communication.tensor_parallel_ends(run, constants)
+    head = compute.head_times(run, constants, rates)
+    return UnitParts(
+        dense=dense,
+        routed=dense if run.experts is None else layer_parts(run, constants, rates, experts=run.experts),
+        embedding=_end_parts(compute.embedding_times(run, rates)) | {"tp_comm": embedding_comm},
+        head=_end_parts(replace(head, gemm=Times())) | {"tp_comm": head_comm, "head": head.gemm},
+        action={"action": _action_times(run, constants)} if isinstance(constants, ClusterConstants) else {},
+    )
+
+
+def _end_parts(end: LayerTimes) -> StageParts:
+    return {name: getattr(end, name) for name in ("gemm", "elementwise", "launch")}
+
+
+def layer_counts(run: TrainingRun) -> list[tuple[int, int]]:
+    """The layers of each stage with a dense FFN, and those with experts."""
+    num_dense = run.experts.num_dense_layers if run.experts else run.shape.num_layers
+    counts, first = [], 0
+    for count in run.layers_per_stage:
+        plain = max(0, min(count, num_dense - first))
+        first += count
+        counts.append((plain, count - plain))
+    return counts
+
+
+def stage_parts(run: TrainingRun, constants: Constants) -> list[StageParts]:
+    """The time of one microbatch on each stage, by cause."""
+    unit = unit_parts(run, constants)
+    stages: list[StageParts] = []
+    last = len(run.layers_per_stage) - 1
+    for stage, (plain, routed) in enumerate(layer_counts(run)):
+        parts = {
+            name: times.scaled(plain).plus(unit.routed[name].scaled(routed))
+            for name, times in unit.dense.items()
+        }
+        for added in (
+            unit.embedding if stage == 0 else {},
+            unit.head if stage == last else {},
+            unit.action,
+        ):
+            for name, times in added.items():
+                parts[name] = parts[name].plus(times) if name in parts else times
+        stages.append(parts)
+    return stages
+
+
+def _action_times(run: TrainingRun, constants: ClusterConstants) -> Times:
+    """Seconds of a stage's actions beside its layers; weight gradients are actions in split backwards."""
+    runtime_s = constants.runtime_s if run.is_custom else 0.0
+    action_s = constants.action_s + runtime_s
+    return Times(action_s, action_s, runtime_s if run.splits_backward else 0.0)
+
+
+def layer_parts(
+    run: TrainingRun, constants: Constants, rates: Rates, *, experts: Experts | None = None
+) -> StageParts:
+    """One layer's time for a microbatch by cause, with `experts` or a dense FFN."""
+    layer = compute.layer_times(run, constants, rates, experts=experts)
+    tensor, repeated = communication.tensor_parallel(run, constants)
+    if run.layout.recompute == "full":
+        tensor = Times(tensor.forward, tensor.input_grad + repeated, 0.0)
+    return {
+        "gemm": layer.gemm,
+        "attention": layer.attention,
+        "elementwise": layer.elementwise,
+        "launch": layer.launch,
+        "recompute": Times(0.0, layer.recompute, 0.0),
+        "tp_comm": tensor.plus(communication.skew(run, constants, layer)),
+        "cp_comm": communication.context_parallel(run, constants, layer.attention),
+        "ep_comm": communication.expert_parallel(run, constants, experts) if experts else Times(),
+    }

@@ -1,0 +1,60 @@
+"""Exchanges of slots in an order of ranks: every order is reached from any other one.
+
+An order is cut into runs of equal length, consecutive ranks each, which move as a whole. A pair of numbers
+exchanges two runs by their positions. Long runs need fewer exchanges: a run of a node's slots moves nodes.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import batched
+
+from quartet_plugin.mapping.orders import is_legal
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import NodeInfo, Slot
+
+type Pair = tuple[int, int]
+
+
+def run_lengths(layout: Layout, *, nodes: Sequence[NodeInfo]) -> tuple[int, ...]:
+    """The lengths of runs to choose from, the longest first: divisors of a node's slots, at least two runs.
+
+    Each divides a tensor-parallel group or is a multiple of it. Empty for nodes of unequal size: RANKs could
+    not be assigned at launch.
+    """
+    sizes = {node.num_slots for node in nodes}
+    if len(sizes) > 1:
+        return ()
+    (size,) = sizes
+    tensor = layout.tensor_parallel
+    return tuple(
+        length
+        for length in range(min(size, layout.world_size // 2), 0, -1)
+        if size % length == 0 and (length % tensor == 0 or tensor % length == 0)
+    )
+
+
+def exchanged(
+    slots: Sequence[Slot], pairs: Iterable[Pair], *, length: int, layout: Layout
+) -> tuple[Slot, ...]:
+    """The order after the exchanges of runs, one after the other; `slots` itself where they break a rule."""
+    runs = list(batched(slots, length))
+    for first, second in pairs:
+        runs[first], runs[second] = runs[second], runs[first]
+    order = tuple(slot for run in runs for slot in run)
+    return order if is_legal(order, layout=layout) else tuple(slots)
+
+
+def exchanges_between(slots: Sequence[Slot], wanted: Sequence[Slot], *, length: int) -> list[Pair] | None:
+    """The fewest exchanges of runs that make `wanted` of `slots`; None where runs would have to be cut."""
+    runs, goal = list(batched(slots, length)), list(batched(wanted, length))
+    position = {run: index for index, run in enumerate(runs)}
+    if any(run not in position for run in goal):
+        return None
+    pairs = []
+    for index, run in enumerate(goal):
+        other = position[run]
+        if other == index:
+            continue
+        pairs.append((index, other))
+        runs[index], runs[other] = run, runs[index]
+        position[runs[other]] = other
+    return pairs

@@ -1,0 +1,76 @@
+"""The split model takes the iteration model's time, for any split and mapping."""
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quartet_plugin.cost.iteration.split_model import CalibratedSplits
+from quartet_plugin.mapping.orders import is_legal
+from quartet_plugin.model.plan import Mapping, Split
+from quartet_plugin.planner.best_moves import slot_indices
+from quartet_plugin.planner.split_search import Pipeline, balanced_split
+from quartet_plugin.space.param_sources import RandomParams
+from quartet_plugin.space.plan_space import build_space
+from quartet_plugin.tuner.config import parse_config
+from tests.calibration.truth import Truth
+from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [
+        ({"pipeline_parallel": 4}, "1f1b"),
+        ({"pipeline_parallel": 2, "data_parallel": 2}, "1f1b"),
+        ({"pipeline_parallel": 2, "tensor_parallel": 2}, "zb-h1"),
+        ({"pipeline_parallel": 2, "virtual_stages": 2, "data_parallel": 2}, "interleaved"),
+        ({"pipeline_parallel": 4, "virtual_stages": 2}, "zb-v"),
+    ],
+)
+def test_it_is_the_iteration_model(layout: dict[str, int], schedule: str) -> None:
+    nodes = make_nodes(2, 2)
+    search: dict[str, Any] = {**layout, "schedule": schedule, "micro_batch_size": 2}
+    space = build_space(
+        make_job(
+            layout=make_layout(micro_batch_size=2, **layout),
+            shape=make_shape(num_layers=12),
+            global_batch_size=16,
+        ),
+        nodes=nodes,
+        search=parse_config({"search": search}, where="test").search,
+        run="r",
+        seed=0,
+    )
+    truth = Truth(nodes, slowdowns=(1.0, 1.5, 0.8, 1.1), head=3.0, transfer=9.0, network=4.0, runtime=1.2)
+    draw = random.Random(0)
+    plan = space.decode(RandomParams(draw), trial=0)
+    calibrated = CalibratedSplits(model=truth._iteration_models.split_model(plan), point=truth.theta)
+    for _ in range(12):
+        orders = itertools.permutations(plan.mapping.slots)
+        slots = draw.choice([order for order in orders if is_legal(order, layout=plan.layout)])
+        counts = np.random.default_rng(draw.randrange(2**31)).multinomial(
+            12 - plan.layout.num_stages, np.ones(plan.layout.num_stages) / plan.layout.num_stages
+        )
+        split = tuple((counts + 1).tolist())
+        other = replace(plan, mapping=Mapping(slots=slots), split=Split(transformer_layers_per_stage=split))
+        seconds, _ = truth._iteration_models.of(other).evaluate(truth.theta)
+        times = calibrated.times(slot_indices(nodes, other.mapping), other.mapping)
+        assert Pipeline(times).seconds(split) == pytest.approx(seconds, rel=1e-9)
+
+
+def test_the_balanced_split_has_the_least_busiest_device() -> None:
+    from tests.planner.test_best_moves import every_split, space_of
+
+    space = space_of(3, num_layers=9, search={"pipeline_parallel": 3, "schedule": "1f1b"})
+    truth = Truth(space.nodes, slowdowns=(1.3, 1.0, 0.7), head=0.5)
+    plan = space.baseline
+    model = truth._iteration_models.split_model(plan)
+    times = CalibratedSplits(model=model, point=truth.theta).times((0, 1, 2), plan.mapping)
+
+    def busiest(split: tuple[int, ...]) -> float:
+        return float((times.fixed_s + times.layer_s * np.array(split)).sum(axis=0).max())
+
+    assert busiest(balanced_split(times, 9)) == pytest.approx(min(map(busiest, every_split(9, 3))))
