@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.errors import ConfigError, StorageError
+from quartet_plugin.model.printable import escaped
 
 # A written-out order of 5 million actions, the longest that is read, takes so much.
 MAX_FILE_BYTES = 64 * 1024 * 1024
@@ -61,7 +62,7 @@ def read_json(
     `max_depth` objects and arrays, repeats a key of an object, or holds a number that is not finite or an
     integer of over 64 bits.
     """
-    return parse_json(_read_bytes(path, max_bytes=max_bytes), where=path, max_depth=max_depth)
+    return parse_json(read_bytes(path, max_bytes=max_bytes), where=path, max_depth=max_depth)
 
 
 def parse_json(content: bytes, *, where: str | os.PathLike[str], max_depth: int = MAX_DEPTH) -> Any:
@@ -172,10 +173,16 @@ def _beginning(value: Any, limit: int, *, depth: int = 3) -> Any:
 
 
 def _inline(text: str) -> str:
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[:200])
+    return escaped(text[:200])
 
 
-def _read_bytes(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
+def read_bytes(
+    path: str | os.PathLike[str], *, max_bytes: int, rule: str = "no file of this kind is longer"
+) -> bytes:
+    """The content of a file of at most `max_bytes`.
+
+    Raises ConfigError where it cannot be read, or is longer: the message ends in `rule`.
+    """
     try:
         with Path(path).open("rb") as file:
             # What is too long is not read; what has no size, such as a pipe, is read up to the limit.
@@ -186,7 +193,7 @@ def _read_bytes(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
     except ValueError as error:
         raise ConfigError(f"{shown(os.fspath(path))}: not a path: {error}") from error
     if max(num_bytes, len(content)) > max_bytes:
-        raise ConfigError(f"{path}: longer than {max_bytes} bytes; no file of this kind is longer")
+        raise ConfigError(f"{path}: longer than {max_bytes} bytes; {rule}")
     return content
 
 

@@ -7,6 +7,8 @@ from typing import Any, Literal
 from quartet_plugin.model.launch import DEPTH_PROXY, Phase
 from quartet_plugin.model.measurement import Comparison, Objective, Regret
 from quartet_plugin.model.plan import NodeInfo, Plan
+from quartet_plugin.model.shape_curve import ShapeCurve
+from quartet_plugin.model.trial_record import speedup
 
 PARTS = ("shape", "layout", "split", "schedule", "mapping")
 
@@ -133,14 +135,29 @@ class LeaseHolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSeconds:
+    """The seconds of a run's launches by what they went into; the rest of each launch is its start and end.
+
+    `gate_s` are whole launches of the parity gate; `warmup_s` and `measured_s` are iterations of the others.
+    """
+
+    gate_s: float = 0.0
+    warmup_s: float = 0.0
+    measured_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunHistory:
     """A run so far.
 
     `command` has its secrets masked and `storage` no password. `began_at` and `ended_at` are seconds since
     1970; `elapsed_s` is of the latest session. `features` of the user's job keep the axes `locked` as they
     are; `neutralised` flags were left out in trials. `num_asked` trials were asked for, `num_spent` are used
-    up. `controls` say how the machine drifted, `regret` what a search that has ended may have missed.
-    `faults` are files that could not be read.
+    up. `controls` say how the machine drifted, `regret` what a search that has ended may have missed,
+    `shape_curve` has the best plan of each of several shapes. `baseline_note` says why the baseline is not
+    the user's own command, empty where it is.
+    `launch_s` are the seconds of all launches that have ended, whatever for, `launch_parts` what they went
+    into, and `search_s` those of all sessions. `faults` are files that could not be read.
     """
 
     name: str
@@ -171,6 +188,11 @@ class RunHistory:
     controls: tuple[DriftMeasurement, ...] = ()
     workers: tuple[WorkerRow, ...] = ()
     regret: Regret | None = None
+    shape_curve: ShapeCurve | None = None
+    launch_s: float = 0.0
+    launch_parts: LaunchSeconds = LaunchSeconds()
+    search_s: float = 0.0
+    baseline_note: str = ""
 
     @property
     def baseline(self) -> TrialRow | None:
@@ -188,8 +210,8 @@ class RunHistory:
         return next((row for row in self.trials if row.number == number), None)
 
     def versus_baseline(self, row: TrialRow) -> float | None:
-        """A trial's objective over the baseline's; None where either was not measured."""
+        """A trial's speedup over the baseline, corrected by its `drift`; None without a measurement."""
         baseline = self.baseline
         if baseline is None or not baseline.value or not row.is_measured or row.value is None:
             return None
-        return row.value / baseline.value
+        return speedup(row.value, baseline_value=baseline.value)

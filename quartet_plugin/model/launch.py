@@ -16,11 +16,30 @@ Phase = Literal["baseline", "cropped", "search", "final", "control", "parity"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPosition:
+    """The place of a launch in its run: trial or final round `index`, from 1, of `count`."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def of_trial(cls, num_before: int, *, num_asked: int) -> "LaunchPosition":
+        """The place of a trial after `num_before` others."""
+        return cls(index=min(num_before + 1, num_asked), count=num_asked)
+
+    @classmethod
+    def of_round(cls, round_index: int, *, num_rounds: int) -> "LaunchPosition":
+        """The place of a final round, counted from 0: a leader by little gets `num_rounds` more of them."""
+        return cls(index=round_index + 1, count=num_rounds * (round_index // num_rounds + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecord:
     """One launch that ended. `plan` is None for the user's own command.
 
     `iteration_s` (seconds) and `tokens_per_s` are None where nothing was measured; `versus_baseline` is the
-    objective over the baseline's.
+    speedup over the baseline, corrected by `drift`, the machine's speed over its speed when the baseline was
+    measured.
     """
 
     label: str
@@ -30,6 +49,7 @@ class LaunchRecord:
     iteration_s: float | None = None
     tokens_per_s: float | None = None
     versus_baseline: float | None = None
+    drift: float = 1.0
 
 
 class Observer(Protocol):
@@ -38,8 +58,16 @@ class Observer(Protocol):
     def message(self, text: str) -> None:
         """Show one line."""
 
-    def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
-        """A launch begins; `plan` is None for the user's own configuration."""
+    def plan_started(
+        self,
+        label: str,
+        plan: Plan | None,
+        *,
+        phase: Phase,
+        time_left_s: float | None,
+        position: LaunchPosition | None = None,
+    ) -> None:
+        """A launch begins, whose label begins with its trial's number; `plan` is None for the user's own."""
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """The running launch has reached `iteration` of a phase of its process."""

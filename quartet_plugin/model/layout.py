@@ -1,12 +1,32 @@
 """The layout of a model on devices: degrees of parallelism, micro-batch size and memory options."""
 
-from dataclasses import field
-from typing import Literal
+from dataclasses import field, replace
+from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.schema import ADDED, record
+from quartet_plugin.model.schema import ADDED, Bounds, Length, Matches, record
 
 Recompute = Literal["none", "selective", "full"]
+# The value of a setting; a text is one word or several with commas between, never free text.
+SettingValue = (
+    bool
+    | Annotated[int, Bounds(ge=0, le=2**53)]
+    | Annotated[str, Length(most=200), Matches(pattern=r"[a-z][a-z0-9_]*(,[a-z][a-z0-9_]*)*")]
+)
+
+
+@record
+class Setting:
+    """A setting of the framework by the name of its knob (space/knobs), and its value."""
+
+    name: Annotated[str, Length(most=64), Matches(pattern=r"[a-z][a-z0-9_]*")]
+    value: SettingValue
+
+    @property
+    def label(self) -> str:
+        """The setting for tables: `overlap_grad_reduce on`, `ddp_bucket_size 40000000`."""
+        value = self.value
+        return f"{self.name} {('off', 'on')[value] if isinstance(value, bool) else value}"
 
 
 @record
@@ -15,7 +35,8 @@ class Layout:
 
     `virtual_stages` is the number of chunks a device. `reduce_bucket_size` and `allgather_bucket_size` are
     DeepSpeed's, in elements, where a sharded optimizer reduces and gathers in buckets; None leaves the
-    ds_config's own. Raises ConfigError for a degree below 1.
+    ds_config's own. `settings` are those that the plan changes, by name; a setting that is absent stays as
+    the command has it. Raises ConfigError for a degree below 1.
     """
 
     tensor_parallel: int
@@ -30,6 +51,9 @@ class Layout:
     recompute: Recompute
     reduce_bucket_size: int | None = field(default=None, metadata=ADDED)
     allgather_bucket_size: int | None = field(default=None, metadata=ADDED)
+    settings: Annotated[tuple[Setting, ...], Length(least=1, most=64)] | None = field(
+        default=None, metadata=ADDED
+    )
 
     def __post_init__(self) -> None:
         for name in (
@@ -53,6 +77,9 @@ class Layout:
                 raise ConfigError(f"layout.{name}: {size}; must be an even number from 2 to 2^40")
             if not self.distributed_optimizer:
                 raise ConfigError(f"layout.{name}: {size}; buckets go with distributed_optimizer")
+        names = [setting.name for setting in self.settings or ()]
+        if names != sorted(set(names)):
+            raise ConfigError(f"layout.settings: {', '.join(names)}; must be in order of names, each once")
         if self.pipeline_parallel == 1 and self.virtual_stages > 1:
             raise ConfigError(
                 f"layout.virtual_stages: {self.virtual_stages}; virtual stages need pipeline_parallel > 1"
@@ -68,10 +95,35 @@ class Layout:
         """Pipeline stages, all devices together."""
         return self.pipeline_parallel * self.virtual_stages
 
+    def setting(self, name: str) -> SettingValue | None:
+        """The value of a setting that the plan changes; None where it stays as the command has it."""
+        return next((setting.value for setting in self.settings or () if setting.name == name), None)
+
+    def with_setting(self, name: str, value: SettingValue | None) -> "Layout":
+        """The layout with one setting changed; None leaves it to the command."""
+        kept = [setting for setting in self.settings or () if setting.name != name]
+        if value is not None:
+            kept.append(Setting(name=name, value=value))
+        return replace(self, settings=tuple(sorted(kept, key=lambda setting: setting.name)) or None)
+
     @property
     def batching(self) -> tuple[int, int]:
         """The micro-batch size and the number of replicas, which decide the samples of a microbatch."""
         return self.micro_batch_size, self.data_parallel
+
+    @property
+    def reductions(self) -> tuple[object, ...]:
+        """The parts that decide in which order sums over samples and devices are rounded: class B."""
+        return (
+            self.tensor_parallel,
+            self.data_parallel,
+            self.context_parallel,
+            self.expert_parallel,
+            self.micro_batch_size,
+            self.sequence_parallel,
+            self.distributed_optimizer,
+            self.settings,
+        )
 
     def num_microbatches(self, global_batch_size: int) -> int:
         """Microbatches an iteration. Raises ConfigError where the batch does not divide."""
@@ -96,7 +148,7 @@ class Layout:
 
     @property
     def label(self) -> str:
-        """A short name for tables: the degrees that are not 1, the micro-batch, and bucket sizes."""
+        """A short name for tables: the degrees that are not 1, the micro-batch, bucket sizes and settings."""
         degrees = (
             ("tp", self.tensor_parallel),
             ("pp", self.pipeline_parallel),
@@ -108,4 +160,5 @@ class Layout:
         used = [f"{name}{degree}" for name, degree in degrees if degree > 1]
         buckets = (("reduce", self.reduce_bucket_size), ("gather", self.allgather_bucket_size))
         sizes = [f"{name} {size:.3g}" for name, size in buckets if size is not None]
-        return " ".join([*used, f"mb{self.micro_batch_size}", *sizes])
+        settings = [setting.label for setting in self.settings or ()]
+        return " ".join([*used, f"mb{self.micro_batch_size}", *sizes, *settings])

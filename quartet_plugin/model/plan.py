@@ -4,6 +4,7 @@ A plan file is shared between people, so it is not trusted: strict schema, size 
 over its canonical JSON, no code, no paths to code and no free command-line words.
 """
 
+import functools
 from collections.abc import Mapping as Values
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.model.canonical import digest
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.files import read_json, write_json_atomic
+from quartet_plugin.model.job_description import JobDescription
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Comparison, Prediction
 from quartet_plugin.model.schema import ADDED, Bounds, dump, parse, record
@@ -45,6 +47,11 @@ class NodeInfo:
     node_class: str
     num_slots: Annotated[int, Bounds(ge=1, le=MAX_RANKS)]
     crowds: tuple[CoreGroup, ...] | None = field(default=None, metadata=ADDED)
+
+    @property
+    def has_no_accelerator(self) -> bool:
+        """Whether its slots are processor cores."""
+        return self.node_class.lower().startswith("cpu")
 
 
 @record
@@ -102,6 +109,7 @@ class MadeFor:
     """The job that a plan fits: the user's model, batch and configuration, the framework and the cluster.
 
     `batching_features` of the job are those by which another micro-batch or DP can change the objective.
+    `job` is what the job's file says besides, in a plan that was made without a run.
     """
 
     framework: str
@@ -112,14 +120,18 @@ class MadeFor:
     world_size: int
     nodes: tuple[NodeInfo, ...]
     batching_features: tuple[str, ...] | None = field(default=None, metadata=ADDED)
+    job: JobDescription | None = field(default=None, metadata=ADDED)
 
     def differences(self, here: Values[str, Any]) -> dict[str, Any]:
         """The values of this plan that differ from those of `here`, by name.
 
-        Names are fields of this class, of its shape, or the ds_config's `zero_optimization.stage`.
+        Names are fields of this class, of its shape, of its job's `model_words`, or the ds_config's
+        `zero_optimization.stage`.
         """
         zero = int(self.baseline.layout.distributed_optimizer)
         planned = {**dump(self), **dump(self.shape), "zero_optimization.stage": zero}
+        if self.job is not None:
+            planned |= self.job.model_words
         return {name: planned[name] for name, value in here.items() if value != planned[name]}
 
     def check_same_job(self, here: Values[str, Any]) -> None:
@@ -298,10 +310,8 @@ def _check_mapping(plan: Plan) -> None:
             f"made_for: {sum(n.num_slots for n in nodes)} slots on {len(nodes)} nodes; must equal "
             f"world_size {plan.made_for.world_size}, at most {MAX_RANKS}"
         )
-    every = {
-        Slot(node=index, local=local) for index, node in enumerate(nodes) for local in range(node.num_slots)
-    }
-    if len(slots) != len(every) or set(slots) != every:
+    every = _slots_of_nodes(tuple(node.num_slots for node in nodes))
+    if len(slots) != len(every) or every != set(slots):
         raise PlanError(
             f"mapping.slots: {len(slots)} entries; every slot of made_for.nodes exactly once is needed"
         )
@@ -309,6 +319,14 @@ def _check_mapping(plan: Plan) -> None:
         raise PlanError(
             f"mapping.slots[0]: node {slots[0].node}; RANK 0 must stay on node 0, the master's host"
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _slots_of_nodes(num_slots: tuple[int, ...]) -> frozenset[Slot]:
+    """Every slot of nodes with so many slots each."""
+    return frozenset(
+        Slot(node=index, local=local) for index, number in enumerate(num_slots) for local in range(number)
+    )
 
 
 def read_plan(path: Path) -> Plan:

@@ -6,7 +6,7 @@ that `quartet train` asks for where a plan uses our own runtime.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,16 +14,30 @@ from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.schema import Bounds, Length, Matches, Number, as_number, read_record, record
+from quartet_plugin.model.schema import (
+    ADDED,
+    Bounds,
+    Length,
+    Matches,
+    Number,
+    as_number,
+    dump,
+    read_record,
+    record,
+)
 
 MAX_STEPS = 10_000
 MAX_BYTES = 16 * 2**20
+MAX_REASON = 512
 
 # The difference grows when the last half of the steps is worse than this many times the first half.
 GROWTH = 4.0
+# Two layouts of stock may differ by this multiple of the tolerance: fp32 rounding grows with the model and
+# the steps; the tolerance of half precision has room for that already.
+ROUNDING_FACTOR = {"fp32": 20.0, "bf16": 3.0, "fp16": 3.0}
 
 _Hash = Annotated[str, Matches(pattern=r"[0-9a-f]{64}")]
-_Name = Annotated[str, Length(most=512)]
+_Name = Annotated[str, Length(most=MAX_REASON)]
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Quantity = Literal["loss", "grad_norm"]
@@ -73,9 +87,29 @@ class ParityFailure:
 
 
 @record
+class LayoutReference:
+    """A second reference: stock under the plan's own layout, from the same weights.
+
+    It is run where the plan's layout rounds reductions otherwise than the command's and the plan exceeds the
+    tolerance against the command. `loss_rounding` and `grad_norm_rounding` are the largest relative
+    differences between the two runs of stock, of which `limit` are allowed. `steps` compare the plan with
+    stock under its layout, within `tolerance`. `plan_key` is that of the plan that stock ran.
+    """
+
+    plan_key: _Hash
+    layout: _Name
+    loss_rounding: Number
+    grad_norm_rounding: Number
+    limit: Tolerance
+    tolerance: Tolerance
+    steps: Annotated[tuple[StepComparison, ...], Length(least=1, most=MAX_STEPS)]
+
+
+@record
 class Receipt:
     """The result of `quartet check`. `reference` is the other side of the comparison: the user's command,
-    or stock parallelism of the plan's own shape. See docs/formats.md for the file.
+    or stock parallelism of the plan's own shape. `layout_reference` is there where the verdict is that of a
+    second comparison. See docs/formats.md for the file.
     """
 
     plan_digest: _Hash
@@ -88,12 +122,18 @@ class Receipt:
     verdict: Literal["passed", "failed"]
     failure: ParityFailure | None
     schema_version: Literal[1] = 1
+    layout_reference: LayoutReference | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if (self.verdict == "failed") != (self.failure is not None):
             raise ConfigError(f"verdict: {self.verdict!r}; a failure belongs to 'failed' and only to it")
         if [step.step for step in self.steps] != list(range(1, len(self.steps) + 1)) or not self.steps:
             raise ConfigError("steps: must be numbered from 1 on, at least one")
+
+    @property
+    def decisive_steps(self) -> tuple[StepComparison, ...]:
+        """The comparison that the verdict is of: with stock under the plan's layout where there is one."""
+        return self.steps if self.layout_reference is None else self.layout_reference.steps
 
 
 @record
@@ -115,6 +155,26 @@ def tolerance_for(precision: Precision, *, tensor_parallel_differs: bool) -> Tol
         return Tolerance(loss=2e-3, grad_norm=1e-2)
     limit = 5e-6 if tensor_parallel_differs else 1e-6
     return Tolerance(loss=limit, grad_norm=limit)
+
+
+def rounding_limit(tolerance: Tolerance, *, precision: Precision) -> Tolerance:
+    """The largest relative differences that stock under two layouts may have by rounding."""
+    factor = ROUNDING_FACTOR[precision]
+    return Tolerance(loss=factor * tolerance.loss, grad_norm=factor * tolerance.grad_norm)
+
+
+def is_within(steps: Sequence[StepComparison], limit: Tolerance) -> bool:
+    """Whether every step's deviations are at most the limit's."""
+    worst = worst_of(steps)
+    return worst[0] <= limit.loss and worst[1] <= limit.grad_norm
+
+
+def worst_of(steps: Sequence[StepComparison]) -> tuple[float, float]:
+    """The largest relative deviations of loss and gradient norm over the steps."""
+    return (
+        max(float(step.loss_deviation) for step in steps),
+        max(float(step.grad_norm_deviation) for step in steps),
+    )
 
 
 def compare(reference: Sequence[StepValues], measured: Sequence[StepValues]) -> tuple[StepComparison, ...]:
@@ -264,7 +324,7 @@ def read_receipt(path: Path) -> Receipt:
 
 def write_receipt(receipt: Receipt, *, path: Path) -> None:
     """Write the receipt, whole or not at all."""
-    write_json_atomic(path, asdict(receipt))
+    write_json_atomic(path, dump(receipt))
 
 
 def require_receipt(plan: Plan, *, path: Path, torch_version: str | None) -> Receipt:

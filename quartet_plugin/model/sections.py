@@ -1,6 +1,5 @@
 """Sections of files that people write: read from YAML by a safe loader, checked by pydantic models."""
 
-import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -8,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.model.files import field_path, shown
+from quartet_plugin.model.files import field_path, read_bytes, shown
 from quartet_plugin.model.schema import unknown_key
 
 # Written by hand, but for a cluster of 4,096 nodes inside; YAML takes 50 microseconds to read a value.
@@ -51,10 +50,10 @@ def _fault_line(fault: ErrorDetails, model: type[BaseModel]) -> str:
     return f"{field}: {shown(fault['input'])}: {rule[:1].lower()}{rule[1:]}"
 
 
-def _keys(model: type[BaseModel], place: tuple[int | str, ...]) -> list[str]:
-    """The keys of the section at a place inside of `model`; none where that cannot be told."""
+def _keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    """The keys of the section that `path` leads to from `model`; none where its type is no section."""
     section: type[BaseModel] | None = model
-    for part in place:
+    for part in path:
         known = None if section is None else section.model_fields.get(str(part))
         if known is not None:
             section = _section_in(known.annotation)
@@ -72,14 +71,7 @@ def load_yaml(path: Path) -> Any:
     """The data in a short YAML file, read by a safe loader. Raises ConfigError in one line."""
     import yaml
 
-    try:
-        with path.open("rb") as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            text = b"" if num_bytes > MAX_CONFIG_BYTES else file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    if max(num_bytes, len(text)) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path}: longer than {MAX_CONFIG_BYTES} bytes; {_CLUSTER_FILE}")
+    text = read_bytes(path, max_bytes=MAX_CONFIG_BYTES, rule=_CLUSTER_FILE)
     num_values = sum(map(text.count, (b",", b"\n", b"[", b"{", b"- ")))
     if num_values > MAX_CONFIG_VALUES:
         raise ConfigError(

@@ -1,11 +1,13 @@
 """The training job that the framework resolved from the user's command."""
 
 from collections.abc import Mapping
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.job_description import Experts, LatentAttention
+from quartet_plugin.model.layout import Layout, Setting, SettingValue
 from quartet_plugin.model.plan import ScheduleChoice, Split
-from quartet_plugin.model.schema import Bounds, Length, parse, record
+from quartet_plugin.model.schema import ADDED, Bounds, Length, parse, record
 from quartet_plugin.model.shape import ModelShape
 
 Name = Annotated[str, Length(most=512)]
@@ -16,7 +18,14 @@ Count = Annotated[int, Bounds(ge=0, le=2**53)]
 class TrainingJob:
     """What the framework resolved from the user's command, as RANK 0 reported it.
 
-    `split` is None for a model that is no list of like layers.
+    `split` is None for a model that is no list of like layers. `settings` are the values of the framework's
+    settings that a plan can change; None where the report is of a release that did not read them.
+    `full_backward` is why the model's layers make every backward in full, so that no schedule can split it;
+    None where they do not. `no_custom_schedules` is why the plugin's runtime steps aside, so that the
+    framework's own schedules stay; None where it does not. `layer_impl` is the implementation of the layers
+    (`local`, `transformer_engine`).
+    `experts` and `latent` attention are the model's, None where it has none or one that no plan describes.
+    `changed_functions` are the framework's whose source is not a known one, which keeps custom schedules off.
     """
 
     framework: Name
@@ -31,6 +40,19 @@ class TrainingJob:
     precision: Literal["fp32", "bf16", "fp16"]
     features: Annotated[tuple[Name, ...], Length(most=1_000)]
     neutralised: Annotated[tuple[Name, ...], Length(most=1_000)]
+    settings: Annotated[tuple[Setting, ...], Length(most=1_000)] | None = field(default=None, metadata=ADDED)
+    full_backward: Name | None = field(default=None, metadata=ADDED)
+    layer_impl: Name | None = field(default=None, metadata=ADDED)
+    no_custom_schedules: Name | None = field(default=None, metadata=ADDED)
+    experts: Experts | None = field(default=None, metadata=ADDED)
+    latent: LatentAttention | None = field(default=None, metadata=ADDED)
+    changed_functions: Annotated[tuple[Name, ...], Length(most=1_000)] | None = field(
+        default=None, metadata=ADDED
+    )
+
+    def setting(self, name: str) -> SettingValue | None:
+        """The command's value of a setting; None where it was not read."""
+        return next((setting.value for setting in self.settings or () if setting.name == name), None)
 
 
 def parse_training_job(job: Mapping[str, Any], *, where: str = "job") -> TrainingJob:

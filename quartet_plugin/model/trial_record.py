@@ -20,9 +20,19 @@ class Score:
     tokens_per_s: float
     model_flops_per_s_per_device: float
 
-    def value(self, objective: Objective) -> float:
-        """The quantity that the study maximizes, for its objective."""
-        return self.tokens_per_s if objective == "tokens_per_s" else self.model_flops_per_s_per_device
+    def value(self, objective: Objective, *, drift: float = 1.0) -> float:
+        """The quantity that the study maximizes, for its objective.
+
+        `drift` is the machine's speed over its speed when the baseline was measured: the value is as it would
+        have been then.
+        """
+        rate = self.tokens_per_s if objective == "tokens_per_s" else self.model_flops_per_s_per_device
+        return rate / drift
+
+
+def speedup(value: float, *, baseline_value: float) -> float:
+    """A plan's objective over the baseline's, both as when the baseline was measured: see `Score.value`."""
+    return value / baseline_value
 
 
 def score(plan: Plan, *, iteration_s: Sequence[float]) -> Score:
@@ -57,6 +67,8 @@ class TrialRecord:
 
     `value` is the objective and there is one for `measured` alone. `wrong` plans computed something else and
     are never scored; `lost` ones could not be measured for reasons outside of them and cost no budget.
+    `peak_memory_bytes` are the fullest rank's tensors, `untracked_memory_bytes` what its device held beside
+    the allocator's pool (0: not counted).
     `excess` is above 0 where the plan does not fit: bytes, or REFUSED_EXCESS. `attempt_id` fences off old
     attempts; `repeats` is the number of the trial that measured the same plan before, or that had a plan of
     its kind quarantined. `num_iterations` were measured, `spread` is the relative standard error of their
@@ -76,6 +88,7 @@ class TrialRecord:
     tokens_per_s: float | None = None
     model_flops_per_s_per_device: float | None = None
     peak_memory_bytes: int = 0
+    untracked_memory_bytes: int = 0
     wall_s: float = 0.0
     repeats: int | None = None
     source: str | None = None
@@ -94,7 +107,7 @@ class TrialRecord:
         """The record with the plan's score; `value` is corrected by `drift`."""
         return replace(
             self,
-            value=score.value(objective) / self.drift,
+            value=score.value(objective, drift=self.drift),
             iteration_s=score.iteration_s,
             tokens_per_s=score.tokens_per_s,
             model_flops_per_s_per_device=score.model_flops_per_s_per_device,

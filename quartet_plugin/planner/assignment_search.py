@@ -4,24 +4,32 @@ The solver's closed form proposes orders of slots; the whole prediction decides 
 Megatron's stock orders, so the result is never predicted slower than either of those.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import numpy as np
 
+from quartet_plugin.cost.cluster import ideal
 from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.iteration.assigned import AssignedRun
+from quartet_plugin.cost.iteration.step import RowPrediction, contention_gain
+from quartet_plugin.cost.iteration.terms import COLLECTIVES, stage_parts
 from quartet_plugin.cost.memory import Memory, peak_memory
-from quartet_plugin.cost.predict import RowPrediction, stage_parts
+from quartet_plugin.cost.predict import predict
+from quartet_plugin.cost.run import ScheduleKind, TrainingRun
 from quartet_plugin.errors import PlanError
-from quartet_plugin.mapping.solve import STOCK_ORDERS, Solution, solve, stock_arrangement
-from quartet_plugin.mapping.step import NEVER_S, step_s
+from quartet_plugin.mapping.solve import NEVER_S, STOCK_ORDERS, Solution, stock_arrangement
 from quartet_plugin.mapping.topology import Topology, blocks_of
 from quartet_plugin.model.costs import Costs, FloatArray, LayerCost
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
-from quartet_plugin.planner.assigned_prediction import COLLECTIVES, AssignedRun
-from quartet_plugin.planner.bounds import probe
+from quartet_plugin.planner.bounds import EXTRAPOLATION, probe
+from quartet_plugin.planner.closed_form import solve_step, step_costs, step_s
 from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.planner.table_schedules import is_turning
+from quartet_plugin.schedule import placement as places
 from quartet_plugin.split.entries import balanced_entries
 from quartet_plugin.split.layers import layers_of
 
@@ -49,7 +57,7 @@ class SolverEffort:
 
 
 QUICK = SolverEffort(evaluations=40, exact_limit=60)
-THOROUGH = SolverEffort(evaluations=1500, exact_limit=5000, blocks=256, num_predicted=12)
+THOROUGH = SolverEffort(evaluations=1500, exact_limit=5000, num_predicted=12)
 # Equal devices and links: beyond a few arrangements the regular tilings are all that need be tried.
 EQUAL = SolverEffort(evaluations=0, exact_limit=120)
 
@@ -63,6 +71,13 @@ class Assignment:
     prediction: RowPrediction
     memory: Memory
     stock_s: dict[str, float]
+
+
+class NoPlan(Enum):
+    """Why a layout is not planned."""
+
+    UNFIT = "no order of ranks is legal, or nothing fits in memory"
+    TOO_SLOW = "it takes more seconds than were allowed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +94,8 @@ class ClosedFormAssignment:
 class AssignmentProblem:
     """One layout whose ranks are assigned to the slots of `topology`.
 
-    Where devices differ and `may_split`, other splits than `split` are tried as well.
+    Where devices differ and `may_split`, other splits than `split` are tried as well. `schedule` None is the
+    stock one.
     """
 
     job: PlanRequest
@@ -88,6 +104,8 @@ class AssignmentProblem:
     split: tuple[int, ...]
     constants: Constants
     topology: Topology
+    schedule: ScheduleKind | None = None
+    group: int | None = None
     may_split: bool = True
 
     def assignments[A: Assignment | ClosedFormAssignment](
@@ -105,24 +123,27 @@ class AssignmentProblem:
                 if split in tried:
                     break
                 tried.add(split)
-                run = AssignedRun(job.run(self.shape, layout, split), self.constants, self.topology)
+                planned = job.run(self.shape, layout, split, schedule=self.schedule, group=self.group)
+                run = AssignedRun(planned, self.constants, self.topology)
                 assignment = assignment_of(run)
                 if assignment is None:
                     break
                 yield assignment
                 if len(splits) > 1:
                     slowdowns = run.slowdowns(assignment.slots)
-                    split = balanced_split(job, self.shape, layout, self.constants, slowdowns)
+                    split = self._balanced(slowdowns)
+
+    def _balanced(self, slowdowns: FloatArray) -> tuple[int, ...]:
+        return balanced_split(
+            self.job, self.shape, self.layout, self.constants, slowdowns, schedule=self.schedule
+        )
 
     def _first_splits(self) -> list[tuple[int, ...]]:
         """Splits for the slowest devices together on one pipeline rank: the last one, the first one."""
         job, layout = self.job, self.layout
         assert job.cluster is not None
         slowest = np.sort(job.cluster.slowdown).reshape(layout.pipeline_parallel, -1).max(axis=1)
-        splits = [
-            balanced_split(job, self.shape, layout, self.constants, slowdowns)
-            for slowdowns in (slowest, slowest[::-1])
-        ]
+        splits = [self._balanced(slowdowns) for slowdowns in (slowest, slowest[::-1])]
         return [split for split in splits if split != self.split]
 
 
@@ -171,34 +192,59 @@ class AssignmentSolver:
         self, job: PlanRequest, constants: Constants, topology: Topology, *, effort: SolverEffort = QUICK
     ) -> None:
         self._job, self._constants, self._topology, self._effort = job, constants, topology, effort
+        assert job.cluster is not None, "equal devices keep the launcher's order while they are ranked"
+        self._ideal = ideal(job.cluster, constants, is_one_domain=True)
         self._classes: dict[
             tuple[ModelShape, Layout, tuple[int, ...] | None], ClosedFormAssignment | None
         ] = {}
-        self._splits: dict[tuple[ModelShape, Layout], tuple[int, ...]] = {}
+        self._splits: dict[tuple[ModelShape, Layout, bool], tuple[int, ...]] = {}
 
     def assign(
-        self, shape: ModelShape, layout: Layout, split: tuple[int, ...], *, may_split: bool
-    ) -> Assignment | None:
-        """As the function `assign`, with the split and the mapping of the layout's equivalence class."""
+        self,
+        shape: ModelShape,
+        layout: Layout,
+        split: tuple[int, ...],
+        *,
+        may_split: bool,
+        schedule: ScheduleKind,
+        group: int | None = None,
+        limit_s: float = math.inf,
+    ) -> Assignment | NoPlan:
+        """As the function `assign`, with the split and the mapping of the layout's equivalence class.
+
+        Splits that take over `limit_s` seconds in every order of ranks are left out.
+        """
         job = self._job
         plain = replace(layout, micro_batch_size=1, recompute="none", distributed_optimizer=False)
         shared = self._equivalence_class(shape, plain, None if may_split else split)
         if shared is None:
-            return None
-        splits = dict.fromkeys([split, self._split(shape, plain, shared)] if may_split else [split])
+            return NoPlan.UNFIT
+        splits = dict.fromkeys([split, self._split(shape, plain, shared, schedule)] if may_split else [split])
         orders = {"solved": shared.slots} if may_move(job) else {}
         best: Assignment | None = None
+        refusal = NoPlan.UNFIT
         for tried in splits:
-            run = job.run(shape, layout, tried)
+            run = job.run(shape, layout, tried, schedule=schedule, group=group)
             memory = peak_memory(run)
             if not memory.fits:
+                continue
+            if self._least_s(run, limit_s) > limit_s:
+                refusal = NoPlan.TOO_SLOW
                 continue
             assignment = _best_of(job, AssignedRun(run, self._constants, self._topology), memory, orders)
             if assignment is not None and (
                 best is None or assignment.prediction.iter_time_s < best.prediction.iter_time_s
             ):
                 best = assignment
-        return best
+        return best or refusal
+
+    def _least_s(self, run: TrainingRun, limit_s: float) -> float:
+        """Seconds that the run takes at least on any order of ranks: on the best devices and links alone."""
+        if limit_s == math.inf or contention_gain(run.software, run.machines, self._constants):
+            return 0.0
+        machines, constants = self._ideal
+        least = predict(replace(run, machines=machines), constants).iter_time_s
+        return least * (1 - 2 * EXTRAPOLATION)
 
     def _equivalence_class(
         self, shape: ModelShape, layout: Layout, split: tuple[int, ...] | None
@@ -220,14 +266,18 @@ class AssignmentSolver:
             self._classes[key] = closed_form_assignment(problem, effort=self._effort)
         return self._classes[key]
 
-    def _split(self, shape: ModelShape, layout: Layout, shared: ClosedFormAssignment) -> tuple[int, ...]:
+    def _split(
+        self, shape: ModelShape, layout: Layout, shared: ClosedFormAssignment, schedule: ScheduleKind
+    ) -> tuple[int, ...]:
         """The split for the class's mapping, in this layout's number of stages."""
         if layout.virtual_stages == 1:
             return shared.split
-        key = (shape, layout)
+        key = (shape, layout, is_turning(schedule))
         if key not in self._splits:
             slowdowns = np.array(shared.slowdowns)
-            self._splits[key] = balanced_split(self._job, shape, layout, self._constants, slowdowns)
+            self._splits[key] = balanced_split(
+                self._job, shape, layout, self._constants, slowdowns, schedule=schedule
+            )
         return self._splits[key]
 
 
@@ -251,11 +301,11 @@ def _solved(job: PlanRequest, run: AssignedRun, effort: SolverEffort) -> Solutio
         stock = stock_orders(layout, topology).get(STOCK_ORDERS[0])
         if stock is None:
             return None
-        time = step_s(run.step_costs(), topology, stock)
+        time = step_s(step_costs(run), topology, stock)
         return Solution(slots=stock, step_s=time, stock_s={}, exact=False, num_evaluated=1)
     try:
-        return solve(
-            run.step_costs(),
+        return solve_step(
+            step_costs(run),
             topology,
             inside=frozenset(job.search.inside),
             evaluations=effort.evaluations_of(layout.world_size // layout.tensor_parallel),
@@ -293,7 +343,7 @@ def _best_of(
 def _keeps_inside(job: PlanRequest, run: AssignedRun, slots: tuple[int, ...]) -> bool:
     """Whether an order keeps the groups that may not leave a domain inside one."""
     inside = frozenset(job.search.inside)
-    return not inside or step_s(run.step_costs(), run.topology, slots, inside=inside) < NEVER_S
+    return not inside or step_s(step_costs(run), run.topology, slots, inside=inside) < NEVER_S
 
 
 def stock_orders(layout: Layout, topology: Topology) -> dict[str, tuple[int, ...]]:
@@ -315,7 +365,13 @@ def may_move(job: PlanRequest) -> bool:
 
 
 def balanced_split(
-    job: PlanRequest, shape: ModelShape, layout: Layout, constants: Constants, slowdowns: FloatArray
+    job: PlanRequest,
+    shape: ModelShape,
+    layout: Layout,
+    constants: Constants,
+    slowdowns: FloatArray,
+    *,
+    schedule: ScheduleKind | None = None,
 ) -> tuple[int, ...]:
     """The balanced split when pipeline rank k is `slowdowns[k]` times slower [pp]."""
     if layout.num_stages == 1:
@@ -335,7 +391,9 @@ def balanced_split(
         weight_grad_held_fraction=1.0,
         backward_fused_s=None,
     )
-    placement = list(range(layout.pipeline_parallel)) * layout.virtual_stages
+    turns = schedule is not None and is_turning(schedule)
+    pp = layout.pipeline_parallel
+    placement = places.v_shape(pp) if turns else places.loop(pp, layout.virtual_stages)
     return layers_of(balanced_entries(costs, placement))
 
 

@@ -1,42 +1,56 @@
 """The plans of a space that are worth predicting: every choice of a small space, the best of a large one.
 
 Choices are enumerated by decoding the space, so every choice that it offers is covered. First comes every
-layout once, then every other choice for the layouts that are predicted to be fastest. The end loads are those
-that balance the pipeline by the predictor's coefficients, and some around them.
+layout once, then every other choice for the layouts that are predicted to be fastest. Each is given the split
+that balances its pipeline; then splits and mappings are searched together, for everything that is not proven
+to be slower than what was found before (`best_moves`).
 """
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from quartet_plugin.calibration.predictor import identity
-from quartet_plugin.model.canonical import derived_seed
+from quartet_plugin.cost.iteration.split_model import CalibratedSplits
+from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.planner.best_moves import best_moves, slot_indices
+from quartet_plugin.planner.split_search import balanced_split
 from quartet_plugin.space.config import SEARCHED, STOCK_NAMES
-from quartet_plugin.space.param_sources import SPLIT_EMBEDDING, SPLIT_HEAD, FixedParams, Params
+from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE
+from quartet_plugin.space.moved_plans import moved
+from quartet_plugin.space.order_exchanges import RUN
+from quartet_plugin.space.param_sources import (
+    SPLIT_EMBEDDING,
+    SPLIT_HEAD,
+    FixedParams,
+    Params,
+    kind_of,
+    layout_texts,
+)
 from quartet_plugin.space.plan_space import Space
+from quartet_plugin.space.split_shifts import SHIFT
 from quartet_plugin.split.layers import EndLoads, flops_end_loads
 
 # Layouts that are predicted at all, also where none has a stock schedule; layouts whose other choices are
 # enumerated, and the number of these choices in all.
-MAX_LAYOUTS, MAX_LAYOUTS_CUSTOM = 400, 24
-MAX_OPENED = 24
-MAX_CHOICES = 2400
-# Layouts for which custom schedules are made (each takes some tenths of a second), and choices whose splits
-# are varied.
+MAX_LAYOUTS, MAX_LAYOUTS_CUSTOM = 2000, 24
+MAX_OPENED = 48
+MAX_CHOICES = 4800
+# Layouts for which custom schedules are made: each takes some tenths of a second.
 MAX_CUSTOM_LAYOUTS = 3
-MAX_VARIED, MAX_VARIED_CUSTOM = 12, 3
+# Plans with balanced splits that are kept from one call to the next.
+MAX_KEPT = 20_000
 # End loads are rounded to this part of a layer, to whole ones where an order is searched for them, so that
 # plans are made once.
 QUANTUM = 0.25
-_STEPS = (-2.0, -1.0, 0.0, 1.0, 2.0)
-_AROUND = tuple((more, most) for more in _STEPS for most in _STEPS)
-_AROUND_CUSTOM = ((0.0, -1.0), (0.0, 1.0), (-1.0, 0.0), (1.0, 0.0))
-_LAYOUT_KINDS = ("shape", "layout", "micro_batch_size", "optimizer")
+_LAYOUT_KINDS = ("shape", "layout", *map(kind_of, BEFORE_SCHEDULE))
 
-# Predicted seconds for equal work; a plan's loads; whether a plan can be predicted.
+# Predicted seconds for equal work; a plan's loads; its model for any split and mapping; whether a plan can be
+# predicted.
 Rate = Callable[[Sequence[Plan]], list[float]]
 EndsOf = Callable[[Plan], EndLoads]
+SplitsOf = Callable[[Plan], CalibratedSplits | None]
 Knows = Callable[[Plan], bool]
 
 
@@ -58,53 +72,92 @@ class PlanCandidates:
         self._knows = knows
         self._layouts: tuple[Candidate, ...] | None = None
         self._opened: dict[tuple[int, ...], tuple[Candidate, ...]] = {}
+        self._balanced_plans: dict[tuple[tuple[int, ...], tuple[int, ...]], Candidate] = {}
+        self._limits: tuple[str, ...] = ()
+        self._num_layouts = 0
+        # Paths of layouts whose choices are more than the limit.
+        self._cut: set[tuple[int, ...]] = set()
 
-    def best(self, *, rate: Rate, ends_of: EndsOf) -> list[Candidate]:
+    def best(self, *, rate: Rate, ends_of: EndsOf, splits_of: SplitsOf) -> list[Candidate]:
         """Distinct plans, the baseline among them where the space holds it; the same for the same answers."""
         layouts = _in_order(self.layouts, rate)
         opened = [
-            self._balanced(candidate, ends_of)
+            self._balanced(candidate, splits_of)
             for layout in layouts[:MAX_OPENED]
             for candidate in self._open(layout)
         ]
         custom = [
-            self._balanced(candidate, ends_of)
-            for layout in [layout for layout in layouts if self._custom_names(layout)][:MAX_CUSTOM_LAYOUTS]
+            self._balanced_custom(candidate, ends_of, splits_of)
+            for layout in self._custom_layouts(layouts)
             for candidate in self._open_custom(layout)
         ]
         allowed = self._allowed(self._distinct([*layouts, *opened, *custom]))
         ranked = _in_order(allowed, rate)
-        stock = [best for best in ranked if best.plan.schedule.custom is None][:MAX_VARIED]
-        named = [best for best in ranked if best.plan.schedule.custom is not None and not _is_searched(best)]
-        varied = [
-            candidate
-            for chosen, around in ((stock, _AROUND), (named[:MAX_VARIED_CUSTOM], _AROUND_CUSTOM))
-            for best in chosen
-            for candidate in self._varied(best, ends_of, around=around)
+        moves = best_moves(
+            self._space, [best for best in ranked if not _is_searched(best)], splits_of=splits_of
+        )
+        self._limits = (*self._limits_of(layouts), *moves.limits)
+        moved_plans = [
+            replace(ranked_plan, params=params, plan=plan) for ranked_plan, params, plan in moves.plans
         ]
-        return self._allowed(self._distinct([*allowed, *varied]))
+        return self._allowed(self._distinct([*allowed, *moved_plans]))
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """What limits cut off when the candidates were last made, one line each."""
+        return self._limits
+
+    def _limits_of(self, layouts: Sequence[Candidate]) -> Iterator[str]:
+        if self._num_layouts > len(layouts):
+            yield f"layouts: {len(layouts)} of {self._num_layouts} are predicted, the cheapest by FLOPs"
+        if len(layouts) > MAX_OPENED:
+            yield (
+                f"choices beside the layout: of the {MAX_OPENED} layouts predicted fastest, of {len(layouts)}"
+            )
+        num_custom = sum(bool(self._custom_names(layout)) for layout in layouts)
+        if num_custom > MAX_CUSTOM_LAYOUTS:
+            yield (
+                f"custom schedules: of the {MAX_CUSTOM_LAYOUTS} layouts predicted fastest, of {num_custom}"
+            )
+        if self._cut:
+            yield f"choices: those of {len(self._cut)} layouts are enumerated up to a limit of {self._limit}"
 
     @property
     def layouts(self) -> tuple[Candidate, ...]:
-        """Every layout of every shape once, other choices at their first; of too many, a random sample."""
+        """Every layout of every shape once, other choices at their first; of too many, the cheapest by FLOPs.
+
+        Layouts that a searched order alone can run are there only where nothing else is left.
+        """
         if self._layouts is None:
-            requested = self._space.search.schedule
-            is_stock = requested is None or bool({"stock", *STOCK_NAMES} & set(requested))
+            every = [(shape, layout) for shape, kept in self._space.layouts.items() for layout in kept]
+            names = [set(self._space.schedules_of(layout, shape=shape)) for shape, layout in every]
+            named = [pair for pair, offered in zip(every, names, strict=True) if offered != {SEARCHED}]
+            is_stock = any(offered & set(STOCK_NAMES) for offered in names)
             most = MAX_LAYOUTS if is_stock else MAX_LAYOUTS_CUSTOM
-            layouts = tuple(self._branches((), kinds=_LAYOUT_KINDS, limit=4 * most))
-            if len(layouts) > most:
-                generator = random.Random(derived_seed(self._space.seed, 0, "layouts"))  # noqa: S311
-                layouts = tuple(generator.sample(layouts, most))
-            self._layouts = tuple(self._distinct(layouts))
+            candidates = self._distinct(self._of_layout(*pair) for pair in named or every[:most])
+            if len(candidates) > most:
+                candidates.sort(key=_relative_cost)
+            self._layouts = tuple(candidates[:most])
+            self._num_layouts = len(candidates) if named else len(every)
         return self._layouts
+
+    def _of_layout(self, shape: ModelShape, layout: Layout) -> Candidate:
+        """A layout with every other choice at its first."""
+        source = _LayoutParams(shape, layout, space=self._space)
+        plan = self._space.decode(source, trial=0)
+        return source.candidate(plan)
 
     def _open(self, layout: Candidate) -> tuple[Candidate, ...]:
         """Every other choice for a layout, without custom schedules."""
         path = layout.path[: _num_of_layout(layout)]
         if path not in self._opened:
-            limit = MAX_CHOICES // min(len(self.layouts), MAX_OPENED)
-            self._opened[path] = tuple(self._branches(path, kinds=None, limit=limit))
+            self._opened[path] = tuple(self._branches(path, kinds=None, limit=self._limit))
         return self._opened[path]
+
+    @property
+    def _limit(self) -> int:
+        """The most choices of one layout that are enumerated."""
+        return MAX_CHOICES // min(len(self.layouts), MAX_OPENED)
 
     def _distinct(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """The first candidate of each plan that can be predicted."""
@@ -117,13 +170,22 @@ class PlanCandidates:
         return [candidate for candidate in candidates if self._space.refusal_of(candidate.plan) is None]
 
     def _custom_names(self, layout: Candidate) -> list[str]:
-        names = self._space.schedules_of(layout.plan.layout)
+        names = self._space.schedules_of(layout.plan.layout, shape=layout.plan.shape)
         return [name for name in names if name not in STOCK_NAMES]
+
+    def _custom_layouts(self, layouts: Sequence[Candidate]) -> list[Candidate]:
+        """The fastest layouts with custom schedules, and the fastest that has each schedule of a file."""
+        custom = {layout.path: (layout, self._custom_names(layout)) for layout in layouts}
+        able = [layout for layout, names in custom.values() if names]
+        chosen = able[:MAX_CUSTOM_LAYOUTS]
+        for name in self._space.written:
+            chosen += [layout for layout in able if name in custom[layout.path][1]][:1]
+        return list({layout.path: layout for layout in chosen}.values())
 
     def _open_custom(self, layout: Candidate) -> Iterator[Candidate]:
         """Every other choice for a layout with each custom schedule."""
         num = _num_of_layout(layout)
-        names = self._space.schedules_of(layout.plan.layout)
+        names = self._space.schedules_of(layout.plan.layout, shape=layout.plan.shape)
         for index, name in enumerate(names):
             if name not in STOCK_NAMES:
                 path = (*layout.path[:num], index) if len(names) > 1 else layout.path[:num]
@@ -142,34 +204,51 @@ class PlanCandidates:
             except KeyError:
                 continue
             num += 1
-            yield Candidate(
-                params=source.params, plan=plan, path=tuple(source.path), names=tuple(source.names)
-            )
+            yield source.candidate(plan)
             for depth in range(len(begun), len(source.path)):
                 if kinds is None or _kind(source.names[depth]) in kinds:
                     before = tuple(source.path[:depth])
                     waiting += [(*before, other) for other in source.others(depth)]
+        if waiting:
+            self._cut.add(path)
 
-    def _balanced(self, candidate: Candidate, ends_of: EndsOf) -> Candidate:
-        """The candidate with the end loads that balance it by the predictor's coefficients."""
-        return next(self._varied(candidate, ends_of, around=((0.0, 0.0),)), candidate)
-
-    def _varied(
-        self, candidate: Candidate, ends_of: EndsOf, *, around: Sequence[tuple[float, float]]
-    ) -> Iterator[Candidate]:
-        """The candidate with end loads around the balanced ones; none where its split is fixed."""
+    def _balanced(self, candidate: Candidate, splits_of: SplitsOf) -> Candidate:
+        """The candidate with the split that balances its devices by the predictor's coefficients."""
         if SPLIT_HEAD not in candidate.params:
-            return
-        num_layers, quantum = candidate.plan.shape.num_layers, 1.0 if _is_searched(candidate) else QUANTUM
-        ends = ends_of(candidate.plan)
-        for embedding, head in around:
-            params = {
-                **candidate.params,
-                SPLIT_EMBEDDING: _share(ends.embedding + embedding, num_layers, quantum=quantum),
-                SPLIT_HEAD: _share(ends.head + head, num_layers, quantum=quantum),
-            }
-            plan = self._space.decode(FixedParams(params), trial=0)
-            yield replace(candidate, params=params, plan=plan)
+            return candidate
+        calibrated = splits_of(candidate.plan)
+        if calibrated is None:
+            return candidate
+        plan = candidate.plan
+        slots = slot_indices(self._space.nodes, plan.mapping)
+        split = balanced_split(
+            calibrated.times(slots, plan.mapping),
+            plan.shape.num_layers,
+            least_of_ends=self._space.least_of_ends,
+        )
+        key = (candidate.path, split)
+        if key not in self._balanced_plans:
+            if len(self._balanced_plans) >= MAX_KEPT:
+                self._balanced_plans.clear()
+            made = moved(self._space, candidate.params, plan, split=split, mapping=plan.mapping)
+            self._balanced_plans[key] = (
+                candidate if made is None else replace(candidate, params=made[0], plan=made[1])
+            )
+        return self._balanced_plans[key]
+
+    def _balanced_custom(self, candidate: Candidate, ends_of: EndsOf, splits_of: SplitsOf) -> Candidate:
+        """The candidate with its split balanced; a searched order is made for the calibrated end loads."""
+        if not _is_searched(candidate):
+            return self._balanced(candidate, splits_of)
+        if SPLIT_HEAD not in candidate.params:
+            return candidate
+        num_layers, ends = candidate.plan.shape.num_layers, ends_of(candidate.plan)
+        params = {
+            **candidate.params,
+            SPLIT_EMBEDDING: _share(ends.embedding, num_layers, quantum=1.0),
+            SPLIT_HEAD: _share(ends.head, num_layers, quantum=1.0),
+        }
+        return replace(candidate, params=params, plan=self._space.decode(FixedParams(params), trial=0))
 
 
 class _PathParams:
@@ -184,17 +263,34 @@ class _PathParams:
         self.params: dict[str, str | int | float] = {}
 
     def category(self, name: str, choices: Sequence[str]) -> str:
-        is_schedule = _kind(name) == "schedule"
-        allowed = [i for i, choice in enumerate(choices) if not is_schedule or choice in STOCK_NAMES] or [0]
-        depth = len(self.path)
-        index = self._begun[depth] if depth < len(self._begun) else allowed[0]
-        if index >= len(choices):
-            raise KeyError(name)
+        allowed = list(range(len(choices)))
+        if _kind(name) == "schedule":
+            # An order is searched for the best layouts alone; a named one takes milliseconds.
+            known = [i for i in allowed if choices[i] != SEARCHED] or allowed
+            allowed = [i for i in allowed if choices[i] in STOCK_NAMES] or known[:1]
+        elif name.partition("[")[0] in (SHIFT, RUN):
+            allowed = allowed[:1]  # the planner moves layers and slots itself
+        index = self._index(name, choices, default=allowed[0])
         self.path.append(index)
         self.names.append(name)
         self._choices.append(allowed)
         self.params[name] = choices[index]
         return choices[index]
+
+    def _index(self, name: str, choices: Sequence[str], *, default: int) -> int:
+        depth = len(self.path)
+        index = self._begun[depth] if depth < len(self._begun) else default
+        if index >= len(choices):
+            raise KeyError(name)
+        return index
+
+    def candidate(self, plan: Plan) -> Candidate:
+        """The plan that was decoded from these choices, with them."""
+        return Candidate(params=self.params, plan=plan, path=tuple(self.path), names=tuple(self.names))
+
+    def integer(self, name: str, low: int, high: int) -> int:
+        self.params[name] = number = min(max(0, low), high)
+        return number
 
     def unit_float(self, name: str) -> float:
         ends = flops_end_loads(self._shape)
@@ -205,6 +301,23 @@ class _PathParams:
     def others(self, depth: int) -> list[int]:
         """The indices of the other choices at `depth`, the last first: it is tried last."""
         return [index for index in reversed(self._choices[depth]) if index != self.path[depth]]
+
+
+class _LayoutParams(_PathParams):
+    """Takes the choices of a shape and a layout, then the first ones."""
+
+    def __init__(self, shape: ModelShape, layout: Layout, *, space: Space) -> None:
+        super().__init__((), space=space)
+        self._texts = layout_texts(shape, layout)
+
+    def _index(self, name: str, choices: Sequence[str], *, default: int) -> int:
+        text = self._texts.get(_kind(name))
+        return default if text is None else list(choices).index(text)
+
+
+def _relative_cost(candidate: Candidate) -> float:
+    prediction = candidate.plan.prediction
+    return 0.0 if prediction is None else prediction.relative_cost or 0.0
 
 
 def _kind(name: str) -> str:

@@ -4,6 +4,7 @@ A plan file holds the predicted time and memory alone; the terms are computed he
 or the cluster it was made for. What neither says is assumed, and the assumption is part of the result.
 """
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -11,16 +12,27 @@ from quartet_plugin.calibration.machine_prior import PROCESSOR_CORE, library_dev
 from quartet_plugin.cost.cluster import look_up, uniform_cluster_of
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec, device_named
+from quartet_plugin.cost.iteration.assigned import AssignedRun
+from quartet_plugin.cost.iteration.step import RowPrediction
 from quartet_plugin.cost.memory import Memory, memory_by_device
-from quartet_plugin.cost.predict import RowPrediction, predict
-from quartet_plugin.cost.run import ScheduleKind, TrainingRun, schedule_kind, uniform_cluster_of_device
+from quartet_plugin.cost.predict import predict
+from quartet_plugin.cost.run import (
+    TrainingRun,
+    schedule_group,
+    schedule_kind,
+    uniform_cluster_of_device,
+)
 from quartet_plugin.errors import ConfigError, InfeasibleError, PlanError
 from quartet_plugin.model.cluster import Cluster
+from quartet_plugin.model.job_description import JobPrecision, words_of_model
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.schema import dump
-from quartet_plugin.planner.assigned_prediction import AssignedRun
-from quartet_plugin.planner.job import PlanRequest, PlanSearch, Precision
-from quartet_plugin.planner.ranking import Ranked, best_plans
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.shape_curve import ShapeCurve
+from quartet_plugin.planner.described_job import request_of
+from quartet_plugin.planner.job import PlanRequest, PlanSearch
+from quartet_plugin.planner.ranking import Ranked, best_plans, shapes_of
+from quartet_plugin.scaling.shape_curve import shape_curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +40,8 @@ class Explained:
     """The prediction of a plan; `memory` has an entry a pipeline rank; `other` the best other layout.
 
     `available_bytes` is a device's usable memory, None where no file says it. `assumed` is what the plan does
-    not say and where it was taken from.
+    not say and where it was taken from. `shape_curve` has the best plan of each shape, where the job searches
+    several.
     """
 
     prediction: RowPrediction
@@ -37,6 +50,7 @@ class Explained:
     num_microbatches: int
     other: Ranked | None
     assumed: Mapping[str, str]
+    shape_curve: ShapeCurve | None = None
 
 
 def explained(
@@ -49,8 +63,12 @@ def explained(
     _check_made_for(plan, job)
     used = constants or fitted()
     run = job.run(plan.shape, plan.layout, plan.split.transformer_layers_per_stage)
-    kind, in_place = _kind(plan)
-    run = replace(run, schedule=kind)
+    run = replace(
+        run,
+        schedule=schedule_kind(plan.schedule),
+        group=schedule_group(plan.schedule),
+        custom=plan.schedule.custom,
+    )
     memory = tuple(memory_by_device(run))
     return Explained(
         prediction=_predicted(plan, job, run, used),
@@ -58,16 +76,46 @@ def explained(
         available_bytes=None if job.machines.device is PROCESSOR_CORE else memory[0].available,
         num_microbatches=run.num_microbatches,
         other=_other(plan, job, used),
-        assumed={**assumed, **in_place},
+        assumed=assumed,
+        shape_curve=planned_shapes(job, used),
+    )
+
+
+def planned_shapes(job: PlanRequest, constants: Constants) -> ShapeCurve | None:
+    """The best plan of every shape of the job by its predicted time for equal work; None of one shape."""
+    scaling = job.search.scaling
+    # Shapes of one label differ in the size of their heads: the better one counts.
+    shapes = list({shape.label: shape for shape in reversed(shapes_of(job))}.values())
+    if scaling is None or len(shapes) < 2:
+        return None
+    best_s: dict[ModelShape, float] = {}
+    for shape in shapes:
+        alone = scaling.model_copy(update={"shapes": (shape.label,)})
+        request = replace(job, search=job.search.model_copy(update={"scaling": alone}))
+        with contextlib.suppress(InfeasibleError):
+            best_s[shape] = best_plans(request, top=1, constants=constants).best[0].equal_work_s
+    reference = best_s.get(job.shape, min(best_s.values(), default=1.0))
+    return shape_curve(
+        shapes,
+        objective="model_flops_per_s_per_device",
+        of_command=job.shape,
+        measured={},
+        predicted={shape: reference / seconds for shape, seconds in best_s.items()},
     )
 
 
 def job_of_cluster(
     plan: Plan, cluster: Cluster, *, devices: Mapping[str, DeviceSpec] | None = None
 ) -> tuple[PlanRequest, dict[str, str]]:
-    """The plan's job on a cluster that is described in full, everything else `auto`, and what was assumed."""
+    """The plan's job on a cluster that is described in full, and what was assumed.
+
+    A plan that says nothing of precision and search has those of the cluster's devices and `auto`.
+    """
+    said = plan.made_for.job
+    if said is not None:
+        return request_of(plan, replace(said, devices=None, cluster=cluster), devices=devices), {}
     formats = {name for values in cluster.devices.values() for name in values.peak_flops}
-    precision: Precision = "fp32" if formats and not formats & {"bf16", "fp16"} else "bf16"
+    precision: JobPrecision = "fp32" if formats and not formats & {"bf16", "fp16"} else "bf16"
     planned = look_up(cluster, precision=precision, devices=devices)
     job = PlanRequest(
         shape=plan.made_for.shape,
@@ -83,7 +131,12 @@ def job_of_cluster(
 def job_of_plan(
     plan: Plan, *, devices: Mapping[str, DeviceSpec] | None = None
 ) -> tuple[PlanRequest, dict[str, str]]:
-    """The job on the plan's own nodes, and what was assumed. Raises PlanError for unequal nodes."""
+    """The plan's job, and what was assumed: nothing where the plan describes the job.
+
+    Elsewhere it is the job on the plan's own nodes. Raises PlanError where those are unequal.
+    """
+    if plan.made_for.job is not None:
+        return request_of(plan, plan.made_for.job, devices=devices), {}
     nodes = plan.made_for.nodes
     classes = {(node.node_class, node.num_slots) for node in nodes}
     name, _, count = nodes[0].node_class.rpartition(" x")
@@ -96,7 +149,7 @@ def job_of_plan(
     machines = uniform_cluster_of_device(
         device, num_devices=plan.made_for.world_size, devices_per_node=nodes[0].num_slots
     )
-    precision: Precision = "bf16"
+    precision: JobPrecision = "bf16"
     if device is PROCESSOR_CORE:
         # No layout is ruled out for a memory that is not known.
         precision, machines = "fp32", replace(machines, memory_bytes=2**50)
@@ -136,19 +189,14 @@ def _check_made_for(plan: Plan, job: PlanRequest) -> None:
             label = "devices" if name == "world_size" else name
             words = f"{label}: {planned}; the job has {sizes[name]}"
         raise PlanError(f"made_for: {words}: explain a plan with the job it was made for")
-
-
-def _kind(plan: Plan) -> tuple[ScheduleKind, dict[str, str]]:
-    """The schedule that the cost model knows, and the assumption where it stands for the plan's own order."""
-    kind = schedule_kind(plan.schedule)
-    if kind is not None:
-        return kind, {}
-    ranks = range(plan.layout.pipeline_parallel)
-    if plan.schedule.placement == (*ranks, *reversed(ranks)):
-        kind = ScheduleKind.ZB_V
-    else:
-        kind = ScheduleKind.INTERLEAVED if plan.layout.virtual_stages > 1 else ScheduleKind.ONE_F_ONE_B
-    return kind, {"schedule": f"{kind.value} (the time of the plan's own order is not known)"}
+    said = plan.made_for.job
+    here = words_of_model(job.precision, job.experts, job.latent)
+    for name, planned in ({} if said is None else said.model_words).items():
+        if planned != here[name]:
+            raise PlanError(
+                f"made_for: {name}: {planned}; the job has {here[name]}: explain a plan with the job it was "
+                "made for"
+            )
 
 
 def _predicted(plan: Plan, job: PlanRequest, run: TrainingRun, constants: Constants) -> RowPrediction:
@@ -166,10 +214,17 @@ def _predicted(plan: Plan, job: PlanRequest, run: TrainingRun, constants: Consta
 
 
 def _other(plan: Plan, job: PlanRequest, constants: Constants) -> Ranked | None:
-    """The best ranked layout that is not the plan's."""
+    """The best ranked layout and named schedule that are not the plan's."""
     try:
         ranking = best_plans(job, top=3, constants=constants)
     except InfeasibleError:
         return None
-    planned = (plan.shape, plan.layout)
-    return next((ranked for ranked in ranking.best if (ranked.shape, ranked.layout) != planned), None)
+    custom = plan.schedule.custom
+    # A searched order is compared with the best layout that is not its own.
+    kind = None if custom is not None and custom.named is None else schedule_kind(plan.schedule)
+
+    def is_planned(ranked: Ranked) -> bool:
+        is_same = (ranked.shape, ranked.layout) == (plan.shape, plan.layout)
+        return is_same and kind in (None, ranked.schedule)
+
+    return next((ranked for ranked in ranking.best if not is_planned(ranked)), None)

@@ -4,7 +4,7 @@ The cluster is equal devices by name (`ClusterSection`), or a cluster file (docs
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,9 +21,8 @@ from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.devices import DeviceSpec, device_named
 from quartet_plugin.cost.run import (
     ON_CPU,
-    Experts,
     HalfPrecision,
-    LatentAttention,
+    ScheduleKind,
     Software,
     TrainingRun,
     UniformCluster,
@@ -34,14 +33,26 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.mapping.topology import Topology
 from quartet_plugin.model.cluster import parse_cluster, read_cluster
 from quartet_plugin.model.files import shown
+from quartet_plugin.model.job_description import Experts, JobPrecision, LatentAttention
 from quartet_plugin.model.layout import Layout, Recompute
-from quartet_plugin.model.plan import MAX_RANKS, NodeInfo
+from quartet_plugin.model.plan import MAX_RANKS, STOCK, NodeInfo
 from quartet_plugin.model.sections import Section, load_yaml, validate
 from quartet_plugin.model.shape import MAX_HIDDEN, MAX_LAYERS, ModelShape
-from quartet_plugin.space.config import STOCK_NAMES, Degrees, ScalingConfig, SearchConfig, choices, distinct
+from quartet_plugin.planner.model_presets import with_preset
+from quartet_plugin.space.config import (
+    SEARCHED,
+    TABLE_SCHEDULES,
+    Degrees,
+    ScalingConfig,
+    SearchConfig,
+    choices,
+    distinct,
+)
 from quartet_plugin.space.forbidden import check_table_rules
+from quartet_plugin.space.knobs.registry import OPTIONS
+from quartet_plugin.space.knobs.sequence_parallel import SEQUENCE_PARALLEL
+from quartet_plugin.space.knobs.zero_stage import ZERO_STAGE
 
-Precision = Literal["bf16", "fp16", "fp8", "fp32"]
 Size = Annotated[int, Field(ge=1, le=2**31)]
 Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 Hidden = Annotated[int, Field(ge=1, le=MAX_HIDDEN)]
@@ -49,7 +60,7 @@ Bandwidth = Annotated[float, Field(gt=0, lt=1e20, allow_inf_nan=False)]
 VOCABULARY_MULTIPLE = 128
 # Generations of devices that are no accelerators, or unknown.
 PROCESSORS = ("cpu", "plain")
-SCHEDULES = ("stock", *STOCK_NAMES)
+SCHEDULES = ("stock", *TABLE_SCHEDULES, SEARCHED)
 
 
 Modes = Annotated[tuple[Recompute, ...] | None, BeforeValidator(choices), AfterValidator(distinct)]
@@ -90,7 +101,7 @@ class ModelSection(Section):
     gated_ffn: bool = False
     tied_embeddings: bool | None = None
     position_embedding: Literal["learned_absolute", "rope", "none"] | None = None
-    precision: Precision = "bf16"
+    precision: JobPrecision = "bf16"
     num_experts: Annotated[int, Field(ge=2, le=65_536)] | None = None
     experts_per_token: Annotated[int, Field(ge=1, le=1024)] = 2
     expert_ffn_hidden_size: Size | None = None
@@ -144,15 +155,28 @@ class ClusterFileSection(Section):
     file: Annotated[str, Field(min_length=1, max_length=4096)]
 
 
+Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Tokens = Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
+
+
+class CostSection(Section):
+    """The price of one device for one hour, in any currency, and the tokens that the job trains on."""
+
+    price_per_device_hour: Price | None = None
+    tokens: Tokens | None = None
+
+
 class _JobFile(Section):
     model: ModelSection
     batch: BatchSection
     search: PlanSearch = PlanSearch()
+    cost: CostSection = CostSection()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """A request to plan; `shape` has its vocabulary padded for every tensor-parallel degree.
+    """A request to plan; `shape` has its vocabulary padded for every tensor-parallel degree, from the job's
+    `vocab_size` where that is known.
 
     `machines` are equal devices; where `cluster` is given they have its fastest device and slowest link.
     """
@@ -160,11 +184,13 @@ class PlanRequest:
     shape: ModelShape
     machines: UniformCluster
     global_batch_size: int
-    precision: Precision
+    precision: JobPrecision
     search: PlanSearch
     experts: Experts | None = None
     latent: LatentAttention | None = None
     cluster: ResolvedCluster | None = None
+    cost: CostSection = field(default_factory=CostSection)
+    vocab_size: int | None = None
 
     @property
     def half(self) -> HalfPrecision:
@@ -177,14 +203,24 @@ class PlanRequest:
         on_cpu = self.precision == "fp32" and self.machines.device.generation in PROCESSORS
         return ON_CPU if on_cpu else Software()
 
-    def run(self, shape: ModelShape, layout: Layout, split: tuple[int, ...]) -> TrainingRun:
-        """The run that a planned layout stands for."""
+    def run(
+        self,
+        shape: ModelShape,
+        layout: Layout,
+        split: tuple[int, ...],
+        *,
+        schedule: ScheduleKind | None = None,
+        group: int | None = None,
+    ) -> TrainingRun:
+        """The run that a planned layout stands for; `schedule` None is the stock one."""
         run = run_of(
             shape,
             layout,
             global_batch_size=self.global_batch_size,
             layers_per_stage=split,
             machines=self.machines,
+            schedule=schedule,
+            group=group,
             precision=self.half,
             software=self.software,
         )
@@ -238,6 +274,12 @@ def parse_job(
     if "cluster" not in data:
         raise ConfigError(f"{where}: cluster: missing; the key is required")
     rest = {key: value for key, value in data.items() if key != "cluster"}
+    try:
+        rest["model"] = with_preset(rest.get("model"), folder=folder)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if rest["model"] is None:
+        del rest["model"]
     file = validate(_JobFile, rest, where=where)
     machines, cluster = _cluster(
         data["cluster"], precision=file.model.precision, where=where, devices=devices, folder=folder
@@ -255,6 +297,8 @@ def parse_job(
             experts=_experts(file.model),
             latent=_latent(file.model),
             cluster=cluster,
+            cost=file.cost,
+            vocab_size=file.model.vocab_size,
         )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -263,7 +307,7 @@ def parse_job(
 def _cluster(
     data: Any,
     *,
-    precision: Precision,
+    precision: JobPrecision,
     where: str,
     devices: Mapping[str, DeviceSpec] | None,
     folder: Path | None,
@@ -323,7 +367,7 @@ def _experts(model: ModelSection) -> Experts | None:
         )
     return Experts(
         num_experts=model.num_experts,
-        top_k=model.experts_per_token,
+        experts_per_token=model.experts_per_token,
         ffn_hidden_size=model.expert_ffn_hidden_size or model.ffn_hidden_size or 4 * model.hidden_size,
         shared_ffn_hidden_size=model.shared_expert_ffn_hidden_size,
         num_dense_layers=model.num_dense_layers,
@@ -332,18 +376,10 @@ def _experts(model: ModelSection) -> Experts | None:
 
 def _latent(model: ModelSection) -> LatentAttention | None:
     given = model.latent_attention
-    if given is None:
-        return None
-    return LatentAttention(
-        query_rank=given.q_lora_rank,
-        key_value_rank=given.kv_lora_rank,
-        plain_channels=given.qk_head_dim,
-        rotary_channels=given.qk_pos_emb_head_dim,
-        value_channels=given.v_head_dim,
-    )
+    return None if given is None else LatentAttention(**given.model_dump())
 
 
-def _check_precision(precision: Precision, device: DeviceSpec) -> None:
+def _check_precision(precision: JobPrecision, device: DeviceSpec) -> None:
     if precision == "fp8" and not {"fp8", "fp4"} & set(device.peak_flops):
         raise ConfigError(
             f"model.precision: fp8; {device.name} multiplies in {', '.join(device.peak_flops)} only"
@@ -382,21 +418,24 @@ def _shape(model: ModelSection, *, largest: int) -> ModelShape:
 def _check_search(search: PlanSearch, *, model: ModelSection) -> None:
     if any(name != "stock" for name in search.mapping or ()):
         raise ConfigError(f"search.mapping: {search.mapping}; must be auto (solved) or stock")
-    if search.group is not None:
-        raise ConfigError(
-            f"search.group: {search.group}; a plan without a run has groups of pipeline_parallel microbatches"
-        )
     if search.change_class != "B":
         raise ConfigError(
             f"search.change_class: {search.change_class}; a plan without a run knows no command to stay near "
             "to; it is for `quartet tune`"
         )
+    for knob in (SEQUENCE_PARALLEL, ZERO_STAGE, *OPTIONS):
+        requested = search.requested(knob.name)
+        if requested not in (None, (STOCK,)):
+            raise ConfigError(
+                f"search.{knob.name}: {knob.text(requested[0])}; a plan without a run has the framework's "
+                "usual one; others are for `quartet tune`"
+            )
     check_table_rules(search.forbid)
     unknown = [name for name in search.schedule or () if name not in SCHEDULES]
     if unknown:
         raise ConfigError(
             f"search.schedule: {unknown[0]!r}; a plan without a run has {', '.join(SCHEDULES[:-1])} or "
-            f"{SCHEDULES[-1]}; others need `quartet tune`"
+            f"{SCHEDULES[-1]}; files of schedules need `quartet tune`"
         )
     if model.num_experts is None and search.expert_parallel not in (None, (1,)):
         raise ConfigError(f"search.expert_parallel: {search.expert_parallel}; needs model.num_experts")

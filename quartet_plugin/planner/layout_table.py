@@ -3,22 +3,25 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
+from math import gcd
 
 import numpy as np
 
 from quartet_plugin.cost.memory import distinct_numbers
+from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.model.costs import FloatArray, IntArray
-from quartet_plugin.model.layout import Layout, Recompute
+from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.planner.table_rows import RECOMPUTE, layout_of, unique_rows
+from quartet_plugin.planner.table_schedules import KINDS, schedules_of_rows
 from quartet_plugin.space.forbidden import forbidden_rows
-from quartet_plugin.space.layouts import divisors, is_requested
+from quartet_plugin.space.knobs.divisors import divisors, nearest_words
+from quartet_plugin.space.layouts import is_requested
 
 # The columns of the table.
-TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED = range(10)
+TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED, SCHEDULE = range(11)
 MAX_MICRO_BATCH = 64
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 # Values of the column `SPLIT`; larger numbers are the job's written splits in order.
 BALANCED, EVEN, WRITTEN = 0, 1, 2
 # Sizes of FP8 products are multiples of it.
@@ -32,7 +35,7 @@ type _Variant = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutTable:
-    """One row a layout; the columns are `TP` to `SHARDED`."""
+    """One row a layout and schedule; the columns are `TP` to `SCHEDULE`, a number of `KINDS`."""
 
     columns: IntArray
 
@@ -40,31 +43,17 @@ class LayoutTable:
         return len(self.columns)
 
     def layout(self, row: int) -> Layout:
-        """The layout of one row; sequence parallelism goes with tensor parallelism."""
-        tp, cp, pp, dp, size, virtual, ep, _, mode, sharded = (int(x) for x in self.columns[row])
+        """The layout of one row."""
+        tp, cp, pp, dp, size, virtual, ep, _, mode, sharded, _ = (int(x) for x in self.columns[row])
         return layout_of(tp, cp, pp, dp, size, virtual, mode, sharded, ep=ep)
 
-
-def layout_of(
-    tp: int, cp: int, pp: int, dp: int, size: int, virtual: int, recompute: int, sharded: int, *, ep: int = 1
-) -> Layout:
-    """A layout from the columns of `LayoutTable`."""
-    return Layout(
-        tensor_parallel=tp,
-        pipeline_parallel=pp,
-        data_parallel=dp,
-        virtual_stages=virtual,
-        context_parallel=cp,
-        expert_parallel=ep,
-        micro_batch_size=size,
-        sequence_parallel=tp > 1,
-        distributed_optimizer=bool(sharded),
-        recompute=RECOMPUTE[recompute],
-    )
+    def schedule(self, row: int) -> ScheduleKind:
+        """The schedule of one row."""
+        return KINDS[int(self.columns[row, SCHEDULE])]
 
 
 def layout_table_of(job: PlanRequest, shape: ModelShape) -> LayoutTable:
-    """All layouts of `shape` that Megatron accepts and the job allows, in a fixed order."""
+    """All layouts and schedules of `shape` that run on Megatron and the job allows, in a fixed order."""
     search = job.search
     modes = [index for index, mode in enumerate(RECOMPUTE) if is_requested(search.recompute, mode)]
     shards = [int(on) for on in (False, True) if is_requested(search.distributed_optimizer, on)]
@@ -78,33 +67,33 @@ def layout_table_of(job: PlanRequest, shape: ModelShape) -> LayoutTable:
     # One replica has nothing to share its optimizer with, unless nothing else was requested.
     alone = (columns[:, CP] * columns[:, DP] == 1) & (columns[:, SHARDED] == 1)
     columns = columns[~alone] if 0 in shards else columns
+    kept, kinds = schedules_of_rows(
+        job,
+        pp=columns[:, PP],
+        virtual=columns[:, VIRTUAL],
+        microbatches=num_microbatches(job, columns),
+        modes=columns[:, MODE],
+    )
+    columns = np.column_stack([columns[kept], kinds])
     return LayoutTable(columns=columns[~forbidden_rows(search.forbid, _axes(columns), num_rows=len(columns))])
 
 
 def _axes(columns: IntArray) -> dict[str, IntArray]:
-    """The columns that rules of `search.forbid` are about; schedules as indices of `STOCK_NAMES`."""
+    """The columns that rules of `search.forbid` are about; schedules as indices of `TABLE_SCHEDULES`."""
     return {
         "tensor_parallel": columns[:, TP],
         "pipeline_parallel": columns[:, PP],
         "data_parallel": columns[:, DP],
         "virtual_stages": columns[:, VIRTUAL],
         "micro_batch_size": columns[:, SIZE],
-        "schedule": np.where(columns[:, PP] == 1, 0, np.where(columns[:, VIRTUAL] == 1, 1, 2)),
+        "schedule": columns[:, SCHEDULE],
     }
 
 
-def unique_rows(columns: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """The different rows, the index where each first occurs, and the different row of every row.
-
-    Rows are packed into one number each, which must fit in 62 bits.
-    """
-    spans = columns.max(axis=0, initial=0) + 1
-    assert prod(int(span) for span in spans) < 2**62
-    packed = np.zeros(len(columns), dtype=np.int64)
-    for column, span in zip(columns.T, spans, strict=True):
-        packed = packed * span + column
-    _, index, inverse = np.unique(packed, return_index=True, return_inverse=True)
-    return columns[index], index, inverse.ravel()
+def num_microbatches(job: PlanRequest, columns: IntArray) -> IntArray:
+    """Microbatches an iteration of each row."""
+    microbatches: IntArray = job.global_batch_size // (columns[:, DP] * columns[:, SIZE])
+    return microbatches
 
 
 def written_splits(job: PlanRequest) -> tuple[tuple[int, ...], ...]:
@@ -115,27 +104,80 @@ def written_splits(job: PlanRequest) -> tuple[tuple[int, ...], ...]:
 
 
 def fault_of_degrees(job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: int) -> str | None:
-    """The constraint that refuses these degrees whatever else is chosen; None where they are legal."""
+    """The constraint that refuses these degrees whatever else is chosen; None where they are legal.
+
+    It is written `rule: the fault; nearest: the legal values`.
+    """
     dp = job.machines.num_devices // (tp * cp * pp)
+    legal = LegalDegrees(job, shape)
     joined = job.largest_tensor_parallel
     if joined % tp:
-        return f"TP {tp} does not divide the {joined} devices that fast links join on a node"
+        fault = f"TP {tp} does not divide the {joined} devices that fast links join on a node"
+        return f"scale-up domain: {fault}{nearest_words(tp, legal.tensor_parallel)}"
     for name, size in _tensor_sizes(job, shape):
         if size % tp:
-            return f"TP {tp} does not divide {size} {name}"
+            rule = name.removeprefix("of ").removeprefix("the ")
+            fault = f"TP {tp} does not divide {size} {name}"
+            return f"{rule}: {fault}{nearest_words(tp, legal.tensor_parallel)}"
     if job.precision == "fp8" and any(width % FP8_MULTIPLE for width in _widths(job, shape, tp)):
-        return f"TP {tp} leaves FP8 products of sizes that are no multiples of {FP8_MULTIPLE}"
+        return f"fp8 multiple: TP {tp} leaves FP8 products of sizes that are no multiples of {FP8_MULTIPLE}"
     # Megatron balances causal attention in two chunks a rank; sequence parallelism splits further.
     chunks = (2 * cp if cp > 1 else 1) * tp
     if shape.seq_length % tp:
-        return f"TP {tp} does not divide sequences of {shape.seq_length}"
+        fault = f"TP {tp} does not divide sequences of {shape.seq_length}"
+        return f"sequence: {fault}{nearest_words(tp, legal.tensor_parallel)}"
     if shape.seq_length % chunks:
-        return f"CP {cp} with TP {tp} does not cut sequences of {shape.seq_length} into {chunks} equal chunks"
+        fault = (
+            f"CP {cp} with TP {tp} does not cut sequences of {shape.seq_length} into {chunks} equal chunks"
+        )
+        return f"sequence: {fault}"
     if pp > shape.num_layers:
-        return f"PP {pp} has more stages than {shape.num_layers} layers"
+        fault = f"PP {pp} has more stages than {shape.num_layers} layers"
+        return f"layers: {fault}{nearest_words(pp, legal.pipeline_parallel)}"
     if job.global_batch_size % dp:
-        return f"DP {dp} does not divide a batch of {job.global_batch_size}"
+        fault = f"DP {dp} does not divide a batch of {job.global_batch_size}"
+        return f"batch: {fault}{nearest_words(dp, legal.data_parallel)}"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class LegalDegrees:
+    """The sizes of each kind of parallelism that some layout of `shape` may have, each kind by itself."""
+
+    job: PlanRequest
+    shape: ModelShape
+
+    @property
+    def tensor_parallel(self) -> list[int]:
+        """Divisors of all that tensor parallelism divides."""
+        sizes = [size for _, size in _tensor_sizes(self.job, self.shape)]
+        devices = (self.job.machines.num_devices, self.job.largest_tensor_parallel)
+        return divisors(gcd(*devices, *sizes, self.shape.seq_length))
+
+    @property
+    def context_parallel(self) -> list[int]:
+        """Divisors of the devices that cut the sequence in two chunks a rank."""
+        seq_length = self.shape.seq_length
+        return [cp for cp in divisors(self.job.machines.num_devices) if cp == 1 or seq_length % (2 * cp) == 0]
+
+    @property
+    def pipeline_parallel(self) -> list[int]:
+        """Divisors of the devices, at most one for each layer."""
+        return [pp for pp in divisors(self.job.machines.num_devices) if pp <= self.shape.num_layers]
+
+    @property
+    def data_parallel(self) -> list[int]:
+        """Divisors of the devices and the batch."""
+        return divisors(gcd(self.job.machines.num_devices, self.job.global_batch_size))
+
+    def nearest_of_search(self) -> str:
+        """The nearest legal values of the first request that has no legal one, in words; "" without one."""
+        for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "data_parallel"):
+            requested: tuple[int, ...] | None = getattr(self.job.search, name)
+            legal: list[int] = getattr(self, name)
+            if requested and not set(requested) & set(legal):
+                return nearest_words(requested[0], legal)
+        return ""
 
 
 def degrees(job: PlanRequest) -> Iterator[tuple[int, int, int]]:
@@ -173,11 +215,9 @@ def _rows_of_degrees(
     experts = _expert_degrees(job, cp * dp)
     splits = {virtual: _splits(job, pp * virtual) for virtual in _virtual_stages(job, shape, pp)}
     variants = [(virtual, ep, kind) for virtual, kinds in splits.items() for ep in experts for kind in kinds]
-    plain = [variant for variant in variants if variant[0] == 1]
     for size in sizes:
         if share % size == 0:
-            # Interleaving takes whole rounds of microbatches.
-            yield (tp, cp, pp, dp, size), variants if (share // size) % pp == 0 else plain
+            yield (tp, cp, pp, dp, size), variants
 
 
 def _tensor_sizes(job: PlanRequest, shape: ModelShape) -> list[tuple[str, int]]:
@@ -225,16 +265,8 @@ def _splits(job: PlanRequest, num_stages: int) -> list[int]:
 
 def _virtual_stages(job: PlanRequest, shape: ModelShape, pp: int) -> list[int]:
     """Chunks a device that the job allows and the layers fill."""
-    requested = None if "stock" in (job.search.schedule or ()) else job.search.schedule
     most = max(1, shape.num_layers // pp) if pp > 1 else 1
-    return [
-        virtual
-        for virtual in job.search.virtual_stages or range(1, most + 1)
-        if virtual <= most
-        and is_requested(
-            requested, "no-pipelining" if pp == 1 else ("1f1b" if virtual == 1 else "interleaved")
-        )
-    ]
+    return [v for v in job.search.virtual_stages or range(1, most + 1) if v <= most]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

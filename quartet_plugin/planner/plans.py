@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from quartet_plugin import __version__
 from quartet_plugin.cost.constants import Constants, fitted
+from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.memory import peak_memory
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.run import TrainingRun
@@ -11,11 +12,13 @@ from quartet_plugin.mapping.orders import slots_of
 from quartet_plugin.model.frameworks import MEGATRON
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.measurement import Prediction
-from quartet_plugin.model.plan import Baseline, MadeFor, Mapping, Plan, Provenance, Split
-from quartet_plugin.planner.assigned_prediction import AssignedRun
+from quartet_plugin.model.plan import Baseline, MadeFor, Mapping, Plan, Provenance, ScheduleChoice, Split
+from quartet_plugin.planner.described_job import description_of
 from quartet_plugin.planner.job import PlanRequest
-from quartet_plugin.planner.layout_table import RECOMPUTE, layout_table_of
+from quartet_plugin.planner.layout_table import layout_table_of
+from quartet_plugin.planner.order_search import custom_choice
 from quartet_plugin.planner.ranking import Ranked
+from quartet_plugin.planner.table_rows import RECOMPUTE
 from quartet_plugin.space.layouts import stock_choice
 from quartet_plugin.split.layers import even_split
 
@@ -24,11 +27,17 @@ FRAMEWORK, FRAMEWORK_VERSION = MEGATRON.framework, "0.19.2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
-    """The plain layout that plans are compared with, and its predicted seconds an iteration."""
+    """The layout that plans are compared with, and its predicted seconds an iteration.
+
+    `schedule` is its stock schedule; `is_users`: it is that of the user's own command; `fits`: in memory.
+    """
 
     layout: Layout
     split: tuple[int, ...]
     iteration_s: float
+    schedule: ScheduleChoice
+    is_users: bool = False
+    fits: bool = True
 
 
 def plain_layout(job: PlanRequest, *, best: Ranked, constants: Constants | None = None) -> Plain:
@@ -36,7 +45,12 @@ def plain_layout(job: PlanRequest, *, best: Ranked, constants: Constants | None 
 
     Recompute only where nothing fits without. Where the job allows none of these, the best plan itself.
     """
-    axes: dict[str, object] = {"virtual_stages": (1,), "micro_batch_size": (1,), "context_parallel": (1,)}
+    axes: dict[str, object] = {
+        "virtual_stages": (1,),
+        "micro_batch_size": (1,),
+        "context_parallel": (1,),
+        "schedule": ("stock",),
+    }
     plain = replace(job, search=job.search.model_copy(update=axes))
     used = constants or fitted()
     table = layout_table_of(plain, job.shape)
@@ -52,12 +66,33 @@ def plain_layout(job: PlanRequest, *, best: Ranked, constants: Constants | None 
         split = even_split(job.shape.num_layers, num_stages=layout.num_stages)
         run = job.run(job.shape, layout, split)
         if peak_memory(run).fits:
-            return Plain(layout=layout, split=split, iteration_s=stock_time_s(job, run, used))
-    if best.shape == job.shape:
-        return Plain(layout=best.layout, split=best.split, iteration_s=best.iteration_s)
-    split = even_split(job.shape.num_layers, num_stages=best.layout.num_stages)
-    run = job.run(job.shape, best.layout, split)
-    return Plain(layout=best.layout, split=split, iteration_s=stock_time_s(job, run, used))
+            time_s = stock_time_s(job, run, used)
+            return Plain(layout=layout, split=split, iteration_s=time_s, schedule=stock_choice(layout))
+    split, time_s = best.split, best.iteration_s
+    if best.shape != job.shape or best.schedule.is_custom:
+        split = even_split(job.shape.num_layers, num_stages=best.layout.num_stages)
+        time_s = stock_time_s(job, job.run(job.shape, best.layout, split), used)
+    schedule = stock_choice(best.layout)
+    return Plain(layout=best.layout, split=split, iteration_s=time_s, schedule=schedule)
+
+
+def users_layout(
+    job: PlanRequest, *, layout: Layout, split: Split, schedule: ScheduleChoice, constants: Constants | None
+) -> Plain:
+    """The layout of the user's own command as what plans are compared with.
+
+    Raises ConfigError where it is none of the job's devices, layers or batch.
+    """
+    counts = split.transformer_layers_per_stage
+    run = job.run(job.shape, layout, counts)
+    return Plain(
+        layout=layout,
+        split=counts,
+        iteration_s=stock_time_s(job, run, constants or fitted()),
+        schedule=schedule,
+        is_users=True,
+        fits=peak_memory(run).fits,
+    )
 
 
 def stock_time_s(job: PlanRequest, run: TrainingRun, constants: Constants) -> float:
@@ -68,7 +103,15 @@ def stock_time_s(job: PlanRequest, run: TrainingRun, constants: Constants) -> fl
     return assigned.predict(tuple(range(run.layout.world_size))).iter_time_s
 
 
-def plan_of(job: PlanRequest, ranked: Ranked, *, plain: Plain, name: str, place: int) -> Plan:
+def plan_of(
+    job: PlanRequest,
+    ranked: Ranked,
+    *,
+    plain: Plain,
+    name: str,
+    place: int,
+    constants: Constants | None = None,
+) -> Plan:
     """The plan of one ranked layout: predicted, not measured."""
     machines = job.machines
     nodes = job.nodes
@@ -82,15 +125,16 @@ def plan_of(job: PlanRequest, ranked: Ranked, *, plain: Plain, name: str, place:
             baseline=Baseline(
                 layout=plain.layout,
                 split=Split(transformer_layers_per_stage=plain.split),
-                schedule=stock_choice(plain.layout),
+                schedule=plain.schedule,
             ),
             world_size=machines.num_devices,
             nodes=nodes,
+            job=description_of(job),
         ),
         shape=ranked.shape,
         layout=ranked.layout,
         split=Split(transformer_layers_per_stage=ranked.split),
-        schedule=stock_choice(ranked.layout),
+        schedule=schedule_of(job, ranked, constants=constants or fitted()),
         mapping=Mapping(slots=slots if ranked.slots is None else tuple(slots[slot] for slot in ranked.slots)),
         provenance=Provenance(run=name, trial=place, seed=0, quartet_version=__version__),
         prediction=Prediction(
@@ -99,3 +143,11 @@ def plan_of(job: PlanRequest, ranked: Ranked, *, plain: Plain, name: str, place:
             peak_memory_bytes=round(ranked.memory.total),
         ),
     )
+
+
+def schedule_of(job: PlanRequest, ranked: Ranked, *, constants: Constants) -> ScheduleChoice:
+    """The schedule of a ranked layout as its plan has it."""
+    if ranked.order is None and not ranked.schedule.is_custom:
+        return stock_choice(ranked.layout, group=ranked.group)
+    custom = ranked.order or custom_choice(job, ranked, constants=constants)
+    return ScheduleChoice(name="custom", custom=custom)

@@ -8,6 +8,7 @@ import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -15,8 +16,10 @@ from quartet_plugin.cost.cluster import ideal
 from quartet_plugin.cost.constants import Constants, fitted
 from quartet_plugin.cost.memory import Memory, available_bytes, peak_memory
 from quartet_plugin.cost.predict import predict
+from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.errors import InfeasibleError
 from quartet_plugin.model.costs import FloatArray
+from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.planner.assignment_search import (
@@ -25,6 +28,7 @@ from quartet_plugin.planner.assignment_search import (
     Assignment,
     AssignmentProblem,
     AssignmentSolver,
+    NoPlan,
     SolverEffort,
     assign,
 )
@@ -34,12 +38,14 @@ from quartet_plugin.planner.layout_table import (
     BALANCED,
     SPLIT,
     LayoutTable,
+    LegalDegrees,
     Refusal,
     TooLarge,
     layout_table_of,
     refused_degrees,
     refused_requests,
 )
+from quartet_plugin.planner.table_schedules import groups_of
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
 from quartet_plugin.space.layouts import undivided_request
 
@@ -49,21 +55,35 @@ REFINED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """One planned layout. `equal_work_s` is its time for the FLOPs of the requested model.
+    """One planned layout and schedule. `equal_work_s` is its time for the FLOPs of the requested model.
 
-    `slots[r]` plays RANK r, None in the launcher's order; `stock_s` has the seconds of Megatron's stock
-    orders where they were compared.
+    `group` is that of an interleaved schedule. `slots[r]` plays RANK r, None in the launcher's order;
+    `stock_s` has the seconds of Megatron's stock orders where they were compared. `order` is a searched
+    order, `gap` the makespan over a bound on every order with this split and placement, less one, where it is
+    known.
     """
 
     shape: ModelShape
     layout: Layout
     split: tuple[int, ...]
+    schedule: ScheduleKind
+    group: int | None
     iteration_s: float
     equal_work_s: float
     terms: Mapping[str, float]
     memory: Memory
     slots: tuple[int, ...] | None = None
     stock_s: Mapping[str, float] | None = None
+    order: CustomSchedule | None = None
+    gap: float | None = None
+
+    @property
+    def schedule_label(self) -> str:
+        """The schedule's name, with its group where there is one."""
+        if self.order is not None:
+            # A search may end with a named order, also with one that is not planned by itself.
+            return "searched" if self.order.named is None else self.order.label
+        return self.schedule.value if self.group is None else f"{self.schedule.value} g{self.group}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +118,7 @@ def rank(
     none fits; it names the layout that needs the least memory.
     """
     used = constants or fitted()
-    fields = [_field(job, shape, used) for shape in _shapes(job)]
+    fields = [_field(job, shape, used) for shape in shapes_of(job)]
     total = sum(len(field.table) for field in fields)
     if not total:
         raise InfeasibleError(_no_layout(job))
@@ -106,15 +126,18 @@ def rank(
     best: list[tuple[float, int, int, Ranked]] = []
     limit = _available(job)
     order = _ordered(fields, limit=math.inf if exhaustive else limit)
-    predicted, visited = 0, 0
+    predicted, visited, too_slow = 0, 0, 0
     unfit: list[tuple[int, int]] = []
     for bound, index, row in order:
         if not exhaustive and len(best) == top and bound > best[-1][0]:
             break
         visited += 1
-        ranked = _planned(job, fields[index], row, used, solver)
-        if ranked is None:
+        last = best[-1][0] if len(best) == top and not exhaustive else math.inf
+        ranked = _planned(job, fields[index], row, used, solver, limit_s=last / fields[index].scale)
+        if ranked is NoPlan.UNFIT:
             unfit.append((index, row))
+        if isinstance(ranked, NoPlan):
+            too_slow += ranked is NoPlan.TOO_SLOW
             continue
         predicted += 1
         bisect.insort(best, (ranked.equal_work_s, index, row, ranked), key=lambda entry: entry[:3])
@@ -126,7 +149,7 @@ def rank(
         num_considered=total,
         num_predicted=predicted,
         num_too_large=total - len(order) + len(unfit),
-        num_pruned=len(order) - visited,
+        num_pruned=len(order) - visited + too_slow,
         too_large=_too_large(fields, unfit, limit),
     )
 
@@ -164,6 +187,8 @@ def refine(
             shape=ranked.shape,
             layout=ranked.layout,
             split=ranked.split,
+            schedule=ranked.schedule,
+            group=ranked.group,
             constants=used,
             topology=topology,
             may_split=job.search.split is None,
@@ -185,7 +210,8 @@ def refusals(job: PlanRequest, ranking: Ranking | None) -> list[Refusal]:
     ]
 
 
-def _shapes(job: PlanRequest) -> tuple[ModelShape, ...]:
+def shapes_of(job: PlanRequest) -> tuple[ModelShape, ...]:
+    """The shapes of the job: the requested one, or those of an equal budget that it searches."""
     scaling = job.search.scaling
     if scaling is None:
         return (job.shape,)
@@ -201,7 +227,14 @@ def _field(job: PlanRequest, shape: ModelShape, constants: Constants) -> _Field:
     return _Field(
         shape=shape,
         table=table,
-        bounds=bounds_of(bounded, shape, table, constants=used, slowdown=slowdown_of(job)),
+        bounds=bounds_of(
+            bounded,
+            shape,
+            table,
+            constants=used,
+            slowdown=slowdown_of(job),
+            limit_bytes=_available(job),
+        ),
         scale=job.shape.model_flops_per_sequence / shape.model_flops_per_sequence,
     )
 
@@ -223,39 +256,58 @@ def _ordered(fields: list[_Field], *, limit: float) -> list[tuple[float, int, in
 
 
 def _planned(
-    job: PlanRequest, field: _Field, row: int, constants: Constants, solver: AssignmentSolver | None
-) -> Ranked | None:
-    """The layout with its prediction; None where it does not fit in memory or no order is legal."""
-    layout = field.table.layout(row)
+    job: PlanRequest,
+    field: _Field,
+    row: int,
+    constants: Constants,
+    solver: AssignmentSolver | None,
+    *,
+    limit_s: float = math.inf,
+) -> Ranked | NoPlan:
+    """The row with its best group's prediction, or why there is none; none over `limit_s` need be made."""
+    layout, schedule = field.table.layout(row), field.table.schedule(row)
+    planned = [
+        _planned_with(job, field, row, group, constants, solver, limit_s)
+        for group in groups_of(job, layout, schedule)
+    ]
+    able = [ranked for ranked in planned if isinstance(ranked, Ranked)]
+    if able:
+        return min(able, key=lambda ranked: ranked.iteration_s)
+    return NoPlan.TOO_SLOW if NoPlan.TOO_SLOW in planned else NoPlan.UNFIT
+
+
+def _planned_with(
+    job: PlanRequest,
+    field: _Field,
+    row: int,
+    group: int | None,
+    constants: Constants,
+    solver: AssignmentSolver | None,
+    limit_s: float,
+) -> Ranked | NoPlan:
+    """The row's prediction with one group."""
+    layout, schedule = field.table.layout(row), field.table.schedule(row)
     split = field.bounds.split(job, field.shape, field.table, row)
+    ranked = partial(Ranked, shape=field.shape, layout=layout, split=split, schedule=schedule, group=group)
     if solver is None:
-        run = job.run(field.shape, layout, split)
+        run = job.run(field.shape, layout, split, schedule=schedule, group=group)
+        prediction = predict(run, constants)
+        time = prediction.iter_time_s
+        if time > limit_s:
+            return NoPlan.TOO_SLOW
         memory = peak_memory(run)
         if not memory.fits:
-            return None
-        prediction = predict(run, constants)
-        return Ranked(
-            shape=field.shape,
-            layout=layout,
-            split=split,
-            iteration_s=prediction.iter_time_s,
-            equal_work_s=prediction.iter_time_s * field.scale,
-            terms=prediction.terms,
-            memory=memory,
+            return NoPlan.UNFIT
+        return ranked(
+            iteration_s=time, equal_work_s=time * field.scale, terms=prediction.terms, memory=memory
         )
     is_free = int(field.table.columns[row, SPLIT]) == BALANCED
-    assignment = solver.assign(field.shape, layout, split, may_split=is_free)
-    if assignment is None:
-        return None
-    bare = Ranked(
-        shape=field.shape,
-        layout=layout,
-        split=split,
-        iteration_s=1.0,
-        equal_work_s=field.scale,
-        terms={},
-        memory=assignment.memory,
+    assignment = solver.assign(
+        field.shape, layout, split, may_split=is_free, schedule=schedule, group=group, limit_s=limit_s
     )
+    if isinstance(assignment, NoPlan):
+        return assignment
+    bare = ranked(iteration_s=1.0, equal_work_s=field.scale, terms={}, memory=assignment.memory)
     return _with(bare, assignment)
 
 
@@ -302,7 +354,9 @@ def _nearest(job: PlanRequest, fields: list[_Field]) -> str:
         field = fields[index]
         layout = field.table.layout(row)
         split = field.bounds.split(job, field.shape, field.table, row)
-        memory = peak_memory(job.run(field.shape, layout, split))
+        schedule = field.table.schedule(row)
+        group = groups_of(job, layout, schedule)[0]
+        memory = peak_memory(job.run(field.shape, layout, split, schedule=schedule, group=group))
         if best is None or memory.total < best[0]:
             best = (memory.total, layout, memory)
     assert best is not None
@@ -326,7 +380,8 @@ def _no_layout(job: PlanRequest) -> str:
     shape = job.shape
     undivided = undivided_request(job.search, num_devices=job.machines.num_devices)
     if undivided is not None:
-        return f"layouts: none is legal: {undivided}; choose another, or auto"
+        nearest = LegalDegrees(job, shape).nearest_of_search()
+        return f"layouts: none is legal: {undivided}{nearest}; choose another, or auto"
     refused = refused_requests(job, shape)
     most = f"; most often: {refused[0].reason}" if refused else ""
     return (

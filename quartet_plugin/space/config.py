@@ -1,15 +1,29 @@
-"""The `search` section of q.yaml and JOB.yaml: the user's request for every axis.
+"""The `search` section of q.yaml and JOB.yaml: the user's request for every knob.
 
-Three forms hold for every axis: `auto` is tuned, a literal is fixed, a list is searched.
+Three forms hold for every knob: `auto` is tuned, a literal is fixed, a list is searched. `stock`, the
+command's own value, is a form of the knobs that have it by default, and of schedule, split and mapping.
 """
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+import types
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    WrapValidator,
+    create_model,
+    model_validator,
+)
 
+from quartet_plugin.model.plan import STOCK
 from quartet_plugin.model.sections import Section
 from quartet_plugin.schedule.named import NAMED, Offer
+from quartet_plugin.space.knobs.knob import Kind, Knob
+from quartet_plugin.space.knobs.registry import KNOBS
 
 MAX_CHOICES = 64
 
@@ -22,15 +36,21 @@ SEARCHED = "searched"
 STOCK_NAMES = ("no-pipelining", *_offered(Offer.STOCK))
 DEFAULT_NAMES = (*_offered(Offer.DEFAULT), SEARCHED)
 CUSTOM_NAMES = (*DEFAULT_NAMES, *_offered(Offer.REQUESTED))
+# The schedules that a plan without a run is ranked with.
+TABLE_SCHEDULES = (*STOCK_NAMES, *(name for name in CUSTOM_NAMES if name != SEARCHED))
 
-if TYPE_CHECKING:
-    ScheduleRequest = str
-else:
-    ScheduleRequest = Literal["stock", *STOCK_NAMES, *CUSTOM_NAMES]
+SCHEDULE_NAMES = ("stock", *STOCK_NAMES, *CUSTOM_NAMES)
 
 _SPLIT = re.compile(r"auto|stock|even|\d{1,4}(\+\d{1,4}){0,1023}")
 _ORDER = re.compile(r"auto|stock|[a-z][a-z0-9-]{0,39}|\d{1,5}(,\d{1,5}){0,65535}")
 _SHAPE = re.compile(r"\d{1,6}x\d{1,7}")
+_SCHEDULE = re.compile("|".join(map(re.escape, SCHEDULE_NAMES)))
+_SCHEDULE_OR_FILE = re.compile(rf"{_SCHEDULE.pattern}|[^\x00]{{1,4091}}\.json")
+
+
+def is_schedule_file(name: str) -> bool:
+    """Whether a requested schedule is the path of a file."""
+    return name.endswith(".json")
 
 
 def choices(value: Any) -> Any:
@@ -62,14 +82,43 @@ def _matching(pattern: re.Pattern[str], rule: str) -> AfterValidator:
 
 
 _Degree = Annotated[int, Field(ge=1, le=2**20)]
-_BucketSize = Annotated[int, Field(ge=2, le=2**40, multiple_of=2)]
+_Size = Annotated[int, Field(ge=2, le=2**40, multiple_of=2)]
 Degrees = Annotated[tuple[_Degree, ...] | None, BeforeValidator(choices), AfterValidator(distinct)]
-BucketSizes = Annotated[tuple[_BucketSize, ...] | None, BeforeValidator(choices), AfterValidator(distinct)]
 _Names = Annotated[tuple[str, ...] | None, BeforeValidator(choices), AfterValidator(distinct)]
-Splits = Annotated[_Names, _matching(_SPLIT, "auto, stock, even, or counts like 6+2")]
-Orders = Annotated[_Names, _matching(_ORDER, "auto, stock, the name of an order, or slots like 1,0")]
 Shapes = Annotated[_Names, _matching(_SHAPE, "layers x hidden size, like 24x2048")]
-Schedules = Annotated[tuple[ScheduleRequest, ...] | None, BeforeValidator(choices), AfterValidator(distinct)]
+
+
+def _form_of(knob: Knob, *, takes_stock: bool, is_rule: bool) -> Any:
+    """The type of a knob's key: `auto`, a value or a list of values, among them `stock` where it is taken.
+
+    A rule of `forbid` names schedules, a search also files of them.
+    """
+    items: dict[Kind, Any] = {
+        "degree": _Degree,
+        "size": _Size,
+        "switch": bool,
+        "word": Annotated[Literal[*(knob.words or ("",))], BeforeValidator(_no_switch)],
+    }
+    names = f"one of {', '.join(SCHEDULE_NAMES)}"
+    patterns: dict[Kind, AfterValidator] = {
+        "schedule": _matching(_SCHEDULE, names)
+        if is_rule
+        else _matching(_SCHEDULE_OR_FILE, f"{names}, or a SCHEDULE.json"),
+        "split": _matching(_SPLIT, "auto, stock, even, or counts like 6+2"),
+        "order": _matching(_ORDER, "auto, stock, the name of an order, or slots like 1,0"),
+        "shape": _matching(_SHAPE, "layers x hidden size, like 24x2048"),
+    }
+    if knob.kind in patterns:
+        return Annotated[_Names, patterns[knob.kind]]
+    item = items[knob.kind]
+    if takes_stock:
+        item = Annotated[item, WrapValidator(_stock_or), PlainSerializer(_as_is)]
+    items_or_auto: Any = types.GenericAlias(tuple, (item, ...)) | None
+    return Annotated[items_or_auto, BeforeValidator(choices), AfterValidator(distinct)]
+
+
+def _stock_or(value: Any, check: Callable[[Any], Any]) -> Any:
+    return value if value == STOCK else check(value)
 
 
 class ScalingConfig(Section):
@@ -93,28 +142,34 @@ class ScalingConfig(Section):
     )
 
 
-class _Axes(Section):
-    """The axes of a search and of its rules."""
-
-    tensor_parallel: Degrees = Field(default=None, description="devices that share each layer")
-    pipeline_parallel: Degrees = Field(default=None, description="devices that the layers are spread over")
-    data_parallel: Degrees = Field(default=None, description="copies of the model")
-    virtual_stages: Degrees = Field(default=None, description="stages a device")
-    micro_batch_size: Degrees = Field(default=None, description="sequences a microbatch")
-    group: Degrees = Field(default=None, description="microbatches a group of the interleaved schedule")
-    split: Splits = Field(default=None, description="layers a stage: even, stock, or counts like 6+2")
-    schedule: Schedules = Field(
-        default=None, description="a name of `quartet schedule list`, or searched; ours pass the parity gate"
-    )
-    mapping: Orders = Field(
-        default=None, description="ranks on devices: stock, an order's name, or slots like 1,0"
-    )
+def _no_switch(value: Any) -> Any:
+    """Raises ValueError for `true` and `false`, which Python takes for the numbers 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("a switch; write one of its values")
+    return value
 
 
-class Forbidden(_Axes):
-    """A rule: a value or a list for some axes; no plan may match all of them."""
+def _as_is(value: Any) -> Any:
+    return value
 
-    shape: Shapes = None
+
+def _axes(name: str, *, knobs: Iterable[Knob], has_defaults: bool) -> Any:
+    """A section with a key for each knob, typed by its descriptor."""
+    fields: dict[str, Any] = {}
+    for knob in knobs:
+        is_stock = has_defaults and knob.default == STOCK
+        form = _form_of(knob, takes_stock=is_stock, is_rule=not has_defaults)
+        fields[knob.name] = (form, Field(default=(STOCK,) if is_stock else None, description=knob.meaning))
+    return create_model(name, __base__=Section, **fields)
+
+
+# Classes that are made while the program runs have no static type.
+_RuleAxes: Any = _axes("_RuleAxes", knobs=KNOBS, has_defaults=False)
+_SearchAxes: Any = _axes("_SearchAxes", knobs=[x for x in KNOBS if x.kind != "shape"], has_defaults=True)
+
+
+class Forbidden(_RuleAxes):  # type: ignore[misc]
+    """A rule: a value or a list for some knobs; no plan may match all of them."""
 
     @model_validator(mode="after")
     def _names_an_axis(self) -> "Forbidden":
@@ -139,15 +194,13 @@ def _written(values: tuple[Any, ...]) -> str:
     return words if len(values) == 1 else f"[{words}]"
 
 
-class SearchConfig(_Axes):
-    """The axes. None is `auto`. No plan matches one of the `forbid` rules.
+class SearchConfig(_SearchAxes):  # type: ignore[misc]
+    """The knobs of a search. None is `auto`. No plan matches one of the `forbid` rules.
 
     `change_class` limits how far a plan may change the training (docs/support.md): `A` the order of work
     alone, `B` the rounding of reductions, `C` possibly the objective. Another model (D) needs `scaling`.
     """
 
-    reduce_bucket_size: BucketSizes = Field(default=None, description="elements, DeepSpeed with ZeRO 1")
-    allgather_bucket_size: BucketSizes = Field(default=None, description="elements, DeepSpeed with ZeRO 1")
     scaling: ScalingConfig | None = Field(
         default=None, description="other widths and depths: another model, so only where this key stands"
     )
@@ -160,3 +213,13 @@ class SearchConfig(_Axes):
         BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else (v,)),
         Field(max_length=MAX_CHOICES),
     ] = Field(default=(), description="rules like {schedule: zb-v}: no plan may match all of one")
+
+    def requested(self, name: str) -> tuple[Any, ...] | None:
+        """The values that are requested for a knob; None is `auto`."""
+        values: tuple[Any, ...] | None = getattr(self, name)
+        return values
+
+    def stated(self) -> dict[str, Any]:
+        """The keys that are not at their defaults, as a file has them."""
+        stated = self.model_dump(mode="json", exclude_defaults=True)
+        return {name: "auto" if value is None else value for name, value in stated.items()}

@@ -13,6 +13,8 @@ class Axis(StrEnum):
     MAPPING = "mapping"
     DEGREES = "degrees"
     MICRO_BATCH = "micro_batch"
+    RECOMPUTE = "recompute"
+    OPTIONS = "options"
 
 
 _ALL = frozenset(Axis)
@@ -54,12 +56,19 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "distributed_optimizer_instances": _MAPPING | {Axis.DEGREES},
     "inprocess_restart": _MAPPING,
     "tp_pp_dp_order": _MAPPING,
+    "sharp": _MAPPING,
+    "gpu_sniff_test": _MAPPING,
+    "persistent_checkpoint_worker": _MAPPING,
+    "local_checkpoint_replication": _MAPPING,
     # Graphs are captured for one order of microbatches.
     "cuda_graphs": frozenset({Axis.SCHEDULE}),
     # DeepSpeed: the layers of the first device decide about clipping; the script batches its own data.
     "clips_by_first_stage": _STAGES,
     "own_data_iterator": _DATA,
     "tensor_parallel_topology": _ALL,
+    # DeepSpeed: nothing lies before the first layer, or behind the last one, so that stage needs a layer.
+    "bare_first_stage": _NONE,
+    "bare_last_stage": _NONE,
     "clips_in_fp32": _NONE,
     "dynamic_shape": _NONE,
     "per_token_loss": _NONE,
@@ -69,17 +78,6 @@ _LOCKS: dict[str, frozenset[Axis]] = {
     "fp8": _NONE,
     "fp4": _NONE,
 }
-
-# With these features the plugin's runtime steps aside and the stock schedule runs, so a custom schedule would
-# not run as planned. Features that lock the axis are not repeated.
-_WITHOUT_CUSTOM_RUNTIME = frozenset(
-    {"hierarchical_context_parallel", "distributed_optimizer_instances", "inprocess_restart"}
-)
-
-
-def no_custom_schedules(features: Iterable[str]) -> str | None:
-    """The feature that rules custom schedules out; None where they can be tried."""
-    return min(_WITHOUT_CUSTOM_RUNTIME & set(features), default=None)
 
 
 def batching_features(features: Iterable[str]) -> tuple[str, ...]:
@@ -98,7 +96,7 @@ def locked_axes(features: Iterable[str], *, change_class: str) -> dict[Axis, str
             if axis in _locked_by(feature, change_class=change_class):
                 locked.setdefault(axis, feature)
     if change_class == "A":
-        for axis in (Axis.DEGREES, Axis.MICRO_BATCH):
+        for axis in (Axis.DEGREES, Axis.MICRO_BATCH, Axis.OPTIONS):
             locked.setdefault(axis, "search.change_class A")
     return locked
 

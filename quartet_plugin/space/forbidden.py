@@ -19,10 +19,13 @@ from quartet_plugin.model.costs import IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import STOCK, NodeInfo, Plan
 from quartet_plugin.model.training_job import TrainingJob
-from quartet_plugin.space.config import SEARCHED, STOCK_NAMES, Forbidden
+from quartet_plugin.space.config import SEARCHED, TABLE_SCHEDULES, Forbidden
+from quartet_plugin.space.knobs.knob import LayoutKnob, Value
+from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, DEGREES, OPTIONS
 from quartet_plugin.split.layers import even_split
 
-_LAYOUT = ("tensor_parallel", "pipeline_parallel", "data_parallel", "virtual_stages", "micro_batch_size")
+# The columns of a table of layouts that rules are about.
+_COLUMNS = ("tensor_parallel", "pipeline_parallel", "data_parallel", "virtual_stages", "micro_batch_size")
 
 # Whether an axis has a value, for each axis that is known: one answer, or one a row of a table.
 type _Facts = Mapping[str, Callable[[Any], Any]]
@@ -45,11 +48,11 @@ class Prohibitions:
 
     def of_layout(self, layout: Layout) -> Forbidden | None:
         """The first rule that names nothing but axes of the layout."""
-        return self._first(lambda: _layout_facts(layout))
+        return self._first(lambda: self._layout_facts(layout))
 
     def of_schedule(self, layout: Layout, name: str) -> Forbidden | None:
         """The first rule about layouts and schedules alone; `name` is the schedule's in the space."""
-        return self._first(lambda: {**_layout_facts(layout), "schedule": self._is_schedule(name)})
+        return self._first(lambda: {**self._layout_facts(layout), "schedule": self._is_schedule(name)})
 
     def of_plan(self, plan: Plan) -> Forbidden | None:
         """The first of all rules. The baseline is measured whatever they say; ask about other plans."""
@@ -66,13 +69,23 @@ class Prohibitions:
         custom = plan.schedule.custom
         name = plan.schedule.name if custom is None else custom.named or SEARCHED
         return {
-            **_layout_facts(plan.layout),
+            **self._layout_facts(plan.layout),
+            **{knob.name: _equals(self._setting(plan.layout, knob)) for knob in OPTIONS},
             "shape": plan.shape.label.__eq__,
             "schedule": self._is_schedule(name),
             "group": lambda group: plan.schedule.group == group,
             "split": lambda split: self._is_split(plan, split),
             "mapping": lambda order: self._is_mapped(plan, order),
         }
+
+    def _layout_facts(self, layout: Layout) -> dict[str, Callable[[Any], bool]]:
+        """What is known before the settings are chosen."""
+        return {knob.name: _equals(knob.in_layout(layout)) for knob in (*DEGREES, *BEFORE_SCHEDULE)}
+
+    def _setting(self, layout: Layout, knob: LayoutKnob) -> Value | None:
+        """A setting's value in a plan: its own, or the command's."""
+        value = knob.in_layout(layout)
+        return self.job.setting(knob.name) if value is None else value
 
     def _is_schedule(self, name: str) -> Callable[[str], bool]:
         stock = self.job.schedule.name
@@ -94,24 +107,24 @@ class Prohibitions:
         return order.mapping == plan.mapping
 
 
-def _layout_facts(layout: Layout) -> dict[str, Callable[[Any], bool]]:
-    return {name: getattr(layout, name).__eq__ for name in _LAYOUT}
+def _equals(value: Value | None) -> Callable[[Any], bool]:
+    return lambda other: other == value
 
 
 def check_table_rules(rules: Sequence[Forbidden]) -> None:
     """Raises ConfigError for a rule over what a plan without a run does not choose."""
     for rule in rules:
         for axis, values in rule.axes.items():
-            if axis not in (*_LAYOUT, "schedule"):
+            if axis not in (*_COLUMNS, "schedule"):
                 raise ConfigError(
                     f"search.forbid: {rule.label}: {axis}; a plan without a run is forbidden by "
-                    f"{', '.join(_LAYOUT)} and schedule; others are for `quartet tune`"
+                    f"{', '.join(_COLUMNS)} and schedule; others are for `quartet tune`"
                 )
-            unknown = [value for value in values if axis == "schedule" and value not in STOCK_NAMES]
+            unknown = [value for value in values if axis == "schedule" and value not in TABLE_SCHEDULES]
             if unknown:
                 raise ConfigError(
                     f"search.forbid: {rule.label}: {unknown[0]}; a plan without a run has "
-                    f"{', '.join(STOCK_NAMES[:-1])} or {STOCK_NAMES[-1]}"
+                    f"{', '.join(TABLE_SCHEDULES[:-1])} or {TABLE_SCHEDULES[-1]}"
                 )
 
 
@@ -120,8 +133,8 @@ def forbidden_rows(
 ) -> NDArray[np.bool_]:
     """Whether each row of a table of layouts meets a rule [num_rows].
 
-    `columns` has the rows' values by axis, schedules as indices of `STOCK_NAMES`.
+    `columns` has the rows' values by axis, schedules as indices of `TABLE_SCHEDULES`.
     """
-    facts: dict[str, Callable[[Any], Any]] = {name: columns[name].__eq__ for name in _LAYOUT}
-    facts["schedule"] = lambda name: columns["schedule"] == STOCK_NAMES.index(name)
+    facts: dict[str, Callable[[Any], Any]] = {name: columns[name].__eq__ for name in _COLUMNS}
+    facts["schedule"] = lambda name: columns["schedule"] == TABLE_SCHEDULES.index(name)
     return reduce(or_, (_is_met(rule, facts) for rule in rules), np.zeros(num_rows, dtype=np.bool_))

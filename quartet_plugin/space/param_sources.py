@@ -4,30 +4,27 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Mapping as MappingABC
 from functools import lru_cache
-from typing import Protocol
 
 from quartet_plugin.mapping.orders import RankOrder
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.space.config import SEARCHED
+from quartet_plugin.space.knobs.knob import LayoutKnob
+from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, OPTIONS
+from quartet_plugin.space.knobs.zero_stage import ZERO_STAGE
+from quartet_plugin.space.order_exchanges import EXCHANGES, NO_RUN, RUN, EncodedOrder, encoded_order
 from quartet_plugin.space.schedules import end_load_candidates
-from quartet_plugin.split.layers import EndLoads, end_loads_for_split
+from quartet_plugin.space.split_shifts import SHIFT, Shifts, encoded_split, origin_split, shift_limit
+from quartet_plugin.split.layers import EndLoads
+from quartet_plugin.split.shifts import shifts_between
 
 type Params = MappingABC[str, str | int | float]
 type OrdersOf = Callable[[Layout], Sequence[RankOrder]]
+type LengthsOf = Callable[[Layout], Sequence[int]]
 
 SPLIT_EMBEDDING = "split.embedding"
 SPLIT_HEAD = "split.head"
-
-
-class ParamSource(Protocol):
-    """The source of one plan's parameters: a sampler, a recorded point, or chance."""
-
-    def category(self, name: str, choices: Sequence[str]) -> str:
-        """One of `choices`, of which there are at least two."""
-
-    def unit_float(self, name: str) -> float:
-        """A number from -1 to 1."""
 
 
 class FixedParams:
@@ -42,6 +39,13 @@ class FixedParams:
         if choice not in choices:
             raise KeyError(name)
         return choice
+
+    def integer(self, name: str, low: int, high: int) -> int:
+        """The recorded number."""
+        number = int(self._params[name])
+        if not low <= number <= high:
+            raise KeyError(name)
+        return number
 
     def unit_float(self, name: str) -> float:
         """The recorded number."""
@@ -60,6 +64,11 @@ class RandomParams:
         self.params[name] = choice = self._generator.choice(list(choices))
         return choice
 
+    def integer(self, name: str, low: int, high: int) -> int:
+        """Any number of the range."""
+        self.params[name] = number = self._generator.randint(low, high)
+        return number
+
     def unit_float(self, name: str) -> float:
         """Any number from -1 to 1."""
         self.params[name] = number = self._generator.uniform(-1.0, 1.0)
@@ -69,81 +78,122 @@ class RandomParams:
 class ParamEncoder:
     """The parameters that lead to `plan`, recorded as they are requested.
 
-    `orders_of` returns the rank orders to choose from, `schedule` is the schedule's name in the space, `ends`
-    the end loads where they are known.
+    `order` is how the space makes the plan's mapping, None where it does not. `schedule` is the schedule's
+    name in the space, `ends` the end loads where they are known, `shifts` those of the stage boundaries, None
+    where none is shifted.
     """
 
     def __init__(
-        self, plan: Plan, *, orders_of: OrdersOf, schedule: str, ends: EndLoads | None = None
+        self,
+        plan: Plan,
+        *,
+        order: EncodedOrder | None,
+        schedule: str,
+        ends: EndLoads | None = None,
+        shifts: Shifts | None = None,
     ) -> None:
         self._plan = plan
-        self._orders_of = orders_of
+        self._order = order
         self._schedule = schedule
         self._ends = ends
+        self._shifts = shifts
         self.params: dict[str, str | int | float] = {}
 
     def category(self, name: str, choices: Sequence[str]) -> str:
         """The plan's choice. KeyError is raised for one that the space does not have."""
-        choice = self._choice(name)
+        choice = self._choice(name, choices)
         if choice not in choices:
             raise KeyError(name)
         self.params[name] = choice
         return choice
 
+    def integer(self, name: str, low: int, high: int) -> int:
+        """A shift of a stage boundary, or the position of a run that is exchanged."""
+        number = self._number(name)
+        if not low <= number <= high:
+            raise KeyError(name)
+        self.params[name] = number
+        return number
+
     def unit_float(self, name: str) -> float:
         """The end load that the split implies, over all layers. KeyError is raised where it implies none."""
-        plan = self._plan
-        if self._ends is None and plan.schedule.custom is None:
-            self._ends = end_loads_for_split(
-                plan.split.transformer_layers_per_stage,
-                num_devices=plan.layout.pipeline_parallel,
-                chunks=plan.layout.virtual_stages,
-            )
         if self._ends is None:
             raise KeyError(name)
         load = self._ends.head if name == SPLIT_HEAD else self._ends.embedding
-        value = load / plan.shape.num_layers
+        value = load / self._plan.shape.num_layers
         if not -1.0 <= value <= 1.0:
             raise KeyError(name)
         self.params[name] = value
         return value
 
-    def _choice(self, name: str) -> str:
+    def _number(self, name: str) -> int:
+        axis, index, *which = name.partition("[")[0].split(".")
+        if axis == "split":
+            assert self._shifts is not None
+            return self._shifts[int(index) - 1]
+        assert self._order is not None
+        pairs = self._order.pairs
+        # More exchanges than there are: of the first run with itself.
+        return pairs[int(index)][which == ["second"]] if int(index) < len(pairs) else 0
+
+    def _choice(self, name: str, choices: Sequence[str]) -> str:
         plan = self._plan
-        kind = name.partition("[")[0].partition(".")[0]
+        stem = name.partition("[")[0]
+        if stem == SHIFT:
+            return shift_limit(self._shifts, choices)
+        kind = stem.partition(".")[0]
         match kind:
             case "shape":
                 return plan.shape.label
             case "layout":
                 return degree_label(plan.layout)
-            case "optimizer":
-                return optimizer_label(plan.layout)
-            case "reduce_bucket_size" | "allgather_bucket_size":
-                return bucket_label(getattr(plan.layout, kind))
-            case "micro_batch_size":
-                return str(plan.layout.micro_batch_size)
             case "split":
                 return plan.split.label
             case "schedule":
                 return self._schedule
             case "group":
                 return str(plan.schedule.group)
-        orders = self._orders_of(plan.layout)
-        return next((order.name for order in orders if order.mapping == plan.mapping), "")
+            case "mapping":
+                return self._order_choice(stem, choices)
+        knob = next(knob for knob in (*BEFORE_SCHEDULE, *OPTIONS) if kind_of(knob) == kind)
+        return param_text(knob, plan.layout)
+
+    def _order_choice(self, stem: str, choices: Sequence[str]) -> str:
+        order = self._order
+        if order is None:
+            return ""
+        if stem == RUN:
+            return NO_RUN if order.length is None else str(order.length)
+        if stem == EXCHANGES:
+            return next(choice for choice in choices if int(choice) >= len(order.pairs))
+        return order.name
 
 
-def param_encoders(plan: Plan, *, orders_of: OrdersOf) -> Iterator[ParamEncoder]:
+def param_encoders(
+    plan: Plan, *, orders_of: OrdersOf, lengths_of: LengthsOf, written: Sequence[str] = ()
+) -> Iterator[ParamEncoder]:
     """Encoders of `plan`, likely ones first.
 
-    A custom schedule may come from a search, whatever its name; its end loads are guessed.
+    `orders_of` returns the rank orders to choose from, `lengths_of` the lengths of the runs to exchange. A
+    custom schedule may come from a search, whatever its name; its end loads are guessed. It may also come
+    from one of the files named in `written`.
     """
-    custom = plan.schedule.custom
+    layout, custom = plan.layout, plan.schedule.custom
+    order = encoded_order(plan.mapping, orders=orders_of(layout), lengths=lengths_of(layout))
     if custom is None:
-        yield ParamEncoder(plan, orders_of=orders_of, schedule=plan.schedule.name)
+        ends, shifts = encoded_split(plan)
+        yield ParamEncoder(plan, order=order, schedule=plan.schedule.name, ends=ends, shifts=shifts)
         return
+    split = plan.split.transformer_layers_per_stage
     for name in dict.fromkeys((custom.named or SEARCHED, SEARCHED)):
-        for ends in (*end_load_candidates(plan), None):
-            yield ParamEncoder(plan, orders_of=orders_of, schedule=name, ends=ends)
+        guesses = end_load_candidates(plan)
+        for guess in (*guesses, None):
+            yield ParamEncoder(plan, order=order, schedule=name, ends=guess)
+        for guess in guesses if layout.num_stages > 2 else ():
+            shifts = shifts_between(origin_split(plan, schedule=name, ends=guess), split)
+            yield ParamEncoder(plan, order=order, schedule=name, ends=guess, shifts=shifts)
+    for name in written:
+        yield ParamEncoder(plan, order=order, schedule=name)
 
 
 @lru_cache(maxsize=65_536)
@@ -153,11 +203,24 @@ def degree_label(layout: Layout) -> str:
     return label or "one"
 
 
-def optimizer_label(layout: Layout) -> str:
-    """`sharded` where the optimizer's state is sharded over the data-parallel processes, else `whole`."""
-    return "sharded" if layout.distributed_optimizer else "whole"
+def kind_of(knob: LayoutKnob) -> str:
+    """The part of the parameter's name before its choices."""
+    return "optimizer" if knob is ZERO_STAGE else knob.name
 
 
-def bucket_label(size: int | None) -> str:
-    """A bucket's size; `own` where the plan keeps the size of the ds_config."""
-    return "own" if size is None else str(size)
+def param_name(knob: LayoutKnob, texts: Sequence[str]) -> str:
+    """The study's parameter of a knob; where the choices depend on earlier ones they are part of the name."""
+    return "optimizer" if knob is ZERO_STAGE else f"{knob.name}[{','.join(texts)}]"
+
+
+def param_text(knob: LayoutKnob, layout: Layout) -> str:
+    """A layout's choice of a knob: for the optimizer `sharded` or `whole`, else the value's text."""
+    if knob is ZERO_STAGE:
+        return "sharded" if layout.distributed_optimizer else "whole"
+    return knob.text(knob.in_layout(layout))
+
+
+def layout_texts(shape: ModelShape, layout: Layout) -> dict[str, str]:
+    """The choices of a shape and a layout by the part of a parameter's name before its choices."""
+    texts = {kind_of(knob): param_text(knob, layout) for knob in BEFORE_SCHEDULE}
+    return {"shape": shape.label, **texts, "layout": degree_label(layout)}

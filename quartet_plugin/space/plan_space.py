@@ -8,7 +8,7 @@ its name. A parameter with one choice is not a parameter.
 from collections.abc import Mapping as MappingABC
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from quartet_plugin import __version__
 from quartet_plugin.errors import ConfigError, PlanError
@@ -29,30 +29,41 @@ from quartet_plugin.model.plan import (
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
+from quartet_plugin.space.choices import ParamSource, choose
 from quartet_plugin.space.config import STOCK_NAMES, SearchConfig
-from quartet_plugin.space.features import Axis, batching_features, locked_axes, no_custom_schedules
+from quartet_plugin.space.features import Axis, batching_features, locked_axes
+from quartet_plugin.space.knobs.knob import KnobContext
+from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, OPTIONS
+from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
 from quartet_plugin.space.layouts import (
-    LayoutRules,
-    bucket_sizes,
-    fault_of_tensor_parallel,
+    fault_of_request,
+    faults_of_written,
     legal_layouts,
+    nearest_request,
     requested_groups,
     schedules_of,
     stock_choice,
     undivided_request,
+    unused_request,
 )
+from quartet_plugin.space.order_exchanges import choose_order, lengths_to_choose
 from quartet_plugin.space.param_sources import (
     SPLIT_EMBEDDING,
     SPLIT_HEAD,
     Params,
-    ParamSource,
-    bucket_label,
     degree_label,
-    optimizer_label,
     param_encoders,
+    param_name,
+    param_text,
 )
-from quartet_plugin.space.schedules import CustomOrder, custom_order
+from quartet_plugin.space.rules import LayoutRules
+from quartet_plugin.space.schedules import CustomOrder, custom_order, placement_of
+from quartet_plugin.space.split_shifts import choose_split, decoded_ends
+from quartet_plugin.space.written_schedules import WrittenSchedule, written_order
 from quartet_plugin.split.layers import EndLoads, even_split, is_legal_split, split_for_end_loads
+
+# Features of models whose first or last stage holds nothing beside its layers.
+BARE_STAGES = ("bare_first_stage", "bare_last_stage")
 
 
 class RelativeCost(Protocol):
@@ -66,7 +77,8 @@ class RelativeCost(Protocol):
 class Space:
     """All plans of a run, made by `build_space`; `baseline` is the user's own configuration.
 
-    With `relative_cost` every plan carries its prediction.
+    With `relative_cost` every plan carries its prediction. `written` are the schedules of the files that the
+    search names, by file name.
     """
 
     job: TrainingJob
@@ -80,15 +92,17 @@ class Space:
     layouts: MappingABC[ModelShape, tuple[Layout, ...]]
     no_custom_schedules: str | None = None
     relative_cost: RelativeCost | None = None
-    _orders: dict[Layout, tuple[RankOrder, ...]] = field(default_factory=dict)
+    written: MappingABC[str, WrittenSchedule] = field(default_factory=dict)
+    _orders: dict[object, tuple[RankOrder, ...]] = field(default_factory=dict)
+    _groups: dict[ModelShape, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def decode(self, source: ParamSource, *, trial: int) -> Plan:
         """The plan of the source's choices. Always legal."""
         shape = self._shape(source)
         layout = self._layout(source, shape)
         order = None
-        names = self.schedules_of(layout)
-        name = _choose(source, f"schedule[{','.join(names)}]", names)
+        names = self.schedules_of(layout, shape=shape)
+        name = choose(source, f"schedule[{','.join(names)}]", names)
         if name in STOCK_NAMES:
             split = self._split(source, shape, layout)
             schedule = self._stock_schedule(source, layout)
@@ -96,7 +110,7 @@ class Space:
             order = self._custom_order(source, shape, layout, name=name)
             split, schedule = order.split, ScheduleChoice(name="custom", custom=order.custom)
         mapping = self._mapping(source, layout)
-        layout = self._with_buckets(source, shape, layout)
+        layout = self._with_options(source, shape, layout)
         plan = Plan(
             made_for=self.baseline.made_for,
             shape=shape,
@@ -119,7 +133,10 @@ class Space:
 
         The end loads of a custom schedule are guessed; for a rare plan no guess is right.
         """
-        for encoder in param_encoders(plan, orders_of=self.orders_of):
+        encoders = param_encoders(
+            plan, orders_of=self.orders_of, lengths_of=self.run_lengths_of, written=tuple(self.written)
+        )
+        for encoder in encoders:
             try:
                 decoded = self.decode(encoder, trial=plan.provenance.trial)
             except KeyError:
@@ -128,40 +145,74 @@ class Space:
                 return encoder.params
         return None
 
-    def schedules_of(self, layout: Layout) -> tuple[str, ...]:
-        """The schedules to choose from for `layout`, the stock one first where it is requested."""
-        return schedules_of(layout, rules=self._rules())
+    def schedules_of(self, layout: Layout, *, shape: ModelShape) -> tuple[str, ...]:
+        """The schedules to choose from for `layout`, the stock one first where it is requested.
+
+        Where splits are fixed, the split of a file's schedule must be one of them.
+        """
+        names = schedules_of(layout, shape=shape, rules=self.rules())
+        if not self.written:
+            return names
+        fixed = self.fixed_splits(shape, layout)
+        is_split = {
+            name: fixed is None or file.split(shape.num_layers) in fixed
+            for name, file in self.written.items()
+        }
+        return tuple(name for name in names if is_split.get(name, True))
 
     def refusal_of(self, plan: Plan) -> str | None:
-        """The rule of the user that forbids the plan, although the space holds it; None without one."""
-        rule = self._rules().prohibitions.of_plan(plan)
+        """The rule that forbids the plan, although the space holds it; None without one.
+
+        It is one of the user's, or that a stage of a model without ends needs a layer.
+        """
+        counts = plan.split.transformer_layers_per_stage
+        for feature, count, least in zip(
+            BARE_STAGES, (counts[0], counts[-1]), self.least_of_ends, strict=True
+        ):
+            if count < least:
+                return f"split: {plan.split.label} leaves a stage without any layer ({feature})"
+        rule = self.rules().prohibitions.of_plan(plan)
         return None if rule is None else f"search.forbid has {rule.label}"
 
-    def _rules(self) -> LayoutRules:
+    @property
+    def least_of_ends(self) -> tuple[int, int]:
+        """The fewest layers of the first and the last stage: 1 where it holds nothing else."""
+        first, last = (int(feature in self.job.features) for feature in BARE_STAGES)
+        return first, last
+
+    def rules(self) -> LayoutRules:
+        """The job, the nodes and the request, which the knobs look at."""
         return LayoutRules(
             job=self.job,
             nodes=self.nodes,
             search=self.search,
-            locked=frozenset(self.locked),
+            locked=self.locked,
             no_custom_schedules=self.no_custom_schedules,
+            written=self.written,
         )
 
     def layout_groups(self, shape: ModelShape) -> tuple[str, tuple[str, ...]]:
         """The layout parameter of `shape`: its name, and its choices (degrees, without the micro-batch)."""
-        choices = _degree_labels(self.layouts[shape])
-        known: list[tuple[str, ...]] = []
-        for other in self.shapes:
-            labels = _degree_labels(self.layouts[other])
-            if labels not in known:
-                known.append(labels)
-        index = known.index(choices)
-        return ("layout" if index == 0 else f"layout.{index + 1}"), choices
+        if not self._groups:
+            labels = {other: _degree_labels(self.layouts[other]) for other in self.shapes}
+            distinct = list(dict.fromkeys(labels.values()))
+            for other, choices in labels.items():
+                index = distinct.index(choices)
+                self._groups[other] = ("layout" if index == 0 else f"layout.{index + 1}"), choices
+        return self._groups[shape]
 
     def orders_of(self, layout: Layout) -> tuple[RankOrder, ...]:
         """The rank orders to choose from for `layout`, the stock one first where it is requested."""
-        if layout not in self._orders:
-            self._orders[layout] = self._requested_orders(layout)
-        return self._orders[layout]
+        key = (layout.degrees, layout.expert_parallel)
+        if key not in self._orders:
+            self._orders[key] = self._requested_orders(layout)
+        return self._orders[key]
+
+    def run_lengths_of(self, layout: Layout) -> tuple[int, ...]:
+        """The lengths of the runs of slots that may be exchanged in these orders; none where they are all."""
+        if Axis.MAPPING in self.locked or self.search.mapping is not None:
+            return ()
+        return lengths_to_choose(layout, nodes=self.nodes)
 
     def _requested_orders(self, layout: Layout) -> tuple[RankOrder, ...]:
         stock = order_named(STOCK, layout=layout, nodes=self.nodes)
@@ -179,24 +230,29 @@ class Space:
 
     def _shape(self, source: ParamSource) -> ModelShape:
         labels = [shape.label for shape in self.shapes]
-        return self.shapes[labels.index(_choose(source, "shape", labels))]
+        return self.shapes[labels.index(choose(source, "shape", labels))]
 
     def _layout(self, source: ParamSource, shape: ModelShape) -> Layout:
         name, choices = self.layout_groups(shape)
-        degrees = _choose(source, name, choices)
+        degrees = choose(source, name, choices)
         candidates = [layout for layout in self.layouts[shape] if degree_label(layout) == degrees]
-        sizes = list(dict.fromkeys(str(layout.micro_batch_size) for layout in candidates))
-        size = _choose(source, f"micro_batch_size[{','.join(sizes)}]", sizes)
-        candidates = [layout for layout in candidates if str(layout.micro_batch_size) == size]
-        forms = [optimizer_label(layout) for layout in candidates]
-        return candidates[forms.index(_choose(source, "optimizer", forms))]
+        for knob in BEFORE_SCHEDULE:
+            if knob is VIRTUAL_STAGES or not knob.is_of(self.job.framework):
+                continue  # the former is one of the degrees
+            texts = [param_text(knob, layout) for layout in candidates]
+            distinct = list(dict.fromkeys(texts))
+            chosen = choose(source, param_name(knob, distinct), distinct)
+            candidates = [x for x, text in zip(candidates, texts, strict=True) if text == chosen]
+        (layout,) = candidates
+        return layout
 
-    def _with_buckets(self, source: ParamSource, shape: ModelShape, layout: Layout) -> Layout:
-        chosen: dict[str, Any] = {}
-        for name, sizes in bucket_sizes(layout, shape=shape, rules=self._rules()).items():
-            labels = [bucket_label(size) for size in sizes]
-            chosen[name] = sizes[labels.index(_choose(source, f"{name}[{','.join(labels)}]", labels))]
-        return replace(layout, **chosen)
+    def _with_options(self, source: ParamSource, shape: ModelShape, layout: Layout) -> Layout:
+        rules = self.rules()
+        for knob in OPTIONS:
+            values = knob.choices(KnobContext(layout=layout, shape=shape, rules=rules))
+            texts = [knob.text(value) for value in values]
+            layout = knob.put(layout, values[texts.index(choose(source, param_name(knob, texts), texts))])
+        return layout
 
     def _split(self, source: ParamSource, shape: ModelShape, layout: Layout) -> tuple[int, ...]:
         if layout.num_stages == 1:
@@ -204,12 +260,13 @@ class Space:
         fixed = self._fixed_split(source, shape, layout)
         if fixed is not None:
             return fixed
-        return split_for_end_loads(
+        origin = split_for_end_loads(
             shape.num_layers,
             num_devices=layout.pipeline_parallel,
             chunks=layout.virtual_stages,
             ends=_end_loads(source, shape),
         )
+        return choose_split(source, origin) or origin
 
     def _fixed_split(self, source: ParamSource, shape: ModelShape, layout: Layout) -> tuple[int, ...] | None:
         """The split chosen out of those requested; None where the split is tuned."""
@@ -217,24 +274,34 @@ class Space:
         if fixed is None:
             return None
         labels = ["+".join(str(count) for count in counts) for counts in fixed]
-        return fixed[labels.index(_choose(source, f"split[{','.join(labels)}]", labels))]
+        return fixed[labels.index(choose(source, f"split[{','.join(labels)}]", labels))]
 
     def _custom_order(
         self, source: ParamSource, shape: ModelShape, layout: Layout, *, name: str
     ) -> CustomOrder:
-        """The custom order of a schedule; where the split is tuned, both are for the source's end loads."""
-        fixed = self._fixed_split(source, shape, layout)
-        ends = None
-        if fixed is None:
+        """The custom order of a schedule; where the split is tuned, both are for the source's end loads.
+
+        Of a split with shifted boundaries only the order is. A file says both.
+        """
+        if name in self.written:
+            return written_order(self.written[name], shape=shape)
+        num_devices, chunks = layout.pipeline_parallel, layout.virtual_stages
+        split, ends = self._fixed_split(source, shape, layout), None
+        if split is None:
             ends = _end_loads(source, shape).rounded()
+            placement = placement_of(name, num_devices=num_devices, chunks=chunks)
+            origin = split_for_end_loads(
+                shape.num_layers, num_devices=num_devices, chunks=chunks, ends=ends, placement=placement
+            )
+            split = choose_split(source, origin)
         return custom_order(
             name,
             shape=shape,
-            num_devices=layout.pipeline_parallel,
-            chunks=layout.virtual_stages,
+            num_devices=num_devices,
+            chunks=chunks,
             num_microbatches=layout.num_microbatches(self.job.global_batch_size),
             ends=ends,
-            split=fixed,
+            split=split,
         )
 
     def fixed_splits(self, shape: ModelShape, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
@@ -259,14 +326,15 @@ class Space:
     def _stock_schedule(self, source: ParamSource, layout: Layout) -> ScheduleChoice:
         if stock_schedule(layout) != "interleaved":
             return stock_choice(layout)
-        groups = [str(group) for group in requested_groups(layout, rules=self._rules())]
-        return stock_choice(layout, group=int(_choose(source, f"group[{','.join(groups)}]", groups)))
+        groups = [str(group) for group in requested_groups(layout, rules=self.rules())]
+        return stock_choice(layout, group=int(choose(source, f"group[{','.join(groups)}]", groups)))
 
     def _mapping(self, source: ParamSource, layout: Layout) -> Mapping:
         orders = self.orders_of(layout)
         names = [order.name for order in orders]
-        name = _choose(source, f"mapping[{degree_label(layout)}]", names)
-        return orders[names.index(name)].mapping
+        name = choose(source, f"mapping[{degree_label(layout)}]", names)
+        order = orders[names.index(name)]
+        return choose_order(source, order, lengths=self.run_lengths_of(layout), layout=layout)
 
 
 def baseline_plan(job: TrainingJob, *, nodes: Sequence[NodeInfo], run: str, seed: int) -> Plan:
@@ -308,8 +376,12 @@ def build_space(
     run: str,
     seed: int,
     relative_cost: RelativeCost | None = None,
+    written: MappingABC[str, WrittenSchedule] | None = None,
 ) -> Space:
-    """The space around the user's job. Raises ConfigError where the search section leaves no plan."""
+    """The space around the user's job; `written` are the schedules of the files that the search names.
+
+    Raises ConfigError where the search section leaves no plan, or no layout for one of these files.
+    """
     baseline = baseline_plan(job, nodes=nodes, run=run, seed=seed)
     locked = locked_axes(job.features, change_class=search.change_class)
     shapes: tuple[ModelShape, ...] = (job.shape,)
@@ -325,32 +397,62 @@ def build_space(
         locked=locked,
         shapes=shapes,
         layouts={},
-        no_custom_schedules=no_custom_schedules(job.features),
+        no_custom_schedules=job.no_custom_schedules,
         relative_cost=relative_cost,
+        written=written or {},
     )
-    rules = draft._rules()
+    rules = draft.rules()
     layouts = {}
     for shape in shapes:
         kept = tuple(
             layout
             for layout in legal_layouts(shape, rules=rules)
-            if draft.fixed_splits(shape, layout) != () or layout.num_stages == 1
+            if (draft.fixed_splits(shape, layout) != () or layout.num_stages == 1)
+            and draft.schedules_of(layout, shape=shape)
         )
         if kept:
             layouts[shape] = kept
+    check_written(draft, layouts)
     if not layouts:
         num_devices = job.layout.world_size // job.layout.context_parallel
-        fault = undivided_request(search, num_devices=num_devices) or fault_of_tensor_parallel(
-            job.shape, rules=rules
-        )
+        fault = undivided_request(search, num_devices=num_devices) or fault_of_request(job.shape, rules=rules)
+        nearest = nearest_request(job.shape, rules=rules)
         if fault is not None:
-            raise ConfigError(f"{fault}; choose another, or auto")
+            raise ConfigError(f"{fault}{nearest}; choose another, or auto")
         raise ConfigError(
             f"search: no layout of {job.layout.world_size} processes, "
             f"global batch size {job.global_batch_size} and {job.shape.num_layers} layers "
-            "fits what is asked; set more axes to auto, or forbid less"
+            f"fits what is asked{nearest}; set more axes to auto, or forbid less"
         )
-    return replace(draft, shapes=tuple(layouts), layouts=layouts)
+    unused = unused_request(layouts, rules=rules)
+    if unused is not None:
+        raise ConfigError(unused)
+    return replace(draft, shapes=tuple(layouts), layouts=layouts, _groups={})
+
+
+def check_written(space: Space, layouts: MappingABC[ModelShape, Sequence[Layout]]) -> None:
+    """Raises ConfigError for a file whose schedule none of the layouts has, naming what differs least."""
+    offered = {
+        name
+        for shape, legal in layouts.items()
+        for layout in legal
+        for name in (space.schedules_of(layout, shape=shape) if space.written else ())
+    }
+    for name in space.written.keys() - offered:
+        reason = space.no_custom_schedules or space.locked.get(Axis.SCHEDULE)
+        if reason is not None:
+            raise ConfigError(
+                f"search.schedule: {name}: the framework's own schedules stay, because of {reason}"
+            )
+        free = replace(space.rules(), search=space.search.model_copy(update={"schedule": None}), written={})
+        faults = [
+            faults_of_written(space.written[name], layout, shape=shape, job=space.job)
+            for shape in space.shapes
+            for layout in legal_layouts(shape, rules=free)
+        ]
+        nearest = min(faults, key=len, default=[])
+        rule = nearest[0] if nearest else "its layouts or its split are ruled out by the other keys of search"
+        raise ConfigError(f"search.schedule: {name}: {rule}")
 
 
 def _degree_labels(layouts: Sequence[Layout]) -> tuple[str, ...]:
@@ -358,9 +460,5 @@ def _degree_labels(layouts: Sequence[Layout]) -> tuple[str, ...]:
 
 
 def _end_loads(source: ParamSource, shape: ModelShape) -> EndLoads:
-    embedding, head = source.unit_float(SPLIT_EMBEDDING), source.unit_float(SPLIT_HEAD)
-    return EndLoads(embedding=embedding * shape.num_layers, head=head * shape.num_layers)
-
-
-def _choose(source: ParamSource, name: str, choices: Sequence[str]) -> str:
-    return choices[0] if len(choices) == 1 else source.category(name, choices)
+    shares = source.unit_float(SPLIT_EMBEDDING), source.unit_float(SPLIT_HEAD)
+    return decoded_ends(shares, shape.num_layers)

@@ -104,7 +104,7 @@ def custom_order(
     entries = None if split is None else entries_of(split)
     limit = None
     if name == SEARCHED:
-        limit = memory_limit(costs, placement)
+        limit = memory_limit(costs, placement, entries=entries)
         schedule = _searched(replace(costs, memory_limit_bytes=limit), placement, entries=entries)
     else:
         schedule = _named(name, costs, placement, entries=entries)
@@ -174,10 +174,14 @@ def core_share(shape: ModelShape) -> float:
     return 1.0 - matrices / shape.forward_flops_per_layer
 
 
-def memory_limit(costs: Costs, placement: Placement) -> FloatArray:
-    """The activations that 1F1B holds: a microbatch a device, on the fullest device of the balanced split."""
+def memory_limit(costs: Costs, placement: Placement, *, entries: Entries | None = None) -> FloatArray:
+    """The activations that 1F1B holds: a microbatch a device, on the fullest device of the split.
+
+    `entries` is a fixed split, None takes the balanced one.
+    """
     held = np.zeros(costs.num_devices)
-    for device, count in zip(placement, layers_of(balanced_entries(costs, placement)), strict=True):
+    counts = layers_of(balanced_entries(costs, placement) if entries is None else entries)
+    for device, count in zip(placement, counts, strict=True):
         held[device] += count
     fullest = max(1.0, float(held.max()))
     return np.full(costs.num_devices, min(costs.num_devices, costs.num_microbatches) * fullest)

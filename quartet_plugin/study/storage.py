@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsplit
 
 from quartet_plugin.errors import ConfigError, InterruptedByUserError, QuartetError, StorageError
@@ -32,7 +32,10 @@ SQLITE_NAME, JOURNAL_NAME, STUDY_NAME = "study.sqlite3", "study.journal", "study
 PATIENCE_S = 600.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 _CONNECT_S = 10
-_NO_REPLAY = "a run with workers or --from does not propose the same plans again"
+# What a lost study is made again from, and the words for it.
+Remake = Literal["folders", "log", "nothing"]
+_REMAKE_WORDS: dict[Remake, str] = {"folders": "the trials' folders", "log": "events.jsonl"}
+_NO_REPLAY = "a run with workers or --from does not propose the same plans again, and its log is incomplete"
 # An Optuna journal's lock is held for milliseconds; an older one was left by a process that was killed.
 _STALE_LOCK_S = 2.0
 # A record is appended to a journal in less.
@@ -97,8 +100,8 @@ class StudyStorage:
     """One run's study: where it is and under which name. `address` may hold a password.
 
     `say` gets a line for the user; `should_stop` ends the waiting for a lost server, which lasts at most
-    `patience_s`. `is_replayable`: the same plans would be proposed again in the same order, so that a lost
-    study can be made again from the trials' folders.
+    `patience_s`. `remake` is what a lost study is made again from: the trials' `folders`, where the same
+    plans would be proposed again in the same order, the `log` of the trials in events.jsonl, or `nothing`.
     """
 
     folder: Path
@@ -107,7 +110,7 @@ class StudyStorage:
     say: Callable[[str], None] = lambda _: None
     should_stop: Callable[[], bool] = lambda: False
     patience_s: float = PATIENCE_S
-    is_replayable: bool = True
+    remake: Remake = "folders"
     sleep: Callable[[float], None] = time.sleep
 
     @property
@@ -192,20 +195,32 @@ class StudyStorage:
                     content = _plain(path).read_bytes()
                     num_valid, num_records = _valid_journal(content)
                 if num_valid < len(content):
-                    raise StorageError(
-                        f"{path}: record {num_records + 1} is damaged; `quartet tune --resume` cuts it off"
-                    )
+                    cure = self._journal_cure(content, num_valid)
+                    raise StorageError(f"{path}: record {num_records + 1} is damaged; {cure}")
                 return
             if damage := _damage_of(_plain(path)):
-                raise StorageError(
-                    f"{path}: damaged: {damage}; `quartet tune --resume` puts it aside and makes it again"
-                )
+                raise StorageError(f"{path}: damaged: {damage}; {self._file_cure()}")
             try:
                 with _read_only(_plain(path)) as file:
                     file.execute("SELECT COUNT(*) FROM trials").fetchone()
             except sqlite3.OperationalError as error:
                 if "locked" not in str(error):  # then its tuner is writing
                     raise StorageError(f"{path}: not a study: {error}") from error
+
+    def _journal_cure(self, content: bytes, num_valid: int) -> str:
+        """What becomes of a journal that is damaged behind its valid bytes."""
+        if self.remake == "folders" or _is_torn(content, num_valid):
+            return "`quartet tune --resume` cuts it off"
+        if self.remake == "log":
+            return self._file_cure()
+        return f"{_NO_REPLAY}; `quartet repair {self.folder}` keeps what is before it"
+
+    def _file_cure(self) -> str:
+        """What becomes of a file of which nothing can be used."""
+        if self.remake == "nothing":
+            return f"{_NO_REPLAY}; put a copy back, or begin another run with --from {self.folder}"
+        words = _REMAKE_WORDS[self.remake]
+        return f"`quartet tune --resume` puts it aside and makes the study again from {words}"
 
     def _proxy(self) -> Any:
         import optuna
@@ -250,7 +265,7 @@ class StudyStorage:
         detail = getattr(error, "details", None)
         text = str(detail() if callable(detail) else error.__cause__ or error)
         if self.address == JOURNAL and isinstance(error, ValueError):
-            text = "a record is damaged; `quartet tune --resume` keeps what is before it"
+            text = "a record is damaged; `quartet status` says what becomes of it"
         return (self.scrubbed(text).splitlines() or [""])[0][:200]
 
     def scrubbed(self, text: str) -> str:
@@ -301,19 +316,21 @@ class StudyStorage:
                 _release_stale_lock(Path(f"{path}.lock"))
                 content = path.read_bytes()
                 num_valid, num_records = _valid_journal(content)
-                if num_valid < len(content) and not self.is_replayable and not _is_torn(content, num_valid):
+                if num_valid == len(content):
+                    return
+                if self.remake == "folders" or _is_torn(content, num_valid):
+                    self._cut(path, num_valid, content)
+                elif self.remake == "log":
+                    self.put_aside("is damaged in its middle")
+                else:
+                    cure = self._journal_cure(content, num_valid)
                     raise StorageError(
-                        f"{path}: record {num_records + 1} is damaged and others follow it; {_NO_REPLAY}; "
-                        f"`quartet repair {self.folder}` keeps what is before it"
+                        f"{path}: record {num_records + 1} is damaged and others follow it; {cure}"
                     )
-                self.repair()
             elif damage := _damage_of(_plain(path)):
-                if not self.is_replayable:
-                    raise StorageError(
-                        f"{path}: damaged: {damage}; {_NO_REPLAY}; put a copy back, or begin another run "
-                        f"with --from {self.folder}"
-                    )
-                self._put_aside(path, damage)
+                if self.remake == "nothing":
+                    raise StorageError(f"{path}: damaged: {damage}; {self._file_cure()}")
+                self.put_aside(f"is damaged ({damage})")
 
     def repair(self) -> int:
         """Keep the journal's valid records up to the first damage; how many bytes were cut off.
@@ -331,15 +348,21 @@ class StudyStorage:
                 self._cut(path, num_valid, content)
         return len(content) - num_valid
 
-    def _put_aside(self, path: Path, damage: str) -> None:
-        aside = _free_name(path, "damaged")
-        for ending in ("", "-journal", "-wal", "-shm"):
-            with contextlib.suppress(FileNotFoundError):
-                Path(f"{path}{ending}").rename(f"{aside}{ending}")
-        self.say(
-            f"{path.name} is damaged ({damage}) and is now {aside.name}: "
-            "the study is made again from the trials' folders"
-        )
+    def put_aside(self, why: str) -> None:
+        """Rename the study's file, where it has one, and say why and what the study is made again from."""
+        path = self.file
+        words = f"study {self.shown} {why}"
+        if path is not None:
+            aside = _free_name(path, "damaged")
+            for ending in ("", "-journal", "-wal", "-shm"):
+                with contextlib.suppress(FileNotFoundError):
+                    Path(f"{path}{ending}").rename(f"{aside}{ending}")
+            words = f"{path.name} {why} and is now {aside.name}"
+        else:
+            # A server's study stays where it is, and the new one gets a name of its own.
+            name = self.folder / STUDY_NAME
+            name.rename(_free_name(name, "damaged"))
+        self.say(f"{words}: the study is made again from {_REMAKE_WORDS[self.remake]}")
 
     def _cut(self, path: Path, num_valid: int, content: bytes) -> None:
         copy = _free_name(path, "torn")

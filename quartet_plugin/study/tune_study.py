@@ -7,22 +7,34 @@ on the finished trials alone, not on how often the tuner was restarted. Only the
 import contextlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from quartet_plugin.errors import StorageError
 from quartet_plugin.model.canonical import derived_seed
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.plan_axes import plan_axes
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord
 from quartet_plugin.space.param_sources import FixedParams, Params, RandomParams
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.samplers import DEFAULT, SamplerName, make
 from quartet_plugin.study.storage import StudyStorage, close
+from quartet_plugin.study.study_log import StudyLog
+from quartet_plugin.study.trial_params import TrialParams
 
 MAX_FRESH_TRIES = 400
 # A refused configuration is worse than any excess of memory, in bytes.
 REFUSED_EXCESS = 2.0**50
+
+# What a restored study has in the place of a trial that its log does not name: it repeats nothing new.
+_UNKNOWN = TrialRecord(
+    verdict="lost",
+    outcome="INFRA",
+    reason="its record was lost with the study",
+    attempt_id="",
+    repeats=0,
+)
 
 # The user attributes of a trial, and the mark of a study that was made to its end.
 TOLD = "told"
@@ -32,11 +44,15 @@ COMPLETE = "complete"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A trial that was asked for and is not finished; see `TrialRecord` for its prediction."""
+    """A trial that was asked for and is not finished; see `TrialRecord` for its prediction.
+
+    `params` are the choices that led to its plan.
+    """
 
     number: int
     plan: Plan
     trial: Any
+    params: Params = field(default_factory=dict)
     predicted_s: float | None = None
     predicted_spread: float | None = None
 
@@ -75,10 +91,12 @@ class TuneStudy:
         starts: Sequence[Params],
         prior: Sequence[tuple[Params, TrialRecord]] = (),
         sampler: SamplerName = DEFAULT,
+        log: StudyLog | None = None,
     ) -> "TuneStudy":
         """Make the study with the measured baseline as trial 0, `prior` trials finished and `starts` waiting.
 
-        A study that was not made to its end lacks the mark, and `open` does not take it.
+        The trials of a `log` keep their numbers. A study that was not made to its end lacks the mark, and
+        `open` does not take it.
         """
         with where.errors():
             where.begin()
@@ -86,18 +104,48 @@ class TuneStudy:
             made._study.set_user_attr("objective", objective)
             params = space.params_of(space.baseline)
             if params is not None:
-                made._study.enqueue_trial(dict(params))
+                made._enqueue(params, space.baseline)
             trial = made._study.ask()
             if params is not None:
-                space.decode(_TrialParams(trial, reseed=lambda _: None), trial=0)
+                space.decode(TrialParams(trial), trial=0)
             made.tell(Proposal(number=trial.number, plan=space.baseline, trial=trial), baseline)
             for point, record in prior:
-                made._study.enqueue_trial(dict(point))
+                made._enqueue(point, made._plan_of(point))
                 made.tell(made.ask(), record)
             for point in starts:
-                made._study.enqueue_trial(dict(point))
+                made._enqueue(point, made._plan_of(point))
+            made._restore(StudyLog() if log is None else log)
             made._study.set_user_attr(COMPLETE, True)
         return made
+
+    def _restore(self, log: StudyLog) -> None:
+        """Ask for the trials of a log by number, then tell their records in the log's order.
+
+        A number that the log lacks and no start has becomes a trial that was lost.
+        """
+        known = self._optuna_trials()
+        proposals: dict[int, Proposal] = {}
+        for number in range(len(self._finished), max(log.trials, default=-1) + 1):
+            if number >= len(known):
+                logged = log.trials.get(number) or next(iter(log.trials.values()))
+                self._enqueue(logged.params, self._plan_of(logged.params))
+            proposals[number] = self.ask()
+        for number, logged in log.trials.items():
+            if logged.record is not None and number in proposals:
+                self.tell(proposals[number], logged.record)
+        for number, proposal in proposals.items():
+            if number not in log.trials and number >= len(known):
+                self.tell(proposal, _UNKNOWN)
+            self._open.discard(number)
+
+    @property
+    def num_unknown(self) -> int:
+        """Trials of a restored study that its log did not name."""
+        return sum(trial.record.reason == _UNKNOWN.reason for trial in self._finished.values())
+
+    def lacks(self, log: StudyLog) -> bool:
+        """Whether a trial that the log has finished is not finished here."""
+        return not log.finished <= self._finished.keys()
 
     @classmethod
     def open(
@@ -183,24 +231,39 @@ class TuneStudy:
         """Whether a point waits: the next trial will be that one."""
         return any(frozen.state.name == "WAITING" for frozen in self._optuna_trials())
 
-    def enqueue(self, point: Params) -> None:
-        """Let the next trial be `point`. Asked for where none waits, a resumed study asks for it just so."""
+    def enqueue(self, point: Params, plan: Plan) -> None:
+        """Let the next trial be `point`, which is `plan`'s.
+
+        Asked for where none waits, a resumed study asks for it just so.
+        """
         with self._where.errors():
-            self._study.enqueue_trial(dict(point))
+            self._enqueue(point, plan)
+
+    def _enqueue(self, point: Params, plan: Plan | None) -> None:
+        """Let a point wait, in one transaction with the axes of its plan where that is known."""
+        self._study.enqueue_trial(dict(point), user_attrs=None if plan is None else dict(plan_axes(plan)))
+
+    def _plan_of(self, point: Params) -> Plan | None:
+        """The plan of a point; None where the sampler has parameters to add."""
+        with contextlib.suppress(KeyError):
+            return self._space.decode(FixedParams(point), trial=0)
+        return None
 
     def enqueue_fresh(self, *, is_known: Callable[[Plan], bool]) -> bool:
         """Let the next trial be a random plan that is not known; False where none is found."""
         generator = random.Random(derived_seed(self._seed, len(self._optuna_trials()), "fresh"))  # noqa: S311
         for _ in range(MAX_FRESH_TRIES):
             params = RandomParams(generator)
-            if not is_known(self._space.decode(params, trial=0)):
-                with self._where.errors():
-                    self._study.enqueue_trial(params.params)
+            plan = self._space.decode(params, trial=0)
+            if not is_known(plan):
+                self.enqueue(params.params, plan)
                 return True
         return False
 
-    def tell(self, proposal: Proposal, record: TrialRecord) -> None:
-        """Record what came of a proposal. Telling a finished trial again changes nothing.
+    def tell(self, proposal: Proposal, record: TrialRecord) -> TrialRecord:
+        """Record what came of a proposal; the record as it is kept, with the proposal's prediction.
+
+        Telling a finished trial again changes nothing.
 
         A lost server is waited for; what was measured is in the trial's folder meanwhile.
         """
@@ -209,6 +272,7 @@ class TuneStudy:
                 record, predicted_s=proposal.predicted_s, predicted_spread=proposal.predicted_spread
             )
         self._where.patiently(lambda is_again: self._tell(proposal, record, is_again=is_again))
+        return record
 
     def _tell(self, proposal: Proposal, record: TrialRecord, *, is_again: bool) -> None:
         from optuna.trial import TrialState
@@ -222,7 +286,12 @@ class TuneStudy:
             if is_again and self._optuna_trials()[proposal.number].state.is_finished():
                 self._finished[proposal.number] = finished  # the server did it before it was lost
                 return
-            # Few attributes: each is a transaction with its own flush to the disk.
+            # Each attribute is a transaction with its own flush to the disk; a trial that was put before the
+            # study has most of them already.
+            named = trial.user_attrs
+            for name, axis_value in plan_axes(proposal.plan).items():
+                if name not in named:
+                    trial.set_user_attr(name, axis_value)
             trial.set_user_attr(TOLD, asdict(record))
             trial.set_user_attr(PLAN, {"plan_key": proposal.plan.key, **labels_of(proposal.plan)})
             state = {"measured": TrialState.COMPLETE, "infeasible": TrialState.COMPLETE}.get(
@@ -251,10 +320,10 @@ class TuneStudy:
         with self._where.errors():
             self._reseed(number, "relative")
             _ = trial.relative_params  # drawn here, with its own seed, whichever parameter comes first
-            params = _TrialParams(trial, reseed=lambda name: self._reseed(number, name))
+            params = TrialParams(trial, reseed=lambda name: self._reseed(number, name))
             plan = self._space.decode(params, trial=number)
         self._open.add(number)
-        return Proposal(number=number, plan=plan, trial=trial)
+        return Proposal(number=number, plan=plan, trial=trial, params=params.params)
 
     def _reseed(self, number: int, purpose: str) -> None:
         seed = derived_seed(self._seed, number, purpose)
@@ -266,7 +335,7 @@ class TuneStudy:
             record = TrialRecord(**frozen.user_attrs[TOLD])
             plan = self._space.baseline
             if frozen.number > 0:
-                plan = self._space.decode(FixedParams(frozen.params), trial=frozen.number)
+                plan = self._space.decode(_SameChoices(frozen), trial=frozen.number)
         except (KeyError, TypeError) as error:
             raise StorageError(
                 f"study: trial {frozen.number} lacks {error}; it was written by something else: "
@@ -275,22 +344,23 @@ class TuneStudy:
         return FinishedTrial(number=frozen.number, plan=plan, record=record)
 
 
-class _TrialParams:
-    """Lets an Optuna trial choose."""
+class _SameChoices(FixedParams):
+    """A trial's parameters, where the space has the choices of the study: Optuna refuses others."""
 
-    def __init__(self, trial: Any, *, reseed: Any) -> None:
-        self._trial = trial
-        self._reseed = reseed
+    def __init__(self, frozen: Any) -> None:
+        super().__init__(frozen.params)
+        self._frozen = frozen
 
     def category(self, name: str, choices: Sequence[str]) -> str:
-        self._reseed(name)
-        choice: str = self._trial.suggest_categorical(name, list(choices))
-        return choice
-
-    def unit_float(self, name: str) -> float:
-        self._reseed(name)
-        weight: float = self._trial.suggest_float(name, -1.0, 1.0)
-        return weight
+        """The recorded choice. Raises StorageError where the study has other choices."""
+        known = self._frozen.distributions.get(name)
+        if known is not None and tuple(known.choices) != tuple(choices):
+            kind = name.partition("[")[0]
+            raise StorageError(
+                f"study: trial {self._frozen.number}: {kind} had other choices; resume with the release that "
+                "began the run, or begin another with --from"
+            )
+        return super().category(name, choices)
 
 
 def labels_of(plan: Plan) -> dict[str, str]:

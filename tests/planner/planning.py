@@ -1,10 +1,21 @@
 """Jobs of the planner's tests."""
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.planner.job import PlanRequest, parse_job
+from quartet_plugin.planner.layout_table import LayoutTable
+from quartet_plugin.planner.table_schedules import groups_of
 from tests.model.clusters import make_cluster
+
+
+def runs_of(job: PlanRequest, table: LayoutTable, row: int, split: tuple[int, ...]) -> Iterator[TrainingRun]:
+    """The runs of a row of the table: one for each group that its schedule may have."""
+    layout, schedule = table.layout(row), table.schedule(row)
+    for group in groups_of(job, layout, schedule):
+        yield job.run(job.shape, layout, split, schedule=schedule, group=group)
 
 
 def job_data(**changes: dict[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,22 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from quartet_plugin.calibration.predictor import identity
-from quartet_plugin.model.plan import Plan
+from quartet_plugin.cost.iteration.split_model import CalibratedSplits
+from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
+from quartet_plugin.planner.split_search import NUM_SPLITS
 from quartet_plugin.space.param_sources import FixedParams, RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.space.written_schedules import read_written_schedule
 from quartet_plugin.split.layers import EndLoads
 from quartet_plugin.tuner.config import parse_config
+from tests.calibration.truth import Truth
 from tests.space.jobs import make_job, make_layout, make_nodes
+from tests.space.test_written_schedules import NAME, by_hand, edited, saved
 from tests.tuner.fakes import by_formula
 
 
@@ -29,8 +36,13 @@ def flat_ends(plan: Plan) -> EndLoads:
     return EndLoads(embedding=0.0, head=1.0)
 
 
+def no_splits(plan: Plan) -> None:
+    """No model for other splits than the first."""
+
+
 def found_in(space: Space) -> list[Candidate]:
-    return PlanCandidates(space, knows=lambda plan: True).best(rate=rates, ends_of=flat_ends)
+    candidates = PlanCandidates(space, knows=lambda plan: True)
+    return candidates.best(rate=rates, ends_of=flat_ends, splits_of=no_splits)
 
 
 def discrete(plan: Plan) -> object:
@@ -64,22 +76,51 @@ def test_each_plan_is_there_once_and_its_choices_lead_to_it() -> None:
         assert space.params_of(one.plan) is not None
 
 
-def test_near_the_best_the_splits_are_varied() -> None:
+def test_beside_the_best_split_the_next_best_are_there() -> None:
     space = space_of({"schedule": "1f1b", "pipeline_parallel": 2, "virtual_stages": 1, "mapping": "stock"}, 2)
-    splits = {one.plan.split.label for one in found_in(space)}
-    assert {"5+3", "4+4", "6+2"} <= splits
+    truth = Truth(space.nodes, head=0.1, embedding=0.1)
+
+    def splits_of(plan: Plan) -> CalibratedSplits:
+        return CalibratedSplits(model=truth._iteration_models.split_model(plan), point=truth.theta)
+
+    found = PlanCandidates(space, knows=lambda plan: True).best(
+        rate=lambda plans: [truth(plan) for plan in plans], ends_of=flat_ends, splits_of=splits_of
+    )
+    chosen = min(found, key=lambda one: truth(one.plan)).plan
+    alike = [one.plan.split.label for one in found if one.plan.layout == chosen.layout]
+    every = {
+        f"{first}+{8 - first}": replace(chosen, split=Split(transformer_layers_per_stage=(first, 8 - first)))
+        for first in range(9)
+    }
+    best = sorted(every, key=lambda label: truth(every[label]))[:NUM_SPLITS]
+    assert set(best) <= set(alike)
+
+
+def test_the_schedule_of_a_file_is_there_although_its_layout_is_the_slowest(tmp_path: Path) -> None:
+    written = read_written_schedule(saved(tmp_path, edited(by_hand())))
+    wanted = {"schedule": ["1f1b", "interleaved", "zb-h1", NAME], "mapping": "stock"}
+    search = parse_config({"search": wanted}, where="test").search
+    job = make_job(layout=make_layout(micro_batch_size=8))
+    space = build_space(job, nodes=make_nodes(2), search=search, run="r", seed=0, written={NAME: written})
+
+    def slow_where_it_fits(plans: Sequence[Plan]) -> list[float]:
+        return [1e3 if plan.layout.virtual_stages == 2 else by_formula(plan) for plan in plans]
+
+    candidates = PlanCandidates(space, knows=lambda plan: True)
+    found = candidates.best(rate=slow_where_it_fits, ends_of=flat_ends, splits_of=no_splits)
+    assert any(one.plan.split.transformer_layers_per_stage == (3, 1, 2, 2) for one in found)
 
 
 def test_a_large_space_is_cut_to_what_can_be_ranked() -> None:
     space = space_of({"schedule": "stock"}, 8, 8, 8, 8, pipeline_parallel=4, data_parallel=8)
     candidates = PlanCandidates(space, knows=lambda plan: True)
     assert len(candidates.layouts) <= 400
-    assert len(candidates.best(rate=rates, ends_of=flat_ends)) <= 4000
+    assert len(candidates.best(rate=rates, ends_of=flat_ends, splits_of=no_splits)) <= 4000
 
 
 def test_plans_that_cannot_be_predicted_are_left_out() -> None:
     space = space_of({"schedule": "stock"}, 2)
     candidates = PlanCandidates(space, knows=lambda plan: plan.layout.data_parallel == 1)
-    found = candidates.best(rate=rates, ends_of=flat_ends)
+    found = candidates.best(rate=rates, ends_of=flat_ends, splits_of=no_splits)
     assert found
     assert all(one.plan.layout.data_parallel == 1 for one in found)

@@ -9,20 +9,21 @@ import pytest
 from benchmarks.mapping_optimum import compared
 from quartet_plugin.cost.cluster import ideal, topology_of, uniform_topology_of
 from quartet_plugin.cost.constants import fitted
+from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.cost.predict import predict
 from quartet_plugin.cost.probed import Findings, ProbedLinks, ProbedRank, cluster_of
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.cluster import Link, write_cluster
 from quartet_plugin.model.plan import read_plan, write_plan
-from quartet_plugin.planner.assigned_prediction import AssignedRun
 from quartet_plugin.planner.assignment_search import QUICK, THOROUGH, AssignmentProblem, assign
 from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.job import PlanRequest, parse_job, read_job
 from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.plans import plain_layout, plan_of
 from quartet_plugin.planner.ranking import best_plans, rank, refine, slowdown_of
+from quartet_plugin.planner.table_schedules import groups_of
 from tests.model.clusters import make_cluster
-from tests.planner.planning import cluster_job, job_data, random_cluster_job
+from tests.planner.planning import cluster_job, job_data, random_cluster_job, runs_of
 
 DEVICES = ("A100-SXM-80GB", "H100-SXM-80GB", "MI300X", "GB200")
 
@@ -43,10 +44,11 @@ def test_equal_devices_in_the_stock_order_are_predicted_as_ever(device: str, exp
     places = uniform_topology_of(job.machines, fitted())
     step = max(1, len(candidates) // 20)
     for row in range(0, len(candidates), step):
-        run = job.run(job.shape, candidates.layout(row), bounds.split(job, job.shape, candidates, row))
+        split = bounds.split(job, job.shape, candidates, row)
+        run = next(runs_of(job, candidates, row, split))
         placed = AssignedRun(run, fitted(), places).predict(tuple(range(16)))
         stock = predict(run, fitted())
-        assert placed.iter_time_s == pytest.approx(stock.iter_time_s, rel=1e-9), candidates.layout(row)
+        assert placed.iter_time_s == pytest.approx(stock.iter_time_s, rel=1e-9), (run.layout, run.schedule)
         assert set(placed.terms) == set(stock.terms)
         assert sum(placed.terms.values()) == pytest.approx(placed.iter_time_s)
 
@@ -61,8 +63,8 @@ def test_pruning_keeps_the_optimum_on_unequal_clusters(seed: int) -> None:
             rank(job, top=2)
         return
     quick = rank(job, top=2)
-    assert [(b.layout, b.split, b.slots) for b in quick.best] == [
-        (b.layout, b.split, b.slots) for b in every.best
+    assert [(b.layout, b.schedule, b.group, b.split, b.slots) for b in quick.best] == [
+        (b.layout, b.schedule, b.group, b.split, b.slots) for b in every.best
     ]
     assert quick.num_predicted <= every.num_predicted
     assert quick.num_considered == every.num_considered
@@ -87,7 +89,14 @@ def test_no_placed_prediction_is_under_its_bounds(seed: int) -> None:
         split = bounds.split(job, job.shape, candidates, row)
         layout = candidates.layout(row)
         problem = AssignmentProblem(
-            job=job, shape=job.shape, layout=layout, split=split, constants=fitted(), topology=topology
+            job=job,
+            shape=job.shape,
+            layout=layout,
+            split=split,
+            constants=fitted(),
+            topology=topology,
+            schedule=candidates.schedule(row),
+            group=groups_of(job, layout, candidates.schedule(row))[0],
         )
         assignment = assign(problem, effort=QUICK)
         if assignment is not None:
@@ -146,9 +155,10 @@ def test_refining_never_makes_a_layout_slower() -> None:
     job = random_cluster_job(3)
     found = rank(job, top=3)
     better = refine(job, found, effort=THOROUGH)
-    before = {one.layout: one.equal_work_s for one in found.best}
-    assert {one.layout for one in better.best} == set(before)
-    assert all(one.equal_work_s <= before[one.layout] * (1 + 1e-9) for one in better.best)
+    before = {(one.layout, one.schedule): one.equal_work_s for one in found.best}
+    assert {(one.layout, one.schedule) for one in better.best} == set(before)
+    for one in better.best:
+        assert one.equal_work_s <= before[one.layout, one.schedule] * (1 + 1e-9)
     times = [one.equal_work_s for one in better.best]
     assert times == sorted(times)
 

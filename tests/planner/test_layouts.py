@@ -8,8 +8,8 @@ import pytest
 from quartet_plugin.cost.constants import fitted
 from quartet_plugin.cost.memory import distinct_numbers, peak_memory
 from quartet_plugin.cost.predict import predict
-from quartet_plugin.cost.run import LatentAttention
 from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.model.job_description import LatentAttention
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.job import PlanRequest, parse_job
@@ -17,12 +17,12 @@ from quartet_plugin.planner.layout_table import (
     TooLarge,
     degrees,
     fault_of_degrees,
-    layout_of,
     layout_table_of,
     refused_degrees,
 )
 from quartet_plugin.planner.ranking import rank, refusals
-from tests.planner.planning import job_data
+from quartet_plugin.planner.table_rows import layout_of
+from tests.planner.planning import job_data, runs_of
 
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 2048}
 
@@ -60,7 +60,9 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 def test_pruning_keeps_the_optimum(name: str) -> None:
     job = parsed(**CASES[name])
     quick, every = rank(job, top=3), rank(job, top=3, exhaustive=True)
-    assert [(b.layout, b.split) for b in quick.best] == [(b.layout, b.split) for b in every.best]
+    assert [(b.layout, b.schedule, b.split) for b in quick.best] == [
+        (b.layout, b.schedule, b.split) for b in every.best
+    ]
 
 
 def test_latent_attention_is_priced_and_takes_memory() -> None:
@@ -85,9 +87,10 @@ def test_no_prediction_is_under_its_bounds(name: str) -> None:
     bounds = bounds_of(job, job.shape, candidates, constants=fitted())
     for row in range(0, len(candidates), max(1, len(candidates) // 120)):
         split = bounds.split(job, job.shape, candidates, row)
-        run = job.run(job.shape, candidates.layout(row), split)
-        assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, candidates.layout(row)
-        assert bounds.memory_bytes[row] <= peak_memory(run).total, candidates.layout(row)
+        for run in runs_of(job, candidates, row, split):
+            words = (run.layout, run.schedule, run.group)
+            assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, words
+            assert bounds.memory_bytes[row] <= peak_memory(run).total, words
 
 
 def test_expert_parallel_divides_experts_and_replicas() -> None:
@@ -142,7 +145,7 @@ def test_context_parallel_cuts_sequences() -> None:
     [
         ("search", {"split": "6+3"}, "must sum to num_layers"),
         ("search", {"expert_parallel": 2}, "needs model.num_experts"),
-        ("search", {"schedule": "zb-h1"}, "search.schedule"),
+        ("search", {"schedule": "mine.json"}, "files of schedules need"),
         ("search", {"mapping": "tp-pp-dp"}, "auto .solved. or stock"),
         ("search", {"inside": "data"}, "inside"),
         ("model", {"num_experts": 1}, "num_experts"),
@@ -175,9 +178,9 @@ def test_refused_degrees_and_legal_ones_are_all_degrees() -> None:
     legal = {tuple(row) for row in layout_table_of(job, job.shape).columns[:, :3].tolist()}
     assert sum(one.count for one in refused) + len(legal) == len(list(degrees(job)))
     reasons = {one.reason for one in refused}
-    assert "TP 8 does not divide 12 heads" in reasons
-    assert "PP 8 has more stages than 6 layers" in reasons
-    assert "DP 8 does not divide a batch of 12" in reasons
+    assert "heads: TP 8 does not divide 12 heads; nearest: 4" in reasons
+    assert "layers: PP 8 has more stages than 6 layers; nearest: 4" in reasons
+    assert "batch: DP 8 does not divide a batch of 12; nearest: 4" in reasons
     assert [one.count for one in refused] == sorted((one.count for one in refused), reverse=True)
 
 
@@ -207,13 +210,13 @@ def test_memory_refusals_are_grouped_and_counted() -> None:
 
 
 def test_no_legal_layout_names_the_commonest_reason() -> None:
-    with pytest.raises(InfeasibleError, match=r"none is legal .* most often: PP"):
+    with pytest.raises(InfeasibleError, match=r"none is legal .* most often: layers: PP"):
         rank(parsed(model={"num_layers": 1}, search={"pipeline_parallel": 2}))
 
 
 def test_no_legal_layout_is_told_about_the_degree_that_was_asked_for() -> None:
     with pytest.raises(
-        InfeasibleError, match=r"search\.tensor_parallel: 3; must divide the 8 devices"
+        InfeasibleError, match=r"search\.tensor_parallel: 3; must divide the 8 devices; nearest: 2 or 4"
     ) as caught:
         rank(parsed(search={"tensor_parallel": 3}))
     assert "TP 8" not in str(caught.value)
@@ -230,9 +233,9 @@ def test_two_numbers_that_differ_look_different() -> None:
     assert distinct_numbers(1.0, 1.0000001, digits=1) == ("1.0000000", "1.0000001")
 
 
-def layouts_of(job: PlanRequest) -> set[Layout]:
+def layouts_of(job: PlanRequest) -> set[tuple[Layout, str]]:
     found = layout_table_of(job, job.shape)
-    return {found.layout(row) for row in range(len(found))}
+    return {(found.layout(row), found.schedule(row).value) for row in range(len(found))}
 
 
 def test_forbidden_layouts_are_no_candidates() -> None:
@@ -244,23 +247,23 @@ def test_forbidden_layouts_are_no_candidates() -> None:
     free, job = parsed(), parsed(search={"forbid": rules})
     every, kept = layouts_of(free), layouts_of(job)
 
-    def is_forbidden(layout: Layout) -> bool:
+    def is_forbidden(layout: Layout, schedule: str) -> bool:
         return (
             layout.tensor_parallel >= 4
             or (layout.pipeline_parallel == 2 and layout.micro_batch_size == 1)
-            or (layout.virtual_stages > 1 and layout.data_parallel == 1)
+            or (layout.virtual_stages > 1 and layout.data_parallel == 1 and schedule == "interleaved")
         )
 
-    assert kept == {layout for layout in every if not is_forbidden(layout)}
-    assert any(is_forbidden(layout) for layout in every)
-    assert all(not is_forbidden(one.layout) for one in rank(job, top=3).best)
+    assert kept == {pair for pair in every if not is_forbidden(*pair)}
+    assert any(is_forbidden(*pair) for pair in every)
+    assert all(not is_forbidden(one.layout, one.schedule.value) for one in rank(job, top=3).best)
 
 
 @pytest.mark.parametrize(
     ("search", "words"),
     [
         ({"forbid": {"mapping": "1,0"}}, "mapping; a plan without a run"),
-        ({"forbid": {"schedule": "zb-v"}}, "zb-v; a plan without a run has no-pipelining"),
+        ({"forbid": {"schedule": "searched"}}, "searched; a plan without a run has no-pipelining"),
         ({"change_class": "C"}, "change_class: C"),
         ({"scaling": {"shapes": "1x64"}}, "scaling.shapes: 1x64"),
     ],

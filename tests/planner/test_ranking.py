@@ -13,10 +13,17 @@ from quartet_plugin.planner.bounds import bounds_of
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import layout_table_of
 from quartet_plugin.planner.plans import plain_layout, plan_of
-from quartet_plugin.planner.ranking import rank, refine
-from tests.planner.planning import job_data
+from quartet_plugin.planner.ranking import Ranked, rank, refine
+from tests.planner.planning import job_data, runs_of
 
 NUM_JOBS = 200
+# Stock and named schedules; those that are left out of `auto`; stock ones with every group.
+SCHEDULES = (
+    "auto",
+    "auto",
+    ["1f1b", "gpipe", "breadth-first", "dualpipev", "zb-v"],
+    ["interleaved", "zb-h2"],
+)
 
 
 def random_job(seed: int) -> PlanRequest:
@@ -37,11 +44,15 @@ def random_job(seed: int) -> PlanRequest:
         "devices_per_node": draw.choice([2, 4]),
         "memory_bytes": draw.choice([8, 12, 24, 80]) * 2**30,
     }
-    search: dict[str, Any] = {"micro_batch_size": [1, 2, 4]}
+    search: dict[str, Any] = {"micro_batch_size": [1, 2, 4], "schedule": draw.choice(SCHEDULES)}
     if draw.random() < 0.3:
         search["context_parallel"] = "auto"
     batch = {"global_batch_size": draw.choice([8, 24, 64])}
     return parse_job({"model": model, "cluster": cluster, "batch": batch, "search": search}, where="job")
+
+
+def chosen(ranked: Ranked) -> tuple[Any, ...]:
+    return ranked.layout, ranked.schedule, ranked.group, ranked.split
 
 
 @pytest.mark.parametrize("first", range(0, NUM_JOBS, 20))
@@ -56,7 +67,7 @@ def test_pruning_keeps_the_optimum(first: int) -> None:
                 rank(job, top=3)
             continue
         quick = rank(job, top=3)
-        assert [b.layout for b in quick.best] == [b.layout for b in every.best], f"seed {seed}"
+        assert [chosen(b) for b in quick.best] == [chosen(b) for b in every.best], f"seed {seed}"
         assert [b.iteration_s for b in quick.best] == [b.iteration_s for b in every.best]
         assert quick.num_considered == every.num_considered == every.num_predicted + every.num_too_large
         pruned += quick.num_pruned
@@ -74,7 +85,7 @@ def test_pruning_keeps_the_optimum_of_a_calibrated_model() -> None:
         except InfeasibleError:
             continue
         quick = rank(job, top=3, constants=calibrated)
-        assert [b.layout for b in quick.best] == [b.layout for b in every.best], f"seed {seed}"
+        assert [chosen(b) for b in quick.best] == [chosen(b) for b in every.best], f"seed {seed}"
         checked += quick.num_pruned
     assert checked > 0
 
@@ -86,9 +97,10 @@ def test_no_prediction_is_under_its_bounds(seed: int) -> None:
     bounds = bounds_of(job, job.shape, candidates, constants=fitted())
     for row in range(0, len(candidates), 3):
         split = bounds.split(job, job.shape, candidates, row)
-        run = job.run(job.shape, candidates.layout(row), split)
-        assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, candidates.layout(row)
-        assert bounds.memory_bytes[row] <= peak_memory(run).total, candidates.layout(row)
+        for run in runs_of(job, candidates, row, split):
+            words = (run.layout, run.schedule, run.group)
+            assert bounds.time_s[row] <= predict(run, fitted()).iter_time_s, words
+            assert bounds.memory_bytes[row] <= peak_memory(run).total, words
 
 
 def test_a_bound_is_tight_without_a_pipeline() -> None:

@@ -27,6 +27,8 @@ def make_job(
     shape: ModelShape | None = None,
     global_batch_size: int = 32,
     features: tuple[str, ...] = (),
+    full_backward: str | None = None,
+    no_custom_schedules: str | None = None,
 ) -> TrainingJob:
     """A job with an even split and the stock schedule."""
     layout = layout or LAYOUT
@@ -49,6 +51,8 @@ def make_job(
         precision="fp32",
         features=features,
         neutralised=("--save",),
+        full_backward=full_backward,
+        no_custom_schedules=no_custom_schedules,
     )
 
 

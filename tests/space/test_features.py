@@ -62,7 +62,7 @@ def test_class_a_keeps_what_rounds_reductions_otherwise() -> None:
     assert {change.change_class for plan in plans for change in changes(plan)} == {"A"}
     assert {plan.layout.label for plan in plans} > {LAYOUT.label}  # virtual stages
     assert len({plan.mapping for plan in plans}) > 1
-    assert set(space.locked) == {Axis.DEGREES, Axis.MICRO_BATCH}
+    assert set(space.locked) == {Axis.DEGREES, Axis.MICRO_BATCH, Axis.OPTIONS}
 
 
 def test_experts_stay_inside_the_ranks_of_equal_dense_weights() -> None:
@@ -84,3 +84,17 @@ def test_the_tuner_says_what_is_kept_and_how_it_is_asked_for(tmp_path: Path) -> 
     search = {"change_class": "C"}
     tune(begin(tmp_path / "b", search=search, study={"trials": 2}), FakeMachine(job=job), observer=asked)
     assert not any("keeps" in text for text in asked.messages)
+
+
+def test_the_tuner_says_why_backwards_are_not_split(tmp_path: Path) -> None:
+    said = Watching()
+    reason = "--fp8-format: backwards are not split, because delayed gradients were not tried"
+    tune(
+        begin(tmp_path / "a", study={"trials": 2}),
+        FakeMachine(job=make_job(full_backward=reason)),
+        observer=said,
+    )
+    assert (
+        f"{reason}; schedules that split them are tried only where search.schedule names them"
+        in said.messages
+    )

@@ -112,7 +112,7 @@ def test_a_forbidden_schedule_is_no_choice() -> None:
     space = forbidding([{"schedule": ["zb-v", "v-half"]}, {"schedule": "1f1b", "micro_batch_size": 1}])
     for layouts in space.layouts.values():
         for layout in layouts:
-            offered = space.schedules_of(layout)
+            offered = space.schedules_of(layout, shape=space.job.shape)
             assert offered
             assert not {"zb-v", "v-half"} & set(offered)
             assert ("1f1b" in offered) == (
@@ -122,9 +122,10 @@ def test_a_forbidden_schedule_is_no_choice() -> None:
 
 def test_the_cost_models_candidates_leave_out_what_is_forbidden() -> None:
     space = forbidding([{"mapping": "1,0"}, {"split": "even", "schedule": "1f1b"}])
-    ends = EndLoads(embedding=0.0, head=0.0)
     candidates = PlanCandidates(space, knows=lambda plan: plan.schedule.custom is None)
-    found = candidates.best(rate=lambda plans: [0.0] * len(plans), ends_of=lambda _: ends)
+    found = candidates.best(
+        rate=lambda plans: [0.0] * len(plans), ends_of=lambda _: EndLoads(), splits_of=lambda _: None
+    )
     plans = [one.plan for one in found]
     assert plans
     assert all(plan.mapping.is_stock for plan in plans)

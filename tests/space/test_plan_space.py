@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +12,10 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.space.config import ScalingConfig, SearchConfig
 from quartet_plugin.space.features import Axis
-from quartet_plugin.space.layouts import LayoutRules, is_legal_group, legal_groups, legal_layouts
+from quartet_plugin.space.layouts import is_legal_group, legal_groups, legal_layouts
 from quartet_plugin.space.param_sources import FixedParams, RandomParams, degree_label
 from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.space.rules import LayoutRules
 from quartet_plugin.tuner.config import parse_config
 from tests.space.jobs import make_job, make_layout, make_nodes, make_shape
 
@@ -158,7 +160,12 @@ def test_a_wish_that_leaves_nothing_is_refused(search: dict[str, object]) -> Non
 @pytest.mark.parametrize(
     ("search", "words"),
     [
-        ({"tensor_parallel": 3}, r"search\.tensor_parallel: 3; must divide the 2 devices"),
+        (
+            {"tensor_parallel": 3},
+            r"search\.tensor_parallel: 3; must divide the 2 devices; nearest: tensor_parallel 2; choose",
+        ),
+        ({"micro_batch_size": 5}, r"fits what is asked; nearest: micro_batch_size 4 or 8; set more"),
+        ({"virtual_stages": 9, "pipeline_parallel": 2}, r"nearest: virtual_stages 4; set more"),
         ({"data_parallel": [4, 8]}, r"search\.data_parallel: \[4, 8\]; must divide the 2 devices"),
     ],
 )
@@ -184,7 +191,7 @@ def test_an_unknown_feature_keeps_every_axis() -> None:
 
 def test_tensor_parallel_groups_stay_on_a_node() -> None:
     job = make_job(layout=make_layout(pipeline_parallel=3))
-    rules = LayoutRules(job=job, nodes=make_nodes(1, 2), search=SearchConfig(), locked=frozenset())
+    rules = LayoutRules(job=job, nodes=make_nodes(1, 2), search=SearchConfig(), locked={})
     assert {layout.tensor_parallel for layout in legal_layouts(job.shape, rules=rules)} == {1}
 
 
@@ -193,3 +200,40 @@ def test_groups_follow_the_frameworks_rule() -> None:
     assert legal_groups(layout, num_microbatches=8) == (4, 8)
     assert legal_groups(layout, num_microbatches=9) == (9,)
     assert legal_groups(layout, num_microbatches=3) == ()
+
+
+def test_a_command_with_chunks_has_layouts_without_a_pipeline() -> None:
+    """The degrees are chosen before the chunks, which a layout without a pipeline cannot have."""
+    layout = make_layout(pipeline_parallel=2, data_parallel=1, virtual_stages=2)
+    space = space_of(layout=layout)
+    assert {layout.pipeline_parallel for layout in space.layouts[space.job.shape]} == {1, 2}
+
+
+@pytest.mark.parametrize(("impl", "is_on"), [("transformer_engine", True), ("local", False), (None, False)])
+def test_tensor_parallelism_that_a_plan_adds_comes_with_sequence_parallelism(
+    impl: str | None, is_on: bool
+) -> None:
+    layout = make_layout(pipeline_parallel=1, data_parallel=2)
+    rules = space_of(layout=layout).rules()
+    rules = replace(rules, job=replace(rules.job, layer_impl=impl))
+    split = [one for one in legal_layouts(rules.job.shape, rules=rules) if one.tensor_parallel == 2]
+    assert split
+    assert {one.sequence_parallel for one in split} == {is_on}
+
+
+def test_sequence_parallelism_divides_the_part_of_a_context_parallel_rank() -> None:
+    layout = make_layout(
+        pipeline_parallel=1, tensor_parallel=2, data_parallel=2, context_parallel=2, sequence_parallel=True
+    )
+    # 36 tokens over two ranks are 18 each: two devices share them evenly, four do not.
+    space = space_of(layout=layout, shape=make_shape(seq_length=36))
+    assert {one.tensor_parallel for one in space.layouts[space.job.shape] if one.sequence_parallel} == {2}
+
+
+def test_overlap_of_tensor_parallel_transfers_keeps_what_it_needs() -> None:
+    layout = make_layout(pipeline_parallel=1, tensor_parallel=2, data_parallel=2, sequence_parallel=True)
+    search = {"sequence_parallel": "auto"}
+    space = space_of(search, layout=layout, features=("tp_comm_overlap",))
+    offered = space.layouts[space.job.shape]
+    assert {one.tensor_parallel for one in offered} == {2, 4}
+    assert all(one.sequence_parallel for one in offered)

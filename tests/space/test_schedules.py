@@ -1,6 +1,7 @@
 """Schedules of our own in the space: legal, made the same again, and found again from the plan."""
 
 import random
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -20,6 +21,7 @@ from quartet_plugin.schedule.simulate import simulate
 from quartet_plugin.space.config import CUSTOM_NAMES, DEFAULT_NAMES, SEARCHED, STOCK_NAMES
 from quartet_plugin.space.param_sources import FixedParams, RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.space.runtime_refusals import REFUSED, Refused, refusal
 from quartet_plugin.space.schedules import custom_order, custom_schedules_of
 from quartet_plugin.split.layers import EndLoads, even_split, flops_end_loads, is_legal_split
 from quartet_plugin.tuner.config import parse_config
@@ -63,6 +65,15 @@ def own_spaces(draw: st.DrawFn) -> Space:
     if draw(st.booleans()):
         wish["split"] = "even"
     return space_of(wish, layout=layout, shape=shape, global_batch_size=batch)
+
+
+def test_a_fixed_split_that_fills_a_device_more_than_the_balanced_has_memory_for_its_own_layers() -> None:
+    search = {"schedule": SEARCHED, "split": "even", "pipeline_parallel": 4, "virtual_stages": 2}
+    shape = make_shape(num_layers=11, vocab_size=4096)
+    layout = make_layout(pipeline_parallel=4, micro_batch_size=1)
+    space = space_of(search, layout=layout, shape=shape, global_batch_size=1)
+    plan = space.decode(RandomParams(random.Random(0)), trial=1)
+    assert plan.split.transformer_layers_per_stage == even_split(11, num_stages=8)
 
 
 @settings(max_examples=60, deadline=None)
@@ -118,7 +129,7 @@ def test_by_default_ours_are_tried_beside_the_frameworks() -> None:
         (name, layout.virtual_stages)
         for layouts in space.layouts.values()
         for layout in layouts
-        for name in space.schedules_of(layout)
+        for name in space.schedules_of(layout, shape=space.job.shape)
     }
     assert {name for name, _ in offered} == {*STOCK_NAMES, *DEFAULT_NAMES}
     assert {chunks for name, chunks in offered if name in ("zb-h1", "zb-h2", "1f1b")} == {1}
@@ -137,33 +148,27 @@ def test_what_is_asked_for_is_what_is_tried() -> None:
     assert {(plan.schedule.label, plan.layout.virtual_stages) for plan in only} == {("zb-v", 2)}
 
 
-@pytest.mark.parametrize(
-    "feature",
-    [
-        "distributed_optimizer_instances",
-        "inprocess_restart",
-        "hierarchical_context_parallel",
-        "cuda_graphs",
-        "mtp",
-    ],
-)
+@pytest.mark.parametrize("feature", ["cuda_graphs", "mtp"])
 @pytest.mark.parametrize("wish", [{}, {"schedule": ["zb-h1", "zb-v"]}])
-def test_where_our_runtime_steps_aside_stock_stays(feature: str, wish: dict[str, Any]) -> None:
+def test_where_a_feature_locks_the_schedule_stock_stays(feature: str, wish: dict[str, Any]) -> None:
     plans = sample(space_of(wish, features=(feature,)), num=60)
     assert all(plan.schedule.custom is None for plan in plans)
 
 
-def test_every_flag_that_the_runtime_refuses_and_a_job_tells_keeps_stock() -> None:
-    """The flags that the runtime refuses are told as features, as far as they are told at all."""
-    from quartet_plugin.megatron.describe import _SWITCHES
-    from quartet_plugin.megatron.runtime.refusals import REFUSED
+VALUES = {"cuda_graph_impl": "local", "optimizer": "dist_muon"}
 
-    refused = {one.dest for one in REFUSED}
-    told = {feature for feature, dests in _SWITCHES.items() if refused & set(dests)}
-    assert len(told) >= 5
-    for feature in told:
-        plans = sample(space_of(features=(feature,)), num=40)
-        assert all(plan.schedule.custom is None for plan in plans), feature
+
+@pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.dest)
+@pytest.mark.parametrize("wish", [{}, {"schedule": ["zb-h1", "zb-v"]}])
+def test_where_the_runtime_steps_aside_no_layout_has_a_custom_schedule(
+    refused: Refused, wish: dict[str, Any]
+) -> None:
+    reason = refusal(Namespace(**{refused.dest: VALUES.get(refused.dest, 2)}))
+    assert reason is not None
+    space = space_of(wish, no_custom_schedules=reason)
+    for shape, layouts in space.layouts.items():
+        for layout in layouts:
+            assert set(space.schedules_of(layout, shape=shape)) <= set(STOCK_NAMES)
 
 
 def test_a_wish_that_no_pipeline_can_have_is_refused() -> None:
@@ -171,6 +176,16 @@ def test_a_wish_that_no_pipeline_can_have_is_refused() -> None:
         space_of({"schedule": "zb-v", "pipeline_parallel": 1})
     with pytest.raises(ConfigError, match="fits what is asked"):
         space_of({"schedule": "zb-v", "virtual_stages": 1})
+
+
+@pytest.mark.parametrize("schedule", [None, ["zb-h1", "1f1b"]])
+def test_a_job_whose_layers_make_full_backwards_has_split_schedules_only_on_request(
+    schedule: list[str] | None,
+) -> None:
+    reason = "--fp8-format: backwards are not split"
+    space = space_of({} if schedule is None else {"schedule": schedule}, full_backward=reason)
+    plans = sample(space, num=60)
+    assert any(plan.schedule.custom is not None for plan in plans) == (schedule is not None)
 
 
 def test_recomputing_jobs_get_no_schedule_that_they_cannot_use() -> None:
@@ -239,7 +254,8 @@ def test_schedules_of_ours_are_among_the_candidates_of_a_study() -> None:
 
     for batch in (8, 32):
         space = space_of({"pipeline_parallel": 2}, global_batch_size=batch)
-        found = PlanCandidates(space, knows=lambda plan: True).best(rate=rate, ends_of=ends)
+        candidates = PlanCandidates(space, knows=lambda plan: True)
+        found = candidates.best(rate=rate, ends_of=ends, splits_of=lambda plan: None)
         own = {one.plan.schedule.label for one in found if one.plan.schedule.custom is not None}
         assert len(own) > 1
 

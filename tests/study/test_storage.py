@@ -1,6 +1,7 @@
 """Where a study is kept: what is accepted, what is never shown, and what is left after a torn write."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError, InterruptedByUserError, StorageError
+from quartet_plugin.space.plan_space import build_space
 from quartet_plugin.study.storage import (
     StudyStorage,
     check_address,
@@ -17,6 +19,7 @@ from quartet_plugin.study.storage import (
 )
 from quartet_plugin.study.tune_study import TuneStudy
 from quartet_plugin.tuner.config import parse_config
+from quartet_plugin.tuner.study_remake import with_remake
 from quartet_plugin.tuner.tune_result import TuneResult
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 
@@ -260,7 +263,10 @@ def test_a_damaged_sqlite_file_is_put_aside_and_made_again(tmp_path: Path, damag
 
 @pytest.mark.parametrize("address", ["sqlite", "journal"])
 def test_damage_is_refused_where_the_trials_would_be_lost(tmp_path: Path, address: str) -> None:
-    """Workers propose by what is under way, so that a second time other plans would be proposed."""
+    """Workers propose by what is under way, so that a second time other plans would be proposed.
+
+    An earlier version's events do not hold the trials' records.
+    """
     run = begin(tmp_path / "r", study={**STUDY, "storage": address})
     machine = FakeMachine()
     tune(run, machine)
@@ -270,10 +276,14 @@ def test_damage_is_refused_where_the_trials_would_be_lost(tmp_path: Path, addres
     middle = len(content) // 2
     damaged = content[:middle] + b"\xff" * 4096 + content[middle + 4096 :]
     file.write_bytes(damaged)
-    with run.folder.events_file.open("a") as events:
-        events.write(json.dumps({"time": 0.0, "kind": "taken", "trial": 1}) + "\n")
-    with pytest.raises(StorageError, match="does not propose the same plans again"):
+    lines = [json.loads(line) for line in run.folder.events_file.read_text().splitlines()]
+    lines = [{name: line[name] for name in line.keys() - {"params", "record"}} for line in lines]
+    lines.append({"time": 0.0, "kind": "taken", "trial": 1})
+    run.folder.events_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(StorageError, match="plans again, and its log is incomplete"):
         tune(resume(tmp_path / "r"), machine)
+    with pytest.raises(StorageError, match=r"its log is incomplete; (put a copy back|`quartet repair)"):
+        with_remake(run.storage, run.folder)[0].check()
     assert file.read_bytes() == damaged
 
 
@@ -374,3 +384,17 @@ def test_a_storage_that_fails_mid_run_ends_it_and_nothing_is_lost(
         assert outcomes(result) == outcomes(reference)
         searched = [name for name, _ in machine.launched if "round" not in name]
         assert len(searched) == len(set(searched)) >= num_launched
+
+
+def test_a_study_with_other_choices_is_refused_in_a_line(tmp_path: Path) -> None:
+    """Optuna would end with an error of its own at the next trial that draws the parameter."""
+    run, machine = begin(tmp_path / "r", study=STUDY), FakeMachine()
+    tune(run, machine)
+    space = build_space(machine.job, nodes=machine.cluster, search=run.config.search, run="r", seed=0)
+    (shape,) = space.layouts
+    same = TuneStudy.open(run.storage, space=space, seed=0)
+    assert same is not None
+    same.close()
+    fewer = replace(space, layouts={shape: space.layouts[shape][:-8]}, _groups={})
+    with pytest.raises(StorageError, match="layout had other choices; resume with the release that began"):
+        TuneStudy.open(run.storage, space=fewer, seed=0)

@@ -1,0 +1,303 @@
+"""Megatron's arguments as model, layout, split, schedule, precision and features of a job.
+
+The arguments may be the user's flags as they are (with the parser's defaults) or what Megatron made of them:
+where Megatron derives a value, the same rule is here, with its function in 0.19.2 named. Nothing of Megatron
+is imported, so the tuner's side reads a command's flags with it, too.
+"""
+
+import re
+from argparse import Namespace
+
+from quartet_plugin.errors import ConfigError, InfeasibleError
+from quartet_plugin.model.job_description import Experts, LatentAttention, words_of_model
+from quartet_plugin.model.layout import Layout, Recompute
+from quartet_plugin.model.plan import ScheduleChoice, ScheduleName, Split
+from quartet_plugin.model.shape import MAX_LAYERS, ModelShape, PositionEmbedding
+
+# Far more than the layers and stages of any model, written out.
+_MAX_LAYOUT = 8 * MAX_LAYERS
+
+
+# Feature -> whether these arguments use it. Names are explained in docs/support.md.
+FEATURES = {
+    "moe": ("num_experts",),
+    "mtp": ("mtp_num_layers",),
+    "fsdp": ("use_megatron_fsdp", "use_torch_fsdp2", "use_custom_fsdp"),
+    "fp8": ("fp8",),
+    "fp4": ("fp4",),
+    "hybrid": ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"),
+    "heterogeneous": ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+    "multi_latent_attention": ("multi_latent_attention",),
+    "attention_variant": ("experimental_attention_variant", "linear_attention_freq"),
+    "packing": ("sft", "reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking"),
+    "per_token_loss": ("calculate_per_token_loss",),
+    "rampup_batch_size": ("rampup_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"),
+    "phase_transitions": ("phase_transition_iterations",),
+    "overlap_grad_reduce": ("overlap_grad_reduce",),
+    "overlap_param_gather": ("overlap_param_gather",),
+    "overlap_moe": ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute"),
+    "cpu_offload": (
+        "cpu_offloading_num_layers",
+        "optimizer_cpu_offload",
+        "fine_grained_activation_offloading",
+    ),
+    "tp_comm_overlap": ("tp_comm_overlap",),
+    "hierarchical_context_parallel": ("hierarchical_context_parallel_sizes", "hybrid_context_parallel"),
+    "reinforcement_learning": ("perform_rl_step",),
+    "encoder_decoder": ("decoder_num_layers",),
+    "inprocess_restart": ("inprocess_restart",),
+    "tp_pp_dp_order": ("use_tp_pp_dp_mapping",),
+    "sharp": ("use_sharp",),
+    "gpu_sniff_test": ("gpu_sniff_test_interval",),
+}
+
+
+def shape_of(args: Namespace, *, vocab_size: int | None = None) -> ModelShape:
+    """The model's shape; `vocab_size` is padded, None where the arguments already have it.
+
+    Raises ConfigError for arguments without a size that every model needs.
+    """
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        if getattr(args, name, None) is None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: not given; a plan needs the model's size in flags"
+            )
+    heads = args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else heads
+    vocab = vocab_size if vocab_size is not None else getattr(args, "padded_vocab_size", None)
+    if vocab is None:
+        raise ConfigError("the vocabulary's size is not known before the tokenizer is built")
+    return ModelShape(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=_ffn_hidden_size(args),
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=_head_size(args),
+        seq_length=args.seq_length,
+        vocab_size=vocab,
+        max_position_embeddings=args.max_position_embeddings or args.seq_length,
+        gated_ffn=bool(args.swiglu),
+        tied_embeddings=not args.untie_embeddings_and_output_weights,
+        position_embedding=_position_embedding(args),
+    )
+
+
+def _ffn_hidden_size(args: Namespace) -> int:
+    if args.ffn_hidden_size is not None:
+        return int(args.ffn_hidden_size)
+    # arguments.py, validate_args: two thirds for gated FFNs, in multiples of 64.
+    return int((4 * args.hidden_size * 2 / 3) / 64) * 64 if args.swiglu else 4 * args.hidden_size
+
+
+def _head_size(args: Namespace) -> int:
+    if getattr(args, "multi_latent_attention", False):
+        # Latent attention has head sizes of its own; kv_channels plays no part in it.
+        return int(args.v_head_dim)
+    return int(args.kv_channels or args.hidden_size // args.num_attention_heads)
+
+
+def model_words(args: Namespace) -> dict[str, str]:
+    """Precision, experts and attention in words, as a plan that was made without a run has them.
+
+    Raises ConfigError where such a plan cannot describe them.
+    """
+    precision = "fp8" if getattr(args, "fp8", None) else precision_of(args)
+    return words_of_model(precision, experts_of(args), latent_attention_of(args))
+
+
+def experts_of(args: Namespace) -> Experts | None:
+    if getattr(args, "num_experts", None) is None:
+        return None
+    pattern = args.moe_layer_freq
+    if isinstance(pattern, int):
+        pattern = [int(layer % pattern == 0) for layer in range(args.num_layers)]
+    num_dense = pattern.index(1) if 1 in pattern else len(pattern)
+    if 0 in pattern[num_dense:] or len(pattern) != args.num_layers:
+        raise ConfigError("--moe-layer-freq: a plan without a run has dense layers first, then experts alone")
+    return Experts(
+        num_experts=args.num_experts,
+        experts_per_token=args.moe_router_topk,
+        ffn_hidden_size=args.moe_ffn_hidden_size or _ffn_hidden_size(args),
+        shared_ffn_hidden_size=args.moe_shared_expert_intermediate_size or 0,
+        num_dense_layers=num_dense,
+    )
+
+
+def latent_attention_of(args: Namespace) -> LatentAttention | None:
+    if not getattr(args, "multi_latent_attention", False):
+        return None
+    if args.q_lora_rank is None:
+        raise ConfigError("--q-lora-rank: not given; a plan without a run has compressed queries")
+    return LatentAttention(
+        q_lora_rank=args.q_lora_rank,
+        kv_lora_rank=args.kv_lora_rank,
+        qk_head_dim=args.qk_head_dim,
+        qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
+        v_head_dim=args.v_head_dim,
+    )
+
+
+def _position_embedding(args: Namespace) -> PositionEmbedding:
+    kind = args.position_embedding_type
+    if kind in ("rope", "yarn", "mrope") or getattr(args, "use_rotary_position_embeddings", False):
+        return "rope"
+    return "learned_absolute" if kind == "learned_absolute" else "none"
+
+
+def layout_of(args: Namespace, *, world_size: int) -> Layout:
+    """The degrees of parallelism. Raises ConfigError where the world does not divide."""
+    degrees = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if world_size % degrees:
+        raise ConfigError(
+            f"world size {world_size}: must be a multiple of the tensor x pipeline x context "
+            f"parallel sizes ({degrees})"
+        )
+    if args.micro_batch_size is None:
+        raise ConfigError("--micro-batch-size: not given")
+    return Layout(
+        tensor_parallel=args.tensor_model_parallel_size,
+        pipeline_parallel=args.pipeline_model_parallel_size,
+        data_parallel=world_size // degrees,
+        virtual_stages=_virtual_stages(args),
+        context_parallel=args.context_parallel_size,
+        expert_parallel=args.expert_model_parallel_size,
+        micro_batch_size=args.micro_batch_size,
+        sequence_parallel=bool(args.sequence_parallel) and args.tensor_model_parallel_size > 1,
+        distributed_optimizer=bool(args.use_distributed_optimizer),
+        recompute=_recompute(args),
+    )
+
+
+def _recompute(args: Namespace) -> Recompute:
+    if getattr(args, "recompute_activations", False):
+        return "selective"
+    granularity = args.recompute_granularity
+    return granularity if granularity in ("selective", "full") else "none"
+
+
+def _layout_stages(args: Namespace) -> list[int] | None:
+    """Transformer layers of each stage in `--pipeline-model-parallel-layout`."""
+    layout = args.pipeline_model_parallel_layout
+    return None if layout is None else stages_of_layout(str(layout))
+
+
+def stages_of_layout(text: str) -> list[int]:
+    """Transformer layers of each stage in a layout such as `Ett|(tt|)*3tL`, as parse_str_to_list reads it.
+
+    Raises ConfigError for a layout that Megatron could not read, or one of more layers than any model has.
+    """
+
+    def repeated(match: re.Match[str]) -> str:
+        count = int(match[2]) if len(match[2]) < 8 else _MAX_LAYOUT
+        if len(match[1]) * count > _MAX_LAYOUT:
+            raise ConfigError(
+                f"--pipeline-model-parallel-layout: {text[:60]!r}; must have at most {_MAX_LAYOUT} layers"
+            )
+        return match[1] * count
+
+    rest = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        rest = re.sub(pattern, repeated, rest)
+    unknown = sorted(set(rest) - set("Etm|L"))
+    if unknown:
+        raise ConfigError(
+            f"--pipeline-model-parallel-layout: {unknown[0]!r} in {text[:60]!r}; must be written in E, t, m, "
+            "L and |"
+        )
+    return [stage.count("t") for stage in rest.split("|")]
+
+
+def _virtual_stages(args: Namespace) -> int:
+    """Chunks on each device, as validate_args derives them."""
+    pp = int(args.pipeline_model_parallel_size)
+    if pp == 1:
+        return 1
+    stages = _layout_stages(args)
+    if stages is not None:
+        return max(1, len(stages) // pp)
+    if args.num_virtual_stages_per_pipeline_rank is not None:
+        return int(args.num_virtual_stages_per_pipeline_rank)
+    if args.num_layers_per_virtual_pipeline_stage is not None and args.num_layers is not None:
+        return max(1, _num_split_layers(args) // pp // int(args.num_layers_per_virtual_pipeline_stage))
+    return 1
+
+
+def _num_split_layers(args: Namespace) -> int:
+    """Entries that are divided evenly: layers, and embedding and loss where they count as layers."""
+    extra = bool(args.account_for_embedding_in_pipeline_split) + bool(args.account_for_loss_in_pipeline_split)
+    return int(args.num_layers) + extra
+
+
+def split_of(args: Namespace) -> Split:
+    """Transformer layers of each stage, as transformer_block.get_num_layers_to_build counts them.
+
+    Raises InfeasibleError for layers that Megatron could not divide.
+    """
+    stages = _layout_stages(args)
+    if stages is not None:
+        return Split(transformer_layers_per_stage=tuple(stages))
+    pp, chunks = args.pipeline_model_parallel_size, _virtual_stages(args)
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    per_rank = [0] * pp
+    if first is None and last is None:
+        per_rank = [_even(_num_split_layers(args), pp)] * pp
+    else:
+        ends = {0: first, pp - 1: last}
+        fixed = {rank: count for rank, count in ends.items() if count is not None}
+        left = pp - len(fixed)
+        rest = _even(args.num_layers - sum(fixed.values()), left) if left else 0
+        per_rank = [fixed.get(rank, rest) for rank in range(pp)]
+    counts = [_even(per_rank[stage % pp], chunks) for stage in range(pp * chunks)]
+    counts[0] -= bool(args.account_for_embedding_in_pipeline_split)
+    counts[-1] -= bool(args.account_for_loss_in_pipeline_split)
+    return Split(transformer_layers_per_stage=tuple(counts))
+
+
+def _even(num_layers: int, parts: int) -> int:
+    if num_layers % parts:
+        raise InfeasibleError(f"{num_layers} layers cannot be divided evenly over {parts} stages")
+    return num_layers // parts
+
+
+def schedule_of(args: Namespace) -> ScheduleChoice:
+    """The stock schedule that Megatron picks."""
+    name: ScheduleName = "no-pipelining"
+    group = None
+    if args.pipeline_model_parallel_size > 1:
+        name = "interleaved" if _virtual_stages(args) > 1 else "1f1b"
+    if name == "interleaved":
+        group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+    return ScheduleChoice(name=name, group=group)
+
+
+def precision_of(args: Namespace) -> str:
+    """`bf16`, `fp16` or `fp32`."""
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
+
+def features_of(args: Namespace) -> list[str]:
+    """The features of the command that limit its plans, by name."""
+    features = [name for name, dests in FEATURES.items() if any(_is_on(args, dest) for dest in dests)]
+    if args.context_parallel_size > 1:
+        features.append("context_parallel")
+    if getattr(args, "cuda_graph_impl", "none") not in (None, "none") or _is_on(args, "enable_cuda_graph"):
+        features.append("cuda_graphs")
+    if getattr(args, "num_distributed_optimizer_instances", 1) > 1:
+        features.append("distributed_optimizer_instances")
+    if _is_on(args, "async_save") and _is_on(args, "use_persistent_ckpt_worker"):
+        features.append("persistent_checkpoint_worker")
+    if getattr(args, "non_persistent_ckpt_type", None) == "local" and _is_on(args, "replication"):
+        features.append("local_checkpoint_replication")
+    if (getattr(args, "gtp_weight_remat_size", 1) or 1) > 1:
+        features.append("weight_shards")
+    if _is_on(args, "eod_mask_loss") and not _is_on(args, "calculate_per_token_loss"):
+        features.append("masked_tokens")
+    loader = getattr(args, "dataloader_type", None)
+    if loader not in (None, "single"):
+        features.append("cyclic_data" if loader == "cyclic" else "external_data")
+    return sorted(features)
+
+
+def _is_on(args: Namespace, dest: str) -> bool:
+    return bool(getattr(args, dest, None))

@@ -1,0 +1,28 @@
+"""The axes of a plan under their standard names, for tools that compare plans axis by axis."""
+
+from dataclasses import fields
+
+from quartet_plugin.model.plan import Plan
+
+type AxisValue = int | str | bool
+
+
+def plan_axes(plan: Plan) -> dict[str, AxisValue]:
+    """Every axis of a plan by name: degrees, sizes and switches as they are, the other parts as labels.
+
+    All fields of the layout are here; one that is None, such as a bucket size that the ds_config keeps, is
+    left out.
+    """
+    layout = {knob.name: getattr(plan.layout, knob.name) for knob in fields(plan.layout)}
+    custom = plan.schedule.custom
+    return {
+        **{name: value for name, value in layout.items() if value is not None},
+        "num_microbatches": plan.num_microbatches,
+        "schedule": plan.schedule.name if custom is None else custom.label,
+        **({} if plan.schedule.group is None else {"group": plan.schedule.group}),
+        "split": plan.split.label,
+        "mapping": plan.mapping.label,
+        "shape": plan.shape.label,
+        "num_layers": plan.shape.num_layers,
+        "hidden_size": plan.shape.hidden_size,
+    }

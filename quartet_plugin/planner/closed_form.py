@@ -1,0 +1,323 @@
+"""The step's time as a function of the assignment of blocks: the mapping solver's objective.
+
+An approximation whose coefficients are taken from the iteration model: it replays no order.
+
+With one microbatch's time t[k, q] of pipeline rank k in column q (a column is one data- and context-parallel
+index, with a block a pipeline rank), m microbatches and v chunks a rank,
+
+    step = max over q of ( m max_k t + (sum_k t - max_k t) / v + transfers while filling and draining )
+           + max over k of exposed gradient traffic
+
+Compute runs at the slowdown of the slowest of the ranks that wait for each other in every layer: those of a
+tensor, context or expert parallel group. Replicas wait for each other once a step.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quartet_plugin.cost import communication
+from quartet_plugin.cost.iteration.assigned import AssignedRun
+from quartet_plugin.cost.iteration.replay import blocks_on_sends
+from quartet_plugin.cost.iteration.terms import COLLECTIVES
+from quartet_plugin.mapping.solve import EVALUATIONS, EXACT_LIMIT, NEVER_S, Solution, solve
+from quartet_plugin.mapping.topology import (
+    Blocks,
+    GroupLink,
+    Topology,
+    blocks_in_order,
+    group_link,
+    slowdowns_of_blocks,
+)
+from quartet_plugin.model.costs import FloatArray, IntArray
+from quartet_plugin.model.layout import Layout
+
+# Links on which only one part of a collective's time is left: its latency, or its volume.
+_UNLIMITED_BYTES_PER_S, _PROBE_BYTES_PER_S, _NO_LATENCY_S = 1e18, 1e9, 1e-15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Collective:
+    """Collectives of each pipeline rank [pp]: bytes through a rank's link, and passes around the ring."""
+
+    volume_bytes: FloatArray
+    rounds: FloatArray
+
+    def seconds(self, link: GroupLink, rank: int) -> float:
+        """Seconds of rank `rank`'s collectives on `link`."""
+        if link.size == 1:
+            return 0.0
+        moved = float(self.volume_bytes[rank]) / link.bytes_per_s
+        return moved + float(self.rounds[rank]) * link.ring_latency_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepCosts:
+    """The costs of a step that do not depend on the slots of its ranks; arrays are [pipeline_parallel].
+
+    `compute_s`: one microbatch forward and backward on a rank at slowdown 1, without collectives.
+    `tensor`, `context`, `expert`: one microbatch's exposed collectives. `boundary_bytes`: a boundary tensor,
+    its latency counted once; `peer_share`: the share of a collective's bandwidth inside a domain that one
+    sender reaches; `blocking`: ranks wait for their own sends. `gradients`, `expert_gradients`: once a step;
+    compute hides `hidden_s` of them, but at least the part `exposed_share` stays exposed.
+    """
+
+    layout: Layout
+    num_microbatches: int
+    compute_s: FloatArray
+    tensor: Collective
+    context: Collective
+    expert: Collective
+    gradients: Collective
+    expert_gradients: Collective
+    boundary_bytes: float
+    hidden_s: FloatArray
+    exposed_share: float = 1.0
+    peer_share: float = 1.0
+    blocking: bool = True
+
+
+class StepTime:
+    """`StepCosts` on `Topology`: call it with an arrangement, blocks by [pp, copies], for seconds a step.
+
+    `inside` names the groups ("context", "expert") that may not leave a domain: an arrangement that breaks it
+    takes `NEVER_S` a microbatch.
+    """
+
+    def __init__(
+        self, costs: StepCosts, topology: Topology, blocks: Blocks, *, inside: frozenset[str] = frozenset()
+    ) -> None:
+        self._costs, self._topology, self._blocks, self._inside = costs, topology, blocks, inside
+        self._links: dict[bytes, GroupLink] = {}
+        self._has_equal_links = topology.has_equal_links
+        self._transfer_s = _transfer_matrix(costs, topology)
+        tensor = group_link(topology, [0] * costs.layout.tensor_parallel)
+        ranks = range(costs.layout.pipeline_parallel)
+        self._tensor_s = np.array([costs.tensor.seconds(tensor, rank) for rank in ranks])
+
+    def __call__(self, arrangement: IntArray) -> float:
+        """Seconds a step."""
+        return float(self.column_times(arrangement).max()) + self._gradients(self._blocks.domain[arrangement])
+
+    def column_times(self, arrangement: IntArray) -> FloatArray:
+        """Seconds of each column's pipeline [copies]."""
+        costs, layout = self._costs, self._costs.layout
+        domains = self._blocks.domain[arrangement]
+        busy = (
+            slowdowns_of_blocks(layout, self._blocks, arrangement) * costs.compute_s[:, None]
+            + self._tensor_s[:, None]
+        )
+        for name, collective, size in (
+            ("context", costs.context, layout.context_parallel),
+            ("expert", costs.expert, layout.expert_parallel),
+        ):
+            if size > 1:
+                busy += self._grouped(domains, collective, size, inside=name in self._inside)
+        filling = np.zeros(busy.shape[1])
+        if len(busy) > 1:
+            forward = self._transfer_s[domains[:-1], domains[1:]]
+            backward = self._transfer_s[domains[1:], domains[:-1]]
+            if costs.blocking:
+                busy[:-1] += forward
+                busy[1:] += backward
+            else:
+                filling = (forward + backward).sum(axis=0)
+            if layout.virtual_stages > 1:
+                wrap = self._transfer_s[domains[-1], domains[0]] + self._transfer_s[domains[0], domains[-1]]
+                filling = filling + wrap * (layout.virtual_stages - 1)
+        longest = busy.max(axis=0)
+        seconds: FloatArray = costs.num_microbatches * longest
+        seconds += (busy.sum(axis=0) - longest) / layout.virtual_stages + filling
+        return seconds
+
+    def _grouped(self, domains: IntArray, collective: Collective, size: int, *, inside: bool) -> FloatArray:
+        """Seconds of the collectives of groups of `size` neighbouring columns [pp, copies]."""
+        groups = np.ascontiguousarray(domains).reshape(-1, size)
+        numbers, firsts = alike(groups) if self._has_equal_links else different(groups)
+        ranks = np.arange(len(domains))
+        # The links of groups that are alike are equal.
+        by_link = np.empty((len(firsts), len(domains)))
+        for number, first in enumerate(firsts.tolist()):
+            link = self.link(groups[first])
+            is_forbidden = inside and link.num_domains > 1
+            by_link[number] = (
+                NEVER_S if is_forbidden else [collective.seconds(link, rank) for rank in range(len(domains))]
+            )
+        numbers = numbers.reshape(len(domains), -1)
+        seconds: FloatArray = np.repeat(by_link[numbers, ranks[:, None]], size, axis=1)
+        return seconds
+
+    def _gradients(self, domains: IntArray) -> float:
+        costs, experts = self._costs, self._costs.layout.expert_parallel
+        worst = 0.0
+        for rank, row in enumerate(domains):
+            traffic = costs.gradients.seconds(self.link(row), rank)
+            if costs.expert_gradients.volume_bytes[rank] > 0:
+                traffic += max(
+                    costs.expert_gradients.seconds(self.link(row[first::experts]), rank)
+                    for first in range(experts)
+                )
+            worst = max(worst, traffic * costs.exposed_share, traffic - float(costs.hidden_s[rank]))
+        return worst
+
+    def link(self, domains: IntArray) -> GroupLink:
+        """The link of a group whose members are in `domains`, computed once."""
+        key = domains.tobytes()
+        if key not in self._links:
+            self._links[key] = group_link(self._topology, domains.tolist())
+        return self._links[key]
+
+
+def alike(groups: IntArray) -> tuple[IntArray, IntArray]:
+    """The kind of each group [num_groups], and the first group of each kind.
+
+    Groups are alike that span as many domains with as many members in the domain that has the fewest.
+    """
+    num_groups, size = groups.shape
+    ordered = np.sort(groups, axis=1)
+    begins = np.ones((num_groups, size), dtype=np.bool_)
+    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    starts = np.flatnonzero(begins)
+    lengths = np.diff(starts, append=num_groups * size)
+    num_domains = begins.sum(axis=1)
+    fewest = np.minimum.reduceat(lengths, np.cumsum(num_domains) - num_domains)
+    _, firsts, numbers = np.unique(num_domains * (size + 1) + fewest, return_index=True, return_inverse=True)
+    return numbers.ravel(), firsts
+
+
+def different(groups: IntArray) -> tuple[IntArray, IntArray]:
+    """As `alike`, with equal groups alone alike."""
+    _, firsts, numbers = np.unique(groups, axis=0, return_index=True, return_inverse=True)
+    return numbers.ravel(), firsts
+
+
+def _transfer_matrix(costs: StepCosts, topology: Topology) -> FloatArray:
+    """Seconds of a boundary tensor between domains, row to column; inside one on the diagonal."""
+    between = costs.boundary_bytes / np.where(
+        topology.between_bytes_per_s > 0, topology.between_bytes_per_s, np.inf
+    )
+    seconds: FloatArray = between + topology.between_latency_s
+    inside = costs.boundary_bytes / (topology.inside_bytes_per_s * costs.peer_share)
+    np.fill_diagonal(seconds, inside + topology.inside_latency_s)
+    return seconds
+
+
+def step_s(
+    costs: StepCosts, topology: Topology, slots: Sequence[int], *, inside: frozenset[str] = frozenset()
+) -> float:
+    """Seconds a step when RANK r is played by slot `slots[r]`, an index into `topology.slots`.
+
+    Raises PlanError where a tensor-parallel group leaves its node or domain.
+    """
+    blocks = blocks_in_order(topology, slots, size=costs.layout.tensor_parallel)
+    arrangement = np.arange(len(blocks), dtype=np.int64).reshape(costs.layout.pipeline_parallel, -1)
+    return StepTime(costs, topology, blocks, inside=inside)(arrangement)
+
+
+def no_collective(num_ranks: int) -> Collective:
+    """The collective of groups of one rank: no bytes and no rounds."""
+    return Collective(volume_bytes=np.zeros(num_ranks), rounds=np.zeros(num_ranks))
+
+
+@functools.lru_cache(maxsize=16)
+def step_costs(assigned: AssignedRun) -> StepCosts:
+    """The run's step in the closed form, its coefficients taken from the iteration model."""
+    run, layout, constants = assigned.run, assigned.run.layout, assigned.constants
+    p = layout.pipeline_parallel
+    latency = communication.transfer_latency_s(constants)
+    intra_node = communication.transfer_s(run, constants, sender=0, receiver=0) - latency
+    peer = run.machines.scale_up_bytes_per_s * constants.peer
+    forward, backward = _pass_s(assigned)
+    slow = _link(run.copies, 1.0, 0.0)
+    plain = np.array([assigned.gradients_s(k, slow, 0.0, 0.0) for k in range(p)])
+    least = np.array([assigned.gradients_s(k, slow, math.inf, math.inf) for k in range(p)])
+    hides = plain - np.array([assigned.gradients_s(k, slow, forward[k], backward[k]) for k in range(p)])
+    share = float((least / np.where(plain > 0, plain, 1.0)).max()) if plain.any() else 0.0
+    return StepCosts(
+        layout=layout,
+        num_microbatches=run.num_microbatches,
+        compute_s=assigned.by_rank(
+            lambda part: sum(times.total for name, times in part.items() if name not in COLLECTIVES)
+        ),
+        tensor=_collective(assigned, "tp_comm", layout.tensor_parallel, 1),
+        context=_collective(assigned, "cp_comm", layout.context_parallel, layout.tensor_parallel),
+        expert=_collective(assigned, "ep_comm", layout.expert_parallel, layout.tensor_parallel),
+        gradients=_gradients(assigned),
+        expert_gradients=no_collective(p),
+        boundary_bytes=intra_node * peer,
+        hidden_s=hides,
+        exposed_share=share,
+        peer_share=constants.peer / constants.scale_up,
+        blocking=blocks_on_sends(run),
+    )
+
+
+def _collective(assigned: AssignedRun, name: str, size: int, stride: int) -> Collective:
+    """The coefficients of one kind: its time is linear in a link's inverse bandwidth and latency."""
+    if size == 1:
+        return no_collective(assigned.run.layout.pipeline_parallel)
+
+    def seconds(bytes_per_s: float, latency_s: float) -> FloatArray:
+        link = _link(size, bytes_per_s, latency_s, inside=name == "tp_comm")
+        return assigned.by_rank(lambda part: part[name].total, assigned.parts_over(link, stride))
+
+    return Collective(
+        volume_bytes=seconds(_PROBE_BYTES_PER_S, 0.0) * _PROBE_BYTES_PER_S,
+        rounds=seconds(_UNLIMITED_BYTES_PER_S, 1.0) / (size - 1),
+    )
+
+
+def _gradients(assigned: AssignedRun) -> Collective:
+    size = assigned.run.copies
+    ranks = range(assigned.run.layout.pipeline_parallel)
+    if size == 1:
+        return no_collective(len(ranks))
+    slow = [assigned.gradients_s(k, _link(size, _PROBE_BYTES_PER_S, 0.0), 0.0, 0.0) for k in ranks]
+    late = [assigned.gradients_s(k, _link(size, _UNLIMITED_BYTES_PER_S, 1.0), 0.0, 0.0) for k in ranks]
+    return Collective(volume_bytes=np.array(slow) * _PROBE_BYTES_PER_S, rounds=np.array(late) / (size - 1))
+
+
+def _pass_s(assigned: AssignedRun) -> tuple[FloatArray, FloatArray]:
+    """Seconds of one microbatch's forward and backward on each rank."""
+    forward = assigned.by_rank(lambda part: sum(times.forward for times in part.values()))
+    total = assigned.by_rank(lambda part: sum(times.total for times in part.values()))
+    return forward, total - forward
+
+
+def solve_step(
+    costs: StepCosts,
+    topology: Topology,
+    *,
+    inside: frozenset[str] = frozenset(),
+    seed: int = 0,
+    evaluations: int = EVALUATIONS,
+    exact_limit: int = EXACT_LIMIT,
+    num_others: int = 0,
+) -> Solution:
+    """The order of slots with the least closed-form step that the search finds; raises as `solve` does."""
+    return solve(
+        costs.layout,
+        topology,
+        lambda blocks: StepTime(costs, topology, blocks, inside=inside),
+        compute_s=costs.compute_s,
+        inside=inside,
+        seed=seed,
+        evaluations=evaluations,
+        exact_limit=exact_limit,
+        num_others=num_others,
+    )
+
+
+def _link(size: int, bytes_per_s: float, latency_s: float, *, inside: bool = False) -> GroupLink:
+    """A group inside one domain, or with every rank in a domain of its own."""
+    return GroupLink(
+        size=size,
+        num_domains=1 if inside or size == 1 else size,
+        local=size if inside else 1,
+        bytes_per_s=bytes_per_s,
+        latency_s=max(latency_s, _NO_LATENCY_S),
+        inside_latency_s=max(latency_s, _NO_LATENCY_S),
+    )

@@ -1,0 +1,168 @@
+"""A job to plan for, read from the user's own training command instead of a JOB.yaml's model and batch."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quartet_plugin.cost.devices import DeviceSpec
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.command import DEEPSPEED_MODULE, Command
+from quartet_plugin.launchers.megatron_words import read_arguments
+from quartet_plugin.model.files import shown
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.megatron_arguments import (
+    experts_of,
+    latent_attention_of,
+    layout_of,
+    precision_of,
+    schedule_of,
+    shape_of,
+    split_of,
+)
+from quartet_plugin.model.plan import ScheduleChoice, Split
+from quartet_plugin.model.schema import dump
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.planner.job import PlanRequest, parse_job
+
+# Keys of a job that the command says instead.
+_SAID = ("model", "batch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandJob:
+    """The job of a command, the command's own layout, and its flags that a plan does not read."""
+
+    request: PlanRequest
+    layout: Layout
+    split: Split
+    schedule: ScheduleChoice
+    unread: tuple[str, ...]
+
+
+def job_of_command(
+    command: Command,
+    *,
+    sections: Mapping[str, Any],
+    vocab_size: int | None = None,
+    devices: Mapping[str, DeviceSpec] | None = None,
+    folder: Path | None = None,
+) -> CommandJob:
+    """The same request that a JOB.yaml with the command's model and batch makes.
+
+    `sections` are those of a JOB.yaml that a command does not say: `cluster`, `search`, `cost`; a cluster
+    that is a device's name has as many devices as the command starts processes. `vocab_size` is that of the
+    tokenizer, for a command that does not say it. Raises ConfigError, naming the flag, for what cannot be
+    read.
+    """
+    if command.starter == "other":
+        raise ConfigError(
+            f"command {command.program!r}: not supported here: only torchrun's or python's words can be "
+            "read without starting them; write the command from torchrun on"
+        )
+    if command.entry == DEEPSPEED_MODULE:
+        raise ConfigError("a DeepSpeed command: its model is not in flags; tune it with `quartet tune`")
+    said = [name for name in _SAID if name in sections]
+    if said:
+        raise ConfigError(f"{said[0]}: the command says it; remove the section, or the command")
+    args, unread = read_arguments(command.arguments)
+    shape = _shape(args, vocab_size)
+    cluster = sections.get("cluster")
+    if isinstance(cluster, str):
+        cluster = _devices_of_command(cluster, command)
+    elif cluster is None:
+        raise ConfigError(
+            "cluster: missing; name it with --cluster: a cluster file, or a device such as H100"
+        )
+    search, cost = _section(sections, "search"), _section(sections, "cost")
+    if args.context_parallel_size > 1:
+        search.setdefault("context_parallel", "auto")
+    world_size = command.num_processes if command.starter != "python" else None
+    data = {"model": _model(args, shape), "cluster": cluster, "search": search, "cost": cost}
+    # The batch follows from the layout where no flag says it, and the layout from the number of devices.
+    draft = parse_job(
+        {**data, "batch": {"global_batch_size": 1}}, where="command", devices=devices, folder=folder
+    )
+    num_devices = draft.machines.num_devices
+    if world_size not in (None, num_devices):
+        raise ConfigError(
+            f"cluster: {num_devices} devices; the command starts {world_size} processes: describe the "
+            "devices that the command trains on"
+        )
+    layout = layout_of(args, world_size=num_devices)
+    expert_tensor = args.expert_tensor_parallel_size
+    if expert_tensor not in (None, layout.tensor_parallel):
+        raise ConfigError(
+            f"--expert-tensor-parallel-size: {expert_tensor}; must be the tensor-parallel size "
+            f"({layout.tensor_parallel}) for a plan, or left out"
+        )
+    batch = args.global_batch_size or layout.micro_batch_size * layout.data_parallel
+    if "tokens" not in cost:
+        cost |= _tokens(args, batch)
+    whole = {**data, "cost": cost, "batch": {"global_batch_size": batch}}
+    request = parse_job(whole, where="command", devices=devices, folder=folder)
+    return CommandJob(
+        # The command's own padding, so that the plan fits the command.
+        request=replace(request, shape=shape, vocab_size=None),
+        layout=layout,
+        split=split_of(args),
+        schedule=schedule_of(args),
+        unread=unread,
+    )
+
+
+def _section(sections: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = sections.get(name) or {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"{name}: {shown(section)}: must be a mapping")
+    return dict(section)
+
+
+def _shape(args: Namespace, vocab_size: int | None) -> ModelShape:
+    size = args.padded_vocab_size
+    if size is None:
+        plain = args.vocab_size or vocab_size
+        if plain is None:
+            raise ConfigError(
+                "--padded-vocab-size: not in the command, whose tokenizer decides it; say --vocab-size "
+                "before the --"
+            )
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        size = -(-plain // multiple) * multiple
+    return shape_of(args, vocab_size=size)
+
+
+def _model(args: Namespace, shape: ModelShape) -> dict[str, Any]:
+    """The `model` section that the command's flags say."""
+    experts, latent = experts_of(args), latent_attention_of(args)
+    model = {**dump(shape), "precision": "fp8" if args.fp8 else precision_of(args)}
+    if latent is not None:
+        del model["kv_channels"], model["num_query_groups"]
+        model["latent_attention"] = dump(latent)
+    if experts is not None:
+        model |= {
+            "num_experts": experts.num_experts,
+            "experts_per_token": experts.experts_per_token,
+            "expert_ffn_hidden_size": experts.ffn_hidden_size,
+            "shared_expert_ffn_hidden_size": experts.shared_ffn_hidden_size,
+            "num_dense_layers": experts.num_dense_layers,
+        }
+    return model
+
+
+def _devices_of_command(device: str, command: Command) -> dict[str, Any]:
+    """The cluster section of a device's name: as many as the command starts processes."""
+    count, nodes = command.num_processes, command.num_nodes
+    if count is None or nodes is None:
+        raise ConfigError(
+            f"cluster: {device!r}; the command does not say how many processes it starts: write --nnodes and "
+            "--nproc-per-node as numbers, or name a cluster file"
+        )
+    return {"device": device, "num_nodes": nodes, "devices_per_node": count // nodes}
+
+
+def _tokens(args: Namespace, batch: int) -> dict[str, float]:
+    """The tokens that the command trains on, where it says them."""
+    sequences = args.train_samples or (args.train_iters or 0) * batch
+    return {"tokens": float(sequences * args.seq_length)} if sequences else {}

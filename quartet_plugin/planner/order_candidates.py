@@ -1,0 +1,154 @@
+"""The orders of slots that are worth predicting for a layout: every one of a few slots, else the solver's.
+
+Orders that take the same time under the calibrated slowdowns and links count once.
+"""
+
+import itertools
+
+import numpy as np
+
+from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SlotOrder
+from quartet_plugin.errors import PlanError
+from quartet_plugin.mapping.orders import is_legal, slots_of
+from quartet_plugin.mapping.topology import Topology
+from quartet_plugin.model.costs import IntArray
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import Mapping, Plan
+from quartet_plugin.planner.closed_form import Collective, StepCosts, no_collective, solve_step
+from quartet_plugin.planner.split_search import balanced_split
+from quartet_plugin.space.plan_space import Space
+
+# Slots up to which every order is a candidate.
+MAX_PERMUTED_SLOTS = 6
+# Layouts for which the solver is asked in one call, its steps of local search, and its orders that are taken.
+MAX_SOLVED = 4
+EVALUATIONS, EXACT_LIMIT, NUM_SOLVED = 120, 300, 6
+# Ranks at which one step of the solver takes ten times as long as it does for a few.
+_LARGE = 128
+
+type Order = tuple[IntArray, Mapping]
+
+
+class OrderCandidates:
+    """Candidates of one call; `limits` says what was cut off."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._slots = slots_of(space.nodes)
+        self._every: dict[object, IntArray] = {}
+        self._solved: dict[object, list[Order]] = {}
+        self._num_named = 0
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """What the limits cut off, one line each."""
+        lines = []
+        if self._solved:
+            lines.append(
+                f"mappings: of {len(self._slots)} slots the named orders and the solver's best {NUM_SOLVED} "
+                f"for {len(self._solved)} layouts"
+            )
+        if self._num_named:
+            lines.append(f"mappings: {self._num_named} more choices have the named orders alone")
+        return tuple(lines)
+
+    def of(self, plan: Plan, calibrated: CalibratedSplits) -> list[Order]:
+        """The orders of slots of the plan's layout, by indices and as mappings."""
+        space, layout = self._space, plan.layout
+        named = space.orders_of(layout)
+        number = {slot: index for index, slot in enumerate(self._slots)}
+        orders = [
+            (np.array([number[slot] for slot in order.mapping.slots], dtype=np.int64), order.mapping)
+            for order in named
+        ]
+        if not space.run_lengths_of(layout):
+            return orders
+        if len(self._slots) <= MAX_PERMUTED_SLOTS:
+            every = self._permutations(layout)
+            first = calibrated.distinct(every)
+            return orders + [(every[index], self._mapping(every[index])) for index in first]
+        return orders + self._solver_orders(plan, calibrated)
+
+    def _permutations(self, layout: Layout) -> IntArray:
+        """Every legal order [orders, world size]."""
+        key = layout.degrees
+        if key not in self._every:
+            self._every[key] = np.array(
+                [
+                    order
+                    for order in itertools.permutations(range(len(self._slots)))
+                    if is_legal([self._slots[index] for index in order], layout=layout)
+                ],
+                dtype=np.int64,
+            )
+        return self._every[key]
+
+    def _mapping(self, order: SlotOrder) -> Mapping:
+        return Mapping(slots=tuple(self._slots[int(index)] for index in order))
+
+    def _solver_orders(self, plan: Plan, calibrated: CalibratedSplits) -> list[Order]:
+        """The solver's best for the layout's degrees, asked once for each."""
+        slowdowns = calibrated.slowdowns
+        if len(set(slowdowns.tolist())) == 1 and len(self._space.nodes) == 1:
+            return []
+        key = (plan.layout.degrees, plan.layout.expert_parallel, plan.layout.virtual_stages)
+        if key not in self._solved:
+            if len(self._solved) >= MAX_SOLVED:
+                self._num_named += 1
+                return []
+            self._solved[key] = self._solve(plan, calibrated)
+        return self._solved[key]
+
+    def _solve(self, plan: Plan, calibrated: CalibratedSplits) -> list[Order]:
+        slowdowns, layout = calibrated.slowdowns, plan.layout
+        domains = np.array([slot.node for slot in self._slots], dtype=np.int64)
+        intra_s, inter_s, latency_s = calibrated.link_s
+        num_domains, ranks = len(self._space.nodes), layout.pipeline_parallel
+        # A boundary tensor counts as one byte, so that seconds are the inverse of bandwidths.
+        topology = Topology(
+            slots=self._slots,
+            domain_of_slot=domains,
+            slowdown=slowdowns,
+            inside_bytes_per_s=1.0 / max(intra_s, 1e-30),
+            inside_latency_s=latency_s,
+            between_bytes_per_s=np.full((num_domains, num_domains), 1.0 / max(inter_s, 1e-30)),
+            between_latency_s=np.full((num_domains, num_domains), latency_s),
+        )
+        number = {slot: index for index, slot in enumerate(self._slots)}
+        present = np.array([number[slot] for slot in plan.mapping.slots], dtype=np.int64)
+        times = calibrated.times(present, plan.mapping)
+        counts = np.array(balanced_split(times, plan.shape.num_layers))
+        stages = (times.fixed_s + times.layer_s * counts).sum(axis=0)
+        compute_s = np.bincount(times.placement, weights=stages, minlength=ranks)
+        compute_s /= slowdowns[present.reshape(ranks, -1)].max(axis=1)
+        none, volume = no_collective(ranks), calibrated.gradient_boundaries(present)
+        costs = StepCosts(
+            layout=layout,
+            num_microbatches=plan.num_microbatches,
+            compute_s=compute_s,
+            tensor=none,
+            context=none,
+            expert=none,
+            gradients=Collective(volume_bytes=np.full(ranks, volume), rounds=np.zeros(ranks)),
+            expert_gradients=none,
+            boundary_bytes=1.0,
+            hidden_s=np.zeros(ranks),
+            blocking=times.is_blocking,
+        )
+        num_blocks = layout.world_size // layout.tensor_parallel
+        effort = EVALUATIONS if len(set(slowdowns.tolist())) > 1 else 0
+        try:
+            solution = solve_step(
+                costs,
+                topology,
+                evaluations=effort * _LARGE // max(_LARGE, num_blocks),
+                exact_limit=EXACT_LIMIT if num_blocks <= _LARGE else 0,
+                num_others=NUM_SOLVED - 1,
+            )
+        except PlanError:
+            return []
+        return [
+            (np.array(order, dtype=np.int64), self._mapping(order))
+            for order in (solution.slots, *solution.others)
+            if is_legal([self._slots[index] for index in order], layout=layout)
+        ]

@@ -1,0 +1,263 @@
+"""Searched orders of the best planned layouts, with the cost model's own stage times, transfers and memory.
+
+The split and the placement of a plan stay. The order that is kept is the faster of the plan's own and the
+searched one by the full prediction; what is left to a bound on every order is said with it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from quartet_plugin.cost.compute import Times
+from quartet_plugin.cost.constants import Constants, fitted
+from quartet_plugin.cost.iteration.assigned import AssignedRun
+from quartet_plugin.cost.iteration.orders import device_of_stages
+from quartet_plugin.cost.iteration.replay import pipeline_span
+from quartet_plugin.cost.iteration.step import RowPrediction, transfers_s
+from quartet_plugin.cost.iteration.terms import stage_parts
+from quartet_plugin.cost.memory import available_bytes, memory_by_device, peak_memory, stage_activations
+from quartet_plugin.cost.predict import predict
+from quartet_plugin.cost.run import ScheduleKind, TrainingRun, schedule_group, schedule_kind
+from quartet_plugin.errors import InfeasibleError
+from quartet_plugin.mapping.topology import Topology
+from quartet_plugin.model.costs import Costs, FloatArray, LayerCost, StageCosts, stage_costs
+from quartet_plugin.model.custom_schedule import CustomSchedule
+from quartet_plugin.model.plan import ScheduleChoice
+from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.planner.ranking import Ranked, Ranking, best_plans
+from quartet_plugin.planner.table_schedules import is_searched, is_turning
+from quartet_plugin.schedule.bound import lower_bound
+from quartet_plugin.schedule.choice import choice_of
+from quartet_plugin.schedule.named import named
+from quartet_plugin.schedule.search.engine import search
+from quartet_plugin.space.config import SEARCHED
+
+# Layouts whose orders are searched, the most actions of a step, and the work on each: evaluations x actions.
+MAX_SEARCHED, MAX_ACTIONS, WORK = 10, 24_000, 400_000
+MAX_EVALUATIONS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedTimes:
+    """The times of a microbatch on each stage, and its transfers to the next stage and the one before."""
+
+    stages: list[Times]
+    forward_s: FloatArray
+    backward_s: FloatArray
+
+
+def with_searched_orders(
+    job: PlanRequest, best: Iterable[Ranked], *, constants: Constants, seed: int = 0
+) -> tuple[Ranked, ...]:
+    """The plans, the fastest first, with searched orders where those are faster.
+
+    Where the job asks for searched orders alone, only plans that have one. The same seed gives the same
+    plans. Raises InfeasibleError where none is left.
+    """
+    is_alone = job.search.schedule == (SEARCHED,)
+    topology = job.topology(constants)
+    done: set[object] = set()
+    plans: list[Ranked] = []
+    for ranked in best:
+        key = (ranked.shape, ranked.layout, ranked.split, ranked.slots, is_turning(ranked.schedule))
+        if key not in done and len(done) < MAX_SEARCHED and may_search(job, ranked):
+            done.add(key)
+            ranked = searched(
+                job, ranked, topology=topology, constants=constants, seed=seed, is_alone=is_alone
+            )
+        if not is_alone or ranked.order is not None:
+            plans.append(ranked)
+    if not plans:
+        raise InfeasibleError(
+            "search.schedule: searched; none of the best layouts has a pipeline whose order can be searched; "
+            "allow other schedules"
+        )
+    return tuple(sorted(plans, key=lambda ranked: ranked.equal_work_s))
+
+
+def may_search(job: PlanRequest, ranked: Ranked) -> bool:
+    """Whether an order may be searched for the layout: as for custom schedules, and not too long."""
+    layout = ranked.layout
+    num_actions = 3 * layout.num_stages * layout.num_microbatches(job.global_batch_size)
+    is_asked = job.search.schedule is not None
+    splits_backward = layout.recompute != "full" and job.experts is None
+    # A requested group requests the interleaved schedule.
+    is_grouped = layout.virtual_stages > 1 and job.search.group is not None
+    return (
+        layout.pipeline_parallel > 1
+        and num_actions <= MAX_ACTIONS
+        and is_searched(job)
+        and (is_asked or (splits_backward and not is_grouped))
+    )
+
+
+def searched(
+    job: PlanRequest,
+    ranked: Ranked,
+    *,
+    topology: Topology,
+    constants: Constants,
+    seed: int,
+    is_alone: bool,
+) -> Ranked:
+    """The plan with the searched order where that is faster or `is_alone`; elsewhere itself, with its gap."""
+    run = _async_run(job, ranked)
+    times = _stage_times(job, ranked, run, topology, constants)
+    costs = _costs(run, times)
+    placement, ones = device_of_stages(run), (1,) * run.layout.num_stages
+    bound_s = lower_bound(costs, placement=placement, layers_per_stage=ones).makespan_s
+    num_actions = 3 * len(placement) * run.num_microbatches
+    try:
+        result = search(
+            costs,
+            placement=placement,
+            split=ones,
+            evaluations=max(1, min(MAX_EVALUATIONS, WORK // num_actions)),
+            seed=seed,
+            lower_bound_s=bound_s,
+        )
+    except InfeasibleError:
+        return ranked
+    schedule = replace(result.schedule, layers_per_stage=None)
+    custom = choice_of(schedule, _of_stages(costs, run), memory_limit_bytes=costs.memory_limit_bytes)
+    choice = ScheduleChoice(name="custom", custom=custom)
+    ordered = replace(run, schedule=schedule_kind(choice), group=schedule_group(choice), custom=custom)
+    memory = peak_memory(ordered)
+    prediction = predicted(job, ordered, slots=ranked.slots, topology=topology, constants=constants)
+    if memory.fits and (is_alone or prediction.iter_time_s < ranked.iteration_s):
+        time = prediction.iter_time_s
+        return replace(
+            ranked,
+            schedule=run.schedule,
+            group=None,
+            order=custom,
+            iteration_s=time,
+            equal_work_s=time * ranked.equal_work_s / ranked.iteration_s,
+            terms=prediction.terms,
+            memory=memory,
+            gap=result.simulation.makespan_s / bound_s - 1.0,
+        )
+    return replace(ranked, gap=_makespan_s(job, ranked, times) / bound_s - 1.0)
+
+
+def predicted(
+    job: PlanRequest,
+    run: TrainingRun,
+    *,
+    slots: tuple[int, ...] | None,
+    topology: Topology,
+    constants: Constants,
+) -> RowPrediction:
+    """The prediction of a run in an order of slots, None for the launcher's."""
+    if slots is None and job.cluster is None:
+        return predict(run, constants)
+    order = tuple(range(run.layout.world_size)) if slots is None else slots
+    return AssignedRun(run, constants, topology).predict(order)
+
+
+def custom_choice(job: PlanRequest, ranked: Ranked, *, constants: Constants) -> CustomSchedule:
+    """The plan's named custom schedule as a plan file carries it, with the model's times of its stages."""
+    run = job.run(ranked.shape, ranked.layout, ranked.split, schedule=ranked.schedule, group=ranked.group)
+    times = _stage_times(job, ranked, run, job.topology(constants), constants)
+    layout = run.layout
+    schedule = named(
+        run.schedule.value,
+        num_devices=layout.pipeline_parallel,
+        num_microbatches=run.num_microbatches,
+        chunks=layout.virtual_stages,
+        group=run.group,
+    )
+    return choice_of(schedule, _of_stages(_costs(run, times), run))
+
+
+def searched_kind(kind: ScheduleKind) -> ScheduleKind:
+    """The named schedule of the same placement whose sends do not block and whose backwards are split."""
+    if kind.splits_backward:
+        return kind
+    has_chunks = kind.spec is not None and kind.spec.chunks != 1
+    return ScheduleKind.ZB_INTERLEAVED if has_chunks else ScheduleKind.ZB_H1
+
+
+def _async_run(job: PlanRequest, ranked: Ranked) -> TrainingRun:
+    kind = searched_kind(ranked.schedule)
+    return job.run(ranked.shape, ranked.layout, ranked.split, schedule=kind)
+
+
+def _stage_times(
+    job: PlanRequest, ranked: Ranked, run: TrainingRun, topology: Topology, constants: Constants
+) -> SimulatedTimes:
+    """The times of the stages; on unequal devices or links those of the slowest replica."""
+    if ranked.slots is None and job.cluster is None:
+        forward_s, backward_s = transfers_s(run, constants)
+        return SimulatedTimes(
+            stages=[Times.sum_of(part.values()) for part in stage_parts(run, constants)],
+            forward_s=forward_s,
+            backward_s=backward_s,
+        )
+    slots = tuple(range(run.layout.world_size)) if ranked.slots is None else ranked.slots
+    stages, forward_s, backward_s = AssignedRun(run, constants, topology).stage_times(slots)
+    return SimulatedTimes(stages=stages, forward_s=forward_s, backward_s=backward_s)
+
+
+def _costs(run: TrainingRun, times: SimulatedTimes) -> Costs:
+    """The cost table of the search: every stage is an entry that is not cut."""
+    num_bytes, held_bytes = stage_activations(run)
+    placement, devices = device_of_stages(run), run.layout.pipeline_parallel
+    transfer_s = np.zeros((devices, devices))
+    for stage, (here, there) in enumerate(pairwise(placement)):
+        if here != there:
+            transfer_s[here, there] = times.forward_s[stage]
+            transfer_s[there, here] = times.backward_s[stage + 1]
+    rest = [memory.total - memory.activations for memory in memory_by_device(run)]
+    available = available_bytes(float(run.machines.memory_bytes))
+    return Costs(
+        num_devices=devices,
+        num_microbatches=run.num_microbatches,
+        layers=tuple(
+            LayerCost(
+                name=f"stage {stage}",
+                forward_s=of_stage.forward,
+                input_grad_s=of_stage.input_grad,
+                weight_grad_s=of_stage.weight_grad,
+                activation_bytes=float(size),
+            )
+            for stage, (of_stage, size) in enumerate(zip(times.stages, num_bytes, strict=True))
+        ),
+        device_slowdown=np.ones(devices),
+        transfer_s=transfer_s,
+        memory_limit_bytes=np.maximum(0.0, available - np.array(rest)),
+        # A cost table knows no more than what was kept; the memory of what is found is computed in full.
+        weight_grad_held_fraction=min(1.0, float(held_bytes.sum() / num_bytes.sum())),
+        backward_fused_s=None,
+    )
+
+
+def _of_stages(costs: Costs, run: TrainingRun) -> StageCosts:
+    placement = device_of_stages(run)
+    return stage_costs(costs, placement=placement, layers_per_stage=(1,) * len(placement))
+
+
+def _makespan_s(job: PlanRequest, ranked: Ranked, times: SimulatedTimes) -> float:
+    """The makespan of the plan's own schedule with the same times of its stages."""
+    run = job.run(ranked.shape, ranked.layout, ranked.split, schedule=ranked.schedule, group=ranked.group)
+    span = pipeline_span(run, times.stages, 0, forward_s=times.forward_s, backward_s=times.backward_s)
+    return span.makespan_s
+
+
+def planned_ranking(
+    job: PlanRequest,
+    *,
+    top: int,
+    exhaustive: bool = False,
+    has_search: bool = True,
+    constants: Constants | None = None,
+) -> Ranking:
+    """The `top` layouts with mappings and orders: those of the best ten are searched, if `has_search`."""
+    used = constants or fitted()
+    if not (has_search and is_searched(job)):
+        return best_plans(job, top=top, exhaustive=exhaustive, constants=used)
+    ranking = best_plans(job, top=max(top, MAX_SEARCHED), exhaustive=exhaustive, constants=used)
+    best = with_searched_orders(job, ranking.best, constants=used)
+    return replace(ranking, best=best[:top])

@@ -1,0 +1,119 @@
+"""The score of every plan that is worth trying: its expected improvement over the best measured plan.
+
+The predictor learns the finished trials in their order, and every candidate is predicted anew, so that a
+score follows from the finished trials alone. The tuner's proposer and Optuna's sampler of plans share it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quartet_plugin.calibration.predictor import PlanPrediction, PlanPredictor
+from quartet_plugin.model.measurement import Objective
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.trial_record import FinishedTrial, score_of_median
+from quartet_plugin.planner.candidate_plans import Candidate, PlanCandidates
+from quartet_plugin.space.plan_space import Space
+
+# A plan counts as an improvement only beyond this part of the best one.
+LEAST_GAIN = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredPlan:
+    """A candidate with its prediction and score.
+
+    `expected_improvement` is that of the objective's logarithm over the best plan measured, times the chance
+    that the plan fits.
+    """
+
+    candidate: Candidate
+    prediction: PlanPrediction
+    expected_improvement: float
+
+
+class PlanScorer:
+    """Scores the candidates of a space by what `predictor` has learned."""
+
+    def __init__(self, space: Space, *, predictor: PlanPredictor, objective: Objective) -> None:
+        self.predictor = predictor
+        self._objective = objective
+        self._candidates = PlanCandidates(space, knows=predictor.knows)
+
+    def scored_plans(self, pending: Sequence[Plan] = ()) -> list[ScoredPlan]:
+        """Every candidate, the most promising first. Something must have been measured."""
+        candidates = self._candidates.best(
+            rate=self._rates, ends_of=self.predictor.end_loads, splits_of=self.predictor.split_model
+        )
+        plans = [candidate.plan for candidate in candidates]
+        predictions = self.predictor.predict(plans)
+        best = self._best()
+        novelty = 1.0 - self.predictor.similarity(plans, pending)
+        scored = [
+            ScoredPlan(
+                candidate=candidate,
+                prediction=prediction,
+                expected_improvement=new * self._expected_improvement(candidate.plan, prediction, best=best),
+            )
+            for candidate, prediction, new in zip(candidates, predictions, novelty.tolist(), strict=True)
+        ]
+        return sorted(scored, key=lambda plan: -plan.expected_improvement)
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """What limits cut off when the plans were last scored, one line each."""
+        return self._candidates.limits
+
+    def posterior_means(self, trials: Sequence[FinishedTrial]) -> dict[int, float]:
+        """The objective of every measured plan by its trial's number, as the posterior has it."""
+        self.predictor.learn(trials)
+        return {number: math.exp(value) for number, value in self._log_posterior_means().items()}
+
+    def log_speedup(self, plan: Plan, prediction: PlanPrediction) -> float:
+        """The logarithm of the plan's predicted objective over that of the best measured plan."""
+        return self._log_value(plan, prediction.iteration_s) - self._best()
+
+    def _best(self) -> float:
+        """The logarithm of the best measured plan's objective, as the posterior has it: without its luck."""
+        return max(self._log_posterior_means().values())
+
+    def _log_posterior_means(self) -> dict[int, float]:
+        """The logarithm of every measured plan's objective by its trial."""
+        plans = self.predictor.measured
+        predictions = self.predictor.predict(list(plans.values()))
+        return {
+            number: self._log_value(plan, prediction.iteration_s)
+            for (number, plan), prediction in zip(plans.items(), predictions, strict=True)
+        }
+
+    def _expected_improvement(self, plan: Plan, prediction: PlanPrediction, *, best: float) -> float:
+        """The mean over the posterior's samples, times the chance that the plan fits."""
+        total = 0.0
+        for weight, log_s, spread in prediction.posterior_samples:
+            log_speedup = self._log_value(plan, math.exp(log_s)) - best - LEAST_GAIN
+            total += weight * expected_improvement(log_speedup, spread)
+        return total * self.predictor.feasibility.chance(plan)
+
+    def _rates(self, plans: Sequence[Plan]) -> list[float]:
+        likeliest = self.predictor.most_likely_s(plans)
+        return [-self._log_value(plan, seconds) for plan, seconds in zip(plans, likeliest, strict=True)]
+
+    def _log_value(self, plan: Plan, iteration_s: float) -> float:
+        return math.log(score_of_median(plan, iteration_s=iteration_s).value(self._objective))
+
+
+def is_samplers_turn(trials: Sequence[FinishedTrial], *, explore: int) -> bool:
+    """Every `explore`-th trial (0: none) of the study's own; one that repeated a plan used its turn up."""
+    if not explore:
+        return False
+    asked = [trial for trial in trials if trial.number > 0 and trial.record.source is None]
+    spent = sum(trial.record.repeats is None for trial in asked)
+    repeated = bool(asked) and asked[-1].record.repeats is not None
+    return spent % explore == explore - 1 and not repeated
+
+
+def expected_improvement(mean: float, spread: float) -> float:
+    """The mean of the part above 0 of a normal variable around `mean` (Mockus 1974, Jones et al. 1998)."""
+    deviations = mean / spread
+    density = math.exp(-0.5 * deviations * deviations) / math.sqrt(2.0 * math.pi)
+    return mean * 0.5 * math.erfc(-deviations / math.sqrt(2.0)) + spread * density

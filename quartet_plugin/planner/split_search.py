@@ -1,0 +1,179 @@
+"""The best splits of a pipeline under the calibrated iteration model, for one mapping or for several.
+
+The best split is proven where the iteration model simulates every action and the enumeration was not cut off:
+see `split_kernel`. Where it extrapolates from fewer microbatches, bounds hold for what it extrapolates from.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quartet_plugin.cost.iteration.split_kernel import evaluate
+from quartet_plugin.cost.iteration.split_model import CalibratedSplits, SlotOrder, SplitTimes
+from quartet_plugin.model.costs import FloatArray, IntArray
+from quartet_plugin.model.plan import Mapping
+from quartet_plugin.planner import split_kernel
+
+# Work of one search, after which it is cut off, and that of preparing one mapping, in simulated actions (some
+# 40 nanoseconds each).
+MAX_WORK = 200_000
+WORK_OF_MAPPING = 4_000
+# The best splits that one search returns.
+NUM_SPLITS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundSplit:
+    """A split under a mapping, with its seconds an iteration as `SplitTimes` has them."""
+
+    split: tuple[int, ...]
+    mapping: Mapping
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitsFound:
+    """The best of several mappings and splits; `work` in simulated actions.
+
+    `num_cut_off` searches ended at their limit of work.
+    """
+
+    splits: tuple[FoundSplit, ...]
+    work: int
+    num_cut_off: int
+
+
+def best_splits(
+    calibrated: CalibratedSplits,
+    mappings: Sequence[tuple[SlotOrder, Mapping]],
+    *,
+    num_layers: int,
+    incumbent_s: float = float("inf"),
+    allowed: Sequence[tuple[int, ...]] | None = None,
+    least_of_ends: tuple[int, int] = (0, 0),
+    max_work: int = MAX_WORK,
+    num_splits: int = NUM_SPLITS,
+) -> SplitsFound:
+    """The best splits of the mappings, the fastest first, without those proven no better than `incumbent_s`.
+
+    Each mapping is given with the indices of its slots; those that take the same time count once. `allowed`
+    are the splits to choose from, None for all.
+    """
+    first: dict[object, tuple[SlotOrder, Mapping]] = {}
+    for slots, mapping in mappings:
+        first.setdefault(calibrated.signature(slots), (slots, mapping))
+    started: list[tuple[float, int, Pipeline, tuple[int, ...], Mapping]] = []
+    for slots, mapping in first.values():
+        times = calibrated.times(slots, mapping)
+        start = balanced_split(times, num_layers, least_of_ends=least_of_ends)
+        pipeline = Pipeline(times)
+        started.append((pipeline.seconds(start), len(started), pipeline, start, mapping))
+    timed_splits: list[FoundSplit] = []
+    work, num_cut_off = WORK_OF_MAPPING * len(first), 0
+    limit = incumbent_s
+    for _, _, pipeline, start, mapping in sorted(started, key=lambda entry: entry[:2]):
+        if allowed is not None:
+            timed = sorted((pipeline.seconds(split), split) for split in allowed)[:num_splits]
+            timed_splits += [
+                FoundSplit(split=split, mapping=mapping, seconds=seconds)
+                for seconds, split in timed
+                if seconds < incumbent_s
+            ]
+            continue
+        done, splits = pipeline.search(
+            start,
+            least_layers(len(start), least_of_ends),
+            incumbent_s=limit,
+            max_work=max_work,
+            num_splits=num_splits,
+        )
+        work += abs(done)
+        num_cut_off += done < 0
+        timed_splits += [
+            FoundSplit(split=split, mapping=mapping, seconds=seconds) for split, seconds in splits
+        ]
+        limit = min([limit, *(seconds for _, seconds in splits)])
+    ranked = heapq.nsmallest(num_splits, timed_splits, key=lambda split: split.seconds)
+    return SplitsFound(splits=tuple(ranked), work=work, num_cut_off=num_cut_off)
+
+
+def least_layers(num_stages: int, of_ends: tuple[int, int]) -> IntArray:
+    """The fewest layers a stage may hold, `of_ends` the first and the last one, the others one layer [S]."""
+    least = np.ones(num_stages, dtype=np.int64)
+    least[0], least[-1] = of_ends
+    return least
+
+
+def balanced_split(
+    times: SplitTimes, num_layers: int, *, least_of_ends: tuple[int, int] = (0, 0)
+) -> tuple[int, ...]:
+    """The split whose busiest device has the least to do in a microbatch: exact, for any placement.
+
+    Layers go one by one to the device that then has the least to do, there to its stage with the least to do.
+    """
+    counts = least_layers(len(times.placement), least_of_ends)
+    split_kernel.balance(
+        counts, num_layers, times.placement, times.fixed_s.sum(axis=0), times.layer_s.sum(axis=0)
+    )
+    return tuple(counts.tolist())
+
+
+class Pipeline:
+    """`SplitTimes` as the kernel takes them."""
+
+    def __init__(self, times: SplitTimes) -> None:
+        orders = [order for order, _ in times.orders]
+        starts = np.cumsum([0, *(len(order.orders) for order in orders)])
+        self._arrays = (
+            np.concatenate([order.orders for order in orders]),
+            starts.astype(np.int64),
+            np.stack([order.offsets for order in orders]),
+            np.array([order.num_microbatches for order in orders], dtype=np.int64),
+            np.array([weight for _, weight in times.orders]),
+            times.placement,
+            np.ascontiguousarray(times.fixed_s),
+            np.ascontiguousarray(times.layer_s),
+            times.sends_s,
+            times.is_blocking,
+        )
+        step = times.step
+        self._step = np.array([step.fixed_s, step.per_layer_s, step.first, step.last, step.start_s])
+        self._placement = times.placement
+
+    def seconds(self, split: Sequence[int]) -> float:
+        """Seconds an iteration of a split, infinite where its orders do not run."""
+        counts = np.array(split, dtype=np.int64)
+        seconds = evaluate(counts, *self._arrays, np.zeros(len(counts)))
+        if seconds < 0.0:
+            return float("inf")
+        num_ranks = int(self._placement.max()) + 1
+        return float(seconds + split_kernel.step_s(counts, self._placement, num_ranks, self._step))
+
+    def search(
+        self, start: Sequence[int], least: IntArray, *, incumbent_s: float, max_work: int, num_splits: int
+    ) -> tuple[int, list[tuple[tuple[int, ...], float]]]:
+        """The work, negative where it was cut off, and the best splits with their seconds.
+
+        `least` [S] are the fewest layers of the stages. No splits where none is better than `incumbent_s`.
+        """
+        best_s: FloatArray = np.full(num_splits, np.inf)
+        best: IntArray = np.zeros((num_splits, len(start)), dtype=np.int64)
+        work = split_kernel.search(
+            np.array(start, dtype=np.int64),
+            least,
+            incumbent_s,
+            max_work,
+            *self._arrays,
+            self._step,
+            best_s,
+            best,
+        )
+        if best_s[0] >= incumbent_s:
+            return work, []
+        return work, [
+            (tuple(counts), seconds)
+            for counts, seconds in zip(best.tolist(), best_s.tolist(), strict=True)
+            if seconds < float("inf")
+        ]

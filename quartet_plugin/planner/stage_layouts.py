@@ -1,0 +1,133 @@
+"""The layout of one pipeline by itself: how many layers each stage holds, with stage times and memory."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from quartet_plugin.cost.compute import Times
+from quartet_plugin.cost.constants import Constants
+from quartet_plugin.cost.iteration.terms import stage_parts
+from quartet_plugin.cost.memory import Memory, memory_by_device, peak_memory
+from quartet_plugin.cost.predict import predict
+from quartet_plugin.errors import InfeasibleError
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import Split
+from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.split.layers import EndLoads, even_split, split_for_end_loads
+
+Counts = tuple[int, ...]
+# Splits that one search predicts at most; each takes a millisecond or two.
+MAX_PREDICTED = 6_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayout:
+    """A split with its prediction: seconds an iteration, a microbatch's seconds a stage, memory a device."""
+
+    split: Split
+    iteration_s: float
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    memory: tuple[Memory, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device holds its peak."""
+        return all(memory.fits for memory in self.memory)
+
+
+def check_stages(num_layers: int, *, pipeline: int, chunks: int) -> None:
+    """Raise InfeasibleError, with the nearest sizes that fit, for more stages than layers."""
+    if pipeline * chunks <= num_layers:
+        return
+    kept = num_layers // pipeline
+    nearest = f"--pp {pipeline} --vpp {kept}" if kept else f"--pp {num_layers} --vpp 1"
+    raise InfeasibleError(
+        f"--pp {pipeline} --vpp {chunks}: {pipeline * chunks} stages are more than the {num_layers} layers; "
+        f"the nearest that fits is {nearest}"
+    )
+
+
+def best_and_even(
+    request: PlanRequest, layout: Layout, *, constants: Constants
+) -> tuple[StageLayout, StageLayout]:
+    """The fastest split that was found, and the even split, under the framework's stock order.
+
+    The search starts from the even split and from the one that balances the devices' work, and moves one
+    layer between two stages as long as that is faster. A split that fits in memory goes before one that does
+    not. Raises InfeasibleError for more stages than layers.
+    """
+    check_stages(request.shape.num_layers, pipeline=layout.pipeline_parallel, chunks=layout.virtual_stages)
+    known: dict[Counts, tuple[bool, float]] = {}
+
+    def score(split: Counts) -> tuple[bool, float]:
+        if split not in known:
+            run = request.run(request.shape, layout, split)
+            known[split] = not peak_memory(run).fits, predict(run, constants).iter_time_s
+        return known[split]
+
+    even = even_split(request.shape.num_layers, num_stages=layout.num_stages)
+    starts = {even, _balanced(request, layout, even, constants)}
+    best = min((_descended(start, score, known) for start in sorted(starts)), key=score)
+    return _predicted(request, layout, best, constants), _predicted(request, layout, even, constants)
+
+
+def _descended(
+    start: Counts, score: Callable[[Counts], tuple[bool, float]], known: dict[Counts, tuple[bool, float]]
+) -> Counts:
+    """The split that no move of one layer makes better, or the best one when the limit is reached."""
+    best = start
+    while len(known) < MAX_PREDICTED:
+        nearest = min(_neighbours(best), key=score, default=best)
+        if score(nearest) >= score(best):
+            break
+        best = nearest
+    return best
+
+
+def _neighbours(split: Counts) -> Iterator[Counts]:
+    """The splits with one layer in another stage; only the end stages may hold none."""
+    last = len(split) - 1
+    for giver, count in enumerate(split):
+        if count <= (0 if giver in (0, last) and last > 0 else 1):
+            continue
+        for taker in range(len(split)):
+            if taker != giver:
+                yield tuple(n - (stage == giver) + (stage == taker) for stage, n in enumerate(split))
+
+
+def _balanced(request: PlanRequest, layout: Layout, even: Counts, constants: Constants) -> Counts:
+    """The split that balances the devices, the ends' work counted in layers of a middle stage."""
+    totals = [total for _, _, total in _stage_seconds(request, layout, even, constants)]
+    if len(even) < 3:
+        return even
+    layer_s = totals[len(even) // 2] / even[len(even) // 2]
+    ends = EndLoads(
+        embedding=max(0.0, totals[0] / layer_s - even[0]), head=max(0.0, totals[-1] / layer_s - even[-1])
+    )
+    return split_for_end_loads(
+        request.shape.num_layers,
+        num_devices=layout.pipeline_parallel,
+        chunks=layout.virtual_stages,
+        ends=ends,
+    )
+
+
+def _stage_seconds(
+    request: PlanRequest, layout: Layout, split: Counts, constants: Constants
+) -> list[tuple[float, float, float]]:
+    """Seconds of a microbatch's forward, backward and both, a stage."""
+    run = request.run(request.shape, layout, split)
+    sums = [Times.sum_of(parts.values()) for parts in stage_parts(run, constants)]
+    return [(stage.forward, stage.input_grad + stage.weight_grad, stage.total) for stage in sums]
+
+
+def _predicted(request: PlanRequest, layout: Layout, split: Counts, constants: Constants) -> StageLayout:
+    run = request.run(request.shape, layout, split)
+    seconds = _stage_seconds(request, layout, split, constants)
+    return StageLayout(
+        split=Split(transformer_layers_per_stage=split),
+        iteration_s=predict(run, constants).iter_time_s,
+        forward_s=tuple(forward for forward, _, _ in seconds),
+        backward_s=tuple(backward for _, backward, _ in seconds),
+        memory=tuple(memory_by_device(run)),
+    )

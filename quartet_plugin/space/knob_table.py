@@ -1,0 +1,120 @@
+"""What `quartet knobs` lists: every knob, its value in the command, its choices, and why one is kept."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quartet_plugin.model.plan import STOCK
+from quartet_plugin.space.config import SearchConfig
+from quartet_plugin.space.knobs.knob import Knob, KnobContext, LayoutKnob, SettingKnob, Value
+from quartet_plugin.space.knobs.mapping import MAPPING
+from quartet_plugin.space.knobs.registry import KNOBS, OPTIONS
+from quartet_plugin.space.knobs.schedule import SCHEDULE
+from quartet_plugin.space.knobs.shape import SHAPE
+from quartet_plugin.space.plan_space import Space
+
+TUNED, FIXED = "tuned", "fixed by the search section"
+NOT_ASKED = "kept unless search asks for it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnobRow:
+    """One knob; `value`, `choices` and `state` are of a job, None and empty where none is known.
+
+    `choices` are empty too for a knob whose values are not listed, such as a split that is tuned. `state` is
+    `tuned`, `fixed by the search section`, or why the command's value is kept.
+    """
+
+    knob: Knob
+    value: str | None = None
+    choices: tuple[str, ...] = ()
+    state: str
+
+    def record(self) -> dict[str, object]:
+        """The row as JSON."""
+        knob = self.knob
+        return {
+            "name": knob.name,
+            "label": knob.label,
+            "meaning": knob.meaning,
+            "change_class": knob.change_class,
+            "rule": knob.rule,
+            "flag": knob.flag or None,
+            "ds_config": knob.ds_key or None,
+            "default": knob.default,
+            "value": self.value,
+            "choices": list(self.choices),
+            "state": self.state,
+        }
+
+
+def knob_rows(space: Space | None = None) -> list[KnobRow]:
+    """Every knob, for the job of `space` where one is given."""
+    if space is None:
+        return [KnobRow(knob=knob, state=TUNED if knob.default == "auto" else NOT_ASKED) for knob in KNOBS]
+    return [
+        KnobRow(
+            knob=knob,
+            value=_value(knob, space),
+            choices=_choices(knob, space),
+            state=_state(knob, space),
+        )
+        for knob in KNOBS
+        if knob.is_of(space.job.framework)
+    ]
+
+
+def _value(knob: Knob, space: Space) -> str:
+    value = space.job.setting(knob.name) if isinstance(knob, SettingKnob) else knob.value_of(space.baseline)
+    return "-" if value is None else knob.text(value)
+
+
+def _choices(knob: Knob, space: Space) -> tuple[str, ...]:
+    layouts = [layout for kept in space.layouts.values() for layout in kept]
+    if knob is SHAPE:
+        return tuple(shape.label for shape in space.shapes)
+    if knob is SCHEDULE:
+        names: dict[str, None] = {}
+        for shape, kept in space.layouts.items():
+            for layout in kept:
+                names |= dict.fromkeys(space.schedules_of(layout, shape=shape))
+        return tuple(names)
+    if knob is MAPPING:
+        orders: dict[str, None] = {}
+        for layout in {layout.degrees: layout for layout in layouts}.values():
+            orders |= dict.fromkeys(order.name for order in space.orders_of(layout))
+        return tuple(orders)
+    if not isinstance(knob, LayoutKnob):
+        return ()
+    if knob not in OPTIONS:
+        return _texts(knob, (knob.in_layout(layout) for layout in layouts))
+    values: dict[Value | None, None] = {}
+    for shape, kept in space.layouts.items():
+        for layout in kept:
+            context = KnobContext(layout=layout, shape=shape, rules=space.rules())
+            values |= dict.fromkeys(knob.choices(context))
+    return _texts(knob, values)
+
+
+def _texts(knob: Knob, values: Iterable[Value | None]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(STOCK if value is None else knob.text(value) for value in values))
+
+
+def _state(knob: Knob, space: Space) -> str:
+    reason = space.locked.get(knob.axis)
+    if reason is not None:
+        return f"kept: {reason}"
+    if isinstance(knob, SettingKnob) and space.job.setting(knob.name) is None:
+        return "kept: the framework did not report it"
+    requested = _requested(knob, space.search)
+    if requested is None:
+        kept = knob.kept(space.rules()) if isinstance(knob, LayoutKnob) else None
+        return TUNED if kept is None else f"kept: {kept}"
+    if requested == (STOCK,):
+        return NOT_ASKED
+    return TUNED if len(requested) > 1 else FIXED
+
+
+def _requested(knob: Knob, search: SearchConfig) -> tuple[object, ...] | None:
+    if knob is SHAPE:
+        return (STOCK,) if search.scaling is None else search.scaling.shapes
+    return search.requested(knob.name)

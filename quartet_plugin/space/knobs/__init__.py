@@ -1,0 +1,1 @@
+"""The tuned quantities, one file each; `registry` lists them."""

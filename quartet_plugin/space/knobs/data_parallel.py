@@ -1,0 +1,43 @@
+"""Data parallelism: the copies of the model, which the other degrees leave."""
+
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.space.features import Axis
+from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, never_kept
+
+
+def _copies(layout: Layout, rules: KnobRules) -> int:
+    command = rules.job.layout
+    return command.world_size // (
+        command.context_parallel * layout.tensor_parallel * layout.pipeline_parallel
+    )
+
+
+def _offers(context: KnobContext) -> list[int]:
+    return [_copies(context.layout, context.rules)]
+
+
+def _fault(value: Value, context: KnobContext) -> str | None:
+    copies = _copies(context.layout, context.rules)
+    if value != copies:
+        return f"must be {copies}, the devices that TP and PP leave"
+    if (
+        "moe" in context.rules.job.features
+        and copies * context.layout.context_parallel % context.layout.expert_parallel
+    ):
+        return f"times CP must be a multiple of EP ({context.layout.expert_parallel})"
+    return None
+
+
+DATA_PARALLEL = LayoutKnob(
+    name="data_parallel",
+    label="DP",
+    meaning="copies of the model",
+    kind="degree",
+    axis=Axis.DEGREES,
+    change_class="B",
+    rule="what TP, CP and PP leave of the processes; experts divide it (megatron/core/parallel_state.py)",
+    offers=_offers,
+    fault=_fault,
+    kept=never_kept,
+    read_back=degree_of("data_parallel"),
+)

@@ -1,0 +1,40 @@
+"""Megatron's distributed optimizer: its state sharded over the copies of the model."""
+
+from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.space.features import Axis
+from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, has_copies
+
+# Features that need the distributed optimizer, or shard the optimizer in their own way.
+_OTHER_SHARDING = ("overlap_param_gather", "distributed_optimizer_instances", "fsdp", "cpu_offload")
+
+
+def _offers(context: KnobContext) -> list[bool]:
+    return [context.layout.distributed_optimizer, not context.layout.distributed_optimizer]
+
+
+def _fault(value: Value, context: KnobContext) -> str | None:
+    return None if value == context.layout.distributed_optimizer else _kept(context.rules)
+
+
+def _kept(rules: KnobRules) -> str | None:
+    return next((name for name in _OTHER_SHARDING if name in rules.job.features), None)
+
+
+# Kept unless it is asked for: a checkpoint of one form does not load into the other.
+DISTRIBUTED_OPTIMIZER = LayoutKnob(
+    name="distributed_optimizer",
+    label="distributed optimizer",
+    meaning="the optimizer's state sharded over the copies of the model",
+    kind="switch",
+    axis=Axis.DEGREES,
+    change_class="B",
+    rule="more than one copy; kept where parameters are gathered beside the forward (arguments.py)",
+    flag="--use-distributed-optimizer",
+    default="stock",
+    framework=MEGATRON.framework,
+    offers=_offers,
+    fault=_fault,
+    kept=_kept,
+    read_back=lambda live: bool(live.optimizer.use_distributed_optimizer),
+    applies=has_copies,
+)

@@ -1,0 +1,37 @@
+"""Pipeline parallelism: the devices that the layers are spread over."""
+
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.space.features import Axis
+from quartet_plugin.space.knobs.divisors import divisors
+from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, never_kept
+
+
+def _processes(layout: Layout, rules: KnobRules) -> int:
+    """The processes that TP and CP leave."""
+    command = rules.job.layout
+    return command.world_size // command.context_parallel // layout.tensor_parallel
+
+
+def _offers(context: KnobContext) -> list[int]:
+    return divisors(_processes(context.layout, context.rules))
+
+
+def _fault(value: Value, context: KnobContext) -> str | None:
+    processes = _processes(context.layout, context.rules)
+    return f"must divide the {processes} devices that TP leaves" if processes % int(value) else None
+
+
+PIPELINE_PARALLEL = LayoutKnob(
+    name="pipeline_parallel",
+    label="PP",
+    meaning="devices that the layers are spread over",
+    kind="degree",
+    axis=Axis.DEGREES,
+    change_class="A",
+    rule="TP x CP x PP divides the processes (megatron/core/parallel_state.py)",
+    flag="--pipeline-model-parallel-size",
+    offers=_offers,
+    fault=_fault,
+    kept=never_kept,
+    read_back=degree_of("pipeline_parallel"),
+)

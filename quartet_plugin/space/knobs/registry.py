@@ -1,0 +1,66 @@
+"""Every knob, in the order in which a plan's values are chosen."""
+
+from quartet_plugin.errors import PlanError
+from quartet_plugin.model.layout import Setting
+from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
+from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
+from quartet_plugin.space.knobs.ddp_bucket_size import DDP_BUCKET_SIZE
+from quartet_plugin.space.knobs.distributed_optimizer import DISTRIBUTED_OPTIMIZER
+from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
+from quartet_plugin.space.knobs.group import GROUP
+from quartet_plugin.space.knobs.knob import Knob, LayoutKnob, LiveJob, SettingKnob, Value
+from quartet_plugin.space.knobs.mapping import MAPPING
+from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
+from quartet_plugin.space.knobs.overlap_grad_reduce import OVERLAP_GRAD_REDUCE
+from quartet_plugin.space.knobs.overlap_param_gather import OVERLAP_PARAM_GATHER
+from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
+from quartet_plugin.space.knobs.recompute import RECOMPUTE
+from quartet_plugin.space.knobs.schedule import SCHEDULE
+from quartet_plugin.space.knobs.sequence_parallel import SEQUENCE_PARALLEL
+from quartet_plugin.space.knobs.shape import SHAPE
+from quartet_plugin.space.knobs.split import SPLIT
+from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
+from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
+from quartet_plugin.space.knobs.zero_buckets import ALLGATHER_BUCKET_SIZE, REDUCE_BUCKET_SIZE
+from quartet_plugin.space.knobs.zero_stage import ZERO_STAGE
+
+# Chosen together, as one parameter of the study: their product is the number of processes.
+DEGREES: tuple[LayoutKnob, ...] = (
+    TENSOR_PARALLEL,
+    PIPELINE_PARALLEL,
+    DATA_PARALLEL,
+    CONTEXT_PARALLEL,
+    EXPERT_PARALLEL,
+)
+# Chosen one after the other, before the schedule, which depends on them.
+BEFORE_SCHEDULE: tuple[LayoutKnob, ...] = (
+    VIRTUAL_STAGES,
+    MICRO_BATCH_SIZE,
+    ZERO_STAGE,
+    DISTRIBUTED_OPTIMIZER,
+    SEQUENCE_PARALLEL,
+    RECOMPUTE,
+)
+# Chosen last: no other choice depends on them.
+SETTINGS: tuple[SettingKnob, ...] = (OVERLAP_GRAD_REDUCE, OVERLAP_PARAM_GATHER, DDP_BUCKET_SIZE)
+OPTIONS: tuple[LayoutKnob, ...] = (REDUCE_BUCKET_SIZE, ALLGATHER_BUCKET_SIZE, *SETTINGS)
+LAYOUT_KNOBS: tuple[LayoutKnob, ...] = (*DEGREES, *BEFORE_SCHEDULE, *OPTIONS)
+KNOBS: tuple[Knob, ...] = (SHAPE, *DEGREES, *BEFORE_SCHEDULE, SCHEDULE, GROUP, SPLIT, MAPPING, *OPTIONS)
+BY_NAME: dict[str, Knob] = {knob.name: knob for knob in KNOBS}
+
+
+def knobs_read_back(live: LiveJob, *, framework: str) -> dict[str, Value]:
+    """The values of the framework's knobs in a job that runs, by name; those that it lacks are absent."""
+    values = {knob.name: knob.read_back(live) for knob in LAYOUT_KNOBS if knob.is_of(framework)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def setting_knob(setting: Setting) -> SettingKnob:
+    """The knob of a plan's setting. Raises PlanError for a setting, or a value, that no knob has."""
+    knob = next((knob for knob in SETTINGS if knob.name == setting.name), None)
+    if knob is None:
+        names = ", ".join(knob.name for knob in SETTINGS)
+        raise PlanError(f"layout.settings: {setting.name}; this release knows {names}")
+    if not knob.takes(setting.value):
+        raise PlanError(f"layout.settings.{setting.name}: {setting.value!r}; must be a {knob.kind}")
+    return knob

@@ -1,0 +1,15 @@
+"""The pipeline schedule: the order of forward and backward actions on every device."""
+
+from quartet_plugin.space.features import Axis
+from quartet_plugin.space.knobs.knob import PlanKnob
+
+SCHEDULE = PlanKnob(
+    name="schedule",
+    label="schedule",
+    meaning="a name of `quartet schedule list`, searched, or a SCHEDULE.json; ours pass the gate",
+    kind="schedule",
+    axis=Axis.SCHEDULE,
+    change_class="A",
+    rule="1F1B with a chunk a device, interleaved with several; custom ones need a pipeline",
+    part=lambda plan: plan.schedule.label,
+)

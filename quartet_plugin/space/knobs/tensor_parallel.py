@@ -1,0 +1,59 @@
+"""Tensor parallelism: the devices that share each layer."""
+
+from quartet_plugin.model.frameworks import capabilities
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.space.features import Axis
+from quartet_plugin.space.knobs.divisors import divisors
+from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
+
+
+def sizes_to_divide(shape: ModelShape) -> dict[str, int]:
+    """The sizes of a model that a tensor-parallel size must divide, by name."""
+    return {
+        "heads": shape.num_attention_heads,
+        "query groups": shape.num_query_groups,
+        "of the FFN": shape.ffn_hidden_size,
+        "of the vocabulary": shape.vocab_size,
+    }
+
+
+def _offers(context: KnobContext) -> list[int]:
+    return divisors(context.rules.job.layout.world_size // context.rules.job.layout.context_parallel)
+
+
+def _fault(value: Value, context: KnobContext) -> str | None:
+    size, command = int(value), context.rules.job.layout.tensor_parallel
+    processes = context.rules.job.layout.world_size // context.rules.job.layout.context_parallel
+    if kept := kept_fault(size, command, _kept(context.rules)):
+        return kept
+    if size == 1 and "tp_comm_overlap" in context.rules.job.features:
+        return "--tp-comm-overlap needs it above 1"
+    if size != command and context.rules.slots_per_node % size:
+        return f"must divide the {context.rules.slots_per_node} devices of a node"
+    if processes % size:
+        return f"must divide the {processes} devices"
+    sizes = sizes_to_divide(context.shape).items()
+    return next((f"must divide the {number} {words}" for words, number in sizes if number % size), None)
+
+
+def _kept(rules: KnobRules) -> str | None:
+    if not capabilities(rules.job.framework).changes_tensor_parallel:
+        return "the framework's pipelines keep the script's tensor parallelism"
+    # Experts are sharded over the same ranks; another TP would move them.
+    return "moe" if "moe" in rules.job.features else None
+
+
+TENSOR_PARALLEL = LayoutKnob(
+    name="tensor_parallel",
+    label="TP",
+    meaning="devices that share each layer",
+    kind="degree",
+    axis=Axis.DEGREES,
+    change_class="B",
+    rule="divides heads, query groups, FFN, vocabulary and a node's devices (megatron/training/arguments.py)",
+    flag="--tensor-model-parallel-size",
+    offers=_offers,
+    fault=_fault,
+    kept=_kept,
+    read_back=degree_of("tensor_parallel"),
+)

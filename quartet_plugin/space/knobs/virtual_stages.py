@@ -1,0 +1,49 @@
+"""Virtual stages: the chunks of layers on each device."""
+
+from quartet_plugin.space.features import Axis
+from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, Value, degree_of, never_kept
+
+# Counts that are always offered; others are offered where they divide the layers of a device evenly.
+_USUAL = (1, 2, 4)
+
+
+def _offers(context: KnobContext) -> list[int]:
+    if context.layout.pipeline_parallel == 1:
+        return [1]
+    most = context.shape.num_layers // context.layout.pipeline_parallel
+    even = [
+        count
+        for count in range(1, most + 1)
+        if context.shape.num_layers % (count * context.layout.pipeline_parallel) == 0
+    ]
+    counts = {*_USUAL, *even, context.rules.job.layout.virtual_stages}
+    return [count for count in sorted(counts) if count <= most]
+
+
+def _fault(value: Value, context: KnobContext) -> str | None:
+    count, ranks = int(value), context.layout.pipeline_parallel
+    if ranks == 1:
+        return "virtual stages need pipeline_parallel > 1" if count > 1 else None
+    most = (context.shape.num_layers + 2) // ranks
+    return (
+        f"must be at most {most} for {context.shape.num_layers} layers on {ranks} ranks"
+        if count > most
+        else None
+    )
+
+
+VIRTUAL_STAGES = LayoutKnob(
+    name="virtual_stages",
+    label="VP",
+    meaning="stages a device",
+    kind="degree",
+    axis=Axis.SCHEDULE,
+    change_class="A",
+    rule="no stage but the first and the last is empty "
+    "(megatron/core/transformer/pipeline_parallel_layer_layout.py)",
+    flag="--num-virtual-stages-per-pipeline-rank",
+    offers=_offers,
+    fault=_fault,
+    kept=never_kept,
+    read_back=degree_of("virtual_stages"),
+)

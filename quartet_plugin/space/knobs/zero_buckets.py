@@ -1,0 +1,68 @@
+"""The sizes of ZeRO's buckets under DeepSpeed: elements that are reduced, or gathered, at once."""
+
+from quartet_plugin.model.frameworks import DEEPSPEED
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.space.features import Axis
+from quartet_plugin.space.knobs.knob import (
+    KnobContext,
+    LayoutKnob,
+    Value,
+    has_copies,
+    never_faulty,
+    never_kept,
+)
+
+# Sizes to try, in elements; DeepSpeed's default is 5e8.
+_SIZES = (5_000_000, 50_000_000, 500_000_000)
+
+
+class BucketKnob(LayoutKnob):
+    """A bucket's size; a plan without one keeps that of the ds_config."""
+
+    def text(self, value: Value | None) -> str:
+        """The size in elements; `own` where the plan keeps that of the ds_config."""
+        return "own" if value is None else str(value)
+
+
+def _offers(context: KnobContext) -> list[int | None]:
+    """The ds_config's own, and sizes below a device's share of the model: all larger ones do the same."""
+    share = context.shape.num_parameters // context.layout.pipeline_parallel
+    return [None, *(size for size in _SIZES if size < share)]
+
+
+def _has_buckets(layout: Layout) -> bool:
+    return layout.distributed_optimizer and has_copies(layout)
+
+
+REDUCE_BUCKET_SIZE = BucketKnob(
+    name="reduce_bucket_size",
+    label="reduce bucket",
+    meaning="elements, DeepSpeed with ZeRO 1",
+    kind="size",
+    axis=Axis.OPTIONS,
+    change_class="B",
+    rule="an even number, with ZeRO 1 (deepspeed/runtime/zero/stage_1_and_2.py)",
+    ds_key="zero_optimization.reduce_bucket_size",
+    offers=_offers,
+    fault=never_faulty,
+    kept=never_kept,
+    read_back=lambda live: int(live.optimizer.zero_reduce_bucket_size()),
+    framework=DEEPSPEED.framework,
+    applies=_has_buckets,
+)
+ALLGATHER_BUCKET_SIZE = BucketKnob(
+    name="allgather_bucket_size",
+    label="gather bucket",
+    meaning="elements, DeepSpeed with ZeRO 1",
+    kind="size",
+    axis=Axis.OPTIONS,
+    change_class="B",
+    rule="an even number, with ZeRO 1 (deepspeed/runtime/zero/stage_1_and_2.py)",
+    ds_key="zero_optimization.allgather_bucket_size",
+    offers=_offers,
+    fault=never_faulty,
+    kept=never_kept,
+    read_back=lambda live: int(live.optimizer.zero_allgather_bucket_size()),
+    framework=DEEPSPEED.framework,
+    applies=_has_buckets,
+)

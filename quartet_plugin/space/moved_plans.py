@@ -1,0 +1,102 @@
+"""The parameters of a plan whose layers or slots are moved, everything else as it was."""
+
+from quartet_plugin.model.plan import Mapping, Plan
+from quartet_plugin.space.choices import doubling
+from quartet_plugin.space.order_exchanges import EXCHANGES, NO_RUN, RUN, encoded_order
+from quartet_plugin.space.param_sources import (
+    SPLIT_EMBEDDING,
+    SPLIT_HEAD,
+    FixedParams,
+    Params,
+    degree_label,
+)
+from quartet_plugin.space.plan_space import Space
+from quartet_plugin.space.split_shifts import decoded_ends, origin_split, shift_params
+from quartet_plugin.split.layers import end_loads_for_split
+from quartet_plugin.split.shifts import shifts_between
+
+
+def moved(
+    space: Space, params: Params, plan: Plan, *, split: tuple[int, ...], mapping: Mapping
+) -> tuple[Params, Plan] | None:
+    """The parameters and the plan with this split and mapping; None where the space does not hold it.
+
+    `params` lead to `plan`. The order of a custom schedule is made for the new split.
+    """
+    new: dict[str, str | int | float] = dict(params)
+    if split != plan.split.transformer_layers_per_stage and not _move_layers(space, new, plan, split):
+        return None
+    if mapping != plan.mapping and not _move_slots(space, new, plan, mapping):
+        return None
+    try:
+        made = space.decode(FixedParams(new), trial=0)
+    except KeyError:
+        return None
+    if made.split.transformer_layers_per_stage != split or made.mapping != mapping:
+        return None
+    return new, made
+
+
+def _move_layers(
+    space: Space, params: dict[str, str | int | float], plan: Plan, split: tuple[int, ...]
+) -> bool:
+    fixed = space.fixed_splits(plan.shape, plan.layout)
+    if fixed is not None:
+        labels = ["+".join(map(str, counts)) for counts in fixed]
+        if split not in fixed or len(labels) == 1:
+            return False
+        params[f"split[{','.join(labels)}]"] = labels[fixed.index(split)]
+        return True
+    if SPLIT_HEAD not in params:
+        return False  # a file says the split
+    num_layers, layout = plan.shape.num_layers, plan.layout
+    if layout.num_stages == 2:
+        ends = end_loads_for_split(split, num_devices=layout.pipeline_parallel, chunks=layout.virtual_stages)
+        if ends is None:
+            return False
+        params[SPLIT_EMBEDDING], params[SPLIT_HEAD] = ends.embedding / num_layers, ends.head / num_layers
+        return True
+    ends = decoded_ends((float(params[SPLIT_EMBEDDING]), float(params[SPLIT_HEAD])), num_layers)
+    schedule = None
+    if plan.schedule.custom is not None:
+        names = space.schedules_of(layout, shape=plan.shape)
+        schedule = names[0] if len(names) == 1 else str(params[f"schedule[{','.join(names)}]"])
+        ends = ends.rounded()
+    origin = origin_split(plan, schedule=schedule, ends=ends)
+    shifts = shifts_between(origin, split)
+    _drop(params, "split.", kept=(SPLIT_EMBEDDING, SPLIT_HEAD))
+    # Without shifts a custom schedule's split would be chosen together with its order.
+    params |= shift_params(shifts if any(shifts) or schedule is not None else None, origin)
+    return True
+
+
+def _move_slots(space: Space, params: dict[str, str | int | float], plan: Plan, mapping: Mapping) -> bool:
+    layout = plan.layout
+    orders, lengths = space.orders_of(layout), space.run_lengths_of(layout)
+    encoded = encoded_order(mapping, orders=orders, lengths=lengths)
+    if encoded is None:
+        return False
+    _drop(params, "mapping.", kept=())
+    if len(orders) > 1:
+        params[f"mapping[{degree_label(layout)}]"] = encoded.name
+    if not lengths:
+        return True
+    texts = (NO_RUN, *map(str, lengths))
+    params[f"{RUN}[{','.join(texts)}]"] = NO_RUN if encoded.length is None else str(encoded.length)
+    if encoded.length is None:
+        return True
+    num_runs = layout.world_size // encoded.length
+    numbers = doubling(num_runs - 1)
+    number = next(text for text in numbers if int(text) >= len(encoded.pairs))
+    if len(numbers) > 1:
+        params[f"{EXCHANGES}[{','.join(numbers)}]"] = number
+    for index in range(int(number)):
+        first, second = encoded.pairs[index] if index < len(encoded.pairs) else (0, 0)
+        params[f"mapping.{index}.first[{num_runs}]"] = first
+        params[f"mapping.{index}.second[{num_runs}]"] = second
+    return True
+
+
+def _drop(params: dict[str, str | int | float], prefix: str, *, kept: tuple[str, ...]) -> None:
+    for name in [name for name in params if name.startswith(prefix) and name not in kept]:
+        del params[name]

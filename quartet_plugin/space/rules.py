@@ -1,0 +1,44 @@
+"""The job, the nodes and the search section that the plans of a space must satisfy."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.model.training_job import TrainingJob
+from quartet_plugin.space.config import SearchConfig
+from quartet_plugin.space.features import Axis, batching_features
+from quartet_plugin.space.forbidden import Prohibitions
+from quartet_plugin.space.written_schedules import WrittenSchedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRules:
+    """The job, the nodes and the search section that layouts must satisfy.
+
+    `locked` has the axes that stay at stock, each with the feature that locks it. `no_custom_schedules` is
+    the feature that rules custom schedules out, None where they are allowed. `written` are the schedules of
+    the files that the search names, by file name.
+    """
+
+    job: TrainingJob
+    nodes: tuple[NodeInfo, ...]
+    search: SearchConfig
+    locked: Mapping[Axis, str] = field(default_factory=dict)
+    no_custom_schedules: str | None = None
+    written: Mapping[str, WrittenSchedule] = field(default_factory=dict)
+
+    @property
+    def slots_per_node(self) -> int:
+        """The number that a TP group must divide: the greatest common divisor of the nodes' slots."""
+        return math.gcd(*(node.num_slots for node in self.nodes))
+
+    @property
+    def prohibitions(self) -> Prohibitions:
+        """The rules of `search.forbid`."""
+        return Prohibitions(rules=self.search.forbid, job=self.job, nodes=self.nodes)
+
+    def can_change_objective(self, layout: Layout) -> bool:
+        """Whether the layout batches samples otherwise, in a job whose loss depends on it: class C."""
+        return layout.batching != self.job.layout.batching and bool(batching_features(self.job.features))

@@ -1,0 +1,106 @@
+"""The parameters of a free split: shifts of the stage boundaries of the split that two end loads balance.
+
+`split.shift` is the most layers by which a boundary is shifted, a power of two; 0 keeps the balanced split
+and opens no other parameter. A pipeline of two stages has no shifts: its end loads alone make every split.
+"""
+
+from collections.abc import Sequence
+
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.space.choices import ParamSource, choose, doubling
+from quartet_plugin.space.schedules import placement_of
+from quartet_plugin.split.layers import (
+    EndLoads,
+    end_loads_for_split,
+    flops_end_loads,
+    split_for_end_loads,
+)
+from quartet_plugin.split.shifts import greatest_shift, shifted_split, shifts_between
+
+SHIFT = "split.shift"
+NO_SHIFT = "0"
+
+type Shifts = tuple[int, ...]
+
+
+def choose_split(source: ParamSource, origin: Sequence[int]) -> tuple[int, ...] | None:
+    """`origin` with the shifts of the source; None where it shifts nothing."""
+    if len(origin) < 3:
+        return None
+    choices = _choices(origin)
+    limit = int(choose(source, f"{SHIFT}[{','.join(choices)}]", choices))
+    if not limit:
+        return None
+    names = (f"split.{k}[{limit}]" for k in range(1, len(origin)))
+    return shifted_split(origin, [source.integer(name, -limit, limit) for name in names])
+
+
+def shift_limit(shifts: Shifts | None, choices: Sequence[str]) -> str:
+    """The least of the choices of `split.shift` that holds the shifts; None stands for no shifts."""
+    if shifts is None:
+        return NO_SHIFT
+    greatest = max(1, *map(abs, shifts))
+    return next(choice for choice in choices if int(choice) >= greatest)
+
+
+def shift_params(shifts: Shifts | None, origin: Sequence[int]) -> dict[str, str | int]:
+    """The parameters under which `choose_split` shifts `origin` so; None stands for no shifts."""
+    if len(origin) < 3:
+        return {}
+    choices = _choices(origin)
+    limit = shift_limit(shifts, choices)
+    params: dict[str, str | int] = {f"{SHIFT}[{','.join(choices)}]": limit}
+    if shifts is not None:
+        params |= {f"split.{k}[{limit}]": shift for k, shift in enumerate(shifts, start=1)}
+    return params
+
+
+def origin_split(plan: Plan, *, schedule: str | None, ends: EndLoads) -> tuple[int, ...]:
+    """The split that shifts begin from; `schedule` names a custom schedule, None the stock one."""
+    layout = plan.layout
+    placement = None
+    if schedule is not None:
+        placement = placement_of(schedule, num_devices=layout.pipeline_parallel, chunks=layout.virtual_stages)
+    return split_for_end_loads(
+        plan.shape.num_layers,
+        num_devices=layout.pipeline_parallel,
+        chunks=layout.virtual_stages,
+        ends=ends,
+        placement=placement,
+    )
+
+
+def encoded_split(plan: Plan) -> tuple[EndLoads, Shifts | None]:
+    """End loads and shifts that make the split of a stock schedule's plan: no shifts where ends alone do."""
+    split, layout = plan.split.transformer_layers_per_stage, plan.layout
+    if layout.num_stages < 3:
+        ends = end_loads_for_split(split, num_devices=layout.pipeline_parallel, chunks=layout.virtual_stages)
+        return ends or EndLoads(), None
+    best: tuple[EndLoads, Shifts] | None = None
+    usual = sum(split[1:-1]) / (len(split) - 2)
+    by_counts = EndLoads(embedding=usual - split[0], head=usual - split[-1])
+    for guess in (flops_end_loads(plan.shape), EndLoads(), by_counts):
+        ends = decoded_ends(encoded_ends(guess, plan.shape.num_layers), plan.shape.num_layers)
+        shifts = shifts_between(origin_split(plan, schedule=None, ends=ends), split)
+        if not any(shifts):
+            return ends, None
+        if best is None or sum(map(abs, shifts)) < sum(map(abs, best[1])):
+            best = ends, shifts
+    assert best is not None
+    return best
+
+
+def encoded_ends(ends: EndLoads, num_layers: int) -> tuple[float, float]:
+    """Embedding's and head's loads as parameters: shares of all layers, from -1 to 1."""
+    loads = ends.rounded()
+    first, last = (min(1.0, max(-1.0, load / num_layers)) for load in (loads.embedding, loads.head))
+    return first, last
+
+
+def decoded_ends(shares: tuple[float, float], num_layers: int) -> EndLoads:
+    """The end loads of two parameters."""
+    return EndLoads(embedding=shares[0] * num_layers, head=shares[1] * num_layers)
+
+
+def _choices(origin: Sequence[int]) -> tuple[str, ...]:
+    return (NO_SHIFT, *doubling(greatest_shift(sum(origin), num_stages=len(origin))))

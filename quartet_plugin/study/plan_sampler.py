@@ -1,0 +1,231 @@
+"""An Optuna sampler whose points are the planner's: the plan with the largest expected improvement.
+
+It needs no command line and no run folder. The study stays an ordinary one: points are the sampler's relative
+parameters, and what the sampler knows it reads from the finished trials, by decoding their parameters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Literal
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import BaseSampler
+from optuna.study import Study, StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from quartet_plugin.calibration.machine_prior import KnownMachine, machine_model_of
+from quartet_plugin.calibration.predictor import PlanPredictor, identity
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, Verdict, score_of_median
+from quartet_plugin.planner.plan_scorer import PlanScorer, is_samplers_turn
+from quartet_plugin.space.param_sources import FixedParams, Params
+from quartet_plugin.space.plan_space import Space
+from quartet_plugin.study.trial_params import TrialParams
+
+# What a study's objective returns, and the direction that belongs to it.
+PlanObjective = Literal["iteration_s", "tokens_per_s", "model_flops_per_s_per_device"]
+_DIRECTIONS: dict[PlanObjective, StudyDirection] = {
+    "iteration_s": StudyDirection.MINIMIZE,
+    "tokens_per_s": StudyDirection.MAXIMIZE,
+    "model_flops_per_s_per_device": StudyDirection.MAXIMIZE,
+}
+# A pruned trial's plan does not run or fit; a failed trial says nothing of its plan.
+_VERDICTS: dict[TrialState, Verdict] = {
+    TrialState.COMPLETE: "measured",
+    TrialState.PRUNED: "infeasible",
+    TrialState.FAIL: "lost",
+}
+
+
+def suggest_plan(trial: Any, space: Space) -> Plan:
+    """The plan that an Optuna trial proposes; its parameters are suggested under the space's names."""
+    return space.decode(TrialParams(trial), trial=trial.number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPoint:
+    """The relative parameters of a trial with their distributions."""
+
+    params: Params
+    distributions: dict[str, BaseDistribution]
+
+
+class PlanSampler(BaseSampler):  # type: ignore[misc]  # Optuna is read as untyped here
+    """Proposes plans of `space` by a cost model that learns every finished trial of one study.
+
+    Trial 0 is the baseline, where the space holds it. `explorer` (default: TPE) proposes every `explore`-th
+    trial (0: none), the trials for which the planner has no plan left, and every parameter that is not of
+    the space. `objective` is what the study's objective returns: seconds an iteration, to be minimized, or a
+    rate, to be maximized. A trial that is pruned, or whose constraint is violated, has a plan that does not
+    fit. `machine` is what was measured of the machine before.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        *,
+        explorer: BaseSampler | None = None,
+        objective: PlanObjective = "iteration_s",
+        explore: int = 5,
+        machine: KnownMachine | None = None,
+    ) -> None:
+        self._space = space
+        self._explorer = optuna.samplers.TPESampler(seed=space.seed) if explorer is None else explorer
+        self._objective = objective
+        self._explore = explore
+        self._machine_model = machine_model_of(
+            space.nodes,
+            precision=space.job.precision,
+            machine=machine,
+            settings=space.job.settings or (),
+            experts=space.job.experts,
+            latent=space.job.latent,
+        )
+        self._scorers: dict[int, PlanScorer] = {}
+        self._plans: dict[tuple[int, int], Plan | None] = {}
+        self._points: dict[tuple[int, int], PlanPoint] = {}
+        self._lock = Lock()
+
+    def reseed_rng(self) -> None:
+        """The planner draws nothing; the explorer is seeded anew."""
+        self._explorer.reseed_rng()
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """The parameters of the proposed plan, or those of the explorer where the trial is its turn."""
+        with self._lock:
+            point = self._point(study, trial)
+        if point is None:
+            return dict(self._explorer.infer_relative_search_space(study, trial))
+        self._points[study._study_id, trial.number] = point
+        return point.distributions
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """The proposed plan's values, or the explorer's."""
+        point = self._points.pop((study._study_id, trial.number), None)
+        if point is None:
+            return dict(self._explorer.sample_relative(study, trial, search_space))
+        return dict(point.params)
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """The explorer's value: of its own trials, and of parameters that are not of the space."""
+        return self._explorer.sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        """Raises ConfigError for a study that optimizes the other way; the rest is the explorer's."""
+        expected = _DIRECTIONS[self._objective]
+        if study.direction != expected:
+            raise ConfigError(
+                f"PlanSampler: the study is to {study.direction.name.lower()}; {self._objective} needs "
+                f"direction={expected.name.lower()!r}"
+            )
+        self._explorer.before_trial(study, trial)
+
+    def after_trial(
+        self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        """The explorer's; the planner reads the finished trials when it is asked."""
+        self._explorer.after_trial(study, trial, state, values)
+
+    def _point(self, study: Study, trial: FrozenTrial) -> PlanPoint | None:
+        """The planner's point for a trial; None where it is left to the explorer."""
+        if "fixed_params" in trial.system_attrs:
+            return None
+        others = [other for other in study.get_trials(deepcopy=False) if other.number != trial.number]
+        finished = [record for other in others if (record := self._finished_trial(study, other)) is not None]
+        if not finished:
+            params = self._space.params_of(self._space.baseline) if trial.number == 0 else None
+            return None if params is None else self._with_distributions(params)
+        scorer = self._scorer_of(study)
+        scorer.predictor.learn(finished)
+        if not scorer.predictor.is_ready or is_samplers_turn(finished, explore=self._explore):
+            return None
+        running = (self._plan_of(other.params) for other in others if other.state == TrialState.RUNNING)
+        pending = [plan for plan in running if plan is not None]
+        known = {identity(plan) for plan in (*pending, *(record.plan for record in finished))}
+        for scored in scorer.scored_plans(pending):
+            plan = scored.candidate.plan
+            if identity(plan) not in known and self._space.refusal_of(plan) is None:
+                return self._with_distributions(scored.candidate.params)
+        return None
+
+    def _scorer_of(self, study: Study) -> PlanScorer:
+        """What is known of one study."""
+        if study._study_id not in self._scorers:
+            objective = "tokens_per_s" if self._objective == "iteration_s" else self._objective
+            predictor = PlanPredictor(self._machine_model, num_iterations=1)
+            self._scorers[study._study_id] = PlanScorer(self._space, predictor=predictor, objective=objective)
+        return self._scorers[study._study_id]
+
+    def _finished_trial(self, study: Study, trial: FrozenTrial) -> FinishedTrial | None:
+        """A finished trial with its plan and time; None for one that is not finished or not of the space."""
+        if trial.state not in _VERDICTS:
+            return None
+        key = (study._study_id, trial.number)
+        if key not in self._plans:
+            self._plans[key] = self._plan_of(trial.params)
+        plan = self._plans[key]
+        if plan is None:
+            return None
+        is_violated = any(excess > 0 for excess in trial.constraints.values())
+        verdict = "infeasible" if is_violated else _VERDICTS[trial.state]
+        record = TrialRecord(verdict=verdict, outcome=trial.state.name, reason="", attempt_id="")
+        if verdict == "measured":
+            iteration_s = self._iteration_s(plan, trial.value)
+            if iteration_s is None:
+                return None
+            record = TrialRecord(
+                verdict=verdict, outcome="OK", reason="", attempt_id="", iteration_s=iteration_s
+            )
+        return FinishedTrial(number=trial.number, plan=plan, record=record)
+
+    def _iteration_s(self, plan: Plan, value: float | None) -> float | None:
+        """Seconds of an iteration by the objective's value; None for a value that no plan can have."""
+        if value is None or not 0.0 < value < float("inf"):
+            return None
+        if self._objective == "iteration_s":
+            return value
+        return score_of_median(plan, iteration_s=1.0).value(self._objective) / value
+
+    def _plan_of(self, params: Params) -> Plan | None:
+        """The plan of a trial's parameters; None where they are not all there."""
+        try:
+            return self._space.decode(FixedParams(params), trial=0)
+        except (KeyError, ValueError):
+            return None
+
+    def _with_distributions(self, params: Params) -> PlanPoint:
+        """The point with the distributions under which the space suggests it."""
+        source = _RecordedDistributions(params)
+        self._space.decode(source, trial=0)
+        kept = {name: params[name] for name in source.distributions}
+        return PlanPoint(params=kept, distributions=source.distributions)
+
+
+class _RecordedDistributions(FixedParams):
+    """Recorded parameters, and the distribution of each that was asked for."""
+
+    def __init__(self, params: Params) -> None:
+        super().__init__(params)
+        self.distributions: dict[str, BaseDistribution] = {}
+
+    def category(self, name: str, choices: Sequence[str]) -> str:
+        """The recorded choice."""
+        self.distributions[name] = CategoricalDistribution(list(choices))
+        return super().category(name, choices)
+
+    def integer(self, name: str, low: int, high: int) -> int:
+        """The recorded number."""
+        self.distributions[name] = IntDistribution(low, high)
+        return super().integer(name, low, high)
+
+    def unit_float(self, name: str) -> float:
+        """The recorded number."""
+        self.distributions[name] = FloatDistribution(-1.0, 1.0)
+        return super().unit_float(name)
