@@ -13,6 +13,8 @@ class DeferredGradients[P](ABC):
 
     def __init__(self) -> None:
         self.open: list[P] | None = None
+        # Backwards whose W has computed a gradient that its I had left out.
+        self.num_split = 0
         self._pending: dict[tuple[int, int], list[P]] = {}
 
     @abstractmethod
@@ -41,8 +43,16 @@ class DeferredGradients[P](ABC):
 
     def run(self, stage: int, microbatch: int) -> None:
         """Compute the weight gradients of one microbatch on one stage."""
-        for pending in self._pending.pop((stage, microbatch)):
-            self.accumulate(pending)
+        pending = self._pending.pop((stage, microbatch))
+        for layer in pending:
+            self.accumulate(layer)
+        has_stored = self.run_stored(stage, microbatch)
+        self.num_split += bool(pending) or has_stored
+
+    def run_stored(self, stage: int, microbatch: int) -> bool:
+        """Compute the gradients that layers keep themselves; whether there were some. None by default."""
+        del stage, microbatch
+        return False
 
     def clear(self) -> None:
         """Forget all gradients, after a step that was broken off."""

@@ -63,6 +63,9 @@ class Transport(Protocol):
         On a GPU the current stream waits, not the host.
         """
 
+    def end(self) -> None:
+        """Wait for the sends whose wait was put off: the run has ended, and nothing may be pending."""
+
     def abort(self) -> None:
         """Drop the pending transfers after an error; may be called at any time and does not raise."""
 
@@ -88,6 +91,9 @@ class Executor:
         self.device = device
         num_stages = len(program.placement)
         self._steps = [_prepare(instruction, num_stages) for instruction in program.instructions[device]]
+        self.num_runs = 0
+        # Those of the last run.
+        self.executed: list[Action] = []
 
     @property
     def actions(self) -> list[Action]:
@@ -95,7 +101,7 @@ class Executor:
         return [step.action for step in self._steps if isinstance(step, _ActionStep)]
 
     def run(self, compute: StageCompute, transport: Transport, recorder: Recorder) -> None:
-        """Execute every instruction once.
+        """Execute every instruction once; `num_runs` and `executed` tell of it afterwards.
 
         An exception gets a note that names the action. Raises InfrastructureError, naming the message, when a
         transfer fails because a peer or the network has.
@@ -107,6 +113,7 @@ class Executor:
             ActionKind.W: lambda stage, microbatch, _: compute.weight_grad(stage, microbatch),
         }
         values: dict[_Value, Tensor] = {}
+        self.executed = executed = []
         recorder.begin()
         try:
             for step in self._steps:
@@ -116,6 +123,7 @@ class Executor:
                     recorder.starts()
                     result = calls[kind](stage, microbatch, received)
                     recorder.ends()
+                    executed.append(step.action)
                     if step.writes is not None:
                         values[step.writes] = result
                     del received, result
@@ -123,12 +131,22 @@ class Executor:
                     transport.post([(t, _outgoing(t, values)) for t in step.transfers])
                 else:
                     self._wait(step.transfer, transport, recorder, values)
+            self._end(transport)
         except BaseException as error:
             transport.abort()
             instruction = step.action if isinstance(step, _ActionStep) else step
             error.add_note(f"quartet: device {self.device} was at {instruction}")
             raise
         assert not values, f"results that nobody read: {list(values)[:8]}"
+        self.num_runs += 1
+
+    def _end(self, transport: Transport) -> None:
+        try:
+            transport.end()
+        except RuntimeError as error:
+            raise InfrastructureError(
+                f"device {self.device}: the last sends of a step failed: {first_line(error)}"
+            ) from error
 
     def _wait(
         self, transfer: Transfer, transport: Transport, recorder: Recorder, values: dict[_Value, Tensor]

@@ -59,7 +59,7 @@ class CudaClock:
 class Recorder:
     """Keeps the times of the last step. An executor calls `begin`, `waits`, `starts` and `ends`.
 
-    `begin_at` is the wall-clock time of the step's begin in seconds, to lay ranks beside each other.
+    On a GPU the host is ahead of its device, by up to a step: everything is told by the clock's marks.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -69,13 +69,12 @@ class Recorder:
         # Of every action: the mark of its wait or None, of its start, of its end.
         self._marks: list[Any] = []
         self._waited: Any = None
-        self.begin_at = 0.0
 
     def begin(self) -> None:
         """A step begins."""
         self._marks = []
         self._waited = None
-        self._begin, self.begin_at = self._mark(), time.time()
+        self._begin = self._mark()
 
     def waits(self) -> None:
         """The device starts to wait for the input of its next action."""
@@ -91,6 +90,16 @@ class Recorder:
     def ends(self) -> None:
         """The action that started last ends."""
         self._marks.append(self._mark())
+
+    def begin_at(self) -> float:
+        """The wall-clock time of the last step's begin in seconds, to lay ranks beside each other.
+
+        May wait for the device. 0 where no step has begun.
+        """
+        if self._begin is None:
+            return 0.0
+        since_begin_s = self._clock.seconds(self._begin, self._mark())
+        return time.time() - since_begin_s
 
     def times(self) -> list[ActionTime]:
         """The actions of the last step that have ended, in the device's order."""

@@ -1,21 +1,20 @@
 """Boundary tensors between processes: directly, or through host memory where the devices cannot meet.
 
-One process group a stream of the program (`Program.groups`), because a communicator has one queue a pair and
-forward and backward messages must not stand in each other's way. Tags are not used: NCCL ignores them, so
-nothing may depend on them. A tensor that is being sent is held until its transfer is over: freeing an
-activation's storage while gloo still reads it corrupts the run without an error.
+Tags are not used: NCCL ignores them, so nothing may depend on them. A tensor that is being sent is held until
+its transfer is over: freeing an activation's storage while gloo still reads it corrupts the run without an
+error. On NCCL only its memory needs that: waiting for a send, as the program says, would let the device wait
+until the peer has posted its receive. There a send is dropped once it is over and waited for at the end. gloo
+tells that a send is over to its waiter alone.
 """
 
-import atexit
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from quartet_plugin.runtime.process_groups import Channels
 from quartet_plugin.schedule.instruction import Side, Transfer
 
 
@@ -28,47 +27,30 @@ class Boundary:
     device: torch.device
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Channels:
-    """The process groups of a program's streams; `ranks[d]` is the global rank of device d."""
+class LeavingSends:
+    """Sends that the program need not wait for, each with the tensors that it reads."""
 
-    groups: tuple[Any, ...]
-    ranks: tuple[int, ...]
+    def __init__(self) -> None:
+        self._sends: list[tuple[Sequence[Any], Sequence[torch.Tensor]]] = []
 
-    @classmethod
-    def open(
-        cls,
-        names: Sequence[str],
-        *,
-        ranks: Sequence[int],
-        backend: str | None = None,
-        timeout: timedelta | None = None,
-    ) -> "Channels":
-        """Make one group for each of `Program.groups`; every process of the job calls this, once.
+    def add(self, works: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Hold the tensors until all works are over."""
+        self._sends.append((works, tensors))
 
-        `ranks` are this process's pipeline. All pipelines of the job are gathered first, because a group is
-        made by everybody together.
-        """
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, tuple(ranks))
-        pipeline_groups: tuple[Any, ...] = ()
-        for pipeline in sorted(set(everybody)):
-            groups = tuple(dist.new_group(list(pipeline), timeout=timeout, backend=backend) for _ in names)
-            pipeline_groups = groups if pipeline == tuple(ranks) else pipeline_groups
-        atexit.register(_release, pipeline_groups)
-        return cls(groups=pipeline_groups, ranks=tuple(ranks))
+    def drop(self) -> None:
+        """Let go of the tensors that have left."""
+        self._sends = [send for send in self._sends if not all(work.is_completed() for work in send[0])]
 
-    def address(self, transfer: Transfer) -> tuple[int, Any]:
-        """The global rank of the device at the other end, and the process group of the message."""
-        return self.ranks[transfer.peer], self.groups[transfer.message.group]
+    def finish(self) -> None:
+        """Wait for all, and let go of them."""
+        for works, _ in self._sends:
+            for work in works:
+                work.wait()
+        self._sends.clear()
 
-
-def _release(groups: Sequence[Any]) -> None:
-    """End gloo's threads before the interpreter takes their objects apart, which can abort the process."""
-    for group in groups:
-        with suppress(RuntimeError, ValueError, AssertionError):
-            if dist.is_initialized() and dist.get_backend(group) == "gloo":
-                dist.destroy_process_group(group)
+    def clear(self) -> None:
+        """Forget all, after a step that was broken off."""
+        self._sends.clear()
 
 
 class PairTransport:
@@ -78,9 +60,11 @@ class PairTransport:
         self._channels = channels
         self._boundary = boundary
         self._pending: dict[Transfer, tuple[Any, torch.Tensor]] = {}
+        self._leaving = LeavingSends()
 
     def post(self, transfers: Sequence[tuple[Transfer, torch.Tensor | None]]) -> None:
         """Start every transfer."""
+        self._leaving.drop()
         for transfer, tensor in transfers:
             peer, group = self._channels.address(transfer)
             if transfer.side is Side.SEND:
@@ -98,12 +82,20 @@ class PairTransport:
     def wait(self, transfer: Transfer) -> torch.Tensor | None:
         """Block until the transfer is over; returns the tensor of a RECV."""
         work, held = self._pending.pop(transfer)
+        if transfer.side is Side.SEND and self._channels.is_nccl:
+            self._leaving.add([work], [held])
+            return None
         work.wait()
         return held if transfer.side is Side.RECV else None
+
+    def end(self) -> None:
+        """Wait for the sends that are still under way."""
+        self._leaving.finish()
 
     def abort(self) -> None:
         """Forget the pending transfers."""
         self._pending.clear()
+        self._leaving.clear()
 
     def _checked(self, tensor: torch.Tensor | None, transfer: Transfer) -> torch.Tensor:
         if tensor is None or tuple(tensor.shape) != self._boundary.shape:

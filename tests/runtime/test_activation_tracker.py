@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import pytest
 import torch
 
-from quartet_plugin.runtime.activation_tracker import ActivationTracker
+from quartet_plugin.runtime.activation_tracker import AllocatorTracker, SavedTensorTracker, activation_tracker
 from quartet_plugin.runtime.deferred import DeferredGradients
 
 SIZE = 256 * 4
@@ -15,7 +16,7 @@ def value() -> Any:
 
 
 def test_what_autograd_saves_counts_until_its_backward() -> None:
-    tracker = ActivationTracker()
+    tracker = SavedTensorTracker()
     start = value()
     with tracker.saving():
         result = (start.exp() * 1.0).sum()
@@ -25,9 +26,9 @@ def test_what_autograd_saves_counts_until_its_backward() -> None:
 
 
 def test_parameters_and_second_views_do_not_count() -> None:
-    tracker = ActivationTracker()
+    tracker = SavedTensorTracker()
     weight = torch.nn.Parameter(torch.ones(256))
-    tracker.leave_out([weight])
+    tracker.begin([weight])
     with tracker.saving():
         result = (value() * weight).sum()
     assert tracker.live_bytes == SIZE  # the other factor alone
@@ -53,7 +54,7 @@ class Queue(DeferredGradients[tuple[Any, Any]]):
 
 
 def test_what_a_queue_keeps_counts_until_its_w() -> None:
-    tracker, queue = ActivationTracker(), Queue()
+    tracker, queue = SavedTensorTracker(), Queue()
     queue.begin()
     assert queue.open is not None
     queue.open += [(torch.ones(256), torch.ones(128)), (torch.ones(256), torch.ones(128))]
@@ -63,3 +64,23 @@ def test_what_a_queue_keeps_counts_until_its_w() -> None:
     queue.run(1, 0)
     assert (tracker.live_bytes, tracker.peak_bytes) == (0, 3 * SIZE)
     assert queue.held(1, 0) == []
+
+
+def test_the_allocator_is_asked_at_the_end_of_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated = iter([1000, 1300, 1700, 1100])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
+    tracker = activation_tracker(on_cpu=False)
+    assert isinstance(tracker, AllocatorTracker)
+    tracker.begin([])
+    for _ in range(3):
+        tracker.hold([torch.ones(4)])
+        tracker.end_action()
+    assert tracker.peak_bytes == 700
+
+
+def test_the_allocator_needs_no_hooks_on_what_autograd_saves() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    with activation_tracker(on_cpu=False).saving():
+        node = (torch.ones(4, requires_grad=True) * weight).grad_fn
+    assert node is not None
+    assert node._saved_other is weight

@@ -33,6 +33,7 @@ class ThreadTransport:
         self._posted: dict[Any, deque[Transfer]] = defaultdict(deque)
         self._arrived: dict[Transfer, Any] = {}
         self.pending: set[Transfer] = set()
+        self.num_ends = 0
 
     def post(self, transfers: Sequence[tuple[Transfer, Any]]) -> None:
         """Sends go out at once; receives are matched when they are waited for."""
@@ -60,6 +61,10 @@ class ThreadTransport:
             self._arrived[first] = tensor
         return self._arrived.pop(transfer)
 
+    def end(self) -> None:
+        """A send is over at once."""
+        self.num_ends += 1
+
     def abort(self) -> None:
         """Nothing."""
 
@@ -73,9 +78,10 @@ def run_threads(program: Program, computes: Sequence[Any], *, runs: int = 1) -> 
         transport = ThreadTransport(wire)
         executor = Executor(program, device=index)
         try:
-            for _ in range(runs):
+            for run in range(runs):
                 executor.run(computes[index], transport, recorders[index])
                 assert not transport.pending
+                assert transport.num_ends == run + 1
         except BaseException as error:
             failures.put(error)
 
@@ -172,6 +178,9 @@ class Broken:
     def wait(self, transfer: Transfer) -> Any:
         """Fails as gloo does."""
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1\n more")
+
+    def end(self) -> None:
+        """Is not reached."""
 
     def abort(self) -> None:
         """Remembers it."""

@@ -41,14 +41,25 @@ def test_only_the_last_step_is_kept_and_an_unfinished_action_is_left_out() -> No
     begins = []
     for _ in range(3):
         recorder.begin()
-        begins.append(recorder.begin_at)
+        begins.append(recorder.begin_at())
         recorder.starts()
         recorder.ends()
     assert len(recorder.times()) == 1
     recorder.begin()
     recorder.starts()
     assert recorder.times() == []
-    assert 0 < begins[0] <= begins[1] <= begins[2] <= recorder.begin_at
+    assert 0 < begins[0] <= begins[1] <= begins[2] <= recorder.begin_at()
+
+
+def test_a_step_begins_when_its_device_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step was enqueued at 1000; the device began it, by its own clock, 15 s before it was read."""
+    moments = iter([1000.0, 1030.0])
+    monkeypatch.setattr("quartet_plugin.runtime.records.time.time", lambda: next(moments))
+    recorder = Recorder(ticking(105.0, 120.0))
+    next(moments)
+    recorder.begin()
+    assert recorder.begin_at() == 1015.0
+    assert NullRecorder().begin_at() == 0.0
 
 
 def test_null_recorder_keeps_nothing() -> None:

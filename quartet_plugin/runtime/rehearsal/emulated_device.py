@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from quartet_plugin.model.costs import StageCosts
-from quartet_plugin.runtime.transport import Boundary, Channels, PairTransport
+from quartet_plugin.runtime.process_groups import Channels
+from quartet_plugin.runtime.transport import Boundary, PairTransport
 from quartet_plugin.schedule.instruction import Side, Transfer
 
 # One number crosses every boundary: when its producer ended, on the clock that all processes share. A

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from quartet_plugin.errors import InfrastructureError, PlanError
 from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.runtime.executor import Executor
+from quartet_plugin.runtime.process_groups import Channels
 from quartet_plugin.runtime.programs import lower_schedule
 from quartet_plugin.runtime.records import NullRecorder
 from quartet_plugin.runtime.rehearsal.emulated_device import (
@@ -28,8 +29,7 @@ from quartet_plugin.runtime.rehearsal.emulated_device import (
     sleep_until,
     wake_on_time,
 )
-from quartet_plugin.runtime.transport import Channels
-from quartet_plugin.schedule.channels import Backend, check_program
+from quartet_plugin.schedule.channels import check_for_every_backend
 from quartet_plugin.schedule.instruction import Program
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.validate import validate
@@ -97,8 +97,7 @@ class Rehearsal:
             raise PlanError(f"num_devices: {self.schedule.num_devices}; at most {MAX_DEVICES} are rehearsed")
         validate(self.schedule)
         program = lower_schedule(self.schedule, self.costs)
-        for backend in Backend:
-            check_program(program, backend=backend)
+        check_for_every_backend(program)
         torch.set_num_threads(1)
         board = PositionBoard(program.num_devices)
         device_of_pid: dict[int, int] = {}
@@ -198,7 +197,7 @@ def _run_device(rehearsal: Rehearsal, program: Program, *, device: int, board: P
     # A file: a server would be a thread of the process that forks, and no thread survives that.
     store = dist.FileStore(str(rehearsal.folder / "store"), program.num_devices)
     dist.init_process_group("gloo", store=store, rank=device, world_size=program.num_devices, timeout=timeout)
-    channels = Channels.open(program.groups, ranks=range(program.num_devices), timeout=timeout)
+    channels = Channels.open(program.placement, ranks=range(program.num_devices), timeout=timeout)
     wake_on_time()
     scale = rehearsal.time_scale
     compute = SleepingCompute(rehearsal.costs, show=show, scale=scale)

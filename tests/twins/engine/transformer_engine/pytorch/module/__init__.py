@@ -1,0 +1,1 @@
+"""Modules, each in a file of its name."""
