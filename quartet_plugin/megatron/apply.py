@@ -11,13 +11,17 @@ from typing import Any
 
 from quartet_plugin.errors import PlanError, QuartetError
 from quartet_plugin.megatron.arguments import Flags
-from quartet_plugin.megatron.describe import FRAMEWORK, layout_of, schedule_of, shape_of, split_of
+from quartet_plugin.megatron.describe import FRAMEWORK
+from quartet_plugin.megatron.device_connections import set_connections
 from quartet_plugin.megatron.seams import Wrapper
+from quartet_plugin.model.megatron_arguments import layout_of, model_words, schedule_of, shape_of, split_of
 from quartet_plugin.model.plan import Plan, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.rank.mapping import assign, gather_processes, table_of
+from quartet_plugin.rank.nccl import keep_devices
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
 from quartet_plugin.rank.session import print_notes
+from quartet_plugin.space.knobs.registry import setting_knob
 
 SPLIT_FLAGS = (
     "pipeline_model_parallel_layout",
@@ -66,7 +70,14 @@ _REFUSED = {
 
 
 def apply_plan(
-    plan: Plan, *, flags: Flags, words: Sequence[str], version: str, rendezvous: Rendezvous, rank_env: RankEnv
+    plan: Plan,
+    *,
+    flags: Flags,
+    words: Sequence[str],
+    version: str,
+    rendezvous: Rendezvous,
+    rank_env: RankEnv,
+    on_cpu: bool,
 ) -> tuple[list[str], Wrapper]:
     """The command's words with the plan in them; RANK is set, and one rank tells what was changed.
 
@@ -77,19 +88,26 @@ def apply_plan(
     refusal: QuartetError | None = None
     edited, rank = list(words), rank_env.launch_rank
     notes: list[str] = []
+    moves_ranks = False
     try:
         user = flags.values(words)
         check_fit(plan, user, version=version, world_size=rank_env.world_size)
         edited, notes = rewrite(plan, flags=flags, words=words)
-        assignment = assign(plan, processes, args=flags.values(edited))
+        planned = flags.values(edited)
+        assignment = assign(plan, processes, args=planned)
         rank = assignment.rank_of[rank_env.launch_rank]
         if assignment.note is not None:
             notes.append(assignment.note)
-        if not assignment.is_stock:
+        moves_ranks = not assignment.is_stock
+        if moves_ranks:
             notes.append(table_of(processes, assignment))
+        if not on_cpu:
+            notes += set_connections(user, planned, environment=os.environ)
     except QuartetError as error:
         refusal = error
     rendezvous.agree_or_raise("fit", refusal)
+    if moves_ranks:
+        keep_devices(rank_env.local_rank or 0)
     os.environ["RANK"] = str(rank) if rank_env.world_size > 1 else os.environ.get("RANK", "0")
     print_notes(notes, rank_env=rank_env)
     return edited, partial(_vocabulary_check, plan, user)
@@ -114,6 +132,7 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
             "world_size": world_size,
             "global_batch_size": batch,
             **shape,
+            **({} if made_for.job is None else model_words(user)),
         }
     )
     for name in _FIXED_SHAPE:
@@ -189,14 +208,23 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
             values["recompute_granularity"] = layout.recompute
         if layout.recompute == "full":
             values |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    for setting in layout.settings or ():
+        knob = setting_knob(setting)
+        if knob.read(user) != setting.value:
+            value = knob.write(setting.value)
+            if value is None:
+                remove.add(knob.destination)
+            else:
+                values[knob.destination] = value
     if current.tensor_parallel != layout.tensor_parallel and user.padded_vocab_size is None:
         # Megatron pads by the tensor-parallel size: without this the model would change with the layout.
-        if plan.shape.vocab_size % layout.tensor_parallel:
+        size = _planned_vocabulary(plan, user)
+        if size % layout.tensor_parallel:
             raise PlanError(
                 f"layout.tensor_parallel: {layout.tensor_parallel}; must divide the padded vocabulary "
-                f"({plan.shape.vocab_size})"
+                f"({size}); pad the command's with --padded-vocab-size, or plan with another size"
             )
-        values["padded_vocab_size"] = plan.shape.vocab_size
+        values["padded_vocab_size"] = size
 
 
 def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[str]) -> None:
@@ -215,6 +243,9 @@ def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
                     "--hybrid-layer-pattern, so keep the split and the stages of the command"
                 )
             values["pipeline_model_parallel_layout"] = plan.split.megatron_layout
+    if layout.pipeline_parallel == 2 and layout.virtual_stages > 1 and not user.overlap_p2p_comm:
+        # Megatron refuses both together on two devices, also where the runtime has transfers of its own.
+        remove.add("overlap_p2p_comm")
     group = plan.schedule.group
     if plan.schedule.name != "interleaved":
         if current.virtual_stages > 1:
@@ -234,6 +265,8 @@ def _split_or_none(user: Namespace) -> Split | None:
 def _check_result(plan: Plan, args: Namespace) -> None:
     """Raise PlanError where the rewritten flags do not say what the plan says; an invariant of `rewrite`."""
     layout = layout_of(args, world_size=plan.layout.world_size)
+    for setting in plan.layout.settings or ():
+        layout = layout.with_setting(setting.name, setting_knob(setting).read(args))
     written = {
         "shape": shape_of(args, vocab_size=plan.shape.vocab_size),
         "layout": layout,
@@ -256,8 +289,8 @@ def _vocabulary_check(plan: Plan, user: Namespace, build_tokenizer: Callable[...
 
     def build_and_check(args: Namespace) -> Any:
         tokenizer = build_tokenizer(args)
-        size = _padded_size(tokenizer, user)
-        planned = plan.made_for.shape.vocab_size
+        size = _padded_size(tokenizer.vocab_size, user)
+        planned = _planned_vocabulary(plan, user)
         if size is not None and size != planned:
             raise PlanError(
                 f"the plan was made for another job: vocab_size {size} (plan: {planned}); "
@@ -268,10 +301,21 @@ def _vocabulary_check(plan: Plan, user: Namespace, build_tokenizer: Callable[...
     return build_and_check
 
 
-def _padded_size(tokenizer: Any, user: Namespace) -> int | None:
+def _planned_vocabulary(plan: Plan, user: Namespace) -> int:
+    """The padded vocabulary that the plan has under this command.
+
+    A plan that was made without a run knows the job's vocabulary; the command pads it for its own layout.
+    """
+    job = plan.made_for.job
+    known = None if job is None else job.vocab_size
+    padded = None if known is None else _padded_size(known, user)
+    return plan.shape.vocab_size if padded is None else padded
+
+
+def _padded_size(vocab_size: int, user: Namespace) -> int | None:
     if user.padded_vocab_size is not None:
         return int(user.padded_vocab_size)
     if not user.pad_vocab_size:
         return None
     multiple = user.make_vocab_size_divisible_by * user.tensor_model_parallel_size
-    return int(-(-tokenizer.vocab_size // multiple) * multiple)
+    return int(-(-vocab_size // multiple) * multiple)

@@ -13,45 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.errors import QuartetError
-from quartet_plugin.megatron.describe import split_of
 from quartet_plugin.megatron.seams import Seam, Wrapper
+from quartet_plugin.megatron.seams.declared import LOAD, SAVE
 from quartet_plugin.model.canonical import digest
 from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.megatron_arguments import split_of
 from quartet_plugin.rank.rendezvous import AgreedRefusalError
 
 FILE = "quartet.json"
 ATTRIBUTE = "quartet_stages"
-_MODULE = "megatron.training.checkpointing"
 # Optimizer state that names the weight it belongs to, and so finds it under any layout.
 _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space", "fsdp_dtensor")
-
-SAVE = Seam(
-    _MODULE,
-    "save_checkpoint",
-    "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far "
-    "checkpointing_context pipeline_rank expert_rank tensor_rank pipeline_parallel "
-    "expert_parallel non_persistent_ckpt train_data_iterator "
-    "preprocess_common_state_dict_fn release tp_group pp_group dp_cp_group dp_group "
-    "expt_dp_group rng_state_key_prefix",
-    {"0.19.2": "6603fc8453aa808a"},
-    aliases=("megatron.training.training",),
-    use_sites=(
-        "megatron.training.training:save_checkpoint_and_time",
-        "megatron.training.training:setup_model_and_optimizer",
-        "megatron.training.utils.common_utils:check_adlr_autoresume_termination",
-    ),
-)
-LOAD = Seam(
-    _MODULE,
-    "_load_base_checkpoint",
-    "load_dir args rank0 sharded_state_dict checkpointing_context dp_cp_group "
-    "expt_dp_group gpt_compat_layer_maps",
-    {"0.19.2": "b0687dd0cc82ed9a"},
-    use_sites=(
-        "megatron.training.checkpointing:load_args_from_checkpoint",
-        "megatron.training.checkpointing:load_checkpoint",
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,13 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from quartet_plugin.errors import QuartetError
+from quartet_plugin.errors import ConfigError, QuartetError
 from quartet_plugin.megatron import cpu_device
 from quartet_plugin.megatron.cpu_device.startup import after_import
 from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.protocol.environment import CONVERSION_FILE, PROFILE
 from quartet_plugin.protocol.terminal import terminal_line
-from quartet_plugin.rank.entry_options import USAGE, EntryOptions, add_group, read_command, run_program
+from quartet_plugin.rank.entry_options import (
+    USAGE,
+    EntryOptions,
+    add_group,
+    place_on_path,
+    read_command,
+    run_program,
+)
 from quartet_plugin.rank.failure import show_script_error
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous, agree_on_plan
 from quartet_plugin.rank.session import Session, print_notes
@@ -56,6 +63,8 @@ def run(session: Session) -> None:
     """Prepare, run the script, and leave a record of how it ended where a trial asks for one."""
 
     def work() -> None:
+        # Before Megatron is looked for: a tree beside the script is the one that it trains with.
+        place_on_path(session.command)
         arguments = prepare(session)
         if session.files is not None:
             session.files.move("init", 0)
@@ -80,52 +89,73 @@ def prepare(session: Session) -> list[str]:
     session.open_trial()
     is_passive = options.plan is None and options.trial is None and CONVERSION_FILE not in os.environ
     if not is_passive:
-        from quartet_plugin.megatron.seams import check_version
+        from quartet_plugin.megatron.seams import installed_version
 
-        check_version()
+        installed_version()
     if on_cpu:
         cpu_device.install()
     if is_passive:
-        from quartet_plugin.megatron.seams import ARGUMENTS
+        from quartet_plugin.megatron.seams.declared import ARGUMENTS
 
         group = {ARGUMENTS: partial(_with_group, options, on_cpu=on_cpu)}
         after_import(
             "megatron.training.arguments", lambda _: _install_if_possible(group, lacking="quartet flags")
         )
-        after_import(
-            "megatron.training.checkpointing",
-            lambda _: _install_if_possible(_guard(None), lacking="checkpoint guard"),
-        )
+        after_import("megatron.training.checkpointing", lambda _: _install_passive_guard())
         return list(session.command.arguments)
     arguments = _change(session)
     return _with_cpu_flags(arguments) if on_cpu else arguments
 
 
 def use_cpu(options: EntryOptions) -> bool:
-    """Whether to train on the CPU device; looks at device nodes, since torch must not be imported yet."""
+    """Whether to train on the CPU device.
+
+    `auto` means it where no accelerator is visible, in starts that train nothing for good: trials, profiles
+    and conversions. In training it would hide a missing driver behind a run a thousand times too slow.
+    """
     if options.device != "auto":
         return options.device == "cpu"
-    if importlib.util.find_spec("megatron") is None:
-        return False
-    return not shows_accelerator(os.environ)
+    return not _is_training(options) and lacks_accelerator()
+
+
+def _is_training(options: EntryOptions) -> bool:
+    return options.trial is None and CONVERSION_FILE not in os.environ
+
+
+def lacks_accelerator() -> bool:
+    """Whether Megatron is here without an accelerator; by device files, as torch must not be imported yet."""
+    return importlib.util.find_spec("megatron") is not None and not shows_accelerator(os.environ)
+
+
+def _no_accelerator(options: EntryOptions) -> str | None:
+    """Why a training start cannot go on as it is on this rank; None where it can."""
+    if options.device != "auto" or not _is_training(options) or not lacks_accelerator():
+        return None
+    return (
+        "no accelerator is visible here; --quartet-device cpu (quartet train --device cpu) trains on the CPU"
+    )
 
 
 def _change(session: Session) -> list[str]:
     """Apply the plan to the arguments and the environment, and put the seams in place."""
     from quartet_plugin.megatron import seams
+    from quartet_plugin.megatron.seams import declared
+    from quartet_plugin.megatron.support import has_known_parameters
 
     options, words = session.options, list(session.command.arguments)
-    wrappers: dict[seams.Seam, seams.Wrapper] = {seams.ARGUMENTS: partial(_with_group, options)}
+    wrappers: dict[seams.Seam, seams.Wrapper] = {declared.ARGUMENTS: partial(_with_group, options)}
     plan, rendezvous = None, None
-    version = seams.check_version()
+    version = seams.installed_version()
     if options.plan is not None:
         rendezvous = Rendezvous.open(session.rank_env)
+        missing = _no_accelerator(options)
+        rendezvous.agree_or_raise("device", None if missing is None else ConfigError(missing))
         plan = agree_on_plan(options.plan, rendezvous=rendezvous)
         if session.files is not None:
             session.files.plan_key = plan.key
     from quartet_plugin.megatron.arguments import Flags
 
-    _, add_megatron_arguments = seams.resolve(seams.ARGUMENTS)
+    _, add_megatron_arguments = seams.locate(declared.ARGUMENTS)
     flags = Flags(add_megatron_arguments)
     if plan is not None and rendezvous is not None:
         from quartet_plugin.megatron.apply import apply_plan
@@ -137,8 +167,10 @@ def _change(session: Session) -> list[str]:
             version=version,
             rendezvous=rendezvous,
             rank_env=session.rank_env,
+            on_cpu=use_cpu(options),
         )
-        wrappers[seams.TOKENIZER] = check_tokenizer
+        if has_known_parameters(declared.TOKENIZER):
+            wrappers[declared.TOKENIZER] = check_tokenizer
     if session.files is not None:
         words = _measured(session, flags, wrappers, words)
     elif CONVERSION_FILE in os.environ:
@@ -157,7 +189,7 @@ def _change(session: Session) -> list[str]:
         off = flags.words_for(without_alignment(flags.values(words)))
         words, _ = flags.edit(words, remove=set(), append=off)
     if session.files is None:
-        wrappers |= _guard(plan, is_custom=prepared is not None)
+        wrappers |= _guard(plan, is_custom=prepared is not None, values=flags.values(words))
     for seam, wrapper in (prepared.wrappers if prepared is not None else {}).items():
         wrappers[seam] = seams.chain(wrappers.get(seam), wrapper)
     seams.install(wrappers)
@@ -169,38 +201,70 @@ def _measured(
 ) -> list[str]:
     """The arguments of a trial, whose steps are measured, and compared or profiled on request."""
     from quartet_plugin.megatron import seams
+    from quartet_plugin.megatron.log_lines import LogLineMeter
     from quartet_plugin.megatron.measure import MegatronMeter
     from quartet_plugin.megatron.parity import ParityMeter
+    from quartet_plugin.megatron.seams.declared import TRAIN_STEP
     from quartet_plugin.megatron.side_effects import parity_words, strip_side_effects
 
+    # A plan leaves these flags alone: they are as the user wrote them.
+    as_written = flags.values(words)
     words, left_out = strip_side_effects(flags, words)
     spec = session.files.spec
     if spec.is_compared:
         words = parity_words(flags, words, weights=spec.weights, save_weights=spec.save_weights)
-    session.meter = MegatronMeter(session.files, neutralised=left_out, started_at=time.time())
+    has_step = seams.known_function(TRAIN_STEP) is not None
+    make_meter = MegatronMeter if has_step else LogLineMeter
+    session.meter = make_meter(
+        session.files, neutralised=left_out, as_written=as_written, started_at=time.time()
+    )
+    if not has_step:
+        return _logged(session, flags, wrappers, words)
     meter = session.meter
     if spec.is_compared:
-        wrappers[seams.TRAIN_STEP] = seams.chain(meter.wrap, ParityMeter(session.files).wrap)
+        wrappers[TRAIN_STEP] = seams.chain(meter.wrap, ParityMeter(session.files).wrap)
     else:
-        wrappers[seams.TRAIN_STEP] = meter.wrap
+        wrappers[TRAIN_STEP] = meter.wrap
     if PROFILE in os.environ:
-        words = _profiled(session, wrappers, words)
+        words = _profiled(session, flags, wrappers, words)
     return words
 
 
-def _profiled(session: Session, wrappers: "dict[Seam, Wrapper]", words: list[str]) -> list[str]:
+def _logged(session: Session, flags: "Flags", wrappers: "dict[Seam, Wrapper]", words: list[str]) -> list[str]:
+    """The arguments of a trial whose times come from Megatron's log.
+
+    Raises SeamError where more than times is to be measured.
+    """
+    from quartet_plugin.errors import SeamError
+    from quartet_plugin.megatron.log_lines import logged_words
+    from quartet_plugin.megatron.seams.declared import SCHEDULE_CHOICE, TRAIN_STEP
+
+    spec = session.files.spec
+    if spec.is_compared or PROFILE in os.environ:
+        raise SeamError(f"{TRAIN_STEP.path}: not in this Megatron; only times of iterations can be measured")
+    wrappers[SCHEDULE_CHOICE] = session.meter.wrap_choice
+    session.meter.watch(Rendezvous.open(session.rank_env))
+    return logged_words(flags, words, num_iterations=spec.num_iterations)
+
+
+def _profiled(
+    session: Session, flags: "Flags", wrappers: "dict[Seam, Wrapper]", words: list[str]
+) -> list[str]:
     """Let the ranks of a trial measure their layers too; the arguments, extended for a simulated rank."""
     from quartet_plugin.megatron import seams
     from quartet_plugin.megatron.profiling import LayerProfiler, SimulatedRank
+    from quartet_plugin.megatron.runtime.refusals import delays_engine_layers
+    from quartet_plugin.megatron.seams.declared import ARGUMENTS, TRAIN_STEP
 
     profiler = LayerProfiler(session.files)
-    profiler.prepare()
-    wrappers[seams.TRAIN_STEP] = seams.chain(session.meter.wrap, profiler.wrap)
+    as_run = _with_cpu_flags(words) if use_cpu(session.options) else words
+    profiler.prepare(delays_te=delays_engine_layers(flags.values(as_run)))
+    wrappers[TRAIN_STEP] = seams.chain(session.meter.wrap, profiler.wrap)
     simulated = SimulatedRank.of(os.environ[PROFILE])
     if simulated is None:
         return words
     simulated.simulate()
-    wrappers[seams.ARGUMENTS] = seams.chain(wrappers[seams.ARGUMENTS], simulated.wrap_arguments)
+    wrappers[ARGUMENTS] = seams.chain(wrappers[ARGUMENTS], simulated.wrap_arguments)
     return [*words, "--fake-process-group"]
 
 
@@ -213,20 +277,31 @@ def _runtime(session: Session, plan: "Plan | None", args: argparse.Namespace) ->
     prepared, notes = prepare_plan(plan, args, on_cpu=use_cpu(session.options))
     print_notes(notes, rank_env=session.rank_env)
     if session.meter is not None and prepared is not None:
-        from quartet_plugin.runtime.activation_tracker import ActivationTracker
-
         session.meter.runtime = prepared.runtime
-        prepared.runtime.tracker = ActivationTracker()
+        prepared.runtime.measure(on_cpu=use_cpu(session.options))
     return prepared
 
 
-def _guard(plan: "Plan | None", *, is_custom: bool = False) -> "dict[Seam, Wrapper]":
+def _guard(
+    plan: "Plan | None", *, is_custom: bool = False, values: argparse.Namespace | None = None
+) -> "dict[Seam, Wrapper]":
     """The guard that keeps the plan's stages with checkpoints and refuses to load them onto other stages.
 
-    `is_custom`: the stages have the placement of the plan's custom schedule, not stock's.
+    `is_custom`: the stages have the placement of the plan's custom schedule, not stock's. Raises SeamError
+    where a plan's command loads a checkpoint, by its `values`, and Megatron's functions are not as known.
     """
+    from quartet_plugin.errors import SeamError
     from quartet_plugin.megatron.checkpoints import CheckpointGuard
+    from quartet_plugin.megatron.seams.declared import CHECKPOINTS, LOAD
+    from quartet_plugin.megatron.support import has_known_parameters
 
+    if not has_known_parameters(*CHECKPOINTS):
+        if plan is not None and getattr(values, "load", None):
+            raise SeamError(
+                f"--load: {LOAD.path} takes other values than in any known release, so nothing can refuse to "
+                "load a checkpoint onto other stages; train without --load"
+            )
+        return {}
     if plan is None:
         return CheckpointGuard().wrappers
     mapping = plan.mapping
@@ -246,9 +321,17 @@ def _with_group(
         if on_cpu:
             # The parser is about to read sys.argv: only now it is certain that a Megatron script runs.
             sys.argv[1:] = _with_cpu_flags(sys.argv[1:])
+        elif (missing := _no_accelerator(options)) is not None:
+            print_notes([missing], rank_env=RankEnv.of(os.environ))
         return parser
 
     return add_arguments_and_group
+
+
+def _install_passive_guard() -> None:
+    wrappers = _guard(None)
+    if wrappers:
+        _install_if_possible(wrappers, lacking="checkpoint guard")
 
 
 def _install_if_possible(wrappers: "Mapping[Seam, Wrapper]", *, lacking: str) -> None:
@@ -273,6 +356,9 @@ def _with_cpu_flags(words: list[str]) -> list[str]:
 
 def _end_well(session: Session) -> None:
     """The script ended without an error; on the CPU device the process ends here too."""
+    meter = session.meter
+    if hasattr(meter, "gather"):
+        meter.gather()
     session.end_trial()
     if cpu_device.is_installed():
         cpu_device.exit_now()

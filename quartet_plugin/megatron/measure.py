@@ -1,25 +1,65 @@
 """Measures Megatron's `train_step`, and writes the action times of a custom schedule."""
 
+import inspect
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
+from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.rank.files import RankFileWriter
+from quartet_plugin.rank.module_census import ModuleCensus
 from quartet_plugin.rank.step_meter import StepMeter, StepResult
+
+# Places in the tuple that `train_step` returns.
+_SKIPPED, _GRAD_NORM = 1, 5
 
 
 def step_result(results: Any) -> StepResult:
-    """The result in the tuple of Megatron's `train_step`; of several losses the language model's."""
-    losses, skipped, grad_norm = results[0], results[1], results[5]
+    """The result in the tuple of Megatron's `train_step`; of several losses the language model's.
+
+    A `train_step` of another release may return less: what is not there is not reported.
+    """
+    values = results if isinstance(results, tuple) else (results,)
+    losses = values[0] if isinstance(values[0], dict) else None
     first = next(iter(losses.values()), None) if losses else None
     loss = losses.get("lm loss", first) if losses else None
-    return StepResult(loss=loss, skipped=bool(skipped), grad_norm=grad_norm)
+    is_known = len(values) > _GRAD_NORM
+    return StepResult(
+        loss=loss,
+        skipped=bool(values[_SKIPPED]) if is_known else False,
+        grad_norm=values[_GRAD_NORM] if is_known else None,
+    )
 
 
 class MegatronMeter(StepMeter):
-    """The meter of one rank; `runtime`, set later, executes the plan's custom schedule."""
+    """The meter of one rank; `runtime`, set later, executes the plan's custom schedule.
 
-    def __init__(self, files: RankFileWriter, *, neutralised: list[str], started_at: float) -> None:
+    `as_written` are the arguments of the user's own words, which a trial does not leave as they are.
+    """
+
+    def __init__(
+        self, files: RankFileWriter, *, neutralised: list[str], as_written: Namespace, started_at: float
+    ) -> None:
         super().__init__(files, neutralised=neutralised, started_at=started_at)
         self.runtime: Any = None
+        self._as_written = as_written
+        self._call: dict[str, Any] = {}
+        self._modules = ModuleCensus()
+
+    def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        """See `StepMeter`; the arguments of the last step and the modules of the first are kept."""
+        names = tuple(inspect.signature(train_step).parameters)
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if not self._call:
+                with self._modules:
+                    results = train_step(*args, **kwargs)
+            else:
+                results = train_step(*args, **kwargs)
+            self._call = {**dict(zip(names, args, strict=False)), **kwargs}
+            return results
+
+        return super().wrap(observed)
 
     def write(self) -> None:
         """Write the measurements so far, and the action times of the last step."""
@@ -48,4 +88,16 @@ class MegatronMeter(StepMeter):
 
         from quartet_plugin.megatron.describe import describe_job
 
-        return describe_job(get_args(), neutralised=self._neutralised)
+        return describe_job(get_args(), as_written=self._as_written, neutralised=self._neutralised)
+
+    def _execution(self) -> Execution | None:
+        if not self._call.keys() >= {"model", "forward_backward_func"}:
+            return None
+        from quartet_plugin.megatron.execution import execution_of
+
+        return execution_of(
+            self._call["model"],
+            function=self._call["forward_backward_func"],
+            runtime=self.runtime,
+            modules=self._modules.names,
+        )

@@ -5,12 +5,14 @@ model, by global layer number, so that two layouts can be compared stage by stag
 for it pay for this.
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from quartet_plugin.megatron.measure import step_result
 from quartet_plugin.rank.files import RankFileWriter
+from quartet_plugin.rank.squares import sum_of_squares
 
 # Megatron takes 0 for "no checkpoint"; a run that starts from weights alone counts from 0 whatever they say.
 _ITERATION = 1
@@ -26,6 +28,7 @@ class ParityMeter:
     def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """`train_step` as Megatron calls it, with our file written after every step."""
 
+        @functools.wraps(train_step)
         def compared_train_step(
             forward_step_func: Any,
             data_iterator: Any,
@@ -78,7 +81,7 @@ def part_squares(model: Any, optimizer: Any, grad_norm: Any) -> dict[str, float]
             param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param)
         ):
             continue
-        squares[part] = squares[part] + gradient.detach().double().square().sum()
+        squares[part] = squares[part] + sum_of_squares(gradient)
     return {part: float(value) / undo**2 for part, value in squares.items()}
 
 

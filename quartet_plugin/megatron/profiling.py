@@ -6,12 +6,14 @@ weight gradients (see `split_backward`) and times each of them, so that input an
 measured separately. Waiting for other ranks lies outside of every interval except those of `finalize`.
 """
 
+import functools
 import os
 import re
 import statistics
+from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -19,6 +21,8 @@ import torch
 
 from quartet_plugin.errors import SeamError, UsageError
 from quartet_plugin.megatron import split_backward
+from quartet_plugin.megatron.part_activations import part_activations
+from quartet_plugin.megatron.te_layers import DelayedLayer, delayed_layers
 from quartet_plugin.protocol.environment import PROFILE
 from quartet_plugin.protocol.rank_files import PartTimes, RankProfile, StepPart
 from quartet_plugin.rank.device import device_name, peak_memory_bytes
@@ -33,65 +37,6 @@ MAX_WORLD_SIZE = 65_536
 Key = tuple[str, str]
 
 
-class PartActivations:
-    """The bytes that autograd saves for each part of the model; a storage counts for its first part.
-
-    Parameters and their views are left out. While `is_open`, the first forward of each part is counted: its
-    storages live until its backward, so that their addresses identify them.
-    """
-
-    def __init__(self) -> None:
-        self.is_open = False
-        self._stack: ExitStack | None = None
-        self._part = ""
-        self._seen: set[int] = set()
-        self._bytes: dict[str, int] = defaultdict(int)
-        self._counted: set[str] = set()
-        self._parameters: set[int] = set()
-
-    def leave_out(self, parameters: Iterable[Any]) -> None:
-        """Exclude the storages of parameters."""
-        self._parameters |= {parameter.untyped_storage().data_ptr() for parameter in parameters}
-
-    def bytes_of(self, part: str) -> int:
-        """The bytes that the part keeps for one microbatch."""
-        return self._bytes.get(part, 0)
-
-    def enter(self, part: str) -> None:
-        """Count tensors that are saved from now on for `part`."""
-        if not self.is_open:
-            return
-        self._finish_part()
-        self._part = part
-        if self._stack is None:
-            self._seen = set()
-            self._stack = ExitStack()
-            self._stack.enter_context(
-                torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-            )
-
-    def leave(self) -> None:
-        """End the count of a chunk's forward."""
-        self._finish_part()
-        if self._stack is not None:
-            self._stack.close()
-            self._stack = None
-
-    def _finish_part(self) -> None:
-        if self._part:
-            self._counted.add(self._part)
-        self._part = ""
-
-    def _pack(self, tensor: Any) -> Any:
-        if self._part and self._part not in self._counted:
-            storage = tensor.untyped_storage()
-            address = storage.data_ptr()
-            if address not in self._seen and address not in self._parameters:
-                self._seen.add(address)
-                self._bytes[self._part] += storage.nbytes()
-        return tensor
-
-
 class LayerProfiler:
     """Measures one rank of a trial; wraps `train_step` as the meters do."""
 
@@ -104,21 +49,26 @@ class LayerProfiler:
         self._chunks: list[_Chunk] = []
         self._gradients: split_backward.WeightGradients | None = None
         self._defers = False
+        self.delays_te = False
         self._num_steps = 0
-        self.activations = PartActivations()
+        self.activations = part_activations()
 
-    def prepare(self) -> None:
-        """Let linear layers defer their weight gradients. Must run before models are built."""
+    def prepare(self, *, delays_te: bool) -> None:
+        """Let linear layers defer their weight gradients, with `delays_te` Transformer Engine's too.
+
+        Must run before models are built.
+        """
         gradients = split_backward.WeightGradients()
         try:
-            split_backward.install(gradients)
+            split_backward.install(gradients, delays_te=delays_te)
         except SeamError:
             return  # deferred by a custom schedule already, or not as known: full backwards only
-        self._gradients = gradients
+        self._gradients, self.delays_te = gradients, delays_te
 
     def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """`train_step` as Megatron calls it; the profile is written after the last step."""
 
+        @functools.wraps(train_step)
         def profiled_train_step(*args: Any, **kwargs: Any) -> Any:
             names = ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler")
             call = {**dict(zip((*names, "config", "forward_backward_func"), args, strict=False)), **kwargs}
@@ -127,6 +77,9 @@ class LayerProfiler:
             spec = self._files.spec
             self._is_counting = self._num_steps >= spec.warmup
             self._defers = self._gradients is not None and self._num_steps % 2 == 1
+            for chunk in self._chunks:
+                for layer in chunk.delayed:
+                    layer.delay(is_on=self._defers)
             self.activations.is_open = self._num_steps == 0
             begin = self._clock.mark()
             rest = list(args)
@@ -162,7 +115,7 @@ class LayerProfiler:
             peak_memory_bytes=peak_memory_bytes(),
             parts=self._parts(),
             steps={name: self._summary((name, "step"), statistics.median) for name in get_args(StepPart)},
-            job=describe_job(get_megatron_args(), neutralised=[]),
+            job=describe_job(get_megatron_args(), as_written=Namespace(), neutralised=[]),
         )
         self._files.write(profile)
 
@@ -247,13 +200,24 @@ class LayerProfiler:
         self.backward_passes(EMBEDDING if chunk.has_embedding else OTHER)
         self._in_backward = False
         if not self._defers or self._gradients is None:
+            for layer in chunk.delayed:
+                layer.end_full_backward()
             return
-        pending, self._gradients.open = self._gradients.open or [], None
+        gradients = self._gradients
+        pending, gradients.open = gradients.open or [], None
         for number, gradient in enumerate(pending):
-            begin = self._clock.mark()
-            self._gradients.accumulate(gradient)
-            name = chunk.owners.get(id(gradient.weight), OTHER)
-            self._span((name, f"W{number}"), begin, self._clock.mark())
+            with self._weight_span(chunk, gradient.weight, number):
+                gradients.accumulate(gradient)
+        for number, layer in enumerate(chunk.delayed, start=len(pending)):
+            layer.end_input_grad()
+            with self._weight_span(chunk, layer.weights[0], number):
+                layer.accumulate()
+
+    @contextmanager
+    def _weight_span(self, chunk: "_Chunk", weight: Any, number: int) -> Iterator[None]:
+        begin = self._clock.mark()
+        yield
+        self._span((chunk.owners.get(id(weight), OTHER), f"W{number}"), begin, self._clock.mark())
 
 
 def cut_mean(seconds: Sequence[float]) -> float:
@@ -272,6 +236,8 @@ class _Chunk:
         self._profiler = profiler
         self.has_embedding = bool(getattr(model, "pre_process", True))
         self.has_head = bool(getattr(model, "post_process", True))
+        # A schedule of the plan has its own use for them.
+        self.delayed: list[DelayedLayer] = delayed_layers(model) if profiler.delays_te else []
         layers = list(model.decoder.layers)
         self._names = [f"layer.{layer.layer_number - 1}" for layer in layers]
         self.owners = {

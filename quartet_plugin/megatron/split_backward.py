@@ -19,53 +19,9 @@ from megatron.core.tensor_parallel import layers
 
 from quartet_plugin.megatron import seams
 from quartet_plugin.megatron.seams import Seam, Wrapper, resolve
-from quartet_plugin.megatron.te_layers import DelayedGradient, delay
+from quartet_plugin.megatron.seams.declared import DDP_INIT, LINEAR, SPLIT_BACKWARD
+from quartet_plugin.megatron.te_layers import DelayedLayer, delay
 from quartet_plugin.runtime.deferred import DeferredGradients
-
-_LAYERS = "megatron.core.tensor_parallel.layers"
-_DDP = "megatron.core.distributed.distributed_data_parallel"
-_NAME = "LinearWithGradAccumulationAndAsyncCommunication"
-
-LINEAR = Seam(
-    _LAYERS,
-    _NAME,
-    "",
-    {"0.19.2": "9fbf743bb3846385"},
-    use_sites=(f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce",),
-)
-DDP_INIT = Seam(
-    _DDP,
-    "DistributedDataParallel.__init__",
-    "self config ddp_config module disable_bucketing pg_collection full_param_layout",
-    {"0.19.2": "70ec01fd126be284"},
-)
-# The functions that compute a deferred gradient and take it over.
-CALLED = (
-    Seam(
-        _LAYERS,
-        f"{_NAME}.forward",
-        "ctx input weight bias gradient_accumulation_fusion allreduce_dgrad sequence_parallel "
-        "grad_output_buffer wgrad_deferral_limit tp_group gtp_remat_size",
-        {"0.19.2": "41c60cde9ca6bd5d"},
-        num_decorators=1,
-    ),
-    Seam(_LAYERS, f"{_NAME}.backward", "ctx grad_output", {"0.19.2": "f5d6178f3c3e6a4e"}, num_decorators=1),
-    Seam(
-        "megatron.core.utils",
-        "prepare_input_tensors_for_wgrad_compute",
-        "grad_output all_gathered_input",
-        {"0.19.2": "7c36ba42a645f522"},
-        aliases=(_LAYERS,),
-        use_sites=(f"{_LAYERS}:{_NAME}.backward",),
-    ),
-    Seam(
-        _DDP,
-        "DistributedDataParallel._make_backward_post_hook",
-        "self param",
-        {"0.19.2": "baa9236522aa9507"},
-        use_sites=(f"{_DDP}:DistributedDataParallel.__init__",),
-    ),
-)
 
 
 @dataclass(slots=True)
@@ -86,7 +42,7 @@ class WeightGradients(DeferredGradients[PendingGradient]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._delayed: dict[tuple[int, int], Sequence[DelayedGradient]] = {}
+        self._delayed: dict[tuple[int, int], Sequence[DelayedLayer]] = {}
 
     def accumulate(self, pending: PendingGradient) -> None:
         """Compute the weight's gradient as the layer's backward does, without the input's."""
@@ -111,16 +67,19 @@ class WeightGradients(DeferredGradients[PendingGradient]):
         """The layer's input and its output's gradient; Transformer Engine's stores are not counted."""
         return pending.layer_input, pending.grad_output
 
-    def end(self, stage: int, microbatch: int, delayed: Sequence[DelayedGradient] = ()) -> None:
-        """End the I action; its W also computes `delayed`, the gradients in the stores of layers."""
+    def end(self, stage: int, microbatch: int, delayed: Sequence[DelayedLayer] = ()) -> None:
+        """End the I action; its W also computes the oldest gradient of each of the `delayed` layers."""
         super().end(stage, microbatch)
+        for layer in delayed:
+            layer.end_input_grad()
         self._delayed[stage, microbatch] = delayed
 
-    def run(self, stage: int, microbatch: int) -> None:
-        """Compute the weight gradients of one microbatch on one stage."""
-        super().run(stage, microbatch)
-        for accumulate in self._delayed.pop((stage, microbatch)):
-            accumulate()
+    def run_stored(self, stage: int, microbatch: int) -> bool:
+        """Compute the oldest gradient of each of Transformer Engine's layers."""
+        delayed = self._delayed.pop((stage, microbatch))
+        for layer in delayed:
+            layer.accumulate()
+        return bool(delayed)
 
     def clear(self) -> None:
         """Drop all deferred gradients after an interrupted step."""
@@ -143,14 +102,14 @@ def _accumulate_fused(pending: PendingGradient, grad_output: Any, total_input: A
     weight.grad_added_to_main_grad = True
 
 
-def install(gradients: WeightGradients) -> Callable[[], None]:
-    """Let Megatron's local linear layers defer weight gradients; returns the function that undoes it.
+def install(gradients: WeightGradients, *, delays_te: bool = False) -> Callable[[], None]:
+    """Let linear layers defer weight gradients, as `wrappers` says; returns the function that undoes it.
 
     Must run before models are built. Raises SeamError when the layers' function or DDP is not as known.
     """
-    for seam in CALLED:
+    for seam in SPLIT_BACKWARD:
         resolve(seam)
-    return seams.install(wrappers(gradients)).uninstall
+    return seams.install(wrappers(gradients, delays_te=delays_te)).uninstall
 
 
 def wrappers(gradients: WeightGradients, *, delays_te: bool = False) -> dict[Seam, Wrapper]:
@@ -213,6 +172,8 @@ def _splitting(original: Any, gradients: WeightGradients) -> Any:
 
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
+            # Under hooks on saved tensors autograd hands the weight out as another one, without attributes.
+            ctx.quartet_weight = inputs[1]
             return original.forward(ctx, *inputs)
 
         @staticmethod
@@ -221,18 +182,20 @@ def _splitting(original: Any, gradients: WeightGradients) -> Any:
                 return original.backward(ctx, grad_output)
             return _input_gradient(ctx, grad_output, gradients.open)
 
-    SplitLinear.__name__ = SplitLinear.__qualname__ = _NAME
+    SplitLinear.__name__, SplitLinear.__qualname__ = original.__name__, original.__qualname__
     return SplitLinear
 
 
 def _can_defer(ctx: Any) -> bool:
-    if not ctx.needs_input_grad[1] or ctx.gtp_remat_size > 1 or ctx.grad_output_buffer is not None:
+    # Releases before 0.19 have no weights that are sharded and gathered again.
+    is_sharded = getattr(ctx, "gtp_remat_size", 1) > 1
+    if not ctx.needs_input_grad[1] or is_sharded or ctx.grad_output_buffer is not None:
         return False
-    return hasattr(ctx.saved_tensors[1], "_quartet_grad_ready")
+    return hasattr(ctx.quartet_weight, "_quartet_grad_ready")
 
 
 def _input_gradient(ctx: Any, grad_output: Any, queue: list[PendingGradient]) -> tuple[Any, ...]:
-    layer_input, weight = ctx.saved_tensors
+    layer_input, weight = ctx.saved_tensors[0], ctx.quartet_weight
     grad_input = grad_output.matmul(weight)
     handle = None
     if ctx.allreduce_dgrad:
@@ -255,4 +218,4 @@ def _input_gradient(ctx: Any, grad_output: Any, queue: list[PendingGradient]) ->
     grad_bias = grad_output.sum(dim=0) if ctx.use_bias else None
     if handle is not None:
         handle.wait()
-    return (grad_input, None, grad_bias) + (None,) * 7
+    return (grad_input, None, grad_bias) + (None,) * (len(ctx.needs_input_grad) - 3)

@@ -4,19 +4,34 @@ A layer keeps the tensors of a weight's gradient in its store, first in, first o
 gradient at each `backward_dw`. Megatron enables the store only together with expert overlap; `delay` enables
 it on the layers, once they are built and before DDP reads them. A W action calls every layer of its stage
 once. Where the orders of I and W differ, a W computes another microbatch's gradient: the sum is the same.
+
+A gradient that is fused is added to `main_grad` by the layer itself; the weight's `grad` is then a
+placeholder for DDP's hook. The layer's backward leaves one in I, its `backward_dw` does not: `DelayedLayer`
+takes it away after I, where the next I would add to it, and brings it for W.
 """
 
 import importlib.metadata
 import re
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 # The first in which DDP's overlapped reductions go with delayed weight gradients (Megatron's own condition).
 _OLDEST = (2, 8)
 _MARK = "_quartet_is_delayed"
-_NEEDED = ("wgrad_store", "backward_dw", "register_wgrad_accumulation_and_reduce_hooks", "weight_names")
+_NEEDED = (
+    "wgrad_store",
+    "backward_dw",
+    "register_wgrad_accumulation_and_reduce_hooks",
+    "weight_names",
+    "use_bias",
+    "apply_bias",
+    "fuse_wgrad_accumulation",
+    "wgrad_accumulation_and_reduce_hooks",
+)
 _FULL_BACKWARD = "backwards are not split"
 _NOT_SPLIT = {
     "fp8": f"--fp8-format: {_FULL_BACKWARD}, because delayed gradients of quantized layers were not tried",
@@ -28,8 +43,51 @@ _NOT_SPLIT = {
 }
 
 
-# Computes the oldest gradient in a layer's store; the layer calls DDP's hooks.
-DelayedGradient = Callable[[], None]
+@dataclass(frozen=True, slots=True)
+class DelayedLayer:
+    """A layer with weight gradients in its store; `compute` is Transformer Engine's `backward_dw`."""
+
+    layer: Any
+    compute: Callable[[Any], None]
+
+    @property
+    def weights(self) -> list[Any]:
+        """The layer's weights."""
+        return [getattr(self.layer, name) for name in self.layer.weight_names]
+
+    def delay(self, *, is_on: bool) -> None:
+        """Have the next backwards leave weight gradients in the store, or compute them."""
+        store = self.layer.wgrad_store
+        (store.enable_delay_wgrad_compute if is_on else store.disable_delay_wgrad_compute)()
+
+    def end_full_backward(self) -> None:
+        """Call DDP's hooks, as the layer's W would, after a backward that has computed all gradients."""
+        for hook in self.layer.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    def end_input_grad(self) -> None:
+        """Take away the placeholders that the layer's backward has left."""
+        for weight in self._fused_weights():
+            weight.grad = None
+
+    def accumulate(self) -> None:
+        """Compute the oldest gradient in the store; the layer calls DDP's hooks."""
+        for weight in self._fused_weights():
+            # Where DDP overlaps reductions its hook wants some gradient; with zero_out_wgrad it adds it.
+            make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+            weight.grad = make(weight)
+            # A backward under hooks on saved tensors could not mark the weight.
+            weight.grad_added_to_main_grad = True
+        layer, uses_bias = self.layer, self.layer.use_bias
+        # Else `backward_dw` sets the gradient of a bias that has had it in I.
+        layer.use_bias = uses_bias and _delays_bias(layer)
+        try:
+            self.compute(layer)
+        finally:
+            layer.use_bias = uses_bias
+
+    def _fused_weights(self) -> list[Any]:
+        return self.weights if self.layer.fuse_wgrad_accumulation else []
 
 
 def obstacle(args: Namespace, *, version: str | None = None) -> str | None:
@@ -66,17 +124,25 @@ def delay(model: Any) -> None:
         if not any(p.requires_grad for name, p in layer.named_parameters(recurse=False)):
             continue
         layer.wgrad_store = type(store)(True, False)
-        names = {*layer.weight_names, *getattr(layer, "bias_names", ())}
+        names = {*layer.weight_names, *(layer.bias_names if _delays_bias(layer) else ())}
         for name, parameter in layer.named_parameters():
             if name in names:
                 parameter.skip_backward_post_hook = True
         setattr(layer, _MARK, True)
 
 
-def delayed_gradients(model: Any) -> list[DelayedGradient]:
-    """The gradients of the layers of a chunk that `delay` has changed."""
+def delayed_layers(model: Any) -> list[DelayedLayer]:
+    """The layers of a chunk that `delay` has changed."""
     layers = [layer for layer in model.modules() if getattr(layer, _MARK, False)]
-    return [partial(method, layer) for layer in layers if (method := _engine_method(layer)) is not None]
+    return [DelayedLayer(layer, method) for layer in layers if (method := _engine_method(layer)) is not None]
+
+
+def _delays_bias(layer: Any) -> bool:
+    """Whether a layer's bias is part of its product, so that its gradient comes with the weight's.
+
+    Else the bias is returned, or added after the ranks' sum, and autograd computes its gradient in I.
+    """
+    return bool(layer.apply_bias) and not getattr(layer, "gemm_bias_unfused_add", False)
 
 
 def _engine_method(layer: Any) -> Callable[[Any], None] | None:

@@ -4,8 +4,38 @@ The training command is then started as ever and may have `--quartet-plan FILE` 
 of our flags nothing happens, and nothing is imported.
 """
 
+import ast
 import os
 import sys
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quartet_plugin.rank.source_tree import SourceTree
+
+PARSE_ARGS = ("megatron.training.arguments", "parse_args")
+_LINES = (
+    "    from quartet_plugin.megatron.vendored import start as start_quartet",
+    "",
+    "    start_quartet()",
+)
+
+
+def patch_of(tree: "SourceTree") -> str:
+    """The patch of a source tree: our lines, first in `parse_args`, with no context around them.
+
+    Raises ValueError where the tree has no such function.
+    """
+    module, name = PARSE_ARGS
+    definition, file = tree.definition(module, name), tree.file(module)
+    if file is None or not isinstance(definition, ast.FunctionDef):
+        raise ValueError(f"{tree.roots[0]}: has no {module}.{name}")
+    path = PurePosixPath(*file.relative_to(tree.roots[0]).parts)
+    first = definition.body[0]
+    has_docstring = ast.get_docstring(definition) is not None
+    before = (first.end_lineno or first.lineno) if has_docstring else first.lineno - 1
+    added = "".join(f"+{line}\n" for line in _LINES)
+    return f"--- a/{path}\n+++ b/{path}\n@@ -{before},0 +{before + 1},{len(_LINES)} @@\n{added}"
 
 
 def start() -> None:

@@ -1,5 +1,6 @@
 """A plan in flags: only what differs, and what it was made for is checked."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,10 @@ from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.apply import check_fit, rewrite
+from quartet_plugin.megatron.describe import settings_of
+from quartet_plugin.model.job_description import EqualDevices, JobDescription
+from quartet_plugin.model.layout import SettingValue
+from quartet_plugin.space.knobs.registry import KNOBS, SETTINGS
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE, make_plan
 from tests.megatron.native import native_flags
 
@@ -55,6 +60,27 @@ def test_vocabulary_is_not_padded_further_by_tensor_parallelism() -> None:
     edited, _ = rewrite(make_plan(split=(6,), tensor=2), flags=native_flags(), words=MEGATRON_FLAGS)
     appended = ["--tensor-model-parallel-size", "2", "--padded-vocab-size", "128"]
     assert edited == [*MEGATRON_FLAGS, *appended]
+
+
+def test_a_plan_without_a_run_takes_the_commands_padding() -> None:
+    devices = EqualDevices(
+        device="H100-SXM-80GB",
+        num_nodes=1,
+        devices_per_node=2,
+        scale_up_bandwidth_bytes_per_s=4.5e11,
+        scale_out_bandwidth_bytes_per_s=5e10,
+        memory_bytes=80 * 2**30,
+    )
+    made = make_plan(split=(6,), tensor=2, shape=replace(SHAPE, vocab_size=256))
+    job = JobDescription(precision="fp32", search={}, devices=devices, vocab_size=127)
+    shape = replace(SHAPE, vocab_size=256)
+    plan = replace(made, made_for=replace(made.made_for, shape=shape, job=job))
+    edited, _ = rewrite(plan, flags=native_flags(), words=MEGATRON_FLAGS)
+    assert edited[-2:] == ["--padded-vocab-size", "128"]
+    # An odd padding of the command's own cannot be halved.
+    odd = [*MEGATRON_FLAGS, "--make-vocab-size-divisible-by", "127"]
+    with pytest.raises(PlanError, match=r"must divide the padded vocabulary \(127\); pad the command's"):
+        rewrite(plan, flags=native_flags(), words=odd)
 
 
 def test_interleaving_and_its_group() -> None:
@@ -155,3 +181,53 @@ def test_hybrid_models_keep_their_split() -> None:
     words = [*MEGATRON_FLAGS, "--pipeline-model-parallel-size", "2", "--hybrid-layer-pattern", "M*|M*"]
     with pytest.raises(PlanError, match="hybrid-layer-pattern"):
         rewrite(make_plan(split=(4, 2), pipeline=2), flags=native_flags(), words=words)
+
+
+def test_settings_become_flags_and_are_read_back() -> None:
+    words = [*MEGATRON_FLAGS, "--overlap-grad-reduce"]
+    plan = make_plan(split=(6,), data=2)
+    on = plan.layout.with_setting("overlap_grad_reduce", True).with_setting("ddp_bucket_size", 4000)
+    edited, _ = rewrite(replace(plan, layout=on), flags=native_flags(), words=words)
+    assert edited == [*words, "--ddp-bucket-size", "4000"]
+    assert {x.name: x.value for x in settings_of(native_flags().values(edited))} == {
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": False,
+        "ddp_bucket_size": 4000,
+    }
+    off = plan.layout.with_setting("overlap_grad_reduce", False)
+    edited, notes = rewrite(replace(plan, layout=off), flags=native_flags(), words=words)
+    assert "--overlap-grad-reduce" not in edited
+    assert notes == ["the plan replaces --overlap-grad-reduce -> left out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("telemetry", True, "layout.settings: telemetry; this release knows overlap_grad_reduce"),
+        ("overlap_grad_reduce", 3, "layout.settings.overlap_grad_reduce: 3; must be a switch"),
+        ("ddp_bucket_size", "many", "layout.settings.ddp_bucket_size: 'many'; must be a size"),
+    ],
+)
+def test_a_setting_that_no_knob_has_is_refused(name: str, value: SettingValue, words: str) -> None:
+    plan = make_plan(split=(6,), data=2)
+    planned = replace(plan, layout=plan.layout.with_setting(name, value))
+    with pytest.raises(PlanError, match=re.escape(words)):
+        rewrite(planned, flags=native_flags(), words=MEGATRON_FLAGS)
+
+
+def test_the_flag_of_every_knob_is_one_of_megatrons() -> None:
+    flags = native_flags()
+    given = {item.flag for knob in KNOBS if knob.flag for item in flags.occurrences([knob.flag, "1"])}
+    assert given == {knob.flag for knob in KNOBS if knob.flag}
+    assert {knob.destination for knob in SETTINGS} <= set(flags.defaults)
+
+
+@pytest.mark.parametrize(("pipeline", "is_kept"), [(2, False), (4, True)])
+def test_transfers_are_overlapped_on_two_devices_with_chunks(pipeline: int, is_kept: bool) -> None:
+    """Megatron refuses --no-overlap-p2p-communication there."""
+    words = [*MEGATRON_FLAGS, "--no-overlap-p2p-communication"]
+    split = (2, 2, 1, 1) if pipeline == 2 else (0, 1, 1, 1, 1, 1, 1, 0)
+    plan = make_plan(split=split, pipeline=pipeline, chunks=2, group=pipeline)
+    edited, notes = rewrite(plan, flags=native_flags(), words=words)
+    assert ("--no-overlap-p2p-communication" in edited) == is_kept
+    assert any("--no-overlap-p2p-communication" in note for note in notes) != is_kept

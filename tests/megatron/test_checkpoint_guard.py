@@ -8,8 +8,6 @@ import pytest
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.checkpoints import (
     ATTRIBUTE,
-    LOAD,
-    SAVE,
     CheckpointGuard,
     Stages,
     loop,
@@ -17,6 +15,7 @@ from quartet_plugin.megatron.checkpoints import (
     stages_of,
 )
 from quartet_plugin.megatron.seams import resolve
+from quartet_plugin.megatron.seams.declared import LOAD, SAVE
 from tests.megatron.entry_launch import MEGATRON_FLAGS
 from tests.megatron.native import native_flags
 

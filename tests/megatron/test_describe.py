@@ -9,13 +9,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
-from quartet_plugin.megatron.describe import (
+from quartet_plugin.model.megatron_arguments import (
     features_of,
     layout_of,
     precision_of,
     schedule_of,
     shape_of,
     split_of,
+    stages_of_layout,
 )
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SHAPE
 from tests.megatron.native import native_flags
@@ -165,3 +166,20 @@ def test_precision() -> None:
 def test_missing_size_is_named() -> None:
     with pytest.raises(ConfigError, match="--num-layers"):
         shape_of(native_flags().values([]), vocab_size=8)
+
+
+@given(st.lists(st.sampled_from(["E", "t", "m", "L", "|", "t*3", "(tt|)*2", "(t|t)*3", ","]), max_size=12))
+@settings(max_examples=200, deadline=None)
+def test_a_layout_is_read_as_megatron_reads_it(parts: list[str]) -> None:
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    text = "".join(parts)
+    stages = PipelineParallelLayerLayout.parse_str_to_list(text)
+    assert stages_of_layout(text) == [stage.count(LayerType.decoder) for stage in stages]
+
+
+@pytest.mark.parametrize("text", ["Ettx|L", "E(t|)*99999999999L", "Et*131073L"])
+def test_a_layout_that_no_model_has_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--pipeline-model-parallel-layout"):
+        stages_of_layout(text)

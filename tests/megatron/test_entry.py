@@ -5,13 +5,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quartet_plugin.errors import UsageError
+from quartet_plugin.megatron.entry import use_cpu
 from quartet_plugin.model.plan import write_plan
 from quartet_plugin.model.schema import dump
-from quartet_plugin.rank.entry_options import read_command
+from quartet_plugin.rank.entry_options import EntryOptions, read_command
 from tests.megatron.entry_launch import MEGATRON_FLAGS, ROOT, SHAPE, Launch, launch, make_plan, write_trial
 
 PER_RANK = (str(ROOT / "tests" / "megatron" / "entry_per_rank.py"),)
@@ -262,3 +264,27 @@ def test_importing_the_adapter_changes_nothing() -> None:
         "assert sys.meta_path == before and not {'torch', 'megatron', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "is_trial", "is_on_cpu"),
+    [("auto", False, False), ("auto", True, True), ("cpu", False, True), ("cuda", True, False)],
+)
+def test_only_what_trains_nothing_for_good_takes_the_cpu_unasked(
+    monkeypatch: pytest.MonkeyPatch, device: Any, is_trial: bool, is_on_cpu: bool
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    options = EntryOptions(device=device, trial=Path("trial.json") if is_trial else None)
+    assert use_cpu(options) == is_on_cpu
+
+
+def test_a_training_start_without_an_accelerator_is_refused_by_all_ranks_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    write_plan(make_plan(split=(5, 1), pipeline=2), path=tmp_path / "plan.json")
+    done = launch(2, [*MEGATRON_FLAGS, "--quartet-plan", str(tmp_path / "plan.json")])
+    assert done.code != 0
+    lines = [line for line in done.output.splitlines() if "no accelerator is visible here" in line]
+    assert len(lines) == 1
+    assert "--quartet-device cpu" in lines[0]

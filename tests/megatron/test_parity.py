@@ -1,6 +1,7 @@
 """Every plan trains the same: real Megatron, one weights-only checkpoint, dropout off, compared as floats."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,19 @@ import pytest
 from quartet_plugin.model.plan import Plan, write_plan
 from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan, write_trial
 
+DP2 = make_plan(split=(6,), data=2)
+OVERLAPPED = (
+    replace(DP2.layout, distributed_optimizer=True)
+    .with_setting("overlap_grad_reduce", True)
+    .with_setting("overlap_param_gather", True)
+    .with_setting("ddp_bucket_size", 2000)
+)
+PP2 = make_plan(split=(4, 2), pipeline=2)
 PLANS = {
     "pp2": make_plan(split=(4, 2), pipeline=2),
     "tp2": make_plan(split=(6,), tensor=2),
+    "dp2-overlapped": replace(DP2, layout=OVERLAPPED),
+    "pp2-recompute": replace(PP2, layout=replace(PP2.layout, recompute="full")),
     "pp2-dp2": make_plan(split=(2, 4), pipeline=2, data=2, micro_batch=1),
     "pp2-chunks2": make_plan(split=(1, 2, 2, 1), pipeline=2, chunks=2, group=4),
     # Rank 1 on slot 2, rank 2 on slot 3, rank 3 on slot 1: not its own inverse, and every stage differs.
@@ -62,6 +73,12 @@ def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: La
     job = next(content["job"] for content in done.ranks.values() if content["rank"] == 0)
     assert tuple(job["split"]["transformer_layers_per_stage"]) == plan.split.transformer_layers_per_stage
     assert job["layout"]["virtual_stages"] == plan.layout.virtual_stages
+    read_back = {setting["name"]: setting["value"] for setting in job["settings"]}
+    assert {x.name: read_back[x.name] for x in plan.layout.settings or ()} == {
+        x.name: x.value for x in plan.layout.settings or ()
+    }
+    for name in ("recompute", "distributed_optimizer", "sequence_parallel"):
+        assert job["layout"][name] == getattr(plan.layout, name)
     assert job["schedule"] == {"name": plan.schedule.name, "group": plan.schedule.group}
     assert all(content["plan_key"] == plan.key for content in done.ranks.values())
     check_places(plan, done)

@@ -1,5 +1,6 @@
 """The patches for vendored Megatron: they apply to the release, hold our lines only, and train with it."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -9,13 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from quartet_plugin.megatron.vendored import PARSE_ARGS
 from quartet_plugin.model.plan import write_plan
+from quartet_plugin.rank.source_tree import SourceTree
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, make_plan
 from tests.megatron.support import rank_environment, run_processes, torchrun
+from tests.megatron.test_contract import INSTALLED, OTHERS, tree_of
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
 SECOND_STAGE = re.compile(r"number of parameters on .* model parallel rank \([0, ]*1\)")
 RANK = Path(__file__).with_name("vendored_rank.py")
+ON_CPU = ("--quartet-device", "cpu")
 
 
 def test_patches_have_no_context_and_only_our_lines() -> None:
@@ -29,19 +34,38 @@ def test_patches_have_no_context_and_only_our_lines() -> None:
         assert sum("import" in line for line in body) == 1
 
 
+@pytest.mark.parametrize("release", [INSTALLED, *OTHERS])
+def test_a_patch_puts_its_lines_first_into_parse_args(release: str, tmp_path: Path) -> None:
+    module, name = PARSE_ARGS
+    source = tree_of(release).file(module)
+    assert source is not None
+    copy = tmp_path / Path(*module.split(".")).with_suffix(".py")
+    copy.parent.mkdir(parents=True)
+    shutil.copy(source, copy)
+    apply(release, tmp_path)
+    definition = SourceTree((tmp_path,)).definition(module, name)
+    assert isinstance(definition, ast.FunctionDef)
+    docstring, imported, called = definition.body[:3]
+    assert isinstance(docstring, ast.Expr)
+    assert ast.unparse(imported) == "from quartet_plugin.megatron.vendored import start as start_quartet"
+    assert ast.unparse(called) == "start_quartet()"
+
+
+def apply(release: str, root: Path) -> None:
+    """Apply the patch of a release to a tree."""
+    with (PATCHES / f"megatron-core-{release}.patch").open("rb") as stream:
+        subprocess.run(["patch", "-p1", "--fuzz=0"], cwd=root, stdin=stream, check=True, capture_output=True)
+
+
 @pytest.fixture(scope="module")
 def vendored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the installed Megatron with the patch of its release."""
-    from quartet_plugin.megatron.seams import installed_version
-
     root = tmp_path_factory.mktemp("vendored")
     spec = importlib.util.find_spec("megatron")
     assert spec is not None
     for folder in spec.submodule_search_locations or ():
         shutil.copytree(folder, root / "megatron", dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.pyc"))
-    patch = PATCHES / f"megatron-core-{installed_version()}.patch"
-    with patch.open("rb") as stream:
-        subprocess.run(["patch", "-p1", "--fuzz=0"], cwd=root, stdin=stream, check=True, capture_output=True)
+    apply(INSTALLED, root)
     return root
 
 
@@ -56,7 +80,7 @@ def run(vendored: Path, folder: Path, *flags: str) -> tuple[int, str]:
 @pytest.mark.timeout(600)
 def test_a_patched_megatron_trains_with_a_plan_and_without(vendored: Path, tmp_path: Path) -> None:
     write_plan(make_plan(split=(4, 2), pipeline=2), path=tmp_path / "plan.json")
-    code, output = run(vendored, tmp_path, "--quartet-plan", str(tmp_path / "plan.json"))
+    code, output = run(vendored, tmp_path, "--quartet-plan", str(tmp_path / "plan.json"), *ON_CPU)
     assert code == 0, output[-3000:]
     assert SECOND_STAGE.search(output), output[-3000:]
     assert "iteration        2/" in output
@@ -69,7 +93,7 @@ def test_a_patched_megatron_trains_with_a_plan_and_without(vendored: Path, tmp_p
 @pytest.mark.timeout(300)
 def test_a_refusal_is_one_line(vendored: Path, tmp_path: Path) -> None:
     write_plan(make_plan(split=(5, 1), pipeline=2, global_batch_size=64), path=tmp_path / "plan.json")
-    code, output = run(vendored, tmp_path, "--quartet-plan", str(tmp_path / "plan.json"))
+    code, output = run(vendored, tmp_path, "--quartet-plan", str(tmp_path / "plan.json"), *ON_CPU)
     assert code != 0
     told = [line for line in output.splitlines() if line.startswith("quartet: ")]
     assert len(told) == 1, output[-3000:]

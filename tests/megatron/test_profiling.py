@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from quartet_plugin.errors import UsageError
-from quartet_plugin.megatron.profiling import PartActivations, SimulatedRank, cut_mean
+from quartet_plugin.megatron.part_activations import AllocatedPartActivations, SavedPartActivations
+from quartet_plugin.megatron.profiling import SimulatedRank, cut_mean
 
 
 def test_the_simulated_rank_is_read_strictly() -> None:
@@ -16,7 +17,7 @@ def test_the_simulated_rank_is_read_strictly() -> None:
 
 
 def test_activations_count_each_storage_once_and_no_weights() -> None:
-    activations = PartActivations()
+    activations = SavedPartActivations()
     activations.is_open = True
     linear = torch.nn.Linear(8, 8, bias=False)
     layer_input = torch.randn(4, 8, requires_grad=True)
@@ -35,18 +36,37 @@ def test_activations_count_each_storage_once_and_no_weights() -> None:
 
 
 def test_activations_count_one_forward() -> None:
-    activations = PartActivations()
+    activations = SavedPartActivations()
     activations.is_open = True
     for _ in range(3):
         activations.enter("part")
         (torch.randn(16, requires_grad=True) * 1.0).square().sum()
         activations.leave()
     assert activations.bytes_of("part") == 16 * 4
-    closed = PartActivations()
+    closed = SavedPartActivations()
     closed.enter("part")
     (torch.randn(16, requires_grad=True) * 1.0).square().sum()
     closed.leave()
     assert closed.bytes_of("part") == 0
+
+
+def test_the_allocator_counts_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated = [0]
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocated[0])
+    activations = AllocatedPartActivations()
+    activations.is_open = True
+    for once in (1000, 0):  # the first forward makes a buffer that stays
+        for part, size in (("first", 30 + once), ("second", 50)):
+            activations.enter(part)
+            allocated[0] += size
+        activations.leave()
+        allocated[0] -= 80
+    activations.is_open = False
+    activations.enter("first")
+    allocated[0] += 7
+    activations.leave()
+    assert (activations.bytes_of("first"), activations.bytes_of("second")) == (30, 50)
+    assert activations.bytes_of("third") == 0
 
 
 def test_parts_are_means_so_that_they_add_up_without_accidents() -> None:

@@ -13,10 +13,18 @@ from typing import Any
 import pytest
 
 from quartet_plugin.errors import SeamError
-from quartet_plugin.megatron import seams
-from quartet_plugin.megatron.seams import Seam, check_version, install, installed_version, resolve
-from quartet_plugin.rank.seams import node_hash, source_hash, stale_refs
-from tests.definitions import find_definition
+from quartet_plugin.megatron.seams import (
+    Seam,
+    install,
+    installed_version,
+    known_function,
+    locate,
+    package_roots,
+    resolve,
+)
+from quartet_plugin.megatron.seams.declared import ARGUMENTS, TOKENIZER, TRAIN_STEP
+from quartet_plugin.rank.seams import source_hash, stale_refs
+from quartet_plugin.rank.source_tree import KnownFunction, find_definition, node_hash
 
 NAME = "quartet_test_framework"
 SOURCE = '''
@@ -28,6 +36,16 @@ def one(a, b=0):
 
 def two():
     return one(1)
+
+def trace(function):
+    @functools.wraps(function)
+    def inner(*args):
+        return function(*args)
+    return inner
+
+@trace
+def traced(a):
+    return a
 
 class Box:
     def __init__(self, size):
@@ -48,15 +66,14 @@ def declared(name: str, *parameters: str, source: str = SOURCE, **changes: Any) 
     return Seam(
         module=NAME,
         name=name,
-        parameters=" ".join(parameters),
-        sources={"1.0": node_hash(definition)},
+        known={"1.0": KnownFunction(parameters=" ".join(parameters), source=node_hash(definition))},
         **changes,
     )
 
 
 ONE, TWO = declared("one", "a", "b"), declared("two")
 INIT = declared("Box.__init__", "self", "size")
-MAKE = declared("Box.make", "size", num_decorators=1)
+MAKE = declared("Box.make", "size")
 BOX = declared("Box")
 
 
@@ -84,10 +101,31 @@ def test_wraps_and_takes_back(framework: Any) -> None:
 
 def test_nothing_is_touched_when_one_does_not_fit(framework: Any) -> None:
     one = framework.one
-    changed = replace(TWO, parameters="was")
-    with pytest.raises(SeamError, match=r"two: takes \(\) in megatron-core [\d.]+, \(was\) is known"):
-        install({ONE: doubled, changed: doubled})
+    with pytest.raises(SeamError, match="three: not in megatron-core"):
+        install({ONE: doubled, replace(TWO, name="three"): doubled})
     assert framework.one is one
+
+
+def test_other_parameters_are_named(framework: Any) -> None:
+    changed = replace(TWO, known={"1.0": KnownFunction(parameters="was so", source="0" * 16)})
+    with pytest.raises(SeamError, match=r"two: takes \(\) in megatron-core [\d.]+, \(was, so\) elsewhere"):
+        resolve(changed)
+    assert locate(changed)[1] is framework.two
+
+
+def test_a_release_without_the_function_may_be_known(framework: Any) -> None:
+    absent = replace(TWO, name="three", known={"0.9": None, **TWO.known})
+    assert absent.source_fault(known_function(absent)) is None
+    assert replace(absent, known=TWO.known).source_fault(None) is not None
+
+
+def test_a_source_that_was_never_tried_is_known_for_its_parameters_alone(framework: Any) -> None:
+    untried = replace(
+        ONE, known={name: replace(known, is_tried=False) for name, known in ONE.known.items() if known}
+    )
+    assert untried.parameters_fault(known_function(untried)) is None
+    with pytest.raises(SeamError, match="one: its source is another one"):
+        resolve(untried)
 
 
 def test_other_plugins_are_named(framework: Any) -> None:
@@ -133,7 +171,9 @@ def doubled_size(original: Callable[..., Any]) -> Callable[..., Any]:
 def test_another_source_is_refused_with_the_release(framework: Any) -> None:
     for seam in (ONE, INIT, MAKE, BOX):
         resolve(seam)
-        other = replace(seam, sources={"1.0": "0" * 16})
+        known = seam.known["1.0"]
+        assert known is not None
+        other = replace(seam, known={"1.0": replace(known, source="0" * 16)})
         with pytest.raises(SeamError, match=rf"{seam.name}: its source is another one in megatron-core \d"):
             resolve(other)
 
@@ -196,11 +236,12 @@ def test_what_keeps_an_original_is_found_and_nothing_stays_replaced(
         (("    return a + b", "\n    # Sum.\n    return (a + b)"), True),
         (("a + b", "a - b"), False),
         (("b=0", "b=1"), False),
+        (("def one", "@functools.lru_cache()\n@functools.cache\ndef one"), True),
     ],
 )
 def test_what_runs_is_what_counts(change: tuple[str, str], is_same: bool) -> None:
     other = declared("one", "a", "b", source=SOURCE.replace(*change))
-    assert (other.sources == ONE.sources) is is_same
+    assert (other.known == ONE.known) is is_same
 
 
 def test_a_loaded_definition_has_the_hash_of_its_file(framework: Any) -> None:
@@ -210,26 +251,16 @@ def test_a_loaded_definition_has_the_hash_of_its_file(framework: Any) -> None:
         (MAKE, framework.Box.make.__wrapped__),
         (BOX, framework.Box),
     ):
-        assert {"1.0": source_hash(loaded)} == seam.sources
+        known = seam.known["1.0"]
+        assert known is not None
+        assert source_hash(loaded) == known.source
     assert find_definition(ast.parse(SOURCE), "Box.nothing") is None
 
 
-@pytest.mark.parametrize("seam", [seams.ARGUMENTS, seams.TOKENIZER, seams.TRAIN_STEP])
+@pytest.mark.parametrize("seam", [ARGUMENTS, TOKENIZER, TRAIN_STEP])
 def test_installed_megatron_has_the_seam(seam: Seam) -> None:
     module, function = resolve(seam)
     assert getattr(module, seam.name) is function
-
-
-@pytest.mark.parametrize(
-    ("version", "is_supported"),
-    [("0.19.2", True), ("0.19.7", True), ("0.19.1", False), ("0.20.0rc0", False), ("0.16.1", False)],
-)
-def test_versions(version: str, is_supported: bool) -> None:
-    if is_supported:
-        assert check_version(version) == version
-        return
-    with pytest.raises(SeamError, match=r"not supported; install megatron-core >= 0.19.2"):
-        check_version(version)
 
 
 def test_version_is_read_without_importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,5 +272,11 @@ def test_version_is_read_without_importing(tmp_path: Path, monkeypatch: pytest.M
     source.write_text("MAJOR = 0\nMINOR = 20\nPATCH = 1\nPRE_RELEASE = 'rc1'\nraise SystemExit\n")
     monkeypatch.delitem(sys.modules, "megatron")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SeamError, match=r"megatron-core 0\.20\.1rc1"):
-        check_version()
+    assert installed_version() == "0.20.1rc1"
+    assert package_roots()[0] == tmp_path
+
+
+def test_a_decorator_of_the_framework_changes_nothing(framework: Any) -> None:
+    traced = declared("traced", "a")
+    assert resolve(traced)[1] is framework.traced
+    assert framework.traced.__wrapped__ is not None

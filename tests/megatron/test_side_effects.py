@@ -35,12 +35,13 @@ def test_nothing_that_writes_or_loads_is_left() -> None:
         *("--save=/s", "--load", "/l", "--save-interval", "5", "--async-save", "--ckpt-format", "torch_dist"),
         *("--tensorboard-dir", "/t", "--wandb-project", "p", "--wandb-exp-name", "n"),
         *("--profile", "--record-memory-history", "--exit-interval", "7", "--exit-duration-in-mins", "9"),
-        *("--distributed-timeout-minutes", "60", "--script-flag", "x"),
+        *("--distributed-timeout-minutes", "60", "--script-flag", "x", "--timing-log-level", "2"),
     ]
     edited, names = strip_side_effects(native_flags(), words)
     values = native_flags().explicit_values(edited)
     assert not set(values) & set(REMOVED)
-    assert (values["eval_iters"], values["enable_one_logger"]) == (0, False)
+    assert {name: values[name] for name in SET} == SET
+    assert values["timing_log_level"] == 0
     assert (values["train_iters"], values["eval_interval"], values["distributed_timeout_minutes"]) == (
         20,
         100,
@@ -51,7 +52,7 @@ def test_nothing_that_writes_or_loads_is_left() -> None:
     assert set(names) == {
         *("--save", "--load", "--save-interval", "--async-save", "--tensorboard-dir", "--wandb-project"),
         *("--wandb-exp-name", "--profile", "--record-memory-history", "--exit-interval"),
-        *("--exit-duration-in-mins", "--eval-iters"),
+        *("--exit-duration-in-mins", "--eval-iters", "--timing-log-level"),
     }
 
 

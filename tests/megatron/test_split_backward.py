@@ -9,6 +9,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from quartet_plugin.megatron.split_backward import WeightGradients, _splitting
+from quartet_plugin.runtime.activation_tracker import SavedTensorTracker
 
 LINEAR = layers.LinearWithGradAccumulationAndAsyncCommunication
 ROWS, BATCH, WIDTH, OUT = 3, 2, 4, 5
@@ -128,6 +129,25 @@ def test_nothing_is_deferred_where_nobody_asks_or_ddp_has_no_door() -> None:
     gradients.end(0, 1)
     assert gradients.held(0, 1) == []
     assert torch.allclose(parameter.grad, expected(2)[1])
+
+
+def test_layers_defer_under_hooks_that_count_what_autograd_saves() -> None:
+    """With such hooks autograd hands a saved weight out as another tensor, without its attributes."""
+    gradients = WeightGradients()
+    function = _splitting(LINEAR, gradients)
+    first, second = (weight(main_dtype=torch.float32) for _ in range(2))
+    for parameter in (first, second):
+        parameter._quartet_grad_ready = ready(parameter)
+    tracker = SavedTensorTracker()
+    with tracker.saving():
+        hidden = forward(function, sample(0), first)
+        output = forward(function, hidden[..., :WIDTH], second)
+    gradients.begin()
+    output.square().sum().backward()
+    gradients.end(0, 0)
+    assert len(gradients.held(0, 0)) == 2 * 2
+    gradients.run(0, 0)
+    assert all(parameter.grad is None and parameter.main_grad.any() for parameter in (first, second))
 
 
 def test_a_step_that_broke_off_leaves_nothing() -> None:

@@ -13,113 +13,21 @@ Megatron prints and plots the reduced loss on the last global rank, wherever the
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from quartet_plugin.megatron.placement.state import StagePlacement
-from quartet_plugin.megatron.seams import TRAIN_STEP, Seam, Wrapper
-
-_UTILS = "megatron.core.pipeline_parallel.utils"
-_STATE = "megatron.core.parallel_state"
-
-_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-_FINALIZE = "megatron.core.distributed.finalize_model_grads"
-
-IS_PP_LAST_STAGE = Seam(
-    _UTILS,
-    "is_pp_last_stage",
-    "pp_group",
-    {"0.19.2": "0e54b14f8b140458"},
-    aliases=(
-        _FINALIZE,
-        "megatron.core.models.common.language_module.language_module",
-        "megatron.core.pipeline_parallel.p2p_communication",
-        _SCHEDULES,
-        "megatron.training.models.gpt",
-        "megatron.training.models.hybrid",
-        "megatron.training.training",
-    ),
-    use_sites=(
-        f"{_FINALIZE}:_allreduce_embedding_grad",
-        "megatron.core.models.common.language_module.language_module:LanguageModule._is_in_embd_group",
-        "megatron.core.transformer.module:Float16Module.forward",
-        "megatron.training.models.dist_utils:build_virtual_pipeline_stages",
-        "megatron.training.models.gpt:GPTModelBuilder.build_model",
-    ),
-)
-GET_PP_LAST_RANK = Seam(
-    _UTILS,
-    "get_pp_last_rank",
-    "pp_group",
-    {"0.19.2": "2371c5354a8b952f"},
-    aliases=(_FINALIZE,),
-    use_sites=(f"{_FINALIZE}:finalize_model_grads",),
-)
-IS_FIRST = Seam(
-    _STATE,
-    "is_pipeline_first_stage",
-    "ignore_virtual vp_stage",
-    {"0.19.2": "be1cd28213ddca50"},
-    use_sites=(
-        "megatron.core.parallel_state:is_rank_in_embedding_group",
-        "megatron.core.utils:get_batch_on_this_tp_rank",
-        "megatron.training.checkpointing:maybe_save_dataloader_state",
-        "megatron.training.utils.common_utils:is_first_or_last_pipeline_stage",
-    ),
-)
-IS_LAST = Seam(
-    _STATE,
-    "is_pipeline_last_stage",
-    "ignore_virtual vp_stage",
-    {"0.19.2": "788166e876056f89"},
-    use_sites=(
-        "megatron.core.parallel_state:is_rank_in_embedding_group",
-        f"{_SCHEDULES}:forward_step_calc_loss",
-        "megatron.core.utils:get_batch_on_this_tp_rank",
-    ),
-)
-INITIALIZE = Seam(
-    _STATE,
-    "initialize_model_parallel",
-    "tensor_model_parallel_size pipeline_model_parallel_size "
-    "virtual_pipeline_model_parallel_size pipeline_model_parallel_comm_backend "
-    "use_sharp context_parallel_size hierarchical_context_parallel_sizes "
-    "hybrid_context_parallel expert_model_parallel_size gtp_remat_size "
-    "expert_gtp_remat_size num_distributed_optimizer_instances "
-    "expert_tensor_parallel_size nccl_communicator_config_path "
-    "distributed_timeout_minutes order get_embedding_ranks "
-    "get_position_embedding_ranks create_gloo_process_groups "
-    "high_priority_stream_groups sharp_enabled_group rank_offset local_world_size",
-    {"0.19.2": "3f3ab8a44ca9f942"},
-    use_sites=("megatron.training.initialize:_initialize_distributed",),
-)
-GET_OPTIMIZER = Seam(
-    "megatron.core.optimizer",
-    "get_megatron_optimizer",
-    "config model_chunks config_overrides use_gloo_process_groups pg_collection "
-    "dump_param_to_param_group_map",
-    {"0.19.2": "c11b62974b83fb53"},
-    aliases=("megatron.training.training",),
-    use_sites=(
-        "megatron.core.models.mimo.optimizer:get_mimo_optimizer",
-        "megatron.core.optimizer.muon:get_megatron_muon_optimizer",
-        "megatron.training.training:setup_model_and_optimizer",
-    ),
-)
-WORD_EMBEDDING_GRADS = Seam(
-    "megatron.core.distributed.finalize_model_grads",
-    "_allreduce_word_embedding_grads",
-    "model config embd_group pp_group",
-    {"0.19.2": "38fe55c399e89e57"},
-    use_sites=("megatron.core.distributed.finalize_model_grads:finalize_model_grads",),
-)
-EVALUATE = Seam(
-    "megatron.training.training",
-    "evaluate",
-    "forward_step_func data_iterator model process_non_loss_data_func config verbose "
-    "non_loss_data_func eval_iters pg_collection p2p_communicator",
-    {"0.19.2": "a8cf24e3ae7bcd32"},
-    use_sites=("megatron.training.training:evaluate_and_print_results",),
+from quartet_plugin.megatron.seams import Seam, Wrapper
+from quartet_plugin.megatron.seams.declared import (
+    EVALUATE,
+    GET_OPTIMIZER,
+    GET_PP_LAST_RANK,
+    INITIALIZE,
+    IS_FIRST,
+    IS_LAST,
+    IS_PP_LAST_STAGE,
+    TRAIN_STEP,
+    WORD_EMBEDDING_GRADS,
 )
 
 
@@ -238,6 +146,7 @@ def tied_weights(model_chunks: Sequence[Any]) -> tuple[Any, Any] | None:
 
 
 def _with_losses(broadcast: "LossBroadcast", original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
     def with_losses(*args: Any, **kwargs: Any) -> Any:
         losses, *rest = original(*args, **kwargs)
         # None: an evaluation that the clock ended, on all ranks alike.

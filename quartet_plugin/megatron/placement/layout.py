@@ -10,32 +10,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.seams import Seam, Wrapper
-
-_MODULE = "megatron.core.transformer.pipeline_parallel_layer_layout"
-
-FROM_STR = Seam(
-    _MODULE,
-    "PipelineParallelLayerLayout.from_str",
-    "layout pipeline_model_parallel_size",
-    {"0.19.2": "62e3169c6b8569e3"},
-    use_sites=("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",),
-    num_decorators=1,
-)
-# Inherited from and overridden.
-LAYOUT_INIT = Seam(
-    _MODULE,
-    "PipelineParallelLayerLayout.__init__",
-    "self layout pipeline_model_parallel_size",
-    {"0.19.2": "a2a56db8199583c9"},
-)
-GET_LAYER_OFFSET = Seam(
-    _MODULE,
-    "PipelineParallelLayerLayout.get_layer_offset",
-    "self layer_type vp_stage pp_rank",
-    {"0.19.2": "dc59fcac8cdd6a07"},
-    use_sites=("megatron.core.transformer.transformer_layer:get_transformer_layer_offset",),
-)
-CALLED = (LAYOUT_INIT, GET_LAYER_OFFSET)
+from quartet_plugin.megatron.seams.declared import FROM_STR
 
 
 class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc]

@@ -17,16 +17,20 @@ from megatron.core.utils import get_model_config
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.placement.state import StagePlacement
-from quartet_plugin.megatron.runtime.refusals import refusal_of_model
+from quartet_plugin.megatron.runtime.groups import default_groups
 from quartet_plugin.megatron.runtime.stages import Call, GradSync, MegatronStages, MicrobatchIterator
 from quartet_plugin.megatron.split_backward import WeightGradients
-from quartet_plugin.megatron.te_layers import DelayedGradient, delayed_gradients
-from quartet_plugin.runtime.activation_tracker import ActivationTracker
+from quartet_plugin.megatron.te_layers import DelayedLayer, delayed_layers
+from quartet_plugin.protocol.execution import ExecutedActions
+from quartet_plugin.runtime.activation_tracker import ActivationTracker, activation_tracker
+from quartet_plugin.runtime.executed import executed_actions
 from quartet_plugin.runtime.executor import Executor
+from quartet_plugin.runtime.process_groups import Channels, agree_on_program
 from quartet_plugin.runtime.programs import ProgramCache
-from quartet_plugin.runtime.records import NullRecorder, Recorder
-from quartet_plugin.runtime.transport import Boundary, Channels, HostTransport, PairTransport
+from quartet_plugin.runtime.records import CudaClock, HostClock, NullRecorder, Recorder
+from quartet_plugin.runtime.transport import Boundary, HostTransport, PairTransport
 from quartet_plugin.schedule.action import ActionKind
+from quartet_plugin.space.runtime_refusals import refusal_of_model
 
 
 class Runtime:
@@ -38,7 +42,6 @@ class Runtime:
         *,
         placement: StagePlacement,
         gradients: WeightGradients,
-        recorder: Recorder | None = None,
         host_transport: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
@@ -46,16 +49,26 @@ class Runtime:
         self._programs = programs
         self._placement = placement
         self._gradients = gradients
-        self.recorder: Recorder = recorder or NullRecorder()
-        # Where a tracker is set, it measures the next training step alone.
+        self.recorder: Recorder = NullRecorder()
+        # It counts the next training step alone.
         self.tracker: ActivationTracker | None = None
         self._is_counted = False
-        self._delayed: list[list[DelayedGradient]] | None = None
+        self._delayed: list[list[DelayedLayer]] | None = None
         self._host_transport = host_transport
         self._timeout = timeout
         self._executors: dict[tuple[int, bool], Executor] = {}
+        self._agreed: set[Executor] = set()
         self._channels: Channels | None = None
         self._transports: dict[Boundary, PairTransport] = {}
+
+    def measure(self, *, on_cpu: bool) -> None:
+        """Record the actions of training steps from now on, and count the activations of the next one."""
+        self.recorder = Recorder(HostClock() if on_cpu else CudaClock())
+        self.tracker = activation_tracker(on_cpu=on_cpu)
+
+    def executed(self, num_microbatches: int) -> ExecutedActions | None:
+        """What this device has executed in training steps of `num_microbatches`; None for nothing."""
+        return executed_actions(self.executor(num_microbatches), self._gradients)
 
     def executor(self, num_microbatches: int, *, forward_only: bool = False) -> Executor:
         """The executor of this device's program for `num_microbatches`."""
@@ -103,7 +116,7 @@ class Runtime:
             raise PlanError(
                 f"{reason}; the script's own configuration has it on: train with a schedule of Megatron's"
             )
-        groups = schedules._build_default_pg_collection()
+        groups = default_groups()
         executor = self.executor(num_microbatches, forward_only=forward_only)
         call = Call(
             forward_step_func=forward_step_func,
@@ -145,7 +158,7 @@ class Runtime:
     ) -> MegatronStages:
         config, training = call.config, not call.forward_only
         if self._delayed is None:
-            self._delayed = [delayed_gradients(chunk) for chunk in call.chunks]
+            self._delayed = [delayed_layers(chunk) for chunk in call.chunks]
         sync = GradSync(
             call.chunks,
             num_microbatches=call.num_microbatches,
@@ -179,7 +192,7 @@ class Runtime:
         if self.tracker is None or self._is_counted:
             return None
         self._is_counted = True
-        self.tracker.leave_out(parameter for chunk in chunks for parameter in chunk.parameters())
+        self.tracker.begin(parameter for chunk in chunks for parameter in chunk.parameters())
         return self.tracker
 
     def _iterators(self, data_iterator: Any, executor: Executor, num_chunks: int) -> Sequence[Any]:
@@ -194,13 +207,18 @@ class Runtime:
         return iterators
 
     def _transport(self, boundary: Boundary, executor: Executor) -> PairTransport:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        wire = torch.device("cpu") if self._host_transport else boundary.device
+        if executor not in self._agreed:
+            agree_on_program(executor.program, group=group, device=wire)
+            self._agreed.add(executor)
         if self._channels is None:
-            ranks = torch.distributed.get_process_group_ranks(
-                parallel_state.get_pipeline_model_parallel_group()
-            )
-            backend = "gloo" if self._host_transport else None
             self._channels = Channels.open(
-                executor.program.groups, ranks=ranks, backend=backend, timeout=self._timeout
+                executor.program.placement,
+                ranks=torch.distributed.get_process_group_ranks(group),
+                device=wire,
+                backend="gloo" if self._host_transport else None,
+                timeout=self._timeout,
             )
         if boundary not in self._transports:
             kind = HostTransport if self._host_transport else PairTransport

@@ -1,109 +1,9 @@
-"""Features of a command that a custom schedule cannot run with, each by its flag.
-
-Where a feature is on, Megatron's schedule stays and the rest of the plan still applies.
-"""
+"""What a custom schedule changes in a command that it runs with: alignment off, backwards that stay full."""
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from quartet_plugin.megatron.te_layers import obstacle
-
-
-def _is_set(value: Any) -> bool:
-    return value is not None
-
-
-def _is_above_one(value: Any) -> bool:
-    return value is not None and value > 1
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A feature: its argument, why it does not go with a custom schedule, and whether a value turns it on.
-
-    `alias` is the option's name where it is not the argument's. `is_flag_only`: a model's configuration has
-    an attribute of the same name with another meaning.
-    """
-
-    dest: str
-    reason: str
-    is_on: Callable[[Any], bool] = bool
-    alias: str | None = None
-    is_flag_only: bool = False
-
-    @property
-    def flag(self) -> str:
-        """The option that turns the feature on."""
-        return f"--{(self.alias or self.dest).replace('_', '-')}"
-
-
-_CAPTURED = "the captured order is Megatron's own"
-_SEPARATE_SCHEDULE = "it runs through a schedule of its own"
-_NOT_BY_STAGE = "parameters are not held by stages"
-_SEPARATE_SPLIT = "it has a split of its own"
-_CHUNK_ORDER = "it expects Megatron's own order of chunks"
-_GATHERED = "weights are gathered in Megatron's own order"
-_SHARDS = "tensor_parallel_num_weight_shards"
-
-REFUSED = (
-    Refused("cuda_graph_impl", _CAPTURED, lambda value: value not in (None, "none")),
-    Refused("enable_cuda_graph", _CAPTURED),
-    Refused("external_cuda_graph", _CAPTURED),
-    Refused("overlap_moe_expert_parallel_comm", _SEPARATE_SCHEDULE),
-    Refused("delay_wgrad_compute", _SEPARATE_SCHEDULE),
-    Refused("use_megatron_fsdp", _NOT_BY_STAGE),
-    Refused("use_torch_fsdp2", _NOT_BY_STAGE),
-    Refused("mtp_num_layers", "its layers are bound to Megatron's last stage"),
-    Refused("hybrid_context_parallel", _SEPARATE_SCHEDULE),
-    Refused("hybrid_layer_pattern", _SEPARATE_SPLIT),
-    Refused("hybrid_override_pattern", _SEPARATE_SPLIT),
-    Refused("variable_seq_lengths", "the shapes of boundary tensors are not known beforehand"),
-    Refused("defer_embedding_wgrad_compute", "it works off its queue at the end of Megatron's own order"),
-    Refused("overlap_param_gather_with_optimizer_step", _CHUNK_ORDER),
-    Refused("fine_grained_activation_offloading", _CHUNK_ORDER),
-    Refused("cpu_offloading_num_layers", _CHUNK_ORDER),
-    Refused("gtp_weight_remat_size", _GATHERED, _is_above_one, alias=_SHARDS),
-    Refused("expert_gtp_weight_remat_size", _GATHERED, _is_above_one, alias=f"expert_{_SHARDS}"),
-    # Megatron derives the two sizes above from these when it validates its arguments.
-    Refused(_SHARDS, _GATHERED, _is_set, is_flag_only=True),
-    Refused(f"expert_{_SHARDS}", _GATHERED, _is_set, is_flag_only=True),
-    Refused("moe_expert_rank_capacity_factor", "it may run a step twice through a stash of its own", _is_set),
-    Refused("moe_paged_stash", "it has a stash of its own"),
-    Refused(
-        "num_distributed_optimizer_instances",
-        "its reductions run in two rounds that this was not tried with",
-        _is_above_one,
-    ),
-    Refused("optimizer", "layer-wise optimizers were not tried with it", lambda value: "muon" in str(value)),
-    Refused(
-        "num_microbatches_with_partial_activation_checkpoints",
-        "it counts the microbatches of Megatron's own order",
-        _is_set,
-    ),
-    Refused("init_model_with_meta_device", "weights come later"),
-    Refused("perform_rl_step", _SEPARATE_SCHEDULE),
-    Refused("inprocess_restart", "process groups of the runtime would not be made again"),
-)
-
-
-def refusal(args: Namespace) -> str | None:
-    """Why a custom schedule cannot run with these arguments, in one line; None where it can."""
-    return _first(REFUSED, args)
-
-
-def refusal_of_model(config: Any) -> str | None:
-    """Why a custom schedule cannot run with a model's configuration, which a script may have made itself."""
-    return _first((feature for feature in REFUSED if not feature.is_flag_only), config)
-
-
-def _first(features: Iterable[Refused], args: Any) -> str | None:
-    for feature in features:
-        value = getattr(args, feature.dest, None)
-        if value is not None and feature.is_on(value):
-            return f"{feature.flag}: {feature.reason}"
-    return None
 
 
 def without_alignment(args: Namespace) -> dict[str, Any]:
@@ -117,14 +17,28 @@ def without_alignment(args: Namespace) -> dict[str, Any]:
     return {"align_grad_reduce": False} if is_aligned else {}
 
 
+def delays_engine_layers(args: Namespace) -> bool:
+    """Whether the model has Transformer Engine's layers, and their weight gradients can come later."""
+    has_them = getattr(args, "transformer_impl", "local") == "transformer_engine"
+    return has_them and needs_full_backwards(args) is None
+
+
 def needs_full_backwards(args: Namespace) -> str | None:
     """Why every backward must be a full backward (B), in one line; None where I and W may be separate.
 
-    Full recomputation would keep all recomputed inputs until W, which undoes it. Expert layers do not call
-    the function that is split, and Transformer Engine's layers delay their weight gradients themselves.
+    Full recomputation would keep all recomputed inputs until W, which undoes it.
     """
     if getattr(args, "recompute_granularity", None) == "full":
         return "--recompute-granularity full: backwards are not split, or what is recomputed would be kept"
+    return layers_need_full_backwards(args)
+
+
+def layers_need_full_backwards(args: Namespace) -> str | None:
+    """The same of the model's layers, under any layout: a plan changes what is recomputed, not the layers.
+
+    Expert layers do not call the function that is split, and Transformer Engine's layers delay their weight
+    gradients themselves.
+    """
     if getattr(args, "num_experts", None):
         return "--num-experts: backwards are not split, because expert layers cannot be"
     layers = getattr(args, "transformer_impl", "local")

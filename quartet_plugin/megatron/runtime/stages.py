@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.split_backward import WeightGradients
-from quartet_plugin.megatron.te_layers import DelayedGradient
+from quartet_plugin.megatron.te_layers import DelayedLayer
 from quartet_plugin.runtime.activation_tracker import ActivationTracker
 
 
@@ -40,12 +40,12 @@ class MegatronStages:
         device: int,
         gradients: WeightGradients,
         grad_sync: "GradSync",
-        delayed: Sequence[Sequence[DelayedGradient]],
+        delayed: Sequence[Sequence[DelayedLayer]],
         tracker: ActivationTracker | None = None,
     ) -> None:
         """`device` is this process's pipeline rank; `tracker` counts what this step keeps alive.
 
-        `delayed` are each chunk's gradients that layers keep in stores.
+        `delayed` are each chunk's layers that keep gradients in stores.
         """
         self._call = call
         self._placement = placement
@@ -94,21 +94,21 @@ class MegatronStages:
         if not call.forward_only:
             self._held[stage, microbatch] = (value, output)
         if stage == self._last_stage:
-            return None
+            return self._ended(None)
         handed = output.detach()
         self._note(value, handed)
         if not call.forward_only:
             # The view keeps the storage until it has left; autograd only needs the node behind the output.
             schedules.deallocate_output_tensor(output, call.config.deallocate_pipeline_outputs)
-        return handed
+        return self._ended(handed)
 
     def backward(self, stage: int, microbatch: int, received: Any) -> Any:
         """B, with Megatron's backward_step."""
         result = self._backward_step(stage, microbatch, received)
-        for accumulate in self._delayed[self._chunk_of[stage]]:
-            accumulate()
+        for layer in self._delayed[self._chunk_of[stage]]:
+            layer.accumulate()
         self._grad_sync.done(self._chunk_of[stage])
-        return result
+        return self._ended(result)
 
     def input_grad(self, stage: int, microbatch: int, received: Any) -> Any:
         """I: the same while the layers leave out their weights' gradients."""
@@ -117,12 +117,13 @@ class MegatronStages:
         self._gradients.end(stage, microbatch, self._delayed[self._chunk_of[stage]])
         if self._tracker is not None:
             self._tracker.hold(self._gradients.held(stage, microbatch))
-        return result
+        return self._ended(result)
 
     def weight_grad(self, stage: int, microbatch: int) -> None:
         """W: what the layers left out."""
         self._gradients.run(stage, microbatch)
         self._grad_sync.done(self._chunk_of[stage])
+        self._ended(None)
 
     def _backward_step(self, stage: int, microbatch: int, received: Any) -> Any:
         value, output = self._held.pop((stage, microbatch))
@@ -130,6 +131,11 @@ class MegatronStages:
         with self._placement.running_stage(stage):
             result = schedules.backward_step(value, output, received, self._call.config)
         self._note(result)
+        return result
+
+    def _ended(self, result: Any) -> Any:
+        if self._tracker is not None:
+            self._tracker.end_action()
         return result
 
     def _note(self, *boundaries: Any) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from quartet_plugin.errors import InfrastructureError
 from quartet_plugin.runtime import transport
 from quartet_plugin.runtime.executor import Executor
+from quartet_plugin.runtime.process_groups import Channels
 from quartet_plugin.runtime.programs import ProgramCache
 from quartet_plugin.runtime.records import NullRecorder
 from tests.runtime.pipelines import ROWS, WIDTH, TorchStages, spec_of
@@ -31,7 +32,7 @@ def main() -> None:
     rank = dist.get_rank()
     programs = ProgramCache(spec_of("1f1b", 2))
     boundary = transport.Boundary(shape=(ROWS, WIDTH), dtype=torch.float64, device=torch.device("cpu"))
-    channels = transport.Channels.open(programs.program(4).groups, ranks=(0, 1))
+    channels = Channels.open(programs.spec.placement, ranks=(0, 1))
     kind = TorchStages if rank == 0 else Dying
     begin = time.monotonic()
     try:

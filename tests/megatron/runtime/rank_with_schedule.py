@@ -2,16 +2,26 @@
 
 ORDER is `stock`, or NAME:PLACEMENT with NAME a named schedule, `family`, or `searched@FILE` for an order that
 is written out in a schedule file; PLACEMENT like 0-1-1-0, and optionally :host to send boundary tensors
-through host memory, :whole for backwards in one piece.
+through host memory, :whole for backwards in one piece, :nccl for groups that are as strict as NCCL, :troubled
+for these with transfers at random legal times, :tracked to count activations in the first step as a trial on
+a GPU does.
+
+`--gradient-accumulation-fusion` among ARGS fuses weight gradients, with stand-ins for Apex's kernels;
+`--transformer-impl transformer_engine` brings a stand-in for its layers.
 """
 
 import copy
+import json
 import os
 import runpy
 import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from tests.twins import APEX, ENGINE, provide
+
+FUSION, ENGINE_LAYERS = "--gradient-accumulation-fusion", "transformer_engine"
 
 
 def main() -> None:
@@ -20,19 +30,37 @@ def main() -> None:
 
     cpu_device.ensure_environment()
     folder, order, script, *arguments = sys.argv[1:]
+    # The device replaces kernels that need a GPU, unless their stand-ins have been brought.
+    given = set(arguments) - {"--sequence-parallel"}
+    if FUSION in arguments:
+        provide(APEX)
+        arguments.remove(FUSION)
+        given |= {"--no-gradient-accumulation-fusion"}
+    if ENGINE_LAYERS in arguments:
+        provide(ENGINE)
+        given |= {"--transformer-impl", "local"}
     cpu_device.install()
     from tests.megatron.rank_on_cpu import record_steps
 
-    if "--sequence-parallel" in arguments:
+    if "--sequence-parallel" in arguments and ENGINE_LAYERS not in arguments:
         mark_norms()
+    if ":nccl" in order or ":troubled" in order:
+        simulate_nccl(troubled=":troubled" in order)
     if order != "stock":
         install(order, arguments, Path(folder))
     record_steps(Path(folder))
-    # The device refuses sequence parallelism for want of a norm, which has just been brought.
-    given = set(arguments) - {"--sequence-parallel"}
     sys.argv = [script, *arguments, *cpu_device.required_flags(given)]
     runpy.run_path(script, run_name="__main__")
     cpu_device.exit_now()
+
+
+def simulate_nccl(*, troubled: bool) -> None:
+    """Let Megatron's process groups be `ncclsim`."""
+    from tests.runtime import nccl_sim
+
+    if troubled:
+        os.environ[nccl_sim.TROUBLE] = "7"
+    nccl_sim.install()
 
 
 def install(order: str, arguments: list[str], folder: Path) -> None:
@@ -40,7 +68,6 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
     from quartet_plugin.megatron import seams
     from quartet_plugin.megatron.runtime.install import prepare
     from quartet_plugin.runtime.programs import ScheduleSpec
-    from quartet_plugin.runtime.records import Recorder
     from quartet_plugin.schedule.family import Family
     from quartet_plugin.schedule.files import read_schedule
     from tests.runtime.pipelines import stage_costs
@@ -58,7 +85,6 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
         w_limit=2.0,
     )
     name, _, file = name.partition("@")
-    recorder = Recorder()
     prepared = prepare(
         ScheduleSpec(
             costs=stage_costs(placement),
@@ -68,27 +94,37 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
             full_backward_stages=frozenset(range(len(placement))) if "whole" in rest else frozenset(),
         ),
         num_microbatches=num_microbatches(arguments, placement),
-        recorder=recorder,
         host_transport="host" in rest,
         timeout=timedelta(seconds=90),
+        delays_te=ENGINE_LAYERS in arguments,
     )
+    if "tracked" in rest:
+        prepared.runtime.measure(on_cpu=False)
     seams.install(prepared.wrappers)
-    count_deferred(folder)
+    record_deferred(folder)
 
 
-def count_deferred(folder: Path) -> None:
-    """Leave a line for every W action: how many weights it computed the gradients of."""
+def record_deferred(folder: Path) -> None:
+    """Leave a line for every W action: stage, microbatch, and the bytes that each product has kept since I.
+
+    Bytes are of input and output gradient, as the tensors' storages have them.
+    """
     from quartet_plugin.megatron.split_backward import WeightGradients
 
     run = WeightGradients.run
     path = folder / f"deferred-{os.environ['RANK']}"
 
-    def counted(self: WeightGradients, stage: int, microbatch: int) -> None:
+    def recorded(self: WeightGradients, stage: int, microbatch: int) -> None:
+        pairs = [
+            *map(self.tensors_of, self._pending[stage, microbatch]),
+            *(layer.layer.wgrad_store.context.queue[0][0] for layer in self._delayed[stage, microbatch]),
+        ]
+        kept = [[tensor.untyped_storage().nbytes() for tensor in pair] for pair in pairs]
         with path.open("a") as stream:
-            print(stage, microbatch, len(self._pending[stage, microbatch]), file=stream)
+            print(json.dumps([stage, microbatch, kept]), file=stream)
         run(self, stage, microbatch)
 
-    WeightGradients.run = counted  # type: ignore[method-assign]
+    WeightGradients.run = recorded  # type: ignore[method-assign, assignment]
 
 
 def mark_norms() -> None:

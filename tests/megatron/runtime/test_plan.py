@@ -1,5 +1,6 @@
 """A plan whose schedule is ours: applied by the entry as any other, or left to Megatron's own with a line."""
 
+import socket
 from argparse import Namespace
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,20 +11,26 @@ import pytest
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.runtime.install import prepare_plan
 from quartet_plugin.megatron.runtime.refusals import (
-    REFUSED,
+    layers_need_full_backwards,
     needs_full_backwards,
-    refusal,
     without_alignment,
 )
 from quartet_plugin.model.custom_schedule import CustomSchedule
 from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
+from quartet_plugin.protocol.attempt_files import read_shared
+from quartet_plugin.protocol.rank_files import RankReport
+from quartet_plugin.runtime.activation_tracker import SavedTensorTracker
 from quartet_plugin.runtime.programs import make_schedule, schedule_spec_of
+from quartet_plugin.runtime.records import NullRecorder, Recorder
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import named
-from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan, write_trial
+from quartet_plugin.space.runtime_refusals import REFUSED, refusal
+from quartet_plugin.trial.as_planned import difference_from
+from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT, Launch, launch, make_plan, write_trial
 from tests.megatron.native import native_flags
 from tests.runtime.pipelines import stage_costs
 
+STRICT_SCRIPT = Path(__file__).parents[1] / "nccl_pretrain.py"
 V = (0, 1, 1, 0)
 ON = {"cuda_graph_impl": "local", "optimizer": "dist_muon"}
 
@@ -115,6 +122,22 @@ def test_only_the_alignment_of_reductions_is_turned_off_and_said() -> None:
     assert [note for note in notes if "--no-align-grad-reduce is set" in note]
 
 
+def test_timers_that_synchronize_the_device_are_said() -> None:
+    for level, is_said in ((0, False), (1, False), (2, True)):
+        prepared, notes = prepare_plan(custom_plan(), words_of("--timing-log-level", str(level)), on_cpu=True)
+        assert prepared is not None
+        assert any("--timing-log-level 2: " in note for note in notes) is is_said
+
+
+def test_marks_are_taken_in_trials_alone() -> None:
+    prepared, _ = prepare_plan(custom_plan(), words_of(), on_cpu=True)
+    assert prepared is not None
+    runtime = prepared.runtime
+    assert [type(runtime.recorder), type(runtime.tracker)] == [NullRecorder, type(None)]
+    runtime.measure(on_cpu=True)
+    assert [type(runtime.recorder), type(runtime.tracker)] == [Recorder, SavedTensorTracker]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("recompute_granularity", "full"), ("num_experts", 8), ("transformer_impl", "transformer_engine")],
@@ -126,20 +149,34 @@ def test_backwards_stay_whole_where_splitting_does_not_pay_or_is_not_possible(na
     assert {a.kind.name for d in range(2) for a in schedule.actions(d)} == {"F", "B"}
 
 
+def test_the_report_of_a_job_has_the_reason_of_its_layers_and_leaves_recomputation_to_the_plan() -> None:
+    assert layers_need_full_backwards(Namespace(recompute_granularity="full")) is None
+    reason = layers_need_full_backwards(Namespace(transformer_impl="transformer_engine", fp8="hybrid"))
+    assert reason is not None
+    assert reason.startswith("--fp8-format")
+
+
 @pytest.mark.parametrize(("name", "words"), [("no-such", "no-such"), ("chimera", "two copies")])
 def test_a_schedule_that_nothing_executes_is_refused(name: str, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         schedule_spec_of(choice(named=name), num_microbatches=4)
 
 
-def train(plan: Plan, folder: Path, weights: Path | None, *flags: str) -> Launch:
+def difference_of(plan: Plan, folder: Path) -> str | None:
+    """What the records that a training left in a folder say of a plan."""
+    reports = [read_shared(RankReport, folder / f"rank-{k}.json") for k in range(plan.layout.world_size)]
+    return difference_from(plan, reports)
+
+
+def train(plan: Plan, folder: Path, weights: Path | None, *, script: Path = SCRIPT) -> Launch:
     trial = write_trial(folder, measure=5, plan=plan, weights=weights)
     write_plan(plan, path=folder / "plan.json")
     ours = ["--quartet-plan", str(folder / "plan.json"), "--quartet-trial", str(trial)]
     return launch(
         plan.layout.world_size,
-        [*MEGATRON_FLAGS, *flags, *ours, "--quartet-device", "cpu"],
+        [*MEGATRON_FLAGS, *ours, "--quartet-device", "cpu"],
         folder=folder,
+        script=script,
     )
 
 
@@ -153,10 +190,19 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_entry_applies_it(weights: Path, tmp_path: Path) -> None:
+def test_the_entry_applies_it_on_moved_ranks(weights: Path, tmp_path: Path) -> None:
+    """On groups as strict as NCCL: without a device, a moved rank's first barrier takes another's."""
     reference = train(make_plan(split=(6,)), tmp_path / "one", weights)
-    done = train(custom_plan(), tmp_path / "v", weights)
+    mapping = make_plan(split=(2, 4), pipeline=2, order=(1, 0)).mapping
+    planned = replace(custom_plan(), mapping=mapping)
+    done = train(planned, tmp_path / "v", weights, script=STRICT_SCRIPT)
+    assert any(line.startswith("quartet: mapping: rank 0 on ") for line in done.told)
     assert (reference.code, done.code) == (0, 0), done.output[-3000:]
+    assert difference_of(planned, tmp_path / "v") is None
+    assert difference_of(make_plan(split=(6,)), tmp_path / "one") is None
+    assert difference_of(custom_plan(), tmp_path / "v") == (
+        f"mapping: rank 0 ran on {socket.gethostname()}:1, the plan has it on slot 0 of node 0"
+    )
     assert done.losses() == pytest.approx(reference.losses(), rel=1e-6)
     assert done.grad_norms() == pytest.approx(reference.grad_norms(), rel=1e-6)
     # The last stage is on rank 0; Megatron prints on the last rank, which has the loss all the same.

@@ -16,6 +16,7 @@ import torch
 import megatron.training.training, megatron.training.models.gpt, megatron.training.models.hybrid
 from quartet_plugin.errors import SeamError
 from quartet_plugin.megatron import seams
+from quartet_plugin.megatron.seams.declared import TRAIN_STEP
 from quartet_plugin.megatron.runtime.install import prepare
 from tests.runtime.pipelines import spec_of
 
@@ -76,12 +77,12 @@ class Kept:
 sys.modules["megatron.training.training"].KEPT = Kept
 Kept.__module__ = "megatron.training.training"
 try:
-    seams.install({seams.TRAIN_STEP: lambda original: lambda *args: original(*args)})
+    seams.install({TRAIN_STEP: lambda original: lambda *args: original(*args)})
 except SeamError as error:
     assert "training.KEPT.step keeps Megatron's own (megatron-core 0.19" in str(error), error
 else:
     raise AssertionError("a leftover was left")
-assert seams.resolve(seams.TRAIN_STEP)
+assert seams.resolve(TRAIN_STEP)
 print("all held")
 """
 

@@ -1,5 +1,6 @@
 """Real Megatron on CPU with our schedules: losses and gradient norms of ten steps are one process's."""
 
+import json
 import re
 import shlex
 from dataclasses import dataclass, field, replace
@@ -8,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quartet_plugin.cost import held_bytes
+from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.model.costs import Costs, LayerCost
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.files import write_schedule
@@ -15,6 +18,8 @@ from quartet_plugin.schedule.named import named
 from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.schedule.search.problem import ScheduleProblem
 from quartet_plugin.schedule.search.refinement import improve_by_insertion
+from tests.cost.runs import ROW
+from tests.cost.runs import run as run_of_row
 from tests.megatron import support
 from tests.runtime.pipelines import stage_costs
 
@@ -57,6 +62,11 @@ PER_TOKEN = "--calculate-per-token-loss"
 BF16 = "--bf16"
 FP16 = "--fp16 --initial-loss-scale 4096"
 
+FUSED = "--gradient-accumulation-fusion"
+# The flags of a production command with Transformer Engine's layers.
+ENGINE = f"--transformer-impl transformer_engine {FUSED} {_OVERLAP}"
+ENGINE_TP2 = f"{ENGINE} --tensor-model-parallel-size 2 --sequence-parallel"
+
 # A few that touch everything once; the others run with the slow tests.
 CORE = {
     "zb-h1 pp2 uneven": Case(order="zb-h1:0-1", flags=LINEAR_2),
@@ -66,8 +76,55 @@ CORE = {
     "searched pp2": Case(order=f"searched:{V_2}", flags=CHUNKS_2),
     "zb-v pp2 ramp-up": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=RAMP),
     "zb-v pp2 evaluated": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=EVALUATED),
+    "1f1b pp2 dp2 fused as a trial": Case(
+        order="1f1b:0-1:tracked", flags=f"{EVEN_2} {FUSED} {_OVERLAP}", num_processes=4
+    ),
+    "zb-h1 pp2 tp2 engine as a trial": Case(
+        order="zb-h1:0-1:tracked",
+        flags=f"{LINEAR_2} {ENGINE_TP2}",
+        num_processes=4,
+        tolerance=_TOLERANCE_ACROSS_TP,
+    ),
 }
 MATRIX = {
+    "zb-v pp2 dp2 fused as a trial": Case(
+        order=f"zb-v:{V_2}:tracked", flags=f"{CHUNKS_2} {FUSED} {_OVERLAP}", num_processes=4
+    ),
+    "zb-v pp2 dp2 engine as a trial": Case(
+        order=f"zb-v:{V_2}:tracked", flags=f"{CHUNKS_2} {ENGINE}", num_processes=4
+    ),
+    "1f1b pp2 dp2 engine as a trial": Case(
+        order="1f1b:0-1:tracked", flags=f"{EVEN_2} {ENGINE}", num_processes=4
+    ),
+    "zb-h1 pp2 dp2 engine unfused": Case(
+        order="zb-h1:0-1",
+        flags=f"{LINEAR_2} --transformer-impl transformer_engine {_OVERLAP}",
+        num_processes=4,
+    ),
+    "zb-h1 pp4 engine": Case(order="zb-h1:0-1-2-3", flags=f"{LINEAR_4} {ENGINE}", num_processes=4),
+    "zb-h1 pp2 engine without biases": Case(
+        order="zb-h1:0-1", flags=f"{LINEAR_2} {ENGINE}", variant="--disable-bias-linear"
+    ),
+    "zb-v pp2 tp2 engine": Case(
+        order=f"zb-v:{V_2}",
+        flags=f"{CHUNKS_2} {ENGINE_TP2}",
+        num_processes=4,
+        tolerance=_TOLERANCE_ACROSS_TP,
+    ),
+    "family pp2 tp2 engine": Case(
+        order=f"family:{V_2}",
+        flags=f"{CHUNKS_2} {ENGINE_TP2}",
+        num_processes=4,
+        tolerance=_TOLERANCE_ACROSS_TP,
+    ),
+    "zb-v pp2 engine ramp-up": Case(order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} {ENGINE}", variant=RAMP),
+    "zb-v pp2 dp2 engine bf16": Case(
+        order=f"zb-v:{V_2}:tracked",
+        flags=f"{CHUNKS_2} {ENGINE}",
+        num_processes=4,
+        variant=BF16,
+        tolerance=1e-2,
+    ),
     "searched pp4": Case(order=f"searched:{V_4}", flags=CHUNKS_4, num_processes=4),
     "gpipe pp2": Case(order="gpipe:0-1", flags=EVEN_2),
     "1f1b pp2": Case(order="1f1b:0-1", flags=EVEN_2),
@@ -112,6 +169,18 @@ MATRIX = {
         num_processes=4,
         tolerance=_TOLERANCE_ACROSS_TP,
     ),
+    "zb-h1 tp4 sequence parallel": Case(
+        order="zb-h1:0-1",
+        flags=f"{LINEAR_2} --tensor-model-parallel-size 4 --sequence-parallel",
+        num_processes=8,
+        tolerance=_TOLERANCE_ACROSS_TP,
+    ),
+    "zb-h1 tp4 engine": Case(
+        order="zb-h1:0-1",
+        flags=f"{LINEAR_2} {ENGINE} --tensor-model-parallel-size 4 --sequence-parallel",
+        num_processes=8,
+        tolerance=_TOLERANCE_ACROSS_TP,
+    ),
     "zb-v full recompute": Case(
         order=f"zb-v:{V_2}:whole",
         flags=f"{CHUNKS_2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -124,6 +193,20 @@ MATRIX = {
     "zb-v selective recompute": Case(
         order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} --recompute-granularity selective"
     ),
+}
+
+# Cases of many processes, or near to others: `make test-nightly`.
+LONG = {
+    "zb-v pp2 dp2 fused as a trial",
+    "1f1b pp2 dp2 engine as a trial",
+    "zb-h1 pp2 dp2 engine unfused",
+    "zb-h1 pp4 engine",
+    "zb-v pp2 tp2 engine",
+    "family pp2 tp2 engine",
+    "zb-v pp2 engine ramp-up",
+    "zb-v pp2 dp2 engine bf16",
+    "zb-h1 tp4 sequence parallel",
+    "zb-h1 tp4 engine",
 }
 
 
@@ -189,7 +272,7 @@ def check(references: References, name: str, case: Case) -> support.Run:
     order = case.order
     if order.startswith("searched:"):
         file = references.folder / f"{name.replace(' ', '-')}.schedule.json"
-        write_schedule(file, searched_order(order.removeprefix("searched:"), layers=layers_of(case)))
+        write_schedule(file, searched_order(order.split(":")[1], layers=layers_of(case)))
         order = order.replace("searched", f"searched@{file}")
     program = (order, str(support.PRETRAIN_SCRIPT))
     run = references.train(name, program, f"{case.flags} {case.variant}", num_processes=case.num_processes)
@@ -202,13 +285,45 @@ def check(references: References, name: str, case: Case) -> support.Run:
 
 
 def check_split(folder: Path, case: Case) -> None:
-    """Where the order has W actions, they did the work: a layer has four weights, the head one more."""
-    lines = [line.split() for path in folder.glob("deferred-*") for line in path.read_text().splitlines()]
+    """Where the order has W actions, they did the work, and kept from I what the memory model says."""
+    lines = [json.loads(line) for path in folder.glob("deferred-*") for line in path.read_text().splitlines()]
     is_split = case.order.startswith(("zb", "v-half", "family", "searched")) and ":whole" not in case.order
     assert bool(lines) == is_split
-    counts = {(int(stage), int(count)) for stage, _, count in lines}
     layout = layers_of(case)
-    assert counts <= {(stage, 4 * text.count("t") + text.count("L")) for stage, text in enumerate(layout)}
+    if is_split:
+        run = training_run(case)
+        layer = [product[1:] for product in held_bytes.layer_products(run, experts=None)]
+        head = [held_bytes.head_product(run)[1:]]
+        for stage, _, kept in lines:
+            expected = sorted(layer * layout[stage].count("t") + head * layout[stage].count("L"))
+            assert sorted(map(tuple, kept)) == expected
+
+
+def training_run(case: Case) -> TrainingRun:
+    """The case as the memory model takes it."""
+    flags, words = f"{case.flags} {case.variant}", case.flags.split()
+    tensor_parallel = (
+        int(words[words.index("--tensor-model-parallel-size") + 1]) if "--tensor" in flags else 1
+    )
+    small = run_of_row(
+        ROW,
+        layers=10,
+        hidden=32,
+        heads=4,
+        kv_heads=4,
+        ffn=128,
+        vocab=1024,
+        seq_len=32,
+        gbs=1,
+        mbs=1,
+        tp=tensor_parallel,
+        gpus=tensor_parallel,
+        gpus_per_node=tensor_parallel,
+        sp="--sequence-parallel" in flags,
+        recompute="none",
+    )
+    software = replace(small.software, keeps_gathered_inputs="transformer_engine" in flags)
+    return replace(small, half="bf16" if BF16 in flags or "--fp16" in flags else "fp32", software=software)
 
 
 def layers_of(case: Case) -> list[str]:
@@ -266,7 +381,37 @@ def test_core(name: str, references: References) -> None:
         assert values == pytest.approx(printed(references.run(EVALUATED), pattern), rel=2e-6)
 
 
+# A V with everything once, and a loop, whose devices receive from two others in one group.
+ON_NCCL = ["zb-v pp2 dp2 both overlaps", "interleaved pp4"]
+
+
+def as_strict_as_nccl(name: str) -> Case:
+    case = {**CORE, **MATRIX}[name]
+    # Host memory and gloo are for several processes on one GPU, where there is no NCCL.
+    return replace(case, order=f"{case.order}:{'troubled' if name in CORE else 'nccl'}")
+
+
+@pytest.mark.parametrize("name", ON_NCCL)
+def test_groups_as_strict_as_nccl(name: str, references: References) -> None:
+    check(references, f"nccl {name}", as_strict_as_nccl(name))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "name",
+    [name for name, case in {**CORE, **MATRIX}.items() if name not in ON_NCCL and ":host" not in case.order],
+)
+def test_matrix_on_groups_as_strict_as_nccl(name: str, references: References) -> None:
+    check(references, f"nccl {name}", as_strict_as_nccl(name))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.parametrize("name", [name for name in MATRIX if name not in LONG])
 def test_matrix(name: str, references: References) -> None:
+    check(references, name, MATRIX[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(LONG))
+def test_long_matrix(name: str, references: References) -> None:
     check(references, name, MATRIX[name])

@@ -1,0 +1,112 @@
+"""What this rank did, read from the parts that Megatron has built and from what ran in them."""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_micro_batch_size, get_num_microbatches
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from quartet_plugin.megatron.placement.end_stages import tied_weights
+from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.protocol.execution import (
+    PROGRAM,
+    BuiltStage,
+    ExecutedActions,
+    Execution,
+    PipelineEnds,
+    RanSchedule,
+)
+from quartet_plugin.space.knobs.knob import LiveJob
+from quartet_plugin.space.knobs.registry import knobs_read_back
+
+_STOCK: dict[str, RanSchedule] = {
+    "forward_backward_no_pipelining": "no-pipelining",
+    "forward_backward_pipelining_without_interleaving": "1f1b",
+    "forward_backward_pipelining_with_interleaving": "interleaved",
+}
+
+
+def execution_of(model: Any, *, function: Any, runtime: Any, modules: tuple[str, ...]) -> Execution:
+    """The record of this rank after a training step.
+
+    `function` ran the microbatches of the last step, `runtime` is the plugin's where the plan has one, and
+    `modules` are the classes that ran.
+    """
+    chunks = list(model) if isinstance(model, list) else [model]
+    num_microbatches = int(get_num_microbatches())
+    actions: ExecutedActions | None = None
+    schedule: RanSchedule = _STOCK.get(getattr(function, "__name__", ""), "other")
+    if runtime is not None and function == runtime.forward_backward:
+        schedule, actions = PROGRAM, runtime.executed(num_microbatches)
+    return Execution(
+        schedule=schedule,
+        position=dist.get_rank(),
+        pipeline_rank=int(parallel_state.get_pipeline_model_parallel_rank()),
+        num_microbatches=num_microbatches,
+        stages=_stages(chunks),
+        knobs=knobs_read_back(live_job(chunks), framework=MEGATRON.framework),
+        actions=actions,
+        ends=_ends(chunks),
+        modules=modules,
+    )
+
+
+def live_job(chunks: Sequence[Any]) -> LiveJob:
+    """The sizes of the process groups as they are, and the configurations of the parts that were built."""
+    return LiveJob(
+        degrees={
+            "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
+            "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+            "data_parallel": parallel_state.get_data_parallel_world_size(),
+            "context_parallel": parallel_state.get_context_parallel_world_size(),
+            "expert_parallel": parallel_state.get_expert_model_parallel_world_size(),
+            "virtual_stages": len(chunks),
+            "micro_batch_size": int(get_micro_batch_size()),
+        },
+        model=get_model_config(chunks[0]),
+        optimizer=getattr(chunks[0], "ddp_config", None),
+    )
+
+
+def _stages(chunks: Sequence[Any]) -> tuple[BuiltStage, ...]:
+    built = []
+    for chunk in chunks:
+        module = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        layers = getattr(getattr(module, "decoder", None), "layers", None)
+        if layers is None:
+            return ()
+        numbers = [int(layer.layer_number) for layer in layers]
+        built.append(
+            BuiltStage(
+                first_layer=numbers[0] - 1 if numbers else 0,
+                num_layers=len(numbers),
+                has_embedding=bool(module.pre_process),
+                has_head=bool(module.post_process),
+            )
+        )
+    return tuple(built)
+
+
+def _ends(chunks: Sequence[Any]) -> PipelineEnds:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    ranks = dist.get_process_group_ranks(group)
+    embedding = parallel_state._EMBEDDING_GLOBAL_RANKS or ()
+    # Each is asked where Megatron asks it: a name that a module has imported may be another function. The
+    # package has a function of the module's name.
+    finalize_model_grads = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    answers = {
+        bool(finalize_model_grads.is_pp_last_stage(group)),
+        bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True)),
+    }
+    last_device = ranks.index(finalize_model_grads.get_pp_last_rank(group))
+    is_last = answers.pop() if len(answers) == 1 else last_device != group.rank()
+    tied = tied_weights(chunks)
+    return PipelineEnds(
+        last_device=last_device,
+        is_last=is_last,
+        embedding_devices=tuple(sorted(ranks.index(rank) for rank in embedding if rank in ranks)),
+        tied_copies_agree=None if tied is None else bool((tied[0] == tied[1]).all()),
+    )

@@ -1,0 +1,78 @@
+"""What the Megatron that is here gives, by what a plan needs of it; no release is asked for.
+
+A plan of native flags needs Megatron's parser alone. Measuring wraps functions whose parameters are known.
+A custom schedule replaces functions, and needs a known source of each of them.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+
+from quartet_plugin.errors import SeamError
+from quartet_plugin.megatron.seams import Seam, known_function, package_roots
+from quartet_plugin.megatron.seams.declared import CUSTOM_SCHEDULE
+from quartet_plugin.protocol.environment import ACCEPT_CHANGED_SOURCE
+from quartet_plugin.rank.source_tree import KnownFunction, SourceTree
+
+ReadFunction = Callable[[Seam], KnownFunction | None]
+
+
+def accepts_changed_source(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user gives custom schedules back where functions have changed, under the parity gate."""
+    return bool(environment.get(ACCEPT_CHANGED_SOURCE))
+
+
+def source_faults(read: ReadFunction, seams: Iterable[Seam] = CUSTOM_SCHEDULE) -> dict[str, str]:
+    """The functions whose source is not a known one, by path, each with the difference in one line."""
+    faults = {}
+    for seam in seams:
+        try:
+            fault = seam.source_fault(read(seam))
+        except (SeamError, SyntaxError) as error:
+            fault = f"{seam.path}: {error}" if isinstance(error, SyntaxError) else str(error)
+        if fault is not None:
+            faults[seam.path] = fault
+    return faults
+
+
+def has_known_parameters(*seams: Seam) -> bool:
+    """Whether all of these functions are Megatron's own and take what they take in some known release."""
+    try:
+        return all(seam.parameters_fault(known_function(seam)) is None for seam in seams)
+    except SeamError:
+        return False
+
+
+@cache
+def changed_functions() -> tuple[str, ...]:
+    """The functions of the Megatron here that keep custom schedules off, read from its files."""
+    tree = SourceTree(package_roots())
+    return tuple(source_faults(lambda seam: tree.function(seam.module, seam.name)))
+
+
+def changed_source_reason(changed: Sequence[str]) -> str | None:
+    """Why functions of unknown source keep custom schedules off, and what to do; None where they do not."""
+    if not changed or accepts_changed_source():
+        return None
+    first, *more = changed
+    others = f" and {len(more)} more" if more else ""
+    return (
+        f"changed source ({first}{others}): `quartet doctor` shows the difference, --accept-changed-source "
+        "tries custom schedules under the parity gate"
+    )
+
+
+def require_known_sources() -> None:
+    """Raise SeamError where a custom schedule would replace or call a function of unknown source.
+
+    A user who accepts changed sources gets a SeamError only where a function cannot be found.
+    """
+    faults = source_faults(known_function)
+    if not faults or accepts_changed_source():
+        return
+    first, *more = faults.values()
+    others = f" (and {len(more)} more)" if more else ""
+    raise SeamError(
+        f"{first}{others}; native schedules and all other axes work; `quartet doctor` shows the difference, "
+        "--accept-changed-source gives custom schedules back under the parity gate"
+    )

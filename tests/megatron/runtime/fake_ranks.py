@@ -1,0 +1,52 @@
+"""`fake_ranks.py RANK...` prints `RANK DEVICE DIGEST...` for ranks of a fake group of 64 with TP 8 and PP 8.
+
+Each rank makes its programs anew, as its process would; nothing is communicated.
+"""
+
+import sys
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from quartet_plugin.megatron.placement.state import StagePlacement
+from quartet_plugin.megatron.runtime.binding import Runtime
+from quartet_plugin.megatron.split_backward import WeightGradients
+from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, plain_family
+from quartet_plugin.schedule.placement import build
+from tests.runtime.pipelines import stage_costs
+
+DEGREE, RANKS = 8, 64
+
+
+def specs() -> list[ScheduleSpec]:
+    """A named schedule, and an order of the family, whose keys are sums of seconds that no float holds."""
+    costs = stage_costs(build("v", num_devices=DEGREE, num_chunks=None), transfer_s=0.1)
+    by_name = ScheduleSpec(costs=costs, name="zb-v")
+    return [by_name, ScheduleSpec(costs=costs, family=plain_family(by_name))]
+
+
+def main() -> None:
+    """One rank after the other."""
+    for rank in map(int, sys.argv[1:]):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=DEGREE,
+            pipeline_model_parallel_size=DEGREE,
+            create_gloo_process_groups=False,
+        )
+        executors = [
+            Runtime(
+                ProgramCache(spec), placement=StagePlacement(spec.placement), gradients=WeightGradients()
+            ).executor(num_microbatches)
+            for spec in specs()
+            for num_microbatches in (8, 13)
+        ]
+        (device,) = {executor.device for executor in executors}
+        print(rank, device, *(executor.program.digest for executor in executors), flush=True)
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

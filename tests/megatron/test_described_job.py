@@ -1,0 +1,97 @@
+"""A plan of a described job with experts and latent attention, against Megatron's own parser."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.cli.export import flags_of
+from quartet_plugin.errors import PlanError
+from quartet_plugin.megatron.apply import check_fit
+from quartet_plugin.model.megatron_arguments import model_words
+from quartet_plugin.model.plan import Plan, read_plan, write_plan
+from quartet_plugin.planner.job import parse_job
+from quartet_plugin.planner.plans import plain_layout, plan_of
+from quartet_plugin.planner.ranking import best_plans
+from tests.megatron.native import native_flags
+from tests.planner.planning import job_data
+
+LATENT = {
+    "q_lora_rank": 96,
+    "kv_lora_rank": 48,
+    "qk_head_dim": 64,
+    "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 64,
+}
+EXPERTS = {
+    "num_experts": 8,
+    "experts_per_token": 3,
+    "expert_ffn_hidden_size": 512,
+    "shared_expert_ffn_hidden_size": 256,
+    "num_dense_layers": 2,
+}
+MODEL = {"gated_ffn": True, "latent_attention": LATENT, **EXPERTS}
+
+
+def planned(folder: Path, *, device: str = "H100-SXM-80GB", **model: Any) -> Plan:
+    """The best plan of a small job on eight devices, written and read again."""
+    data = job_data(model={**MODEL, **model}, cluster={"device": device}, search={"expert_parallel": 4})
+    job = parse_job(data, where="job")
+    best = best_plans(job).best[0]
+    plan = plan_of(job, best, plain=plain_layout(job, best=best), name="job", place=1)
+    write_plan(plan, path=folder / "plan.json")
+    return read_plan(folder / "plan.json")
+
+
+def words_of(plan: Plan, *, without: str = "") -> list[str]:
+    words = []
+    for name, value in flags_of(plan).items():
+        if name != without:
+            words += [name] if value is True else [name, str(value)]
+    return words
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "fp8"])
+def test_megatron_reads_the_exported_flags_as_the_job(tmp_path: Path, precision: str) -> None:
+    plan = planned(tmp_path, precision=precision)
+    assert plan.made_for.job is not None
+    args = native_flags().values(words_of(plan))
+    assert model_words(args) == plan.made_for.job.model_words
+    check_fit(plan, args, version="0.19.2", world_size=8)
+    assert args.expert_model_parallel_size == 4
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("--num-experts", "experts none"),
+        ("--moe-router-topk", "2 a token"),
+        ("--moe-ffn-hidden-size", "8 experts of 4096"),
+        ("--moe-shared-expert-intermediate-size", "experts 8 experts of 512, 3 a token, the first"),
+        ("--moe-layer-freq", "experts 8 experts of 512, 3 a token, a shared one of 256 (plan"),
+        ("--multi-latent-attention", "attention plain"),
+        ("--kv-lora-rank", "ranks 96 and 32"),
+        ("--bf16", "precision fp32"),
+    ],
+)
+def test_a_command_with_another_model_is_refused(tmp_path: Path, flag: str, says: str) -> None:
+    plan = planned(tmp_path)
+    args = native_flags().values(words_of(plan, without=flag))
+    with pytest.raises(PlanError, match="made for another job") as error:
+        check_fit(plan, args, version="0.19.2", world_size=8)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_described_job_cannot_say_is_refused_by_the_flags_name(tmp_path: Path) -> None:
+    plan = planned(tmp_path)
+    for words, flag in (
+        (["--moe-layer-freq", "([1]*4+[0]*4)"], "--moe-layer-freq"),
+        (["--moe-layer-freq", "2"], "--moe-layer-freq"),
+    ):
+        args = native_flags().values([*words_of(plan, without=flag), *words])
+        with pytest.raises(Exception, match=flag):
+            check_fit(plan, args, version="0.19.2", world_size=8)
+    args = native_flags().values(words_of(plan, without="--q-lora-rank"))
+    with pytest.raises(Exception, match="--q-lora-rank: not given"):
+        check_fit(plan, args, version="0.19.2", world_size=8)

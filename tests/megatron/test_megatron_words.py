@@ -1,0 +1,82 @@
+"""A command's flags, read without Megatron, against Megatron's own parser."""
+
+import pytest
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.megatron_words import (
+    NUMBERS,
+    SWITCHES,
+    TEXTS,
+    UNREADABLE,
+    flag_of,
+    layer_pattern,
+    read_arguments,
+)
+from tests.megatron.entry_launch import MEGATRON_FLAGS
+from tests.megatron.native import native_flags
+
+
+def test_the_table_is_megatrons() -> None:
+    flags = native_flags()
+    for dest, default in {**NUMBERS, **TEXTS, **dict.fromkeys(SWITCHES, False)}.items():
+        action = flags._actions[flag_of(dest)]
+        assert action.dest == dest
+        assert flags.defaults[dest] == default, dest
+        assert action.nargs == (0 if dest in SWITCHES else None), dest
+    known = {dest for dest in UNREADABLE if flag_of(dest) in flags._actions}
+    assert len(known) > len(UNREADABLE) / 2  # others are of earlier and later releases
+    assert all(flags._actions[flag_of(dest)].dest == dest for dest in known)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--swiglu", "--group-query-attention", "--num-query-groups=2", "--bf16"],
+        ["--num-experts", "4", "--moe-layer-freq", "([0]*2+[1]*4)", "--split", "99,1,0"],
+        ["--fp8-format", "hybrid", "--micro-batch-size", "1", "--micro-batch-size", "4", "--lr", "1e-3"],
+        ["--microbatch-group-size-per-virtual-pipeline-stage", "4", "--data-path", "a", "b", "--fp16"],
+    ],
+)
+def test_values_are_those_that_megatron_reads(more: list[str]) -> None:
+    words = [*MEGATRON_FLAGS, *more]
+    args, unread = read_arguments(words)
+    theirs = vars(native_flags().values(words))
+    assert vars(args) == {dest: theirs[dest] for dest in vars(args)}
+    assert "--lr" in unread
+    assert "--num-layers" not in unread
+
+
+@pytest.mark.parametrize("text", ["1", "3", "([0]*3+[1]*5)", "[0]+[1]*7", "([1]*3+[0]*1)*2", "[0,1,1]"])
+def test_a_pattern_is_megatrons(text: str) -> None:
+    from megatron.training.arguments import moe_freq_type
+
+    assert layer_pattern(text) == moe_freq_type(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "[1]*10**9", "[2]", "x", "([1]", "[1]*99999999", "__import__('os')", ""]
+)
+def test_another_expression_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--moe-layer-freq"):
+        layer_pattern(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--num-layers", "many"], "--num-layers: 'many'"),
+        (["--hidden-size"], "--hidden-size: no value"),
+        (["--mtp-num-layers", "1"], "--mtp-num-layers: the cost model has no multi-token prediction"),
+        (["--use-megatron-fsdp"], "--use-megatron-fsdp"),
+        (["--fp4-format", "e2m1"], "--fp4-format"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_the_flags_name(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_arguments(words)
+    assert says in str(error.value)
+
+
+def test_a_flag_that_is_switched_off_is_no_refusal() -> None:
+    assert read_arguments(["--mtp-num-layers", "0"])[1] == ("--mtp-num-layers",)
