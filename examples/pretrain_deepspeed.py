@@ -149,6 +149,14 @@ def layers_of(args: argparse.Namespace) -> list[Any]:
     ]
 
 
+def layers_of_sizes(num_layers: int, hidden_size: int, num_attention_heads: int) -> list[Any]:
+    """The layers at another depth and width, for a search of shapes: `layer_builder` in a ds_config."""
+    args = parse_arguments()
+    args.num_layers, args.hidden_size = num_layers, hidden_size
+    args.num_attention_heads = num_attention_heads
+    return layers_of(args)
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; sizes of the batch are in the ds_config."""
     parser = argparse.ArgumentParser(

@@ -1,9 +1,12 @@
 """The user's training command: its starter, its script, and the places where the plugin's words go in.
 
-Supported are `torchrun`, `python -m torch.distributed.run`, `deepspeed` and plain `python`, each with a
-script or `-m MODULE`, behind an optional `env NAME=VALUE ...`. The user's words are never edited: wrapping
-puts `-m quartet_plugin.megatron` before the script, or `-m quartet_plugin.deepspeed` where `deepspeed` starts
-it or its arguments name a ds_config, and the plugin's flags behind the user's.
+Read are `torchrun`, `python -m torch.distributed.run`, `deepspeed` and plain `python`, each with a script
+or `-m MODULE`, behind an optional `env NAME=VALUE ...`. The user's words are never edited: wrapping puts
+`-m quartet_plugin.megatron` before the script, or `-m quartet_plugin.deepspeed` where `deepspeed` starts it
+or its arguments name a ds_config, and the plugin's flags behind the user's.
+
+Any other program (`bash train.sh`, `make train`, `srun`, `mpirun`, `accelerate`, a Python launcher) is
+started as it is: its training processes find themselves, see `rank.process_start`.
 """
 
 import os
@@ -11,9 +14,11 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.launcher_scripts import starts_launcher
 from quartet_plugin.launchers.starter_options import ParsedOptions, Starter, read_options
 
 ENTRY_MODULE = "quartet_plugin.megatron"
@@ -23,23 +28,15 @@ MAX_WORDS = 100_000
 Assignments = tuple[tuple[str, str], ...]
 PortFlag = Literal["--master-port", "--rdzv-endpoint", "--master_port"]
 
-_SUPPORTED = (
-    "supported are torchrun, python -m torch.distributed.run, deepspeed and python, followed by a script"
-)
+_SUPPORTED = "torchrun, deepspeed or python must be followed by a script"
 _DS_CONFIG = re.compile(r"--deepspeed[_-]config(=.*)?", re.DOTALL)
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?(\.exe)?")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=", re.ASCII)
 _MACHINE_COUNTS = ("auto", "cpu", "gpu", "xpu")
 _RUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+_LAUNCHER_MODULES = ("accelerate.", "deepspeed.launcher.", "nvidia_resiliency_ext.")
 _ADVICE = {
-    "srun": "write the command that srun starts, from torchrun on",
-    "sbatch": "write the command that the job script starts, from torchrun on",
-    "mpirun": "start the script with torchrun instead",
-    "mpiexec": "start the script with torchrun instead",
-    "accelerate": "start the script with torchrun instead",
-    "bash": "write the command itself, not a shell line",
-    "sh": "write the command itself, not a shell line",
-    "uv": "write the command itself, with the environment's own python or torchrun",
+    "sbatch": "it only queues a job; write the command that the job script starts, or bash and the script",
     "ipython": "use python",
 }
 
@@ -52,7 +49,7 @@ class Command:
     `words[target_index:]` are the script (with `is_module`, the module) and its arguments. `num_processes` is
     None where only the machine itself knows (`auto`, `gpu`, `cpu`), `num_nodes` where it is a range.
     `port_flag` is the option that may name a free port, None where the user named a place. `entry` is the
-    adapter's module.
+    adapter's module. With the starter "other" nothing but the program is known before it has run.
     """
 
     words: tuple[str, ...]
@@ -81,14 +78,18 @@ class Command:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The training program's own arguments."""
+        """The training program's own arguments; none are known where another program starts it."""
+        if self.starter == "other":
+            return ()
         return self.words[self.target_index + 1 :]
 
     def wrapped(self, extra_flags: Sequence[str] = (), *, port: int | None = None) -> list[str]:
         """The argv that runs the same under the adapter, with `extra_flags` behind the user's.
 
-        `port` is named to torchrun only where the user left the choice open (`port_flag`).
+        `port` is named to torchrun only where the user left the choice open (`port_flag`). Not for a command
+        that another program starts.
         """
+        assert self.starter != "other", "its training processes find themselves"
         argv = list(self.words[: self.before])
         if port is not None and self.port_flag is not None:
             place = f"localhost:{port}" if self.port_flag == "--rdzv-endpoint" else str(port)
@@ -125,8 +126,28 @@ def parse_command(words: Sequence[str], *, environment: Mapping[str, str] | None
         return _deepspeed(words, first + 1, assignments)
     if is_starter(program):
         return _python(words, first + 1, assignments, known)
-    advice = f": {_ADVICE[program]}" if program in _ADVICE else ""
-    raise ConfigError(f"command {words[first]!r}: not supported; {_SUPPORTED}{advice}")
+    if not program:
+        raise ConfigError(f"command {words[first]!r}: no program; write the command that starts the training")
+    if program in _ADVICE:
+        raise ConfigError(f"command {words[first]!r}: not supported: {_ADVICE[program]}")
+    return _other(words, first, assignments)
+
+
+def _other(words: tuple[str, ...], first: int, assignments: Assignments) -> Command:
+    """A command whose program is not read: all its words start the processes."""
+    return Command(
+        words=words,
+        starter="other",
+        before=len(words),
+        target_index=first,
+        has_module_flag=False,
+        is_module=False,
+        is_wrapped=False,
+        environment=assignments,
+        num_processes=None,
+        num_nodes=1,
+        port_flag=None,
+    )
 
 
 def is_starter(word: str) -> bool:
@@ -224,10 +245,10 @@ def _python(
     start = _target_index(words, options, program="python")
     if "module" in options.values and words[start] in _RUN_MODULES:
         if words[start] == "torch.distributed.launch" and not {"--use-env", "--use_env"} & set(words):
-            raise ConfigError(
-                "python -m torch.distributed.launch: not supported without --use-env; write torchrun"
-            )
+            return _other(words, first - 1, assignments)  # the script gets its local rank as an argument
         return _torchrun(words, start + 1, assignments, environment)
+    if _is_launcher(words[start], is_module="module" in options.values):
+        return _other(words, first - 1, assignments)
     if words[start] in ("-", "--"):
         raise ConfigError(f"python {words[start]}: a script or -m MODULE is needed")
     return _command(
@@ -239,6 +260,13 @@ def _python(
         num_nodes=1,
         port_flag=None,
     )
+
+
+def _is_launcher(target: str, *, is_module: bool) -> bool:
+    """Whether a Python program starts the processes that train, by its module's name or its own words."""
+    if is_module:
+        return target.startswith(_LAUNCHER_MODULES)
+    return starts_launcher(Path(target))
 
 
 def _command(

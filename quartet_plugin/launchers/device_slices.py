@@ -168,6 +168,11 @@ def _refuse_fixed_places(
     """Raise ConfigError for what two trials at once would fight for, and for what cannot be counted."""
     if command.num_nodes != 1:
         raise ConfigError("--workers: a trial of several nodes is not divided; give the command one node")
+    if command.starter == "other":
+        raise ConfigError(
+            f"--workers: the devices and ports of {command.program!r} are not known before it runs; write "
+            "the command from torchrun on, or leave --workers out"
+        )
     if command.num_processes is None and device == "cpu":
         raise ConfigError(
             "--workers: the command's number of processes is left to the machine; write it as a number"

@@ -72,6 +72,8 @@ def check_start(command: Command, *, cwd: Path, environment: Mapping[str, str]) 
     """
     known = {**environment, **dict(command.environment)}
     _find_program(command.program, path=known.get("PATH"))
+    if command.starter == "other":
+        return
     if not command.is_module and not (cwd / command.target).exists():
         raise ConfigError(f"script {command.target!r}: not found from {cwd}; correct its path")
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 from quartet_plugin.errors import ConfigError
 
-Starter = Literal["torchrun", "python", "deepspeed"]
+# "other" is any program that in the end starts a training: its options are its own.
+Starter = Literal["torchrun", "python", "deepspeed", "other"]
 
 # Torchrun 2.11's options without and with a value, by their spelling -> their name. A contract test
 # compares both tables with torch's own parser.

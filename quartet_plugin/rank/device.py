@@ -4,6 +4,8 @@ import contextlib
 import sys
 from pathlib import Path
 
+from quartet_plugin.protocol.rank_files import DeviceMemory
+
 _CPU = "cpu"
 _state: dict[str, str] = {}
 
@@ -22,11 +24,23 @@ def device_name() -> str:
 
 
 def peak_memory_bytes() -> int:
-    """The most bytes that the allocator reserved on the CUDA device; on the CPU the process's peak."""
+    """The most bytes of tensors on the CUDA device; on the CPU the process's peak."""
+    memory = device_memory()
+    return peak_resident_bytes() if memory is None else memory.peak_allocated_bytes
+
+
+def device_memory() -> DeviceMemory | None:
+    """What the CUDA device held; None on the CPU, and before CUDA is used."""
     torch = sys.modules.get("torch")
-    if torch is not None and device_name() != _CPU and torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_reserved())
-    return peak_resident_bytes()
+    if torch is None or device_name() == _CPU or not torch.cuda.is_initialized():
+        return None
+    cuda = torch.cuda
+    free, total = cuda.mem_get_info()
+    return DeviceMemory(
+        peak_allocated_bytes=cuda.max_memory_allocated(),
+        peak_reserved_bytes=cuda.max_memory_reserved(),
+        untracked_bytes=max(0, total - free - cuda.memory_reserved()),
+    )
 
 
 def peak_resident_bytes() -> int:

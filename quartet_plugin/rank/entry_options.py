@@ -16,7 +16,7 @@ USAGE = "python -m quartet_plugin.megatron [-m MODULE | SCRIPT] ARGS..."
 _DEVICES = ("auto", "cpu", "cuda")
 _HELP = {
     "plan": ("FILE", "apply this plan: shape, layout, split, schedule and rank mapping"),
-    "device": ("{auto,cpu,cuda}", "where to train; auto takes the CPU when the machine has no GPU"),
+    "device": ("{auto,cpu,cuda}", "where to train; without a GPU auto takes the CPU, in trials alone"),
     "trial": ("FILE", "a trial.json: measure a few iterations, write them beside it and stop"),
 }
 
@@ -116,6 +116,12 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
             action.help = (action.help or "").replace("%", "%%")
 
 
+def place_on_path(command: EntryCommand) -> None:
+    """Set sys.path[0] as python does for a script: its own folder, where a tree may bring its framework."""
+    if not command.is_module and not sys.flags.safe_path:
+        sys.path[0] = str(Path(command.target).resolve().parent)
+
+
 def run_program(command: EntryCommand, arguments: list[str]) -> None:
     """Run a script or module as __main__, with sys.argv and sys.path[0] as python sets them."""
     sys.argv = [command.target, *arguments]
@@ -123,6 +129,5 @@ def run_program(command: EntryCommand, arguments: list[str]) -> None:
         # `python -m` puts the current folder first, and so did the one that started the entry.
         runpy.run_module(command.target, run_name="__main__", alter_sys=True)
         return
-    if not sys.flags.safe_path:
-        sys.path[0] = str(Path(command.target).resolve().parent)
+    place_on_path(command)
     runpy.run_path(command.target, run_name="__main__")

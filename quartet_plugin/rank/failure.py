@@ -2,7 +2,6 @@
 
 import errno
 import linecache
-import re
 import sys
 import traceback
 from types import FrameType, TracebackType
@@ -10,19 +9,10 @@ from types import FrameType, TracebackType
 from quartet_plugin.errors import ExitCode, InfrastructureError, QuartetError, SeamError
 from quartet_plugin.protocol.masking import collect_secrets, masked
 from quartet_plugin.protocol.rank_files import ErrorKind, FailureReport
+from quartet_plugin.rank.failure_texts import means_lost_peer, means_no_memory, wanted_bytes_of
 
 _MAX_LINES = 200
 _MAX_CHARACTERS = 4_000
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_NO_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|bad_alloc|cannot allocate memory", re.IGNORECASE
-)
-_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
-_NETWORK = re.compile(
-    r"address already in use|connection (?:was )?(?:closed|reset|refused)|broken pipe|socket timeout"
-    r"|timed out waiting|remote process exited|connectfullmesh|no route to host",
-    re.IGNORECASE,
-)
 _NETWORK_TYPES = {"DistNetworkError", "DistStoreError"}
 _NETWORK_ERRNOS = {
     errno.EADDRINUSE,
@@ -65,12 +55,12 @@ def kind_of(error: BaseException, *, num_steps: int) -> ErrorKind:
     if isinstance(error, QuartetError):
         return "plan"
     text = message_of(error)
-    if isinstance(error, MemoryError) or _is_named(error, "OutOfMemoryError") or _NO_MEMORY.search(text):
+    if isinstance(error, MemoryError) or _is_named(error, "OutOfMemoryError") or means_no_memory(text):
         return "out-of-memory"
     if isinstance(error, OSError) and error.errno in _NETWORK_ERRNOS:
         return "network"
     if isinstance(error, RuntimeError) and (
-        any(_is_named(error, name) for name in _NETWORK_TYPES) or _NETWORK.search(text)
+        any(_is_named(error, name) for name in _NETWORK_TYPES) or means_lost_peer(text)
     ):
         return "network"
     if num_steps == 0 and _is_verdict(error):
@@ -97,12 +87,6 @@ def message_of(error: BaseException) -> str:
                 return str(frame.f_locals.get("message", error))
         return f"the script ended itself with exit code {error.code}"
     return str(error).strip() or type(error).__name__
-
-
-def wanted_bytes_of(text: str) -> int:
-    """The size in bytes of the allocation that failed, as the allocator wrote it; 0 where it wrote none."""
-    match = _WANTED.search(text)
-    return round(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 def show_script_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -14,8 +14,10 @@ from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import as_number, dump, read_record
 from quartet_plugin.protocol.attempt_files import STOP_FILE, TrialSpec
 from quartet_plugin.protocol.environment import HEARTBEAT_S
+from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.protocol.rank_files import (
     ActionTimes,
+    DeviceMemory,
     FailureReport,
     Heartbeat,
     Iteration,
@@ -103,6 +105,8 @@ class RankFileWriter:
         iterations: Iterable[Iteration],
         peak_memory_bytes: int,
         job: dict[str, Any] | None,
+        memory: DeviceMemory | None = None,
+        execution: Execution | None = None,
     ) -> None:
         """Write rank-K.json: what the rank measured, as `RankReport` says."""
         report = RankReport(
@@ -120,6 +124,8 @@ class RankFileWriter:
             peak_memory_bytes=peak_memory_bytes,
             job=job,
             cores=cores,
+            memory=memory,
+            execution=execution,
         )
         # A record leaves `cores` out where there are none; the file says null.
         write_json_atomic(self._path_of(RankReport), {**dump(report), "cores": report.cores})
@@ -186,7 +192,7 @@ class RankFileWriter:
                 launch_rank=self.launch_rank,
                 device=device,
                 replica=replica,
-                begin_at=recorder.begin_at,
+                begin_at=recorder.begin_at(),
                 actions=tuple(map(str, actions)),
                 start_s=tuple(action.start_s for action in times),
                 end_s=tuple(action.end_s for action in times),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quartet_plugin.errors import PlanError
-from quartet_plugin.model.plan import Plan, Slot
+from quartet_plugin.model.plan import NodeInfo, Plan, Slot
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous
 
 _MAX_SHOWN = 16
@@ -63,7 +63,8 @@ def gather_processes(rendezvous: Rendezvous, rank_env: RankEnv) -> list[Process]
 def assign(plan: Plan, processes: Sequence[Process], *, args: Namespace) -> RankAssignment:
     """The RANK of every process. `args` are the arguments as they will be with the plan.
 
-    On other hosts than the plan was made for the launcher's order stays, and the note says so. Raises
+    The nodes of a plan for equal devices by name are no hosts: they stand for the launcher's nodes in order.
+    On other hosts than another plan was made for the launcher's order stays, and the note says so. Raises
     PlanError where the start or a feature cannot take the plan's order.
     """
     stock = tuple(range(len(processes)))
@@ -103,7 +104,9 @@ def _match(plan: Plan, processes: Sequence[Process]) -> tuple[dict[Slot, int], s
     at_slot: dict[Slot, int] = {}
     left = sorted(present)
     for index, node in enumerate(plan.made_for.nodes):
-        key = next((k for k in left if k[1] == node.host and len(present[k]) == node.num_slots), None)
+        key = next(
+            (k for k in left if _is_node(plan, k[1], node) and len(present[k]) == node.num_slots), None
+        )
         if key is None:
             hosts = _listed([node.host for node in plan.made_for.nodes])
             return {}, (
@@ -121,6 +124,12 @@ def _match(plan: Plan, processes: Sequence[Process]) -> tuple[dict[Slot, int], s
             f"{plan.made_for.nodes[0].host}: the ranks stay in the launcher's order"
         )
     return at_slot, None
+
+
+def _is_node(plan: Plan, host: str, node: NodeInfo) -> bool:
+    """Whether a host may play a node of the plan; equal devices by name have placeholders for hosts."""
+    job = plan.made_for.job
+    return host == node.host or (job is not None and job.devices is not None)
 
 
 def _check_features(

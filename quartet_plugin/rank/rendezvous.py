@@ -10,6 +10,8 @@ from typing import Any
 
 from quartet_plugin.errors import InfrastructureError, PlanError, QuartetError, first_line
 from quartet_plugin.model.plan import Plan, read_plan
+from quartet_plugin.protocol.environment import STARTED
+from quartet_plugin.rank.process_start import ranks_of
 
 EXCHANGE_TIMEOUT_S = 300.0
 
@@ -27,15 +29,15 @@ class RankEnv:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "RankEnv":
-        """The process that the variables of torchrun or the deepspeed launcher describe; else a lone one."""
+        """The process that its starter's variables describe (`process_start.ranks_of`); else a lone one."""
 
-        def number(name: str, deepspeed_name: str = "") -> int | None:
-            text = environment.get(name, environment.get(deepspeed_name, ""))
+        def number(*names: str) -> int | None:
+            text = next((environment[name] for name in names if name in environment), "")
             return int(text) if text.isdecimal() else None
 
         return cls(
-            launch_rank=number("RANK") or 0,
-            world_size=number("WORLD_SIZE") or 1,
+            launch_rank=ranks_of(environment)[1],
+            world_size=ranks_of(environment)[2],
             local_rank=number("LOCAL_RANK"),
             local_world_size=number("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
             group_rank=number("GROUP_RANK", "CROSS_RANK") or 0,
@@ -63,6 +65,8 @@ class Rendezvous:
         """
         if rank_env.world_size == 1:
             return cls(rank_env)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and STARTED in os.environ:
+            return cls(rank_env, _store_of_files(rank_env))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             raise AgreedRefusalError(
                 f"a plan for {rank_env.world_size} processes must be agreed on through torchrun's store; "
@@ -121,6 +125,16 @@ class Rendezvous:
             return bool(self._store.check([key]))
         except RuntimeError:
             return False
+
+
+def _store_of_files(rank_env: RankEnv) -> Any:
+    """The ranks' store in the folder of the start file, where no launcher keeps one."""
+    import torch.distributed as dist
+
+    file = Path(os.environ[STARTED]) / "store"
+    store = dist.FileStore(str(file), rank_env.world_size)
+    store.set_timeout(timedelta(seconds=EXCHANGE_TIMEOUT_S))
+    return dist.PrefixStore("quartet", store)
 
 
 def _ranks_by_word(words: Sequence[str]) -> dict[str, list[int]]:

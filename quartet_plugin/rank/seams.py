@@ -1,17 +1,15 @@
 """Seams: the functions and classes of a framework that an adapter replaces or relies on, each declared once.
 
-A seam is pinned by signature and by the hash of its source in every release that it was tried with. A module
-global is rebound in its own module and in every loaded one that has imported it by name; modules that are
-loaded later find the replacement. All seams of an installation are resolved and checked first; then all are
-applied, or none; then loaded modules are searched for references to an original. `uninstall` restores all.
+A seam knows its parameters and the hash of its source in every release that was read. A module global is
+rebound in its own module and in every loaded one that has imported it by name; modules that are loaded later
+find the replacement. All seams of an installation are located first; then all are applied, or none; then
+loaded modules are searched for references to an original. `uninstall` restores all.
 """
 
 import ast
 import functools
-import hashlib
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,37 +18,30 @@ from types import FunctionType, ModuleType
 from typing import Any, ClassVar
 
 from quartet_plugin.errors import SeamError
+from quartet_plugin.rank.source_tree import KnownFunction, node_hash
 
-# Modules whose decorators a framework puts around some of its functions.
-_DECORATORS = ("functools", "torch")
+# Packages whose decorators frameworks put around their functions, beside those of their own.
+_DECORATORS = ("contextlib", "functools", "nvtx", "opentelemetry", "torch")
 # Large modules, none of which imports a framework: they are not searched for stale references.
 _LEFT_OUT = frozenset(
     {*sys.stdlib_module_names, "torch", "numpy", "triton", "numba", "scipy", "quartet_plugin", "transformers"}
 ) - {"__main__"}
 _ABSENT = object()
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 Wrapper = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """A framework by its `name` in messages and its `package`; releases from `oldest` to below `before`.
+    """A framework by its `name` in messages and its `package`; `needed` says which releases, for messages.
 
     `installed_version` reads the release that would be imported; it raises SeamError where there is none.
     """
 
     name: str
     package: str
-    oldest: tuple[int, int, int]
-    before: tuple[int, int, int]
+    needed: str
     installed_version: Callable[[], str]
-
-    @property
-    def supported(self) -> str:
-        """The supported releases, as a requirement."""
-        oldest, before = (".".join(map(str, release)) for release in (self.oldest, self.before[:2]))
-        return f"{self.package} >= {oldest}, < {before}"
 
     @property
     def release(self) -> str:
@@ -59,39 +50,63 @@ class Framework:
             return f"{self.package} {self.installed_version()}"
         return f"this {self.name}"
 
-    def check_version(self, version: str | None = None) -> str:
-        """The installed version, or `version`. Raises SeamError if it is absent or not supported."""
-        version = version or self.installed_version()
-        numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
-        parsed = tuple(int(number or 0) for number in numbers.groups()) if numbers else ()
-        if not self.oldest <= parsed < self.before:
-            raise SeamError(f"{self.package} {version}: not supported; install {self.supported}")
-        return version
-
 
 @dataclass(frozen=True, slots=True)
 class FrameworkSeam:
     """A function or class of the framework: `module.name`, where `name` may be `Class.method`.
 
-    `parameters` are names with spaces between; a class has none. `sources` maps each release that the adapter
-    was tried with to the hash of the source. `aliases` are the modules that import the name for good,
-    `use_sites` (`module:function`) the callers: a test compares both with the release, to notice new callers.
-    `num_decorators` stand around the function. Each adapter has a subclass with its `framework`.
+    `known` are the function's parameters and source by release, None in a release without it. `aliases` are
+    the modules that import the name for good, `use_sites` (`module:function`) the callers: a test compares
+    both with the release, to notice new callers. Each adapter has a subclass with its `framework`.
     """
 
     framework: ClassVar[Framework]
     module: str
     name: str
-    parameters: str
-    sources: Mapping[str, str] = field(hash=False)
+    known: Mapping[str, KnownFunction | None] = field(hash=False, compare=False)
     aliases: tuple[str, ...] = ()
     use_sites: tuple[str, ...] = ()
-    num_decorators: int = 0
 
     @property
     def path(self) -> str:
         """The dotted path, for messages."""
         return f"{self.module}.{self.name}"
+
+    @property
+    def may_be_absent(self) -> bool:
+        """Whether some release that was read has no such function."""
+        return None in self.known.values()
+
+    def parameters_fault(self, function: KnownFunction | None) -> str | None:
+        """How a function's parameters differ from those of all known releases; None where they do not.
+
+        `function` is None where the framework has none.
+        """
+        if function is None:
+            return None if self.may_be_absent else self._line(f"not in {self.framework.release}")
+        known = {item.parameters for item in self.known.values() if item is not None}
+        if function.parameters in known:
+            return None
+        return self._line(
+            f"takes ({_listed(function.parameters)}) in {self.framework.release}, "
+            f"({') or ('.join(map(_listed, sorted(known)))}) elsewhere"
+        )
+
+    def source_fault(self, function: KnownFunction | None) -> str | None:
+        """How a function differs from those that were tried; None where it does not."""
+        fault = self.parameters_fault(function)
+        if fault is not None or function is None:
+            return fault
+        if any(item.source == function.source for item in self.known.values() if item and item.is_tried):
+            return None
+        return self._line(f"its source is another one in {self.framework.release} ({function.source})")
+
+    def _line(self, text: str) -> str:
+        return f"{self.path}: {text}; known is that of {self.framework.needed}"
+
+
+def _listed(parameters: str) -> str:
+    return parameters.replace(" ", ", ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +161,12 @@ class Installation:
 
 
 def install[S: FrameworkSeam](wrappers: Mapping[S, Wrapper]) -> Installation:
-    """Replace every seam by the result of its wrapper.
+    """Replace every seam by the result of its wrapper, whatever source it has.
 
-    Raises SeamError, with nothing touched, if a seam is missing, changed or taken, or if a loaded module
-    keeps an original where it cannot be replaced.
+    Raises SeamError, with nothing touched, if a seam is missing or taken, or if a loaded module keeps an
+    original where it cannot be replaced.
     """
-    resolved = {seam: resolve(seam) for seam in wrappers}
+    resolved = {seam: locate(seam) for seam in wrappers}
     for seam, (_, original) in resolved.items():
         _check_aliases(seam, original)
     changes, of_module = [], {}
@@ -211,44 +226,60 @@ def chain(*wrappers: Wrapper | None) -> Wrapper:
     return lambda original: functools.reduce(lambda inner, wrapper: wrapper(inner), present, original)
 
 
-def resolve(seam: FrameworkSeam) -> tuple[Any, Any]:
+def locate(seam: FrameworkSeam) -> tuple[Any, Any]:
     """The module or class that holds the name, and its value: a function, a staticmethod, or a class.
 
-    Raises SeamError, naming the release, if the value is not the framework's function of a known release.
+    Raises SeamError, naming the release, if there is none or if it is not the framework's own.
     """
-    framework = seam.framework
+    holder, value = _find(seam)
+    if value is None:
+        framework = seam.framework
+        raise SeamError(f"{seam.path}: not in {framework.release}; {framework.needed} is needed")
+    _undecorated(seam, value)
+    return holder, value
+
+
+def resolve(seam: FrameworkSeam) -> tuple[Any, Any]:
+    """What `locate` finds. Raises SeamError, naming the release, if its source is not a known one too."""
+    holder, value = locate(seam)
+    fault = seam.source_fault(known_function(seam))
+    if fault is not None:
+        raise SeamError(fault)
+    return holder, value
+
+
+def known_function(seam: FrameworkSeam) -> KnownFunction | None:
+    """Parameters and source of the loaded function behind its decorators; None where there is none.
+
+    Raises SeamError if it is not the framework's own or its source cannot be read.
+    """
+    _, value = _find(seam)
+    if value is None:
+        return None
+    plain = _undecorated(seam, value)
+    parameters = ""
+    if isinstance(plain, FunctionType):
+        parameters = " ".join(inspect.signature(plain, follow_wrapped=False).parameters)
+    try:
+        return KnownFunction(parameters=parameters, source=source_hash(plain))
+    except (OSError, SyntaxError) as error:
+        raise SeamError(
+            f"{seam.path}: its source cannot be read ({error}); install {seam.framework.needed}"
+        ) from error
+
+
+def _find(seam: FrameworkSeam) -> tuple[Any, Any]:
+    """The holder of the name and its value, None where there is none. Raises SeamError for no module."""
     try:
         holder: Any = _loaded(seam.module)
     except ImportError as error:
         raise SeamError(
-            f"{seam.module}: cannot be imported ({error}); {framework.supported} is needed"
+            f"{seam.module}: cannot be imported ({error}); {seam.framework.needed} is needed"
         ) from error
     first, *rest = seam.name.split(".")
     value: Any = vars(holder).get(first)
     for part in rest:
         holder, value = value, vars(value).get(part) if isinstance(value, type) else None
-    if value is None:
-        raise SeamError(f"{seam.path}: not in {framework.release}; {framework.supported} is needed")
-    plain = _undecorated(seam, value)
-    if isinstance(plain, FunctionType):
-        parameters = " ".join(inspect.signature(plain, follow_wrapped=False).parameters)
-        if parameters != seam.parameters:
-            raise SeamError(
-                f"{seam.path}: takes ({parameters.replace(' ', ', ')}) in {framework.release}, "
-                f"({seam.parameters.replace(' ', ', ')}) is known; {framework.supported} is needed"
-            )
-    try:
-        digest = source_hash(plain)
-    except (OSError, SyntaxError) as error:
-        raise SeamError(
-            f"{seam.path}: its source cannot be read ({error}); install {framework.supported}"
-        ) from error
-    if digest not in seam.sources.values():
-        known = ", ".join(f"{source} in {version}" for version, source in seam.sources.items())
-        raise SeamError(
-            f"{seam.path}: its source is another one in {framework.release} ({digest}; known: {known}); "
-            f"{framework.supported} is needed, unchanged"
-        )
     return holder, value
 
 
@@ -260,11 +291,10 @@ def _loaded(name: str) -> Any:
 def _undecorated(seam: FrameworkSeam, value: Any) -> Any:
     """The framework's function or class behind its decorators; SeamError for anybody else's."""
     plain = _function(value)
-    for _ in range(seam.num_decorators):
-        if not _owner(plain).startswith(_DECORATORS):
-            break
-        plain = getattr(plain, "__wrapped__", plain)
-    is_known = isinstance(plain, FunctionType) or (isinstance(plain, type) and not seam.parameters)
+    packages = (*_DECORATORS, seam.module.partition(".")[0])
+    while hasattr(plain, "__wrapped__") and _owner(plain).partition(".")[0] in packages:
+        plain = plain.__wrapped__
+    is_known = isinstance(plain, FunctionType | type)
     if not is_known or _owner(plain) != seam.module or hasattr(plain, "__wrapped__"):
         raise _taken(seam, seam.path, plain)
     return plain
@@ -333,19 +363,8 @@ def _refs(value: Any) -> list[Any]:
 
 
 def source_hash(definition: Any) -> str:
-    """The source of a loaded function or class as sixteen hex digits, its decorators included.
-
-    Comments, layout and docstrings do not count. Raises OSError where there is no source to read.
-    """
+    """`node_hash` of the source of a loaded function or class. Raises OSError where there is none to read."""
     return node_hash(_parsed(inspect.getsource(definition)))
-
-
-def node_hash(node: ast.AST) -> str:
-    """`source_hash` of a definition in a parsed file; `node` loses its docstrings."""
-    for inner in ast.walk(node):
-        if isinstance(inner, _DEFINITIONS) and ast.get_docstring(inner, clean=False) is not None:
-            inner.body = inner.body[1:] or [ast.Pass()]
-    return hashlib.sha256(ast.dump(node).encode()).hexdigest()[:16]
 
 
 def _parsed(source: str) -> ast.AST:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from quartet_plugin.model.schema import as_number, record
+from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.protocol.rank_files import Iteration
-from quartet_plugin.rank.device import device_name, peak_memory_bytes
+from quartet_plugin.rank.device import device_memory, device_name, peak_memory_bytes
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.session import exit_now
 
@@ -84,7 +85,9 @@ class StepMeter(ABC):
             },
             iterations=iterations,
             peak_memory_bytes=peak_memory_bytes(),
+            memory=device_memory(),
             job=self._job() if self._files.rank == 0 else None,
+            execution=self._execution(),
         )
 
     def _after_step(self, result: StepResult) -> None:
@@ -129,6 +132,10 @@ class StepMeter(ABC):
     @abstractmethod
     def _job(self) -> dict[str, Any]:
         """The job that the framework made of the command; asked for on RANK 0 alone."""
+
+    @abstractmethod
+    def _execution(self) -> Execution | None:
+        """What this rank did in the steps so far; None where the framework does not show it."""
 
 
 def _default_store() -> Any:

@@ -136,10 +136,9 @@ def test_the_number_of_processes(text: str, processes: int | None, nodes: int | 
         ("deepspeed --num_gpus two a.py", ("'two'", "number above 0")),
         ("deepspeed --no_python a.sh", ("--no_python", "Python script")),
         ("deepspeed --autotuning tune a.py", ("--autotuning", "not supported")),
-        ("srun torchrun a.py", ("srun", "from torchrun on")),
-        ("mpirun -n 2 python a.py", ("mpirun", "torchrun")),
-        ("bash -c 'torchrun a.py'", ("bash", "not a shell line")),
-        ("./train.sh", ("./train.sh", "supported are")),
+        ("sbatch job.sh", ("sbatch", "only queues a job")),
+        ("ipython a.py", ("ipython", "use python")),
+        ("dir/", ("'dir/'", "no program")),
         ("A=b torchrun a.py", ("A=b", "env A=")),
         ("env -i torchrun a.py", ("env -i", "NAME=VALUE")),
         ("env A=b", ("no program",)),
@@ -157,7 +156,6 @@ def test_the_number_of_processes(text: str, processes: int | None, nodes: int | 
         ("torchrun --run-path /a.py", ("--run-path",)),
         ("torchrun --help", ("--help",)),
         ("torchrun -- a.py", ("--", "script")),
-        ("python -m torch.distributed.launch a.py", ("--use-env", "torchrun")),
         ("torchrun -m quartet_plugin.megatron", ("no script",)),
         ("torchrun -m quartet_plugin.megatron --x", ("no script",)),
     ],
@@ -207,6 +205,60 @@ def test_the_users_words_stay_in_order(
     assert again.wrapped(()) == argv[: len(argv) - len(flags)]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bash train.sh --lr 1",
+        "env A=b bash -c 'torchrun a.py'",
+        "./train.sh",
+        "make train",
+        "srun --ntasks 8 python a.py",
+        "mpirun -n 2 python a.py",
+        "accelerate launch a.py",
+        "ft_launcher --nproc-per-node 2 a.py",
+        "python -m accelerate.commands.launch a.py",
+        "python -m torch.distributed.launch --nproc-per-node 2 a.py",
+    ],
+)
+def test_other_programs_are_started_as_they_are(text: str) -> None:
+    command = parse(text)
+    assert (command.starter, command.num_processes, command.num_nodes) == ("other", None, 1)
+    assert command.words == tuple(shlex.split(text))
+    assert (command.arguments, command.port_flag) == ((), None)
+    assert command.program == shlex.split(text)[2 if text.startswith("env") else 0]
+
+
+@pytest.mark.parametrize(
+    ("code", "is_launcher"),
+    [
+        ("import subprocess\nsubprocess.run(['torchrun', 'train.py'])\n", True),
+        ("os.system('A=1 exec /opt/bin/torchrun --nproc-per-node 2 train.py')", True),
+        ("os.system(f'torchrun --nproc-per-node {n} train.py')", True),
+        ("subprocess.run([sys.executable, '-m', 'torch.distributed.run', 'train.py'])", True),
+        ("os.system('python -u -m torch.distributed.launch train.py')", True),
+        ("from torch.distributed.run import main", True),
+        ("from torch.distributed import launch", True),
+        ("import deepspeed.launcher.runner", True),
+        ("from megatron.training import pretrain", False),
+        (
+            '"""Run it with `torchrun train.py`.\n\n    torchrun train.py\n"""\n# torchrun\nimport torch',
+            False,
+        ),
+        ("def f():\n    'torchrun train.py'\n", False),
+        ("raise SystemExit('start this script with torchrun')", False),
+        ("import torch.distributed as dist", False),
+        ("torchrun = 1", False),
+        ("this is no Python: torchrun", False),
+    ],
+)
+def test_a_python_script_that_starts_torchrun_is_a_launcher(
+    tmp_path: Path, code: str, is_launcher: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    assert parse(f"python -u {script}").starter == ("other" if is_launcher else "python")
+
+
 @settings(deadline=None, max_examples=300)
 @given(
     st.lists(
@@ -221,7 +273,7 @@ def test_any_words_are_a_command_or_one_line(words: list[str]) -> None:
     else:
         message = "-"
         assert command.words == tuple(words)
-        assert ENTRY_MODULE in command.wrapped(())
+        assert command.starter == "other" or ENTRY_MODULE in command.wrapped(())
     assert len(message.splitlines()) == 1
 
 

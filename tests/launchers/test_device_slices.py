@@ -147,3 +147,8 @@ def test_processes_run_inside_their_slice_and_this_one_keeps_its_own(tmp_path: P
     assert process.wait(timeout=60) == 0
     assert (tmp_path / "out").read_text().split("\n")[0] == f"[{core}] 7,GPU-x"
     assert os.sched_getaffinity(0) == before
+
+
+def test_a_program_that_is_not_read_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="'bash' are not known before it runs"):
+        cut(monkeypatch, 8, num_slices=2, command=parse_command(["bash", "train.sh"]))

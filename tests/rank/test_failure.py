@@ -3,13 +3,26 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quartet_plugin.model.schema import dump
-from quartet_plugin.rank.failure import describe_failure
+from quartet_plugin.rank.failure import describe_failure, kind_of
+from quartet_plugin.rank.failure_texts import wanted_bytes_of
 from quartet_plugin.rank.rendezvous import RankEnv
 from quartet_plugin.rank.session import write_command_failure
+
+# Messages as the libraries print them, and the kind of failure each of them means after the first step.
+MESSAGES = json.loads(Path(__file__).with_name("failure_messages.json").read_text())
+
+
+@pytest.mark.parametrize("row", MESSAGES, ids=lambda row: f"{row['source']}: {row['message'][-40:]}")
+def test_a_librarys_message_has_its_kind(row: dict[str, Any]) -> None:
+    base = OSError if row["type"] == "OSError" else RuntimeError
+    error = type(row["type"], (base,), {})(row["message"])
+    assert kind_of(error, num_steps=3) == row["kind"]
+    assert wanted_bytes_of(row["message"]) == row["wanted_bytes"]
 
 
 def failed(text: str) -> Exception:

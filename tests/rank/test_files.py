@@ -11,7 +11,8 @@ import pytest
 from quartet_plugin.errors import ConfigError, InfrastructureError, PlanError, SeamError
 from quartet_plugin.model.schema import as_number, read_record
 from quartet_plugin.protocol.rank_files import RankFailure
-from quartet_plugin.rank.failure import describe_failure, exit_code_of, kind_of, wanted_bytes_of
+from quartet_plugin.rank.failure import describe_failure, exit_code_of, kind_of
+from quartet_plugin.rank.failure_texts import wanted_bytes_of
 from quartet_plugin.rank.files import RankFileWriter, read_trial_spec
 from quartet_plugin.rank.rendezvous import RankEnv
 from tests.megatron.entry_launch import write_trial

@@ -1,12 +1,14 @@
 """Slots to RANKs: a permutation of the processes, replayed only where it was made."""
 
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.model.job_description import EqualDevices, JobDescription
 from quartet_plugin.rank.mapping import Process, assign, table_of
 from tests.megatron.entry_launch import make_plan
 
@@ -60,6 +62,24 @@ def test_other_hosts_keep_the_launchers_order_and_say_so(processes: list[Process
     assert assignment.is_stock
     assert assignment.note is not None
     assert part in assignment.note
+
+
+def test_nodes_of_equal_devices_by_name_are_the_launchers_in_order() -> None:
+    devices = EqualDevices(
+        device="H100-SXM-80GB",
+        num_nodes=2,
+        devices_per_node=2,
+        scale_up_bandwidth_bytes_per_s=4.5e11,
+        scale_out_bandwidth_bytes_per_s=5e10,
+        memory_bytes=80 * 2**30,
+    )
+    plan = make_plan(split=(6,), data=4, order=(0, 2, 1, 3), hosts=("node-0000", "node-0001"))
+    job = JobDescription(precision="bf16", search={}, devices=devices)
+    planned = replace(plan, made_for=replace(plan.made_for, job=job))
+    assignment = assign(planned, started("gpu-17", "gpu-3", per_node=2), args=NO_FEATURES)
+    assert assignment.rank_of == (0, 2, 1, 3)
+    assert assignment.note is None
+    assert assign(planned, started("gpu-17", per_node=4), args=NO_FEATURES).note is not None
 
 
 def test_two_launchers_on_one_host_are_two_nodes() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from quartet_plugin.errors import InfrastructureError, PlanError
 from quartet_plugin.model.plan import write_plan
+from quartet_plugin.protocol.environment import STARTED
 from quartet_plugin.rank import rendezvous as ranks
 from quartet_plugin.rank.rendezvous import (
     AgreedRefusalError,
@@ -108,3 +109,26 @@ def test_absent_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lists_of_ranks_stay_short() -> None:
     assert listed_ranks([3]) == "rank 3"
     assert listed_ranks(range(10)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+
+
+def test_without_a_launchers_store_ranks_meet_in_the_folder_of_the_start_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As srun and mpirun start them, one task a device."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv(STARTED, str(tmp_path))
+
+    def run(rank: int) -> Any:
+        place = RankEnv.of({"SLURM_PROCID": str(rank), "SLURM_NTASKS": "3"})
+        rendezvous = Rendezvous.open(place)
+        gathered = rendezvous.all_gather("word", f"from {rank}")
+        try:
+            rendezvous.agree_or_raise("fit", PlanError("does not fit here") if rank == 1 else None)
+        except AgreedRefusalError as error:
+            return gathered, str(error)
+        return None
+
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(run, range(3)))
+    expected = ["from 0", "from 1", "from 2"], "only on rank 1: does not fit here"
+    assert found == [expected] * 3

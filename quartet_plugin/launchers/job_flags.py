@@ -1,0 +1,64 @@
+"""Megatron's flags of what a job describes: precision, experts, latent attention and the kind of model.
+
+A plan of a run is added to the user's command, which has these flags; a plan without a run has no command
+beside it, so all of them are written out.
+"""
+
+from quartet_plugin.model.job_description import Experts, LatentAttention
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.shape import ModelShape
+
+FlagValues = dict[str, str | int | bool]
+
+
+def flags_of_job(plan: Plan) -> FlagValues:
+    """The flags of a plan's job description; none where the plan has no description."""
+    job = plan.made_for.job
+    if job is None:
+        return {}
+    flags = _flags_of_kind(plan.shape)
+    flags |= {"--fp8-format": "hybrid", "--bf16": True} if job.precision == "fp8" else {}
+    flags |= {f"--{job.precision}": True} if job.precision in ("bf16", "fp16") else {}
+    if job.experts is not None:
+        flags |= _flags_of_experts(job.experts, num_layers=plan.shape.num_layers)
+    if job.latent_attention is not None:
+        flags |= _flags_of_latent_attention(job.latent_attention)
+    return flags
+
+
+def _flags_of_kind(shape: ModelShape) -> FlagValues:
+    flags: FlagValues = {
+        "--max-position-embeddings": shape.max_position_embeddings,
+        "--position-embedding-type": shape.position_embedding,
+        "--padded-vocab-size": shape.vocab_size,
+    }
+    if shape.gated_ffn:
+        flags["--swiglu"] = True
+    if not shape.tied_embeddings:
+        flags["--untie-embeddings-and-output-weights"] = True
+    return flags
+
+
+def _flags_of_experts(experts: Experts, *, num_layers: int) -> FlagValues:
+    flags: FlagValues = {
+        "--num-experts": experts.num_experts,
+        "--moe-router-topk": experts.experts_per_token,
+        "--moe-ffn-hidden-size": experts.ffn_hidden_size,
+    }
+    if experts.shared_ffn_hidden_size:
+        flags["--moe-shared-expert-intermediate-size"] = experts.shared_ffn_hidden_size
+    if experts.num_dense_layers:
+        num_dense = experts.num_dense_layers
+        flags["--moe-layer-freq"] = f"([0]*{num_dense}+[1]*{num_layers - num_dense})"
+    return flags
+
+
+def _flags_of_latent_attention(attention: LatentAttention) -> FlagValues:
+    return {
+        "--multi-latent-attention": True,
+        "--q-lora-rank": attention.q_lora_rank,
+        "--kv-lora-rank": attention.kv_lora_rank,
+        "--qk-head-dim": attention.qk_head_dim,
+        "--qk-pos-emb-head-dim": attention.qk_pos_emb_head_dim,
+        "--v-head-dim": attention.v_head_dim,
+    }

@@ -1,0 +1,203 @@
+"""A Megatron command's arguments as Megatron's own parser leaves them, as far as a plan needs them.
+
+`megatron_flags` tells what a command states, and None for the rest; here defaults are filled in, and what a
+plan cannot describe is refused by the flag's name.
+
+A contract test holds the table below to the installed Megatron's own parser.
+"""
+
+import ast
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.megatron_flags import flags_among
+from quartet_plugin.model.shape import MAX_LAYERS
+
+# Destinations and defaults of the flags that are read; `NAMED` has the flags that are spelled otherwise.
+NUMBERS: dict[str, int | None] = {
+    "num_layers": None,
+    "hidden_size": None,
+    "num_attention_heads": None,
+    "seq_length": None,
+    "ffn_hidden_size": None,
+    "kv_channels": None,
+    "num_query_groups": 1,
+    "max_position_embeddings": None,
+    "padded_vocab_size": None,
+    "vocab_size": None,
+    "make_vocab_size_divisible_by": 128,
+    "global_batch_size": None,
+    "micro_batch_size": None,
+    "train_iters": None,
+    "train_samples": None,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "microbatch_group_size_per_vp_stage": None,
+    "num_experts": None,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+}
+TEXTS: dict[str, str | int | None] = {
+    "position_embedding_type": "learned_absolute",
+    "pipeline_model_parallel_layout": None,
+    "recompute_granularity": None,
+    "fp8": None,
+    "moe_layer_freq": 1,
+}
+SWITCHES = (
+    "group_query_attention",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+    "use_rotary_position_embeddings",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "recompute_activations",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "bf16",
+    "fp16",
+    "multi_latent_attention",
+)
+NAMED = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+}
+_DESTS = {flag: dest for dest, flag in NAMED.items()}
+# What makes a job that the planner cannot describe.
+UNREADABLE = {
+    "yaml_cfg": "the model's sizes are not in flags",
+    "use_checkpoint_args": "the model's sizes are not in flags",
+    "heterogeneous_layers_config_path": "its layers are not all alike",
+    "heterogeneous_layers_config_encoded_json": "its layers are not all alike",
+    "hybrid_layer_pattern": "its layers are not all alike",
+    "hybrid_override_pattern": "its layers are not all alike",
+    "is_hybrid_model": "its layers are not all alike",
+    "mtp_num_layers": "the cost model has no multi-token prediction",
+    "experimental_attention_variant": "the cost model has no such attention",
+    "linear_attention_freq": "the cost model has no such attention",
+    "decoder_num_layers": "the cost model has no encoders",
+    "moe_latent_size": "the cost model has no latent experts",
+    "use_megatron_fsdp": "the cost model plans no sharded parameters",
+    "use_torch_fsdp2": "the cost model plans no sharded parameters",
+    "use_custom_fsdp": "the cost model plans no sharded parameters",
+    "fp4": "the planner's precisions are bf16, fp16, fp8 and fp32",
+    "optimizer_cpu_offload": "the cost model has no offloading",
+    "cpu_offloading_num_layers": "the cost model has no offloading",
+    "rampup_batch_size": "a plan is for one global batch size",
+    "step_batch_size_schedule": "a plan is for one global batch size",
+    "perform_rl_step": "the cost model has no reinforcement learning",
+}
+# Values that switch off what their flag is about.
+_OFF = (["0"], ["none"])
+
+
+def flag_of(dest: str) -> str:
+    """The flag that stores into a destination."""
+    return NAMED.get(dest, f"--{dest.replace('_', '-')}")
+
+
+def read_arguments(words: Sequence[str]) -> tuple[Namespace, tuple[str, ...]]:
+    """The values of a command's arguments, by Megatron's destinations, and the flags that were not read.
+
+    Raises ConfigError, naming the flag, for a value that is none and for a job that no plan describes.
+    """
+    values: dict[str, Any] = {**NUMBERS, **TEXTS, **dict.fromkeys(SWITCHES, False)}
+    unread: list[str] = []
+    for flag, given in flags_among(words):
+        dest = _DESTS.get(flag, flag[2:].replace("-", "_"))
+        if flag_of(dest) != flag:
+            dest = ""
+        if dest in UNREADABLE and list(given) not in _OFF:
+            raise ConfigError(
+                f"{flag}: {UNREADABLE[dest]}; leave it out, or tune the command with `quartet tune`"
+            )
+        if dest in SWITCHES:
+            values[dest] = True
+        elif dest in NUMBERS:
+            values[dest] = _number(flag, given)
+        elif dest in TEXTS:
+            values[dest] = _value(flag, given)
+        else:
+            unread.append(flag)
+    if isinstance(values["moe_layer_freq"], str):
+        values["moe_layer_freq"] = layer_pattern(values["moe_layer_freq"])
+    return Namespace(**values), tuple(dict.fromkeys(unread))
+
+
+def arguments_in(words: Sequence[str]) -> Namespace:
+    """The arguments of a command by its flags alone, as far as their text tells: to find features by."""
+    values = {**NUMBERS, **TEXTS, **dict.fromkeys(SWITCHES, False)}
+    for flag, given in flags_among(words):
+        text = given[0] if given else ""
+        is_number = text.isascii() and text.isdigit() and len(text) < 16
+        values[_DESTS.get(flag, flag[2:].replace("-", "_"))] = int(text) if is_number else text or True
+    return Namespace(**values)
+
+
+def _value(flag: str, given: Sequence[str]) -> str:
+    if not given:
+        raise ConfigError(f"{flag}: no value behind it")
+    return given[0]
+
+
+def _number(flag: str, given: Sequence[str]) -> int:
+    text = _value(flag, given)
+    if not re.fullmatch(r"[0-9]{1,15}", text, re.ASCII):
+        raise ConfigError(f"{flag}: {text[:60]!r}; must be a whole number")
+    return int(text)
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """`--moe-layer-freq`: a number, or a list expression such as `([0]*3+[1]*58)`.
+
+    Raises ConfigError for another expression, or one of more layers than any model has.
+    """
+    if re.fullmatch(r"[0-9]{1,6}", text, re.ASCII) and int(text):
+        return int(text)
+    try:
+        return _pattern(ast.parse(text.strip()[:10_000], mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(
+            f"--moe-layer-freq: {text[:60]!r}; must be a number or a list expression such as ([0]*3+[1]*58)"
+        ) from error
+
+
+def _pattern(node: ast.expr) -> list[int]:
+    layers: list[int]
+    if isinstance(node, ast.List):
+        layers = [_constant(element) for element in node.elts]
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        layers = _pattern(node.left) + _pattern(node.right)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        part, count = _pattern(node.left), _constant(node.right)
+        if len(part) * count > MAX_LAYERS:
+            raise ValueError("too many layers")
+        layers = part * count
+    else:
+        raise ValueError("no list expression")
+    if len(layers) > MAX_LAYERS or not set(layers) <= {0, 1}:
+        raise ValueError("no pattern of layers")
+    return layers
+
+
+def _constant(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    raise ValueError("no whole number")
