@@ -12,12 +12,9 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from quartet_plugin.deepspeed import seams
 from quartet_plugin.deepspeed.config import (
-    SECTION,
-    Settings,
     as_config,
     clipping_notice,
     clips_by_first_stage,
-    parse_settings,
     planned_config,
 )
 from quartet_plugin.deepspeed.engine import make_planned_engine
@@ -25,6 +22,7 @@ from quartet_plugin.deepspeed.module import planned_class, planned_topology
 from quartet_plugin.deepspeed.pipeline import PipelineSpec
 from quartet_plugin.deepspeed.planning import AgreedPlan, decide
 from quartet_plugin.errors import PlanError, QuartetError
+from quartet_plugin.protocol.ds_config import SECTION, Settings, parse_settings
 from quartet_plugin.rank.rendezvous import RankEnv
 from quartet_plugin.rank.session import print_notes, write_command_failure
 
@@ -125,7 +123,8 @@ def make_planned_module(model: Any, agreed: AgreedPlan, constructor: Any, argume
     _mark_planned(model, agreed)
     world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     topology = planned_topology(agreed.pipeline, world_size=world_size)
-    constructor(model, **{**arguments, "num_stages": None, "topology": topology})
+    stages = {"layers": agreed.specs, "num_stages": None, "topology": topology}
+    constructor(model, **{**arguments, **stages})
 
 
 def _mark_planned(model: Any, agreed: AgreedPlan) -> None:
@@ -137,7 +136,7 @@ def _mark_planned(model: Any, agreed: AgreedPlan) -> None:
 
 def _apply_to_built_module(model: Any, agreed: AgreedPlan, call: dict[str, Any]) -> None:
     """Give a module that is built the plan's stages: kept where it has them already, else built again."""
-    if _has_stages_of(model, agreed.pipeline):
+    if agreed.specs is model._layer_specs and _has_stages_of(model, agreed.pipeline):
         if agreed.pipeline.schedule is not None:
             _mark_planned(model, agreed)
             model._functions = {model.stage_id: model.forward_funcs}
@@ -155,7 +154,7 @@ def _apply_to_built_module(model: Any, agreed: AgreedPlan, call: dict[str, Any])
         if any(isinstance(group, Mapping) for group in parameters):
             raise PlanError(f"model_parameters: groups of the module's own stages; {hint}")
     arguments = {name: getattr(model, name) for name in _CONSTRUCTOR_ATTRIBUTES}
-    arguments |= {"layers": model._layer_specs, "partition_method": "uniform"}
+    arguments["partition_method"] = "uniform"
     make_planned_module(model, agreed, PipelineModule.__init__, arguments)
     if parameters is not None:
         call["model_parameters"] = [parameter for parameter in model.parameters() if parameter.requires_grad]

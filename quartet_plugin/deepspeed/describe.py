@@ -109,7 +109,10 @@ def _is_tied(specs: Sequence[Any]) -> bool:
 
 def features_of(engine: Any, config: Mapping[str, Any], *, has_own_iterator: bool) -> list[str]:
     """The names of the properties that limit plans; `has_own_iterator`: the script passes its own data."""
+    layers = layer_list(engine.module._layer_specs)
     has = {
+        "bare_first_stage": not layers.has_first,
+        "bare_last_stage": not layers.has_last,
         "clips_by_first_stage": clips_by_first_stage(config, pipeline_parallel=engine.num_stages),
         "clips_in_fp32": clips_in_fp32(config),
         "tensor_parallel_topology": engine.grid.model_parallel_size > 1,

@@ -14,13 +14,16 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from quartet_plugin.deepspeed.pipeline import PipelineSpec
 from quartet_plugin.deepspeed.stages import EngineStages, WeightGradients, defer_weight_gradients
 from quartet_plugin.deepspeed.transport import ValueTransport
+from quartet_plugin.protocol.execution import ExecutedActions
+from quartet_plugin.runtime.executed import executed_actions
 from quartet_plugin.runtime.executor import Executor
+from quartet_plugin.runtime.process_groups import Channels, agree_on_program
 from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, splits_backward
 from quartet_plugin.runtime.records import CudaClock, HostClock, NullRecorder, Recorder
-from quartet_plugin.runtime.transport import Channels
 from quartet_plugin.schedule.action import Action
+from quartet_plugin.schedule.channels import check_for_every_backend
+from quartet_plugin.schedule.conditions import Condition
 from quartet_plugin.schedule.instruction import Program
-from quartet_plugin.schedule.lowering import GROUP_NAMES
 
 
 class RunProgram(stock.PipeInstruction):  # type: ignore[misc]
@@ -54,18 +57,22 @@ class ProgramRunner:
     def __init__(self, engine: Any, schedule: ScheduleSpec, *, num_devices: int) -> None:
         """Every process makes its runner at the same time.
 
-        Raises PlanError for a schedule that is not valid for the engine's number of microbatches.
+        Raises PlanError for a schedule that is not valid, or could deadlock while values are described, with
+        the engine's number of microbatches.
         """
         self.recorder: Recorder = NullRecorder()
         self._engine = engine
         self._programs = ProgramCache(schedule)
+        program = self._programs.program(engine.micro_batches)
+        check_for_every_backend(program, conditions=(Condition.DESCRIBED,))
         self._executors: dict[int, Executor] = {}
+        self._agreed: set[Executor] = set()
         self._gradients = WeightGradients()
         if splits_backward(schedule, engine.micro_batches):
             defer_weight_gradients(engine.module, self._gradients)
         ranks = [engine.grid.stage_to_global(device) for device in range(num_devices)]
         self.transport = ValueTransport(
-            Channels.open(GROUP_NAMES, ranks=ranks),
+            Channels.open(schedule.placement, ranks=ranks, device=engine.device, has_host_group=True),
             device=engine.device,
             is_dynamic=bool(engine.module.dynamic_shape),
         )
@@ -86,18 +93,28 @@ class ProgramRunner:
             num_microbatches=program.num_microbatches,
             forward_only=forward_only,
         )
+        executor = self._executor(program)
+        if executor not in self._agreed:
+            group, device = self._engine.grid.get_pipe_parallel_group(), self._engine.device
+            agree_on_program(program, group=group, device=device)
+            self._agreed.add(executor)
         try:
             recorder = NullRecorder() if forward_only else self.recorder
-            self._executor(program).run(stages, self.transport, recorder)
+            executor.run(stages, self.transport, recorder)
         except BaseException:
             self._gradients.clear()
             raise
-        self.transport.end()
         stages.end()
 
     def record(self) -> None:
         """From the next training step on, keep when every action started and ended."""
         self.recorder = Recorder(CudaClock() if self._engine.device.type == "cuda" else HostClock())
+
+    def executed(self) -> ExecutedActions | None:
+        """What this device has executed in training steps; None where nothing ran."""
+        return executed_actions(
+            self._executor(self._programs.program(self._engine.micro_batches)), self._gradients
+        )
 
     def actions(self) -> list[Action]:
         """The device's actions of a training step, in order."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quartet_plugin.deepspeed.config import Settings, config_file_of, parse_settings, read_config
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.accelerator import shows_accelerator
+from quartet_plugin.protocol.ds_config import Settings, config_file_of, parse_settings, read_config
 from quartet_plugin.protocol.terminal import terminal_line
 from quartet_plugin.rank.entry_options import EntryOptions, read_command, run_program
 from quartet_plugin.rank.rendezvous import RankEnv
@@ -80,7 +80,7 @@ def prepare(session: DeepSpeedSession) -> None:
         session.config = read_config(file)
         session.settings = parse_settings(session.config, where=str(file))
     session.settings = _effective_settings(session.settings, options, in_trial=session.files is not None)
-    _use_device(options)
+    _use_device(session)
     _install(session)
     if session.files is not None:
         session.files.move("init", 0)
@@ -97,10 +97,19 @@ def _effective_settings(settings: Settings, options: EntryOptions, *, in_trial: 
     return settings
 
 
-def _use_device(options: EntryOptions) -> None:
-    """Choose the CPU where there is nothing else, before torch or DeepSpeed is imported."""
-    if options.device == "cuda" or (options.device == "auto" and shows_accelerator(os.environ)):
+def _use_device(session: DeepSpeedSession) -> None:
+    """Choose the CPU where there is nothing else, before torch or DeepSpeed is imported.
+
+    DeepSpeed itself takes the CPU then; in training, where nobody asked for it, one line says so.
+    """
+    device = session.command.options.device
+    if device == "cuda" or (device == "auto" and shows_accelerator(os.environ)):
         return
+    if device == "auto" and session.files is None and "DS_ACCELERATOR" not in os.environ:
+        line = (
+            "no accelerator is visible here: this trains on the CPU (--quartet-device cpu says it is meant)"
+        )
+        print_notes([line], rank_env=session.rank_env)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 

@@ -56,11 +56,20 @@ class LayerList:
     def counts_of_entries(self, entries_per_stage: Sequence[int]) -> tuple[int, ...]:
         """Like layers a stage from a schedule file's counts, where embedding and head are entries too."""
         counts = list(entries_per_stage)
-        ends = self.blocks[0] > 0, self._after() < self.num_entries
-        if sum(counts) == len(self.blocks) + sum(ends):
-            counts[0] -= ends[0]
-            counts[-1] -= ends[1]
+        if sum(counts) == len(self.blocks) + self.has_first + self.has_last:
+            counts[0] -= self.has_first
+            counts[-1] -= self.has_last
         return tuple(counts)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether an entry lies before the like layers, so that the first stage may do without these."""
+        return self.blocks[0] > 0
+
+    @property
+    def has_last(self) -> bool:
+        """Whether an entry lies behind the like layers, so that the last stage may do without these."""
+        return self._after() < self.num_entries
 
     def _after(self) -> int:
         """The index of the first entry behind the like layers."""

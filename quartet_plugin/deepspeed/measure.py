@@ -6,8 +6,10 @@ from typing import Any
 from quartet_plugin.deepspeed import seams
 from quartet_plugin.deepspeed.describe import describe_job
 from quartet_plugin.deepspeed.engine import ProgramRunner
+from quartet_plugin.deepspeed.execution import execution_of
 from quartet_plugin.deepspeed.parity import ParityMeter
 from quartet_plugin.deepspeed.seams import Seam, Wrapper
+from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.step_meter import StepMeter, StepResult
 
@@ -87,6 +89,9 @@ class BatchMeter(StepMeter):
 
     def _result_of(self, results: tuple[StepResult, Any]) -> StepResult:
         return results[0]
+
+    def _execution(self) -> Execution:
+        return execution_of(self._engine, runner=self._runner)
 
     def _job(self) -> dict[str, Any]:
         return describe_job(

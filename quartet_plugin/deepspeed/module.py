@@ -50,6 +50,13 @@ class PlannedModule(PipelineModule):  # type: ignore[misc]
             self._numbers += range(start, stop)
         self._set_bounds(*bounds)
 
+    def built_bounds(self) -> list[tuple[int, int]]:
+        """The entries of each stage that was built on this device: the first, and the one behind the last."""
+        return [
+            (self.quartet_pipeline.bounds[stage], self.quartet_pipeline.bounds[stage] + len(functions))
+            for stage, functions in self._functions.items()
+        ]
+
     def stage_owner(self, layer_idx: int) -> int:
         """The device that holds a layer: what DeepSpeed calls a stage."""
         for stage, (start, stop) in enumerate(pairwise(self.quartet_pipeline.bounds)):

@@ -20,6 +20,7 @@ from quartet_plugin.deepspeed.layers import LayerList, layer_list
 from quartet_plugin.errors import ConfigError, first_line
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.seams import Installation, Redirect, redirect
+from quartet_plugin.rank.squares import sum_of_squares
 
 # The gate looks for it before it runs anything from the folder: written last.
 _COMPLETE = "latest_checkpointed_iteration.txt"
@@ -66,7 +67,7 @@ def part_squares(engine: Any, part_of: dict[int, str]) -> dict[str, float]:
             continue
         gradient = parameter.grad if is_plain else safe_get_full_grad(parameter)
         if gradient is not None and not parameter.ds_pipe_replicated:
-            squares[part_of.get(id(parameter), "head")] += float(gradient.detach().double().square().sum())
+            squares[part_of.get(id(parameter), "head")] += float(sum_of_squares(gradient))
     return dict(squares)
 
 

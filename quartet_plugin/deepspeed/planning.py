@@ -10,7 +10,6 @@ from deepspeed.accelerator import get_accelerator
 
 from quartet_plugin.deepspeed import seams
 from quartet_plugin.deepspeed.config import (
-    Settings,
     batch_sizes,
     check_precision,
     check_zero,
@@ -18,12 +17,14 @@ from quartet_plugin.deepspeed.config import (
     zero_stage,
 )
 from quartet_plugin.deepspeed.describe import shape_of
+from quartet_plugin.deepspeed.layer_builder import built_layers
 from quartet_plugin.deepspeed.layers import LayerList, layer_list
 from quartet_plugin.deepspeed.pipeline import PipelineSpec, pipeline_of_plan, pipeline_of_schedule
 from quartet_plugin.errors import InfrastructureError, PlanError, QuartetError
 from quartet_plugin.model import frameworks
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.schema import dump
+from quartet_plugin.protocol.ds_config import Settings
 from quartet_plugin.rank.mapping import Process, assign, gather_processes, table_of
 from quartet_plugin.rank.rendezvous import RankEnv, Rendezvous, agree_on_plan
 from quartet_plugin.schedule.files import read_schedule
@@ -34,8 +35,12 @@ _NOT_COMPARED = ("seq_length", "max_position_embeddings")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedPlan:
-    """The pipeline that all ranks build, the plan behind it (None: a schedule file), and user notes."""
+    """The pipeline that all ranks build from the layers `specs`, and notes for the user.
 
+    `plan` is None for a schedule file. `specs` are the script's own list, or those of the plan's shape.
+    """
+
+    specs: Sequence[Any]
     pipeline: PipelineSpec
     plan: Plan | None
     notes: tuple[str, ...]
@@ -75,14 +80,14 @@ def decide(
     try:
         check_zero(config)
         check_precision(config, has_fp16=bool(get_accelerator().is_fp16_supported()))
-        layers = layer_list(specs)
         if plan is None:
-            agreed = _of_schedule(settings, layers=layers, config=config, rank_env=rank_env)
+            agreed = _of_schedule(settings, specs=specs, config=config, rank_env=rank_env)
         else:
             num_ranks = len(processes)
             _check_fit(plan, specs=specs, config=config, script_stages=script_stages, world_size=num_ranks)
-            agreed = _of_plan(plan, settings, layers=layers, processes=processes)
-            _check_clipping(plan, agreed.pipeline, layers=layers, config=config)
+            planned = specs if plan.shape == plan.made_for.shape else built_layers(settings, plan.shape)
+            agreed = _of_plan(plan, settings, specs=planned, processes=processes)
+            _check_clipping(plan, agreed.pipeline, layers=layer_list(planned), config=config)
     except QuartetError as error:
         refusal = error
     rendezvous.agree_or_raise("fit", refusal)
@@ -91,8 +96,9 @@ def decide(
 
 
 def _of_plan(
-    plan: Plan, settings: Settings, *, layers: LayerList, processes: Sequence[Process]
+    plan: Plan, settings: Settings, *, specs: Sequence[Any], processes: Sequence[Process]
 ) -> AgreedPlan:
+    layers = layer_list(specs)
     assignment = assign(plan, processes, args=Namespace())
     notes = [] if assignment.note is None else [assignment.note]
     rank_of = None
@@ -113,11 +119,11 @@ def _of_plan(
         pipeline = pipeline_of_schedule(
             schedule, layers=layers, num_microbatches=plan.num_microbatches, rank_of=rank_of
         )
-    return AgreedPlan(pipeline=pipeline, plan=plan, notes=tuple(notes))
+    return AgreedPlan(specs=specs, pipeline=pipeline, plan=plan, notes=tuple(notes))
 
 
 def _of_schedule(
-    settings: Settings, *, layers: LayerList, config: Mapping[str, Any], rank_env: RankEnv
+    settings: Settings, *, specs: Sequence[Any], config: Mapping[str, Any], rank_env: RankEnv
 ) -> AgreedPlan:
     assert settings.schedule is not None
     schedule = read_schedule(settings.schedule)
@@ -127,16 +133,15 @@ def _of_schedule(
             f"{rank_env.world_size} processes"
         )
     sizes = batch_sizes(config, data_parallel=rank_env.world_size // schedule.num_devices)
-    pipeline = pipeline_of_schedule(schedule, layers=layers, num_microbatches=sizes.num_microbatches)
-    return AgreedPlan(pipeline=pipeline, plan=None, notes=())
+    num_microbatches = sizes.num_microbatches
+    pipeline = pipeline_of_schedule(schedule, layers=layer_list(specs), num_microbatches=num_microbatches)
+    return AgreedPlan(specs=specs, pipeline=pipeline, plan=None, notes=())
 
 
 def _check_fit(
     plan: Plan, *, specs: Sequence[Any], config: Mapping[str, Any], script_stages: int, world_size: int
 ) -> None:
     made_for, layout = plan.made_for, plan.layout
-    if plan.shape != made_for.shape:
-        raise PlanError("shape: a plan for DeepSpeed cannot change the model, which is the script's own")
     for name in ("tensor_parallel", "context_parallel", "expert_parallel"):
         if getattr(layout, name) > 1:
             raise PlanError(f"layout.{name}: {getattr(layout, name)}; DeepSpeed pipelines here take 1")

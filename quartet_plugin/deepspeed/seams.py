@@ -3,14 +3,19 @@
 `rank.seams` defines a seam. `check` comes before anything of DeepSpeed is changed.
 """
 
+import re
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 
 from quartet_plugin.errors import SeamError
 from quartet_plugin.rank import seams
 from quartet_plugin.rank.seams import Framework, Wrapper, install, resolve
+from quartet_plugin.rank.source_tree import KnownFunction
 
 __all__ = ["DEEPSPEED", "Seam", "Wrapper", "check", "install", "resolve"]
+
+
+_OLDEST, _BEFORE = (0, 19, 8), (0, 20, 0)
 
 
 def _installed_version() -> str:
@@ -23,10 +28,19 @@ def _installed_version() -> str:
 DEEPSPEED = Framework(
     name="DeepSpeed",
     package="deepspeed",
-    oldest=(0, 19, 8),
-    before=(0, 20, 0),
+    needed="deepspeed >= 0.19.8, < 0.20",
     installed_version=_installed_version,
 )
+
+
+def check_version(version: str | None = None) -> str:
+    """The installed version, or `version`. Raises SeamError if it is absent or not supported."""
+    release = version or DEEPSPEED.installed_version()
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", release)
+    parsed = tuple(map(int, numbers.groups())) if numbers else ()
+    if not _OLDEST <= parsed < _BEFORE:
+        raise SeamError(f"deepspeed {release}: not supported; install {DEEPSPEED.needed}")
+    return release
 
 
 class Seam(seams.FrameworkSeam):
@@ -38,7 +52,8 @@ class Seam(seams.FrameworkSeam):
 def _seam(module: str, owner: str, name: str, parameters: str, source: str, *callers: str) -> Seam:
     """The seam `owner.name`; `callers`: methods of the same class that call it."""
     sites = tuple(f"{module}:{owner}{caller}" for caller in callers)
-    return Seam(module, owner + name, parameters, {"0.19.8": source}, use_sites=sites)
+    known = {"0.19.8": KnownFunction(parameters=parameters, source=source)}
+    return Seam(module, owner + name, known, use_sites=sites)
 
 
 _base = partial(_seam, "deepspeed.runtime.engine", "DeepSpeedEngine.")
@@ -107,6 +122,6 @@ def check() -> None:
 
     Raises SeamError, naming function and release, for the first difference.
     """
-    DEEPSPEED.check_version()
+    check_version()
     for seam in SEAMS:
         resolve(seam)

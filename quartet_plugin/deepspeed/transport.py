@@ -2,8 +2,9 @@
 
 A pair of `isend` and `irecv` for every tensor, so that neither side blocks and no order of the two can hang.
 The shapes that a stage receives are not known before its neighbour has run once: during the first step after
-a start or a change of shape every message brings a description, and is received when it is needed; from then
-on receives are posted ahead. Gradients need no description: they have the shapes of the sent values.
+a start or a change of shape a description of every forward value goes ahead of it, from host to host over
+gloo, so that no device waits for it, and the value is received when it is needed; from then on receives are
+posted ahead. Gradients need no description: they have the shapes of the sent values.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from quartet_plugin.runtime.transport import Channels
+from quartet_plugin.runtime.process_groups import Channels
+from quartet_plugin.runtime.transport import LeavingSends
 from quartet_plugin.schedule.instruction import Message, Side, Transfer
 
 type Value = torch.Tensor | tuple[torch.Tensor, ...]
@@ -80,6 +82,10 @@ class _Pending:
     tensors: list[torch.Tensor]
     spec: ValueSpec | None = None
 
+    def is_over(self) -> bool:
+        """Whether the transfer is known to be over; gloo only knows after a wait."""
+        return all(work.is_completed() for work in self.works)
+
     def finish(self) -> None:
         """Wait until the transfer is over."""
         for work in self.works:
@@ -98,7 +104,10 @@ class ValueTransport:
     """The executor's transport for values of any spec, which are learnt in the first run."""
 
     def __init__(self, channels: Channels, *, device: torch.device, is_dynamic: bool) -> None:
-        """`is_dynamic`: shapes may change at any microbatch, so that every message is described."""
+        """`is_dynamic`: shapes may change at any microbatch, so that every forward value is described.
+
+        `channels` have a host group.
+        """
         self._channels = channels
         self._device = device
         self._is_dynamic = is_dynamic
@@ -107,10 +116,11 @@ class ValueTransport:
         self._sent: dict[tuple[int, int], ValueSpec] = {}
         self._received: dict[int, ValueSpec] = {}
         self._pending: dict[Transfer, _Pending] = {}
-        # Described receives by peer and group, in the order of their messages.
-        self._expected: dict[tuple[int, int], list[Transfer]] = {}
+        # Described receives by peer, in the order of their messages, each with its description.
+        self._expected: dict[int, list[tuple[Transfer, Any, torch.Tensor]]] = {}
         self._arrived: dict[Transfer, Value] = {}
-        self._unfinished: list[_Pending] = []
+        self._leaving = LeavingSends()
+        self._leaving_descriptions = LeavingSends()
 
     def forget(self) -> None:
         """Learn the specs anew: shapes change from the next step on."""
@@ -119,13 +129,14 @@ class ValueTransport:
         self._received.clear()
 
     def post(self, transfers: Sequence[tuple[Transfer, Value | None]]) -> None:
-        """Start transfers; described receives are only queued."""
+        """Start transfers; of a described receive, only that of its description."""
+        self._leaving.drop()
         for transfer, value in transfers:
             if transfer.side is Side.SEND:
                 assert value is not None
                 self._send(transfer, value)
-            elif self._is_described:
-                self._queue(transfer).append(transfer)
+            elif self._is_awaited(transfer):
+                self._expect(transfer)
             else:
                 self._pending[transfer] = self._receive(transfer)
 
@@ -134,29 +145,30 @@ class ValueTransport:
         if transfer.side is Side.RECV:
             return (
                 self._receive_in_order(transfer)
-                if self._is_described
+                if self._is_awaited(transfer)
                 else self._pending.pop(transfer).value()
             )
         pending = self._pending.pop(transfer)
-        if self._is_described:
+        if self._is_described or self._channels.is_nccl:
             # Its receiver may wait for this process first: sends are only waited for at the end.
-            self._unfinished.append(pending)
+            self._leaving.add(pending.works, pending.tensors)
         else:
             pending.finish()
         return None
 
     def end(self) -> None:
-        """End a run: wait for the sends of a described one, and post receives ahead from now on."""
-        for pending in self._unfinished:
-            pending.finish()
-        self._unfinished.clear()
+        """End a run: wait for the sends that are under way, and post receives ahead from now on."""
+        self._leaving.finish()
+        self._leaving_descriptions.finish()
         assert not self._pending
         self._is_described = self._is_dynamic
 
     def abort(self) -> None:
         """Forget the pending transfers."""
-        for transfers in (self._pending, self._expected, self._arrived, self._unfinished):
+        for transfers in (self._pending, self._expected, self._arrived):
             transfers.clear()
+        self._leaving.clear()
+        self._leaving_descriptions.clear()
 
     def _send(self, transfer: Transfer, value: Value) -> None:
         message = transfer.message
@@ -171,28 +183,33 @@ class ValueTransport:
                     "build the PipelineModule with dynamic_shape=True"
                 )
             self._sent[key] = spec
-            if self._is_described:
-                tensors.insert(0, spec.encode().to(self._device))
         peer, group = self._channels.address(transfer)
+        if self._is_awaited(transfer):
+            words = spec.encode()
+            work = dist.isend(words, peer, group=self._channels.host_group)
+            self._leaving_descriptions.add([work], [words])
         works = [dist.isend(tensor, peer, group=group) for tensor in tensors]
         self._pending[transfer] = _Pending(works=works, tensors=tensors)
 
-    def _receive_in_order(self, transfer: Transfer) -> Value:
-        """Receive the transfers that were posted before it between the same two ends, then itself."""
-        queue = self._queue(transfer)
-        while transfer not in self._arrived:
-            first = queue.pop(0)
-            self._arrived[first] = self._receive_now(first)
-        return self._arrived.pop(transfer)
+    def _is_awaited(self, transfer: Transfer) -> bool:
+        """Whether the receiver waits for a description of the value."""
+        return self._is_described and transfer.message.is_forward
 
-    def _receive_now(self, transfer: Transfer) -> Value:
-        message = transfer.message
-        if message.is_forward:
-            words = torch.empty(_META_WORDS, dtype=torch.int64, device=self._device)
-            peer, group = self._channels.address(transfer)
-            dist.irecv(words, peer, group=group).wait()
-            self._received[message.target_stage] = ValueSpec.decode(words.tolist())
-        return self._receive(transfer).value()
+    def _expect(self, transfer: Transfer) -> None:
+        words = torch.empty(_META_WORDS, dtype=torch.int64)
+        peer, _ = self._channels.address(transfer)
+        work = dist.irecv(words, peer, group=self._channels.host_group)
+        self._expected.setdefault(transfer.peer, []).append((transfer, work, words))
+
+    def _receive_in_order(self, transfer: Transfer) -> Value:
+        """Receive the values that were posted before it from the same device, then itself."""
+        queue = self._expected[transfer.peer]
+        while transfer not in self._arrived:
+            first, work, words = queue.pop(0)
+            work.wait()
+            self._received[first.message.target_stage] = ValueSpec.decode(words.tolist())
+            self._arrived[first] = self._receive(first).value()
+        return self._arrived.pop(transfer)
 
     def _receive(self, transfer: Transfer) -> _Pending:
         message = transfer.message
@@ -211,9 +228,6 @@ class ValueTransport:
 
     def _key(self, stage: int, message: Message) -> tuple[int, int]:
         return stage, message.microbatch if self._is_dynamic else 0
-
-    def _queue(self, transfer: Transfer) -> list[Transfer]:
-        return self._expected.setdefault((transfer.peer, transfer.message.group), [])
 
 
 def _wire(dtype: torch.dtype) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 none      trains
 gradient  a wrong weight gradient in the third layer, from the second step on, where the split is 3+1
+stage     every gradient of stage 0 is 1 + 1e-4 times what it should be, where a device has several stages
 oom       rank 1 runs out of memory before its second step
 hang      rank 1 does not come to its second step
 slow      every step takes its time
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import deepspeed
 import torch
+from deepspeed.runtime.pipe import schedule as stock
 from torch.nn import functional
 
 import quartet_plugin.deepspeed
@@ -24,6 +26,7 @@ from examples import pretrain_deepspeed as example
 
 LAYER = 2
 FACTOR = 1.01
+STAGE_FACTOR = 1.0 + 1e-4
 
 
 def main() -> None:
@@ -40,6 +43,8 @@ def main() -> None:
     def faulty(engine: Any, args: argparse.Namespace) -> None:
         if known.fault == "gradient":
             spoil(engine)
+        if known.fault == "stage":
+            scale_stage_0(engine)
         step, num_steps = engine.train_batch, 0
 
         def faulty_step() -> Any:
@@ -77,6 +82,26 @@ def spoil(engine: Any) -> None:
         return
     block = module.forward_funcs[LAYER + 1]
     block.up.weight.register_hook(lambda gradient: gradient * (FACTOR if engine.global_steps else 1.0))
+
+
+def scale_stage_0(engine: Any) -> None:
+    """Scale what the optimizer is given for embedding and first layer, before anything measures it.
+
+    Only where the device also has the last stage: the numbers of its layers then have a gap.
+    """
+    module, step = engine.module, engine._INSTRUCTION_MAP[stock.OptimizerStep]
+    numbers = list(getattr(module, "_numbers", None) or ())
+    if not numbers or numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return
+    layers = zip(numbers, module.forward_funcs, strict=True)
+    weights = [weight for number, layer in layers if number < 2 for weight in layer.parameters()]
+
+    def scaled_step(running: Any, **kwargs: Any) -> None:
+        for weight in weights:
+            weight.grad.mul_(STAGE_FACTOR)
+        step(running, **kwargs)
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, stock.OptimizerStep: scaled_step}
 
 
 if __name__ == "__main__":

@@ -20,11 +20,10 @@ from quartet_plugin.deepspeed.engine import PlannedEngine
 from quartet_plugin.deepspeed.measure import BatchMeter
 from quartet_plugin.deepspeed.module import PlannedModule
 from quartet_plugin.deepspeed.parity import switch_dropout_off
-from quartet_plugin.deepspeed.seams import DEEPSPEED, SEAMS, Seam, install, resolve
+from quartet_plugin.deepspeed.seams import DEEPSPEED, SEAMS, Seam, check_version, install, resolve
 from quartet_plugin.errors import SeamError
-from quartet_plugin.rank.seams import node_hash
+from quartet_plugin.rank.source_tree import KnownFunction, find_definition, node_hash, parameters_of
 from tests.deepspeed.support import environment
-from tests.definitions import find_definition
 
 REPLACED = SEAMS[:7]
 
@@ -47,7 +46,8 @@ def test_every_place_is_declared_once() -> None:
 def test_the_installed_source_is_the_one_that_was_tried(seam: Seam) -> None:
     definition = find_definition(parsed(seam.module), seam.name)
     assert definition is not None
-    assert seam.sources[DEEPSPEED.installed_version()] == node_hash(definition)
+    here = KnownFunction(parameters=parameters_of(definition), source=node_hash(definition))
+    assert seam.known[DEEPSPEED.installed_version()] == here
     resolve(seam)
 
 
@@ -100,22 +100,23 @@ def test_all_are_replaced_and_restored(importer: ModuleType) -> None:
 
 @pytest.mark.parametrize("seam", REPLACED, ids=lambda seam: seam.path)
 def test_a_changed_source_is_named_and_nothing_is_touched(seam: Seam, importer: ModuleType) -> None:
-    changed = replace(seam, sources={"0.19.8": "0" * 16})
-    others = {other: lambda original: print for other in REPLACED if other is not seam}
+    known = seam.known["0.19.8"]
+    assert known is not None
+    changed = replace(seam, known={"0.19.8": replace(known, source="0" * 16)})
     with pytest.raises(SeamError, match=rf"{seam.path}: its source is another one in deepspeed 0\.19\.8"):
-        install({**others, changed: lambda original: print})
+        resolve(changed)
     for other in REPLACED:
         resolve(other)
     assert importer.begin is deepspeed.initialize
 
 
 def test_other_releases_are_refused() -> None:
-    assert DEEPSPEED.check_version("0.19.9") == "0.19.9"
+    assert check_version("0.19.9") == "0.19.9"
     for version in ("0.19.7", "0.18.0", "0.20.0"):
         with pytest.raises(
             SeamError, match=rf"deepspeed {version}: not supported; install deepspeed >= 0.19.8"
         ):
-            DEEPSPEED.check_version(version)
+            check_version(version)
 
 
 def test_the_entry_ends_with_4_where_a_function_was_changed(tmp_path: Path) -> None:

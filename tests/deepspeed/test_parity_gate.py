@@ -12,7 +12,8 @@ import pytest
 from quartet_plugin.cli.main import main
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import Plan, ScheduleChoice, write_plan
-from quartet_plugin.model.receipt import Receipt, needs_receipt, read_receipt, receipt_path
+from quartet_plugin.model.receipt import Receipt, needs_receipt, read_receipt, receipt_path, tolerance_for
+from quartet_plugin.trial import parity
 from quartet_plugin.trial.parity import ParityGate
 from tests.deepspeed.support import ROOT, environment, layout, plan, schedule, shape
 
@@ -66,15 +67,15 @@ def for_example(made: Plan) -> Plan:
     return replace(made, shape=own, made_for=replace(made.made_for, shape=own))
 
 
-def v_plan(*, is_sharded: bool = False, permuted: bool = True) -> Plan:
+def v_plan(*, is_sharded: bool = False, permuted: bool = True, micro_batch: int = 2) -> Plan:
     return for_example(
         plan(
             (1, 2, 1, 0),
-            planned=layout(2, world=2, chunks=2, is_sharded=is_sharded),
+            planned=layout(2, world=2, chunks=2, is_sharded=is_sharded, micro_batch=micro_batch),
             own=layout(2, world=2, is_sharded=is_sharded),
             batch=8,
             order=(1, 0) if permuted else None,
-            schedule=schedule("zb-v", 2, 4, (2, 2, 1, 1)),
+            schedule=schedule("zb-v", 2, 8 // micro_batch, (2, 2, 1, 1)),
         )
     )
 
@@ -98,6 +99,27 @@ def test_what_trains_as_the_command_does_passes_and_a_wrong_gradient_does_not(tm
     failed = gate.check(for_example(plan((3, 1), planned=own, own=own, batch=8)))
     assert failed.failure is not None
     assert (failed.failure.step, failed.failure.quantity, failed.failure.stage) == (2, "grad_norm", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "verdict"), [("none", "passed"), ("stage", "failed")])
+def test_the_rounding_of_another_micro_batch_is_stocks_own_and_a_wrong_stage_is_not(
+    fault: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A narrow tolerance stands for a large model, whose rounding exceeds the usual one."""
+    usual = tolerance_for("fp32", tensor_parallel_differs=False)
+    narrow = replace(usual, loss=5e-9, grad_norm=1e-9)
+    monkeypatch.setattr(parity, "tolerance_for", lambda *_, **__: narrow)
+    wide = replace(usual, loss=1e-3, grad_norm=1e-3)
+    monkeypatch.setattr(parity, "rounding_limit", lambda *_, **__: wide)
+    gate = gate_for(tmp_path, command(tmp_path, starter=TORCHRUN, fault=fault))
+    receipt = gate.check(v_plan(micro_batch=1))
+    second = receipt.layout_reference
+    assert second is not None
+    assert receipt.verdict == verdict, receipt
+    assert float(second.grad_norm_rounding) > narrow.grad_norm
+    if receipt.failure is not None:
+        assert (receipt.failure.step, receipt.failure.quantity, receipt.failure.stage) == (1, "grad_norm", 0)
 
 
 @pytest.mark.slow

@@ -15,9 +15,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CONFIG = """\
 run: small
-search: {pipeline_parallel: 2, virtual_stages: 2, micro_batch_size: 2, schedule: zb-v, mapping: stock}
+search:
+  scaling: {tolerance: 0.2, shapes: 2x48}
+  pipeline_parallel: 2
+  virtual_stages: 2
+  micro_batch_size: 2
+  schedule: zb-v
+  mapping: stock
 trial: {warmup: 1, measure: 4, deadline_s: 120}
-study: {trials: 2, top_k: 1, rounds: 3}
+study: {trials: 1, top_k: 1, rounds: 3}
 device: cpu
 """
 DS_CONFIG = {
@@ -26,11 +32,13 @@ DS_CONFIG = {
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
     "zero_optimization": {"stage": 1},
     "steps_per_print": 10**9,
-    "quartet": {"plan": "auto"},
+    "quartet": {"plan": "auto", "layer_builder": "layers_of_sizes"},
 }
 
 
-def test_a_schedule_of_ours_is_checked_and_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_of_ours_and_another_shape_are_checked_and_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepare_launchers(tmp_path, monkeypatch)
     (tmp_path / "q.yaml").write_text(CONFIG)
     (tmp_path / "ds.json").write_text(json.dumps(DS_CONFIG))
@@ -46,6 +54,7 @@ def test_a_schedule_of_ours_is_checked_and_tried(tmp_path: Path, monkeypatch: py
     assert {one["outcome"] for one in outcomes} <= {"OK", "UNSTABLE"}
     tried = [read_plan(path) for path in run.glob("trials/*/attempt-1/plan.json")]
     assert {plan.schedule.label.partition(" ")[0] for plan in tried} >= {"zb-v"}
+    assert {plan.shape.label for plan in tried} >= {"2x48"}
     assert list(run.glob("trials/*/attempt-1/rank-0.actions.json"))
     assert list(run.glob("**/plan-*/plan.parity.json")), "checked before it was timed"
     assert not living(tmp_path)

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quartet_plugin.deepspeed import transport
 from quartet_plugin.deepspeed.config import (
-    Settings,
     batch_sizes,
     check_precision,
     check_zero,
     clips_by_first_stage,
-    config_file_of,
-    parse_settings,
     planned_config,
     strip_side_effects,
 )
@@ -30,6 +27,8 @@ from quartet_plugin.deepspeed.stages import WeightGradients, defer_weight_gradie
 from quartet_plugin.deepspeed.transport import ValueSpec
 from quartet_plugin.errors import ConfigError, PlanError
 from quartet_plugin.rank.rendezvous import RankEnv
+from quartet_plugin.runtime.process_groups import Channels
+from quartet_plugin.schedule.instruction import Message, Side, Transfer
 from tests.deepspeed.support import environment, layout
 
 
@@ -39,22 +38,6 @@ class Block(torch.nn.Module):  # type: ignore[misc]
 
 class Other(torch.nn.Module):  # type: ignore[misc]
     """Another one."""
-
-
-def test_the_section() -> None:
-    assert parse_settings({}).is_empty
-    assert parse_settings({"quartet": {"plan": "a.json"}}) == Settings(plan=Path("a.json"))
-    assert parse_settings({"quartet": {"plan": "auto"}}).is_auto
-    for wrong in ({"plan": 3}, {"plan": ""}, {}, "a.json", {"plans": "a"}, {"schedule": None, "plan": None}):
-        with pytest.raises(ConfigError):
-            parse_settings({"quartet": wrong})
-
-
-def test_the_config_among_the_words() -> None:
-    assert config_file_of(["--x", "--deepspeed_config", "a.json"]) == Path("a.json")
-    assert config_file_of(["--deepspeed-config=b.json", "--deepspeed_config=c.json"]) == Path("c.json")
-    assert config_file_of(["--deepspeed"]) is None
-    assert config_file_of(["--deepspeed_config"]) is None
 
 
 @st.composite
@@ -165,7 +148,9 @@ def test_layers_without_matrices_have_a_size_by_their_parameters() -> None:
         torch.nn.Linear(64, 10),
     ]
     shape = shape_of(layers, seq_length=1)
-    assert shape.num_layers == len(layer_list(layers).blocks)
+    listed = layer_list(layers)
+    assert shape.num_layers == len(listed.blocks)
+    assert (listed.has_first, listed.has_last) == (False, True)
     num_parameters = (3 * 8 * 9 + 8) + (8 * 16 * 9 + 16) + (64 * 10 + 10)
     total = shape.num_layers * shape.matrix_parameters_per_layer
     assert total == pytest.approx(num_parameters, rel=0.1)
@@ -268,3 +253,47 @@ def test_the_deepspeed_launcher_names_places_otherwise() -> None:
     assert (place.launch_rank, place.local_rank, place.local_world_size, place.group_rank) == (3, 1, 2, 1)
     place = RankEnv.of({"RANK": "0", "LOCAL_WORLD_SIZE": "4", "LOCAL_SIZE": "2"})
     assert place.local_world_size == 4
+
+
+class Sent:
+    """A send that ends when `is_over` is set."""
+
+    is_over = False
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return self.is_over
+
+    def wait(self) -> None:
+        """End it."""
+        self.is_over = True
+
+
+def test_a_described_run_lets_go_of_what_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    works: list[Sent] = []
+
+    def start(*_args: Any, **_kwargs: Any) -> Sent:
+        works.append(Sent())
+        return works[-1]
+
+    monkeypatch.setattr("quartet_plugin.deepspeed.transport.dist.isend", start)
+    channels = Channels(groups=(None,), ranks=(0, 1))
+    described = transport.ValueTransport(channels, device=torch.device("cpu"), is_dynamic=False)
+
+    def kept() -> list[int]:
+        tensors = [tensor for _, sent in described._leaving._sends for tensor in sent]
+        places = {tensor.data_ptr() for tensor in tensors}
+        return [number for number, value in enumerate(values) if value.data_ptr() in places]
+
+    values = [torch.ones(4) for _ in range(3)]
+    for microbatch, value in enumerate(values):
+        message = Message(0, 1, microbatch, source_device=0, target_device=1, group=0)
+        send = Transfer(Side.SEND, message, buffer=0)
+        described.post([(send, value)])
+        if microbatch == 1:
+            # The first message has left, with its description.
+            works[0].is_over = works[1].is_over = True
+        described.wait(send)
+    assert kept() == [1, 2]
+    described.end()
+    assert kept() == []
