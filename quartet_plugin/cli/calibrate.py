@@ -35,11 +35,11 @@ def calibrate_command(
     ] = None,
     profile: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PROFILE.json", help="What quartet profile wrote; may be repeated."),
+        typer.Option(metavar="FILE", help="What quartet profile wrote; may be repeated."),
     ] = None,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="CALIBRATION.json", help="The file to write.")
-    ] = Path("calibration.json"),
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The file to write.")] = Path(
+        "calibration.json"
+    ),
 ) -> None:
     """Correct the cost model by what was measured on a cluster, and say how sure each constant is."""
     from quartet_plugin.calibration.constants_fit import calibrate, fixed_by_probe, write_calibration

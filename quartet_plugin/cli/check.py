@@ -3,26 +3,39 @@
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import DeviceName, check_range, check_seconds, user_command
+from quartet_plugin.cli.command import (
+    AcceptChangedSource,
+    DeviceName,
+    check_range,
+    check_seconds,
+    pass_on_changed_source,
+    user_command,
+)
 from quartet_plugin.cli.output import show
 from quartet_plugin.errors import PlanError, StorageError
 
 if TYPE_CHECKING:
-    from quartet_plugin.model.receipt import Receipt
-    from quartet_plugin.trial.request import Progress
+    from quartet_plugin.launchers.command import Command
+    from quartet_plugin.model.receipt import LayoutReference, Receipt, StepComparison
+    from quartet_plugin.trial.parity import ParityGate
+    from quartet_plugin.trial.request import Device, Progress
 
 _MAX_STEPS = 1_000
+STEPS = 5
+_DEADLINE_S = 600.0
 
 
 def check_command(
     ctx: typer.Context,
     plan: Annotated[Path, typer.Argument(help="The plan to check.", show_default=False)],
-    steps: Annotated[int, typer.Option(help="Steps to compare.")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps to compare.")] = STEPS,
     device: DeviceName = "auto",
     folder: Annotated[
         Path | None,
@@ -30,44 +43,72 @@ def check_command(
             help="Where weights and logs go; all nodes must see it. Default: PLAN.parity beside the plan."
         ),
     ] = None,
-    deadline: Annotated[float, typer.Option(help="Seconds that each of the runs may take.")] = 600.0,
+    deadline: Annotated[float, typer.Option(help="Seconds that each of the runs may take.")] = _DEADLINE_S,
+    accept_changed_source: AcceptChangedSource = False,
 ) -> None:
     """Compare loss and gradient norm of a plan with stock, from the same weights, on the same data."""
-    from quartet_plugin.cli.signals import ended_as_by_ctrl_c
-    from quartet_plugin.cli.train import check_before_start
+    from quartet_plugin.cli.plan_checks import check_before_start
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.model.plan import read_plan
-    from quartet_plugin.model.receipt import receipt_path, write_receipt
-    from quartet_plugin.trial.parity import ParityGate
 
+    pass_on_changed_source(is_accepted=accept_changed_source)
     check_range("--steps", steps, most=_MAX_STEPS)
     check_seconds("--deadline", deadline)
     words = user_command(ctx)
     content = read_plan(plan)
     training = parse_command(words)
     check_before_start(content, command=training, path=plan)
+    with parity_gate(
+        plan, command=training, device=device, steps=steps, folder=folder, deadline_s=deadline
+    ) as gate:
+        receipt = gate.check(content)
+    show(*lines(receipt))
+    show(f"the plan trains as stock does; receipt: {keep_receipt(receipt, plan=plan, place=gate.folder)}")
+
+
+@contextmanager
+def parity_gate(
+    plan: Path,
+    *,
+    command: "Command",
+    device: "Device",
+    steps: int = STEPS,
+    folder: Path | None = None,
+    deadline_s: float = _DEADLINE_S,
+) -> "Iterator[ParityGate]":
+    """The gate of a command for the plan of a file; its weights are removed in the end.
+
+    Without `folder` its runs go to PLAN.parity beside the plan.
+    """
+    from quartet_plugin.cli.signals import ended_as_by_ctrl_c
+    from quartet_plugin.trial.parity import ParityGate
+
     place = folder or plan.with_name(f"{plan.name.removesuffix('.json')}.parity")
     weights = _new_folder(place)
-    gate = ParityGate(
-        command=training,
-        folder=place,
-        weights=weights,
-        num_steps=steps,
-        device=device,
-        deadline_s=deadline,
-        on_progress=_show if sys.stderr.isatty() else None,
-    )
     try:
         with ended_as_by_ctrl_c():
-            receipt = gate.check(content)
+            yield ParityGate(
+                command=command,
+                folder=place,
+                weights=weights,
+                num_steps=steps,
+                device=device,
+                deadline_s=deadline_s,
+                on_progress=_show if sys.stderr.isatty() else None,
+            )
     finally:
         shutil.rmtree(weights, ignore_errors=True)
+
+
+def keep_receipt(receipt: "Receipt", *, plan: Path, place: Path) -> Path:
+    """Write the receipt beside its plan; its file. Raises PlanError where the check failed."""
+    from quartet_plugin.model.receipt import receipt_path, write_receipt
+
     target = receipt_path(plan)
     write_receipt(receipt, path=target)
-    show(*lines(receipt))
     if receipt.failure is not None:
         raise PlanError(f"{plan}: does not train as stock does: {receipt.failure.reason}; logs in {place}")
-    show(f"the plan trains as stock does; receipt: {target}")
+    return target
 
 
 def lines(receipt: "Receipt") -> list[str]:
@@ -79,10 +120,28 @@ def lines(receipt: "Receipt") -> list[str]:
         f"{allowed.grad_norm:g} (relative)",
         f"{'step':>4}  {'loss':>14}  {'deviation':>10}  {'gradient norm':>14}  {'deviation':>10}",
     ]
-    return header + [
+    return header + [_step_line(step) for step in receipt.steps] + _layout_lines(receipt.layout_reference)
+
+
+def _step_line(step: "StepComparison") -> str:
+    return (
         f"{step.step:>4}  {float(step.loss):>14.9g}  {float(step.loss_deviation):>10.2e}  "
         f"{float(step.grad_norm):>14.9g}  {float(step.grad_norm_deviation):>10.2e}"
-        for step in receipt.steps
+    )
+
+
+def _layout_lines(reference: "LayoutReference | None") -> list[str]:
+    """The comparison with stock under the plan's layout, where the command's rounding is another one."""
+    if reference is None:
+        return []
+    allowed = reference.tolerance
+    loss, norm = float(reference.loss_rounding), float(reference.grad_norm_rounding)
+    return [
+        f"{reference.layout} rounds otherwise: under it stock's loss differs from the command's by "
+        f"{loss:.1e}, its gradient norm by {norm:.1e}",
+        f"against stock under {reference.layout}; allowed: loss {allowed.loss:g}, gradient norm "
+        f"{allowed.grad_norm:g} (relative)",
+        *(_step_line(step) for step in reference.steps),
     ]
 
 

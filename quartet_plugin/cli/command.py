@@ -1,5 +1,6 @@
 """What commands share: options, the user's command, run folders."""
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,12 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import typer
 
 from quartet_plugin.errors import ConfigError, UsageError
+from quartet_plugin.protocol.environment import ACCEPT_CHANGED_SOURCE
 
 if TYPE_CHECKING:
     from quartet_plugin.cost.constants import Constants
     from quartet_plugin.cost.devices import DeviceSpec
 
 Device = Literal["auto", "cpu", "cuda"]
+
+
+def pass_on_changed_source(*, is_accepted: bool) -> None:
+    """Let the ranks know: they inherit the variable from the launcher that this process starts."""
+    if is_accepted:
+        os.environ[ACCEPT_CHANGED_SOURCE] = "1"
 
 
 def device_named(text: str) -> Device:
@@ -26,6 +34,13 @@ def device_named(text: str) -> Device:
 
 
 DeviceName = Annotated[Device, typer.Option(parser=device_named, metavar="<str>", help="auto, cpu or cuda.")]
+AcceptChangedSource = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changed-source",
+        help="Take custom schedules though functions of Megatron have changed; the parity gate decides.",
+    ),
+]
 PlanFile = Annotated[Path, typer.Argument(help="A plan file.", show_default=False)]
 RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name.")]
 RunsFolder = Annotated[Path, typer.Option("--run-dir", help="Where runs are kept.")]

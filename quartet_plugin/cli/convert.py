@@ -26,11 +26,14 @@ def convert_command(
     to: Annotated[
         str, typer.Option(metavar="PLAN|stock", help="Whose stages: a plan's, or the command's own.")
     ],
-    weights_only: Annotated[bool, typer.Option(help="Leave out the optimizer and random state.")] = False,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave out the optimizer and random state.")
+    ] = False,
     device: DeviceName = "auto",
 ) -> int:
     """Save a Megatron checkpoint again for another split, placement or layout."""
-    from quartet_plugin.cli.train import check_before_start, run_wrapped
+    from quartet_plugin.cli.plan_checks import check_before_start
+    from quartet_plugin.cli.train import run_wrapped
     from quartet_plugin.launchers.command import ENTRY_MODULE, parse_command
     from quartet_plugin.model.conversion import FORMAT, TRACKER, Conversion
     from quartet_plugin.model.files import write_json_atomic

@@ -1,5 +1,8 @@
 """`quartet show`: a plan for reading; `quartet export`: a plan as Megatron's flags or a ds_config.
 
+With --sbp, --gspmd, --dtensor or --colossal the export says how the plan's tensor parallelism cuts a layer's
+linears, in another system's words.
+
 The flags also make best/native.sh, the user's command with them behind it, for machines without the plugin.
 Megatron's parser takes the last of two, so nothing of the command is edited. Where flags do not say the whole
 plan (a custom schedule, an order of ranks, a switch of the command that would have to go) there is no script,
@@ -15,10 +18,12 @@ import typer
 
 from quartet_plugin.cli.command import JsonSwitch, PlanFile
 from quartet_plugin.cli.output import show
-from quartet_plugin.errors import ConfigError, PlanError, QuartetError
+from quartet_plugin.errors import ConfigError, PlanError, QuartetError, UsageError
 
 if TYPE_CHECKING:
+    from quartet_plugin.model.layout import Layout
     from quartet_plugin.model.plan import Plan
+    from quartet_plugin.space.knobs.knob import SettingKnob
     from quartet_plugin.tuner.run_folder import TuningRun
 
 
@@ -28,11 +33,34 @@ def export_command(
     ds_config: Annotated[
         Path | None, typer.Option(help="Of a DeepSpeed plan: print this ds_config with the plan in it.")
     ] = None,
+    sbp: Annotated[bool, typer.Option("--sbp", help="A layer's linears for OneFlow.")] = False,
+    gspmd: Annotated[bool, typer.Option("--gspmd", help="A layer's linears for XLA.")] = False,
+    dtensor: Annotated[
+        bool, typer.Option("--dtensor", help="A layer's linears for PyTorch, veScale.")
+    ] = False,
+    colossal: Annotated[bool, typer.Option("--colossal", help="Tensor parallelism for Colossal-AI.")] = False,
+    partition: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORM",
+            help="With these four: stock, rings, grid, primepar, 2d or 3d.  [default: the plan's own]",
+        ),
+    ] = None,
 ) -> None:
     """Print a plan as Megatron's own flags, one a line, and the order of RANKs; or as a ds_config."""
     from quartet_plugin.model.plan import read_plan
 
     known = read_plan(plan)
+    wanted = {"sbp": sbp, "gspmd": gspmd, "dtensor": dtensor, "colossal": colossal}
+    if partition is not None or any(wanted.values()):
+        content = _in_notation(known, [name for name, is_wanted in wanted.items() if is_wanted], partition)
+        if as_json:
+            typer.echo(json.dumps(content, indent=1))
+        else:
+            from quartet_plugin.partition.notation.layer_notation import notation_lines
+
+            show(*notation_lines(content), limit=MAX_FLAG_LINE)
+        return
     if ds_config is not None:
         typer.echo(json.dumps(merged_ds_config(known, ds_config), indent=1))
         return
@@ -43,13 +71,35 @@ def export_command(
         show(*lines(content), limit=MAX_FLAG_LINE)
 
 
+def _in_notation(plan: "Plan", notations: list[str], form: str | None) -> dict[str, Any]:
+    """The linears of a plan's layer in one notation. Raises UsageError for none, several or a wrong form."""
+    from quartet_plugin.partition.layer import LAYER_FORMS, linears_of
+    from quartet_plugin.partition.notation.layer_notation import Notation, layer_notation
+
+    if len(notations) != 1:
+        raise UsageError("--sbp, --gspmd, --dtensor, --colossal: give one of them")
+    layout = plan.layout
+    own_form = "stock" if layout.sequence_parallel else "stock-replicated"
+    if form is not None and form not in LAYER_FORMS:
+        raise UsageError(f"--partition {form}: must be one of {', '.join(LAYER_FORMS)}")
+    name: Notation = notations[0]  # type: ignore[assignment]
+    return layer_notation(
+        name,
+        linears_of(
+            plan.shape, tokens=layout.micro_batch_size * plan.shape.seq_length // layout.context_parallel
+        ),
+        form=form or own_form,
+        devices=layout.tensor_parallel,
+        stages=layout.pipeline_parallel,
+    )
+
+
 def show_command(plan: PlanFile) -> None:
     """Show a plan: what it is for, what it changes and how far, what it gained."""
     from quartet_plugin.model.plan import read_plan
     from quartet_plugin.report.tables import plan_lines
 
-    for line in plan_lines(read_plan(plan)):
-        show(line)
+    show(*plan_lines(read_plan(plan)))
 
 
 NATIVE_FILE = "native.sh"
@@ -156,7 +206,12 @@ def merged_ds_config(plan: "Plan", path: Path) -> dict[str, Any]:
 
 
 def flags_of(plan: "Plan") -> dict[str, str | int | bool]:
-    """Megatron's flags that say the same as the plan's shape, layout, split and schedule."""
+    """Megatron's flags that say the same as the plan's shape, layout, split and schedule.
+
+    A plan that was made without a run also has those of its precision, experts and attention.
+    """
+    from quartet_plugin.launchers.job_flags import flags_of_job
+
     shape, layout = plan.shape, plan.layout
     flags: dict[str, str | int | bool] = {
         "--num-layers": shape.num_layers,
@@ -181,7 +236,9 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool]:
     if layout.distributed_optimizer:
         flags["--use-distributed-optimizer"] = True
     baseline = plan.made_for.baseline.layout
-    if layout.recompute not in ("none", baseline.recompute):
+    # A plan without a run has no command beside it that would say the recomputation.
+    stated = "none" if plan.made_for.job is not None else baseline.recompute
+    if layout.recompute not in ("none", stated):
         flags["--recompute-granularity"] = layout.recompute
         if layout.recompute == "full":
             flags |= {"--recompute-method": "uniform", "--recompute-num-layers": 1}
@@ -192,7 +249,18 @@ def flags_of(plan: "Plan") -> dict[str, str | int | bool]:
         flags["--pipeline-model-parallel-layout"] = plan.split.megatron_layout
     if plan.schedule.group is not None:
         flags["--microbatch-group-size-per-virtual-pipeline-stage"] = plan.schedule.group
-    return flags
+    for knob, value in _settings(layout):
+        if value is not None:
+            flags[knob.flag] = value
+    return flags | flags_of_job(plan)
+
+
+def _settings(layout: "Layout") -> "list[tuple[SettingKnob, Any]]":
+    """The knobs of a layout's settings with the values of their flags; None for a flag that is left out."""
+    from quartet_plugin.space.knobs.registry import setting_knob
+
+    knobs = [(setting_knob(setting), setting.value) for setting in layout.settings or ()]
+    return [(knob, knob.write(value)) for knob, value in knobs]
 
 
 def left_out(plan: "Plan") -> list[str]:
@@ -201,6 +269,8 @@ def left_out(plan: "Plan") -> list[str]:
     flags = list(_SPLIT_FLAGS)
     if layout.pipeline_parallel == 1:
         flags.append("--pipeline-model-parallel-layout")
+    if layout.pipeline_parallel == 2 and layout.virtual_stages > 1:
+        flags.append("--no-overlap-p2p-communication")
     if plan.schedule.group is None and baseline.schedule.group is not None:
         flags.append("--microbatch-group-size-per-virtual-pipeline-stage")
     if layout.recompute != baseline.layout.recompute:
@@ -209,6 +279,7 @@ def left_out(plan: "Plan") -> list[str]:
         flags.append("--sequence-parallel")
     if baseline.layout.distributed_optimizer and not layout.distributed_optimizer:
         flags.append("--use-distributed-optimizer")
+    flags += [knob.flag for knob, value in _settings(layout) if value is None]
     user_shape, shape = plan.made_for.shape, plan.shape
     has_groups = user_shape.num_query_groups < user_shape.num_attention_heads
     if has_groups and shape.num_query_groups == shape.num_attention_heads:
@@ -227,8 +298,7 @@ def lines(content: dict[str, Any]) -> list[str]:
         return rows
     for name, value in content["flags"].items():
         # The layout's bars are a pipe to a shell.
-        shown = f"'{value}'" if isinstance(value, str) and "|" in value else str(value)
-        rows.append(name if value is True else f"{name} {shown}")
+        rows.append(name if value is True else f"{name} {shlex.quote(str(value))}")
     rows.append(f"# leave out of the command, where given: {' '.join(content['leave_out'])}")
     order = (
         "the launcher's own" if content["is_stock_order"] else "not the launcher's: set RANK before the start"
@@ -264,6 +334,15 @@ def native_path(run_folder: Path) -> Path:
     return run_folder / "best" / NATIVE_FILE
 
 
+def _exports(plan: "Plan") -> str:
+    """The line that sets what Megatron wants before Blackwell where the plan raises TP or CP above 1."""
+    baseline, layout = plan.made_for.baseline.layout, plan.layout
+    raised = max(layout.tensor_parallel, layout.context_parallel) > 1
+    if not raised or max(baseline.tensor_parallel, baseline.context_parallel) > 1:
+        return ""
+    return "export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}\n"
+
+
 def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
     """The script. Raises PlanError where appended flags do not say the whole plan."""
     from quartet_plugin.protocol.masking import shell_words
@@ -287,6 +366,7 @@ def native_text(plan: "Plan", *, command: tuple[str, ...], cwd: Path) -> str:
         "#!/bin/sh\n"
         f"# Trains with {origin} by the framework's own flags; needs no plugin.\n"
         f"cd {shlex.quote(str(cwd))} || exit\n"
+        f"{_exports(plan)}"
         f"exec {shell_words(command)} \\\n"
         f"    {shlex.join(words[len(command) :])}\n"
     )

@@ -6,6 +6,7 @@ is parsed, never edited, and reaches the commands as `Invocation.user_command`.
 This module imports next to nothing: what takes time is imported where `entry` has already taken Ctrl-C over.
 """
 
+import _thread
 import contextlib
 import errno
 import os
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "tune": "tune",
     "init": "init",
+    "knobs": "knobs",
     "work": "workers",
     "status": "runs",
     "trials": "runs",
@@ -35,15 +37,18 @@ COMMANDS = {
     "report": "report",
     "train": "train",
     "check": "check",
-    "recheck": "recheck",
+    "doctor": "doctor",
+    "recheck": "doctor",
     "convert": "convert",
     "show": "export",
     "export": "export",
     "schedule": "schedule",
+    "partition": "partition",
     "rehearse": "rehearse",
     "trace": "trace",
     "predict": "predict",
     "plan": "plan",
+    "layout": "layout",
     "explain": "explain",
     "probe": "probe",
     "profile": "profile",
@@ -55,8 +60,10 @@ _EPILOGS = {
     "train": "The training command follows a literal --; it is run as it is.",
     "check": "The training command follows a literal --; it is run three times, briefly.",
     "convert": "The training command follows a literal --; nothing is trained with it.",
+    "knobs": "A training command may follow a literal --; its flags are read, and nothing is started.",
     "profile": "The training command follows a literal --; it is run for a few iterations.",
     "probe": "For several nodes run it on each, with torchrun and its options after --.",
+    "plan": "A training command that follows a literal -- is read, not run.",
 }
 
 _IMPORTED_S = time.monotonic()
@@ -78,7 +85,6 @@ def build_app() -> "typer.Typer":
         name="quartet",
         help="Tune shape, layer split, pipeline schedule and rank mapping of LLM pretraining.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -148,6 +154,7 @@ def entry() -> None:
     """The console script. Ctrl-C gives one line at any time, a reader that leaves gives none."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_at_once)
+    sys.unraisablehook = _interrupt_again
     try:
         from quartet_plugin.cli.output_encoding import encodable
 
@@ -165,6 +172,14 @@ def entry() -> None:
     except KeyboardInterrupt:
         code = _last_words(_INTERRUPTED, ExitCode.INTERRUPTED)
     sys.exit(code)
+
+
+def _interrupt_again(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Ctrl-C where Python can raise nothing, as in a library's callback, is given again a moment later."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        _thread.interrupt_main()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _last_words(message: str, code: int) -> int:

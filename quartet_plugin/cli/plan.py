@@ -1,115 +1,339 @@
 """`quartet plan`: the best layouts of a described job, without running anything."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quartet_plugin.cli.command import CalibrationFile, HardwareFolder, constants_of, devices_of
+from quartet_plugin.cli.command import (
+    CalibrationFile,
+    HardwareFolder,
+    JsonSwitch,
+    check_range,
+    constants_of,
+    devices_of,
+    invocation,
+)
 from quartet_plugin.cli.output import show
+from quartet_plugin.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from quartet_plugin.planner.layout_table import Refusal
-    from quartet_plugin.planner.ranking import Ranked
+    from quartet_plugin.cost.constants import Constants
+    from quartet_plugin.cost.devices import DeviceSpec
+    from quartet_plugin.planner.command_job import CommandJob
+    from quartet_plugin.planner.job import PlanRequest
 
-MAX_REFUSALS = 12
+Frontier = Literal["memory"]
+MAX_COUNTS = 64
 
 
 def plan_command(
+    ctx: typer.Context,
     job: Annotated[
-        Path, typer.Argument(metavar="JOB.yaml", help="Model, cluster and batch.", show_default=False)
-    ],
+        Path | None,
+        typer.Argument(metavar="JOB.yaml", help="Model, cluster and batch.", show_default=False),
+    ] = None,
     output: Annotated[
-        Path,
-        typer.Option("-o", "--output", metavar="PLAN.json", help="The best plan.", show_default=False),
-    ],
-    top: Annotated[
-        int, typer.Option(min=1, max=100, help="Also write PLAN.2.json to PLAN.K.json.", metavar="K")
-    ] = 1,
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write the best plan.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="A model by its usual name, such as llama3-8b, or a HuggingFace config.json."
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A cluster file, or a device's name, such as H100."),
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="N,N", help="Numbers of devices: the best plan for each, side by side."),
+    ] = None,
+    frontier: Annotated[
+        Frontier | None,
+        typer.Option(help="memory: the plans that no other one beats in time and in memory."),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option("--global-batch", help="Sequences an iteration.", metavar="N")
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(help="Of a command whose tokenizer decides it.", metavar="N"),
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option(metavar="N", help="Tokens of the whole job, such as 15e12.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(metavar="X", help="Of a device for an hour: for the cost of the job.")
+    ] = None,
+    top: Annotated[int, typer.Option(help="Also write PLAN.2.json to PLAN.K.json.", metavar="K")] = 1,
     exhaustive: Annotated[
         bool, typer.Option("--exhaustive", help="Predict every layout; no bound rules any out.")
+    ] = False,
+    named_only: Annotated[
+        bool,
+        typer.Option("--named-only", help="Search no order of actions for the ten best layouts."),
     ] = False,
     refused: Annotated[
         bool, typer.Option("--refused", help="List which constraint refused how many layouts.")
     ] = False,
+    as_json: JsonSwitch = False,
     hardware: HardwareFolder = None,
     calibration: CalibrationFile = None,
 ) -> None:
-    """Rank every legal layout of JOB.yaml by predicted iteration time, under the memory limit."""
-    from quartet_plugin.model.plan import write_plan
-    from quartet_plugin.planner.job import read_job
-    from quartet_plugin.planner.plans import plain_layout, plan_of
-    from quartet_plugin.planner.ranking import best_plans, refusals
+    """Rank every legal layout of a job by predicted iteration time, under the memory limit.
 
-    request = read_job(job, devices=devices_of(hardware))
+    The job is a JOB.yaml, a model's name, or the training command that follows `--`.
+    """
+    from quartet_plugin.planner.frontier import with_devices
+
+    for option, value, most in (("--global-batch", batch, 2**31), ("--vocab-size", vocab_size, 2**28)):
+        if value is not None:
+            check_range(option, value, most=most)
+    check_range("--top", top, most=100)
+    counts = _counts(devices)
+    sections = _sections(job, model=model, cluster=cluster, batch=batch, tokens=tokens, price=price)
+    library = devices_of(hardware)
+    folder = None if job is None else job.parent
+    words = invocation(ctx).user_command
+    user: CommandJob | None = None
+    if vocab_size is not None and words is None:
+        raise UsageError("--vocab-size: of a command; a model's is vocab_size in JOB.yaml")
+    if words is None:
+        request = _request(job, sections, counts=counts, devices=library)
+    else:
+        user = _command_job(words, sections, vocab_size=vocab_size, devices=library, folder=folder)
+        request = user.request
+    if price is not None and request.cost.tokens is None:
+        raise UsageError("--price: the cost of which job? say --tokens N, too")
     constants = constants_of(calibration)
-    ranking = best_plans(request, top=top, exhaustive=exhaustive, constants=constants)
-    plain = plain_layout(request, best=ranking.best[0], constants=constants)
+    if len(counts) > 1 or frontier is not None:
+        if output is not None or top > 1 or refused or exhaustive:
+            raise UsageError(
+                "--devices and --frontier: print a table; -o, --top, --refused and --exhaustive are for "
+                "one plan"
+            )
+        if len(counts) == 1:
+            request = with_devices(request, counts[0])
+        _show_frontier(request, () if len(counts) == 1 else counts, frontier, constants, as_json=as_json)
+        return
+    if counts and counts[0] != request.machines.num_devices:
+        # The command's own layout is for its own devices.
+        request, user = with_devices(request, counts[0]), None
+    name = job.stem if job is not None else "command" if words is not None else "plan"
+    _show_ranking(
+        request,
+        user,
+        output=output,
+        name=name,
+        top=top,
+        exhaustive=exhaustive,
+        has_search=not named_only,
+        refused=refused,
+        as_json=as_json,
+        constants=constants,
+    )
+
+
+def _show_ranking(
+    request: "PlanRequest",
+    user: "CommandJob | None",
+    *,
+    output: Path | None,
+    name: str,
+    top: int,
+    exhaustive: bool,
+    has_search: bool,
+    refused: bool,
+    as_json: bool,
+    constants: "Constants | None",
+) -> None:
+    """Rank, write the plan files, and print the plans."""
+    from quartet_plugin.model.plan import write_plan
+    from quartet_plugin.planner.order_search import planned_ranking
+    from quartet_plugin.planner.plans import plain_layout, plan_of, users_layout
+    from quartet_plugin.planner.ranking import refusals
+    from quartet_plugin.report import planned
+
+    ranking = planned_ranking(
+        request, top=top, exhaustive=exhaustive, has_search=has_search, constants=constants
+    )
+    best = ranking.best[0]
+    if user is None:
+        plain = plain_layout(request, best=best, constants=constants)
+    else:
+        plain = users_layout(
+            request, layout=user.layout, split=user.split, schedule=user.schedule, constants=constants
+        )
+    unread = () if user is None else user.unread
+    rules = refusals(request, ranking) if refused else None
+    files: list[str | None] = []
     for place, ranked in enumerate(ranking.best, start=1):
-        path = output if place == 1 else output.with_name(f"{output.stem}.{place}{output.suffix}")
-        write_plan(plan_of(request, ranked, plain=plain, name=job.stem, place=place), path=path)
-        show(f"{place}. {path}: {_line(ranked)}")
-        show(f"   {_terms(ranked) if place == 1 else _reason(ranked, ranking.best[0])}")
+        path = None
+        if output is not None:
+            path = output if place == 1 else output.with_name(f"{output.stem}.{place}{output.suffix}")
+            plan = plan_of(request, ranked, plain=plain, name=name, place=place, constants=constants)
+            write_plan(plan, path=path)
+        files.append(None if path is None else str(path))
+    if as_json:
+        data = planned.ranking_data(request, ranking, plain=plain, files=files, unread=unread, refusals=rules)
+        typer.echo(json.dumps(data, indent=1, allow_nan=False))
+        return
+    for place, (file, ranked) in enumerate(zip(files, ranking.best, strict=True), start=1):
+        show(f"{place}. {'' if file is None else f'{file}: '}{planned.plan_line(ranked)}")
+        show(f"   {planned.term_words(ranked) if place == 1 else planned.reason_words(ranked, best)}")
+        show(*(f"   {line}" for line in planned.rate_lines(request, ranked)))
         if ranked.slots is not None:
-            show(f"   {_mapping(ranked)}")
-    show(f"plain: {plain.layout.label}: {plain.iteration_s:.4g} s an iteration")
+            show(f"   {planned.mapping_words(ranked)}")
+        if ranked.gap is not None:
+            show(f"   {planned.gap_words(ranked)}")
+    show(planned.plain_line(plain, best))
     show(
         f"{ranking.num_considered} layouts: {ranking.num_predicted} predicted, "
         f"{ranking.num_too_large} do not fit in memory, {ranking.num_pruned} cannot be faster"
     )
-    if refused:
-        for line in _refusals(refusals(request, ranking)):
-            show(line)
+    if unread:
+        show(planned.unread_line(unread))
+    if rules is not None:
+        show(*planned.refusal_lines(rules))
 
 
-def _line(ranked: "Ranked") -> str:
-    from quartet_plugin.cost.memory import distinct_numbers
-    from quartet_plugin.report.explain import layout_words
+def _show_frontier(
+    request: "PlanRequest",
+    counts: tuple[int, ...],
+    frontier: Frontier | None,
+    constants: "Constants | None",
+    *,
+    as_json: bool,
+) -> None:
+    """Print the best plan for each number of devices, or the plans of time against memory, or both."""
+    from quartet_plugin.planner.frontier import devices_frontier, memory_frontier, with_devices
+    from quartet_plugin.report import planned
 
-    memory = ranked.memory
-    total, available = distinct_numbers(memory.total / 2**30, memory.available / 2**30, digits=1)
-    words = f"{ranked.iteration_s:.4g} s an iteration, {layout_words(ranked.layout)}"
-    return f"{words}, {total} GiB of {available}"
-
-
-def _terms(ranked: "Ranked") -> str:
-    """The terms that cost anything, the largest first."""
-    terms = sorted(ranked.terms.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name.removesuffix('_s')} {value:.4g} s" for name, value in terms if value)
-
-
-def _reason(ranked: "Ranked", best: "Ranked") -> str:
-    """Its seconds over the best plan's by term, the largest difference first."""
-    from quartet_plugin.report.explain import differences
-
-    slower = 100 * (ranked.equal_work_s / best.equal_work_s - 1)
-    if ranked.shape != best.shape:
-        return f"{slower:.1f} % slower for equal work, with another shape"
-    terms = differences(ranked.terms, best.terms)
-    return f"{slower:.1f} % slower: {terms}" if terms else "as fast"
-
-
-def _mapping(ranked: "Ranked") -> str:
-    """The best stock rank order's seconds, beside which the solved mapping stands."""
-    stock = min((ranked.stock_s or {}).items(), key=lambda item: item[1], default=None)
-    if stock is None:
-        return "mapping solved; no stock order is legal"
-    return f"mapping solved: the stock order {stock[0]} takes {stock[1]:.4g} s"
+    data: dict[str, Any] = {"schema_version": 1, "devices_frontier": None, "memory_frontier": None}
+    lines: list[str] = []
+    if counts:
+        points = devices_frontier(request, counts, constants=constants)
+        data["devices_frontier"] = planned.devices_data(points)
+        lines += planned.devices_lines(points)
+    if frontier is not None:
+        data["memory_frontier"] = []
+        for sized in [with_devices(request, count) for count in counts] or [request]:
+            plans = memory_frontier(sized, constants=constants)
+            data["memory_frontier"] += [planned.ranked_data(sized, plan) for plan in plans]
+            lines += [""] if lines else []
+            lines += [f"{sized.machines.num_devices} devices"] if counts else []
+            lines += planned.memory_lines(plans)
+    if as_json:
+        typer.echo(json.dumps(data, indent=1, allow_nan=False))
+    else:
+        show(*lines)
 
 
-def _refusals(all_refusals: "list[Refusal]") -> list[str]:
-    """A table of the constraints, those that refused most first."""
-    from quartet_plugin.report.summary import aligned
+def _counts(text: str | None) -> tuple[int, ...]:
+    """The numbers of `--devices`. Raises UsageError for something else."""
+    if text is None:
+        return ()
+    parts = text.split(",")
+    if len(parts) > MAX_COUNTS or not all(
+        part.isascii() and part.isdigit() and len(part) < 8 for part in parts
+    ):
+        raise UsageError(f"--devices {text[:60]}: must be numbers of devices, such as 64,128,256")
+    return tuple(dict.fromkeys(int(part) for part in parts))
 
-    if not all_refusals:
-        return ["refused: none"]
-    degrees = [refusal for refusal in all_refusals if not refusal.reason.startswith("memory")]
-    memory = [refusal for refusal in all_refusals if refusal.reason.startswith("memory")]
-    lines = []
-    for title, rows in (("refused degrees (TP x CP x PP)", degrees), ("layouts that do not fit", memory)):
-        if rows:
-            shown = [[str(refusal.count), refusal.reason] for refusal in rows[:MAX_REFUSALS]]
-            lines += ["", *aligned([[">count", title], *shown])]
-            hidden = sum(refusal.count for refusal in rows[MAX_REFUSALS:])
-            lines += [f"(and {hidden} for other reasons)"] if hidden else []
-    return lines
+
+def _sections(
+    job: Path | None,
+    *,
+    model: str | None,
+    cluster: str | None,
+    batch: int | None,
+    tokens: float | None,
+    price: float | None,
+) -> dict[str, Any]:
+    """The sections of the JOB.yaml with those that options say in their place."""
+    from quartet_plugin.model.files import shown
+    from quartet_plugin.model.sections import load_yaml
+
+    content: Any = {} if job is None else load_yaml(job)
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{job}: a job is a mapping with model, cluster and batch; this is {shown(content)}"
+        )
+    sections = dict(content)
+    if model is not None:
+        sections["model"] = model_section_of(model)
+    if cluster is not None:
+        sections["cluster"] = _cluster_section(cluster)
+    if batch is not None:
+        sections["batch"] = {"global_batch_size": batch}
+    cost = {"tokens": tokens, "price_per_device_hour": price}
+    said = {name: value for name, value in cost.items() if value is not None}
+    if said:
+        stated = sections.get("cost")
+        sections["cost"] = {**(stated if isinstance(stated, dict) else {}), **said}
+    return sections
+
+
+def model_section_of(text: str) -> dict[str, Any]:
+    """The `model` section of `--model`: a HuggingFace config.json or its folder from here, else a name."""
+    from quartet_plugin.model.huggingface import is_config
+
+    return {"hf": str(Path(text).absolute())} if is_config(text) else {"name": text}
+
+
+def _cluster_section(text: str) -> Any:
+    """A cluster file in this folder, or the name of a device."""
+    path = Path(text)
+    if path.suffix == ".json" or path.is_file():
+        return {"file": str(path.absolute())}
+    return text
+
+
+def _request(
+    job: Path | None,
+    sections: dict[str, Any],
+    *,
+    counts: tuple[int, ...],
+    devices: "Mapping[str, DeviceSpec] | None",
+) -> "PlanRequest":
+    from quartet_plugin.cost.devices import device_named
+    from quartet_plugin.planner.job import parse_job
+
+    if job is None and "model" not in sections:
+        raise UsageError(
+            "quartet plan: no job; name a JOB.yaml or a --model, or write a training command after --, as "
+            "in: -- torchrun ..."
+        )
+    named = sections.get("cluster")
+    if isinstance(named, str):
+        if not counts:
+            raise UsageError(f"--cluster {named}: how many of them? say --devices N")
+        per_node = min(device_named(named, extra=devices).devices_per_node, counts[0])
+        sections["cluster"] = {
+            "device": named,
+            "num_nodes": max(1, counts[0] // per_node),
+            "devices_per_node": per_node,
+        }
+    where = "options" if job is None else str(job)
+    return parse_job(sections, where=where, devices=devices, folder=None if job is None else job.parent)
+
+
+def _command_job(
+    words: tuple[str, ...],
+    sections: Mapping[str, Any],
+    *,
+    vocab_size: int | None,
+    devices: "Mapping[str, DeviceSpec] | None",
+    folder: Path | None,
+) -> "CommandJob":
+    from quartet_plugin.launchers.command import parse_command
+    from quartet_plugin.planner.command_job import job_of_command
+
+    return job_of_command(
+        parse_command(words), sections=sections, vocab_size=vocab_size, devices=devices, folder=folder
+    )

@@ -31,6 +31,7 @@ def predict_command(
         where=str(rows),
         constants=constants_of(calibration),
         devices=devices_of(hardware),
+        folder=rows.parent,
     )
     write_json_atomic(output, predictions)
     errors = [entry["error"] for entry in predictions if "error" in entry]

@@ -106,7 +106,7 @@ def _recorded(plan: "Plan", row: "TrialRow | None", *, path: Path) -> "list[Pict
     svg = timeline(schedule, measured, label="Measured timeline of the best plan")
     if svg is None:
         return []
-    figures = step_words(measured.makespan_s, measured)
+    figures = step_words(measured.makespan_s, bubble_fraction=measured.bubble_fraction)
     caption = f"The last step of its trial as the ranks recorded it: {figures}."
     return [Picture(heading="The same step, measured", svg=svg, caption=caption)]
 
@@ -128,7 +128,7 @@ def train_lines(history: "RunHistory", *, path: Path) -> list[str]:
 
 def parity_words(path: Path) -> str | None:
     """What the parity gate found of the winner; None where it was not asked."""
-    from quartet_plugin.model.receipt import read_receipt, receipt_path
+    from quartet_plugin.model.receipt import read_receipt, receipt_path, worst_of
 
     receipt_file = receipt_path(path / "best" / "plan.json")
     if not receipt_file.exists():
@@ -137,11 +137,12 @@ def parity_words(path: Path) -> str | None:
         receipt = read_receipt(receipt_file)
     except QuartetError as error:
         return f"Its parity receipt cannot be read: {error}"
-    loss = max(float(step.loss_deviation) for step in receipt.steps)
-    norm = max(float(step.grad_norm_deviation) for step in receipt.steps)
+    loss, norm = worst_of(receipt.decisive_steps)
+    by_layout = receipt.layout_reference
+    stock = "stock's" if by_layout is None else f"that of stock under {by_layout.layout}"
     return (
         f"The parity gate {receipt.verdict}: over {len(receipt.steps)} steps from the same weights the loss "
-        f"differs from stock's by at most {loss:.1e} and the gradient norm by {norm:.1e}, relatively."
+        f"differs from {stock} by at most {loss:.1e} and the gradient norm by {norm:.1e}, relatively."
     )
 
 

@@ -13,7 +13,7 @@ from quartet_plugin.cli.output import say, show
 from quartet_plugin.errors import QuartetError, StorageError
 
 if TYPE_CHECKING:
-    from quartet_plugin.model.history import RunHistory
+    from quartet_plugin.model.history import RunHistory, RunState
     from quartet_plugin.study.storage import StudyStorage
     from quartet_plugin.study.view import StudyView
 
@@ -44,13 +44,8 @@ def status_command(
     if watch_s is None:
         _show_status(run, run_dir=run_dir, as_json=as_json)
         return
-    from quartet_plugin.tuner.history import read_history
-
     path = find_run(run, run_dir=run_dir)
-    while True:
-        _show_status(str(path), run_dir=run_dir, as_json=as_json)
-        if read_history(path).state not in ("running", "elsewhere"):
-            break
+    while _show_run(path, as_json=as_json) in ("running", "elsewhere"):
         time.sleep(watch_s)
         if not as_json:
             say("")
@@ -58,8 +53,8 @@ def status_command(
 
 def _show_status(run: str | None, *, run_dir: Path, as_json: bool) -> None:
     from quartet_plugin.report.formatting import clean
-    from quartet_plugin.report.status import status_line, status_lines, status_record
-    from quartet_plugin.tuner.history import open_run, read_history
+    from quartet_plugin.report.status import status_line, status_record
+    from quartet_plugin.tuner.history import read_history
 
     several = all_runs(run_dir) if run is None else []
     if len(several) > 1:
@@ -74,13 +69,23 @@ def _show_status(run: str | None, *, run_dir: Path, as_json: bool) -> None:
         else:
             show(*map(status_line, histories), *faults)
         return
-    path = find_run(run, run_dir=run_dir)
+    _show_run(find_run(run, run_dir=run_dir), as_json=as_json)
+
+
+def _show_run(path: Path, *, as_json: bool) -> "RunState":
+    """Show one run; returns its state."""
+    from quartet_plugin.report.status import status_lines, status_record
+    from quartet_plugin.tuner.history import open_run, read_history
+    from quartet_plugin.tuner.study_remake import with_remake
+
     history = read_history(path)
-    open_run(path).storage.check()
+    run = open_run(path)
+    with_remake(run.storage, run.folder)[0].check()
     if as_json:
         typer.echo(json.dumps(status_record(history), indent=1))
     else:
         show(*status_lines(history))
+    return history.state
 
 
 def trials_command(

@@ -32,8 +32,6 @@ from quartet_plugin.cli.schedule_steps import (
 )
 from quartet_plugin.errors import ExitCode, QuartetError, UsageError
 
-DEFAULT_TIME_LIMIT_S = 10.0
-
 
 class Objective(StrEnum):
     """What a search makes small."""
@@ -60,11 +58,14 @@ OutputPath = Annotated[
     Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write it.", show_default=False)
 ]
 Placement = Annotated[
-    str, typer.Option("--placement", metavar="auto|linear|loop|v|snake|LIST", help="LIST: 0,1,1,0.")
+    str,
+    typer.Option(
+        "--placement", metavar="NAME", help="auto, linear, loop, v, snake, or each stage's device: 0,1,1,0."
+    ),
 ]
-Chunks = Annotated[str, typer.Option("--chunks", metavar="auto|N", help="Stages a device.")]
+Chunks = Annotated[str, typer.Option("--chunks", metavar="N", help="Stages a device, or auto.")]
 Split = Annotated[
-    str, typer.Option("--split", metavar="auto|even|COUNTS", help="COUNTS: layers of each stage, 3,2,2.")
+    str, typer.Option("--split", metavar="COUNTS", help="Layers of each stage: 3,2,2; or auto, or even.")
 ]
 AllowEmpty = Annotated[
     bool, typer.Option("--allow-empty", help="Allow stages without layers; such schedules only simulate.")
@@ -89,17 +90,21 @@ def search(
     split: Split = AUTO,
     objective: Annotated[
         Objective,
-        typer.Option(help="What to make small; orders are refined one by one for the makespan only."),
+        typer.Option(
+            metavar="NAME",
+            help="What to make small: makespan or period. Orders are refined one by one for the first alone.",
+        ),
     ] = Objective.MAKESPAN,
     time_limit: Annotated[
         float | None,
-        typer.Option(
-            metavar="S", help=f"Seconds for the whole command.  [default: {DEFAULT_TIME_LIMIT_S:g}]"
-        ),
+        typer.Option(metavar="S", help="Seconds for the whole command.  [default: none, but --evaluations]"),
     ] = None,
     evaluations: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Evaluations instead of seconds; then only --seed matters."),
+        typer.Option(
+            metavar="N",
+            help="Evaluations; then only --seed matters.  [default: by size, seconds on two idle cores]",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of everything random.")] = 0,
     allow_empty: AllowEmpty = False,
@@ -117,8 +122,7 @@ def search(
     fixed = fixed_placement(table, places, count)
     if not isinstance(counts, str):
         counts = layers_of(counts, table, num_stages(table, fixed, count), allow_empty=allow_empty)
-    whole_s = None if evaluations is not None else time_limit or DEFAULT_TIME_LIMIT_S
-    clock = CommandClock(invocation(ctx).started_s, whole_s)
+    clock = CommandClock(invocation(ctx).started_s, time_limit)
     with compilation_time() as compiling:
         compile_kernels()
         proven = quick_bound(table, fixed, counts, count, allow_empty=allow_empty)
@@ -284,7 +288,10 @@ def bound(
 def export(
     schedule: SchedulePath,
     output: OutputPath,
-    form: Annotated[ScheduleFormat, typer.Option("--format", help="What to write.", show_default=False)],
+    form: Annotated[
+        ScheduleFormat,
+        typer.Option("--format", metavar="NAME", help="csv, json, text, png or trace.", show_default=False),
+    ],
     costs: Annotated[
         Path | None,
         typer.Option(metavar="COSTS.json", help="Real times; trace needs them, png has unit times without."),

@@ -127,17 +127,18 @@ def measurement_of(sheets: "list[ActionTimes]", simulation: "Simulation") -> "Si
 
     import numpy as np
 
+    from quartet_plugin.schedule.simulate import bubble_fraction
+
     first = min(sheet.begin_at for sheet in sheets)
     start = tuple(np.array(sheet.start_s) + (sheet.begin_at - first) for sheet in sheets)
     end = tuple(np.array(sheet.end_s) + (sheet.begin_at - first) for sheet in sheets)
     busy = np.array([float(np.sum(e - s)) for s, e in zip(start, end, strict=True)])
     makespan = max(float(row.max()) for row in end)
-    bubble = max(0.0, 1.0 - float(busy.sum()) / (len(sheets) * makespan)) if makespan > 0 else 0.0
     return replace(
         simulation,
         makespan_s=makespan,
         period_s=makespan,
-        bubble_fraction=bubble,
+        bubble_fraction=bubble_fraction(float(busy.sum()), makespan_s=makespan, num_devices=len(sheets)),
         busy_s=busy,
         start_s=start,
         end_s=end,
@@ -179,10 +180,13 @@ def memory_lines(sheets: "list[ActionTimes]", simulation: "Simulation") -> list[
 
 def lines(schedule: "Schedule", measured: "Simulation", simulation: "Simulation") -> list[str]:
     """Makespan and bubble of both, and the mean time of every kind of action."""
+    from quartet_plugin.report.formatting import bubble_words
+
     rows = [
         f"makespan: measured {1e3 * measured.makespan_s:.2f} ms, simulated "
         f"{1e3 * simulation.makespan_s:.2f} ms: error {simulation.makespan_s / measured.makespan_s - 1:+.1%}",
-        f"bubble: measured {measured.bubble_fraction:.1%}, simulated {simulation.bubble_fraction:.1%}",
+        f"bubble: measured {bubble_words(measured.bubble_fraction)}, simulated "
+        f"{bubble_words(simulation.bubble_fraction)}",
     ]
     for kind in ("F", "I", "W", "B"):
         pairs = [

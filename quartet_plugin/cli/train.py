@@ -11,15 +11,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quartet_plugin.cli.command import Device, DeviceName, user_command
-from quartet_plugin.cli.output import tell
+from quartet_plugin.cli.command import (
+    AcceptChangedSource,
+    Device,
+    DeviceName,
+    pass_on_changed_source,
+    user_command,
+)
+from quartet_plugin.cli.plan_checks import check_before_start, check_receipt
 from quartet_plugin.cli.signals import handled
-from quartet_plugin.errors import ConfigError, ExitCode, InfrastructureError, PlanError, QuartetError
+from quartet_plugin.errors import (
+    ConfigError,
+    ExitCode,
+    InfrastructureError,
+    QuartetError,
+    UsageError,
+)
 from quartet_plugin.protocol.environment import DEVICE_FLAG, ERRORS_FOLDER, PLAN_FLAG
 
 if TYPE_CHECKING:
     from quartet_plugin.launchers.command import Command
-    from quartet_plugin.model.plan import Plan
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -29,16 +40,36 @@ def train_command(
     plan: Annotated[
         Path | None, typer.Option(help="The plan to train with. Without one the command runs as it is.")
     ] = None,
+    schedule: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A SCHEDULE.json, searched or written by hand, for the command as it is otherwise.",
+        ),
+    ] = None,
     device: DeviceName = "auto",
     skip_parity_check: Annotated[
-        bool, typer.Option(help="Train with a custom schedule that `quartet check` has not passed.")
+        bool,
+        typer.Option(
+            "--skip-parity-check", help="Train with a custom schedule that `quartet check` has not passed."
+        ),
     ] = False,
+    accept_changed_source: AcceptChangedSource = False,
 ) -> int:
-    """Train with a plan: the command that follows `--`, checkpoints and all."""
+    """Train with a plan or a schedule: the command that follows `--`, checkpoints and all."""
     from quartet_plugin.launchers.command import parse_command
 
+    if plan is not None and schedule is not None:
+        raise UsageError("quartet train: --plan and --schedule; give one of them, a plan has its schedule")
+    if accept_changed_source and skip_parity_check:
+        raise UsageError("--accept-changed-source needs the parity gate; leave --skip-parity-check out")
+    pass_on_changed_source(is_accepted=accept_changed_source)
     training = parse_command(user_command(ctx))
     flags = [DEVICE_FLAG, device] if device != "auto" else []
+    if schedule is not None:
+        from quartet_plugin.cli.train_schedule import scheduled_plan
+
+        plan = scheduled_plan(schedule, command=training, device=device, skip=skip_parity_check)
     if plan is not None:
         from quartet_plugin.model.plan import read_plan
 
@@ -47,40 +78,6 @@ def train_command(
         check_receipt(content, path=plan, skip=skip_parity_check)
         flags += [PLAN_FLAG, str(plan.absolute())]
     return run_wrapped(training, flags=flags, device=device)
-
-
-def check_before_start(plan: "Plan", *, command: "Command", path: Path) -> None:
-    """Compare a plan with the installed framework and the command; PlanError names the first difference."""
-    made_for = plan.made_for
-    here = framework_version(made_for.framework)
-    if here is not None and here != made_for.framework_version:
-        raise PlanError(
-            f"{path}: made for {made_for.framework} {made_for.framework_version}, here is {here}; "
-            "make a plan with `quartet tune`"
-        )
-    if command.num_processes is not None and command.num_processes != made_for.world_size:
-        raise PlanError(
-            f"{path}: made for {made_for.world_size} processes, the command starts {command.num_processes}; "
-            "make a plan with `quartet tune`"
-        )
-
-
-def check_receipt(plan: "Plan", *, path: Path, skip: bool) -> None:
-    """Require the parity gate's receipt of a plan with a custom schedule; PlanError without one.
-
-    `skip` trains all the same and says so.
-    """
-    from quartet_plugin.model.receipt import needs_receipt, receipt_path, require_receipt
-
-    if not needs_receipt(plan):
-        return
-    if not skip:
-        require_receipt(plan, path=path, torch_version=framework_version("torch"))
-        return
-    tell(
-        f"quartet: parity check skipped (--skip-parity-check): {receipt_path(path)} was not asked for, and "
-        f"nothing shows that schedule {plan.schedule.name!r} trains as stock does"
-    )
 
 
 def run_wrapped(
@@ -97,14 +94,15 @@ def run_wrapped(
     Raises the ranks' own error where one says why the command failed, InfrastructureError elsewhere.
     """
     from quartet_plugin.launchers.local import check_start, child_environment, free_port, resolve_device
+    from quartet_plugin.trial.attempt import started_argv
 
     check_start(command, cwd=Path.cwd(), environment=os.environ)
     port = free_port() if command.port_flag is not None else None
-    argv = command.wrapped(flags, port=port)
     resolved = resolve_device(device, environment=os.environ)
     with tempfile.TemporaryDirectory(prefix="quartet-", ignore_cleanup_errors=True) as folder:
         surroundings = child_environment(resolved, environment={**os.environ, **(environment or {})})
         surroundings[ERRORS_FOLDER] = folder
+        argv = started_argv(command, flags=flags, port=port, folder=Path(folder), environment=surroundings)
         signals = _Signals()
         with handled(_PASSED_ON, signals.handle):
             try:
@@ -177,13 +175,3 @@ class _Signals:
             self._early.append(number)
         elif number != signal.SIGINT and self._process.poll() is None:
             self._process.send_signal(number)
-
-
-def framework_version(framework: str) -> str | None:
-    """The installed version; None where this environment has none (the command may bring its own)."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(framework).partition("+")[0]
-    except PackageNotFoundError:
-        return None

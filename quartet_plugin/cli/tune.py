@@ -12,10 +12,12 @@ import typer
 
 from quartet_plugin.cli.command import (
     RUNS,
+    AcceptChangedSource,
     RunsFolder,
     check_seconds,
     find_run,
     invocation,
+    pass_on_changed_source,
     path_here,
     user_command,
 )
@@ -47,7 +49,7 @@ def tune_command(
     ] = False,
     max_minutes: Annotated[
         float | None,
-        typer.Option(min=0.1, max=1e6, help="End in about this time, final rounds included."),
+        typer.Option(help="End in about this time, final rounds included."),
     ] = None,
     prior: Annotated[
         str | None,
@@ -64,14 +66,19 @@ def tune_command(
     oversubscribe: Annotated[
         bool, typer.Option("--oversubscribe", help="Let workers share the cores of a CPU run.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Tell what would be launched and searched; start nothing.")
+    ] = False,
+    accept_changed_source: AcceptChangedSource = False,
 ) -> None:
     """Tune the training command that follows `--`."""
+    pass_on_changed_source(is_accepted=accept_changed_source)
     if max_minutes is not None:
         check_seconds("--max-minutes", 60 * max_minutes, least=6.0, most=6e7)
     if joined is not None:
         from quartet_plugin.cli.workers import join
 
-        if config or resume or takeover or max_minutes is not None or prior is not None:
+        if config or resume or takeover or dry_run or max_minutes is not None or prior is not None:
             raise UsageError("quartet tune --join: takes --workers alone; the rest is its tuner's")
         words = invocation(ctx).user_command
         path = find_run(joined, run_dir=run_dir)
@@ -86,6 +93,7 @@ def tune_command(
     from quartet_plugin.launchers.local import check_one_node, check_start
     from quartet_plugin.protocol.masking import masked_argv
     from quartet_plugin.report.live import reporter
+    from quartet_plugin.report.search_expense import expense_lines
     from quartet_plugin.report.tensorboard import Scalars
     from quartet_plugin.study.samplers import check_installed
     from quartet_plugin.trial.lease import Lease
@@ -93,8 +101,11 @@ def tune_command(
     from quartet_plugin.tuner.context import TuningContext
     from quartet_plugin.tuner.coordinator import Coordinator
     from quartet_plugin.tuner.disk_reserve import DiskReserve
+    from quartet_plugin.tuner.history import read_history
+    from quartet_plugin.tuner.layer_builder import check_layer_builder
     from quartet_plugin.tuner.proposer import keep_machine, machine_of
     from quartet_plugin.tuner.run_folder import RunFolder, create_run, prepare_folder, resume_run
+    from quartet_plugin.tuner.schedule_files import check_schedule_files, keep_schedule_files
     from quartet_plugin.tuner.trial_backend import LocalBackend
     from quartet_plugin.tuner.tune_result import write_best
 
@@ -111,7 +122,14 @@ def tune_command(
     if not resume:
         check_start(training, cwd=Path.cwd(), environment=os.environ)
         machine_of(asked.machine, cwd=Path.cwd())
+        check_schedule_files(asked.search, command=training, cwd=Path.cwd())
+        check_layer_builder(asked.search, command=training, cwd=Path.cwd())
         slices_of(asked, num_workers=workers, command=training, oversubscribe=oversubscribe)
+    if dry_run:
+        from quartet_plugin.cli.dry_run import dry_run_lines
+
+        show(*dry_run_lines(asked, command=training, path=path, is_resumed=resume))
+        return
     folder = prepare_folder(path, is_resumed=resume)
     with (
         failure_reported(folder),
@@ -122,6 +140,7 @@ def tune_command(
             run = resume_run(folder, config=None if config is None else asked, command=words)
         else:
             keep_machine(asked.machine, cwd=Path.cwd(), folder=RunFolder(path=folder))
+            keep_schedule_files(asked.search, cwd=Path.cwd(), folder=RunFolder(path=folder))
             run = create_run(folder, config=asked.model_copy(update={"run": path.name}), command=words)
         slices = slices_of(run.config, num_workers=workers, command=training, oversubscribe=oversubscribe)
         with reporter(Console()) as shown, stop_on_signals(shown.message) as should_stop:
@@ -143,6 +162,7 @@ def tune_command(
         native = write_native(plan, run=run)
     for line in summary_lines(result, plan=plan, run=run):
         show(line)
+    show(*expense_lines(read_history(run.folder.path)))
     if native:
         show(f"native    {native}")
     show(report_line(run.folder.path, storage=run.storage))
@@ -210,6 +230,8 @@ def study_lines(result: "TuneResult") -> list[str]:
     """What the trials were spent on, by class of change, how the machine drifted, and what was missed."""
     from collections import Counter
 
+    from quartet_plugin.report.formatting import speedup_words
+    from quartet_plugin.report.shape_curve import shape_lines
     from quartet_plugin.report.status import regret_lines
     from quartet_plugin.report.tables import changes
 
@@ -218,10 +240,12 @@ def study_lines(result: "TuneResult") -> list[str]:
     parts = [f"class {name} {100 * count / len(tried):.0f} %" for name, count in sorted(classes.items())]
     lines = [f"tried     {len(tried)} plans: {', '.join(parts)}"] if tried else []
     if result.drift_checks:
-        ratios = ", ".join(f"{control.ratio:.2f}x" for control in result.drift_checks)
+        ratios = ", ".join(speedup_words(check.ratio) for check in result.drift_checks)
         lines.append(f"control   your own command again during the search: {ratios} of its first measurement")
     if result.regret is not None:
         lines += regret_lines(result.regret)
+    if result.shape_curve is not None:
+        lines += shape_lines(result.shape_curve)
     return lines
 
 

@@ -112,6 +112,8 @@ def _check_place(run: "TuningRun", command: "Command") -> None:
     """Whether the command can start here as it does where the run was begun."""
     if not run.cwd.is_dir():
         raise ConfigError(f"{run.cwd}: not on this host; the run's command starts there: mount it here")
+    if command.starter == "other":
+        return
     if not command.is_module and not (run.cwd / command.target).exists():
         raise ConfigError(f"{run.cwd / command.target}: not on this host; mount the folder it is in here")
 

@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quartet_plugin.model.layout import Layout
+from quartet_plugin.model.schema import dump
+from quartet_plugin.model.shape_curve import ShapeCurve
 from quartet_plugin.protocol.terminal import terminal_line
+from quartet_plugin.report.formatting import bubble_words
+from quartet_plugin.report.shape_curve import shape_lines
+from quartet_plugin.report.throughput import JobCost, Throughput
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -58,7 +63,9 @@ class RunnerUp:
 class Explanation:
     """A prediction and its terms, in seconds an iteration; `stated_s` is what the plan's file predicts.
 
-    `available_bytes` is a device's usable memory, None where it is not known.
+    `available_bytes` is a device's usable memory, None where it is not known. `rates` are the iteration's,
+    `cost` is the job's, None where nothing says its tokens. `shape_curve` is there where several shapes
+    compete.
     """
 
     title: Sequence[tuple[str, str]]
@@ -71,6 +78,9 @@ class Explanation:
     available_bytes: float | None
     runner_up: RunnerUp | None
     assumed: Mapping[str, str]
+    rates: Throughput
+    cost: JobCost | None = None
+    shape_curve: ShapeCurve | None = None
 
     def as_data(self) -> dict[str, object]:
         """The explanation as JSON data."""
@@ -78,6 +88,8 @@ class Explanation:
             "schema_version": 1,
             "iteration_s": self.iteration_s,
             "stated_s": self.stated_s,
+            "rates": self.rates.as_data(),
+            "cost": None if self.cost is None else self.cost.as_data(),
             "terms": dict(self.terms),
             "compute_terms": dict(self.compute_terms),
             "bubble_fraction": self.bubble_fraction,
@@ -96,6 +108,7 @@ class Explanation:
                 "slower_by": self.runner_up.equal_work_s / self.iteration_s - 1,
                 "terms": dict(self.runner_up.terms),
             },
+            "shapes": None if self.shape_curve is None else dump(self.shape_curve),
             "assumed": dict(self.assumed),
         }
 
@@ -124,7 +137,10 @@ def show(explanation: Explanation, *, console: "Console") -> None:
     words = f"{explanation.iteration_s:.4g} s an iteration"
     if stated is not None and abs(stated / explanation.iteration_s - 1) > 1e-3:
         words += f" (the plan says {stated:.4g} s: other figures or constants)"
-    parts: list[RenderableType] = [*head, Text(f"{'predicted':<10}{words}"), Text("")]
+    parts: list[RenderableType] = [*head, Text(f"{'predicted':<10}{words}")]
+    parts.append(Text(f"{'rates':<10}{explanation.rates.words}"))
+    parts += [] if explanation.cost is None else [Text(f"{'cost':<10}{explanation.cost.words}")]
+    parts.append(Text(""))
     parts += [_time_table(explanation), Text(""), _memory_table(explanation), Text("")]
     parts += [Text(terminal_line(line)) for line in _closing(explanation)]
     for part in parts:
@@ -175,7 +191,7 @@ def _memory_table(explanation: Explanation) -> "RenderableType":
 
 
 def _closing(explanation: Explanation) -> list[str]:
-    lines = [f"bubble    {100 * explanation.bubble_fraction:.1f} % of the step"]
+    lines = [f"bubble    {bubble_words(explanation.bubble_fraction)} of all device time"]
     other = explanation.runner_up
     if other is None:
         lines.append("runner-up none: no other layout is legal and fits")
@@ -186,6 +202,8 @@ def _closing(explanation: Explanation) -> list[str]:
         lines.append(
             f"runner-up {other.label}: {other.equal_work_s:.4g} s, {verdict}{': ' + terms if terms else ''}"
         )
+    if explanation.shape_curve is not None:
+        lines += shape_lines(explanation.shape_curve)
     if explanation.assumed:
         words = ", ".join(f"{name} {value}" for name, value in explanation.assumed.items())
         lines.append(f"assumed   {words}")

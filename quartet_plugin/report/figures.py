@@ -1,67 +1,102 @@
 """The report's figures of a run: each function returns one SVG, or None where there is nothing to draw."""
 
+import re
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 from quartet_plugin.model.history import Finalist, RunHistory, TrialRow
 from quartet_plugin.model.measurement import Interval
-from quartet_plugin.report.formatting import clean, size, spread
+from quartet_plugin.report.formatting import (
+    clean,
+    iteration_spread,
+    size,
+    speedup_sentence,
+    speedup_spread,
+    speedup_words,
+)
 from quartet_plugin.report.svg import Scale, drawing, element, short, text, title, x_axis, y_axis
 from quartet_plugin.report.trial_table import class_of, outcome_of
 
 WIDTH = 1060.0
 HALF = 520.0
+# Rows of finalists: the first one's top, the height of each, and where their names end.
+_TOP, _ROW_HEIGHT, _NAMES_END = 12.0, 38.0, 138.0
+_MAX_FINALISTS = 8
+# The study's parameters whose names say less than the part that they choose.
+_PARTS_BY_PARAMETER = {
+    "layout": "degrees of parallelism",
+    "micro_batch_size": "micro-batch size",
+    "optimizer": "distributed optimizer",
+    "group": "microbatches a group",
+    "mapping": "rank order",
+}
 _MAX_BARS = 12
 _MAX_PAIRS = 400
 _MAX_STAGES = 64
 
 
-def intervals(history: RunHistory) -> str | None:
-    """Iteration time and speedup of the finalists against the baseline, medians with their intervals."""
-    finalists = history.finalists[:8]
+def iteration_times(history: RunHistory) -> str | None:
+    """Seconds an iteration of the finalists and the baseline, medians with their intervals."""
+    finalists = history.finalists[:_MAX_FINALISTS]
     if not finalists:
         return None
-    row_height, top = 38.0, 12.0
-    bottom = top + row_height * (len(finalists) + 1)
-    rows: list[tuple[str, str, Interval, Finalist | None]] = [
-        ("your own command", "baseline", finalists[0].comparison.baseline.iteration_s, None)
+    rows = [("your own command", "baseline", finalists[0].comparison.baseline.iteration_s)]
+    rows += [
+        (f"trial {finalist.number}", _style_of(finalist, history), finalist.comparison.plan.iteration_s)
+        for finalist in finalists
     ]
-    winner = history.winner.provenance.trial if history.winner else None
-    for finalist in finalists:
-        style = "won" if finalist.number == winner else "other"
-        rows.append((f"trial {finalist.number}", style, finalist.comparison.plan.iteration_s, finalist))
-    times = [value for _, _, i, _ in rows for value in (i.low, i.high, i.median)]
-    speedups = [finalist.comparison.speedup for finalist in finalists]
-    gains = [value for i in speedups for value in (i.low, i.high, i.median)]
-    left = Scale.over(times, start=150, end=600)
-    right = Scale.over(
-        [*gains, *(ratio for finalist in finalists for ratio in finalist.ratios)],
-        start=680,
-        end=1040,
+    x = Scale.over(_ends_of([interval for _, _, interval in rows]), start=_NAMES_END + 12, end=HALF - 20)
+    bottom = _TOP + _ROW_HEIGHT * len(rows)
+    parts = [x_axis(x, bottom, top=_TOP - 8, words="seconds an iteration (less is better)", count=4)]
+    for index, (name, style, interval) in enumerate(rows):
+        y = _TOP + _ROW_HEIGHT * (index + 0.5)
+        words = f"{name}: {iteration_spread(interval)} s"
+        parts.append(text(_NAMES_END, y + 4, name, cls="label", anchor="end"))
+        parts.append(_whisker(x, interval, y, style=style, words=words))
+    return drawing(HALF, bottom + 44, *parts, label="Seconds of the best plans and the baseline")
+
+
+def speedups(history: RunHistory) -> str | None:
+    """Speedup of the finalists over the baseline, medians with their intervals, and the single rounds."""
+    finalists = history.finalists[:_MAX_FINALISTS]
+    if not finalists:
+        return None
+    x = Scale.over(
+        [
+            *_ends_of([finalist.comparison.speedup for finalist in finalists]),
+            *(ratio for finalist in finalists for ratio in finalist.ratios),
+        ],
+        start=_NAMES_END + 12,
+        end=HALF - 20,
         include=[1.0],
     )
+    bottom = _TOP + _ROW_HEIGHT * (len(finalists) + 1)
     parts = [
-        x_axis(left, bottom, top=top - 8, words="seconds an iteration (less is better)", count=5),
-        x_axis(right, bottom, top=top - 8, words="times the baseline (more is better)", unit="x", count=4),
-        element("line", x1=right(1.0), x2=right(1.0), y1=top - 8, y2=bottom, cls="reference"),
+        x_axis(x, bottom, top=_TOP - 8, words="speedup (more is better)", unit="x", count=4),
+        element("line", x1=x(1.0), x2=x(1.0), y1=_TOP - 8, y2=bottom, cls="reference"),
+        text(_NAMES_END, _TOP + _ROW_HEIGHT / 2 + 4, "your own command", cls="label", anchor="end"),
     ]
-    for index, (name, style, interval, measured) in enumerate(rows):
-        y = top + row_height * (index + 0.5)
-        parts.append(text(138, y + 4, name, cls="label", anchor="end"))
-        parts.append(
-            _whisker(left, interval, y, style=style, words=f"{name}: {spread(interval, '{:.3f}')} s")
-        )
-        if measured is not None:
-            for ratio in measured.ratios:
-                parts.append(
-                    element("line", x1=right(ratio), x2=right(ratio), y1=y + 9, y2=y + 14, cls="rug")
-                )
-            speedup = measured.comparison.speedup
-            parts.append(
-                _whisker(right, speedup, y, style=style, words=f"{name}: {spread(speedup, '{:.3f}')} x")
-            )
-    return drawing(WIDTH, bottom + 44, *parts, label="Best plans against the baseline, with 95 % intervals")
+    for index, finalist in enumerate(finalists, start=1):
+        y, name = _TOP + _ROW_HEIGHT * (index + 0.5), f"trial {finalist.number}"
+        interval, style = finalist.comparison.speedup, _style_of(finalist, history)
+        parts.append(text(_NAMES_END, y + 4, name, cls="label", anchor="end"))
+        parts += [
+            element("line", x1=x(ratio), x2=x(ratio), y1=y + 9, y2=y + 14, cls="rug")
+            for ratio in finalist.ratios
+        ]
+        parts.append(_whisker(x, interval, y, style=style, words=f"{name}: {speedup_spread(interval)}"))
+    return drawing(HALF, bottom + 44, *parts, label="Best plans' speedup over the baseline")
+
+
+def _style_of(finalist: Finalist, history: RunHistory) -> str:
+    winner = history.winner.provenance.trial if history.winner else None
+    return "won" if finalist.number == winner else "other"
+
+
+def _ends_of(intervals: Sequence[Interval]) -> list[float]:
+    return [value for i in intervals for value in (i.low, i.high, i.median)]
 
 
 def _whisker(scale: Scale, interval: Interval, y: float, *, style: str, words: str) -> str:
@@ -77,30 +112,30 @@ def _whisker(scale: Scale, interval: Interval, y: float, *, style: str, words: s
     )
 
 
-def progress(history: RunHistory) -> str | None:
+def progress(history: RunHistory, *, width: float = WIDTH) -> str | None:
     """Every trial's objective over the baseline's, in order, with the best so far."""
     rows = [row for row in history.trials if row.verdict]
     ratios = {row.number: ratio for row in rows if (ratio := history.versus_baseline(row)) is not None}
     if len(ratios) < 2:
         return None
     top, bottom, strip = 14.0, 256.0, 282.0
-    x = Scale.over([row.number for row in rows], start=66, end=1044, margin=0.025)
+    x = Scale.over([row.number for row in rows], start=66, end=width - 16, margin=0.025)
     levels = [*ratios.values(), *(control.ratio for control in history.controls)]
     y = Scale.over(levels, start=bottom, end=top, include=[1.0])
     parts = [
-        y_axis(y, 60, right=1050, words="times the baseline", unit="x"),
-        element("line", x1=60, x2=1050, y1=y(1.0), y2=y(1.0), cls="reference"),
-        element("line", x1=60, x2=1050, y1=strip, y2=strip, cls="grid"),
+        y_axis(y, 60, right=width - 10, words="speedup", unit="x"),
+        element("line", x1=60, x2=width - 10, y1=y(1.0), y2=y(1.0), cls="reference"),
+        element("line", x1=60, x2=width - 10, y1=strip, y2=strip, cls="grid"),
         text(54, strip + 4, "failed", cls="tick", anchor="end"),
         element("path", d=_best_so_far(ratios, x, y), cls="best-line"),
     ]
-    for tick in x.ticks(12):
+    for tick in x.ticks(round(width / 88)):
         if tick == int(tick) and tick >= 0:
             parts.append(text(x(tick), strip + 24, short(tick), cls="tick", anchor="middle"))
     parts.append(text((x.start + x.end) / 2, strip + 44, "trial", cls="axis", anchor="middle"))
     for control in history.controls:
         center, level = x(control.num_tried + 0.5), y(control.ratio)
-        words = f"your own command again after {control.num_tried} trials: {control.ratio:.2f}x"
+        words = f"your own command again after {control.num_tried} trials: {speedup_words(control.ratio)}"
         diamond = f"M{center:.1f} {level - 5:.1f}l5 5l-5 5l-5 -5z"
         parts.append(element("path", title(words), d=diamond, cls="control"))
     best = max(ratios, key=lambda number: (ratios[number], -number))
@@ -110,7 +145,7 @@ def progress(history: RunHistory) -> str | None:
         parts.append(text(x(winner) + 11, y(ratios[winner]) - 8, "winner", cls="label"))
     for row in rows:
         parts.append(_point(row, ratios.get(row.number), x, y, strip, is_best=row.number == best))
-    return drawing(WIDTH, strip + 54, *parts, label="Every trial's objective over the baseline's, in order")
+    return drawing(width, strip + 54, *parts, label="Every trial's objective over the baseline's, in order")
 
 
 def _best_so_far(ratios: Mapping[int, float], x: Scale, y: Scale) -> str:
@@ -133,7 +168,7 @@ def _point(row: TrialRow, ratio: float | None, x: Scale, y: Scale, strip: float,
     style = f"{kind} top" if is_best else kind
     return element(
         "circle",
-        title(f"{words}, {ratio:.2f}x"),
+        title(f"{words}, {speedup_sentence(ratio, drift=row.drift)}"),
         cx=center,
         cy=y(ratio),
         r=5.5 if is_best else 4.0,
@@ -142,8 +177,14 @@ def _point(row: TrialRow, ratio: float | None, x: Scale, y: Scale, strip: float,
 
 
 def importance(shares: Mapping[str, float]) -> str | None:
-    """Bars of the share of the objective's spread that each parameter explains."""
-    ranked = sorted(shares.items(), key=lambda item: (-item[1], item[0]))[:_MAX_BARS]
+    """Bars of the share of the objective's spread that each part of a plan explains.
+
+    `shares` are by the study's parameters, of which a part has several.
+    """
+    by_part: dict[str, float] = defaultdict(float)
+    for parameter, share in shares.items():
+        by_part[part_of(parameter)] += share
+    ranked = sorted(by_part.items(), key=lambda item: (-item[1], item[0]))[:_MAX_BARS]
     if not ranked:
         return None
     height = 24.0 * len(ranked)
@@ -156,6 +197,12 @@ def importance(shares: Mapping[str, float]) -> str | None:
         wide, words = max(x(share) - x.start, 1), title(f"{100 * share:.1f} %")
         parts.append(element("rect", words, x=x.start, y=y, height=17, width=wide, cls="bar"))
     return drawing(HALF, height + 50, *parts, label="Parameter importance")
+
+
+def part_of(parameter: str) -> str:
+    """The part of a plan that a parameter of the study chooses, in the words of the other tables."""
+    name = re.split(r"[.\[]", parameter, maxsplit=1)[0]
+    return _PARTS_BY_PARAMETER.get(name, name.replace("_", " "))
 
 
 def predicted_measured(history: RunHistory) -> str | None:

@@ -1,9 +1,14 @@
 """Quantities, intervals and untrusted text, formatted for people."""
 
+from collections.abc import Iterable
+
 from quartet_plugin.model.measurement import Interval
-from quartet_plugin.protocol.masking import masked
+from quartet_plugin.protocol.terminal import reason_line
 
 BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+# The columns of every table of trials.
+SECONDS_HEAD, SPEEDUP_HEAD, MEMORY_HEAD = "s/iter", "speedup", "peak memory"
+_DRIFTED = "*"
 _FLOPS = ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s"), (1.0, "FLOP/s"))
 
 
@@ -31,6 +36,54 @@ def time_of(seconds: float) -> str:
     return _scaled(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")))
 
 
+def microbatch_words(number: int) -> str:
+    """A number of microbatches."""
+    return f"{number} microbatch{'' if number == 1 else 'es'}"
+
+
+def iteration_words(seconds: float) -> str:
+    """Seconds an iteration."""
+    return f"{seconds:.3f}"
+
+
+def speedup_words(ratio: float, *, drift: float = 1.0) -> str:
+    """A speedup over the baseline; one over the baseline as it was measured again has a mark.
+
+    `drift` is the machine's speed over its speed when the baseline was first measured; `drift_note` says what
+    the mark means.
+    """
+    return f"{ratio:.2f}x{'' if drift == 1.0 else _DRIFTED}"
+
+
+def speedup_sentence(ratio: float, *, drift: float = 1.0) -> str:
+    """The same where there is no table: what it is compared with stands beside it."""
+    again = "" if drift == 1.0 else f" as measured again, at {speedup_words(drift)} of its first speed"
+    return f"{speedup_words(ratio)} the baseline{again}"
+
+
+def drift_note(drifts: Iterable[float]) -> str | None:
+    """The meaning of the mark below a table with rows of these drifts; None where no row has the mark."""
+    speeds = dict.fromkeys(speedup_words(drift) for drift in drifts if drift != 1.0)
+    if not speeds:
+        return None
+    return f"{_DRIFTED} over the baseline as measured again, at {', '.join(speeds)} of its first speed"
+
+
+def bubble_words(fraction: float) -> str:
+    """The part of all devices' time, between a pipeline's first and last action, in which they run none."""
+    return f"{100 * fraction:.1f} %"
+
+
+def iteration_spread(seconds: Interval) -> str:
+    """Seconds an iteration with their interval."""
+    return spread(seconds, "{:.3f}")
+
+
+def speedup_spread(speedup: Interval) -> str:
+    """A speedup that was measured in turns with the baseline, with its interval."""
+    return spread(speedup, "{:.2f}x")
+
+
 def spread(interval: Interval, form: str) -> str:
     """A median and its interval, each in the format `form`."""
     return f"{form.format(interval.median)} ({form.format(interval.low)} to {form.format(interval.high)})"
@@ -38,10 +91,7 @@ def spread(interval: Interval, form: str) -> str:
 
 def clean(text: str, *, limit: int = 500) -> str:
     """Text from a program on one line, secrets masked, control characters blanked, cut to `limit`."""
-    shown = masked(text)[: 4 * limit]
-    words = "".join(char if char.isprintable() else " " for char in shown).split()
-    line = " ".join(words)
-    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+    return reason_line(text, limit=limit)
 
 
 def _scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:

@@ -3,9 +3,17 @@
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from quartet_plugin.report.formatting import time_of
+from quartet_plugin.report.formatting import bubble_words, time_of
 from quartet_plugin.report.svg import Scale, drawing, element, rectangles, text, x_axis
-from quartet_plugin.report.timeline import KIND_NAMES, UNITS, Colour, is_dark, shade
+from quartet_plugin.report.timeline import (
+    KIND_NAMES,
+    UNITS,
+    Colour,
+    chunk_words,
+    is_dark,
+    legend_colours,
+    shade,
+)
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.placement import chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
@@ -64,9 +72,9 @@ def timeline(schedule: Schedule, simulation: "Simulation", *, label: str) -> str
     return drawing(_WIDTH, bottom + 42, *parts, label=label)
 
 
-def step_words(step_s: float, simulation: "Simulation") -> str:
+def step_words(step_s: float, *, bubble_fraction: float) -> str:
     """A step's seconds and its bubble, for a caption."""
-    return f"{time_of(step_s)} a step, bubble {100 * simulation.bubble_fraction:.1f} %"
+    return f"{time_of(step_s)} a step, bubble {bubble_words(bubble_fraction)}"
 
 
 def _rows(schedule: Schedule, simulation: "Simulation", *, top: float, row: float) -> list[str]:
@@ -83,20 +91,17 @@ def _rows(schedule: Schedule, simulation: "Simulation", *, top: float, row: floa
 def _legend(boxes: dict[tuple[ActionKind, int], list[Box]], num_chunks: int) -> str:
     parts, x = [], _LEFT
     kinds = sorted({kind for kind, _ in boxes})
-    entries = [
-        (_hex(shade(kind, 0, num_chunks=num_chunks)), f"{kind.name} {KIND_NAMES[kind]}") for kind in kinds
-    ]
-    if num_chunks > 1:
-        shown = range(num_chunks) if num_chunks <= 4 else (0, num_chunks - 1)
-        entries += [
-            (_hex(shade(kinds[0], chunk, num_chunks=num_chunks)), f"chunk {chunk}") for chunk in shown
-        ]
-    for colour, words in entries:
-        parts.append(element("rect", x=x, y=8.0, width=12, height=12, fill=colour))
-        parts.append(text(x + 17, 18, words, cls="label"))
-        x += 34 + 6.6 * len(words)
+    for kind in kinds:
+        for colour in legend_colours(kind, num_chunks):
+            parts.append(element("rect", x=x, y=8.0, width=12, height=12, fill=_hex(colour)))
+            x += 12
+        words = f"{kind.name} {KIND_NAMES[kind]}"
+        parts.append(text(x + 5, 18, words, cls="label"))
+        x += 22 + 6.6 * len(words)
     parts.append(element("rect", x=x, y=8.0, width=12, height=12, cls="idle"))
     parts.append(text(x + 17, 18, "waiting", cls="label"))
+    if num_chunks > 1:
+        parts.append(text(x + 92, 18, chunk_words(num_chunks), cls="label"))
     return "".join(parts)
 
 

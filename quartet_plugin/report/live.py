@@ -1,14 +1,25 @@
 """A run while it runs: a live table on a terminal, one line an event elsewhere."""
 
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from quartet_plugin.model.launch import LaunchRecord, Phase
+from quartet_plugin.model.launch import LaunchPosition, LaunchRecord, Phase
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.protocol.terminal import terminal_line
-from quartet_plugin.report.formatting import duration
+from quartet_plugin.report.formatting import (
+    SECONDS_HEAD,
+    SPEEDUP_HEAD,
+    drift_note,
+    duration,
+    iteration_words,
+    speedup_sentence,
+    speedup_words,
+)
+from quartet_plugin.report.launch_words import launch_words
+from quartet_plugin.space.plan_label import plan_label
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -27,9 +38,9 @@ _COLUMNS = {
     "schedule": "left",
     "mapping": "left",
     "outcome": "left",
-    "s/iter": "right",
+    SECONDS_HEAD: "right",
     "tokens/s": "right",
-    "vs own": "right",
+    SPEEDUP_HEAD: "right",
 }
 _WIDE_ALONE = ("outcome", "tokens/s")
 # What a narrow terminal does without, in this order, so that every number stays whole.
@@ -45,23 +56,22 @@ class Running:
     plan: Plan | None
     began_s: float
     time_left_s: float | None
+    position: LaunchPosition | None = None
     rank_phase: str = "launch"
     iteration: int = 0
     num_iterations: int = 0
 
-    def first_sentence(self, *, now_s: float) -> str:
-        """What is launched, and the sentence of its start."""
-        words = "" if self.plan is None else f": {', '.join(plan_cells(self.plan))}"
-        return self.sentence(now_s=now_s).replace(":", f"{words}:", 1)
-
-    def sentence(self, *, now_s: float) -> str:
-        """The launch's phase, iteration, elapsed and remaining time, in one line."""
-        kind = "final, trial" if self.phase == "final" else "trial"
-        name = "baseline" if self.phase == "baseline" else f"{kind} {self.label}"
+    def sentence(self, *, now_s: float, names_plan: bool = False) -> str:
+        """The launch's phase, iteration, elapsed and remaining time; with `names_plan` also its plan."""
+        number = self.label.partition(" ")[0]
+        name = launch_words(
+            self.phase, number=int(number) if number.isdecimal() else 0, position=self.position
+        )
         step = f" {self.iteration}/{self.num_iterations}" if self.num_iterations else ""
         elapsed_s = now_s - self.began_s
         left = "" if self.time_left_s is None else f"; about {duration(self.time_left_s - elapsed_s)} left"
-        return f"{name}: {self.rank_phase}{step}, {duration(elapsed_s)}{left}"
+        plan = f"{plan_label(self.plan)}: " if names_plan and self.plan is not None else ""
+        return f"{name}: {plan}{self.rank_phase}{step}, {duration(elapsed_s)}{left}"
 
 
 class PlainLines:
@@ -83,11 +93,21 @@ class PlainLines:
         """One line."""
         self._write(terminal_line(text))
 
-    def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
+    def plan_started(
+        self,
+        label: str,
+        plan: Plan | None,
+        *,
+        phase: Phase,
+        time_left_s: float | None,
+        position: LaunchPosition | None = None,
+    ) -> None:
         """One line."""
         began_s = self._clock()
-        self._running = Running(label=label, phase=phase, plan=plan, began_s=began_s, time_left_s=time_left_s)
-        self._write(terminal_line(self._running.first_sentence(now_s=began_s)))
+        self._running = Running(
+            label=label, phase=phase, plan=plan, began_s=began_s, time_left_s=time_left_s, position=position
+        )
+        self._write(terminal_line(self._running.sentence(now_s=began_s, names_plan=True)))
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """A line where the wait changes its kind, not one for each iteration."""
@@ -135,11 +155,24 @@ class LiveTable:
 
         self._console.print(Text(terminal_line(text)))
 
-    def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
+    def plan_started(
+        self,
+        label: str,
+        plan: Plan | None,
+        *,
+        phase: Phase,
+        time_left_s: float | None,
+        position: LaunchPosition | None = None,
+    ) -> None:
         """Show the launch below the table."""
         self._drop(label)
         self._running[label] = Running(
-            label=label, phase=phase, plan=plan, began_s=self._clock(), time_left_s=time_left_s
+            label=label,
+            phase=phase,
+            plan=plan,
+            began_s=self._clock(),
+            time_left_s=time_left_s,
+            position=position,
         )
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
@@ -179,7 +212,14 @@ class LiveTable:
             is_lost = row.iteration_s is None and row.outcome != RUNNING
             style = "bold" if is_best else "dim" if is_lost else ""
             table.add_row(*(Text(terminal_line(cells[name])) for name in names), style=style)
-        return Group(table, *(Text(terminal_line(words), style="cyan") for words in self._under_way()))
+        notes = [Text(note, style="dim") for note in self._notes()]
+        under_way = [Text(terminal_line(words), style="cyan") for words in self._under_way()]
+        return Group(table, *notes, *under_way)
+
+    def _notes(self) -> list[str]:
+        """The meaning of the marks in the table."""
+        note = drift_note(row.drift for row in self._rows if row.versus_baseline is not None)
+        return [] if note is None else textwrap.wrap(note, self._console.width)
 
     def _columns(self, rows: list[dict[str, str]], *, gap: int) -> list[str]:
         """The columns for which the terminal has room."""
@@ -200,7 +240,9 @@ class LiveTable:
         longest_s = max(now_s - launch.began_s for launch in running)
         left_s = running[-1].time_left_s
         left = "" if left_s is None else f"; about {duration(left_s - now_s + running[-1].began_s)} left"
-        return [f"trials {', '.join(self._running)}: {duration(longest_s)}{left}"]
+        latest = running[-1].position
+        place = "" if latest is None else f", {latest.index} of {latest.count}"
+        return [f"trials {', '.join(self._running)}{place}: {duration(longest_s)}{left}"]
 
     def _drop(self, label: str) -> None:
         """Forget a launch, and the runs that were made for it (its label with more words)."""
@@ -214,35 +256,41 @@ class LiveTable:
             for launch in self._running.values()
         ]
         rows = [*self._rows, *running]
-        num_rows = max(4, min(MAX_ROWS, self._console.height - 3))
+        num_rows = max(4, min(MAX_ROWS, self._console.height - 3 - len(self._notes())))
         return rows if len(rows) <= num_rows else [rows[0], *rows[-(num_rows - 1) :]]
 
 
 def row_cells(launch: LaunchRecord, *, split_width: int) -> dict[str, str]:
     """The cells of one row by column; a launch that was not measured has its outcome in the last one."""
-    ratio = "" if launch.iteration_s is not None else launch.outcome.lower()
+    ratio = launch.versus_baseline
+    reached = "" if launch.iteration_s is not None else launch.outcome.lower()
+    if ratio is not None:
+        reached = speedup_words(ratio, drift=launch.drift)
     names = ("shape", "layout", "split", "schedule", "mapping")
     return {
         "trial": launch.label,
         **dict(zip(names, plan_cells(launch.plan, split_width=split_width), strict=True)),
         "outcome": launch.outcome.lower(),
-        "s/iter": "" if launch.iteration_s is None else f"{launch.iteration_s:.3f}",
+        SECONDS_HEAD: "" if launch.iteration_s is None else iteration_words(launch.iteration_s),
         "tokens/s": "" if launch.tokens_per_s is None else f"{launch.tokens_per_s:,.0f}",
-        "vs own": ratio if launch.versus_baseline is None else f"{launch.versus_baseline:.2f}x",
+        SPEEDUP_HEAD: reached,
     }
 
 
 def sentence(launch: LaunchRecord) -> str:
     """The launch in one line."""
-    words = "your own command" if launch.plan is None else ", ".join(plan_cells(launch.plan))
+    words = "your own command" if launch.plan is None else plan_label(launch.plan)
     if launch.iteration_s is None:
         return f"trial {launch.label}: {words}: {launch.outcome}: {launch.reason}"
     speed = "" if launch.tokens_per_s is None else f", {launch.tokens_per_s:,.0f} tokens/s"
-    ratio = "" if launch.versus_baseline is None else f", {launch.versus_baseline:.2f}x the baseline"
+    ratio = ""
+    if launch.versus_baseline is not None:
+        ratio = f", {speedup_sentence(launch.versus_baseline, drift=launch.drift)}"
     note = "" if launch.outcome == "OK" else f" ({launch.outcome.lower()}: {launch.reason})"
     if launch.outcome == "OK" and launch.reason.startswith("cut short"):
         note = f" ({launch.reason})"
-    return f"trial {launch.label}: {words}: {launch.iteration_s:.3f} s/iteration{speed}{ratio}{note}"
+    seconds = iteration_words(launch.iteration_s)
+    return f"trial {launch.label}: {words}: {seconds} s/iteration{speed}{ratio}{note}"
 
 
 def plan_cells(plan: Plan | None, *, split_width: int = 24) -> tuple[str, str, str, str, str]:

@@ -32,6 +32,16 @@ def figure(svg: str, caption: str) -> str:
     return f"<figure>{svg}<figcaption>{text(caption)}</figcaption></figure>"
 
 
+def by_width(wide: str, narrow: str) -> str:
+    """Two drawings of the same, of which a narrow window shows the second."""
+    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+
+
+def scrolled(svg: str) -> str:
+    """A drawing that keeps its size and is moved sideways in a narrow window."""
+    return f'<div class="scroll natural">{svg}</div>'
+
+
 def note(words: str) -> str:
     """A remark."""
     return f'<p class="note">{text(words)}</p>'

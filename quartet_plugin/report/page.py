@@ -15,11 +15,14 @@ from quartet_plugin.model.measurement import Measurement
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report import figures, markup, page_tables
 from quartet_plugin.report.final_choice import choice_paragraph
-from quartet_plugin.report.formatting import duration, rate, size, spread
+from quartet_plugin.report.formatting import duration, iteration_words, rate, size, speedup_spread
 from quartet_plugin.report.plan_difference import difference_sentence
+from quartet_plugin.report.search_expense import expense_card
+from quartet_plugin.report.shape_curve import shape_figure
 from quartet_plugin.report.status import counts_words, regret_words, stamp
 from quartet_plugin.report.style import STYLE
 from quartet_plugin.report.tables import CLASS_MEANING, OBJECTIVE_WORDS, changes, confidence
+from quartet_plugin.report.throughput import peak_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +62,12 @@ def page(history: RunHistory, extras: Extras) -> str:
         _intervals(history),
         _regret(history),
         _progress(history),
+        _shapes(history),
         markup.pair(_importance(extras), _predictions(history), _memory(history), _changes(history)),
-        *(markup.section(t.heading, markup.figure(t.svg, t.caption)) for t in extras.timelines),
+        *(
+            markup.section(t.heading, markup.figure(markup.scrolled(t.svg), t.caption))
+            for t in extras.timelines
+        ),
         _train(history, extras),
         page_tables.trials(history),
         page_tables.failed(history),
@@ -98,22 +105,26 @@ def _head(history: RunHistory) -> str:
 
 
 def _verdict(history: RunHistory) -> str:
+    verdict, note = _verdict_on_search(history), history.baseline_note
+    return verdict + (markup.note(f"{note[0].upper()}{note[1:]}.") if note else "")
+
+
+def _verdict_on_search(history: RunHistory) -> str:
+    baseline = "the best stock plan that fits" if history.baseline_note else "your own command"
     if history.winner is not None and history.winner.measurement is not None:
         comparison = history.winner.measurement
         rounds = comparison.plan.num_launches
         return (
             f'<p class="verdict">Trial {history.winner.provenance.trial} is '
-            f"<strong>{spread(comparison.speedup, '{:.2f}x')}</strong> as fast as your own command.</p>\n"
+            f"<strong>{speedup_spread(comparison.speedup)}</strong> as fast as {baseline}.</p>\n"
             f"{markup.note(f'Against your own command: {difference_sentence(history.winner)}.')}\n"
             f'<p class="note">In {markup.text(OBJECTIVE_WORDS[comparison.objective])}, measured in turns '
             f"with it over {rounds} rounds; {100 * confidence(rounds):.0f} % interval.</p>"
             f"{_choice(history.winner)}"
         )
     if history.state == "finished":
-        return (
-            '<p class="verdict none"><strong>No better plan was found:</strong> '
-            "your own command stays as it is.</p>"
-        )
+        verdict = f"<strong>No better plan was found:</strong> {baseline} stays as it is."
+        return f'<p class="verdict none">{verdict}</p>'
     state = {"running": "runs", "elsewhere": "runs on another host"}.get(history.state, "was stopped")
     return f'<p class="verdict open"><strong>The search {state}:</strong> this is what is known so far.</p>'
 
@@ -142,9 +153,11 @@ def _cards(history: RunHistory) -> str:
     )
     wall_s = sum(row.wall_s for row in history.trials)
     cards.append(("time in trials", duration(wall_s), f"the session took {duration(history.elapsed_s)}"))
+    cards.append(expense_card(history))
     # Of a winner what its final rounds measured, as `quartet show` says it.
     user: Measurement | TrialRow | None = baseline if chosen is None else chosen.baseline
     peak: Measurement | TrialRow | None = best if chosen is None else chosen.plan
+    cards += _mfu_cards(history, user, peak)
     if peak is not None and peak.peak_memory_bytes:
         before = 0 if user is None else user.peak_memory_bytes
         was = f"was {size(before)}" if before else ""
@@ -156,14 +169,31 @@ def _cards(history: RunHistory) -> str:
     return f'<dl class="cards">{items}</dl>'
 
 
+def _mfu_cards(
+    history: RunHistory, user: Measurement | TrialRow | None, best: Measurement | TrialRow | None
+) -> list[tuple[str, str, str]]:
+    """MFU of the best and of the user's own, where the device library knows the devices' peak."""
+    peak = peak_of(history.nodes) if history.nodes else None
+    flops_per_s = None if best is None else best.model_flops_per_s_per_device
+    if peak is None or not flops_per_s:
+        return []
+    before = 0.0 if user is None else user.model_flops_per_s_per_device or 0.0
+    was = f"was {100 * before / peak:.1f} %, " if before else ""
+    return [("MFU", f"{100 * flops_per_s / peak:.1f} %", f"{was}of the devices' bf16 peak")]
+
+
 def _card(name: str, iteration_s: float, speed: Measurement | TrialRow) -> tuple[str, str, str]:
     tokens_per_s, flops_per_s = speed.tokens_per_s or 0.0, speed.model_flops_per_s_per_device or 0.0
-    return name, f"{iteration_s:.3f} s", f"{tokens_per_s:,.0f} tokens/s, {rate(flops_per_s)} a device"
+    return (
+        name,
+        f"{iteration_words(iteration_s)} s",
+        f"{tokens_per_s:,.0f} tokens/s, {rate(flops_per_s)} a device",
+    )
 
 
 def _intervals(history: RunHistory) -> str:
-    svg = figures.intervals(history)
-    if svg is None:
+    drawn = [svg for svg in (figures.iteration_times(history), figures.speedups(history)) if svg is not None]
+    if not drawn:
         return markup.section(
             "Best against baseline", markup.note("No plan was measured again in turns with the baseline.")
         )
@@ -172,7 +202,7 @@ def _intervals(history: RunHistory) -> str:
         "plan wins only where the whole bar of its speedup is above 1; after more rounds than were asked "
         "for, where a longer bar is (99 %). Of several such plans the faster in the same rounds is chosen."
     )
-    return markup.section("Best against baseline", markup.figure(svg, caption))
+    return markup.section("Best against baseline", markup.figure(markup.pair(*drawn), caption))
 
 
 def _regret(history: RunHistory) -> str:
@@ -190,9 +220,24 @@ def _progress(history: RunHistory) -> str:
     if history.controls:
         caption += (
             " Diamonds are your own command measured again: how the machine drifted. Trials after a drift "
-            "beyond chance are compared with that."
+            "beyond chance are compared with that, so that the same seconds may be another speedup."
         )
-    return _drawn("History", figures.progress(history), caption)
+    wide, narrow = figures.progress(history), figures.progress(history, width=figures.HALF)
+    if wide is None or narrow is None:
+        return ""
+    return markup.section("History", markup.figure(markup.by_width(wide, narrow), caption))
+
+
+def _shapes(history: RunHistory) -> str:
+    curve = history.shape_curve
+    if curve is None:
+        return ""
+    caption = (
+        f"The best plan of each shape at an equal budget, in {OBJECTIVE_WORDS[curve.objective]} over your "
+        "own command's. Dots were measured in single trials, hollow points are predictions of the calibrated "
+        "model."
+    )
+    return _drawn("Width and depth", shape_figure(curve), caption)
 
 
 def _drawn(heading: str, svg: str | None, caption: str) -> str:
@@ -203,7 +248,7 @@ def _importance(extras: Extras) -> str:
     svg = figures.importance(extras.importance)
     if svg is None and extras.fault:
         return markup.section("What mattered", markup.note(extras.fault))
-    caption = "PED-ANOVA over the finished trials: which parameters separate the fast plans from the others."
+    caption = "PED-ANOVA over the finished trials: which choices separate the fast plans from the others."
     return _drawn("What mattered", svg, caption)
 
 

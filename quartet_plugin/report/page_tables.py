@@ -1,18 +1,23 @@
 """The report's tables: every trial, those without a time, what was left out, where it all comes from."""
 
+from collections.abc import Sequence
+
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
 from quartet_plugin.report import markup
-from quartet_plugin.report.formatting import clean, size
+from quartet_plugin.report.formatting import SECONDS_HEAD, SPEEDUP_HEAD, clean, size
 from quartet_plugin.report.tables import OBJECTIVE_WORDS
-from quartet_plugin.report.trial_table import class_of, number_cells, outcome_of
+from quartet_plugin.report.trial_table import NUMBER_HEADS, class_of, drift_note_of, number_cells, outcome_of
 
 MAX_ROWS = 2_000
+# What a narrow window shows of a row without being moved sideways.
+_FIRST = (SECONDS_HEAD, SPEEDUP_HEAD)
 _PLAIN = {"shape", "layout", "outcome"}
 _TAGS = {
     "OK": "good",
     "UNSTABLE": "warn",
     "INFEASIBLE": "bad",
     "WRONG": "bad",
+    "NOT_AS_PLANNED": "bad",
     "INFRA": "warn",
     "HARNESS": "bad",
 }
@@ -20,11 +25,9 @@ _TAGS = {
 
 def trials(history: RunHistory) -> str:
     """The table of every trial."""
-    heads = (
-        "trial", *PARTS, "class", "outcome", "s/iteration", "predicted", "tokens/s", "FLOP/s/device",
-        "vs own", "peak memory",
-    )  # fmt: skip
-    numbers = {"s/iteration", "predicted", "tokens/s", "FLOP/s/device", "vs own", "peak memory"}
+    others = [head for head in NUMBER_HEADS if head not in _FIRST]
+    heads = ("trial", *_FIRST, *PARTS, "class", "outcome", *others)
+    numbers = set(NUMBER_HEADS)
     best = history.best
     chosen = history.winner.provenance.trial if history.winner else best.number if best else None
     body = []
@@ -33,22 +36,27 @@ def trials(history: RunHistory) -> str:
         style = "best" if row.number == chosen else "faint" if is_faint else ""
         cells = [
             markup.cell(value, style="number" if head in numbers else "plain" if head in _PLAIN else "")
-            for head, value in zip(heads, _values(row, history), strict=True)
+            for head, value in _values(row, history, heads=heads)
         ]
         body.append(f'<tr class="{style}">{"".join(cells)}</tr>')
     more = len(history.trials) - MAX_ROWS
-    cut = markup.note(f"The first {MAX_ROWS}; {more} more are in quartet trials.") if more > 0 else ""
-    return markup.section("Every trial", markup.grid(heads, body, numbers=numbers) + cut)
+    notes = [note] if (note := drift_note_of(history)) else []
+    if more > 0:
+        notes.append(f"The first {MAX_ROWS}; {more} more are in quartet trials.")
+    table = markup.grid(heads, body, numbers=numbers)
+    return markup.section("Every trial", table + "".join(map(markup.note, notes)))
 
 
-def _values(row: TrialRow, history: RunHistory) -> list[str]:
-    return [
-        markup.text(str(row.number)),
-        *(markup.breakable(clean(row.labels.get(part, ""), limit=160)) for part in PARTS),
-        markup.text(class_of(row)),
-        _tag(row),
-        *map(markup.text, number_cells(row, history)),
-    ]
+def _values(row: TrialRow, history: RunHistory, *, heads: Sequence[str]) -> list[tuple[str, str]]:
+    """The markup of each cell with its head."""
+    values = {
+        "trial": markup.text(str(row.number)),
+        **{part: markup.breakable(clean(row.labels.get(part, ""), limit=160)) for part in PARTS},
+        "class": markup.text(class_of(row)),
+        "outcome": _tag(row),
+        **dict(zip(NUMBER_HEADS, map(markup.text, number_cells(row, history)), strict=True)),
+    }
+    return [(head, values[head]) for head in heads]
 
 
 def failed(history: RunHistory) -> str:

@@ -2,24 +2,12 @@
 
 import re
 
+from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.space.knobs.knob import LayoutKnob
+from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
 
-LAYOUT_WORDS = {
-    "tensor_parallel": "tensor parallel",
-    "pipeline_parallel": "pipeline parallel",
-    "virtual_stages": "chunks a device",
-    "data_parallel": "data parallel",
-    "context_parallel": "context parallel",
-    "expert_parallel": "expert parallel",
-    "micro_batch_size": "micro-batch",
-    "sequence_parallel": "sequence parallel",
-    "distributed_optimizer": "distributed optimizer",
-    "recompute": "recompute",
-    "reduce_bucket_size": "reduce bucket",
-    "allgather_bucket_size": "all-gather bucket",
-}
-_VALUES = {True: "on", False: "off", None: "the command's"}
 _SCHEDULES = {
     "no-pipelining": "no pipeline",
     "searched": "a searched order",
@@ -34,9 +22,10 @@ def difference_words(plan: Plan) -> tuple[str, ...]:
     baseline = plan.made_for.baseline
     parts = [] if plan.shape == plan.made_for.shape else [_model_words(plan.made_for.shape, plan.shape)]
     parts += [
-        f"{words} {_value(getattr(baseline.layout, name))} becomes {_value(getattr(plan.layout, name))}"
-        for name, words in LAYOUT_WORDS.items()
-        if getattr(plan.layout, name) != getattr(baseline.layout, name)
+        f"{knob.title} {_text(knob, baseline.layout)} becomes {_text(knob, plan.layout)}"
+        for knob in LAYOUT_KNOBS
+        if knob.is_of(plan.made_for.framework)
+        and knob.in_layout(plan.layout) != knob.in_layout(baseline.layout)
     ]
     if plan.schedule != baseline.schedule:
         parts.append(f"{_schedule(baseline.schedule.label)} becomes {_schedule(plan.schedule.label)}")
@@ -81,5 +70,6 @@ def _schedule(label: str) -> str:
     return _SCHEDULES.get(label) or re.sub(r"^(1f1b|zb-\w+)", lambda name: name.group().upper(), label)
 
 
-def _value(value: bool | int | str | None) -> str:
-    return _VALUES[value] if value is None or isinstance(value, bool) else str(value)
+def _text(knob: LayoutKnob, layout: Layout) -> str:
+    value = knob.in_layout(layout)
+    return "the command's" if value is None else knob.text(value)

@@ -2,13 +2,26 @@
 
 import time
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 from quartet_plugin.model.history import LeaseHolder, RunHistory, RunningLaunch, TrialRow, WorkerRow
+from quartet_plugin.model.launch import LaunchPosition
 from quartet_plugin.model.measurement import NOTABLE, Regret
 from quartet_plugin.model.schema import dump
 from quartet_plugin.report.final_choice import choice_lines
-from quartet_plugin.report.formatting import clean, duration
+from quartet_plugin.report.formatting import (
+    clean,
+    duration,
+    iteration_words,
+    speedup_sentence,
+    speedup_spread,
+    speedup_words,
+)
+from quartet_plugin.report.launch_words import launch_words
+from quartet_plugin.report.search_expense import expense_lines, expense_of
+from quartet_plugin.report.shape_curve import shape_lines
+from quartet_plugin.space.plan_label import plan_label
 
 _STATES = {
     "running": "running",
@@ -32,25 +45,28 @@ def status_lines(history: RunHistory) -> list[str]:
     best = history.best
     # One short trial's ratio is no second figure beside the winner's, which was measured in turns.
     if best is not None and history.winner is None:
-        ratio = history.versus_baseline(best)
-        gain = "" if ratio is None or best.number == 0 else f", {ratio:.2f}x the baseline"
-        lines.append(
-            f"best      {'' if best.number == 0 else f'trial {best.number}: '}{best.label}: "
-            f"{best.iteration_s:.3f} s/iteration{gain}"
-        )
+        gain = f", {_speedup_of(best, history)}" if best.number else ""
+        name = f"trial {best.number}: " if best.number else ""
+        words = best.label if best.plan is None else plan_label(best.plan)
+        lines.append(f"best      {name}{words}: {iteration_words(best.iteration_s or 0.0)} s/iteration{gain}")
     if history.winner is not None and history.winner.measurement is not None:
         speedup = history.winner.measurement.speedup
         lines.append(
-            f"winner    trial {history.winner.provenance.trial}: {speedup.median:.2f}x "
-            f"({speedup.low:.2f}x to {speedup.high:.2f}x), measured in turns"
+            f"winner    trial {history.winner.provenance.trial}: {speedup_spread(speedup)}, measured in turns"
         )
+        lines.append(f"{'':<10}{plan_label(history.winner)}")
         lines += choice_lines(history.winner)
     elif history.state == "finished":
         lines.append("winner    none: your own command stays as it is")
     if history.regret is not None:
         lines += regret_lines(history.regret)
+    if history.shape_curve is not None:
+        lines += shape_lines(history.shape_curve)
+    if history.baseline_note:
+        lines.append(f"baseline  {history.baseline_note}")
     left = "" if history.time_left_s is None else f"; about {duration(history.time_left_s)} left"
     lines.append(f"elapsed   {duration(history.elapsed_s)}{left}")
+    lines += expense_lines(history)
     lines.append(f"study     {history.storage}")
     lines += [f"unread    {clean(fault)}" for fault in history.faults[:5]]
     return lines
@@ -59,10 +75,9 @@ def status_lines(history: RunHistory) -> list[str]:
 def status_line(history: RunHistory) -> str:
     """The run in one line, for a list of runs."""
     best = history.best
-    ratio = history.versus_baseline(best) if best is not None else None
-    gain = "" if ratio is None else f", best {ratio:.2f}x"
+    gain = "" if best is None else f", best {_speedup_of(best, history)}"
     if history.winner is not None and history.winner.measurement is not None:
-        gain = f", winner {history.winner.measurement.speedup.median:.2f}x"
+        gain = f", winner {speedup_words(history.winner.measurement.speedup.median)}"
     now = f", {running_words(history.running[0], history)}" if history.running else ""
     return (
         f"{history.name}: {_STATES[history.state].partition(';')[0]}, "
@@ -90,15 +105,25 @@ def status_record(history: RunHistory) -> dict[str, Any]:
             "trial": best.number,
             "iteration_s": best.iteration_s,
             "versus_baseline": history.versus_baseline(best),
+            "drift": best.drift,
         },
         "winner": None if history.winner is None else history.winner.provenance.trial,
         "choice": _choice_record(history),
         "regret": None if history.regret is None else dump(history.regret),
+        "shapes": None if history.shape_curve is None else dump(history.shape_curve),
         "elapsed_s": round(history.elapsed_s, 3),
         "time_left_s": None if history.time_left_s is None else round(history.time_left_s, 3),
+        "spent": asdict(expense_of(history)),
         "storage": history.storage,
+        "baseline_note": history.baseline_note,
         "faults": list(history.faults),
     }
+
+
+def _speedup_of(best: TrialRow, history: RunHistory) -> str:
+    """The speedup of a measured trial, in words."""
+    ratio = history.versus_baseline(best)
+    return "" if ratio is None else speedup_sentence(ratio, drift=best.drift)
 
 
 def _choice_record(history: RunHistory) -> dict[str, Any] | None:
@@ -115,20 +140,24 @@ def _launch_record(launch: RunningLaunch) -> dict[str, Any]:
 
 def running_words(launch: RunningLaunch, history: RunHistory) -> str:
     """The plan, phase, iteration and seconds of a launch that runs."""
-    asked = history.num_asked
-    name = {
-        "baseline": "the baseline",
-        "control": "the baseline again",
-        "cropped": "a depth proxy",
-        "parity": "a parity check",
-        "search": f"trial {launch.number}, {min(history.num_spent + 1, asked)} of {asked}",
-        "final": f"final round {(launch.round_number or 0) + 1}, "
-        + ("the baseline" if launch.number == 0 else f"trial {launch.number}"),
-    }[launch.stage]
+    name = launch_words(launch.stage, number=launch.number, position=_position(launch, history))
     step = f" {launch.iteration}/{launch.num_iterations}" if launch.phase in ("warmup", "measure") else ""
     again = f", attempt {launch.attempt}" if launch.attempt > 1 else ""
     again += f", worker {clean(launch.worker)}" if launch.worker else ""
     return f"{name}{again}: {launch.phase}{step}, {duration(launch.elapsed_s)}"
+
+
+def _position(launch: RunningLaunch, history: RunHistory) -> LaunchPosition | None:
+    """The launch's place among the trials or the final rounds of its run."""
+    if launch.stage == "final":
+        num_rounds = history.config.get("study", {}).get("rounds")
+        return (
+            LaunchPosition.of_round(launch.round_number or 0, num_rounds=num_rounds) if num_rounds else None
+        )
+    if launch.stage != "search":
+        return None
+    num_beside = [other.number for other in history.running if other.stage == "search"].index(launch.number)
+    return LaunchPosition.of_trial(history.num_spent + num_beside, num_asked=history.num_asked)
 
 
 def counts_words(history: RunHistory) -> str:

@@ -64,6 +64,19 @@ svg .action { stroke: var(--paper); stroke-width: .6; }
 svg .on-dark { fill: #ffffff; font-size: 9px; }
 svg .on-light { fill: #1a1f27; font-size: 9px; }
 .scroll { overflow-x: auto; }
+.natural svg { min-width: 1080px; }
+.narrow { display: none; }
+@media (max-width: 960px) {
+  .wide { display: none; }
+  .narrow { display: block; max-width: 720px; }
+}
+@media (max-width: 640px) {
+  main { padding: 24px 16px 48px; }
+  figure svg text, figure svg .tick, figure svg .axis { font-size: 14px; }
+  .natural svg text { font-size: 12px; }
+  .natural svg .tick { font-size: 11px; }
+  .natural svg .on-dark, .natural svg .on-light { font-size: 9px; }
+}
 table { border-collapse: collapse; width: 100%; font-size: 12.5px; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--grid);
   vertical-align: top; }

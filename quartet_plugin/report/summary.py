@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quartet_plugin.model.costs import FloatArray
-from quartet_plugin.report.formatting import BYTES
+from quartet_plugin.report.formatting import bubble_words, microbatch_words, size
 from quartet_plugin.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -18,12 +18,6 @@ def seconds(value: float) -> str:
     """A duration with six digits and a fitting unit."""
     scale, unit = next((pair for pair in _SECONDS if value >= pair[0]), _SECONDS[0])
     return f"{value / scale:.6g} {unit}"
-
-
-def size(value: float) -> str:
-    """A number of bytes with three digits and a fitting unit."""
-    scale, unit = next((pair for pair in BYTES if value >= pair[0]), BYTES[-1])
-    return f"{value / scale:.3g} {unit}" if scale > 1 else f"{value:.6g} B"
 
 
 def schedule_summary(
@@ -45,7 +39,7 @@ def schedule_summary(
         ("schedule", describe(schedule)),
         ("makespan", seconds(makespan)),
         ("period", f"{seconds(simulation.period_s)} a step when steps follow without a barrier"),
-        ("bubble", f"{100 * simulation.bubble_fraction:.1f} % of all device time"),
+        ("bubble", f"{bubble_words(simulation.bubble_fraction)} of all device time"),
     ]
     if lower_bound_s is not None:
         figures.append(
@@ -65,7 +59,7 @@ def describe(schedule: Schedule) -> str:
     copies = ", two copies of the model" if schedule.routes is not None else ""
     return (
         f"{origin}: {schedule.num_devices} devices, {schedule.num_stages} stages{copies}, "
-        f"{schedule.num_microbatches} microbatches"
+        f"{microbatch_words(schedule.num_microbatches)}"
     )
 
 

@@ -8,7 +8,12 @@ from quartet_plugin.model.measurement import Comparison, Measurement, Objective
 from quartet_plugin.model.plan import STOCK, Plan
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.report.final_choice import choice_lines
-from quartet_plugin.report.formatting import rate, size, spread
+from quartet_plugin.report.formatting import iteration_spread, microbatch_words, rate, size, speedup_spread
+from quartet_plugin.report.throughput import cost_of, throughput_of
+from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
+from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
+from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
+from quartet_plugin.space.plan_label import plan_label
 
 # A: rounding of nothing but order; B: rounding of reductions; C: may change the objective; D: another model.
 ChangeClass = Literal["A", "B", "C", "D"]
@@ -25,6 +30,10 @@ OBJECTIVE_WORDS: dict[Objective, str] = {
 }
 
 
+# Knobs that decide the samples of a microbatch.
+_BATCHING = (DATA_PARALLEL, MICRO_BATCH_SIZE)
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """One part of a plan that differs from the baseline's."""
@@ -37,15 +46,21 @@ class Change:
 
 def changes(plan: Plan) -> tuple[Change, ...]:
     """The parts of a plan that differ from the baseline's, with the class of each change."""
-    baseline = plan.made_for.baseline
+    made_for, baseline = plan.made_for, plan.made_for.baseline
     layout, before = plan.layout, baseline.layout
-    numbers = ("tensor_parallel", "data_parallel", "context_parallel", "expert_parallel", "micro_batch_size")
-    reduces = any(getattr(layout, name) != getattr(before, name) for name in numbers)
-    reduces |= layout.distributed_optimizer != before.distributed_optimizer
     rebatches = layout.batching != before.batching and plan.made_for.batching_features is not None
     candidates = (
         Change("shape", plan.made_for.shape.label, plan.shape.label, "D"),
-        Change("layout", before.label, layout.label, "C" if rebatches else "B" if reduces else "A"),
+        *(
+            Change(
+                knob.label,
+                knob.text(knob.in_layout(before)),
+                knob.text(knob.in_layout(layout)),
+                "C" if rebatches and knob in _BATCHING else knob.change_class,
+            )
+            for knob in LAYOUT_KNOBS
+            if knob.is_of(made_for.framework)
+        ),
         Change("split", baseline.split.label, plan.split.label, "A"),
         Change("schedule", baseline.schedule.label, plan.schedule.label, "A"),
         Change("mapping", STOCK, plan.mapping.label, "A"),
@@ -60,17 +75,44 @@ def plan_lines(plan: Plan) -> list[str]:
     more = f", and {len(made.nodes) - 8} more" if len(made.nodes) > 8 else ""
     lines = [
         f"plan      {plan.digest[:12]} of run {plan.provenance.run}, trial {plan.provenance.trial}",
+        f"parts     {plan_label(plan)}",
         f"made for  {made.framework} {made.framework_version}, {made.world_size} processes on {nodes}{more}",
         f"          {_shape_words(made.shape)}, global batch size {made.global_batch_size}",
+        *_job_lines(plan),
         f"shape     {_shape_words(plan.shape)}",
-        f"layout    {plan.layout.label}: {plan.num_microbatches} microbatches an iteration",
+        f"layout    {plan.layout.label}: {microbatch_words(plan.num_microbatches)} an iteration",
         f"split     {plan.split.label} transformer layers, embedding first, head last",
         f"schedule  {plan.schedule.label}",
         f"mapping   {plan.mapping.label}",
     ]
-    lines += ["", *change_lines(plan)]
+    lines += ["", *change_lines(plan), *_prediction_lines(plan)]
     if plan.measurement is not None:
-        lines += ["", *comparison_lines(plan.measurement), *choice_lines(plan)]
+        rates = throughput_of(plan, plan.measurement.plan.iteration_s.median)
+        lines += ["", *comparison_lines(plan.measurement), f"rates     {rates.words}", *choice_lines(plan)]
+    return lines
+
+
+def _prediction_lines(plan: Plan) -> list[str]:
+    """The predicted seconds and their rates, and the cost of the job where its tokens are known."""
+    seconds = None if plan.prediction is None else plan.prediction.iteration_s
+    if seconds is None:
+        return []
+    rates = throughput_of(plan, seconds)
+    cost = cost_of(plan, rates)
+    lines = [f"predicted {seconds:.4g} s an iteration, {rates.words}"]
+    return ["", *lines] if cost is None else ["", *lines, f"cost      {cost.words}"]
+
+
+def _job_lines(plan: Plan) -> list[str]:
+    """What the plan's job says beside shape and batch; nothing of a plan that a run made."""
+    job = plan.made_for.job
+    if job is None:
+        return []
+    lines = [f"          {name} {words}" for name, words in job.model_words.items()]
+    if job.devices is not None:
+        devices = job.devices
+        nodes = f"{devices.num_nodes} nodes of {devices.devices_per_node}"
+        lines.append(f"          {nodes} {devices.device}, {size(devices.memory_bytes)} each")
     return lines
 
 
@@ -89,7 +131,7 @@ def comparison_lines(comparison: Comparison, *, names: Sequence[str] = ("baselin
     return [
         _measurement_line(names[0], comparison.baseline),
         _measurement_line(names[1], comparison.plan),
-        f"speedup   {spread(comparison.speedup, '{:.2f}x')} in {OBJECTIVE_WORDS[comparison.objective]}, "
+        f"speedup   {speedup_spread(comparison.speedup)} in {OBJECTIVE_WORDS[comparison.objective]}, "
         f"measured in turns over {comparison.plan.num_launches} rounds "
         f"({100 * confidence(comparison.plan.num_launches):.0f} % interval)",
     ]
@@ -106,7 +148,7 @@ def confidence(num_rounds: int) -> float:
 
 def _measurement_line(name: str, measured: Measurement) -> str:
     return (
-        f"{name:<10}{spread(measured.iteration_s, '{:.3f}')} s/iteration, "
+        f"{name:<10}{iteration_spread(measured.iteration_s)} s/iteration, "
         f"{measured.tokens_per_s:,.0f} tokens/s, "
         f"{rate(measured.model_flops_per_s_per_device)} a device, peak {size(measured.peak_memory_bytes)}"
     )

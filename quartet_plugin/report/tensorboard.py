@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from quartet_plugin.model.files import write_bytes_atomic
-from quartet_plugin.model.launch import LaunchRecord, Observer, Phase
+from quartet_plugin.model.launch import LaunchPosition, LaunchRecord, Observer, Phase
 from quartet_plugin.model.plan import Plan
 
 FILE_NAME = "events.out.tfevents.0000000000.quartet"
@@ -36,9 +36,17 @@ class Scalars:
         """Pass it on."""
         self._observer.message(text)
 
-    def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
+    def plan_started(
+        self,
+        label: str,
+        plan: Plan | None,
+        *,
+        phase: Phase,
+        time_left_s: float | None,
+        position: LaunchPosition | None = None,
+    ) -> None:
         """Pass it on."""
-        self._observer.plan_started(label, plan, phase=phase, time_left_s=time_left_s)
+        self._observer.plan_started(label, plan, phase=phase, time_left_s=time_left_s, position=position)
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
         """Pass it on."""

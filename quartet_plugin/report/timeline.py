@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet_plugin.errors import ConfigError, UsageError
+from quartet_plugin.report.formatting import bubble_words, microbatch_words
 from quartet_plugin.schedule.action import ActionKind
 from quartet_plugin.schedule.placement import chunk_of_stage
 from quartet_plugin.schedule.schedule import Schedule
@@ -114,6 +115,17 @@ def shade(kind: ActionKind, chunk: int, *, num_chunks: int) -> Colour:
     mixed = _LIGHTEST * chunk / max(num_chunks - 1, 1)
     red, green, blue = KIND_COLOURS[kind]
     return red + (1 - red) * mixed, green + (1 - green) * mixed, blue + (1 - blue) * mixed
+
+
+def legend_colours(kind: ActionKind, num_chunks: int) -> list[Colour]:
+    """The colours of a kind in a legend: each chunk's, or the first and the last of many."""
+    shown = range(num_chunks) if num_chunks <= _MAX_CHUNKS_SHOWN else (0, num_chunks - 1)
+    return [shade(kind, chunk, num_chunks=num_chunks) for chunk in shown]
+
+
+def chunk_words(num_chunks: int) -> str:
+    """The meaning of a kind's shades in a legend."""
+    return f"dark to light: chunk 0 to {num_chunks - 1}"
 
 
 def is_dark(colour: Colour) -> bool:
@@ -282,17 +294,18 @@ def _note_busy(axes: "Axes", schedule: Schedule, simulation: "Simulation") -> No
 
 
 def _head(axes: "Axes", bars: _Bars, title: str) -> None:
+    from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
     count = int(bars.chunk.max()) + 1
     kinds = [kind for kind in ActionKind if (bars.kind == kind).any()]
-    handles = [Patch(facecolor=KIND_COLOURS[kind], label=f"{kind.name} {KIND_NAMES[kind]}") for kind in kinds]
-    handles.append(Patch(facecolor=WAITING_COLOUR, label="waiting"))
+    handles = [tuple(Patch(facecolor=colour) for colour in legend_colours(kind, count)) for kind in kinds]
+    labels = [f"{kind.name} {KIND_NAMES[kind]}" for kind in kinds]
+    handles.append((Patch(facecolor=WAITING_COLOUR),))
+    labels.append("waiting")
     if count > 1:
-        shown = range(count) if count <= _MAX_CHUNKS_SHOWN else (0, count - 1)
-        for chunk in shown:
-            colour = shade(kinds[0], chunk, num_chunks=count)
-            handles.append(Patch(facecolor=colour, label=f"chunk {chunk}"))
+        handles.append((Patch(facecolor="none"),))
+        labels.append(chunk_words(count))
     axes.annotate(
         title,
         (0, 1),
@@ -303,7 +316,9 @@ def _head(axes: "Axes", bars: _Bars, title: str) -> None:
         parse_math=False,
     )
     axes.legend(
-        handles=handles,
+        handles,
+        labels,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.0)},
         loc="lower left",
         bbox_to_anchor=(0, 1),
         ncols=len(handles),
@@ -321,8 +336,8 @@ def _title(schedule: Schedule, simulation: "Simulation", title: str, scale: floa
     words = [
         title or "schedule",
         f"{schedule.num_devices} devices, {schedule.num_stages} stages",
-        f"{schedule.num_microbatches} microbatches",
+        microbatch_words(schedule.num_microbatches),
         f"makespan {simulation.makespan_s / scale:.4g} {unit}".rstrip(),
-        f"bubble {100 * simulation.bubble_fraction:.1f} %",
+        f"bubble {bubble_words(simulation.bubble_fraction)}",
     ]
     return "   ".join(words)

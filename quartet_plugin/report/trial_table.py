@@ -2,20 +2,30 @@
 
 import csv
 import io
+from functools import partial
 from typing import Any
 
 from quartet_plugin.model.history import PARTS, RunHistory, TrialRow
 from quartet_plugin.model.launch import FORBIDDEN
 from quartet_plugin.model.printable import escaped
 from quartet_plugin.protocol.masking import masked
-from quartet_plugin.report.formatting import clean, rate, size
+from quartet_plugin.report.formatting import (
+    MEMORY_HEAD,
+    SECONDS_HEAD,
+    SPEEDUP_HEAD,
+    clean,
+    drift_note,
+    iteration_words,
+    rate,
+    size,
+    speedup_words,
+)
 from quartet_plugin.report.summary import aligned
 from quartet_plugin.report.tables import changes
 
-_HEAD = (
-    ">trial", "class", "plan", "outcome", ">s/iter", ">predicted", ">tokens/s", ">vs own", ">FLOP/s/device",
-    ">memory",
-)  # fmt: skip
+# The columns of `number_cells`.
+NUMBER_HEADS = (SECONDS_HEAD, "predicted", "tokens/s", SPEEDUP_HEAD, "FLOP/s/device", MEMORY_HEAD)
+_HEAD = (">trial", "class", "plan", "outcome", *(f">{head}" for head in NUMBER_HEADS))
 
 
 def class_of(row: TrialRow) -> str:
@@ -39,9 +49,10 @@ def outcome_of(row: TrialRow) -> str:
 
 
 def table_lines(history: RunHistory) -> list[str]:
-    """A row a trial, then the reasons of those that were refused or failed."""
+    """A row a trial, what its marks mean, then the reasons of the trials that were refused or failed."""
     rows = [list(_HEAD), *(_cells(row, history) for row in history.trials)]
-    lines = aligned(rows)
+    note = drift_note_of(history)
+    lines = aligned(rows) + ([] if note is None else [note])
     reasons = [row for row in history.trials if row.reason and not row.is_measured and row.repeats is None]
     if reasons:
         lines.append("")
@@ -92,16 +103,21 @@ def _cells(row: TrialRow, history: RunHistory) -> list[str]:
 
 
 def number_cells(row: TrialRow, history: RunHistory) -> list[str]:
-    """Seconds, predicted seconds, tokens/s, ratio to the baseline, FLOP/s a device and peak memory; or ""."""
+    """Seconds, predicted seconds, tokens/s, speedup, FLOP/s a device and peak memory; or ""."""
     numbers = (
-        (row.iteration_s, "{:.3f}".format),
-        (row.predicted_iteration_s, "{:.3f}".format),
+        (row.iteration_s, iteration_words),
+        (row.predicted_iteration_s, iteration_words),
         (row.tokens_per_s, "{:,.0f}".format),
-        (history.versus_baseline(row), "{:.2f}x".format),
+        (history.versus_baseline(row), partial(speedup_words, drift=row.drift)),
         (row.model_flops_per_s_per_device, rate),
         (row.peak_memory_bytes or None, size),
     )
     return ["" if value is None else words(value) for value, words in numbers]
+
+
+def drift_note_of(history: RunHistory) -> str | None:
+    """The meaning of the marks in the column of speedups, in one line; None where there are none."""
+    return drift_note(row.drift for row in history.trials if history.versus_baseline(row) is not None)
 
 
 def _record(row: TrialRow, history: RunHistory) -> dict[str, Any]:

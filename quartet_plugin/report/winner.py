@@ -1,9 +1,11 @@
 """The predicted timeline of a plan's step: its schedule and its stages' costs, simulated."""
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quartet_plugin.cost.iteration.orders import folded
 from quartet_plugin.model.costs import StageCosts
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.gantt import MAX_ACTIONS, step_words
@@ -30,16 +32,34 @@ def simulated_plan(plan: Plan, *, iteration_s: float) -> "tuple[Schedule, Simula
         return None
     custom = plan.schedule.custom
     relative = flop_costs(plan) if custom is None else relative_costs(custom)
-    whole = simulate(_scheduled(plan, plan.num_microbatches), relative.ratios)
-    if whole.makespan_s <= 0:
+    makespan, bubble = _whole_step(plan, relative)
+    if makespan <= 0:
         return None
     schedule = _scheduled(plan, _num_drawn(plan))
-    simulation = simulate(schedule, relative.scaled(unit_s=iteration_s / whole.makespan_s))
+    simulation = simulate(schedule, relative.scaled(unit_s=iteration_s / makespan))
     origin = "are those the plan carries" if custom is not None else "are in proportion to FLOPs"
-    words = f"{step_words(iteration_s, whole)}: stage times {origin}, scaled to the measured iteration"
+    step = step_words(iteration_s, bubble_fraction=bubble)
+    words = f"{step}: stage times {origin}, scaled to the measured iteration"
     if schedule.num_microbatches < plan.num_microbatches:
         words += f"; {schedule.num_microbatches} of {plan.num_microbatches} microbatches"
     return schedule, simulation, words
+
+
+def _whole_step(plan: Plan, relative: RelativeCosts) -> tuple[float, float]:
+    """The makespan of all microbatches, in the unit of `relative`, and the bubble.
+
+    An order that repeats is simulated for fewer, as the cost model does, and extrapolated.
+    """
+    from quartet_plugin.schedule.simulate import bubble_fraction, simulate
+
+    devices, custom = plan.layout.pipeline_parallel, plan.schedule.custom
+    parts = [(plan.num_microbatches, 1.0)]
+    if custom is None or custom.orders is None:
+        parts = folded(plan.num_microbatches, unit=math.lcm(devices, plan.schedule.group or 1))
+    simulations = [(simulate(_scheduled(plan, count), relative.ratios), weight) for count, weight in parts]
+    makespan = sum(weight * simulation.makespan_s for simulation, weight in simulations)
+    busy = sum(weight * float(simulation.busy_s.sum()) for simulation, weight in simulations)
+    return makespan, bubble_fraction(busy, makespan_s=makespan, num_devices=devices)
 
 
 def _num_drawn(plan: Plan) -> int:

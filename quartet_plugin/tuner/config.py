@@ -92,13 +92,18 @@ class MachineConfig(Section):
 class StudyConfig(Section):
     """The study: how many plans besides the baseline, and how the best are measured again.
 
-    After every `control` plans the baseline is measured once more, to see how the machine drifts; 0: never.
+    `patience` trials in a row that raise the best objective by no more than the noise of launches end the
+    search; 0: never. After every `control` plans the baseline is measured once more, to see how the machine
+    drifts; 0: never.
     `starts` none leaves the cost model's own points out, so that the sampler is alone from the beginning.
     `sampler` proposes the plans after them; while the calibrated cost model proposes, every `explore`-th one
     (0: none).
     """
 
     trials: int = Field(default=20, ge=1, le=100_000, description="plans that are tried")
+    patience: int = Field(
+        default=0, ge=0, le=100_000, description="end after so many trials without a gain; 0: never"
+    )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="the same seed proposes the same plans")
     sampler: Sampler = Field(default=DEFAULT, description="Optuna's sampler beside the cost model")
     storage: Storage = Field(default=SQLITE, description=FORMS)
@@ -122,10 +127,6 @@ class StudyConfig(Section):
     def num_final_launches(self) -> int:
         """The launches of the final rounds."""
         return self.rounds * (self.top_k + 1)
-
-    def num_launches_after(self, num_tried: int) -> int:
-        """The launches that are still to come after `num_tried` trials."""
-        return self.trials - num_tried + self.num_final_launches
 
 
 class TuneConfig(Section):

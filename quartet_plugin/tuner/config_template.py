@@ -51,4 +51,6 @@ def _written(name: str, value: Any) -> str:
         return _EXAMPLES[name]
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple) and len(value) == 1:
+        return str(value[0])
     return "[]" if value == () else str(value)

@@ -4,9 +4,10 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from quartet_plugin.errors import InterruptedByUserError, StorageError
 from quartet_plugin.launchers.command import Command
@@ -26,10 +27,12 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def add(self, kind: str, *, trial: int | None = None, **fields: str | int | float | None) -> None:
-        """Append one event, its words without secrets. Raises StorageError when the disk fails."""
-        shown = {name: masked(value) if isinstance(value, str) else value for name, value in fields.items()}
-        event = {"time": round(time.time(), 3), "kind": kind, "trial": trial, **shown}
+    def add(self, kind: str, *, trial: int | None = None, **fields: object) -> None:
+        """Append one event of plain data, its words without secrets.
+
+        Raises StorageError when the disk fails.
+        """
+        event = {"time": round(time.time(), 3), "kind": kind, "trial": trial, **_masked_fields(fields)}
         line = json.dumps(event, ensure_ascii=False, allow_nan=False) + "\n"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -48,6 +51,15 @@ class EventLog:
         return b""
 
 
+def _masked_fields(value: Any) -> Any:
+    """Plain data with every text masked; names stay."""
+    if isinstance(value, str):
+        return masked(value)
+    if isinstance(value, Mapping):
+        return {name: _masked_fields(part) for name, part in value.items()}
+    return [_masked_fields(part) for part in value] if isinstance(value, list | tuple) else value
+
+
 @dataclass(slots=True, kw_only=True)
 class TimeBudget:
     """Seconds left of `limit_s` (None: no limit) on a monotonic `clock`, and the seconds launches took."""
@@ -55,6 +67,7 @@ class TimeBudget:
     limit_s: float | None
     clock: Callable[[], float]
     _began: float = field(init=False)
+    _shared_s: float = field(init=False, default=float("inf"))
     _walls: list[float] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -63,6 +76,10 @@ class TimeBudget:
     def add(self, wall_s: float) -> None:
         """Count a launch that took `wall_s`."""
         self._walls.append(wall_s)
+
+    def share(self) -> None:
+        """From now on the search and what comes after it share the time that is left."""
+        self._shared_s = self.left_s
 
     @property
     def launch_s(self) -> float:
@@ -80,11 +97,11 @@ class TimeBudget:
     def fits(self, *, num_launches: int, then: int = 0) -> bool:
         """Whether `num_launches` more, and `then` others after them, are likely to end in time.
 
-        The later ones may claim at most half of the whole limit.
+        The later ones may claim at most half of the time that they share with the search.
         """
         if self.limit_s is None:
             return True
-        afterwards_s = min(self.launch_s * then, self.limit_s / 2)
+        afterwards_s = min(self.launch_s * then, min(self.limit_s, self._shared_s) / 2)
         return self.left_s >= self.launch_s * SAFETY * num_launches + afterwards_s
 
     def remaining_s(self, *, num_launches: int) -> float | None:

@@ -9,19 +9,22 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.errors import InfrastructureError, QuartetError, SeamError, StorageError
 from quartet_plugin.launchers.device_slices import DeviceSlice
+from quartet_plugin.launchers.local import resolve_device
 from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.model.trial_record import objective_of, score
+from quartet_plugin.model.trial_record import FinishedTrial, objective_of, score
 from quartet_plugin.protocol.work_queue_files import WorkerRequirement, worker_name
 from quartet_plugin.space.features import Axis, batching_features
 from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.study.study_log import StudyLog
 from quartet_plugin.study.tune_study import TuneStudy
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
 from quartet_plugin.tuner.context import TuningContext
@@ -30,11 +33,16 @@ from quartet_plugin.tuner.drift import DriftMonitor
 from quartet_plugin.tuner.earlier_run import Prior, read_prior
 from quartet_plugin.tuner.final_rounds import FinalRounds, proven_finalists, winner_of
 from quartet_plugin.tuner.finalists import BASELINE
-from quartet_plugin.tuner.history_rows import read_events
+from quartet_plugin.tuner.launches_left import launches_left
+from quartet_plugin.tuner.memory_limit import LimitedBackend, above_limit, limit_bytes_of, stand_in_of
 from quartet_plugin.tuner.parity import ParityKeeper
-from quartet_plugin.tuner.proposer import proposer_of
+from quartet_plugin.tuner.proposer import kept_machine, proposer_of
 from quartet_plugin.tuner.regret import regret_of
+from quartet_plugin.tuner.schedule_files import kept_schedules
 from quartet_plugin.tuner.sequential_search import SequentialSearch
+from quartet_plugin.tuner.shape_curve import shape_curve_of
+from quartet_plugin.tuner.study_remake import with_folders, with_remake
+from quartet_plugin.tuner.time_share import iterations_in_time
 from quartet_plugin.tuner.trial_backend import read_judged
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher, record_of
 from quartet_plugin.tuner.tune_result import TuneResult
@@ -61,6 +69,10 @@ class Coordinator:
         slices: tuple[DeviceSlice, ...] = (),
         make_room: Callable[[], None] = lambda: None,
     ) -> None:
+        limit_bytes = limit_bytes_of(kept_machine(context.run.folder))
+        if limit_bytes is not None:
+            context = replace(context, backend=LimitedBackend(context.backend, limit_bytes))
+        self._limit_bytes = limit_bytes
         self._context = context
         self._run = context.run
         self._config = context.run.config.study
@@ -92,8 +104,12 @@ class Coordinator:
         for path in (folder.trials, folder.depth_proxies, folder.drift_checks, folder.final, folder.parity):
             context.backend.recover(path, should_stop=context.should_stop, skip=in_work)
         self._open_work_queue()
+        deadline_s = self._run.config.trial.deadline_s
+        is_cold = resolve_device(self._run.config.device, environment=os.environ) == "cuda"
         first = TrialLauncher(
-            context=context, baseline=None, timeouts=Timeouts.within(self._run.config.trial.deadline_s)
+            context=context,
+            baseline=None,
+            timeouts=Timeouts.cold(deadline_s) if is_cold else Timeouts.within(deadline_s),
         )
         launch = TrialLaunch(
             number=BASELINE,
@@ -102,7 +118,9 @@ class Coordinator:
             folder=folder.trial(BASELINE),
             phase="baseline",
         )
-        result = self._checked_baseline(first.launch(launch, num_left=self._config.num_launches_after(0) + 1))
+        result = self._checked_baseline(
+            first.launch(launch, num_left=launches_left(self._config, num_tried=0) + 1)
+        )
         space = self._open_space(result)
         baseline = BaselineScore(
             plan=space.baseline,
@@ -110,8 +128,23 @@ class Coordinator:
             objective=objective_of(
                 self._config.objective, num_shapes=len({space.baseline.shape, *space.shapes})
             ),
+            fits=self._limit_bytes is None or result.peak_memory_bytes <= self._limit_bytes,
         )
-        launcher = TrialLauncher(context=context, baseline=baseline, timeouts=first.timeouts)
+        if not baseline.fits:
+            self._show_excess(result)
+        timeouts = Timeouts.within(deadline_s).learned(
+            start_s=result.start_s, first_step_s=result.first_step_s
+        )
+        context.budget.share()
+        asked = self._run.config.trial.measure
+        num_measured = iterations_in_time(
+            asked, iteration_s=baseline.score.iteration_s, budget=context.budget
+        )
+        if num_measured < asked:
+            self._say(f"--max-minutes is short: trials measure {num_measured} iterations instead of {asked}")
+        launcher = TrialLauncher(
+            context=context, baseline=baseline, timeouts=timeouts, num_measured=num_measured
+        )
         launcher.show(launch, result)
         parity = ParityKeeper.open(context, job=space.job)
         try:
@@ -164,7 +197,13 @@ class Coordinator:
             trials = study.trials()
         finally:
             study.close()
-        finalists = proven_finalists(search.best_trials(trials), context=context, parity=parity)
+        ranked = search.best_trials(trials)
+        stand_in = None if baseline.fits else self._stand_in(ranked, command=baseline.plan)
+        if stand_in is not None:
+            ranked = [trial for trial in ranked if trial.number != stand_in.number]
+            plan = stand_in.plan
+            baseline = replace(baseline, plan=plan, launched_plan=plan)
+        finalists = proven_finalists(ranked, context=context, parity=parity)
         rankings = FinalRounds(context=context, launcher=launcher, baseline=baseline).measure(finalists)
         winner = winner_of(rankings)
         tuned = TuneResult(
@@ -177,8 +216,35 @@ class Coordinator:
             choice=choice_of(rankings, seed=self._config.seed),
             receipt=None if winner is None else parity.receipt_of(winner.trial.plan),
             drift_checks=tuple(search.drift_monitor.measurements),
+            stand_in=stand_in,
         )
-        return replace(tuned, regret=regret_of(space, tuned, proposer=proposer))
+        return replace(
+            tuned,
+            regret=regret_of(space, tuned, proposer=proposer),
+            shape_curve=shape_curve_of(space, tuned, proposer=proposer),
+        )
+
+    # A command that does not fit
+
+    def _show_excess(self, result: TrialResult) -> None:
+        """Say and log that the user's own command is above the memory limit."""
+        assert self._limit_bytes is not None
+        peak_bytes = result.peak_memory_bytes
+        self._say(
+            f"your own command does not fit: {above_limit(peak_bytes, self._limit_bytes)}; "
+            "the best stock plan that fits becomes the baseline"
+        )
+        self._context.events.add("over-limit", peak_bytes=peak_bytes, limit_bytes=self._limit_bytes)
+
+    def _stand_in(self, ranked: list[FinishedTrial], *, command: Plan) -> FinishedTrial | None:
+        """The trial whose plan is the baseline of the final rounds; said and logged."""
+        stand_in = stand_in_of(ranked, command=command)
+        if stand_in is None:
+            self._say("no stock plan that fits was measured; plans are compared with your own command")
+            return None
+        self._say(f"the baseline is the best stock plan that fits, trial {stand_in.number}")
+        self._context.events.add("stand-in", trial=stand_in.number)
+        return stand_in
 
     # Workers
 
@@ -203,7 +269,7 @@ class Coordinator:
         dispatcher = Dispatcher(
             queue=queue,
             backend=context.backend,
-            read=read_judged,
+            read=self._read,
             fence=context.fence,
             say=self._say,
             events=context.events,
@@ -213,6 +279,13 @@ class Coordinator:
             queue=queue, command=context.command.words, slices=self._slices, names=names, say=self._say
         )
         return ParallelSearch(search=search, dispatcher=dispatcher, pool=pool)
+
+    def _read(self, attempt: Path) -> TrialResult | None:
+        """A worker's result, under the memory limit."""
+        result, backend = read_judged(attempt), self._context.backend
+        if result is None or not isinstance(backend, LimitedBackend):
+            return result
+        return backend.judged(result)
 
     # Trial 0, the space and the study
 
@@ -246,6 +319,7 @@ class Coordinator:
             run=self._run.name,
             seed=self._config.seed,
             relative_cost=relative_cost,
+            written=kept_schedules(self._run.config.search, folder=self._run.folder),
         )
         self._show_limits(space, job)
         return space
@@ -260,7 +334,12 @@ class Coordinator:
             more = " (search.change_class: C tunes degrees and micro_batch)" if feature in batching else ""
             self._say(f"{feature} keeps as they are: {', '.join(axes)}{more}")
         if space.no_custom_schedules is not None and Axis.SCHEDULE not in space.locked:
-            self._say(f"{space.no_custom_schedules} keeps the framework's own schedules")
+            self._say(f"{space.no_custom_schedules}; the framework's own schedules stay")
+        elif job.full_backward is not None and Axis.SCHEDULE not in space.locked:
+            self._say(
+                f"{job.full_backward}; schedules that split them are tried only where search.schedule names "
+                "them"
+            )
         if job.neutralised:
             self._say(f"left out in trials: {', '.join(job.neutralised)}")
         if self._run.config.search.scaling is not None and space.shapes == (job.shape,):
@@ -270,29 +349,26 @@ class Coordinator:
         self, space: Space, result: TrialResult, *, launcher: TrialLauncher, baseline: BaselineScore
     ) -> TuneStudy:
         """The run's study: an earlier process's, or a new one with the baseline as trial 0."""
-        config, context = self._config, self._context
+        config = self._config
         storage = replace(
             self._run.storage,
             say=self._say,
             should_stop=self._should_stop_waiting,
-            is_replayable=self._is_replayable(),
         )
+        is_alone = self._prior is None and not self._slices
+        storage, log = with_remake(storage, self._run.folder, is_alone=is_alone)
         study = TuneStudy.open(storage, space=space, seed=config.seed, sampler=config.sampler)
+        if study is not None and log is not None and study.lacks(log):
+            study.close()
+            storage.put_aside("lacks trials that were finished")
+            study = None
         if study is not None:
             self._say(storage.tool_line)
-            for trial in study.trials():
-                if trial.record.repeats is None and trial.record.source is None:
-                    context.budget.add(trial.record.wall_s)
-                    if trial.number != BASELINE:
-                        launcher.show_finished(trial)
+            self._show_finished(study.trials(), launcher=launcher)
             return study
-        prior = Prior()
-        if self._prior is not None:
-            prior = read_prior(
-                self._prior, space=space, baseline=baseline.score, objective=baseline.objective
-            )
-            context.events.add("from", run=str(self._prior))
-            self._say(prior.words)
+        if log is not None:
+            log = with_folders(log, self._run.folder, space=space)
+        prior = self._prior_of(log, space=space, baseline=baseline)
         study = TuneStudy.create(
             storage,
             space=space,
@@ -302,15 +378,36 @@ class Coordinator:
             starts=prior.starts,
             prior=prior.trials,
             sampler=config.sampler,
+            log=log,
         )
+        if num_unknown := study.num_unknown:
+            self._say(
+                f"{num_unknown} trials are left out, whose plan neither events.jsonl nor their folder holds"
+            )
         self._say(storage.tool_line)
+        if log is not None:
+            self._show_finished([t for t in study.trials() if t.number in log.trials], launcher=launcher)
         return study
 
-    def _is_replayable(self) -> bool:
-        """Whether this run proposes the same plans again: alone, and without another run's measurements."""
-        folder = self._run.folder
-        kinds = {event["kind"] for event in read_events(folder.events_file)}
-        return self._prior is None and not self._slices and not kinds & {"from", "taken", "worker-lost"}
+    def _show_finished(self, trials: list[FinishedTrial], *, launcher: TrialLauncher) -> None:
+        """Show the trials that an earlier tuner had launched, and count their seconds."""
+        for trial in trials:
+            if trial.record.repeats is None and trial.record.source is None:
+                self._context.budget.add(trial.record.wall_s)
+                if trial.number != BASELINE:
+                    launcher.show_finished(trial)
+
+    def _prior_of(self, log: StudyLog | None, *, space: Space, baseline: BaselineScore) -> Prior:
+        """The measurements that the study begins with: those that it began with before, or another run's."""
+        if log is not None and log.prior is not None:
+            return Prior(trials=log.prior, starts=log.starts)
+        if self._prior is None:
+            return Prior()
+        prior = read_prior(self._prior, space=space, baseline=baseline.score, objective=baseline.objective)
+        trials = [{"params": params, "record": asdict(record)} for params, record in prior.trials]
+        self._context.events.add("from", run=str(self._prior), trials=trials, starts=prior.starts)
+        self._say(prior.words)
+        return prior
 
     def _should_stop_waiting(self) -> bool:
         """Asked while the study's server is lost: the run is kept meanwhile, or given up where taken."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from quartet_plugin.calibration.observations import launch_noise
 from quartet_plugin.model.history import DriftMeasurement
-from quartet_plugin.model.trial_record import FinishedTrial, score
+from quartet_plugin.model.trial_record import FinishedTrial, score, speedup
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
@@ -61,14 +61,13 @@ class DriftMonitor:
             label=f"{BASELINE} again",
             plan=None,
             folder=context.run.folder.drift_check(due),
-            phase="search",
+            phase="control",
         )
         result = self.launcher.launch(launch, num_left=num_left + 1)
         if not result.is_measured:
             return self._drift
-        ratio = (
-            score(baseline.plan, iteration_s=result.iteration_s).value(baseline.objective) / baseline.value
-        )
+        value = score(baseline.plan, iteration_s=result.iteration_s).value(baseline.objective)
+        ratio = speedup(value, baseline_value=baseline.value)
         self.measurements.append(DriftMeasurement(num_tried=due, ratio=ratio))
         context.events.add("control", trial=BASELINE, after=due, ratio=ratio)
         if not is_drift(ratio, noise=noise):

@@ -1,9 +1,10 @@
 """The final rounds as they are run: the best plans and the baseline in turns, until the winner is decided."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quartet_plugin.errors import InfrastructureError
+from quartet_plugin.model.launch import LaunchPosition
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.trial.request import Outcome, TrialResult
@@ -14,10 +15,15 @@ from quartet_plugin.tuner.finalists import (
     order_of_round,
     rank,
 )
+from quartet_plugin.tuner.launches_left import final_launches, repeated_launches
 from quartet_plugin.tuner.parity import ParityKeeper
 from quartet_plugin.tuner.sequential_search import MAX_LOST_IN_A_ROW
+from quartet_plugin.tuner.time_share import finalists_in_time
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
-from quartet_plugin.tuner.winner_choice import MIN_ROUNDS, FinalistResult
+from quartet_plugin.tuner.winner_choice import MIN_ROUNDS, NUM_RESAMPLES, FinalistResult
+
+# Enough for the time that is left, which is said before every round.
+_RESAMPLES_OF_AN_ESTIMATE = 300
 
 # Measured results by trial number and round.
 type RoundResults = dict[int, dict[int, TrialResult]]
@@ -28,6 +34,7 @@ def proven_finalists(
 ) -> list[FinishedTrial]:
     """The `study.top_k` best of `ranked` trials that pass the parity gate where they need a receipt.
 
+    Where time is short there are fewer of them, one at least.
     A plan that fails the gate takes those of its kind with it that had passed before.
     """
     finalists: list[FinishedTrial] = []
@@ -35,11 +42,18 @@ def proven_finalists(
     def drop(trial: FinishedTrial, reason: str) -> None:
         context.observer.message(f"trial {trial.number} is out: {reason}")
 
-    for trial in ranked:
-        if len(finalists) == context.run.config.study.top_k:
+    config = context.run.config.study
+    proofs = parity.num_runs_to_prove(trial.plan for trial in ranked[: config.top_k])
+    count = finalists_in_time(
+        config.top_k, num_rounds=config.rounds, num_proofs=proofs, budget=context.budget
+    )
+    for index, trial in enumerate(ranked):
+        if len(finalists) == count:
             break
         context.check_stop()
-        refusal = parity.prove(trial.plan, trial=trial.number)
+        others = (other.plan for other in ranked[index + 1 : index + count - len(finalists)])
+        num_left = parity.num_runs_to_prove(others) + final_launches(config)
+        refusal = parity.prove(trial.plan, trial=trial.number, num_left=num_left)
         if refusal is None:
             finalists.append(trial)
             continue
@@ -72,49 +86,74 @@ class FinalRounds:
         confirmed: set[int] = set()
         failed: set[int] = set()
         rounds = range(config.rounds)
-        while finalists:
-            self._launch_rounds(plans, results, failed, rounds=rounds)
-            rankings = rank(
+
+        def ranked(num_resamples: int = NUM_RESAMPLES) -> list[FinalistResult]:
+            return rank(
                 [trial for trial in finalists if trial.number not in failed],
                 baseline=baseline.plan,
                 launches=results,
                 objective=baseline.objective,
                 seed=config.seed,
                 num_asked=config.rounds,
+                num_resamples=num_resamples,
             )
-            leader = self._to_measure_again(rankings, confirmed, num_rounds=rounds.stop)
-            if leader is None:
+
+        def num_repeated(num_to_come: int) -> int:
+            """Launches of the next rounds, where the rounds so far do not rule them out."""
+            so_far = ranked(_RESAMPLES_OF_AN_ESTIMATE)
+            is_open = not so_far or self._undecided(
+                so_far, confirmed, num_rounds=rounds.stop, num_to_come=num_to_come
+            )
+            return repeated_launches(config) if is_open else 0
+
+        while finalists:
+            self._launch_rounds(plans, results, failed, rounds=rounds, num_repeated=num_repeated)
+            rankings = ranked()
+            undecided = self._undecided(rankings, confirmed, num_rounds=rounds.stop)
+            if undecided is None or not self.context.budget.fits(num_launches=2):
                 break
-            plans = {number: all_plans[number] for number in (BASELINE, leader.trial.number)}
+            leader, why = undecided.trial.number, "leads, but launches scatter too much to be certain"
+            if undecided.is_win:
+                confirmed.add(leader)
+                why = "leads by little, or over few rounds"
+            self.context.observer.message(f"trial {leader} {why}: it and the baseline are measured again")
+            plans = {number: all_plans[number] for number in (BASELINE, leader)}
             rounds = range(rounds.stop, rounds.stop + config.rounds)
         return rankings
 
-    def _to_measure_again(
-        self, rankings: Sequence[FinalistResult], confirmed: set[int], *, num_rounds: int
+    def _undecided(
+        self,
+        rankings: Sequence[FinalistResult],
+        confirmed: set[int],
+        *,
+        num_rounds: int,
+        num_to_come: int = 0,
     ) -> FinalistResult | None:
-        """The leader whom more rounds may decide, if there is time; a win by little is confirmed once."""
-        context = self.context
-        if not context.budget.fits(num_launches=2):
-            return None
+        """The leader after `num_rounds` rounds whom more may decide; a win by little is confirmed once.
+
+        Of the rounds `num_to_come` are still to come: they are taken to say what those before say.
+        """
         leader = winner_of(rankings)
         if leader is not None:
-            if leader.is_certain or leader.trial.number in confirmed:
-                return None
-            confirmed.add(leader.trial.number)
-            why = "leads by little, or over few rounds"
-        else:
-            contenders = [result for result in rankings if result.is_contender]
-            if not contenders or num_rounds >= MAX_EXTENDED * context.run.config.study.rounds:
-                return None
-            leader = max(contenders, key=lambda result: result.comparison.speedup.median)
-            why = "leads, but launches scatter too much to be certain"
-        context.observer.message(f"trial {leader.trial.number} {why}: it and the baseline are measured again")
-        return leader
+            is_over = leader.is_certain_after(len(leader.ratios) + num_to_come)
+            return None if is_over or leader.trial.number in confirmed else leader
+        contenders = [result for result in rankings if result.is_contender]
+        if not contenders or num_rounds >= MAX_EXTENDED * self.context.run.config.study.rounds:
+            return None
+        return max(contenders, key=lambda result: result.comparison.speedup.median)
 
     def _launch_rounds(
-        self, plans: dict[int, Plan], results: RoundResults, failed: set[int], *, rounds: range
+        self,
+        plans: dict[int, Plan],
+        results: RoundResults,
+        failed: set[int],
+        *,
+        rounds: range,
+        num_repeated: Callable[[int], int],
     ) -> None:
         """Add measured results to `results[number][round]`; a plan that fails joins `failed`, and cannot win.
+
+        `num_repeated` says for a number of rounds to come how many launches may follow them.
 
         What was lost for reasons outside of the plan only lacks that round. Raises InfrastructureError where
         several launches in a row are lost: nothing measured is not "nothing better".
@@ -128,16 +167,20 @@ class FinalRounds:
             if round_number >= MIN_ROUNDS and not context.budget.fits(num_launches=len(left)):
                 context.observer.message(f"time is up after {round_number} final rounds")
                 break
+            num_after = num_repeated(rounds.stop - round_number)
             in_turn = order_of_round(left, seed=context.run.config.study.seed, round_number=round_number)
             for turn, number in enumerate(in_turn):
                 launch = TrialLaunch(
                     number=number,
                     label=f"{number} round {round_number + 1}",
-                    plan=None if number == BASELINE else plans[number],
+                    plan=self.baseline.launched_plan if number == BASELINE else plans[number],
                     folder=context.run.folder.final_launch(number, round_number=round_number),
                     phase="final",
+                    position=LaunchPosition.of_round(
+                        round_number, num_rounds=context.run.config.study.rounds
+                    ),
                 )
-                num_left = len(left) * (rounds.stop - round_number) - turn
+                num_left = len(left) * (rounds.stop - round_number) - turn + num_after
                 result = self.launcher.launch(launch, num_left=num_left)
                 num_lost = num_lost + 1 if result.outcome is Outcome.INFRA else 0
                 if num_lost >= MAX_LOST_IN_A_ROW:

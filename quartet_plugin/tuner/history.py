@@ -4,7 +4,7 @@ Nothing is written and no lease is taken. A file that cannot be read costs its t
 named in `faults`; only a folder that is no run, or a study that is damaged, is an error.
 """
 
-import statistics
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from quartet_plugin.errors import ConfigError, QuartetError
-from quartet_plugin.model.history import Finalist, RunHistory, RunningLaunch, TrialRow
+from quartet_plugin.model.history import Finalist, LaunchSeconds, RunHistory, RunningLaunch, TrialRow
 from quartet_plugin.model.launch import Phase
 from quartet_plugin.model.measurement import Objective, read_regret
 from quartet_plugin.model.plan import NodeInfo, Plan, read_plan
+from quartet_plugin.model.shape_curve import read_shape_curve
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, score
 from quartet_plugin.protocol.masking import masked_argv
@@ -23,14 +24,18 @@ from quartet_plugin.space.features import locked_axes
 from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.study.tune_study import labels_of
 from quartet_plugin.study.view import StudyView
+from quartet_plugin.trial.attempt import PREFIX, read_result
 from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.attempts import AttemptState, holder_of, read_launch, workers_of
 from quartet_plugin.tuner.finalists import BASELINE, rank
 from quartet_plugin.tuner.history_rows import (
+    baseline_note_of,
     drift_checks_of,
     objective_by_events,
     read_events,
+    seconds_of_sessions,
     state_of,
+    time_left_of,
     with_events,
     with_record,
 )
@@ -38,7 +43,6 @@ from quartet_plugin.tuner.run_folder import TuningRun, resume_run
 from quartet_plugin.tuner.trial_backend import nodes_of
 from quartet_plugin.tuner.trial_launcher import VERDICTS
 
-_LATEST = 10
 _Beside = Literal["cropped", "control", "parity"]
 
 
@@ -130,8 +134,10 @@ class _Reader:
         until = self._now if self._goes_on else latest
         features = self._job.features if self._job else ()
         locked = locked_axes(features, change_class=config.search.change_class)
+        launch_s, launch_parts = self._launch_seconds()
         objective = self._objective or objective_by_events(rows, asked=config.study.objective)
         return RunHistory(
+            baseline_note=baseline_note_of(events),
             name=run.name,
             path=str(run.folder.path),
             cwd=str(run.cwd),
@@ -145,7 +151,7 @@ class _Reader:
             began_at=begins[0] if begins else None,
             ended_at=ends[-1] if ends and self._state == "finished" else None,
             elapsed_s=max(0.0, until - begins[-1]) if begins else 0.0,
-            time_left_s=self._time_left_s(rows, spent) if self._state == "running" else None,
+            time_left_s=time_left_of(events, now=self._now) if self._state == "running" else None,
             num_asked=config.study.trials,
             num_spent=len(spent),
             objective=objective,
@@ -160,7 +166,31 @@ class _Reader:
             controls=drift_checks_of(events),
             workers=self._workers if self._goes_on else (),
             regret=self._read_if_there(read_regret, self._run.folder.best_regret),
+            shape_curve=self._read_if_there(read_shape_curve, self._run.folder.best_shapes),
+            launch_s=launch_s,
+            launch_parts=launch_parts,
+            search_s=seconds_of_sessions(events, until=until),
         )
+
+    def _launch_seconds(self) -> tuple[float, LaunchSeconds]:
+        """The seconds of every launch that has ended and can be read, and what they went into."""
+        folder, launch_s, parts = self._run.folder, 0.0, LaunchSeconds()
+        for place in (folder.trials, folder.depth_proxies, folder.drift_checks, folder.final, folder.parity):
+            for attempt in place.glob(f"*/{PREFIX}*"):
+                with contextlib.suppress(QuartetError):
+                    result = read_result(attempt)
+                    if result is None:
+                        continue
+                    launch_s += result.wall_s
+                    if place == folder.parity:
+                        parts = replace(parts, gate_s=parts.gate_s + result.wall_s)
+                        continue
+                    parts = replace(
+                        parts,
+                        warmup_s=parts.warmup_s + result.warmup_s,
+                        measured_s=parts.measured_s + sum(result.iteration_s),
+                    )
+        return launch_s, parts
 
     # Trial 0
 
@@ -265,9 +295,11 @@ class _Reader:
             if number != BASELINE and plan is not None:
                 record = TrialRecord(verdict="measured", outcome="OK", reason="", attempt_id="")
                 trials.append(FinishedTrial(number=number, plan=plan, record=record))
+        # They have a plan where one stands in for the user's own command.
+        baseline_launches = self._finals.get(BASELINE, {}).values()
         rankings = rank(
             trials,
-            baseline=self._baseline,
+            baseline=next((launch.plan for launch in baseline_launches if launch.plan), self._baseline),
             launches=results,
             objective=objective,
             seed=self._run.config.study.seed,
@@ -315,14 +347,3 @@ class _Reader:
                 (worker.name for worker in self._workers if phase == "search" and worker.trial == number), ""
             ),
         )
-
-    def _time_left_s(self, rows: tuple[TrialRow, ...], spent: list[TrialRow]) -> float | None:
-        """The seconds left as `TimeBudget` has them: a typical launch's for each that is still to come."""
-        study = self._run.config.study
-        done = [state.result for per in self._finals.values() for state in per.values() if state.result]
-        walls = [row.wall_s for row in rows if row.wall_s > 0] + [result.wall_s for result in done]
-        if not walls:
-            return None
-        num_left = max(0, study.trials - len(spent)) if not self._finals else 0
-        num_left += max(0, study.num_final_launches - len(done))
-        return statistics.fmean(walls[-_LATEST:]) * num_left

@@ -12,6 +12,7 @@ from quartet_plugin.model.launch import DEPTH_PROXY
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.trial_record import objective_of, score
 from quartet_plugin.study.view import StudyRow
+from quartet_plugin.tuner.memory_limit import above_limit
 
 MAX_EVENT_BYTES = 64 * 2**20
 
@@ -34,6 +35,21 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         if isinstance(event, dict) and isinstance(event.get("time"), int | float):
             events.append({**event, "kind": str(event.get("kind"))})
     return events
+
+
+def baseline_note_of(events: list[dict[str, Any]]) -> str:
+    """Why the final rounds' baseline is not the user's own command; empty where it is."""
+    note = ""
+    for event in events:
+        peak_bytes, limit_bytes = event.get("peak_bytes"), event.get("limit_bytes")
+        if event["kind"] == "over-limit" and isinstance(peak_bytes, int) and isinstance(limit_bytes, int):
+            note = (
+                f"your own command does not fit: {above_limit(peak_bytes, limit_bytes)}; "
+                "the best stock plan that fits becomes the baseline"
+            )
+        elif event["kind"] == "stand-in" and note:
+            note = note.partition("; ")[0] + f"; the baseline is trial {event.get('trial')}, a stock plan"
+    return note
 
 
 def objective_by_events(rows: tuple[TrialRow, ...], *, asked: Any) -> Objective:
@@ -111,6 +127,31 @@ def drift_checks_of(events: list[dict[str, Any]]) -> tuple[DriftMeasurement, ...
         if event["kind"] == "control" and isinstance(after, int) and isinstance(ratio, int | float):
             checks[after] = DriftMeasurement(num_tried=after, ratio=float(ratio))
     return tuple(checks[after] for after in sorted(checks))
+
+
+def seconds_of_sessions(events: list[dict[str, Any]], *, until: float) -> float:
+    """The seconds of all sessions: each from its `begin` to its last event, the latest one's to `until`."""
+    seconds, begun_at, latest = 0.0, None, 0.0
+    for event in events:
+        if event["kind"] == "begin":
+            seconds += 0.0 if begun_at is None else max(0.0, latest - begun_at)
+            begun_at = float(event["time"])
+        latest = float(event["time"])
+    return seconds if begun_at is None else seconds + max(0.0, until - begun_at)
+
+
+def time_left_of(events: list[dict[str, Any]], *, now: float) -> float | None:
+    """The seconds that were left when the latest launch began, less those since; None without an estimate.
+
+    `now` is seconds since 1970. The live table shows the same: the tuner has written its estimate down.
+    """
+    for event in reversed(events):
+        if event["kind"] == "begin":
+            return None
+        left_s = event.get("time_left_s")
+        if isinstance(left_s, int | float):
+            return max(0.0, float(left_s) - (now - float(event["time"])))
+    return None
 
 
 def state_of(events: list[dict[str, Any]], *, is_held: bool, is_alive: bool | None) -> RunState:

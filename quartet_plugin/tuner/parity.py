@@ -20,19 +20,31 @@ from quartet_plugin.errors import (
     StorageError,
 )
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
-from quartet_plugin.model.receipt import Receipt, needs_receipt, read_receipt, receipt_path, write_receipt
+from quartet_plugin.model.receipt import (
+    Receipt,
+    needs_receipt,
+    read_receipt,
+    receipt_path,
+    worst_of,
+    write_receipt,
+)
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, Verdict
 from quartet_plugin.schedule.placement import PlacementKind, kind_of, loop
 from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
-from quartet_plugin.trial.parity import ParityUnavailableError
+from quartet_plugin.trial.parity import NotAsPlannedError, ParityUnavailableError
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.trial_backend import ParityCheck
 
-# Runs of the user's command for the first plan (weights, reference, the plan) and for every later one.
+# Runs of the user's command for the first plan (weights, reference, the plan) and for every later one. Stock
+# under a plan's layout, which few jobs need, is not counted.
 FIRST_RUNS = 3
 LATER_RUNS = 1
+
+
+# The outcomes that leave out a kind of plans, each with its verdict.
+_QUARANTINES: dict[str, Verdict] = {"WRONG": "wrong", "NOT_AS_PLANNED": "infeasible"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +98,7 @@ def kind_of_plan(plan: Plan, *, features: Iterable[str]) -> ParityKind:
         "expert_parallel": layout.expert_parallel > 1,
         "data_parallel": layout.data_parallel > 1,
         "distributed_optimizer": layout.distributed_optimizer,
+        **{setting.label: True for setting in layout.settings or ()},
         f"recompute_{layout.recompute}": layout.recompute != "none",
     }
     return ParityKind(
@@ -148,19 +161,24 @@ class ParityKeeper:
         is_checked = self._kind(plan) in self._passed
         return 0 if is_checked or not needs_receipt(plan) or self.refusal_of(plan) else self.num_runs
 
-    def num_runs_to_prove(self, plans: Iterable[Plan]) -> int:
-        """Runs of the user's command that `prove` takes before these plans can win."""
+    def num_runs_to_prove(self, plans: Iterable[Plan], *, num_unknown: int = 0) -> int:
+        """Runs of the user's command that `prove` takes before these plans can win.
+
+        `num_unknown` more plans are counted, as if each had to be checked, while that is possible.
+        """
         unproven = sum(
             needs_receipt(plan) and plan.key not in self._receipts and self.refusal_of(plan) is None
             for plan in plans
         )
+        unproven += 0 if self._unavailable is not None else num_unknown
         return unproven * LATER_RUNS + self.num_runs - LATER_RUNS if unproven else 0
 
     def restore(self, trials: Iterable[FinishedTrial]) -> None:
         """Quarantine again what an earlier process found to be wrong in its trials."""
         for trial in trials:
-            if trial.record.verdict == "wrong" and trial.record.repeats is None and needs_receipt(trial.plan):
-                self._quarantine_kind(trial.plan, trial.record.reason)
+            record = trial.record
+            if record.outcome in _QUARANTINES and record.repeats is None and needs_receipt(trial.plan):
+                self._quarantine_kind(trial.plan, record.reason, outcome=record.outcome)
 
     def receipt_of(self, plan: Plan) -> Receipt | None:
         """The receipt of a plan that passed."""
@@ -177,36 +195,50 @@ class ParityKeeper:
         refusal = self._quarantined.get(kind, self._unavailable)
         return None if refusal is None or refusal.culprit == plan.key else refusal
 
-    def admit(self, plan: Plan, *, trial: int) -> ParityRefusal | None:
-        """Before a plan is timed: None where its kind has passed, or does so now."""
+    def admit(self, plan: Plan, *, trial: int, num_left: int) -> ParityRefusal | None:
+        """Before a plan is timed: None where its kind has passed, or does so now.
+
+        `num_left` launches are still to come after it.
+        """
         refusal = self.refusal_of(plan)
         if refusal is not None or not needs_receipt(plan):
             return refusal
         if self._kind(plan) in self._passed:
             return None
-        return self._check(plan, trial=trial)
+        return self._check(plan, trial=trial, num_left=num_left)
 
-    def prove(self, plan: Plan, *, trial: int) -> ParityRefusal | None:
-        """Before a plan can win: None where it has passed by itself, or does so now."""
+    def prove(self, plan: Plan, *, trial: int, num_left: int) -> ParityRefusal | None:
+        """Before a plan can win: None where it has passed by itself, or does so now.
+
+        `num_left` launches are still to come after it.
+        """
         refusal = self.refusal_of(plan)
         if refusal is not None or not needs_receipt(plan) or plan.key in self._receipts:
             return refusal
-        return self._check(plan, trial=trial)
+        return self._check(plan, trial=trial, num_left=num_left)
 
-    def quarantine(self, plan: Plan, reason: str, *, trial: int) -> None:
-        """Leave out the kind of a plan with a custom schedule, whose trial computed something wrong."""
-        kind = self._quarantine_kind(plan, reason)
+    def quarantine(self, plan: Plan, record: TrialRecord, *, trial: int) -> None:
+        """Leave out the kind of a plan with a custom schedule, where its trial's outcome asks for it.
+
+        It computed something wrong, or did something else than its plan, as plans of its kind would.
+        """
+        if record.outcome not in _QUARANTINES or not needs_receipt(plan):
+            return
+        self._leave_out(plan, record.reason, outcome=record.outcome, trial=trial)
+
+    def _leave_out(self, plan: Plan, reason: str, *, outcome: str, trial: int) -> None:
+        kind = self._quarantine_kind(plan, reason, outcome=outcome)
         self.context.events.add("quarantine", trial=trial, schedule=kind.label, reason=reason)
         self.context.observer.message(f"{kind.label} is left out from now on: {reason}")
 
     def _kind(self, plan: Plan) -> ParityKind:
         return kind_of_plan(plan, features=self.features)
 
-    def _quarantine_kind(self, plan: Plan, reason: str) -> ParityKind:
+    def _quarantine_kind(self, plan: Plan, reason: str, *, outcome: str = "WRONG") -> ParityKind:
         kind = self._kind(plan)
         refusal = ParityRefusal(
-            verdict="wrong",
-            outcome="WRONG",
+            verdict=_QUARANTINES[outcome],
+            outcome=outcome,
             reason=f"quarantined: {kind.label}: {reason}",
             culprit=plan.key,
         )
@@ -220,11 +252,12 @@ class ParityKeeper:
         else:
             self._passed.add(self._kind(plan))
 
-    def _check(self, plan: Plan, *, trial: int) -> ParityRefusal | None:
+    def _check(self, plan: Plan, *, trial: int, num_left: int) -> ParityRefusal | None:
         kind = self._kind(plan)
         self.context.fence()
-        self.context.observer.plan_started(f"{trial} parity check", plan, phase="search", time_left_s=None)
-        self.context.events.add("parity", trial=trial, schedule=kind.label)
+        left_s = self.context.budget.remaining_s(num_launches=num_left + self.num_runs)
+        self.context.observer.plan_started(f"{trial} parity check", plan, phase="parity", time_left_s=left_s)
+        self.context.events.add("parity", trial=trial, schedule=kind.label, time_left_s=left_s)
         try:
             receipt = self._run(plan)
         except InterruptedByUserError:
@@ -232,6 +265,9 @@ class ParityKeeper:
             raise
         except ParityUnavailableError as error:
             return self._give_up(kind, str(error), trial=trial)
+        except NotAsPlannedError as error:
+            self._leave_out(plan, str(error), outcome="NOT_AS_PLANNED", trial=trial)
+            return self._not_checked("infeasible", "NOT_AS_PLANNED", str(error), trial=trial)
         except (InfeasibleError, PlanError) as error:
             return self._not_checked("infeasible", "INFEASIBLE", str(error), trial=trial)
         except InfrastructureError as error:
@@ -292,6 +328,7 @@ def _failed(receipt: Receipt, kind: ParityKind) -> ParityRefusal:
 
 
 def _worst(receipt: Receipt) -> str:
-    loss = max(float(step.loss_deviation) for step in receipt.steps)
-    norm = max(float(step.grad_norm_deviation) for step in receipt.steps)
-    return f"{len(receipt.steps)} steps, loss within {loss:.1e}, gradient norm within {norm:.1e}"
+    loss, norm = worst_of(receipt.decisive_steps)
+    within = f"{len(receipt.steps)} steps, loss within {loss:.1e}, gradient norm within {norm:.1e}"
+    by_layout = receipt.layout_reference
+    return within if by_layout is None else f"{within} of stock under {by_layout.layout}"

@@ -21,6 +21,7 @@ from quartet_plugin.model.measurement import NOTABLE, Interval, Regret
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.space.param_sources import Params, RandomParams
+from quartet_plugin.space.plan_label import plan_label
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.tune_result import TuneResult
@@ -94,7 +95,6 @@ def estimate_regret(
         plans,
         num_measured=len(measured),
         by_model=forecasts is not None,
-        baseline=search.baseline,
     )
 
 
@@ -123,7 +123,6 @@ def _summary(
     *,
     num_measured: int,
     by_model: bool,
-    baseline: Plan,
 ) -> Regret:
     gains = np.expm1(np.clip(draws.max(axis=1) - best, 0.0, 50.0))
     low, median, high = (float(quantile) for quantile in np.quantile(gains, (0.025, 0.5, 0.975)))
@@ -132,24 +131,12 @@ def _summary(
     return Regret(
         gain=Interval(median=median, low=low, high=high),
         notable=float((gains > NOTABLE).mean()),
-        likely=words_of(plans[leader], baseline=baseline),
+        likely=plan_label(plans[leader]),
         likely_chance=float(leaders[leader] / len(draws)),
         num_untried=len(plans),
         num_measured=num_measured,
         source="calibrated cost model" if by_model else "measured trials",
     )
-
-
-def words_of(plan: Plan, *, baseline: Plan) -> str:
-    """A plan in a few words; what it shares with the user's own configuration is left out."""
-    parts = [
-        plan.shape.label if plan.shape != baseline.shape else "",
-        plan.layout.label,
-        plan.split.label if plan.layout.num_stages > 1 else "",
-        plan.schedule.label if plan.layout.pipeline_parallel > 1 else "",
-        "" if plan.mapping.is_stock else f"mapping {plan.mapping.label}",
-    ]
-    return ", ".join(part for part in parts if part)
 
 
 # The posterior of untried plans
@@ -325,6 +312,14 @@ class _Neighbour(RandomParams):
             return super().category(name, choices)
         self.params[name] = chosen = str(choice)
         return chosen
+
+    def integer(self, name: str, low: int, high: int) -> int:
+        """The point's number, or by chance another one."""
+        number = self._near.get(name)
+        if isinstance(number, int) and low <= number <= high and self._generator.random() >= OTHERWISE:
+            self.params[name] = number
+            return number
+        return super().integer(name, low, high)
 
     def unit_float(self, name: str) -> float:
         """A number near the point's."""

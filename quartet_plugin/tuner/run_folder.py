@@ -9,13 +9,16 @@ from typing import Any
 
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.model.files import read_json, write_json_atomic
+from quartet_plugin.model.shape_curve import FILE_NAME as SHAPES_NAME
 from quartet_plugin.protocol.masking import is_same_command, masked_argv, num_same_words
+from quartet_plugin.space.knobs.registry import BY_NAME
 from quartet_plugin.study.storage import JOURNAL_NAME, SQLITE_NAME, STUDY_NAME, StudyStorage
 from quartet_plugin.tuner.config import TuneConfig, parse_config
 
 # What a resumed run may ask for anew: none of it changes what was measured.
 _MAY_CHANGE = {
     ("study", "trials"),
+    ("study", "patience"),
     ("study", "top_k"),
     ("study", "rounds"),
     ("study", "control"),
@@ -45,6 +48,8 @@ class RunFolder:
     # The nodes and slots that trial 0 found; the cluster file and the calibration that the run was given.
     cluster_file, machine_file = _Entry("cluster.json"), _Entry("machine.json")
     calibration_file = _Entry("calibration.json")
+    # Copies of the schedule files that the search names.
+    schedules = _Entry("schedules")
     # The log of events, a line each.
     events_file = _Entry("events.jsonl")
     # Folders of the trials, of their depth proxies, of the drift checks and of the final rounds.
@@ -55,6 +60,8 @@ class RunFolder:
     # The winner, a shell line that trains with it, and the estimate of what the search missed.
     best_plan, best_command = _Entry("best/plan.json"), _Entry("best/command.sh")
     best_regret = _Entry("best/regret.json")
+    # Throughput against shape, where the search had several shapes.
+    best_shapes = _Entry(f"best/{SHAPES_NAME}")
 
     @property
     def has_study(self) -> bool:
@@ -160,7 +167,7 @@ def resume_run(path: Path, *, config: TuneConfig | None, command: Sequence[str] 
         raise ConfigError(f"{folder.config_file}: command: must be a list of words")
     if not isinstance(data.get("cwd"), str):
         raise ConfigError(f"{folder.config_file}: cwd: must be the folder that the command starts in")
-    begun = parse_config(_unfilled(data.get("config")), where=str(folder.config_file))
+    begun = parse_config(_unfilled(_with_auto(data.get("config"))), where=str(folder.config_file))
     begun_with = masked_argv(data["command"])
     if command is not None and not is_same_command(data["command"], command):
         difference = _difference(begun_with, masked_argv(command))
@@ -199,8 +206,17 @@ def _is_command(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(word, str) for word in value)
 
 
+def _with_auto(data: Any) -> Any:
+    """The configuration with `auto` for each knob that is null in config.json: not each has it by default."""
+    search = data.get("search") if isinstance(data, dict) else None
+    if not isinstance(search, dict):
+        return data
+    tuned = {name: "auto" for name, value in search.items() if value is None and name in BY_NAME}
+    return {**data, "search": {**search, **tuned}}
+
+
 def _unfilled(data: Any) -> Any:
-    """config.json holds `auto` as null, which q.yaml has no word for."""
+    """config.json holds null where nothing is said, which q.yaml has no word for."""
     if isinstance(data, dict):
         return {key: _unfilled(value) for key, value in data.items() if value is not None}
     return [_unfilled(value) for value in data] if isinstance(data, list) else data

@@ -6,12 +6,11 @@ however many trials are under way.
 
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from quartet_plugin.errors import InfeasibleError, InfrastructureError, SeamError
-from quartet_plugin.model.launch import FORBIDDEN
+from quartet_plugin.model.launch import FORBIDDEN, LaunchPosition
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.receipt import needs_receipt
 from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, score_of_median
 from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.tune_study import Proposal, TuneStudy
@@ -20,7 +19,9 @@ from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.depth_proxy import DepthProxy
 from quartet_plugin.tuner.drift import DriftMonitor
 from quartet_plugin.tuner.finalists import BASELINE, candidates
+from quartet_plugin.tuner.launches_left import launches_left
 from quartet_plugin.tuner.parity import ParityKeeper, ParityRefusal
+from quartet_plugin.tuner.patience import patience_words
 from quartet_plugin.tuner.proposer import Proposer
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher, record_of
 
@@ -50,15 +51,15 @@ class SequentialSearch:
         trials = study.trials()
         num_before = len(trials)
         if proxy is not None and proxy.is_begun:
-            proxy.open(trials, num_left=self.num_left(tried=num_spent(trials)), drift=1.0)
+            proxy.open(trials, num_left=self.num_left(trials), drift=1.0)
         while True:
             trials = study.trials()
             check_progress(trials, num_before=num_before)
             tried = num_spent(trials)
-            num_left, is_over = self.num_left(tried=tried), self.is_over(tried)
-            drift = self.drift_monitor.check(tried, trials=trials, num_left=num_left, is_over=is_over)
-            if is_over:
-                return f"{tried} plans were tried"
+            num_left, why = self.num_left(trials), self.why_over(trials, tried=tried)
+            drift = self.drift_monitor.check(tried, trials=trials, num_left=num_left, is_over=why is not None)
+            if why is not None:
+                return why
             if not self.has_time(trials):
                 return f"{tried} plans were tried; the time that is left is kept for the final rounds"
             if proxy is not None and not proxy.is_open:
@@ -97,14 +98,16 @@ class SequentialSearch:
             self.context.fence()
             scored = self.proposer.prepare(self.study, trials, is_known=is_known, pending=list(pending))
         proposal = self.predict(self.study.ask(), trials)
-        if scored is not None:
-            self.context.events.add(
-                "proposed",
-                trial=proposal.number,
-                predicted_s=scored.prediction.iteration_s,
-                spread=scored.prediction.spread,
-                gain=scored.expected_improvement,
-            )
+        by_model: dict[str, object] = {}
+        if scored is not None and self.proposer is not None:
+            prediction = scored.prediction
+            by_model = {
+                "predicted_s": prediction.iteration_s,
+                "spread": prediction.spread,
+                "gain": scored.expected_improvement,
+                "cut_off": list(self.proposer.limits),
+            }
+        self.context.events.add("proposed", trial=proposal.number, **by_model, params=proposal.params)
         return proposal
 
     def predict(self, proposal: Proposal, trials: list[FinishedTrial]) -> Proposal:
@@ -117,14 +120,17 @@ class SequentialSearch:
         execution = proposal.plan.execution
         for trial in trials:
             if trial.plan.execution == execution and trial.record.verdict != "lost":
-                self.study.tell(proposal, replace(trial.record, repeats=trial.number, wall_s=0.0))
-                self.context.events.add("repeat", trial=proposal.number, of=trial.number)
+                record = replace(trial.record, repeats=trial.number, wall_s=0.0)
+                self._tell_study(proposal, record, kind="repeat", of=trial.number)
                 return True
         return self._is_refused(proposal, trials)
 
-    def launch_of(self, proposal: Proposal, trials: list[FinishedTrial], *, drift: float) -> TrialLaunch:
+    def launch_of(
+        self, proposal: Proposal, trials: list[FinishedTrial], *, drift: float, num_in_flight: int = 0
+    ) -> TrialLaunch:
         """The launch of a proposal, which is cut short where it is far behind the best of `trials`."""
-        best = max(trial.record.value for trial in trials if trial.record.value is not None)
+        counted = trials if self.baseline.fits else [x for x in trials if x.number != BASELINE]
+        best = max((trial.record.value for trial in counted if trial.record.value is not None), default=None)
         slow_above_s = None
         if best:
             in_a_second = score_of_median(proposal.plan, iteration_s=1.0).value(self.baseline.objective)
@@ -137,6 +143,9 @@ class SequentialSearch:
             phase="search",
             drift=drift,
             slow_above_s=slow_above_s,
+            position=LaunchPosition.of_trial(
+                num_spent(trials) + num_in_flight, num_asked=self.context.run.config.study.trials
+            ),
         )
 
     def tell(self, proposal: Proposal, result: TrialResult, *, drift: float) -> None:
@@ -145,12 +154,19 @@ class SequentialSearch:
             raise SeamError(f"trial {proposal.number}: {result.reason}; see {result.folder}")
         record = record_of(proposal.plan, result, objective=self.baseline.objective, drift=drift)
         self._finish(proposal, record, value=record.value, drift=record.drift)
-        if record.verdict == "wrong" and needs_receipt(proposal.plan):
-            self.parity.quarantine(proposal.plan, record.reason, trial=proposal.number)
+        self.parity.quarantine(proposal.plan, record, trial=proposal.number)
 
     def is_over(self, tried: int) -> bool:
         """Whether every trial is used up."""
         return tried >= self.context.run.config.study.trials
+
+    def why_over(self, trials: list[FinishedTrial], *, tried: int) -> str | None:
+        """Why no other trial is asked for: all are used up, or the last ones were no gain; None otherwise."""
+        words = f"{tried} plans were tried"
+        if self.is_over(tried):
+            return words
+        no_gain = patience_words(trials, patience=self.context.run.config.study.patience)
+        return None if no_gain is None else f"{words}; {no_gain}"
 
     def has_time(self, trials: list[FinishedTrial], *, then_try: Plan | None = None) -> bool:
         """Whether another trial and the final rounds are likely to end in time, parity checks included."""
@@ -166,11 +182,17 @@ class SequentialSearch:
     def best_trials(self, trials: list[FinishedTrial]) -> list[FinishedTrial]:
         """The trials that may win, the best first, by the posterior where there is a cost model."""
         means = {} if self.proposer is None else self.proposer.posterior_means(trials)
-        return candidates(trials, baseline_value=self.baseline.value, posterior_means=means)
+        return candidates(trials, baseline_value=self.baseline.value_to_beat, posterior_means=means)
 
-    def num_left(self, *, tried: int) -> int:
-        """Launches that are still to come after `tried` trials."""
-        return self.context.run.config.study.num_launches_after(tried)
+    def num_left(self, trials: list[FinishedTrial], *, num_workers: int = 1) -> int:
+        """Launches one after the other that are still to come, checks and final rounds included."""
+        config = self.context.run.config.study
+        best = candidates(trials, baseline_value=self.baseline.value_to_beat)[: config.top_k]
+        num_unknown = 0 if self.space.no_custom_schedules else config.top_k - len(best)
+        proofs = self.parity.num_runs_to_prove((trial.plan for trial in best), num_unknown=num_unknown)
+        return launches_left(
+            config, num_tried=num_spent(trials), num_parity_runs=proofs, num_workers=num_workers
+        )
 
     def _is_behind(self, proposal: Proposal, *, num_left: int, drift: float) -> bool:
         """Whether the proposal's depth proxy is so far behind that the trial is finished with it."""
@@ -193,7 +215,9 @@ class SequentialSearch:
     def _is_refused(self, proposal: Proposal, trials: list[FinishedTrial]) -> bool:
         """Whether the user or the parity gate refuses the proposal, which finishes its trial."""
         plan = proposal.plan
-        refusal = self._forbidden(plan) or self.parity.admit(plan, trial=proposal.number)
+        refusal = self._forbidden(plan) or self.parity.admit(
+            plan, trial=proposal.number, num_left=self.num_left(trials)
+        )
         if refusal is None:
             return False
         repeats = None
@@ -209,8 +233,14 @@ class SequentialSearch:
     def _finish(self, proposal: Proposal, record: TrialRecord, **fields: str | float | None) -> None:
         """Give the study the record of a trial and log it."""
         self.context.fence()
-        self.study.tell(proposal, record)
-        self.context.events.add("told", trial=proposal.number, verdict=record.verdict, **fields)
+        self._tell_study(proposal, record, kind="told", verdict=record.verdict, **fields)
+
+    def _tell_study(
+        self, proposal: Proposal, record: TrialRecord, *, kind: str, **fields: str | float | None
+    ) -> None:
+        """Tell the study, then log what a lost study is made again from."""
+        kept = asdict(self.study.tell(proposal, record))
+        self.context.events.add(kind, trial=proposal.number, **fields, params=proposal.params, record=kept)
 
     def _show(self, proposal: Proposal, record: TrialRecord) -> None:
         trial = FinishedTrial(number=proposal.number, plan=proposal.plan, record=record)

@@ -1,16 +1,19 @@
 """One launch of a tuning run: taken from its folder or made now by the backend, shown, logged and timed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quartet_plugin.calibration.observations import spread_of
 from quartet_plugin.errors import InfrastructureError
-from quartet_plugin.model.launch import LaunchRecord, Phase
+from quartet_plugin.model.launch import LaunchPosition, LaunchRecord, Phase
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.trial_record import FinishedTrial, Score, TrialRecord, Verdict, score
+from quartet_plugin.model.trial_record import FinishedTrial, Score, TrialRecord, Verdict, score, speedup
+from quartet_plugin.protocol.training_start import read_starts, words_of
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
-from quartet_plugin.trial.request import Outcome, Timeouts, TrialRequest, TrialResult
+from quartet_plugin.trial.attempt import PREFIX
+from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.tuner.context import TuningContext
 
 VERDICTS: dict[Outcome, Verdict] = {
@@ -18,22 +21,34 @@ VERDICTS: dict[Outcome, Verdict] = {
     Outcome.UNSTABLE: "measured",
     Outcome.INFEASIBLE: "infeasible",
     Outcome.WRONG: "wrong",
+    Outcome.NOT_AS_PLANNED: "infeasible",
     Outcome.INFRA: "lost",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineScore:
-    """The user's own configuration: its plan, its measured score, and the objective plans are compared by."""
+    """The configuration that plans are compared with: its plan, its measured score, and by which objective.
+
+    It is the user's own, or a plan that stands in for it in the final rounds: `launched_plan`. `fits` is
+    False where the user's own command needs more memory than the cluster file's devices have.
+    """
 
     plan: Plan
     score: Score
     objective: Objective
+    launched_plan: Plan | None = None
+    fits: bool = True
 
     @property
     def value(self) -> float:
         """The baseline's objective."""
         return self.score.value(self.objective)
+
+    @property
+    def value_to_beat(self) -> float:
+        """The objective near which a plan is measured again: 0 where the baseline does not fit."""
+        return self.value if self.fits else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +56,8 @@ class TrialLaunch:
     """One launch that a tuning run wants: of a trial's plan, or of the user's own command (`plan` None).
 
     `drift` is the machine's speed now over its speed when trial 0 was measured: the launch is compared with
-    the baseline times that. Where iterations take more than `slow_above_s`, it is cut short.
+    the baseline times that. Where iterations take more than `slow_above_s`, it is cut short. `position` is
+    its place among the run's trials or final rounds.
     """
 
     number: int
@@ -51,18 +67,21 @@ class TrialLaunch:
     phase: Phase
     drift: float = 1.0
     slow_above_s: float | None = None
+    position: LaunchPosition | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class TrialLauncher:
     """Launches plans for a run and compares them with `baseline`; trial 0 itself is launched without one.
 
-    `timeouts` grow with the longest start that was measured.
+    `timeouts` grow with the longest start that was measured. `num_measured` iterations are measured, None: as
+    many as the configuration says.
     """
 
     context: TuningContext
     baseline: BaselineScore | None
     timeouts: Timeouts
+    num_measured: int | None = None
 
     def launch(self, launch: TrialLaunch, *, num_left: int) -> TrialResult:
         """The settled result of one launch; `num_left` launches, this one included, are still to come.
@@ -79,7 +98,7 @@ class TrialLauncher:
             return recorded
         self.begin(launch, num_left=num_left)
         result = context.backend.run(
-            self.request(launch), on_progress=context.show_progress, should_stop=context.should_stop
+            self.request(launch), on_progress=self._progress_of(launch), should_stop=context.should_stop
         )
         self.end(launch, result)
         if other_devices := self.other_devices(result):
@@ -93,6 +112,21 @@ class TrialLauncher:
             raise context.interruption()
         return result
 
+    def _progress_of(self, launch: TrialLaunch) -> Callable[[Progress], None]:
+        """Show the progress; and of a command that only its own start tells of, what training it starts."""
+        context, shown = self.context, False
+
+        def show(progress: Progress) -> None:
+            nonlocal shown
+            if not shown and launch.phase == "baseline" and context.command.starter == "other":
+                words = words_of(read_starts(launch.folder / f"{PREFIX}{progress.attempt}"))
+                if words is not None:
+                    shown = True
+                    context.observer.message(words)
+            context.show_progress(progress)
+
+        return show
+
     def reuse(self, launch: TrialLaunch, result: TrialResult) -> None:
         """Count and show a result that an earlier process measured."""
         self.learn(result)
@@ -105,8 +139,16 @@ class TrialLauncher:
         context.check_stop()
         context.fence()
         left_s = context.budget.remaining_s(num_launches=num_left)
-        context.observer.plan_started(launch.label, launch.plan, phase=launch.phase, time_left_s=left_s)
-        context.events.add("launch", trial=launch.number, stage=launch.phase, folder=launch.folder.name)
+        context.observer.plan_started(
+            launch.label, launch.plan, phase=launch.phase, time_left_s=left_s, position=launch.position
+        )
+        context.events.add(
+            "launch",
+            trial=launch.number,
+            stage=launch.phase,
+            folder=launch.folder.name,
+            time_left_s=left_s,
+        )
 
     def end(self, launch: TrialLaunch, result: TrialResult) -> None:
         """Count, log and show a launch that has ended."""
@@ -145,14 +187,21 @@ class TrialLauncher:
             command=self.context.command,
             plan=plan,
             warmup=trial.warmup,
-            measure=trial.measure,
-            deadline_s=trial.deadline_s,
+            measure=self.num_measured or trial.measure,
+            deadline_s=self._deadline_s(),
             device=run.config.device,
             predicted_iteration_s=predicted_s,
             timeouts=self.timeouts,
             slow_above_s=launch.slow_above_s,
             cwd=run.cwd,
         )
+
+    def _deadline_s(self) -> float:
+        """Seconds of a whole trial; the first start has as much more as its limits are longer."""
+        deadline_s = self.context.run.config.trial.deadline_s
+        if self.baseline is not None:
+            return deadline_s
+        return deadline_s + max(0.0, self.timeouts.longer_than(Timeouts.within(deadline_s)))
 
     def show(self, launch: TrialLaunch, result: TrialResult) -> None:
         """Show a launch's end to the observer, compared with the baseline where there is one.
@@ -164,8 +213,9 @@ class TrialLauncher:
         plan = launch.plan or (baseline.plan if baseline else None)
         if result.is_measured and plan is not None:
             measured = score(plan, iteration_s=result.iteration_s)
-        if measured and baseline and launch.phase in ("baseline", "search"):
-            versus_baseline = measured.value(baseline.objective) / baseline.value / launch.drift
+        if measured and baseline and launch.phase in ("baseline", "control", "search"):
+            value = measured.value(baseline.objective, drift=launch.drift)
+            versus_baseline = speedup(value, baseline_value=baseline.value)
         self.context.observer.plan_finished(
             LaunchRecord(
                 label=launch.label,
@@ -175,6 +225,7 @@ class TrialLauncher:
                 iteration_s=measured.iteration_s if measured else None,
                 tokens_per_s=measured.tokens_per_s if measured and launch.phase != "cropped" else None,
                 versus_baseline=versus_baseline,
+                drift=launch.drift,
             )
         )
 
@@ -182,7 +233,7 @@ class TrialLauncher:
         """Show a trial by its record alone: nothing was launched for it in this process."""
         record, versus_baseline = trial.record, None
         if record.value is not None and self.baseline is not None:
-            versus_baseline = record.value / self.baseline.value
+            versus_baseline = speedup(record.value, baseline_value=self.baseline.value)
         self.context.observer.plan_finished(
             LaunchRecord(
                 label=str(trial.number),
@@ -192,6 +243,7 @@ class TrialLauncher:
                 iteration_s=record.iteration_s,
                 tokens_per_s=record.tokens_per_s,
                 versus_baseline=versus_baseline,
+                drift=record.drift,
             )
         )
 
@@ -207,6 +259,7 @@ def record_of(plan: Plan, result: TrialResult, *, objective: Objective, drift: f
         reason=result.reason,
         attempt_id=result.attempt_id,
         peak_memory_bytes=result.peak_memory_bytes,
+        untracked_memory_bytes=result.untracked_memory_bytes or 0,
         wall_s=result.wall_s,
         drift=drift,
     )
@@ -215,6 +268,6 @@ def record_of(plan: Plan, result: TrialResult, *, objective: Objective, drift: f
             common, num_iterations=len(result.iteration_s), spread=spread_of(result.iteration_s)
         )
         return measured.scored(score(plan, iteration_s=result.iteration_s), objective=objective)
-    if result.outcome is Outcome.INFEASIBLE:
+    if result.outcome in (Outcome.INFEASIBLE, Outcome.NOT_AS_PLANNED):
         return replace(common, excess=float(result.memory_excess_bytes) or REFUSED_EXCESS)
     return replace(common, excess=1.0 if result.outcome is Outcome.WRONG else 0.0)

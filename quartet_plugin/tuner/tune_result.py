@@ -9,6 +9,7 @@ from quartet_plugin.model.history import DriftMeasurement
 from quartet_plugin.model.measurement import FinalChoice, Objective, Regret, write_regret
 from quartet_plugin.model.plan import Plan, write_plan
 from quartet_plugin.model.receipt import Receipt, receipt_path, write_receipt
+from quartet_plugin.model.shape_curve import ShapeCurve, write_shape_curve
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.protocol.masking import shell_words
 from quartet_plugin.tuner.run_folder import TuningRun
@@ -19,9 +20,11 @@ from quartet_plugin.tuner.winner_choice import FinalistResult
 class TuneResult:
     """The result of a tuning run. `winner` is None where nothing beat the baseline.
 
+    `stand_in` is the stock plan that `baseline` is, where the user's own command does not fit into memory.
     `rankings` are the finalists in order of choice, `choice` is how the winner was chosen among them. `seed`
     is the study's. `receipt` is the parity gate's for a winner with a custom schedule, `drift_checks` the
     baseline's re-measurements during the search, `regret` the estimate of what the search missed.
+    `shape_curve` is there where several shapes were searched.
     """
 
     objective: Objective
@@ -34,6 +37,8 @@ class TuneResult:
     receipt: Receipt | None = None
     drift_checks: tuple[DriftMeasurement, ...] = ()
     regret: Regret | None = None
+    shape_curve: ShapeCurve | None = None
+    stand_in: FinishedTrial | None = None
 
     @property
     def best(self) -> Plan:
@@ -44,9 +49,9 @@ class TuneResult:
 def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
     """Write the winner with its measurement and return it.
 
-    A custom schedule has its receipt beside it, so that `quartet train` takes it at once. The regret is
-    written in any case. Without a winner nothing else is, and the files that an earlier, shorter search of
-    the run left are removed.
+    A custom schedule has its receipt beside it, so that `quartet train` takes it at once. The regret and the
+    curve of shapes are written in any case. Without a winner a stand-in is written; without either nothing
+    is, and the files that an earlier, shorter search of the run left are removed.
     """
     folder = run.folder
     receipt_file = receipt_path(folder.best_plan)
@@ -57,12 +62,18 @@ def write_best(result: TuneResult, *, run: TuningRun) -> Plan | None:
     else:
         folder.best_plan.parent.mkdir(mode=0o700, exist_ok=True)
         write_regret(result.regret, path=folder.best_regret)
-    if result.winner is None:
+    if result.shape_curve is None:
+        folder.best_shapes.unlink(missing_ok=True)
+    else:
+        folder.best_plan.parent.mkdir(mode=0o700, exist_ok=True)
+        write_shape_curve(result.shape_curve, path=folder.best_shapes)
+    if result.winner is None and result.stand_in is None:
         for path in (folder.best_plan, folder.best_command):
             path.unlink(missing_ok=True)
         return None
-    measurement = replace(result.winner.comparison, choice=result.choice)
-    plan = replace(result.winner.trial.plan, measurement=measurement)
+    plan = result.best
+    if result.winner is not None:
+        plan = replace(plan, measurement=replace(result.winner.comparison, choice=result.choice))
     folder.best_plan.parent.mkdir(mode=0o700, exist_ok=True)
     if result.receipt is not None:
         assert result.receipt.plan_key == plan.key
@@ -77,8 +88,10 @@ def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
     train = ["quartet", "train", "--plan", str(path)]
     if run.config.device != "auto":
         train += ["--device", run.config.device]
+    elif any(node.has_no_accelerator for node in plan.made_for.nodes):
+        train += ["--device", "cpu"]  # as `train` asks for, which never takes a processor by itself
     speedup = plan.measurement.speedup if plan.measurement is not None else None
-    gain = f": {speedup.median:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})" if speedup else ""
+    gain = f": {speedup.median:.2f}x ({speedup.low:.2f}x to {speedup.high:.2f}x)" if speedup else ""
     return (
         "#!/bin/sh\n"
         f"# Trains with the best plan of the run {run.name}{gain}.\n"

@@ -62,10 +62,9 @@ class FinalistResult:
         """Whether more rounds may show a win that these do not."""
         return not self.is_win and self.comparison.speedup.median >= max(LEAST_LEAD, self._least_gain)
 
-    @property
-    def is_certain(self) -> bool:
-        """Whether a win needs no more rounds."""
-        return len(self.ratios) >= CONFIRM_ROUNDS and self.comparison.speedup.median >= CONFIRM_BELOW
+    def is_certain_after(self, num_rounds: int) -> bool:
+        """Whether a win with this speedup needs no more than `num_rounds` rounds."""
+        return num_rounds >= CONFIRM_ROUNDS and self.comparison.speedup.median >= CONFIRM_BELOW
 
     @property
     def _least_gain(self) -> float:

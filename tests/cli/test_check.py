@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from quartet_plugin.cli import plan_checks
 from quartet_plugin.cli import train as train_command
 from quartet_plugin.cli.check import lines
 from quartet_plugin.cli.main import main
@@ -79,7 +80,7 @@ def test_train_asks_for_the_receipt_of_a_schedule_of_ours(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(receipts, "needs_receipt", lambda plan: True)
-    monkeypatch.setattr(train_command, "framework_version", lambda name: None)
+    monkeypatch.setattr(plan_checks, "framework_version", lambda name: None)
     path = saved(tmp_path)
     script = tmp_path / "train.py"
     script.write_text("print('began', flush=True)")

@@ -3,10 +3,12 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quartet_plugin.cli.main import main
+from quartet_plugin.model.canonical import digest
 from quartet_plugin.model.plan import Mapping, NodeInfo, Slot, read_plan, write_plan
 from tests.model.clusters import make_cluster
 from tests.model.plans import MADE_FOR, plan_with
@@ -61,8 +63,18 @@ def test_a_plans_own_nodes_are_enough_for_equal_devices(
     alone = explained(capsys, str(plan))
     whole = explained(capsys, str(plan), "--cluster", str(tmp_path / "job.yaml"))
     assert alone["iteration_s"] == pytest.approx(whole["iteration_s"])
-    assert alone["assumed"] == {"precision": "bf16", "links": "the device's usual ones", "search": "auto"}
-    assert whole["assumed"] == {}
+    assert alone["runner_up"] == whole["runner_up"]
+    assert alone["assumed"] == whole["assumed"] == {}
+
+
+def test_a_plan_without_a_description_is_explained_with_what_is_assumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = read_plan(planned(tmp_path))
+    older = tmp_path / "older.json"
+    write_plan(replace(plan, made_for=replace(plan.made_for, job=None)), path=older)
+    data = explained(capsys, str(older))
+    assert data["assumed"] == {"precision": "bf16", "links": "the device's usual ones", "search": "auto"}
 
 
 def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +159,8 @@ def test_the_plan_of_a_cpu_run_is_explained_with_what_is_not_known(
     assumed: dict[str, str] = data["assumed"]  # type: ignore[assignment]
     assert "not known" in assumed["device"]
     assert assumed["precision"] == "fp32"
-    assert ("schedule" in assumed) == (plan == "plan_custom.json")
+    # An order without a name is predicted as the plan makes it.
+    assert "schedule" not in assumed
     assert main(["explain", str(GOLDEN / plan)]) == 0
     assert "not known" in capsys.readouterr().out
 
@@ -168,3 +181,78 @@ def test_experts_are_planned_and_explained(tmp_path: Path, capsys: pytest.Captur
     stated = read_plan(plan).prediction
     assert stated is not None
     assert data["iteration_s"] == pytest.approx(stated.iteration_s)
+    assert explained(capsys, str(plan)) == data
+
+
+LATENT = "{q_lora_rank: 64, kv_lora_rank: 32, qk_head_dim: 64, qk_pos_emb_head_dim: 32, v_head_dim: 64}"
+
+
+@pytest.mark.parametrize("cluster", [EQUAL, "{file: cluster.json}"])
+def test_a_plan_says_all_of_its_job(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts, latent attention, precision, hardware and search: no second file is needed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cluster.json").write_text(json.dumps(make_cluster(device="H100")), encoding="utf-8")
+    job = JOB % (f", num_experts: 4, precision: fp8, latent_attention: {LATENT}", cluster)
+    rest = "  recompute: [none, full]\n  context_parallel: auto\n  distributed_optimizer: true\n"
+    rest += "  forbid: {pipeline_parallel: 4}\n"
+    search = f"search:\n{rest}  micro_batch_size: [1, 2]\n"
+    text = job.replace("kv_channels: 64, ", "").replace("12,", "16,")
+    (tmp_path / "job.yaml").write_text(text[: text.index("search:")] + search, encoding="utf-8")
+    assert main(["plan", "job.yaml", "-o", "plan.json"]) == 0
+    whole = explained(capsys, "plan.json", "--cluster", "job.yaml")
+    alone = explained(capsys, "plan.json")
+    assert alone == whole
+    assert alone["assumed"] == {}
+    assert alone["iteration_s"] == pytest.approx(alone["stated_s"])
+    assert main(["show", "plan.json"]) == 0
+    text = capsys.readouterr().out
+    for words in ("precision fp8", "4 experts of 4096", "latent attention, ranks 64 and 32"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("precision", "fp7", "precision"),
+        ("search", {"tensor_paralel": 2}, "did you mean tensor_parallel"),
+        ("devices", None, "must have one of devices and cluster"),
+        ("experts", {"num_experts": 0, "experts_per_token": 1, "ffn_hidden_size": 1}, "num_experts"),
+    ],
+)
+def test_a_wrong_description_is_one_line(
+    key: str, value: object, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = planned(tmp_path)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    del data["digest"]
+    data["made_for"]["job"][key] = value
+    if value is None:
+        del data["made_for"]["job"][key]
+    path.write_text(json.dumps({**data, "digest": digest(data)}), encoding="utf-8")
+    capsys.readouterr()
+    assert main(["explain", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_shapes_of_an_equal_budget_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Throughput against width and depth: planned for a job, measured beside a run's plan."""
+    job = tmp_path / "job.yaml"
+    text = (JOB % ("", EQUAL)).replace("num_attention_heads: 12", "num_attention_heads: 16")
+    job.write_text(text.replace("search: {", "search: {scaling: {tolerance: 0.3, max_shapes: 3}, "))
+    assert main(["plan", str(job), "-o", str(tmp_path / "plan.json")]) == 0
+    curve: dict[str, Any] = explained(capsys, str(tmp_path / "plan.json"))["shapes"]  # type: ignore[assignment]
+    assert len(curve["points"]) == 3
+    assert curve["own_label"] in {point["label"] for point in curve["points"]}
+    assert all(point["predicted"] > 0 and point["measured"] is None for point in curve["points"])
+    best = max(curve["points"], key=lambda point: point["predicted"])
+    assert read_plan(tmp_path / "plan.json").shape.label == best["label"]
+    assert main(["explain", str(tmp_path / "plan.json")]) == 0
+    assert "shapes    " in capsys.readouterr().out
+    curve["points"][0] |= {"measured": 1.5, "trial": 3}
+    (tmp_path / "shapes.json").write_text(json.dumps(curve))
+    assert main(["explain", str(tmp_path / "plan.json")]) == 0
+    assert "1.50x measured (trial 3)" in capsys.readouterr().out

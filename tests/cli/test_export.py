@@ -215,6 +215,19 @@ def test_the_script_runs_the_command_with_the_plans_flags(tmp_path: Path) -> Non
     assert not (tmp_path / "pwned").exists()
 
 
+def test_the_script_sets_what_megatron_needs_with_more_tensor_parallelism(tmp_path: Path) -> None:
+    plan = replace(
+        NATIVE_PLAN,
+        layout=replace(NATIVE_PLAN.layout, tensor_parallel=2, pipeline_parallel=1),
+        split=Split(transformer_layers_per_stage=(NATIVE_PLAN.shape.num_layers,)),
+        schedule=ScheduleChoice(name="no-pipelining"),
+    )
+    line = "export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    raised = native_text(plan, command=("torchrun", "x.py"), cwd=tmp_path)
+    assert line in raised.splitlines()
+    assert line not in native_text(NATIVE_PLAN, command=("torchrun", "x.py"), cwd=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("plan", "command", "says"),
     [

@@ -154,3 +154,24 @@ def test_the_entrys_own_modules_are_few() -> None:
     )
     _, out, _ = quartet(code)
     assert not {"typer", "typing", "importlib.metadata", "rich", "email", "inspect"} & set(out.split())
+
+
+SWALLOWED_ENTRY = f"""
+import sys
+class Swallowing:
+    def __del__(self):
+        raise KeyboardInterrupt
+class Finder:
+    def find_spec(wanted, path=None, target=None):
+        if wanted == "quartet_plugin.cli.runs":
+            Swallowing()
+sys.meta_path.insert(0, Finder)
+{ENTRY}
+"""
+
+
+def test_ctrl_c_that_a_library_swallows_is_given_again() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SWALLOWED_ENTRY, "status", "none"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "quartet: interrupted\n")

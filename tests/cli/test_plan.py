@@ -1,6 +1,7 @@
 """`quartet plan`."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,4 +104,98 @@ def test_no_legal_layout_ends_with_three_and_a_reason(
     assert main(["plan", str(path), "-o", str(tmp_path / "plan.json")]) == 3
     error = capsys.readouterr().err
     assert "none is legal" in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_rates_and_cost_are_shown_and_kept_in_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, plan = write_job(tmp_path), str(tmp_path / "plan.json")
+    cost = ["--tokens", "1e9", "--price", "2.5"]
+    assert main(["plan", job, "-o", plan, *cost]) == 0
+    text = capsys.readouterr().out
+    rates, price = (line.strip() for line in text.splitlines()[2:4])
+    assert "tokens/s and" in rates
+    assert "MFU" in rates
+    assert "days for 1e+09 tokens" in price
+    assert "price" in price
+    for command in ("show", "explain"):
+        assert main([command, plan]) == 0
+        text = capsys.readouterr().out
+        assert rates in text
+        assert price in text
+    Path(job).write_text(
+        Path(job).read_text(encoding="utf-8") + "cost: {tokens: 1000000000, price_per_device_hour: 2.5}\n",
+        encoding="utf-8",
+    )
+    assert main(["plan", job]) == 0
+    assert price in capsys.readouterr().out
+
+
+def test_json_says_what_the_lines_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job, path = write_job(tmp_path), tmp_path / "plan.json"
+    assert main(["plan", job, "-o", str(path), "--top", "2", "--refused", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    plan = read_plan(path)
+    assert plan.prediction is not None
+    best, second = data["plans"]
+    assert best["file"] == str(path)
+    assert best["iteration_s"] == plan.prediction.iteration_s
+    assert best["layout"]["tensor_parallel"] == plan.layout.tensor_parallel
+    assert sum(best["terms"].values()) == pytest.approx(best["iteration_s"])
+    assert best["mfu"] == pytest.approx(best["model_flops_per_s_per_device"] / 989e12)
+    assert best["cost"] is None
+    assert second["iteration_s"] >= best["iteration_s"]
+    assert data["plain"]["is_users"] is False
+    assert data["layouts"]["predicted"] >= 2
+    assert data["refused"] == []
+    assert data["not_read"] == []
+
+
+def test_several_numbers_of_devices_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = write_job(tmp_path)
+    arguments = ["plan", job, "--devices", "8,4,16", "--tokens", "1e9", "--price", "2"]
+    assert main(arguments) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["4", "8", "16"]
+    for word in ("efficiency", "days", "price", "tokens/s a device"):
+        assert word in head
+    assert "100.0 %" in rows[0]
+    assert main([*arguments, "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["devices_frontier"]
+    assert [point["num_devices"] for point in points] == [4, 8, 16]
+    assert points[1]["plan"]["cost"]["days"] < points[0]["plan"]["cost"]["days"]
+    assert main(["plan", job, "--devices", "8", "-o", str(tmp_path / "plan.json")]) == 0
+    assert read_plan(tmp_path / "plan.json").made_for.world_size == 8
+
+
+def test_time_against_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", write_job(tmp_path), "--frontier", "memory", "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["memory_frontier"]
+    assert len(points) > 2
+    for faster, smaller in pairwise(points):
+        assert faster["iteration_s"] < smaller["iteration_s"]
+        assert faster["peak_memory_bytes"] > smaller["peak_memory_bytes"]
+    assert main(["plan", write_job(tmp_path), "--frontier", "memory"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(points) + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--devices", "many"), "--devices many: must be numbers"),
+        (("--devices", "6"), "nearest: 4 or 8"),
+        (("--devices", "4,8", "-o", "plan.json"), "-o, --top, --refused and --exhaustive are for one plan"),
+        (("--price", "2"), "say --tokens N, too"),
+        (("--tokens", "-1"), "cost.tokens: -1.0"),
+        (("--tokens", "nan"), "cost.tokens"),
+        (("--frontier", "time"), "memory"),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], says: str
+) -> None:
+    assert main(["plan", write_job(tmp_path), *options]) == 2
+    error = capsys.readouterr().err
+    assert says in error
     assert len(error.strip().splitlines()) == 1

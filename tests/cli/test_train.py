@@ -84,6 +84,21 @@ def test_a_plan_for_another_version_is_refused(tmp_path: Path, capfd: pytest.Cap
     assert "0.1.0" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--num-layers", "7"], "num_layers 7 (plan: 8)"),
+        (["--num-layers=8", "--micro-batch-size=1"], "global_batch_size 2 (plan: 32)"),
+    ],
+)
+def test_a_plan_for_other_flags_is_refused_before_a_process_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    command = ["torchrun", "--nproc-per-node", "2", script(tmp_path), "0", *flags]
+    assert main(["train", "--plan", saved(tmp_path), "--", *command]) == 2
+    assert words in capfd.readouterr().err
+
+
 def test_a_damaged_plan_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(saved(tmp_path))
     path.write_text(path.read_text().replace('"num_layers": 8', '"num_layers": 9', 1))

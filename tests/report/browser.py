@@ -1,10 +1,12 @@
 """Pages in a real browser: headless Chromium, what it built of them and what its console said."""
 
+import json
 import re
 import shutil
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from html import escape, unescape
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
@@ -27,6 +29,56 @@ def open_page(path: Path) -> Opened:
     return Opened(
         document=done.stdout,
         console=tuple(line for line in done.stderr.splitlines() if _CONSOLE.search(line)),
+    )
+
+
+# What a browser makes of a page in a window of a given width. A window of headless Chromium has 500 pixels at
+# least, a frame may have fewer; the frame's page keeps its own policy.
+_MEASURE = """
+<!DOCTYPE html><meta charset="utf-8"><iframe id="frame" style="border: 0; width: {width}px; height: 4000px"
+ srcdoc="{page}"></iframe><pre id="measured"></pre><script>
+const frame = document.getElementById("frame");
+frame.onload = () => {{
+  const page = frame.contentDocument, view = frame.contentWindow, found = {{texts: [], columns: []}};
+  found.page_width = page.documentElement.scrollWidth;
+  for (const text of page.querySelectorAll("svg text")) {{
+    if (!text.getClientRects().length) continue;
+    const turn = text.getScreenCTM();
+    const size = parseFloat(view.getComputedStyle(text).fontSize) * Math.hypot(turn.a, turn.b);
+    found.texts.push([text.textContent, size, text.closest("svg").getAttribute("aria-label")]);
+  }}
+  for (const head of page.querySelectorAll("th")) {{
+    const box = head.getBoundingClientRect();
+    found.columns.push([head.textContent, box.left, box.right]);
+  }}
+  document.getElementById("measured").textContent = JSON.stringify(found);
+}};
+</script>
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Pixels of a page: its width, the size of each text in its charts, with the chart, and columns' ends."""
+
+    page_width: float
+    texts: tuple[tuple[str, float, str], ...]
+    columns: tuple[tuple[str, float, float], ...]
+
+
+def measure_page(markup: str, *, width: int, folder: Path) -> Measured:
+    """The sizes of a page in a window of `width` pixels."""
+    wrapper = folder / f"measure-{width}.html"
+    wrapper.write_text(_MEASURE.format(width=width, page=escape(markup)), encoding="utf-8")
+    document = open_page(wrapper).document
+    content = re.search(r'<pre id="measured">(.*?)</pre>', document, re.DOTALL)
+    assert content is not None
+    assert content[1], "the page was not measured"
+    found = json.loads(unescape(content[1]))
+    return Measured(
+        page_width=found["page_width"],
+        texts=tuple(map(tuple, found["texts"])),
+        columns=tuple(map(tuple, found["columns"])),
     )
 
 

@@ -17,9 +17,12 @@ from quartet_plugin.report.explain import (
     differences,
     show,
 )
+from quartet_plugin.report.throughput import throughput
+from tests.space.jobs import make_shape
 
 GIB = 2**30
 EXPLANATION = Explanation(
+    rates=throughput(1.0, shape=make_shape(), global_batch_size=8, num_devices=2, peak_flops_per_s=1e12),
     title=[("plan", "abc for 8 devices"), ("layout", "tp2 pp2 dp2 mb1")],
     iteration_s=2.0,
     stated_s=2.0,
@@ -55,7 +58,7 @@ def test_every_part_is_there() -> None:
     assert "2 s an iteration" in text
     assert "75.0 %" in text
     assert "gemm" in text
-    assert "bubble    20.0 % of the step" in text
+    assert "bubble    20.0 % of all device time" in text
     assert "runner-up pp4 dp2 mb1: 2.2 s, 10.0 % slower: pp_bubble +0.2 s" in text
     assert "assumed   precision bf16" in text
     assert "the plan says" not in text

@@ -13,6 +13,7 @@ from quartet_plugin.report.final_choice import choice_lines, choice_paragraph
 from quartet_plugin.report.page import Extras, page
 from quartet_plugin.report.status import status_lines, status_record
 from quartet_plugin.report.tables import plan_lines
+from quartet_plugin.space.plan_label import plan_label
 from tests.report.histories import WINNER, comparison, history
 
 CHOICE = FinalChoice(
@@ -42,7 +43,8 @@ def test_the_same_words_stand_wherever_the_winner_does() -> None:
     assert plan_lines(plan)[-2:] == LINES
     lines = status_lines(run)
     first = lines.index(LINES[0])
-    assert lines[first - 1].startswith("winner    trial 2")
+    assert lines[first - 2].startswith("winner    trial 2")
+    assert lines[first - 1].strip() == plan_label(plan)
     assert lines[first + 1] == LINES[1]
     assert escape(choice_paragraph(plan)) in page(run, Extras())
     assert all(line[10:] in choice_paragraph(plan) for line in LINES)

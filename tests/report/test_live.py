@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from quartet_plugin.model.launch import LaunchRecord
+from quartet_plugin.model.launch import LaunchPosition, LaunchRecord, Phase
 from quartet_plugin.report.live import LiveTable, PlainLines, reporter
 from tests.model.plans import PLAN
 
@@ -20,7 +20,9 @@ def play(shown: PlainLines | LiveTable) -> None:
         label="0", plan=None, outcome="OK", iteration_s=0.5, tokens_per_s=1000.0, versus_baseline=1.0
     )
     shown.plan_finished(own)
-    shown.plan_started("1", PLAN, phase="search", time_left_s=125.0)
+    shown.plan_started(
+        "1", PLAN, phase="search", time_left_s=125.0, position=LaunchPosition(index=1, count=10)
+    )
     shown.progressed("measure", iteration=4, num_iterations=13)
     shown.progressed("measure", iteration=5, num_iterations=13)
     shown.plan_finished(
@@ -39,11 +41,12 @@ def test_plain_lines_are_one_an_event() -> None:
         play(shown)
     assert all("\n" not in line for line in lines)
     assert "trial 0: your own command: 0.500 s/iteration, 1,000 tokens/s, 1.00x the baseline" in lines
-    assert "trial 1: measure 4/13, 0 s; about 2 min 05 s left" in lines
-    words = f"{PLAN.shape.label}, {PLAN.layout.label}, 6+2, 1f1b, 1,0"
-    assert f"trial 1: {words}: launch, 0 s; about 2 min 05 s left" in lines
+    assert "trial 1, 1 of 10: measure 4/13, 0 s; about 2 min 05 s left" in lines
+    assert "the baseline: launch, 0 s" in lines
+    words = "PP 2 · MB 4 · split 6+2 · 1f1b · ranks 1,0"
+    assert f"trial 1, 1 of 10: {words}: launch, 0 s; about 2 min 05 s left" in lines
     assert sum("measure" in line for line in lines) == 1
-    assert any("6+2, 1f1b, 1,0" in line and "1.25x" in line for line in lines)
+    assert any(words in line and "1.25x" in line for line in lines)
     assert "INFEASIBLE: out of memory [red]" in lines[-1]
 
 
@@ -69,6 +72,38 @@ def test_a_terminal_gets_a_table_that_stays() -> None:
     assert "out of memory [red]" in screen.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("label", "phase", "position", "words"),
+    [
+        ("0", "baseline", None, "the baseline"),
+        ("0 again", "control", None, "the baseline again"),
+        ("7", "search", LaunchPosition.of_trial(3, num_asked=10), "trial 7, 4 of 10"),
+        ("7", "search", LaunchPosition.of_trial(12, num_asked=10), "trial 7, 10 of 10"),
+        ("7 depth proxy", "cropped", None, "a depth proxy of trial 7"),
+        ("7 parity check", "parity", None, "a parity check of trial 7"),
+        ("7 round 2", "final", LaunchPosition.of_round(1, num_rounds=5), "final round 2 of 5, trial 7"),
+        ("0 round 6", "final", LaunchPosition.of_round(5, num_rounds=5), "final round 6 of 10, the baseline"),
+    ],
+)
+def test_a_launch_says_which_of_how_many_it_is(
+    label: str, phase: Phase, position: LaunchPosition | None, words: str
+) -> None:
+    lines: list[str] = []
+    PlainLines(lines.append).plan_started(label, None, phase=phase, time_left_s=None, position=position)
+    assert lines == [f"{words}: launch, 0 s"]
+
+
+def test_several_launches_say_the_place_of_the_latest() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=140, height=40, color_system=None)
+    table = LiveTable(console)
+    for index in (4, 5):
+        place = LaunchPosition(index=index, count=12)
+        table.plan_started(str(index), PLAN, phase="search", time_left_s=60.0, position=place)
+    with console.capture() as captured:
+        console.print(table.render())
+    assert captured.get().splitlines()[-1].startswith("trials 4, 5, 5 of 12: 0 s; about 1 min 00 s left")
+
+
 def test_a_pipe_gets_lines() -> None:
     assert isinstance(reporter(Console(file=io.StringIO())), PlainLines)
 
@@ -83,7 +118,7 @@ def test_the_table_fits_the_screen_and_cuts_no_number(width: int, height: int) -
     shown.plan_finished(own)
     for number in range(1, 60):
         shown.plan_finished(replace(own, label=f"{number} round 1", plan=PLAN))
-    shown.plan_finished(replace(own, label="60", plan=PLAN, versus_baseline=1.31))
+    shown.plan_finished(replace(own, label="60", plan=PLAN, versus_baseline=1.31, drift=0.72))
     shown.plan_started("61", PLAN, phase="search", time_left_s=90.0)
     with console.capture() as captured:
         console.print(shown.render())
@@ -91,9 +126,13 @@ def test_the_table_fits_the_screen_and_cuts_no_number(width: int, height: int) -
     assert len(lines) <= height - 1
     assert all(len(line) <= width for line in lines)
     assert lines[-1].startswith("trial 61: launch")
-    assert lines[-2].startswith("61 ")
-    assert lines[-2].rstrip().endswith("running")
-    assert "1.31x" in lines[-3]
-    assert "1.234" in lines[-3]
+    note = next(index for index, line in enumerate(lines) if line.startswith("* over the baseline"))
+    assert " ".join(line.strip() for line in lines[note:-1]) == (
+        "* over the baseline as measured again, at 0.72x of its first speed"
+    )
+    assert lines[note - 1].startswith("61 ")
+    assert lines[note - 1].rstrip().endswith("running")
+    assert "1.31x*" in lines[note - 2]
+    assert "1.234" in lines[note - 2]
     assert "your own" in lines[1]
     assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)

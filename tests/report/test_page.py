@@ -12,15 +12,21 @@ from hypothesis import strategies as st
 from quartet_plugin.cli.report import timelines
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.history import RunHistory, TrialRow
-from quartet_plugin.model.plan import ScheduleChoice, Split
+from quartet_plugin.model.plan import Plan, ScheduleChoice, Split
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.rank_files import ActionTimes
+from quartet_plugin.report.formatting import SECONDS_HEAD, SPEEDUP_HEAD, bubble_words
+from quartet_plugin.report.gantt import timeline
 from quartet_plugin.report.page import Extras, Picture, page
-from quartet_plugin.report.winner import simulated_plan
-from quartet_plugin.schedule.choice import choice_of
+from quartet_plugin.report.timeline import KIND_NAMES
+from quartet_plugin.report.winner import flop_costs, simulated_plan
+from quartet_plugin.schedule import simulate as simulation_module
+from quartet_plugin.schedule.choice import choice_of, generated
 from quartet_plugin.schedule.files import order_texts
 from quartet_plugin.schedule.named import named
-from tests.report.browser import Opened, open_page, picture, print_page
+from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.schedule.simulate import Simulation, simulate
+from tests.report.browser import Opened, measure_page, open_page, picture, print_page
 from tests.report.histories import HOLDER, INTERLEAVED, RUNNING, WINNER, history, refused, row
 from tests.schedule.orders import unit_costs
 
@@ -35,7 +41,15 @@ ATTACKS = (
 )
 VOID = {"meta", "link", "br", "wbr", "img", "input"}
 EXTRAS = Extras(
-    importance={"split": 0.6, "micro_batch_size": 0.3, "mapping": 0.1},
+    importance={
+        "layout": 0.2,
+        "layout.2": 0.1,
+        "micro_batch_size[1,2,4,8]": 0.2,
+        "split.embedding": 0.2,
+        "split.head": 0.1,
+        "schedule[1f1b,zb-h1]": 0.1,
+        "mapping[pp2]": 0.1,
+    },
     train=["sh /runs/heavy-head/best/command.sh"],
     flags=["--pipeline-model-parallel-layout 'Etttttt|ttL'"],
 )
@@ -140,10 +154,31 @@ def test_the_page_says_what_was_found() -> None:
 
 def test_every_picture_is_there() -> None:
     drawn = [value for name, value in read(whole(history())).attributes if name == "aria-label"]
-    assert len(drawn) == 6
     assert [label.split()[0] for label in drawn] == [
-        "Best", "Every", "Parameter", "Predicted", "Peak", "Simulated",
+        "Seconds", "Best", "Every", "Every", "Parameter", "Predicted", "Peak", "Simulated",
     ]  # fmt: skip
+
+
+def test_what_mattered_is_said_in_the_words_of_the_other_tables() -> None:
+    markup = whole(history())
+    text = read(markup).text
+    for words, share in (("degrees of parallelism", "30.0 %"), ("split", "30.0 %"), ("rank order", "10.0 %")):
+        assert words in text
+        assert share in text
+    for parameter in set(EXTRAS.importance) - {"layout"}:
+        assert parameter not in markup
+    assert not re.search(r"[a-z]\[[a-z0-9]", text), "no parameter of the study with its choices"
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_colour_of_the_timelines_legend_means_one_thing(chunks: int) -> None:
+    order = named("zb-v" if chunks == 2 else "zb-h1", num_devices=2, num_microbatches=4)
+    svg = timeline(order, simulate(order, unit_costs(order)), label="x")
+    assert svg is not None
+    legend = re.findall(r'<rect [^>]*fill="(#[0-9a-f]{6})"', svg)
+    num_kinds = sum(f"{kind.name} {words}" in svg for kind, words in KIND_NAMES.items())
+    assert len(legend) == len(set(legend)) == num_kinds * chunks
+    assert ("chunk 0 to 1" in svg) == (chunks == 2)
 
 
 def test_a_split_of_many_stages_may_be_broken() -> None:
@@ -219,6 +254,36 @@ def test_a_schedule_of_ours_is_simulated_and_as_it_was_recorded(tmp_path: Path) 
     assert len(timelines(history(winner=best), path=tmp_path)) == 1
 
 
+@pytest.mark.parametrize("plan", [WINNER, INTERLEAVED])
+@pytest.mark.parametrize("num_microbatches", [64, 4096])
+def test_the_step_of_many_microbatches_is_not_simulated_whole(
+    plan: Plan, num_microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = replace(
+        plan,
+        made_for=replace(
+            plan.made_for,
+            global_batch_size=num_microbatches * plan.layout.micro_batch_size * plan.layout.data_parallel,
+        ),
+    )
+    assert many.num_microbatches == num_microbatches
+    sizes: list[int] = []
+
+    def counted(schedule: Schedule, *arguments: object) -> Simulation:
+        sizes.append(schedule.num_microbatches)
+        return simulate(schedule, *arguments)  # type: ignore[arg-type]
+
+    expected = simulate(
+        generated(many.schedule, layout=many.layout, num_microbatches=num_microbatches),
+        flop_costs(many).ratios,
+    )
+    monkeypatch.setattr(simulation_module, "simulate", counted)
+    made = simulated_plan(many, iteration_s=0.5)
+    assert made is not None
+    assert f"bubble {bubble_words(expected.bubble_fraction)}:" in made[2]
+    assert max(sizes[:2]) <= 64
+
+
 def test_a_plan_without_a_pipeline_has_no_timeline() -> None:
     flat = replace(
         WINNER,
@@ -275,7 +340,7 @@ def test_the_browser_has_nothing_to_complain_about(opened: Opened) -> None:
 
 
 def test_the_browser_shows_the_figures_and_the_attack_as_text(opened: Opened) -> None:
-    assert opened.document.count("<svg") == 6
+    assert opened.document.count("<svg") == 8
     assert (
         "<title>&lt;script&gt;document.title='owned'&lt;/script&gt;: quartet report</title>"
         in opened.document
@@ -293,6 +358,18 @@ def test_the_policy_stops_a_script_that_is_there_all_the_same(tmp_path: Path) ->
     found = open_page(path)
     assert any("Content Security Policy" in line for line in found.console)
     assert "Best against baseline" in found.document
+
+
+@pytest.mark.parametrize("width", [390, 700, 1200])
+def test_a_phone_shows_the_charts_and_a_trials_speed(width: int, tmp_path: Path) -> None:
+    measured = measure_page(whole(history()), width=width, folder=tmp_path)
+    assert measured.page_width <= width, "the page itself is not moved sideways"
+    charts = {chart.split()[0] for _, _, chart in measured.texts}
+    assert charts >= {"Seconds", "Best", "Every", "Parameter", "Predicted", "Peak", "Simulated"}
+    small = [(words, size, chart) for words, size, chart in measured.texts if size < 9.0]
+    assert not small
+    ends = {head: right for head, _, right in measured.columns}
+    assert max(ends["trial"], ends[SECONDS_HEAD], ends[SPEEDUP_HEAD]) <= width
 
 
 def test_it_is_drawn_in_light_and_in_dark_and_prints(tmp_path: Path) -> None:

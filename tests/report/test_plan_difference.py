@@ -9,11 +9,12 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Mapping, ScheduleChoice, Slot, Split
 from quartet_plugin.report.page import Extras, page
 from quartet_plugin.report.plan_difference import (
-    LAYOUT_WORDS,
     difference_lines,
     difference_sentence,
     difference_words,
 )
+from quartet_plugin.space.knobs.knob import SettingKnob
+from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
 from tests.model.plans import LAYOUT, PLAN, SHAPE
 from tests.report.histories import INTERLEAVED, WINNER, history
 
@@ -28,7 +29,7 @@ def test_parts_that_differ_are_said_and_no_others() -> None:
     assert difference_sentence(BASELINE) == "nothing differs from your own command"
     assert difference_sentence(PLAN) == "layers per stage 4+4 become 6+2; ranks 1,0"
     assert difference_words(INTERLEAVED) == (
-        "chunks a device 1 becomes 2",
+        "virtual stages 1 becomes 2",
         "1F1B becomes interleaved g2",
         "layers per stage 4+4 become 3+2+2+1",
         "ranks 1,0",
@@ -85,8 +86,16 @@ def test_equal_flops_are_called_equal() -> None:
     assert "at equal FLOPs and +0.0 % parameters" in difference_words(plan)[0]
 
 
-def test_every_part_of_a_layout_has_words() -> None:
-    assert set(LAYOUT_WORDS) == {field.name for field in fields(Layout)}
+def test_every_part_of_a_layout_is_a_knob() -> None:
+    known = {"settings" if isinstance(knob, SettingKnob) else knob.name for knob in LAYOUT_KNOBS} - {
+        "zero_stage"
+    }
+    assert known == {field.name for field in fields(Layout)}
+
+
+def test_a_setting_that_a_plan_changes_is_said() -> None:
+    plan = replace(BASELINE, layout=BASELINE.layout.with_setting("overlap_grad_reduce", True))
+    assert difference_words(plan) == ("overlap grad reduce the command's becomes on",)
 
 
 def test_the_report_says_it_in_its_head() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from quartet_plugin.report.summary import aligned, describe, schedule_summary, seconds, size
+from quartet_plugin.report.summary import aligned, describe, schedule_summary, seconds
 from quartet_plugin.schedule.simulate import simulate
 from tests.schedule.orders import one_f_one_b, schedule_of, unit_costs, v_schedule
 
@@ -16,14 +16,6 @@ from tests.schedule.orders import one_f_one_b, schedule_of, unit_costs, v_schedu
 )
 def test_seconds(value: float, text: str) -> None:
     assert seconds(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2.0**30, "1 GiB"), (3.5 * 2.0**40, "3.5 TiB")],
-)
-def test_size(value: float, text: str) -> None:
-    assert size(value) == text
 
 
 def test_columns() -> None:

@@ -53,7 +53,7 @@ class RecordingMachine(FakeMachine):
         folder.mkdir()
         if request.plan is not None:
             write_plan(request.plan, path=folder / "plan.json")
-        write_reports(folder, self, result)
+        write_reports(folder, self, result, request.plan)
         write_attempt(folder, request, result)
         found = LocalBackend().recorded(request.folder, plan_key=request.plan_key)
         assert found is not None

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.plan import write_plan
+from quartet_plugin.model.plan import Plan, write_plan
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import CommandRecord, ResultRecord, TrialSpec
 from quartet_plugin.protocol.rank_files import Iteration, RankReport
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.run_folder import TuningRun
 from quartet_plugin.tuner.tune_result import TuneResult, write_best
+from tests.trial.executions import executed
 from tests.tuner.fakes import FakeMachine, begin, tune
 
 
@@ -30,7 +31,7 @@ class WritingMachine(FakeMachine):
         folder = request.folder / "attempt-1"
         folder.mkdir(parents=True)
         write_attempt(folder, request, result)
-        write_reports(folder, self, result)
+        write_reports(folder, self, result, request.plan)
         if request.plan is not None:
             write_plan(request.plan, path=folder / "plan.json")
         return result
@@ -75,7 +76,7 @@ def write_attempt(folder: Path, request: TrialRequest, result: TrialResult) -> N
         write_json_atomic(folder / f"{name}.json", dump(content))
 
 
-def write_reports(folder: Path, machine: FakeMachine, result: TrialResult) -> None:
+def write_reports(folder: Path, machine: FakeMachine, result: TrialResult, plan: Plan | None = None) -> None:
     """rank-K.json of every slot."""
     slots = [(node.host, local) for node in machine.cluster for local in range(node.num_slots)]
     for rank, (host, local) in enumerate(slots):
@@ -96,6 +97,7 @@ def write_reports(folder: Path, machine: FakeMachine, result: TrialResult) -> No
             ),
             peak_memory_bytes=(rank + 1) * 2**30,
             job=dict(result.job) if result.job is not None and rank == 0 else None,
+            execution=None if plan is None else executed(plan, rank),
         )
         write_json_atomic(folder / f"rank-{rank}.json", dump(report))
 

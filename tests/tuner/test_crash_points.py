@@ -126,9 +126,15 @@ def test_killed_before_some_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     check(tmp_path, monkeypatch, whole, range(0, whole[1], 23))
 
 
-@pytest.mark.slow
+# Every fourth write here, the others nightly.
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2, 3)),
+    ],
+)
 def test_killed_before_every_write(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any
 ) -> None:

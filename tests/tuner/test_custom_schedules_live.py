@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.cli.main import main
-from quartet_plugin.cli.train import check_receipt
+from quartet_plugin.cli.plan_checks import check_receipt
 from quartet_plugin.model.plan import read_plan, write_plan
 from quartet_plugin.model.receipt import needs_receipt, read_receipt
 from quartet_plugin.protocol.rank_files import read_actions

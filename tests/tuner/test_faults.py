@@ -23,7 +23,7 @@ from quartet_plugin.errors import (
     StorageError,
 )
 from quartet_plugin.model.plan import NodeInfo, Plan
-from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
+from quartet_plugin.trial.request import Outcome, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.tuner import finalists as final
 from quartet_plugin.tuner.config import StudyConfig, parse_config
 from quartet_plugin.tuner.context import TimeBudget
@@ -391,6 +391,25 @@ def test_row_6_the_deadline_sets_the_starts_limit_and_what_was_seen_lengthens_it
     assert {request.timeouts.first_step_s for request in requests} == {240.0}
 
 
+def test_row_6_the_first_start_on_gpus_may_compile_and_later_ones_learn_from_it(tmp_path: Path) -> None:
+    requests: list[TrialRequest] = []
+    machine = FakeMachine(on_launch=requests.append)
+    plain = machine._result
+
+    def cold(request: TrialRequest) -> TrialResult:
+        return replace(plain(request), start_s=20.0, first_step_s=150.0)
+
+    machine._result = cold  # type: ignore[method-assign]
+    tune(begin(tmp_path / "r", study={"trials": 2}, device="cuda"), machine)
+    first, later = requests[0], requests[1:]
+    assert (first.timeouts.init_s, first.timeouts.first_step_s) == (900.0, 600.0)
+    assert first.deadline_s == 600.0 + 600.0 + 480.0
+    assert {request.timeouts.first_step_s for request in later} == {450.0}
+    assert {request.timeouts.init_s for request in later} == {450.0}
+    assert {request.deadline_s for request in later} == {600.0}
+    assert Timeouts.cold(60.0) == Timeouts.within(60.0)
+
+
 # Row 43: the best plan is noise
 
 
@@ -424,7 +443,9 @@ def num_winners(
             budget=TimeBudget(limit_s=None, clock=lambda: 0.0),
             observer=Watching(),
         )
-        baseline: Any = SimpleNamespace(plan=trial(0, value=1.0, layers=4).plan, objective="tokens_per_s")
+        baseline: Any = SimpleNamespace(
+            plan=trial(0, value=1.0, layers=4).plan, objective="tokens_per_s", launched_plan=None
+        )
         machine: Any = NoisyMachine(random.Random(seed), speedup)
         played = FinalRounds(context=context, launcher=machine, baseline=baseline)
         chosen = [trial(number, value=1.0, layers=4 + number) for number in (1, 2, 3)]

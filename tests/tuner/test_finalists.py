@@ -141,10 +141,21 @@ def test_intervals_cover_the_true_median() -> None:
     assert hits >= 175
 
 
-def a_run(folder: Path, *words: str) -> TuningRun:
+def a_run(folder: Path, *words: str, device: str = "cpu") -> TuningRun:
     return create_run(
-        folder / "r", config=parse_config({"run": "r", "device": "cpu"}, where="x"), command=words
+        folder / "r", config=parse_config({"run": "r", "device": device}, where="x"), command=words
     )
+
+
+@pytest.mark.parametrize(("node_class", "is_named"), [("cpu 2 cores x2", True), ("NVIDIA H200 x2", False)])
+def test_a_winner_of_a_machine_without_accelerators_trains_on_its_processor(
+    tmp_path: Path, node_class: str, is_named: bool
+) -> None:
+    nodes = tuple(replace(node, node_class=node_class) for node in PLAN.made_for.nodes)
+    plan = replace(PLAN, made_for=replace(PLAN.made_for, nodes=nodes))
+    run = a_run(tmp_path, "torchrun", "x.py", device="auto")
+    text = command_text(plan, run=run, path=run.folder.best_plan)
+    assert ("--device cpu" in text) is is_named
 
 
 def test_the_shell_line_says_exactly_the_users_words(tmp_path: Path) -> None:

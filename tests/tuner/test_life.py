@@ -34,11 +34,12 @@ from quartet_plugin.tuner.sequential_search import num_spent
 from quartet_plugin.tuner.trial_backend import LocalBackend
 from quartet_plugin.tuner.trial_launcher import record_of
 from tests.space.jobs import make_job, make_nodes
+from tests.trial.executions import executed
 from tests.tuner.conftest import _MEMORY
 
 WARMUP, MEASURE = 1, 3
 PLACE = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-COMMAND = parse_command(["python", "train.py"], environment={})
+COMMAND = parse_command(["torchrun", "--nproc-per-node", "2", "train.py"], environment={})
 SPACE = build_space(make_job(), nodes=make_nodes(2), search=SearchConfig(), run="r", seed=0)
 BASELINE = TrialRecord(verdict="measured", outcome="OK", reason="", attempt_id="0" * 32, value=100.0)
 
@@ -232,30 +233,33 @@ class Life(RuleBasedStateMachine):
 
 
 def report(attempt: Attempt, *, seconds: float, folder: Path | None = None) -> None:
-    """rank-0.json of an attempt."""
+    """rank-K.json of an attempt, by the ranks that its plan has."""
     rows = tuple(
         Iteration(iteration=at + 1, iteration_s=seconds, loss=2.0, grad_norm=1.0, skipped=False)
         for at in range(WARMUP + MEASURE)
     )
-    found = RankReport(
-        schema_version=1,
-        attempt_id=attempt.spec.attempt_id,
-        rank=0,
-        launch_rank=0,
-        host="node-0",
-        local_rank=0,
-        pid=2**22,
-        plan_key=attempt.spec.plan_key,
-        device="cpu",
-        phases_s={},
-        iterations=rows,
-        peak_memory_bytes=1,
-        job=None,
-    )
-    place = (folder or attempt.folder) / "rank-0.json"
-    draft = place.with_name(".rank-0.json.new")
-    draft.write_text(json.dumps(dump(found)))
-    draft.replace(place)
+    plan = attempt.read_plan()
+    for rank, slot in enumerate(SPACE.baseline.mapping.slots):
+        found = RankReport(
+            schema_version=1,
+            attempt_id=attempt.spec.attempt_id,
+            rank=rank,
+            launch_rank=rank,
+            host=f"node-{slot.node}",
+            local_rank=slot.local,
+            pid=2**22 + rank,
+            plan_key=attempt.spec.plan_key,
+            device="cpu",
+            phases_s={},
+            iterations=rows,
+            peak_memory_bytes=1,
+            job=None,
+            execution=None if plan is None else executed(plan, rank),
+        )
+        place = (folder or attempt.folder) / f"rank-{rank}.json"
+        draft = place.with_name(f".rank-{rank}.json.new")
+        draft.write_text(json.dumps(dump(found)))
+        draft.replace(place)
 
 
 def evidence_of(attempt: Attempt) -> Evidence:
@@ -264,6 +268,7 @@ def evidence_of(attempt: Attempt) -> Evidence:
     assert again is not None
     return Evidence(
         spec=again.spec,
+        plan=again.read_plan(),
         snapshot=RankFileReader(attempt.folder, attempt_id=again.spec.attempt_id).scan(),
         num_processes=again.command.num_processes,
         stopped_by="exit",

@@ -138,11 +138,10 @@ class ParallelSearch:
         self.dispatcher.again(ended.number, "measured on other devices than the baseline")
         return True
 
-    def _hand_out(self, proposal: Proposal, trials: list[FinishedTrial], *, tried: int) -> None:
+    def _hand_out(self, proposal: Proposal, trials: list[FinishedTrial]) -> None:
         search, plan = self.search, proposal.plan
-        launch = search.launch_of(proposal, trials, drift=self._drift)
-        num_left = -(-search.num_left(tried=tried) // max(1, self._num_workers))
-        search.launcher.begin(launch, num_left=num_left)
+        launch = search.launch_of(proposal, trials, drift=self._drift, num_in_flight=len(self._in_flight))
+        search.launcher.begin(launch, num_left=search.num_left(trials, num_workers=self._num_workers))
         # A mapping names the slots of the host that it was made for.
         host = None if plan.mapping.is_stock else plan.made_for.nodes[0].host
         self.dispatcher.publish(proposal.number, search.launcher.request(launch), host=host)
@@ -157,8 +156,8 @@ class ParallelSearch:
         while True:
             trials = search.study.trials()
             tried = num_spent(trials)
-            if search.is_over(tried):
-                return f"{tried} plans were tried"
+            if why := search.why_over(trials, tried=tried):
+                return why
             if self._is_drift_check_due(tried):
                 if self._in_flight:
                     return None
@@ -176,7 +175,7 @@ class ParallelSearch:
             if not search.has_time(trials, then_try=proposal.plan):
                 self._held_back = proposal  # it stays open, for a run that is resumed with more time
                 return no_time
-            if not self._place(proposal, trials, tried=tried):
+            if not self._place(proposal, trials):
                 return None
 
     def _is_full(self, tried: int) -> bool:
@@ -199,7 +198,7 @@ class ParallelSearch:
             self._num_exhausted = len(trials)
         return proposal
 
-    def _place(self, proposal: Proposal, trials: list[FinishedTrial], *, tried: int) -> bool:
+    def _place(self, proposal: Proposal, trials: list[FinishedTrial]) -> bool:
         """Answer a proposal, hand it out, or hold it back; False where nothing else may be begun now."""
         if proposal.plan.execution in {plan.execution for plan in self._plans()}:
             self._duplicates.append(proposal)
@@ -211,7 +210,7 @@ class ParallelSearch:
         if self.search.answer(proposal, trials):
             return True
         if result is None:
-            self._hand_out(proposal, trials, tried=tried)
+            self._hand_out(proposal, trials)
             return True
         self._take(proposal, result)
         return True
@@ -245,7 +244,7 @@ class ParallelSearch:
         every = self.search.context.run.config.study.control
         self._num_drift_checks = tried // every
         self._drift = self.search.drift_monitor.check(
-            every * self._num_drift_checks, trials=trials, num_left=self.search.num_left(tried=tried)
+            every * self._num_drift_checks, trials=trials, num_left=self.search.num_left(trials)
         )
 
     def _close(self) -> None:

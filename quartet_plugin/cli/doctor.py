@@ -1,0 +1,153 @@
+"""`quartet doctor`: what can be tuned with the framework here, axis by axis, before anything starts."""
+
+import socket
+import subprocess
+import sys
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quartet_plugin.cli.command import PlanFile
+from quartet_plugin.cli.output import show
+from quartet_plugin.errors import InfrastructureError, PlanError, SeamError
+
+if TYPE_CHECKING:
+    from quartet_plugin.model.plan import Plan
+
+_MODULE = "quartet_plugin.megatron.doctor"
+_CUSTOM_SCHEDULES = "custom_schedules"
+_SHOWN_FUNCTIONS = 40
+
+
+class ReportFormat(StrEnum):
+    """The forms of the report."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def doctor_command(
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="PLAN", help="Whether this plan may be used here.")
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="WHEEL|TREE",
+            help="Show changed functions as they differ from another Megatron.",
+        ),
+    ] = None,
+    form: Annotated[
+        ReportFormat, typer.Option("-f", "--format", help="Lines, or one JSON object.")
+    ] = ReportFormat.TEXT,
+) -> None:
+    """Tell what can be tuned with the Megatron here, axis by axis, with the reason; nothing is launched."""
+    if against is not None and not against.exists():
+        raise PlanError(f"--against {against}: there is no such file or folder")
+    if plan is not None:
+        recheck_command(plan)
+        return
+    report = _report(against)
+    _show_report(report, form)
+    if report["fault"] is not None:
+        raise SeamError(report["fault"])
+
+
+def recheck_command(plan: PlanFile) -> None:
+    """After an upgrade: may a plan still be used here? The same as `quartet doctor --plan PLAN`."""
+    from quartet_plugin.model.frameworks import capabilities
+    from quartet_plugin.model.plan import read_plan
+
+    content = read_plan(plan)
+    if not capabilities(content.made_for.framework).has_recheck:
+        raise PlanError(
+            f"{plan}: made for {content.made_for.framework}; only Megatron's functions are rechecked"
+        )
+    show(*_plan_lines(content, path=plan, report=_report(None)))
+
+
+def _plan_lines(plan: "Plan", *, path: Path, report: dict[str, Any]) -> list[str]:
+    """What shows that a plan may be used here. Raises SeamError or PlanError where it may not."""
+    from quartet_plugin.cli.plan_checks import framework_version
+    from quartet_plugin.model.receipt import needs_receipt, require_receipt
+
+    if report["fault"] is not None:
+        raise SeamError(report["fault"])
+    needs_runtime = needs_receipt(plan)
+    custom = next(row for row in report["axes"] if row["axis"] == _CUSTOM_SCHEDULES)
+    faults = _faults(report)
+    if needs_runtime and custom["state"] != "works":
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise SeamError(f"{path}: its schedule is off here: {faults[0]}{more}; {_difference_command(report)}")
+    here, made_for = report["framework_version"], plan.made_for
+    if here != made_for.framework_version:
+        raise PlanError(
+            f"{path}: made for megatron-core {made_for.framework_version}, here is {here}: what was measured "
+            "is of another release; make a plan with `quartet tune`"
+        )
+    level = (
+        "a custom schedule, and every function that it replaces is as known"
+        if needs_runtime
+        else ("native flags, which this Megatron has")
+    )
+    lines = [f"megatron-core {here}: the plan's own", f"the plan needs {level}"]
+    if needs_runtime:
+        receipt = require_receipt(plan, path=path, torch_version=framework_version("torch"))
+        lines.append(f"parity receipt: passed over {len(receipt.steps)} steps with these versions")
+    return lines
+
+
+def _show_report(report: dict[str, Any], form: ReportFormat) -> None:
+    if form is ReportFormat.JSON:
+        import json
+
+        # Nodes of a cluster stand beside this one.
+        nodes = [{"host": socket.gethostname(), "frameworks": [report]}]
+        typer.echo(json.dumps({"schema_version": 1, "nodes": nodes}, indent=1))
+        return
+    if report["framework_version"] is None:
+        return
+    faults = _faults(report)
+    show(
+        f"framework  megatron-core {report['framework_version']} in {report['folder']}",
+        f"functions  {len(report['functions'])}, {len(faults)} of them not as known; the nearest release is "
+        f"{report['nearest']}",
+        *(f"{row['axis']:17} {row['state']:6} {row['reason']}" for row in report["axes"]),
+    )
+    if faults:
+        show("", *faults[:_SHOWN_FUNCTIONS], _difference_command(report))
+    for text in report.get("differences", {}).values():
+        show("", *text.splitlines())
+
+
+def _faults(report: dict[str, Any]) -> list[str]:
+    return [item["fault"] for item in report["functions"] if item["fault"] is not None]
+
+
+def _difference_command(report: dict[str, Any]) -> str:
+    release = report["nearest"]
+    return (
+        f"to see the difference: pip download --no-deps megatron-core=={release} && "
+        f"quartet doctor --against megatron_core-{release}-*.whl"
+    )
+
+
+def _report(against: Path | None) -> dict[str, Any]:
+    """A report on the Megatron here, made in another process, which may import torch."""
+    from quartet_plugin.model.files import read_json
+
+    with tempfile.TemporaryDirectory(prefix="quartet-") as folder:
+        target = Path(folder, "report.json")
+        words = [str(target), *([] if against is None else [str(against)])]
+        done = subprocess.run(
+            [sys.executable, "-m", _MODULE, *words], capture_output=True, text=True, check=False
+        )
+        if not target.exists():
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise InfrastructureError(f"Megatron cannot be looked at: {last}")
+        content: dict[str, Any] = read_json(target)
+        return content

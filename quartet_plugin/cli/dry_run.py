@@ -1,0 +1,92 @@
+"""`quartet tune --dry-run`: what a search would launch and choose from; nothing is started."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quartet_plugin.launchers.command import Command
+    from quartet_plugin.tuner.config import TuneConfig
+
+
+def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_resumed: bool) -> list[str]:
+    """The run folder, the baseline's command, the launches, and the space as far as no launch is needed."""
+    from quartet_plugin.protocol.masking import masked_argv
+    from quartet_plugin.report.formatting import duration
+
+    study, trial = config.study, config.trial
+    state = "goes on" if is_resumed else "is there: say --resume" if path.exists() else "would be made"
+    longest_s = trial.deadline_s * (1 + study.trials + study.num_final_launches)
+    return [
+        f"run       {path} {state}",
+        f"command   {shlex.join(masked_argv(command.words))}",
+        f"baseline  {shlex.join(masked_argv(_baseline_words(command)))}",
+        f"trials    your own command, then at most {study.trials} plans, each "
+        f"{trial.warmup} + {trial.measure} iterations",
+        f"final     {study.num_final_launches} launches: {study.top_k} plans and your own command, in "
+        f"{study.rounds} rounds",
+        f"time      at most {duration(longest_s)}, {duration(trial.deadline_s)} a launch",
+        *_space_lines(config, command),
+        "dry run   nothing was started and nothing written",
+    ]
+
+
+def _space_lines(config: "TuneConfig", command: "Command") -> list[str]:
+    """Each axis with its choices, and the feature of the command that keeps it where one does."""
+    from quartet_plugin.space.knobs.registry import BY_NAME
+    from quartet_plugin.space.knobs.shape import SHAPE
+
+    locked, is_read = _locked(config, command)
+    lines: list[str] = []
+    for name, field in type(config.search).model_fields.items():
+        value = getattr(config.search, name)
+        words = _choices(name, value)
+        knob = SHAPE if name == "scaling" else BY_NAME.get(name)
+        feature = None if knob is None else locked.get(knob.axis.value)
+        if feature is not None and not (name == "scaling" and value is None):
+            words = f"kept as in your command, because of {feature} (asked: {words})"
+        else:
+            words = f"{words}: {field.description}"
+        lines.append(f"{'search' if not lines else '':<10}{name:<22}{words}")
+    if is_read and (reason := _no_custom_schedules(command)) is not None:
+        lines.append(f"{'':<10}{'':<22}the framework's own schedules stay, because of {reason}")
+    note = "" if is_read else "what the command's features keep, and "
+    lines.append(f"{'':<10}after the first launch: {note}which of these are legal for model and devices")
+    return lines
+
+
+def _no_custom_schedules(command: "Command") -> str | None:
+    from quartet_plugin.launchers.megatron_words import arguments_in
+    from quartet_plugin.space.runtime_refusals import refusal
+
+    return refusal(arguments_in(command.arguments))
+
+
+def _choices(name: str, value: Any) -> str:
+    if value is None:
+        return "as in your command" if name == "scaling" else "auto"
+    if name == "forbid":
+        return ", ".join(rule.label for rule in value) or "nothing"
+    if isinstance(value, tuple):
+        return ", ".join(str(choice) for choice in value)
+    if name == "scaling":
+        return f"equal {value.budget}, at most {value.max_shapes} shapes"
+    return str(value)
+
+
+def _baseline_words(command: "Command") -> list[str]:
+    """The words that start trial 0; only they are known of a program that is not read."""
+    return list(command.words) if command.starter == "other" else command.wrapped()
+
+
+def _locked(config: "TuneConfig", command: "Command") -> tuple[dict[str, str], bool]:
+    """The feature that keeps each axis, by its name, and whether the command's features are in its flags."""
+    from quartet_plugin.launchers.command import DEEPSPEED_MODULE
+    from quartet_plugin.launchers.megatron_words import arguments_in
+    from quartet_plugin.model.megatron_arguments import features_of
+    from quartet_plugin.space.features import locked_axes
+
+    is_read = command.entry != DEEPSPEED_MODULE and command.starter != "other"
+    features = features_of(arguments_in(command.arguments)) if is_read else []
+    locked = locked_axes(features, change_class=config.search.change_class)
+    return {axis.value: feature for axis, feature in locked.items()}, is_read

@@ -1,0 +1,74 @@
+"""`quartet knobs`: what is tuned, within which values, and why a value is kept."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from quartet_plugin.cli.command import RUNS, JsonSwitch, RunName, RunsFolder, find_run, invocation
+from quartet_plugin.cli.output import show
+from quartet_plugin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quartet_plugin.space.knob_table import KnobRow
+    from quartet_plugin.space.plan_space import Space
+
+
+def knobs_command(
+    ctx: typer.Context, run: RunName = None, run_dir: RunsFolder = RUNS, as_json: JsonSwitch = False
+) -> None:
+    """List every knob: the quantity, its class of change, its flag, its rule.
+
+    With a RUN also the value of that run's command, the values that its search may choose, and why one is
+    kept. With a command after -- the values that its flags state.
+    """
+    from quartet_plugin.space.knob_table import knob_rows
+
+    words = invocation(ctx).user_command
+    if run is not None and words is not None:
+        raise ConfigError(f"{run}: a run and a command; name one of them")
+    rows = knob_rows(None if run is None else _space_of(run, run_dir))
+    if words is not None:
+        rows = _stated(rows, words)
+    if as_json:
+        typer.echo(json.dumps({"schema_version": 1, "knobs": [row.record() for row in rows]}, indent=1))
+        return
+    for row in rows:
+        show(*_lines(row))
+
+
+def _space_of(run: str, run_dir: Path) -> "Space":
+    """The space of a run's search, as its baseline decided it."""
+    from quartet_plugin.tuner.run_space import space_of_run
+
+    return space_of_run(find_run(run, run_dir=run_dir))
+
+
+def _stated(rows: "list[KnobRow]", words: tuple[str, ...]) -> "list[KnobRow]":
+    """The rows with the values that a command's flags state."""
+    from dataclasses import replace
+
+    from quartet_plugin.launchers.megatron_flags import read_megatron_flags
+
+    flags = read_megatron_flags(words)
+
+    def value(row: "KnobRow") -> str | None:
+        name = row.knob.flag.lstrip("-").replace("-", "_")
+        stated = getattr(flags, name, None) if name else None
+        return None if stated in (None, ()) else row.knob.text(stated)
+
+    return [replace(row, value=value(row)) for row in rows]
+
+
+def _lines(row: "KnobRow") -> list[str]:
+    knob = row.knob
+    value = "" if row.value is None else f", now {row.value}"
+    choices = f": {', '.join(row.choices)}" if len(row.choices) > 1 else ""
+    named = " · ".join(filter(None, (knob.flag, knob.ds_key)))
+    lines = [
+        f"{knob.name}{value} (class {knob.change_class}; {row.state}{choices})",
+        f"    {knob.meaning}",
+        f"    {knob.rule}",
+    ]
+    return [*lines, f"    {named}"] if named else lines

@@ -1,0 +1,107 @@
+"""What a search cost, in device-hours, and after how many iterations with its winner that is paid back."""
+
+import math
+from dataclasses import dataclass
+
+from quartet_plugin.model.history import RunHistory
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.report.formatting import duration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchExpense:
+    """The expense of a run's search so far.
+
+    `device_hours`: the devices of the command times the seconds of every launch, those of the parity gate,
+    the drift checks and the final rounds included. `search_s`: the seconds that its sessions took.
+    Of `launch_s` the launches of the parity gate took `gate_s`, warm-up iterations `warmup_s`, measured ones
+    `measured_s`, and processes that start or end `starts_s`; `waiting_s` of `search_s` nothing was launched.
+    `payback_iterations`: after so many iterations the winner has gained `search_s`; None without a winner
+    that is faster and of the user's own model.
+    """
+
+    num_devices: int
+    launch_s: float
+    device_hours: float
+    search_s: float
+    starts_s: float
+    gate_s: float
+    warmup_s: float
+    measured_s: float
+    waiting_s: float
+    payback_iterations: int | None
+
+
+def expense_of(history: RunHistory) -> SearchExpense:
+    """The expense of a run, from the files of its launches and its events."""
+    num_devices = sum(node.num_slots for node in history.nodes)
+    parts = history.launch_parts
+    iterations_s = parts.gate_s + parts.warmup_s + parts.measured_s
+    return SearchExpense(
+        num_devices=num_devices,
+        launch_s=history.launch_s,
+        device_hours=num_devices * history.launch_s / 3600.0,
+        search_s=history.search_s,
+        starts_s=max(0.0, history.launch_s - iterations_s),
+        gate_s=parts.gate_s,
+        warmup_s=parts.warmup_s,
+        measured_s=parts.measured_s,
+        waiting_s=max(0.0, history.search_s - history.launch_s),
+        payback_iterations=_payback_iterations(history.winner, search_s=history.search_s),
+    )
+
+
+def _payback_iterations(winner: Plan | None, *, search_s: float) -> int | None:
+    comparison = None if winner is None else winner.measurement
+    if winner is None or comparison is None or winner.shape != winner.made_for.shape:
+        return None
+    gain_s = comparison.baseline.iteration_s.median - comparison.plan.iteration_s.median
+    return math.ceil(search_s / gain_s) if gain_s > 0 else None
+
+
+def expense_words(expense: SearchExpense) -> str:
+    """The expense as one line of text."""
+    words = f"{_hours_words(expense)}: {_basis_words(expense)}, within {duration(expense.search_s)}"
+    payback = _payback_words(expense)
+    return f"{words}; {payback}" if payback else words
+
+
+def expense_lines(history: RunHistory) -> list[str]:
+    """The expense under its label; nothing before a first launch has ended."""
+    expense = expense_of(history)
+    if expense.launch_s <= 0:
+        return []
+    return [f"spent     {expense_words(expense)}", f"time      {time_words(expense)}"]
+
+
+def time_words(expense: SearchExpense) -> str:
+    """What the launches' seconds went into, and what lay between launches."""
+    parts = (
+        ("measured", expense.measured_s),
+        ("warm-up", expense.warmup_s),
+        ("gate", expense.gate_s),
+        ("starts and ends", expense.starts_s),
+        ("waiting", expense.waiting_s),
+    )
+    return ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts)
+
+
+def expense_card(history: RunHistory) -> tuple[str, str, str]:
+    """The expense as the name, value and note of one of the report's figures."""
+    expense = expense_of(history)
+    note = _payback_words(expense) or _basis_words(expense)
+    return "spent", _hours_words(expense), f"{note}; {time_words(expense)}"
+
+
+def _hours_words(expense: SearchExpense) -> str:
+    hours = expense.device_hours
+    return f"{hours:,.3f} device-hours" if hours < 10 else f"{hours:,.0f} device-hours"
+
+
+def _basis_words(expense: SearchExpense) -> str:
+    return f"{expense.num_devices} devices in launches of {duration(expense.launch_s)}"
+
+
+def _payback_words(expense: SearchExpense) -> str:
+    num = expense.payback_iterations
+    return "" if num is None else f"paid back after {num:,} iterations of training"

@@ -1,0 +1,142 @@
+"""How fast and how dear an iteration's seconds are: tokens/s, model FLOP/s, MFU, days and money of the job.
+
+Every command that shows one of these figures takes it from here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quartet_plugin.calibration.machine_prior import library_device
+from quartet_plugin.model.cluster import Precision
+from quartet_plugin.model.job_description import Experts, LatentAttention, model_flops_per_sequence
+from quartet_plugin.model.plan import NodeInfo, Plan
+from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.report.formatting import rate
+
+_HOUR_S, _DAY_S = 3600.0, 86400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """Rates of one iteration; `mfu` is the part of the devices' peak FLOP/s, None where that is unknown."""
+
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    model_flops_per_s_per_device: float
+    mfu: float | None
+
+    def as_data(self) -> dict[str, float | None]:
+        """The rates as JSON data."""
+        return {
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "model_flops_per_s_per_device": self.model_flops_per_s_per_device,
+            "mfu": self.mfu,
+        }
+
+    @property
+    def words(self) -> str:
+        """The rates of one device in words."""
+        mfu = "" if self.mfu is None else f", MFU {100 * self.mfu:.1f} %"
+        return (
+            f"{self.tokens_per_s_per_device:,.0f} tokens/s and {rate(self.model_flops_per_s_per_device)} "
+            f"a device{mfu}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobCost:
+    """Time and money of a whole job; `price` is in the currency of the price of a device's hour, or None."""
+
+    num_tokens: float
+    days: float
+    device_hours: float
+    price: float | None
+
+    def as_data(self) -> dict[str, float | None]:
+        """The cost as JSON data."""
+        return {
+            "num_tokens": self.num_tokens,
+            "days": self.days,
+            "device_hours": self.device_hours,
+            "price": self.price,
+        }
+
+    @property
+    def words(self) -> str:
+        """The cost in words."""
+        price = "" if self.price is None else f", price {self.price:,.0f}"
+        hours = f"{self.device_hours:,.0f} device hours"
+        return f"{self.days:,.1f} days for {self.num_tokens:.4g} tokens, {hours}{price}"
+
+
+def throughput(
+    iteration_s: float,
+    *,
+    shape: ModelShape,
+    global_batch_size: int,
+    num_devices: int,
+    peak_flops_per_s: float | None,
+    experts: Experts | None = None,
+    latent_attention: LatentAttention | None = None,
+) -> Throughput:
+    """The rates of an iteration of `iteration_s` seconds; `peak_flops_per_s` is one device's, or None."""
+    sequences_per_s = global_batch_size / iteration_s
+    flops = model_flops_per_sequence(shape, experts=experts, latent_attention=latent_attention)
+    flops_per_s = sequences_per_s * flops / num_devices
+    tokens_per_s = sequences_per_s * shape.seq_length
+    return Throughput(
+        tokens_per_s=tokens_per_s,
+        tokens_per_s_per_device=tokens_per_s / num_devices,
+        model_flops_per_s_per_device=flops_per_s,
+        mfu=None if peak_flops_per_s is None else flops_per_s / peak_flops_per_s,
+    )
+
+
+def job_cost(
+    tokens_per_s: float, *, num_devices: int, num_tokens: float | None, price_per_device_hour: float | None
+) -> JobCost | None:
+    """What training on `num_tokens` tokens takes; None where nobody says how many."""
+    if num_tokens is None:
+        return None
+    seconds = num_tokens / tokens_per_s
+    hours = seconds / _HOUR_S * num_devices
+    price = None if price_per_device_hour is None else hours * price_per_device_hour
+    return JobCost(num_tokens=num_tokens, days=seconds / _DAY_S, device_hours=hours, price=price)
+
+
+def peak_of(nodes: Sequence[NodeInfo], precision: Precision = "bf16") -> float | None:
+    """The peak FLOP/s of one of the nodes' devices; None where they differ or the library has none such."""
+    names = {node.node_class.rpartition(" x")[0] for node in nodes}
+    device, is_known = library_device(min(names)) if len(names) == 1 else (None, False)
+    return device.peak(precision) if device is not None and is_known else None
+
+
+def throughput_of(plan: Plan, iteration_s: float, *, shape: ModelShape | None = None) -> Throughput:
+    """The rates of a plan, or of `shape` in its place, that takes `iteration_s` seconds an iteration.
+
+    The peak is that of the device that the nodes name, in bf16 where nothing says the precision.
+    """
+    made_for, job = plan.made_for, plan.made_for.job
+    return throughput(
+        iteration_s,
+        shape=shape or plan.shape,
+        global_batch_size=made_for.global_batch_size,
+        num_devices=made_for.world_size,
+        peak_flops_per_s=peak_of(made_for.nodes, "bf16" if job is None else job.precision),
+        experts=None if job is None else job.experts,
+        latent_attention=None if job is None else job.latent_attention,
+    )
+
+
+def cost_of(plan: Plan, rates: Throughput) -> JobCost | None:
+    """The cost of the plan's job as far as the plan says its tokens; None where it does not."""
+    job = plan.made_for.job
+    if job is None:
+        return None
+    return job_cost(
+        rates.tokens_per_s,
+        num_devices=plan.made_for.world_size,
+        num_tokens=job.num_tokens,
+        price_per_device_hour=job.price_per_device_hour,
+    )

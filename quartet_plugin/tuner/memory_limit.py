@@ -1,0 +1,92 @@
+"""The memory limit of a run's cluster file: plans above it do not fit, and a command above it is no baseline.
+
+The devices may have more memory than the file says. A plan's trial is then measured and still does not fit.
+The user's own command, trial 0, is measured as well, so that the job is known; the best stock plan that fits
+stands in for it in the final rounds.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quartet_plugin.calibration.machine_prior import KnownMachine
+from quartet_plugin.model.plan import NodeInfo, Plan
+from quartet_plugin.model.receipt import Receipt
+from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
+from quartet_plugin.tuner.trial_backend import ParityCheck, ShouldStop, TrialBackend
+
+
+def limit_bytes_of(machine: KnownMachine) -> int | None:
+    """The least `memory_bytes` that the cluster file gives a device of its nodes; None without one."""
+    cluster = machine.cluster
+    if cluster is None:
+        return None
+    names = {name for node in cluster.nodes for name in node.devices}
+    sizes = (values.memory_bytes for name, values in cluster.devices.items() if name in names)
+    return min((size for size in sizes if size is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitedBackend:
+    """A backend on which a measured plan does not fit where a rank's peak is above `limit_bytes`.
+
+    The user's own command is measured as it is.
+    """
+
+    backend: TrialBackend
+    limit_bytes: int
+
+    def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
+        """See `TrialBackend`."""
+        self.backend.recover(folder, should_stop=should_stop, skip=skip)
+
+    def recorded(self, folder: Path, *, plan_key: str | None) -> TrialResult | None:
+        """See `TrialBackend`."""
+        result = self.backend.recorded(folder, plan_key=plan_key)
+        return None if result is None else self.judged(result)
+
+    def run(
+        self, request: TrialRequest, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+    ) -> TrialResult:
+        """See `TrialBackend`."""
+        return self.judged(self.backend.run(request, on_progress=on_progress, should_stop=should_stop))
+
+    def check(
+        self, request: ParityCheck, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+    ) -> Receipt:
+        """See `TrialBackend`."""
+        return self.backend.check(request, on_progress=on_progress, should_stop=should_stop)
+
+    def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
+        """See `TrialBackend`."""
+        return self.backend.nodes(result)
+
+    def judged(self, result: TrialResult) -> TrialResult:
+        """The result, infeasible where a measured plan's peak is above the limit."""
+        excess = result.peak_memory_bytes - self.limit_bytes
+        if result.plan_key is None or not result.is_measured or excess <= 0:
+            return result
+        return replace(
+            result,
+            outcome=Outcome.INFEASIBLE,
+            reason=f"out of memory: {above_limit(result.peak_memory_bytes, self.limit_bytes)}",
+            memory_excess_bytes=excess,
+        )
+
+
+def above_limit(peak_bytes: int, limit_bytes: int) -> str:
+    """The peak and the limit that it is above, in words."""
+    return (
+        f"a rank's peak is {peak_bytes / 2**20:,.0f} MiB, "
+        f"above the {limit_bytes / 2**20:,.0f} MiB of machine.cluster"
+    )
+
+
+def stand_in_of(ranked: Sequence[FinishedTrial], *, command: Plan) -> FinishedTrial | None:
+    """The first of `ranked`, the best first, that an unmodified framework runs with the command's shape."""
+
+    def is_stock(plan: Plan) -> bool:
+        return plan.schedule.custom is None and plan.mapping.is_stock and plan.shape == command.shape
+
+    return next((trial for trial in ranked if is_stock(trial.plan)), None)

@@ -1,0 +1,29 @@
+"""The search space of a run, made again from its folder, without a launch and without its study."""
+
+from pathlib import Path
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.training_job import parse_training_job
+from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.tuner.attempts import read_launch
+from quartet_plugin.tuner.finalists import BASELINE
+from quartet_plugin.tuner.history import open_run
+from quartet_plugin.tuner.schedule_files import kept_schedules
+from quartet_plugin.tuner.trial_backend import nodes_of
+
+
+def space_of_run(path: Path) -> Space:
+    """The space of the run in `path`. Raises ConfigError where its baseline was not measured yet."""
+    run = open_run(path)
+    faults: list[str] = []
+    launch = read_launch(run.folder.trial(BASELINE), faults=faults)
+    if launch.result is None or launch.result.job is None:
+        raise ConfigError(f"{path}: the command was not measured yet, so its knobs are not known")
+    return build_space(
+        parse_training_job(launch.result.job, where=str(launch.result.folder)),
+        nodes=nodes_of(launch.reports),
+        search=run.config.search,
+        run=run.name,
+        seed=run.config.study.seed,
+        written=kept_schedules(run.config.search, folder=run.folder),
+    )

@@ -1,0 +1,125 @@
+"""`quartet doctor`: the axes of the Megatron here, and a plan after an upgrade (`quartet recheck`)."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.cli import doctor as command
+from quartet_plugin.cli.main import main
+from quartet_plugin.model import receipt as receipts
+from quartet_plugin.model.plan import Plan, write_plan
+from quartet_plugin.model.receipt import receipt_path, write_receipt
+from tests.model.plans import PLAN
+from tests.model.test_receipt import receipt_of
+
+FAULT = "a.b: its source is another one in megatron-core 0.19.2 (0123)"
+
+
+def report(*, fault: str | None = None, changed: str | None = None) -> dict[str, Any]:
+    """A doctor's report on 0.19.2, with a function that has changed."""
+    state, reason = ("works", "as known") if changed is None else ("kept", "changed: a.b")
+    return {
+        "framework": "megatron-core",
+        "framework_version": "0.19.2",
+        "folder": "/tree/megatron",
+        "nearest": "0.19.2",
+        "fault": fault,
+        "axes": [
+            {"axis": "split", "state": "works", "reason": "native flags"},
+            {"axis": "custom_schedules", "state": state, "reason": reason},
+        ],
+        "functions": [{"path": "a.b", "need": "custom schedules", "fault": changed}],
+    }
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The report that the doctor's process writes; tests change it."""
+    content = report()
+    monkeypatch.setattr(command, "_report", lambda _against: content)
+    return content
+
+
+def saved(folder: Path, plan: Plan = PLAN) -> str:
+    write_plan(plan, path=folder / "plan.json")
+    return str(folder / "plan.json")
+
+
+def test_axes_are_shown_and_changed_functions_with_the_command(
+    found: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "megatron-core 0.19.2 in /tree/megatron" in shown
+    assert "--against" not in shown
+    found |= report(changed=FAULT)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "custom_schedules  kept   changed: a.b" in shown
+    assert FAULT in shown
+    assert "quartet doctor --against megatron_core-0.19.2-*.whl" in shown
+
+
+def test_json_has_room_for_other_nodes(found: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "-f", "json"]) == 0
+    (node,) = json.loads(capsys.readouterr().out)["nodes"]
+    assert node["frameworks"] == [found]
+
+
+def test_a_megatron_that_cannot_be_asked_ends_with_4(
+    found: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found |= report(fault="Megatron is not installed")
+    assert main(["doctor"]) == 4
+    assert "quartet: Megatron is not installed" in capsys.readouterr().err
+
+
+def test_a_missing_tree_to_compare_with_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--against", "/no/such.whl"]) == 2
+    assert "/no/such.whl: there is no such file" in capsys.readouterr().err
+
+
+def test_a_plan_of_native_flags_is_as_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recheck", saved(tmp_path)]) == 0
+    assert "megatron-core 0.19.2: the plan's own" in capsys.readouterr().out
+    assert main(["doctor", "--plan", saved(tmp_path)]) == 0
+
+
+def test_a_schedule_of_ours_needs_its_functions_and_its_receipt(
+    found: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receipts, "needs_receipt", lambda plan: True)
+    path = saved(tmp_path)
+    assert main(["recheck", path]) == 2
+    assert "no parity receipt" in capsys.readouterr().err
+    write_receipt(receipt_of(), path=receipt_path(Path(path)))
+    assert main(["recheck", path]) == 0
+    assert "parity receipt: passed" in capsys.readouterr().out
+    found |= report(changed=FAULT)
+    assert main(["recheck", path]) == 4
+    assert f"its schedule is off here: {FAULT}" in capsys.readouterr().err
+
+
+def test_a_plan_of_native_flags_needs_no_function(found: dict[str, Any], tmp_path: Path) -> None:
+    found |= report(changed=FAULT)
+    assert main(["recheck", saved(tmp_path)]) == 0
+
+
+def test_another_version_is_named(
+    found: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = replace(PLAN, made_for=replace(PLAN.made_for, framework_version="0.19.9"))
+    assert main(["recheck", saved(tmp_path, other)]) == 2
+    assert "made for megatron-core 0.19.9, here is 0.19.2" in capsys.readouterr().err
+
+
+def test_another_framework_is_not_rechecked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = replace(PLAN, made_for=replace(PLAN.made_for, framework="deepspeed"))
+    assert main(["recheck", saved(tmp_path, other)]) == 2
+    assert "deepspeed" in capsys.readouterr().err

@@ -1,0 +1,78 @@
+"""`quartet tune --dry-run`: told, not started."""
+
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.cli.main import main
+from quartet_plugin.launchers.megatron_words import arguments_in
+from quartet_plugin.model.megatron_arguments import features_of
+from tests.cli.tuning import prepare
+
+
+def dry_run(folder: Path, *flags: str, config: str = "run: fake\n", options: tuple[str, ...] = ()) -> int:
+    words, command = prepare(folder, config=config)
+    return main([*words, "--dry-run", *options, "--", *command, *flags])
+
+
+def test_nothing_is_started_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = "run: fake\nsearch: {tensor_parallel: [1, 2], schedule: zb-h1}\nstudy: {trials: 7, top_k: 2}\n"
+    assert dry_run(tmp_path, "--secret-token", "abcdefgh", config=config) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "would be made",
+        "-m quartet_plugin.megatron",
+        "at most 7 plans, each 3 + 10 iterations",
+        "15 launches: 2 plans and your own command, in 5 rounds",
+        "tensor_parallel       1, 2: devices that share each layer",
+        "schedule              zb-h1",
+        "pipeline_parallel     auto",
+        "nothing was started",
+    ):
+        assert words in text
+    assert "abcdefgh" not in text
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_feature_that_keeps_an_axis_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(tmp_path, "--num-experts", "4", "--mtp-num-layers", "1") == 0
+    lines = {line[10:].split()[0]: line for line in capsys.readouterr().out.splitlines() if line[10:].strip()}
+    assert "because of moe" in lines["micro_batch_size"]
+    assert "because of mtp" in lines["split"]
+    assert "because" not in lines["forbid"]
+    assert dry_run(tmp_path, "--num-experts", "4", config="run: fake\nsearch: {change_class: C}\n") == 0
+    lines = {line[10:].split()[0]: line for line in capsys.readouterr().out.splitlines() if line[10:].strip()}
+    assert "because" not in lines["micro_batch_size"]
+
+
+def test_features_are_read_from_flags_alone() -> None:
+    flags = [
+        "--num-experts",
+        "4",
+        "--mtp-num-layers",
+        "0",
+        "--fp8-format",
+        "hybrid",
+        "--context-parallel-size=2",
+    ]
+    assert features_of(arguments_in([*flags, "--dataloader-type", "cyclic"])) == [
+        "context_parallel",
+        "cyclic_data",
+        "fp8",
+        "moe",
+    ]
+    assert features_of(arguments_in(["--lr", "1e-4"])) == []
+
+
+def test_what_a_search_refuses_a_dry_run_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(tmp_path, config="run: fake\nsearch: {tensor_paralel: 2}\n") == 2
+    assert "did you mean tensor_parallel" in capsys.readouterr().err
+    assert main(["tune", "--dry-run", "--", "sbatch", "train.sh"]) == 2
+    assert main(["tune", "--dry-run"]) == 2
+
+
+def test_of_another_program_only_its_words_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--dry-run", "--", "bash", "train.sh"]) == 0
+    shown = capsys.readouterr().out
+    assert "baseline  bash train.sh\n" in shown
+    assert "what the command's features keep" in shown

@@ -1,0 +1,45 @@
+"""`quartet knobs`: every knob in general, for a command's flags, and for a run."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.cli.main import main
+from quartet_plugin.space.knobs.registry import KNOBS
+
+RUN = Path(__file__).parents[1] / "golden" / "run_0.1.0"
+
+
+def test_every_knob_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["knobs"]) == 0
+    shown = capsys.readouterr().out
+    for knob in KNOBS:
+        assert f"{knob.name} (class {knob.change_class}; " in shown
+        assert knob.meaning in shown
+    assert "--overlap-grad-reduce" in shown
+
+
+def test_flags_of_a_command_are_read_and_nothing_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--tensor-model-parallel-size=2", "--micro-batch-size", "4", "--overlap-grad-reduce"]
+    assert main(["knobs", "--json", "--", "torchrun", "--nproc-per-node", "2", "none.py", *flags]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["knobs"]}
+    assert rows["tensor_parallel"]["value"] == "2"
+    assert rows["micro_batch_size"]["value"] == "4"
+    assert rows["overlap_grad_reduce"]["value"] == "on"
+    assert rows["split"]["value"] is None
+
+
+def test_a_run_has_its_values_and_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shutil.copytree(RUN, tmp_path / "run")
+    assert main(["knobs", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "pipeline_parallel, now 2 (class A; tuned: 1, 2)" in shown
+    assert "overlap_grad_reduce, now - (class B; kept: the framework did not report it)" in shown
+    assert "zero_stage" not in shown
+
+
+def test_a_run_and_a_command_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["knobs", str(RUN), "--", "torchrun", "none.py"]) == 2
+    assert "a run and a command; name one of them" in capsys.readouterr().err

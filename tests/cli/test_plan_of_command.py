@@ -1,0 +1,129 @@
+"""`quartet plan -- COMMAND`: the user's own command as a job, read and not run."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quartet_plugin.cli.main import main
+from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.model.plan import read_plan
+from quartet_plugin.planner.command_job import job_of_command
+from quartet_plugin.planner.job import parse_job
+from tests.model.clusters import make_cluster
+
+FLAGS = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 32768 "
+    "--max-position-embeddings 1024 --bf16 --micro-batch-size 2 --global-batch-size 16 --train-iters 100 "
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --lr 1e-4 --data-path a b"
+)
+START = "torchrun --nnodes 2 --nproc-per-node 4 pretrain_gpt.py"
+CLUSTER = {"device": "H100-SXM-80GB", "num_nodes": 2, "devices_per_node": 4}
+
+
+def words(more: str = "", *, start: str = START, without: str = "") -> list[str]:
+    flags = FLAGS.replace(without, "") if without else FLAGS
+    return shlex.split(f"{start} {flags} {more}")
+
+
+def test_the_request_is_the_one_of_a_job_file() -> None:
+    more = "--num-experts 4 --moe-ffn-hidden-size 512 --swiglu --fp8-format hybrid"
+    read = job_of_command(parse_command(words(more)), sections={"cluster": "H100"})
+    # Megatron's FFN of a gated model is two thirds of 4 x hidden, in multiples of 64.
+    model = {
+        "num_layers": 8,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "seq_length": 1024,
+        "vocab_size": 32768,
+        "ffn_hidden_size": 2688,
+        "gated_ffn": True,
+        "tied_embeddings": True,
+        "position_embedding": "learned_absolute",
+        "precision": "fp8",
+        "num_experts": 4,
+        "expert_ffn_hidden_size": 512,
+    }
+    cost = {"tokens": 100 * 16 * 1024.0}
+    job = {"model": model, "cluster": CLUSTER, "batch": {"global_batch_size": 16}, "cost": cost}
+    # The command's own padding is the plan's.
+    assert read.request == replace(parse_job(job, where="job"), vocab_size=None)
+    layout = read.layout
+    assert (layout.tensor_parallel, layout.pipeline_parallel, layout.data_parallel) == (2, 2, 2)
+    assert read.split.transformer_layers_per_stage == (4, 4)
+    assert read.unread == ("--lr", "--data-path")
+
+
+def test_the_commands_own_layout_is_what_plans_are_compared_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.json"
+    assert main(["plan", "--cluster", "H100", "-o", str(plan), "--", *words()]) == 0
+    text = capsys.readouterr().out
+    for part in ("your own: tp2 pp2 dp2 mb2", "x as fast", "not read: --lr, --data-path", "tokens/s", "MFU"):
+        assert part in text
+    baseline = read_plan(plan).made_for.baseline
+    assert baseline.layout.label == "tp2 pp2 dp2 mb2"
+    assert baseline.schedule.name == "1f1b"
+    assert main(["explain", str(plan)]) == 0
+
+
+def test_a_cluster_file_and_a_job_files_search_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cluster.json").write_text(json.dumps(make_cluster(per_node=4, device="H100")))
+    (tmp_path / "job.yaml").write_text("search: {tensor_parallel: 1, micro_batch_size: 1}\n")
+    arguments = ["plan", "job.yaml", "--cluster", "cluster.json", "--json", "--", *words()]
+    assert main(arguments) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert data["plans"][0]["layout"]["tensor_parallel"] == 1
+    assert data["plain"]["is_users"] is True
+    assert data["plain"]["layout"]["tensor_parallel"] == 2
+    assert data["not_read"] == ["--lr", "--data-path"]
+    assert data["plans"][0]["cost"]["num_tokens"] == 100 * 16 * 1024
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "says"),
+    [
+        (words("--mtp-num-layers 1"), (), "--mtp-num-layers: the cost model has no multi-token prediction"),
+        (words("--use-megatron-fsdp"), (), "--use-megatron-fsdp"),
+        (words(without="--vocab-size 32768"), (), "--vocab-size before the --"),
+        (words(without="--hidden-size 1024"), (), "--hidden-size: not given"),
+        (words(without="--micro-batch-size 2"), (), "--micro-batch-size: not given"),
+        (words("--hidden-size 1,024"), (), "--hidden-size: '1,024'"),
+        (words("--expert-tensor-parallel-size 1"), (), "--expert-tensor-parallel-size: 1"),
+        (words("--moe-layer-freq 2 --num-experts 4"), (), "--moe-layer-freq"),
+        (words("--fp8-format hybrid"), ("--cluster", "A100"), "model.precision: fp8"),
+        (words(), ("--cluster", "H100", "--global-batch", "8"), "batch: the command says it"),
+        (words(), ("--cluster", "missing.json"), "missing.json"),
+        (words(), ("--cluster", "H9000"), "device 'H9000': unknown"),
+        (words(start="torchrun --nproc-per-node gpu x.py"), (), "how many processes"),
+        (words(start="deepspeed x.py"), (), "a DeepSpeed command"),
+        (words(start="bash"), (), "not supported"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(
+    command: list[str], options: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *(options or ("--cluster", "H100")), "--", *command]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_no_devices_and_other_devices_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--", *words()]) == 2
+    assert "cluster: missing; name it with --cluster" in capsys.readouterr().err
+    (tmp_path / "cluster.json").write_text(json.dumps(make_cluster(per_node=2, device="H100")))
+    assert main(["plan", "--cluster", "cluster.json", "--", *words()]) == 2
+    assert "4 devices; the command starts 8 processes" in capsys.readouterr().err
+    assert main(["plan"]) == 2
+    assert "no job; name a JOB.yaml or a --model" in capsys.readouterr().err

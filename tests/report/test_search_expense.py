@@ -1,0 +1,85 @@
+"""The expense of a search: one figure in the closing lines, the status, its JSON and the report."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.model.history import LaunchSeconds
+from quartet_plugin.report.page import Extras, page
+from quartet_plugin.report.search_expense import expense_lines, expense_of
+from quartet_plugin.report.status import status_lines, status_record
+from quartet_plugin.tuner.history import read_history
+from quartet_plugin.tuner.history_rows import seconds_of_sessions
+from tests.report.histories import WINNER, comparison, history
+from tests.tuner.run_folders import WritingMachine, write_run
+
+
+def test_device_hours_are_the_devices_times_every_launch() -> None:
+    run = history(launch_s=1800.0, search_s=3600.0, winner=WINNER)
+    expense = expense_of(run)
+    assert expense.num_devices == 2
+    assert expense.device_hours == pytest.approx(1.0)
+    # 0.5 s an iteration became 0.4 s.
+    assert expense.payback_iterations == pytest.approx(36_000, abs=1)
+
+
+@pytest.mark.parametrize(
+    "winner",
+    [
+        None,
+        replace(WINNER, measurement=comparison(1.0)),
+        replace(WINNER, measurement=comparison(0.9)),
+        replace(WINNER, measurement=None),
+    ],
+)
+def test_only_a_faster_winner_pays_back(winner: object) -> None:
+    assert expense_of(history(launch_s=10.0, search_s=20.0, winner=winner)).payback_iterations is None
+
+
+def test_every_place_shows_the_same_figure() -> None:
+    run = history(launch_s=1800.0, search_s=3600.0, winner=WINNER)
+    line, parts = expense_lines(run)
+    assert {line, parts} <= set(status_lines(run))
+    hours, payback = "1.000 device-hours", f"{expense_of(run).payback_iterations:,} iterations"
+    text = page(run, extras=Extras())
+    for words in (hours, payback):
+        assert words in line
+        assert words in text
+    assert status_record(run)["spent"]["device_hours"] == pytest.approx(1.0)
+
+
+def test_what_is_not_measured_is_shown() -> None:
+    parts = LaunchSeconds(gate_s=300.0, warmup_s=120.0, measured_s=900.0)
+    run = history(launch_s=1800.0, launch_parts=parts, search_s=1860.0, winner=WINNER)
+    words = (
+        "measured 15 min 00 s, warm-up 2 min 00 s, gate 5 min 00 s, starts and ends 8 min 00 s, "
+        "waiting 1 min 00 s"
+    )
+    assert expense_lines(run)[1] == f"time      {words}"
+    assert words in page(run, extras=Extras())
+    assert status_record(run)["spent"]["starts_s"] == pytest.approx(480.0)
+
+
+def test_nothing_is_said_before_a_launch_has_ended() -> None:
+    assert expense_lines(history()) == []
+
+
+def test_the_seconds_between_sessions_are_nobodys() -> None:
+    events = [
+        {"time": time, "kind": kind}
+        for time, kind in ((100.0, "begin"), (160.0, "interrupted"), (1000.0, "begin"), (1010.0, "told"))
+    ]
+    assert seconds_of_sessions(events, until=1030.0) == pytest.approx(60.0 + 30.0)
+    assert seconds_of_sessions(events[:2], until=160.0) == pytest.approx(60.0)
+    assert seconds_of_sessions([], until=5.0) == 0.0
+
+
+def test_a_run_counts_every_launch_of_its_folder(tmp_path: Path) -> None:
+    machine = WritingMachine(wall_s=30.0)
+    write_run(tmp_path / "r", machine, study={"trials": 4, "rounds": 3, "control": 2})
+    run = read_history(tmp_path / "r")
+    assert run.launch_s == pytest.approx(30.0 * len(machine.launched))
+    assert expense_of(run).device_hours == pytest.approx(2 * run.launch_s / 3600.0)
+    assert 0.0 < run.launch_parts.measured_s < run.launch_s
+    assert run.launch_parts.gate_s == 0.0

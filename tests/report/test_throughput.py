@@ -1,0 +1,71 @@
+"""Tokens/s, model FLOP/s, MFU, days and money from an iteration's seconds."""
+
+from dataclasses import replace
+
+import pytest
+
+from quartet_plugin.model.job_description import EqualDevices, JobDescription
+from quartet_plugin.model.measurement import Prediction
+from quartet_plugin.model.plan import NodeInfo
+from quartet_plugin.report.page import Extras, page
+from quartet_plugin.report.tables import plan_lines
+from quartet_plugin.report.throughput import cost_of, job_cost, peak_of, throughput, throughput_of
+from tests.model.plans import PLAN
+from tests.report.histories import history
+from tests.space.jobs import make_shape
+
+
+def test_the_rates_of_an_iteration() -> None:
+    shape = make_shape()
+    rates = throughput(2.0, shape=shape, global_batch_size=32, num_devices=4, peak_flops_per_s=1e12)
+    assert rates.tokens_per_s == 32 * shape.seq_length / 2.0
+    assert rates.tokens_per_s_per_device == rates.tokens_per_s / 4
+    assert rates.model_flops_per_s_per_device == 32 * shape.model_flops_per_sequence / 2.0 / 4
+    assert rates.mfu == rates.model_flops_per_s_per_device / 1e12
+    assert "MFU" in rates.words
+    unknown = throughput(2.0, shape=shape, global_batch_size=32, num_devices=4, peak_flops_per_s=None)
+    assert unknown.mfu is None
+    assert "MFU" not in unknown.words
+
+
+def test_the_cost_of_a_job() -> None:
+    cost = job_cost(1000.0, num_devices=8, num_tokens=1000.0 * 86400 * 3, price_per_device_hour=2.5)
+    assert cost is not None
+    assert cost.days == pytest.approx(3.0)
+    assert cost.device_hours == pytest.approx(3 * 24 * 8)
+    assert cost.price == pytest.approx(3 * 24 * 8 * 2.5)
+    assert job_cost(1000.0, num_devices=8, num_tokens=None, price_per_device_hour=2.5) is None
+
+
+def test_a_plan_names_its_peak() -> None:
+    assert throughput_of(PLAN, 1.0).mfu is None  # processors
+    devices = EqualDevices(
+        device="H100-SXM-80GB",
+        num_nodes=1,
+        devices_per_node=2,
+        scale_up_bandwidth_bytes_per_s=4.5e11,
+        scale_out_bandwidth_bytes_per_s=5e10,
+        memory_bytes=2**36,
+    )
+    job = JobDescription(
+        precision="bf16", search={}, devices=devices, num_tokens=1e9, price_per_device_hour=3.0
+    )
+    nodes = (NodeInfo(host="a", node_class="H100-SXM-80GB x2", num_slots=2),)
+    plan = replace(PLAN, made_for=replace(PLAN.made_for, nodes=nodes, job=job))
+    rates = throughput_of(plan, 1.0)
+    assert rates.mfu == rates.model_flops_per_s_per_device / 989e12
+    cost = cost_of(plan, rates)
+    assert cost is not None
+    assert cost.price == pytest.approx(3.0 * cost.device_hours)
+    predicted = Prediction(iteration_s=1.0, relative_cost=1.0, peak_memory_bytes=None)
+    shown = "\n".join(plan_lines(replace(plan, prediction=predicted)))
+    assert f"1 s an iteration, {rates.words}" in shown
+    assert cost.words in shown
+
+
+def test_the_report_names_the_mfu_where_the_devices_are_known() -> None:
+    nodes = (NodeInfo(host="a", node_class="NVIDIA H100 80GB HBM3 x2", num_slots=2),)
+    assert peak_of(nodes) == 989e12
+    assert peak_of((*nodes, NodeInfo(host="b", node_class="cpu x2", num_slots=2))) is None
+    assert "MFU" not in page(history(), Extras())
+    assert "<dt>MFU</dt>" in page(history(nodes=nodes), Extras())
