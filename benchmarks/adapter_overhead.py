@@ -117,7 +117,7 @@ def run_rank(options: argparse.Namespace) -> None:
     )
     files = RankFileWriter(spec, RankEnv.of(os.environ))
     files.start()
-    meter = MegatronMeter(files, neutralised=[], started_at=time.time())
+    meter = MegatronMeter(files, neutralised=[], as_written=argparse.Namespace(), started_at=time.time())
     plain = training.train_step
     training.train_step = Blocks(options, plain=plain, measured=meter.wrap(plain)).train_step
     # After the imports, which two pinned processes do more slowly.

@@ -16,7 +16,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from quartet_plugin.cost.constants import fitted
-from quartet_plugin.planner.assigned_prediction import AssignedRun
+from quartet_plugin.cost.iteration.assigned import AssignedRun
 from quartet_plugin.planner.assignment_search import AssignmentProblem, assign
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import layout_table_of

@@ -1,11 +1,14 @@
-"""How long planning takes: GPT-175B on 1,024 H100, everything `auto`.
+"""How long planning takes: GPT-175B on 1,024 H100, everything `auto`, named custom schedules among it.
 
-    python benchmarks/plan_gpt175b.py            # the first plan, then repeats from empty caches
-    python benchmarks/plan_gpt175b.py --top 5    # also show the runners-up
+    python benchmarks/plan_gpt175b.py                  # every case: first in the process, then repeats
+    python benchmarks/plan_gpt175b.py --case slow-node # one of them
+    python benchmarks/plan_gpt175b.py --top 5          # also show the runners-up
 
-The first time holds the loading of compiled kernels; the repeats empty the cache of schedules each time. A
-plan is the ranking and the mapping of the best. Last the whole command is run, imports and files included.
-CPU time is shown beside wall time, because other work on the machine lengthens only the latter.
+Cases: `named`, the ranking and the mapping of the best; `searched`, with searched orders of the ten best
+layouts; `slow-node`, `named` on a cluster file in which one node is 1.3 times slower. The first time holds
+the loading of compiled kernels; the repeats empty the cache of schedules each time. Last the whole command is
+run, imports and files included. CPU time is shown beside wall time, because other work on the machine
+lengthens only the latter.
 """
 
 import argparse
@@ -20,9 +23,10 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from quartet_plugin.cost import pipeline
+from quartet_plugin.cost.iteration import orders
 from quartet_plugin.planner.job import parse_job
-from quartet_plugin.planner.ranking import Ranking, best_plans
+from quartet_plugin.planner.order_search import planned_ranking
+from quartet_plugin.planner.ranking import Ranking
 from quartet_plugin.split.layers import even_split_with_ends
 
 JOB = {
@@ -51,13 +55,33 @@ JOB = {
 }
 
 
-def planned(top: int) -> tuple[float, float, Ranking]:
+SLOW_NODE, SLOWDOWN = 17, 1.3
+CLUSTER = {
+    "schema_version": 1,
+    "nodes": [
+        {
+            "name": f"node-{index:03d}",
+            "devices": ["H100-SXM-80GB"] * 8,
+            "slowdown": [SLOWDOWN if index == SLOW_NODE else 1.0] * 8,
+        }
+        for index in range(128)
+    ],
+    "links": {
+        "scale_up": {"bandwidth_bytes_per_s": 4.5e11, "latency_s": 2e-6},
+        "network": {"bandwidth_bytes_per_s": 5e10, "latency_s": 1e-5},
+    },
+}
+CASES = ("named", "searched", "slow-node")
+
+
+def planned(case: str, top: int) -> tuple[float, float, Ranking]:
     """Wall and CPU seconds from the job's data to the ranking, schedules not cached."""
-    pipeline.order.cache_clear()
+    orders.clear_caches()
     even_split_with_ends.cache_clear()
+    data = {**JOB, "cluster": CLUSTER} if case == "slow-node" else JOB
     start, cpu = time.perf_counter(), time.process_time()
-    job = parse_job(JOB, where="job")
-    ranking = best_plans(job, top=top)
+    job = parse_job(data, where="job")
+    ranking = planned_ranking(job, top=top, has_search=case == "searched")
     return time.perf_counter() - start, time.process_time() - cpu, ranking
 
 
@@ -73,31 +97,42 @@ def whole_command_s() -> float:
         return time.perf_counter() - start
 
 
-def main() -> None:
-    """Print the times, the counts and the best layouts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--top", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args()
-    first, cpu, ranking = planned(options.top)
-    print(f"first in the process: wall {first:.2f} s, CPU {cpu:.2f} s")
-    repeats = [planned(options.top)[:2] for _ in range(options.repeats)]
-    for name, times in zip(("wall", "CPU"), zip(*repeats, strict=True), strict=True):
+def show_case(case: str, *, top: int, repeats: int) -> None:
+    """Print the times, the counts and the best layouts of one case."""
+    first, cpu, ranking = planned(case, top)
+    print(f"{case}: first in the process: wall {first:.2f} s, CPU {cpu:.2f} s")
+    times = [planned(case, top)[:2] for _ in range(repeats)]
+    for name, seconds in zip(("wall", "CPU"), zip(*times, strict=True), strict=True):
         print(
-            f"after that, {options.repeats} times: {name} median {statistics.median(times):.2f} s, "
-            f"from {min(times):.2f} to {max(times):.2f}"
+            f"after that, {repeats} times: {name} median {statistics.median(seconds):.2f} s, "
+            f"from {min(seconds):.2f} to {max(seconds):.2f}"
         )
-    commands = [whole_command_s() for _ in range(options.repeats)]
-    print(
-        f"the whole command, {options.repeats} times: wall median {statistics.median(commands):.2f} s, "
-        f"from {min(commands):.2f} to {max(commands):.2f}"
-    )
     print(
         f"{ranking.num_considered} layouts: {ranking.num_predicted} predicted, "
         f"{ranking.num_too_large} do not fit, {ranking.num_pruned} cannot be faster"
     )
     for ranked in ranking.best:
-        print(f"{ranked.iteration_s:.3f} s: {ranked.layout.label}, recompute {ranked.layout.recompute}")
+        gap = "" if ranked.gap is None else f", gap {100 * ranked.gap:.2f} %"
+        words = f"{ranked.layout.label} {ranked.schedule_label}, recompute {ranked.layout.recompute}"
+        print(f"{ranked.iteration_s:.3f} s: {words}{gap}")
+
+
+def main() -> None:
+    """Print the times of the cases, then those of the whole command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--top", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--case", choices=CASES)
+    options = parser.parse_args()
+    for case in CASES if options.case is None else (options.case,):
+        show_case(case, top=options.top, repeats=options.repeats)
+    if options.case is not None:
+        return
+    commands = [whole_command_s() for _ in range(options.repeats)]
+    print(
+        f"the whole command, {options.repeats} times: wall median {statistics.median(commands):.2f} s, "
+        f"from {min(commands):.2f} to {max(commands):.2f}"
+    )
 
 
 if __name__ == "__main__":

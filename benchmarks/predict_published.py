@@ -2,6 +2,7 @@
 
     python benchmarks/predict_published.py DATA.json          # each family predicted without its own rows
     python benchmarks/predict_published.py DATA.json --rows   # the same with every row
+    python benchmarks/predict_published.py DATA.json --apart  # also each device and each generation
     python benchmarks/predict_published.py DATA.json --fit    # fit to all rows, write the package's constants
 
 DATA.json is an array of rows, each with the fields of a run and `iter_time_s`. Predictions see the allowed
@@ -12,7 +13,7 @@ import argparse
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import numpy as np
 from benchmarks.published_fit import PublishedRun, fit
 from quartet_plugin.cost import constants as package_constants
 from quartet_plugin.cost.constants import Constants
-from quartet_plugin.cost.predict import predict_row
+from quartet_plugin.cost.predict import predict, predict_row
 from quartet_plugin.cost.rows import read_row, resolve
 from quartet_plugin.cost.run import TrainingRun
 from quartet_plugin.model.files import read_json, write_json_atomic
@@ -79,13 +80,22 @@ def observations(rows: Sequence[Measured]) -> list[PublishedRun]:
     return runs
 
 
-def left_out(rows: Sequence[Measured], start: Constants) -> dict[str, Constants]:
-    """The constants fitted to all other families, by family."""
+# What rows have in common that are left out of a fit together.
+COMMON: dict[str, Callable[[Measured], str]] = {
+    "family": lambda row: row.family,
+    "device": lambda row: row.run.machines.device.name,
+    "generation": lambda row: row.run.machines.device.generation,
+}
+
+
+def left_out(rows: Sequence[Measured], start: Constants, *, common: str) -> dict[str, Constants]:
+    """The constants fitted to all other families, devices or generations, by name."""
+    name_of = COMMON[common]
     constants = {}
-    for family in sorted({row.family for row in rows}):
-        others = [row for row in rows if row.family != family]
-        constants[family] = fit(observations(others), start=start, rounds=2)
-        print(f"  fitted without {family}", file=sys.stderr)
+    for name in sorted({name_of(row) for row in rows}):
+        others = [row for row in rows if name_of(row) != name]
+        constants[name] = fit(observations(others), start=start, rounds=2)
+        print(f"  fitted without {name}", file=sys.stderr)
     return constants
 
 
@@ -127,6 +137,25 @@ def print_table(rows: Sequence[Measured], predicted: Sequence[float], in_sample:
                 f"median {100 * float(np.median(size[chosen])):.2f} %, "
                 f"fitted to them {100 * np.abs(inside[chosen]).mean():.2f} %"
             )
+
+
+def print_apart(rows: Sequence[Measured], start: Constants, *, common: str) -> None:
+    """Mean errors where no row of the same device, or generation, was fitted to."""
+    constants = left_out(rows, start, common=common)
+    name_of = COMMON[common]
+    sizes: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        seconds = predict(row.run, constants[name_of(row)]).iter_time_s
+        size = abs(seconds / row.seconds - 1)
+        if row.is_core:
+            sizes["core"].append(size)
+        if row.fields["tier"] == "A":
+            sizes["tier A"].append(size)
+            sizes[name_of(row)].append(size)
+    errors = ", ".join(
+        f"{name} {percent(values).strip()} % ({len(values)})" for name, values in sizes.items()
+    )
+    print(f"without its {common}, mean (rows): {errors}")
 
 
 def print_ranks(rows: Sequence[Measured], predicted: Sequence[float]) -> None:
@@ -176,6 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("data", type=Path)
     parser.add_argument("--fit", action="store_true", help="write the constants fitted to all rows")
+    parser.add_argument("--apart", action="store_true", help="also leave out each device and generation")
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument(
         "-o",
@@ -197,7 +227,7 @@ def main() -> None:
         write_json_atomic(options.output, {"schema_version": 1, "num_rows": len(rows), "values": values})
         print(f"wrote {options.output}")
         return
-    without = left_out(rows, best)
+    without = left_out(rows, best, common="family")
     predicted = [predict_row(row.fields, constants=without[row.family])["iter_time_s"] for row in rows]
     inside = [predict_row(row.fields, constants=best)["iter_time_s"] for row in rows]
     if options.rows:
@@ -205,6 +235,8 @@ def main() -> None:
             error = 100 * (seconds / row.seconds - 1)
             print(f"{row.fields['id']:20} {row.seconds:10.4f} {seconds:10.4f} {error:+7.1f}")
     print_table(rows, predicted, inside)
+    for common in ("device", "generation") if options.apart else ():
+        print_apart(rows, best, common=common)
     print_ranks(rows, predicted)
     print_memory(data)
 

@@ -1,5 +1,7 @@
 """The fit of the shared constants to published runs: robust, and pulled towards physical defaults.
 
+Constants that are not `is_fitted` keep their default.
+
 Gauss-Newton steps on the logarithm of the time: every step is a bounded, robust least-squares problem in the
 linearized model, with the priors among its residuals. One thread, deterministic.
 """
@@ -36,6 +38,7 @@ class _Prior:
     low: Array
     high: Array
     spread: Array
+    is_fitted: NDArray[np.bool_]
 
     @classmethod
     def of_constants(cls) -> "_Prior":
@@ -45,6 +48,7 @@ class _Prior:
             low=np.log([f.metadata["low"] for f in constants]),
             high=np.log([f.metadata["high"] for f in constants]),
             spread=np.array([f.metadata["spread"] for f in constants]),
+            is_fitted=np.array([f.metadata["is_fitted"] for f in constants]),
         )
 
 
@@ -72,7 +76,7 @@ def _linearize(observations: Sequence[PublishedRun], point: Array, prior: _Prior
     runs = [o.run for o in observations]
     base = log_times(runs, _of_log(point, prior))
     slopes = np.zeros((len(runs), len(point)))
-    for index in range(len(point)):
+    for index in np.flatnonzero(prior.is_fitted):
         step = STEP if point[index] + STEP <= prior.high[index] else -STEP
         moved = point.copy()
         moved[index] += step
@@ -84,14 +88,18 @@ def _solve(error: Array, slopes: Array, weight: Array, point: Array, prior: _Pri
     """The bounded minimum of the linearized problem, outliers counted linearly, priors quadratically."""
     from scipy.optimize import least_squares
 
-    def residuals(candidate: Array) -> Array:
-        scaled = (error + slopes @ (candidate - point)) * weight
-        robust = np.sign(scaled) * np.sqrt(2.0 * (np.sqrt(1.0 + scaled**2) - 1.0))
-        return np.concatenate([robust, (candidate - prior.centre) / prior.spread])
+    chosen = prior.is_fitted
+    centre, spread = prior.centre[chosen], prior.spread[chosen]
 
-    inside = np.clip(point, prior.low, prior.high)
-    bounds = (prior.low - 1e-9, prior.high + 1e-9)
-    solution: Array = least_squares(residuals, inside, bounds=bounds, max_nfev=60).x
+    def residuals(candidate: Array) -> Array:
+        scaled = (error + slopes[:, chosen] @ (candidate - point[chosen])) * weight
+        robust = np.sign(scaled) * np.sqrt(2.0 * (np.sqrt(1.0 + scaled**2) - 1.0))
+        return np.concatenate([robust, (candidate - centre) / spread])
+
+    inside = np.clip(point, prior.low, prior.high)[chosen]
+    bounds = (prior.low[chosen] - 1e-9, prior.high[chosen] + 1e-9)
+    solution = point.copy()
+    solution[chosen] = least_squares(residuals, inside, bounds=bounds, max_nfev=60).x
     return solution
 
 

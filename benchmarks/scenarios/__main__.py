@@ -1,70 +1,91 @@
-"""What tuning wins: `python -m benchmarks.scenarios [NAME ...] [--trials 8] [--rounds 10] [--launches 3]`.
+"""What tuning wins: searches, the winners in turns, and the table, each from the files of the one before.
+
+    python -m benchmarks.scenarios run SCENARIO --seed 0           # ours-0.json: `quartet tune`
+    python -m benchmarks.scenarios run SCENARIO --seed 0 --stock   # stock-0.json: plain TPE over stock flags
+    python -m benchmarks.scenarios run SCENARIO --without split    # without-split-0.json: one axis at stock
+    python -m benchmarks.scenarios turns SCENARIO                  # turns.json: all of them in turns
+    python -m benchmarks.scenarios table                           # the table, from results/ alone
 
 Real Megatron on two CPU cores, one thread a process, ranks pinned after import, the same allocator settings
-everywhere. A scenario has three sides, which are then all launched together and train in turns of a second or
-two (`turns.py`), several times over:
+everywhere. A row has three sides:
 
-  default   Megatron's defaults for the job, split evenly
+  default   Megatron's defaults for the job, split evenly; none where a memory limit is below what they need
   stock     the best that plain TPE found over stock flags, with as many trials of that length, three seeds;
             the best of its final rounds by the median, where `quartet tune` asks for certainty
-  winner    what `quartet tune` found
+  ours      what `quartet tune` found
 
-Printed are winner over stock (the median over the rounds of all launches of the geometric mean over seeds,
-with a 95 % bootstrap interval; a seed that found the same plan counts as 1.0), and winner over default.
-Everything is kept in the folder: what was done is not run again, a search that was stopped goes on.
+All are launched together and train in turns of a second or two (`turns.py`), several times over. The table
+has winner over stock (the median over the rounds of all launches of the geometric mean over seeds, with a
+95 % bootstrap interval; a seed that found the same plan counts as 1.0), and winner over default. The runs
+of a row have to be of one commit.
 """
 
 import argparse
 import contextlib
 import json
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from benchmarks.scenarios.catalogue import SCENARIOS, Scenario
-from benchmarks.scenarios.network import ADDRESSES, two_namespaces
+from benchmarks.scenarios.network import address, joined_namespaces
+from benchmarks.scenarios.result_files import (
+    OURS,
+    STOCK,
+    WITHOUT,
+    SearchRun,
+    TurnRounds,
+    commit_of,
+    machine_words,
+    read_runs,
+    write_result,
+)
+from benchmarks.scenarios.table import DEFAULT, table_lines
 from benchmarks.scenarios.turns import Launch, measured_in_turns
 from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.history import RunHistory
 from quartet_plugin.model.plan import Plan, read_plan
-from quartet_plugin.tuner.finalists import bootstrap_median
 from quartet_plugin.tuner.history import read_history
 
 ROOT = Path(__file__).resolve().parents[2]
 WARMUP, MEASURE = 2, 6
-OURS, DEFAULT = "winner", "default"
 
 
 def main() -> int:
-    """Run the scenarios that are named, or all, and print their table."""
+    """Run a search, launch winners in turns, or print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "scenarios")
-    parser.add_argument("--trials", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=10, help="Turns of every side in a launch.")
-    parser.add_argument("--launches", type=int, default=3)
-    parser.add_argument("--seeds", type=int, default=3)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run")
+    turns = commands.add_parser("turns")
+    commands.add_parser("table")
+    for command in (run, turns):
+        command.add_argument("scenario", choices=SCENARIOS)
+        command.add_argument("--folder", type=Path, default=ROOT / "runs" / "scenarios")
+    run.add_argument("--seed", type=int, default=0)
+    run.add_argument("--trials", type=int, default=8)
+    side = run.add_mutually_exclusive_group()
+    side.add_argument("--stock", action="store_true")
+    side.add_argument("--without", metavar="AXIS")
+    turns.add_argument("--rounds", type=int, default=10, help="Turns of every side in a launch.")
+    turns.add_argument("--launches", type=int, default=3)
     options = parser.parse_args()
+    if options.command == "table":
+        print("\n".join(table_lines({name: scenario.about for name, scenario in SCENARIOS.items()})))
+        return 0
     os.chdir(ROOT)
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     options.folder.mkdir(parents=True, exist_ok=True)
-    rows = {}
-    for name in options.names or SCENARIOS:
-        result = options.folder / f"{name}.json"
-        if not result.exists():
-            with _place(SCENARIOS[name]):
-                write_json_atomic(result, measure(name, SCENARIOS[name], options))
-        rows[name] = json.loads(result.read_text())
-        print(_row(name, rows[name]), flush=True)
-    gains = [row["winner_over_stock"]["median"] for row in rows.values()]
-    print(f"winner over best stock, geometric mean: {statistics.geometric_mean(gains):.3f}")
+    with _place(SCENARIOS[options.scenario]):
+        result = search(options) if options.command == "run" else measure_in_turns(options)
+    print(f"wrote {write_result(result)}")
     return 0
 
 
@@ -74,74 +95,97 @@ def _place(scenario: Scenario) -> Iterator[None]:
     before = dict(os.environ)
     os.environ["SCENARIO_CORES"] = scenario.cores
     os.environ["SCENARIO_NAMESPACES"] = scenario.namespaces
-    os.environ["SCENARIO_ADDRESS"] = ADDRESSES[0]
+    os.environ["SCENARIO_SLOWDOWN"] = scenario.slowdown
+    os.environ["SCENARIO_ADDRESS"] = address(0)
     try:
-        with contextlib.nullcontext() if scenario.rate is None else two_namespaces(rate=scenario.rate):
+        with joined_namespaces(scenario.rates) if scenario.rates else contextlib.nullcontext():
             yield
     finally:
         os.environ.clear()
         os.environ.update(before)
 
 
-def measure(name: str, scenario: Scenario, options: argparse.Namespace) -> dict[str, Any]:
-    """Search with both, then measure what they found and the default in turns."""
-    sides: dict[str, Plan | None] = {DEFAULT: None}
-    sides[OURS] = winner(search(f"{name}-ours", scenario.search, scenario, options, seed=0, starts="auto"))
-    for seed in range(options.seeds):
-        run = f"{name}-stock-{seed}"
-        folder = search(run, scenario.stock_search, scenario, options, seed=seed, starts="none")
-        sides[f"stock-{seed}"] = fastest_finalist(folder)
-    rounds = measure_in_turns(name, sides, scenario, options)
-    return {"about": scenario.about, **compare(sides, rounds), "rounds": rounds}
-
-
-def search(
-    run: str,
-    section: Mapping[str, Any],
-    scenario: Scenario,
-    options: argparse.Namespace,
-    *,
-    seed: int,
-    starts: str,
-) -> Path:
-    """One `quartet tune`, to its end; the folder of its run."""
-    folder = options.folder / run
-    config = options.folder / f"{run}.yaml"
-    content = {
-        "run": run,
-        "search": dict(section),
+def search(options: argparse.Namespace) -> SearchRun:
+    """One `quartet tune`, to its end; one that was stopped goes on."""
+    scenario: Scenario = SCENARIOS[options.scenario]
+    commit = commit_of(ROOT)
+    if options.without:
+        side, section = f"{WITHOUT}-{options.without}", scenario.search_without(options.without)
+    else:
+        side, section = (STOCK, scenario.stock_search) if options.stock else (OURS, scenario.search)
+    name = f"{options.scenario}-{side}-{options.seed}"
+    folder, config = options.folder / name, options.folder / f"{name}.yaml"
+    content: dict[str, Any] = {
+        "run": name,
+        "search": section,
         "trial": {"warmup": WARMUP, "measure": MEASURE, "deadline_s": 120},
-        "study": {"trials": options.trials, "seed": seed, "top_k": 1, "rounds": 5, "starts": starts},
+        "study": {
+            "trials": options.trials,
+            "seed": options.seed,
+            "top_k": 1,
+            "rounds": 5,
+            "starts": "none" if side == STOCK else "auto",
+        },
         "device": "cpu",
     }
+    if scenario.cluster is not None:
+        cluster = options.folder / f"{name}-cluster.json"
+        write_json_atomic(cluster, scenario.cluster)
+        content["machine"] = {"cluster": str(cluster)}
     config.write_text(yaml.safe_dump(content))
     words = ["quartet", "tune", "--config", str(config), "--run-dir", str(options.folder)]
     words += ["--resume"] if folder.exists() else []
-    with (options.folder / f"{run}.log").open("a") as log:
-        print(f"{run}: searching", file=sys.stderr, flush=True)
+    with (options.folder / f"{name}.log").open("a") as log:
+        print(f"{name}: searching", file=sys.stderr, flush=True)
         subprocess.run([*words, "--", *scenario.command], check=True, stdout=log, stderr=log)
-    return folder
+    history = read_history(folder)
+    plan = fastest_finalist(folder, history) if side == STOCK else winner(folder)
+    return SearchRun(
+        scenario=options.scenario,
+        side=side,
+        seed=options.seed,
+        commit=commit,
+        machine=machine_words(os.cpu_count() or 1),
+        num_trials=options.trials,
+        trials=tuple(
+            {
+                "number": row.number,
+                "plan": row.label,
+                "outcome": row.outcome,
+                "iterations_s": list(row.iterations_s),
+                "peak_memory_bytes": row.peak_memory_bytes,
+            }
+            for row in history.trials
+        ),
+        chosen=None if plan is None else json.loads(plan.read_text()),
+        chosen_words="the default" if plan is None else _words(read_plan(plan)),
+        note=history.baseline_note,
+    )
 
 
-def winner(folder: Path) -> Plan | None:
-    """What `quartet tune` hands over: a plan only where its gain is certain."""
+def winner(folder: Path) -> Path | None:
+    """The plan file that `quartet tune` hands over: only where its gain is certain."""
     best = folder / "best" / "plan.json"
-    return read_plan(best) if best.exists() else None
+    return best if best.exists() else None
 
 
-def fastest_finalist(folder: Path) -> Plan | None:
+def fastest_finalist(folder: Path, history: RunHistory) -> Path | None:
     """The best of the final rounds by their median, certain or not: a plain search has no such caution."""
-    faster = [one for one in read_history(folder).finalists if one.comparison.speedup.median > 1.0]
+    faster = [one for one in history.finalists if one.comparison.speedup.median > 1.0]
     if not faster:
-        return None
+        return winner(folder)
     best = max(faster, key=lambda one: one.comparison.speedup.median)
-    return read_plan(next((folder / "final" / f"{best.number:06d}-round-1").glob("attempt-*/plan.json")))
+    return next((folder / "final" / f"{best.number:06d}-round-1").glob("attempt-*/plan.json"))
 
 
-def measure_in_turns(
-    name: str, sides: Mapping[str, Plan | None], scenario: Scenario, options: argparse.Namespace
-) -> list[dict[str, float]]:
-    """Model FLOP/s a device of every side in every round; sides with one plan are launched once."""
+def measure_in_turns(options: argparse.Namespace) -> TurnRounds:
+    """Work a second of every side in every round; sides with one plan are launched once."""
+    name, scenario = options.scenario, SCENARIOS[options.scenario]
+    sides = {run.name: _plan_of(run) for run in read_runs(name)}
+    if not sides:
+        raise SystemExit(f"{name}: no search has a result file yet; see `run`")
+    if scenario.memory_limit_bytes is None:
+        sides[DEFAULT] = None
     plans = {_key(plan): plan for plan in sides.values()}
     rounds = []
     for number in range(options.launches):
@@ -156,7 +200,23 @@ def measure_in_turns(
         for found in measured_in_turns(launch, rounds=options.rounds, seed=number):
             values = {key: _flops(plans[key]) / seconds for key, seconds in found.items()}
             rounds.append({side: values[_key(plan)] for side, plan in sides.items()})
-    return rounds
+    return TurnRounds(
+        scenario=name,
+        commit=commit_of(ROOT),
+        machine=machine_words(os.cpu_count() or 1),
+        num_launches=options.launches,
+        rounds=tuple(rounds),
+    )
+
+
+def _plan_of(run: SearchRun) -> Plan | None:
+    """The plan that a search chose; None for the default."""
+    if run.chosen is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        write_json_atomic(path, dict(run.chosen))
+        return read_plan(path)
 
 
 def _key(plan: Plan | None) -> str:
@@ -171,36 +231,9 @@ def _flops(plan: Plan | None) -> float:
     return plan.shape.model_flops_per_sequence / own.model_flops_per_sequence
 
 
-def compare(sides: Mapping[str, Plan | None], rounds: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Ratios of speed with their intervals; rounds are what is drawn again."""
-    seeds = [side for side in sides if side.startswith("stock-")]
-    against_stock = [statistics.geometric_mean([row[OURS] / row[seed] for seed in seeds]) for row in rounds]
-    return {
-        "plans": {side: "the default" if plan is None else _words(plan) for side, plan in sides.items()},
-        "winner_over_stock": _interval(against_stock),
-        "winner_over_each_stock": {
-            seed: _interval([row[OURS] / row[seed] for row in rounds]) for seed in seeds
-        },
-        "winner_over_default": _interval([row[OURS] / row[DEFAULT] for row in rounds]),
-    }
-
-
-def _interval(ratios: Sequence[float]) -> dict[str, float]:
-    found = bootstrap_median(ratios, seed=0)
-    return {"median": found.median, "low": found.low, "high": found.high}
-
-
 def _words(plan: Plan) -> str:
     return ", ".join(
         (plan.shape.label, plan.layout.label, plan.split.label, plan.schedule.label, plan.mapping.label)
-    )
-
-
-def _row(name: str, row: Mapping[str, Any]) -> str:
-    stock, default = row["winner_over_stock"], row["winner_over_default"]
-    return (
-        f"| {name} | {row['about']} | {stock['median']:.3f} ({stock['low']:.3f} to {stock['high']:.3f}) "
-        f"| {default['median']:.3f} ({default['low']:.3f} to {default['high']:.3f}) | {row['plans'][OURS]} |"
     )
 
 

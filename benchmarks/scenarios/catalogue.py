@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quartet_plugin.space.config import STOCK_NAMES
+from quartet_plugin.space.knobs.registry import KNOBS as _ALL_KNOBS
 
 SCRIPT = "benchmarks/scenarios/script.py"
 _COMMON = (
@@ -15,14 +16,19 @@ _COMMON = (
 )
 # What stock flags offer: layouts, native uneven splits, group sizes, and Megatron's two orders of ranks.
 STOCK_ORDERS = ["stock", "tp-pp-dp"]
+# The axes that a search can keep at stock beside the shape, and the knobs of a layout that have that form.
+AXES = ("schedule", "split", "mapping")
+KNOBS = tuple(knob.name for knob in _ALL_KNOBS if knob.name not in AXES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """One comparison. `flags` are the user's own job: Megatron's defaults for it, its split even.
 
-    `search` is the search section of both searches; the stock one keeps schedule and mapping to stock flags
-    and the shape as it is. `cores` and `namespaces` are a process each.
+    `search` is the search section of both searches: what it leaves free is free in both, layouts too. The
+    stock one keeps schedule and mapping to stock flags and the shape as it is. `cores`, `namespaces` and
+    `slowdown` (how many times slower a process is than its core) are a process each; `rates` are a namespace
+    each, as tc writes them. A cluster file gives every device `memory_limit_bytes`.
     """
 
     about: str
@@ -31,7 +37,36 @@ class Scenario:
     cores: str
     search: dict[str, Any] = field(default_factory=dict)
     namespaces: str = ""
-    rate: str | None = None
+    rates: tuple[str, ...] = ()
+    slowdown: str = ""
+    memory_limit_bytes: int | None = None
+
+    @property
+    def cluster(self) -> dict[str, Any] | None:
+        """The content of a cluster file with the memory limit; None without one."""
+        if self.memory_limit_bytes is None:
+            return None
+        link = {"bandwidth_bytes_per_s": 3e9, "latency_s": 4e-5}
+        core = {
+            "peak_flops": {"fp32": 9e10},
+            "memory_bytes": self.memory_limit_bytes,
+            "memory_bandwidth_bytes_per_s": 1e10,
+            "compute_units": 1,
+        }
+        return {
+            "schema_version": 1,
+            "nodes": [{"name": "here", "devices": ["core"] * self.num_processes}],
+            "devices": {"core": core},
+            "links": {"scale_up": link},
+        }
+
+    def search_without(self, axis: str) -> dict[str, Any]:
+        """The search with one axis kept at stock: schedule, split, mapping, scaling, or a layout's knob."""
+        if axis == "scaling":
+            return {key: value for key, value in self.search.items() if key != "scaling"}
+        if axis not in (*AXES, *KNOBS):
+            raise SystemExit(f"--without: {axis}; must be scaling, {', '.join(AXES)} or a knob")
+        return {**self.search, axis: list(STOCK_NAMES) if axis == "schedule" else "stock"}
 
     @property
     def command(self) -> list[str]:
@@ -82,7 +117,7 @@ SCENARIOS: dict[str, Scenario] = {
         num_processes=4,
         cores="0,0,1,1",
         namespaces="quartet-a,quartet-a,quartet-b,quartet-b",
-        rate="200mbit",
+        rates=("200mbit", "200mbit"),
         flags="--num-layers 8 --hidden-size 128 --vocab-size 4096 "
         "--micro-batch-size 2 --global-batch-size 16",
     ),
@@ -104,10 +139,39 @@ SCENARIOS: dict[str, Scenario] = {
         search={**_ONE_PIPELINE, "pipeline_parallel": 2, "micro_batch_size": 4},
     ),
     "f-everything": Scenario(
-        about="everything free, PP2 even as the start",
+        about="everything free, shapes too, PP2 even as the start",
         num_processes=2,
         cores="0,1",
         flags="--num-layers 8 --hidden-size 192 --vocab-size 8192 --pipeline-model-parallel-size 2 "
         "--micro-batch-size 2 --global-batch-size 16",
+        search={"scaling": {"budget": "parameters", "tolerance": 0.03}},
+    ),
+    "g-slow-middle": Scenario(
+        about="a slow device in the middle of PP4, the mapping fixed: the third at half its core's speed",
+        num_processes=4,
+        cores="0,1,0,1",
+        slowdown="1,1,2,1",
+        flags="--num-layers 12 --hidden-size 128 --vocab-size 8192 --pipeline-model-parallel-size 4 "
+        "--micro-batch-size 2 --global-batch-size 16",
+        search={**_ONE_PIPELINE, "pipeline_parallel": 4, "micro_batch_size": 2, "mapping": "stock"},
+    ),
+    "h-memory-limit": Scenario(
+        about="recompute or micro-batch under a memory limit that the default exceeds, PP2",
+        num_processes=2,
+        cores="0,1",
+        memory_limit_bytes=900 * 2**20,
+        flags="--num-layers 8 --hidden-size 256 --vocab-size 4096 --pipeline-model-parallel-size 2 "
+        "--micro-batch-size 16 --global-batch-size 64",
+        search={**_ONE_PIPELINE, "pipeline_parallel": 2, "micro_batch_size": "auto", "recompute": "auto"},
+    ),
+    "i-unequal-links": Scenario(
+        about="8 processes in 4 namespaces, two behind 40 Mbit/s: the best mapping has no name, PP4 x DP2",
+        num_processes=8,
+        cores="0,0,0,0,1,1,1,1",
+        namespaces="quartet-a,quartet-a,quartet-b,quartet-b,quartet-c,quartet-c,quartet-d,quartet-d",
+        rates=("400mbit", "40mbit", "400mbit", "40mbit"),
+        flags="--num-layers 8 --hidden-size 128 --vocab-size 4096 --pipeline-model-parallel-size 4 "
+        "--micro-batch-size 2 --global-batch-size 16",
+        search={"tensor_parallel": 1, "pipeline_parallel": 4, "data_parallel": 2, "micro_batch_size": 2},
     ),
 }  # fmt: skip

@@ -1,13 +1,23 @@
-"""Two network namespaces joined by a link of limited bandwidth. Needs root, `ip` and `tc`."""
+"""Network namespaces behind links of limited bandwidth, joined by a bridge. Needs root, `ip` and `tc`."""
 
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-NAMESPACES = ("quartet-a", "quartet-b")
-ADDRESSES = ("10.77.13.1", "10.77.13.2")
+BRIDGE = "quartet-bridge"
+_NAMES = "abcdefgh"
+
+
+def namespace(index: int) -> str:
+    """The name of a namespace."""
+    return f"quartet-{_NAMES[index]}"
+
+
+def address(index: int) -> str:
+    """The address of a namespace."""
+    return f"10.77.13.{index + 1}"
 
 
 def _run(*words: str, check: bool = True) -> None:
@@ -15,14 +25,19 @@ def _run(*words: str, check: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def two_namespaces(*, rate: str) -> Iterator[None]:
-    """The two namespaces, this process in the first; `rate` as tc writes it, each way. Removed at the end."""
-    _remove()
+def joined_namespaces(rates: Sequence[str]) -> Iterator[None]:
+    """A namespace for each of `rates` (as tc writes them, each way); this process in the first.
+
+    Raises ValueError for more than 8. All are removed at the end.
+    """
+    if not 2 <= len(rates) <= len(_NAMES):
+        raise ValueError(f"rates: {len(rates)}; must be from 2 to {len(_NAMES)}")
+    _remove(len(rates))
     try:
-        _make(rate)
+        _make(rates)
         with (
             Path("/proc/self/ns/net").open("rb") as own,
-            Path("/run/netns", NAMESPACES[0]).open("rb") as first,
+            Path("/run/netns", namespace(0)).open("rb") as first,
         ):
             os.setns(first.fileno(), os.CLONE_NEWNET)
             try:
@@ -30,24 +45,30 @@ def two_namespaces(*, rate: str) -> Iterator[None]:
             finally:
                 os.setns(own.fileno(), os.CLONE_NEWNET)
     finally:
-        _remove()
+        _remove(len(rates))
 
 
-def _make(rate: str) -> None:
-    devices = [f"{name}-0" for name in NAMESPACES]
-    for name in NAMESPACES:
+def _make(rates: Sequence[str]) -> None:
+    inside_bridge = ("ip", "netns", "exec", BRIDGE)
+    _run("ip", "netns", "add", BRIDGE)
+    _run(*inside_bridge, "ip", "link", "add", "bridge", "type", "bridge")
+    _run(*inside_bridge, "ip", "link", "set", "bridge", "up")
+    for index, rate in enumerate(rates):
+        name, port = namespace(index), f"port-{index}"
+        device = f"{name}-0"
         _run("ip", "netns", "add", name)
-    _run("ip", "link", "add", devices[0], "netns", NAMESPACES[0], "type", "veth",
-         "peer", "name", devices[1], "netns", NAMESPACES[1])  # fmt: skip
-    for name, device, address in zip(NAMESPACES, devices, ADDRESSES, strict=True):
+        _run("ip", "link", "add", device, "netns", name, "type", "veth",
+             "peer", "name", port, "netns", BRIDGE)  # fmt: skip
+        _run(*inside_bridge, "ip", "link", "set", port, "master", "bridge")
         inside = ("ip", "netns", "exec", name)
-        _run(*inside, "ip", "address", "add", f"{address}/24", "dev", device)
+        _run(*inside, "ip", "address", "add", f"{address(index)}/24", "dev", device)
         _run(*inside, "ip", "link", "set", "lo", "up")
-        _run(*inside, "ip", "link", "set", device, "up")
-        _run(*inside, "tc", "qdisc", "add", "dev", device, "root", "tbf",
-             "rate", rate, "burst", "128kb", "latency", "50ms")  # fmt: skip
+        for where, end in ((inside, device), (inside_bridge, port)):
+            _run(*where, "ip", "link", "set", end, "up")
+            _run(*where, "tc", "qdisc", "add", "dev", end, "root", "tbf",
+                 "rate", rate, "burst", "128kb", "latency", "50ms")  # fmt: skip
 
 
-def _remove() -> None:
-    for name in NAMESPACES:
+def _remove(count: int) -> None:
+    for name in (BRIDGE, *(namespace(index) for index in range(count))):
         _run("ip", "netns", "delete", name, check=False)

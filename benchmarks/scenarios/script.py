@@ -2,13 +2,16 @@
 
 The environment says where the process with LOCAL_RANK i goes, so a permuted mapping moves RANKs over devices
 that stay: SCENARIO_CORES="0,1,1" pins it, after the imports, which pinned processes do slowly;
-SCENARIO_NAMESPACES="quartet-a,quartet-b" and SCENARIO_ADDRESS (of the first) move it. With SCENARIO_TURNS,
+SCENARIO_NAMESPACES="quartet-a,quartet-b" and SCENARIO_ADDRESS (of the first) move it;
+SCENARIO_SLOWDOWN="1,2" stops it for half of every few milliseconds. With SCENARIO_TURNS,
 the address of a socket, it trains only when it is let through, STEPS steps at a time (`turns.py`).
 """
 
+import contextlib
 import json
 import os
 import runpy
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 STEPS = 3
+PERIOD_S = 0.008
 
 
 def _mine(name: str) -> str | None:
@@ -29,6 +33,20 @@ def _enter(namespace: str) -> None:
         os.setns(file.fileno(), os.CLONE_NEWNET)
     os.environ["MASTER_ADDR"] = os.environ["SCENARIO_ADDRESS"]
     os.environ["GLOO_SOCKET_IFNAME"] = f"{namespace}-0"
+
+
+def slow_down(factor: float) -> None:
+    """Have a child process stop this one for 1 - 1 / factor of every PERIOD_S seconds, until it ends."""
+    parent = os.getpid()
+    if os.fork():
+        return
+    while os.getppid() == parent:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(parent, signal.SIGSTOP)
+            time.sleep(PERIOD_S * (1.0 - 1.0 / factor))
+            os.kill(parent, signal.SIGCONT)
+        time.sleep(PERIOD_S / factor)
+    os._exit(0)
 
 
 def in_turns(train_step: Callable[..., Any], *, address: str, job: str) -> Callable[..., Any]:
@@ -62,6 +80,9 @@ if __name__ == "__main__":
         _enter(namespace)
     if core is not None:
         os.sched_setaffinity(0, {int(core)})
+    slowdown = float(_mine("SCENARIO_SLOWDOWN") or 1.0)
+    if slowdown > 1.0:
+        slow_down(slowdown)
     if "SCENARIO_TURNS" in os.environ:
         training = megatron.training.training
         training.train_step = in_turns(

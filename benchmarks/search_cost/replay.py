@@ -23,7 +23,7 @@ from benchmarks.search_cost.walk import key_of
 from quartet_plugin.cost.relative_cost import relative_cost
 from quartet_plugin.errors import InterruptedByUserError, QuartetError
 from quartet_plugin.launchers.command import parse_command
-from quartet_plugin.model.launch import LaunchRecord, Phase
+from quartet_plugin.model.launch import LaunchPosition, LaunchRecord, Phase
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt, StepComparison, Versions, tolerance_for
 from quartet_plugin.model.schema import dump
@@ -166,7 +166,15 @@ class Silent:
     def message(self, text: str) -> None:
         """See `Observer`."""
 
-    def plan_started(self, label: str, plan: Plan | None, *, phase: Phase, time_left_s: float | None) -> None:
+    def plan_started(
+        self,
+        label: str,
+        plan: Plan | None,
+        *,
+        phase: Phase,
+        time_left_s: float | None,
+        position: LaunchPosition | None = None,
+    ) -> None:
         """See `Observer`."""
 
     def progressed(self, phase: str, *, iteration: int, num_iterations: int) -> None:
@@ -289,6 +297,9 @@ class _Choosing:
 
     def category(self, name: str, choices: Sequence[str]) -> str:
         return str(self._trial.suggest_categorical(name, list(choices)))
+
+    def integer(self, name: str, low: int, high: int) -> int:
+        return self._trial.suggest_int(name, low, high)
 
     def unit_float(self, name: str) -> float:
         return self._trial.suggest_float(name, -1.0, 1.0)

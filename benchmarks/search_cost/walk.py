@@ -27,6 +27,10 @@ class _Walker:
         del name
         return choices[self._next(len(choices))]
 
+    def integer(self, name: str, low: int, high: int) -> int:
+        del name
+        return low + self._next(high - low + 1)
+
     def unit_float(self, name: str) -> float:
         weights = self._head if name == SPLIT_HEAD else self._embedding
         return weights[self._next(len(weights))]

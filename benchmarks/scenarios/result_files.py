@@ -1,0 +1,102 @@
+"""The result files of the scenarios: one a search, one a launch in turns; the table is made of them alone.
+
+results/SCENARIO/ours-SEED.json, stock-SEED.json, without-AXIS-SEED.json   a search: `SearchRun`
+results/SCENARIO/turns.json   their plans in turns: `TurnRounds`
+"""
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quartet_plugin.model.files import read_json, write_json_atomic
+
+RESULTS = Path(__file__).with_name("results")
+TURNS = "turns.json"
+OURS, STOCK, WITHOUT = "ours", "stock", "without"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRun:
+    """One search of a scenario to its end.
+
+    `side` is ours, stock, or without-AXIS. `trials` have number, plan in words, outcome and the seconds of
+    the measured iterations. `chosen` is the content of the plan's file, None for the default. `note` says why
+    the baseline is another than the default.
+    """
+
+    scenario: str
+    side: str
+    seed: int
+    commit: str
+    machine: str
+    num_trials: int
+    trials: tuple[Mapping[str, Any], ...]
+    chosen: Mapping[str, Any] | None
+    chosen_words: str
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the side in a launch in turns, and of the file."""
+        return f"{self.side}-{self.seed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRounds:
+    """Relative speeds (work a second) of every side in every round of a scenario's launches in turns."""
+
+    scenario: str
+    commit: str
+    machine: str
+    num_launches: int
+    rounds: tuple[Mapping[str, float], ...]
+
+
+def commit_of(root: Path) -> str:
+    """The commit of the working tree; marked where files differ from it. Results themselves do not count."""
+    git = ("git", "-C", str(root))
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    changes = subprocess.run(
+        [*git, "status", "--porcelain", "--", ".", ":!benchmarks/scenarios/results"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    return head.strip()[:12] + (" with changes" if changes.strip() else "")
+
+
+def machine_words(num_cores: int) -> str:
+    """The machine without its name."""
+    return f"{num_cores} cores, {platform.machine()}, {platform.system()}"
+
+
+def write_result(result: SearchRun | TurnRounds, *, folder: Path = RESULTS) -> Path:
+    """Write a result file; its path."""
+    name = TURNS if isinstance(result, TurnRounds) else f"{result.name}.json"
+    path = folder / result.scenario / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(path, json.loads(json.dumps({"schema_version": 1, **asdict(result)})))
+    return path
+
+
+def read_runs(scenario: str, *, folder: Path = RESULTS) -> Iterator[SearchRun]:
+    """The searches of a scenario, by file name."""
+    for path in sorted((folder / scenario).glob("*.json")):
+        if path.name != TURNS:
+            yield SearchRun(**_fields(path))
+
+
+def read_turns(scenario: str, *, folder: Path = RESULTS) -> TurnRounds | None:
+    """The launches in turns of a scenario; None where there were none."""
+    path = folder / scenario / TURNS
+    return TurnRounds(**_fields(path)) if path.exists() else None
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    content = dict(read_json(path))
+    content.pop("schema_version", None)
+    return content
