@@ -7,12 +7,13 @@ is one ConfigError line that names the file, the field, the value and the rule.
 import errno
 import os
 import stat
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.model.files import parse_json
-from quartet_plugin.model.schema import Bounds, Length, Matches, Number, parse, record
+from quartet_plugin.model.schema import ADDED, Bounds, Length, Matches, Number, parse, record
 
 MAX_RANKS = 65_536
 MAX_ITERATIONS = 100_000
@@ -78,7 +79,7 @@ class CommandRecord:
     argv: Annotated[tuple[Text, ...], Length(most=100_000)]
     cwd: FilePath
     environment: dict[Name, Text]
-    starter: Literal["torchrun", "python", "deepspeed"]
+    starter: Literal["torchrun", "python", "deepspeed", "other"]
     num_processes: Annotated[int, Bounds(ge=1, le=MAX_RANKS)] | None
     time: Seconds
     deadline_s: Seconds
@@ -94,7 +95,9 @@ class ResultRecord:
 
     attempt_id: AttemptId
     plan_key: PlanKey | None
-    outcome: Literal["OK", "INFEASIBLE", "UNSTABLE", "WRONG", "INFRA", "HARNESS", "CANCELLED"]
+    outcome: Literal[
+        "OK", "INFEASIBLE", "UNSTABLE", "WRONG", "NOT_AS_PLANNED", "INFRA", "HARNESS", "CANCELLED"
+    ]
     reason: Text
     phase: Literal["launch", "import", "init", "warmup", "measure", "done"]
     memory_excess_bytes: Count
@@ -104,6 +107,7 @@ class ResultRecord:
     peak_memory_bytes: Count
     wall_s: Seconds
     schema_version: Version = 1
+    untracked_memory_bytes: Count | None = field(default=None, metadata=ADDED)
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:

@@ -8,6 +8,11 @@ ERRORS_FOLDER = "QUARTET_ERRORS"
 CONVERSION_FILE = "QUARTET_CONVERT"
 # `quartet profile`: "1" where the ranks are real, RANK/WORLD_SIZE for one that is simulated alone.
 PROFILE = "QUARTET_PROFILE"
+# The start.json of a command whose training processes find themselves (protocol.training_start), and the
+# folder of it in a process that has been started anew by it.
+START, STARTED = "QUARTET_START", "QUARTET_STARTED"
+# The user accepts that functions of the framework have another source than any release that was tried.
+ACCEPT_CHANGED_SOURCE = "QUARTET_ACCEPT_CHANGED_SOURCE"
 # A rank on a CPU that has started itself again with its allocator's settings.
 CPU_REEXECUTED = "QUARTET_CPU_DEVICE_REEXECUTED"
 

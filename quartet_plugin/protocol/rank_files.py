@@ -24,6 +24,7 @@ from quartet_plugin.protocol.attempt_files import (
     Version,
     read_shared,
 )
+from quartet_plugin.protocol.execution import Execution
 
 MAX_ACTIONS = 5_000_000
 MAX_HEARTBEAT_BYTES = 64 * 1024
@@ -66,8 +67,21 @@ class Iteration:
 
 
 @record
+class DeviceMemory:
+    """What a rank's CUDA device held: tensors, the allocator's pool around them, and all the rest.
+
+    Both peaks are of the process. A pool grows to what it can get: it says nothing of what training needs.
+    `untracked_bytes` at the end lie outside of it: the driver's context, communicators, other processes.
+    """
+
+    peak_allocated_bytes: Count
+    peak_reserved_bytes: Count
+    untracked_bytes: Count
+
+
+@record
 class RankReport:
-    """rank-K.json: what a rank measured, warm-up included. `job` is on RANK 0 alone.
+    """rank-K.json: what a rank measured, warm-up included, and what it did. `job` is on RANK 0 alone.
 
     `cores` are the processor cores that a rank that trains on them may use.
     """
@@ -86,6 +100,8 @@ class RankReport:
     peak_memory_bytes: Count
     job: dict[str, Any] | None
     cores: Annotated[tuple[Count, ...], Length(most=65_536)] | None = field(default=None, metadata=ADDED)
+    memory: DeviceMemory | None = field(default=None, metadata=ADDED)
+    execution: Execution | None = field(default=None, metadata=ADDED)
 
 
 @record

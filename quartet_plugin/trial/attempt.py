@@ -1,17 +1,19 @@
 """The folder of one attempt: the files written before its launch, and its result."""
 
+import contextlib
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from quartet_plugin.errors import ConfigError, StorageError
+from quartet_plugin.errors import ConfigError, PlanError, StorageError
+from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.local import child_environment, resolve_device
 from quartet_plugin.model.files import write_json_atomic
-from quartet_plugin.model.plan import write_plan
+from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.schema import as_number, dump
 from quartet_plugin.protocol.attempt_files import (
     COMMAND_FILE,
@@ -26,16 +28,24 @@ from quartet_plugin.protocol.attempt_files import (
     TrialSpec,
     read_shared,
 )
-from quartet_plugin.protocol.environment import ATTEMPT_ID, DEVICE_FLAG, PLAN_FLAG, TRIAL_FLAG
+from quartet_plugin.protocol.environment import ATTEMPT_ID, DEVICE_FLAG, PLAN_FLAG, START, TRIAL_FLAG
 from quartet_plugin.protocol.masking import collect_secrets, masked_argv, recorded_environment
 from quartet_plugin.protocol.rank_files import RankFileReader
+from quartet_plugin.protocol.training_start import START_FILE, STARTS_FOLDER, StartFile
 from quartet_plugin.trial.log import last_lines, read_tail
 from quartet_plugin.trial.outcome import Verdict
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 
 PREFIX = "attempt-"
 # Fields of an AttemptOutcome that result.json holds as they are.
-_PLAIN_FIELDS = ("reason", "phase", "memory_excess_bytes", "iteration_s", "peak_memory_bytes")
+_PLAIN_FIELDS = (
+    "reason",
+    "phase",
+    "memory_excess_bytes",
+    "iteration_s",
+    "peak_memory_bytes",
+    "untracked_memory_bytes",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +65,15 @@ class Attempt:
     def stop_file(self) -> Path:
         """The file whose existence asks the ranks to end at their next iteration."""
         return self.folder / STOP_FILE
+
+    def read_plan(self) -> Plan | None:
+        """The plan that the ranks were given; None for the baseline, and for a file of something else."""
+        if self.spec.plan_key is None:
+            return None
+        with contextlib.suppress(PlanError):
+            plan = read_plan(self.folder / PLAN_FILE)
+            return plan if plan.key == self.spec.plan_key else None
+        return None
 
     @property
     def processes_file(self) -> Path:
@@ -85,8 +104,8 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
     if request.plan is not None:
         write_plan(request.plan, path=folder / PLAN_FILE)
         flags += [PLAN_FLAG, str(folder / PLAN_FILE)]
-    argv = request.command.wrapped(flags, port=port)
     environment = child_environment(device, environment=os.environ)
+    argv = started_argv(request.command, flags=flags, port=port, folder=folder, environment=environment)
     environment[ATTEMPT_ID] = attempt_id
     environment.setdefault("PYTHONFAULTHANDLER", "1")
     cwd = (request.cwd or Path()).absolute()
@@ -116,6 +135,27 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
     write_json_atomic(folder / COMMAND_FILE, dump(command))
     attempt = Attempt(folder=folder, spec=spec, command=command)
     return Launch(attempt=attempt, argv=tuple(argv), environment=environment, cwd=cwd)
+
+
+def started_argv(
+    command: Command,
+    *,
+    flags: Sequence[str],
+    port: int | None,
+    folder: Path,
+    environment: MutableMapping[str, str],
+) -> list[str]:
+    """The words to start `command` with, so that its training gets `flags`.
+
+    A command that the plugin cannot read is left as it is: its training processes find `flags` in a
+    start.json in `folder`, which is added to `environment`. Raises StorageError.
+    """
+    if command.starter == "other":
+        (folder / STARTS_FOLDER).mkdir(mode=0o700, exist_ok=True)
+        write_json_atomic(folder / START_FILE, dump(StartFile(flags=tuple(flags))))
+        environment[START] = str(folder / START_FILE)
+        return list(command.words)
+    return command.wrapped(flags, port=port)
 
 
 def _make_folder(request: TrialRequest, *, number: int) -> Path:
@@ -190,6 +230,10 @@ def _result(sheet: ResultRecord, *, folder: Path) -> TrialResult:
     snapshot = RankFileReader(folder, attempt_id=sheet.attempt_id).scan()
     jobs = [report.job for report in snapshot.reports.values() if report.rank == 0]
     phases = [report.phases_s for report in snapshot.reports.values()]
+    steps_s = max(
+        (sum(step.iteration_s for step in report.iterations) for report in snapshot.reports.values()),
+        default=0.0,
+    )
     return TrialResult(
         attempt_id=sheet.attempt_id,
         plan_key=sheet.plan_key,
@@ -203,4 +247,5 @@ def _result(sheet: ResultRecord, *, folder: Path) -> TrialResult:
         last_lines=last_lines(read_tail(folder / LOG_FILE)),
         start_s=max((rank.get("import", 0.0) + rank.get("init", 0.0) for rank in phases), default=0.0),
         first_step_s=max((rank.get("first_step", 0.0) for rank in phases), default=0.0),
+        warmup_s=max(0.0, steps_s - sum(sheet.iteration_s)),
     )

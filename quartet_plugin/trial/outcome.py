@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
+from quartet_plugin.model.plan import Plan
 from quartet_plugin.protocol.attempt_files import TrialSpec
-from quartet_plugin.protocol.masking import masked
 from quartet_plugin.protocol.rank_files import RankFailure, RankReport, Snapshot
+from quartet_plugin.protocol.terminal import reason_line
+from quartet_plugin.trial.as_planned import difference_from
 from quartet_plugin.trial.log import has_address_in_use, root_cause
 from quartet_plugin.trial.request import PHASES, AttemptOutcome, Outcome, Phase
 from quartet_plugin.trial.watchdog import Expiry
@@ -29,6 +31,7 @@ class Cause(StrEnum):
     MEASURED = "measured"
     SPREAD = "spread"
     NOT_FINITE = "not finite"
+    NOT_AS_PLANNED = "not as planned"
     MEMORY = "memory"
     REFUSED = "refused"
     PLAN = "plan"
@@ -52,6 +55,7 @@ _OUTCOMES: dict[Cause, Outcome] = {
     Cause.MEASURED: Outcome.OK,
     Cause.SPREAD: Outcome.UNSTABLE,
     Cause.NOT_FINITE: Outcome.WRONG,
+    Cause.NOT_AS_PLANNED: Outcome.NOT_AS_PLANNED,
     Cause.MEMORY: Outcome.INFEASIBLE,
     Cause.REFUSED: Outcome.INFEASIBLE,
     Cause.DEADLINE: Outcome.INFEASIBLE,
@@ -61,6 +65,7 @@ _OUTCOMES: dict[Cause, Outcome] = {
     Cause.CANCELLED: Outcome.CANCELLED,
 }
 # Messages of CUDA, NCCL and the driver about a device that is broken or lost, whatever ran on it.
+_MAX_REASON = 400
 _DEVICE_FAULT = re.compile(
     r"uncorrectable (ECC|NVLink) error|GPU is lost|fallen off the bus|\bXid\b|no CUDA-capable device"
     r"|CUDA-capable device\(s\) is/are busy or unavailable|hardware stack error",
@@ -74,10 +79,11 @@ class Evidence:
 
     `exit_code` is the launcher's, None where the tuner ended it; `is_single`: the launcher itself is the only
     rank. `num_oom_kills` counts processes that the kernel killed for memory during the attempt. `is_cut`: the
-    ranks were asked to end early because the plan was clearly slow.
+    ranks were asked to end early because the plan was clearly slow. `plan` is None for the baseline.
     """
 
     spec: TrialSpec
+    plan: Plan | None = None
     snapshot: Snapshot
     num_processes: int | None
     stopped_by: StoppedBy
@@ -118,7 +124,12 @@ def classify(evidence: Evidence) -> Verdict:
     snapshot = evidence.snapshot
     peaks = [report.peak_memory_bytes for report in snapshot.reports.values()]
     peaks += [err.peak_memory_bytes for err in snapshot.errs.values()]
-    return replace(_classify(evidence), peak_memory_bytes=max(peaks, default=0))
+    untracked = [report.memory.untracked_bytes for report in snapshot.reports.values() if report.memory]
+    return replace(
+        _classify(evidence),
+        peak_memory_bytes=max(peaks, default=0),
+        untracked_memory_bytes=max(untracked, default=None),
+    )
 
 
 def _classify(evidence: Evidence) -> Verdict:
@@ -151,14 +162,14 @@ def _verdict(evidence: Evidence, cause: Cause, reason: str) -> Verdict:
     return Verdict(
         cause=cause,
         outcome=_OUTCOMES.get(cause, Outcome.INFRA),
-        reason=one_line(reason),
+        reason=reason_line(reason, limit=_MAX_REASON),
         phase=slowest_phase(evidence.snapshot),
     )
 
 
 def device_fault(verdict: Verdict, fault: str) -> Verdict:
     """The verdict where a device failed during the attempt: nothing of it says anything about the plan."""
-    reason = one_line(f"{fault}; the attempt's own end: {verdict.reason}")
+    reason = reason_line(f"{fault}; the attempt's own end: {verdict.reason}", limit=_MAX_REASON)
     return Verdict(
         cause=Cause.DEVICE,
         outcome=Outcome.INFRA,
@@ -171,13 +182,6 @@ def device_fault(verdict: Verdict, fault: str) -> Verdict:
 def slowest_phase(snapshot: Snapshot) -> Phase:
     """The phase of the rank that is furthest behind."""
     return min((beat.phase for beat in snapshot.beats.values()), key=PHASES.index, default="launch")
-
-
-def one_line(text: str, *, limit: int = 400) -> str:
-    """`text` on one line, without secrets and control characters, cut to `limit`."""
-    shown = masked(text)[: 4 * limit]
-    line = " ".join("".join(c if c.isprintable() else " " for c in shown).split())
-    return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 def _reported(evidence: Evidence, err: RankFailure) -> Verdict:
@@ -256,6 +260,12 @@ def _measured(evidence: Evidence) -> Verdict:
     odd = [report.launch_rank for report in reports if report.plan_key != spec.plan_key]
     if odd:
         return _verdict(evidence, Cause.FORMAT, f"rank {odd[0]} ran another plan than it was given")
+    if spec.plan_key is not None:
+        difference = (
+            "its plan cannot be read" if evidence.plan is None else difference_from(evidence.plan, reports)
+        )
+        if difference is not None:
+            return _verdict(evidence, Cause.NOT_AS_PLANNED, difference)
     wanted = spec.warmup + spec.measure
     for report in reports:
         fault = _not_finite(report)

@@ -3,6 +3,11 @@
 The reference is the baseline, or stock parallelism for a plan of another shape. It writes its weights once,
 before its first step. Reference and plan both start from them, without dropout, and the loss and gradient
 norm of every step are compared. One set of weights and one reference serve every plan of a job.
+
+Another layout rounds otherwise, by more the larger the model is. Where such a plan exceeds the tolerance by
+no more than rounding may, stock is also run under the plan's layout, once a layout, from the same weights:
+stock itself must then differ by no more, and the plan must train as that run does, within the tolerance of
+an unchanged layout.
 """
 
 import math
@@ -16,13 +21,20 @@ from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.local import Launcher
 from quartet_plugin.model.plan import Mapping, Plan, ScheduleChoice, Split
 from quartet_plugin.model.receipt import (
+    MAX_REASON,
+    LayoutReference,
+    ParityFailure,
     Precision,
     Receipt,
     StepValues,
+    Tolerance,
     Versions,
     compare,
     find_failure,
+    is_within,
+    rounding_limit,
     tolerance_for,
+    worst_of,
 )
 from quartet_plugin.model.schema import Number
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
@@ -38,6 +50,10 @@ STEPS = 5
 _ANY_SPREAD = 1e9  # times do not matter here
 
 
+class NotAsPlannedError(InfeasibleError):
+    """The plan's run did something else than the plan: there is nothing to compare."""
+
+
 class ParityUnavailableError(InfrastructureError):
     """The gate cannot run for this command, whatever the plan."""
 
@@ -47,10 +63,14 @@ OnProgress = Callable[[str, Progress], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSeries:
-    """The steps of one run, and the job as the framework resolved it (None where no rank reported it)."""
+    """The steps of one run, and the job as the framework resolved it (None where no rank reported it).
+
+    `result` is the run's.
+    """
 
     steps: tuple[StepValues, ...]
     job: TrainingJob | None
+    result: TrialResult
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +92,7 @@ class ParityGate:
     on_progress: OnProgress | None = None
     cwd: Path | None = None
     _references: dict[str, LossSeries] = field(default_factory=dict)
+    _layout_references: dict[str, LossSeries | None] = field(default_factory=dict)
 
     def attempt_of(self, plan: Plan) -> Path:
         """The folder of the plan's latest run. Raises KeyError where the plan was never run."""
@@ -97,6 +118,12 @@ class ParityGate:
             precision, tensor_parallel_differs=job.layout.tensor_parallel != plan.layout.tensor_parallel
         )
         failure = find_failure(plan, reference.steps, measured.steps, tolerance=tolerance)
+        by_layout = None
+        rounds_otherwise = reference_plan is None and plan.layout.reductions != job.layout.reductions
+        if failure is not None and rounds_otherwise:
+            failure, by_layout = self._judge_rounding(
+                plan, reference, measured, failure=failure, tolerance=tolerance, precision=precision
+            )
         return Receipt(
             plan_digest=plan.digest,
             plan_key=plan.key,
@@ -112,7 +139,68 @@ class ParityGate:
             steps=compare(reference.steps, measured.steps),
             verdict="passed" if failure is None else "failed",
             failure=failure,
+            layout_reference=by_layout,
         )
+
+    def _judge_rounding(
+        self,
+        plan: Plan,
+        reference: LossSeries,
+        measured: LossSeries,
+        *,
+        failure: ParityFailure,
+        tolerance: Tolerance,
+        precision: Precision,
+    ) -> tuple[ParityFailure | None, LayoutReference | None]:
+        """The verdict on a plan of another layout that differs from the command by `failure`.
+
+        The failure stands where the difference is more than rounding, where stock does not run under the
+        plan's layout, and where stock itself trains otherwise under it.
+        """
+        limit = rounding_limit(tolerance, precision=precision)
+        if not is_within(compare(reference.steps, measured.steps), limit):
+            return failure, None
+        stock = stock_of(plan)
+        second = self._layout_reference(stock)
+        if second is None or len(second.steps) != len(reference.steps):
+            return _with_note(failure, f"stock does not run under {plan.layout.label}"), None
+        loss_rounding, grad_norm_rounding = worst_of(compare(reference.steps, second.steps))
+        if find_failure(stock, reference.steps, second.steps, tolerance=limit) is not None:
+            note = f"stock itself differs by {max(loss_rounding, grad_norm_rounding):.2g}"
+            return _with_note(failure, f"{note} under {plan.layout.label}"), None
+        strict = tolerance_for(precision, tensor_parallel_differs=False)
+        by_layout = LayoutReference(
+            plan_key=stock.key,
+            layout=plan.layout.label,
+            loss_rounding=loss_rounding,
+            grad_norm_rounding=grad_norm_rounding,
+            limit=limit,
+            tolerance=strict,
+            steps=compare(second.steps, measured.steps),
+        )
+        remaining = find_failure(plan, second.steps, measured.steps, tolerance=strict)
+        if remaining is not None:
+            remaining = _with_note(remaining, f"compared with stock under {plan.layout.label}")
+        return remaining, by_layout
+
+    def _layout_reference(self, stock: Plan) -> LossSeries | None:
+        """The series of stock under a layout, from the command's weights; None where it does not run."""
+        name = f"layout-{stock.key[:12]}"
+        if name not in self._layout_references:
+            try:
+                series = self._run(stock, name=name, weights=self._weights(None))
+            except ParityUnavailableError:
+                series = None
+            self._layout_references[name] = series
+        return self._layout_references[name]
+
+    def command_result(self, *, is_compared: bool = True) -> TrialResult:
+        """A run of the command itself, which says what its job is; raises what `check` does.
+
+        It is the reference of later checks, unless nothing is compared with it.
+        """
+        series = self._reference(None) if is_compared else self._run(None, name="job")
+        return series.result
 
     def _weights(self, reference_plan: Plan | None) -> Path:
         return self.weights / _name(reference_plan)
@@ -164,7 +252,8 @@ class ParityGate:
         if not result.is_measured and not (is_compared and result.outcome is Outcome.WRONG):
             raise _refusal(result, is_plan=is_compared)
         job = None if result.job is None else parse_training_job(result.job)
-        return LossSeries(steps=_steps(result, num_steps=self.num_steps, is_plan=is_compared), job=job)
+        steps = _steps(result, num_steps=self.num_steps, is_plan=is_compared)
+        return LossSeries(steps=steps, job=job, result=result)
 
 
 def stock_of(plan: Plan) -> Plan:
@@ -186,6 +275,10 @@ def stock_of(plan: Plan) -> Plan:
     )
 
 
+def _with_note(failure: ParityFailure, note: str) -> ParityFailure:
+    return replace(failure, reason=f"{failure.reason} ({note})"[:MAX_REASON])
+
+
 def _name(reference_plan: Plan | None) -> str:
     return "stock" if reference_plan is None else f"stock-{reference_plan.key[:12]}"
 
@@ -204,6 +297,8 @@ def _refusal(result: TrialResult, *, is_plan: bool) -> QuartetError:
     if result.outcome is Outcome.HARNESS:
         kind = SeamError if "SeamError" in result.reason else PlanError
         return kind(f"parity: the plan does not run: {where}")
+    if result.outcome is Outcome.NOT_AS_PLANNED:
+        return NotAsPlannedError(f"parity: not as planned: {where}")
     if result.outcome is Outcome.INFEASIBLE:
         return InfeasibleError(f"parity: the plan does not run: {where}")
     return InfrastructureError(f"parity: the plan's run was broken: {where}")

@@ -171,17 +171,14 @@ class ProcessRegistry:
             process = find(claimed)
             if process is not None and _carries(process, self._attempt_id):
                 identities.add(identify(process))
-        self._add(identity for identity in identities if identity is not None)
-
-    def add(self, processes: Iterable[Identity]) -> None:
-        """Add processes; `rescan` adds their descendants."""
-        self._add(processes)
+        self.add(identity for identity in identities if identity is not None)
 
     def search(self) -> None:
         """Add every process that carries the attempt's id. Expensive: reads every process of the host."""
-        self._add(marked_processes(self._attempt_id))
+        self.add(marked_processes(self._attempt_id))
 
-    def _add(self, identities: Iterable[Identity]) -> None:
+    def add(self, identities: Iterable[Identity]) -> None:
+        """Add processes; `rescan` adds their descendants."""
         known = {(process.pid, process.boot_id): process for process in self._known}
         new = {new for new in identities if not _is_same(new, known.get((new.pid, new.boot_id)))}
         if new:

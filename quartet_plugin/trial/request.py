@@ -22,6 +22,9 @@ MIN_FREE_BYTES = 2 * 2**30 + 256 * 2**20
 DEADLINE_S = 600.0
 # A start or first step may take this multiple of the longest start or first step of an earlier trial.
 LEARNED_FACTOR = 3.0
+# A first start on a GPU compiles kernels on every rank and indexes its data: limits until it was measured.
+COLD_INIT_S = 900.0
+COLD_FIRST_STEP_S = 600.0
 _FENCE = re.compile(r"[0-9a-f]{0,16}")
 
 
@@ -32,6 +35,7 @@ class Outcome(StrEnum):
     INFEASIBLE = "INFEASIBLE"
     UNSTABLE = "UNSTABLE"
     WRONG = "WRONG"
+    NOT_AS_PLANNED = "NOT_AS_PLANNED"
     INFRA = "INFRA"
     HARNESS = "HARNESS"
     CANCELLED = "CANCELLED"
@@ -74,6 +78,25 @@ class Timeouts:
         """The defaults; the limits of the start grow in proportion to a deadline above DEADLINE_S."""
         factor = max(1.0, deadline_s / DEADLINE_S)
         return cls(init_s=factor * cls().init_s, first_step_s=factor * cls().first_step_s)
+
+    @classmethod
+    def cold(cls, deadline_s: float) -> "Timeouts":
+        """The limits of a first start on GPUs with empty caches; a deadline below the default keeps its own.
+
+        Later starts have those of `within`, learned from the first.
+        """
+        warm = cls.within(deadline_s)
+        if deadline_s < DEADLINE_S:
+            return warm
+        return replace(
+            warm,
+            init_s=max(COLD_INIT_S, warm.init_s),
+            first_step_s=max(COLD_FIRST_STEP_S, warm.first_step_s),
+        )
+
+    def longer_than(self, other: "Timeouts") -> float:
+        """Seconds by which the start and the first step may together take longer than under `other`."""
+        return self.init_s + self.first_step_s - other.init_s - other.first_step_s
 
     def learned(self, *, start_s: float, first_step_s: float) -> "Timeouts":
         """The limits, raised for a measured trial that took `start_s` and `first_step_s`."""
@@ -150,7 +173,8 @@ class AttemptOutcome:
     """The outcome of an attempt and its measurements; `reason` is one line for the user.
 
     `iteration_s`, `loss` and `grad_norm` have an entry a measured iteration, warm-up left out; a time is
-    the slowest rank's. `memory_excess_bytes` is above 0 where memory was the reason.
+    the slowest rank's. `memory_excess_bytes` is above 0 where memory was the reason. `untracked_memory_bytes`
+    lay on the fullest device outside of the allocator's pool; None where no rank has counted them.
     """
 
     outcome: Outcome
@@ -161,6 +185,7 @@ class AttemptOutcome:
     loss: tuple[float, ...] = ()
     grad_norm: tuple[float, ...] = ()
     peak_memory_bytes: int = 0
+    untracked_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +193,8 @@ class TrialResult(AttemptOutcome):
     """The result of a trial: its last attempt's.
 
     `job` is the configuration that the framework resolved (rank 0's report), `last_lines` the end of the
-    command's output, `start_s` and `first_step_s` the seconds of the slowest rank.
+    command's output, `start_s`, `first_step_s` and `warmup_s` (all iterations that are not measured) the
+    seconds of the slowest rank.
     """
 
     attempt_id: str
@@ -179,6 +205,7 @@ class TrialResult(AttemptOutcome):
     last_lines: tuple[str, ...] = ()
     start_s: float = 0.0
     first_step_s: float = 0.0
+    warmup_s: float = 0.0
 
     @property
     def is_measured(self) -> bool:

@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from quartet_plugin.errors import InfrastructureError
+from quartet_plugin.errors import ConfigError, InfrastructureError
 from quartet_plugin.launchers.local import (
     Launcher,
     LocalLauncher,
@@ -15,8 +16,10 @@ from quartet_plugin.launchers.local import (
     free_port,
     resolve_device,
 )
+from quartet_plugin.protocol.training_start import absence_of, fault_of, read_starts
 from quartet_plugin.trial.attempt import Launch, attempt_number, create_attempt, write_result
 from quartet_plugin.trial.devices import DeviceGuard
+from quartet_plugin.trial.log import last_lines
 from quartet_plugin.trial.outcome import Cause, Verdict, classify, device_fault
 from quartet_plugin.trial.processes import ProcessRegistry, marked_processes, reap
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
@@ -88,6 +91,8 @@ def run_trial(
             can_move_port=request.command.port_flag is not None,
         )
         attempt = launch.attempt
+        if request.command.starter == "other":
+            _check_training(attempt.folder, request, end)
         result = write_result(attempt.folder, attempt.spec, with_survivors(verdict, end), wall_s=end.wall_s)
         if devices is not None and not should_stop(stop):
             devices.await_release(environment)
@@ -95,6 +100,19 @@ def run_trial(
             return result
         earlier.append(verdict)
         number = attempt_number(attempt.folder) + 1
+
+
+def _check_training(folder: Path, request: TrialRequest, end: AttemptEnd) -> None:
+    """Raise ConfigError where the user's own command starts no training, two, or changes its world."""
+    if request.plan is not None or end.evidence.stopped_by == "cancel":
+        return
+    starts = read_starts(folder)
+    fault = fault_of(starts)
+    if fault is None and not any(start.framework for start in starts):
+        last = last_lines(end.evidence.log)
+        fault = absence_of(starts) + (f"; its output ends with: {last[-1]}" if last else "")
+    if fault is not None:
+        raise ConfigError(f"command {request.command.program!r}: {fault}")
 
 
 def apply_retry_policy(

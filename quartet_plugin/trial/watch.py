@@ -108,6 +108,7 @@ class AttemptMonitor:
                 remove_torn(self.attempt.folder)
         evidence = Evidence(
             spec=self.attempt.spec,
+            plan=self.attempt.read_plan(),
             snapshot=self._last_look(),
             num_processes=self.attempt.command.num_processes,
             stopped_by=stopped_by,
@@ -136,7 +137,7 @@ class AttemptMonitor:
             if snapshot.errs or snapshot.faults:
                 self._wait_for_peers(snapshot)
                 return "error", None
-            if exit_code is not None:
+            if exit_code is not None and not self._has_left_processes():
                 self._exit_code = exit_code
                 return "exit", None
             if self.should_stop():
@@ -149,6 +150,15 @@ class AttemptMonitor:
             if expiry is not None:
                 return "hang", expiry
             time.sleep(self.poll_s)
+
+    def _has_left_processes(self) -> bool:
+        """Whether a command of the user's own has ended and left its training in the background."""
+        if self.attempt.command.starter != "other":
+            return False
+        with contextlib.suppress(StorageError):
+            self._add_orphans()
+            self.registry.search()
+        return bool(self.registry.alive)
 
     def _look(self) -> Snapshot | None:
         """Read the ranks' files, add new processes to the registry, trim the log, report the progress.

@@ -244,6 +244,10 @@ class Rank:
             "peak_memory_bytes": 1000 + self.rank,
             "job": job() if self.rank == 0 else None,
         }
+        if self.options.quartet_plan is not None:
+            plan = json.loads(Path(self.options.quartet_plan).read_text())
+            report["local_rank"] = plan["mapping"]["slots"][self.rank]["local"]
+            report["execution"] = execution(plan, self.rank)
         path = self.folder / f"rank-{self.rank}.json"
         if mode == "partial-result" and self.is_faulty:
             path.write_text(json.dumps(report)[:200])
@@ -300,6 +304,34 @@ class Rank:
         }
         write(self.folder / f"rank-{self.rank}.err.json", value)
         sys.exit(1)
+
+
+def execution(plan: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The record of a rank that did a plan by a schedule of the framework: a custom one does not run here."""
+    layout, counts = plan["layout"], plan["split"]["transformer_layers_per_stage"]
+    copies = layout["data_parallel"] * layout["tensor_parallel"]
+    device, devices = rank // copies, layout["pipeline_parallel"]
+    name = plan["schedule"]["name"]
+    batch = layout["micro_batch_size"] * layout["data_parallel"]
+    return {
+        "schedule": "1f1b" if name == "custom" else name,
+        "position": rank,
+        "pipeline_rank": device,
+        "num_microbatches": plan["made_for"]["global_batch_size"] // batch,
+        "stages": [
+            {
+                "first_layer": sum(counts[:stage]),
+                "num_layers": counts[stage],
+                "has_embedding": stage == 0,
+                "has_head": stage == len(counts) - 1,
+            }
+            for stage in range(device, len(counts), devices)
+        ],
+        "knobs": {name: value for name, value in layout.items() if isinstance(value, bool | int | str)},
+        "actions": None,
+        "ends": None,
+        "modules": None,
+    }
 
 
 def job() -> dict[str, Any]:

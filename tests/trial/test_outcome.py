@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from quartet_plugin.protocol.rank_files import DeviceMemory
 from quartet_plugin.trial.outcome import Cause, Verdict, classify, is_complete, relative_spread
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.trial.runner import MAX_PORTS, apply_retry_policy
@@ -115,6 +116,16 @@ def test_the_users_text_does_not_decide() -> None:
     log = "torch.OutOfMemoryError: CUDA out of memory\nKilled\n"
     verdict = classify(evidence(beats=(beat(0), beat(1)), log=log))
     assert (verdict.outcome, verdict.memory_excess_bytes) == (Outcome.INFRA, 0)
+
+
+def test_memory_beside_the_pool_is_the_fullest_devices() -> None:
+    memory = [
+        DeviceMemory(peak_allocated_bytes=1, peak_reserved_bytes=2, untracked_bytes=size)
+        for size in (3, 5, 4)
+    ]
+    reports = tuple(report(rank, memory=held) for rank, held in enumerate(memory))
+    assert classify(evidence(reports=reports)).untracked_memory_bytes == 5
+    assert classify(evidence(reports=(report(0),))).untracked_memory_bytes is None
 
 
 def test_complete_needs_every_rank() -> None:

@@ -1,0 +1,154 @@
+"""What the ranks' records say that ran, compared with the plan: only what ran as planned is a measurement."""
+
+from collections.abc import Iterator, Sequence
+
+from quartet_plugin.model.frameworks import capabilities
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.protocol.execution import PROGRAM, Execution, PipelineEnds, digest_of_actions
+from quartet_plugin.protocol.rank_files import RankReport
+from quartet_plugin.schedule.action import ActionKind
+from quartet_plugin.schedule.choice import generated, written_of
+from quartet_plugin.schedule.files import order_texts
+from quartet_plugin.schedule.placement import linear, loop, stages_of_device
+from quartet_plugin.schedule.schedule import Schedule
+from quartet_plugin.space.knobs.knob import SettingKnob
+from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
+
+
+def difference_from(plan: Plan, reports: Sequence[RankReport]) -> str | None:
+    """The first difference between a plan and what its ranks did, in one line; None where there is none."""
+    ran: list[tuple[RankReport, Execution]] = []
+    for report in reports:
+        if report.execution is None:
+            return f"rank {report.rank} left no record of what it ran"
+        ran.append((report, report.execution))
+    ran.sort(key=lambda pair: pair[1].position)
+    order = _order_of_ranks(plan, ran)
+    if order is not None:
+        return order
+    schedule = _planned_program(plan)
+    for _, done in ran:
+        words = next(_differences(plan, schedule, done), None)
+        if words is not None:
+            return f"rank {done.position}: {words}"
+    return None
+
+
+def _order_of_ranks(plan: Plan, ran: Sequence[tuple[RankReport, Execution]]) -> str | None:
+    """The first rank that is not on its slot. Which host plays which node is free, as at a launch."""
+    slots = plan.mapping.slots
+    if [done.position for _, done in ran] != list(range(len(slots))):
+        return f"{len(ran)} ranks ran, the plan has {len(slots)}, each once"
+    hosts: dict[int, str] = {}
+    nodes: dict[str, int] = {}
+    for (report, done), slot in zip(ran, slots, strict=True):
+        host = hosts.setdefault(slot.node, report.host)
+        node = nodes.setdefault(report.host, slot.node)
+        if (host, node, slot.local) != (report.host, slot.node, report.local_rank):
+            return (
+                f"mapping: rank {done.position} ran on {report.host}:{report.local_rank}, "
+                f"the plan has it on slot {slot.local} of node {slot.node}"
+            )
+    return None
+
+
+def _planned_program(plan: Plan) -> Schedule | None:
+    """The schedule that the plugin's runtime has to execute; None where the framework's own runs.
+
+    The plan's own words decide, not what a rank made of them: an order that cannot be made is a difference.
+    """
+    custom = plan.schedule.custom
+    if plan.schedule.name in capabilities(plan.made_for.framework).stock_schedules:
+        return None
+    count = plan.num_microbatches
+    written = None if custom is None else written_of(custom, num_microbatches=count)
+    return written or generated(plan.schedule, layout=plan.layout, num_microbatches=count)
+
+
+def _differences(plan: Plan, schedule: Schedule | None, done: Execution) -> Iterator[str]:
+    """Every difference of one rank, the knobs first: the rest follows from them."""
+    yield from _knobs(plan, done)
+    if done.num_microbatches != plan.num_microbatches:
+        yield f"{done.num_microbatches} microbatches ran, the plan has {plan.num_microbatches}"
+    devices = plan.layout.pipeline_parallel
+    if schedule is None:
+        if done.schedule != plan.schedule.name:
+            yield f"schedule {done.schedule} ran, the plan has {plan.schedule.label}"
+        placement = (
+            loop(devices, plan.layout.virtual_stages) if plan.layout.virtual_stages > 1 else linear(devices)
+        )
+    else:
+        placement = schedule.placement
+        yield from _actions(plan, schedule, done)
+    yield from _stages(plan, placement, done)
+    if done.ends is not None:
+        yield from _ends(placement, done.ends, pipeline_rank=done.pipeline_rank)
+
+
+def _knobs(plan: Plan, done: Execution) -> Iterator[str]:
+    for knob in LAYOUT_KNOBS:
+        planned = knob.in_layout(plan.layout)
+        if planned is None or not knob.is_of(plan.made_for.framework):
+            continue
+        # A setting that does nothing in this layout is one that the framework may take back.
+        if isinstance(knob, SettingKnob) and not knob.applies(plan.layout):
+            continue
+        live = done.knobs.get(knob.name)
+        if live != planned:
+            value = "was not read back" if live is None else f"{knob.text(live)} ran"
+            yield f"{knob.title} {value}, the plan has {knob.text(planned)}"
+
+
+def _actions(plan: Plan, schedule: Schedule, done: Execution) -> Iterator[str]:
+    label = plan.schedule.label
+    if done.schedule != PROGRAM or done.actions is None:
+        yield f"schedule {done.schedule} ran, the plan has {label}"
+        return
+    order = schedule.orders[done.pipeline_rank]
+    expected = digest_of_actions(order_texts(order, num_microbatches=schedule.num_microbatches))
+    kinds = order & 3
+    num_full = int((kinds == ActionKind.B).sum())
+    if done.actions.num_full_backwards != num_full * done.actions.num_steps:
+        yield (
+            f"{done.actions.num_full_backwards} full backwards ran in {done.actions.num_steps} steps, "
+            f"{label} has {num_full} in one"
+        )
+    if done.actions.digest != expected:
+        yield f"other actions ran on pipeline rank {done.pipeline_rank} than those of {label}"
+    stages = (order >> 2) // schedule.num_microbatches
+    counts = plan.split.transformer_layers_per_stage
+    num_split = sum(int(((kinds == ActionKind.W) & (stages == s)).sum()) for s, n in enumerate(counts) if n)
+    if done.actions.num_split_backwards < num_split * done.actions.num_steps:
+        yield (
+            f"{done.actions.num_split_backwards} split backwards ran in {done.actions.num_steps} steps, "
+            f"{label} has {num_split} in one"
+        )
+
+
+def _stages(plan: Plan, placement: Sequence[int], done: Execution) -> Iterator[str]:
+    counts = plan.split.transformer_layers_per_stage
+    stages = stages_of_device(tuple(placement), plan.layout.pipeline_parallel)[done.pipeline_rank]
+    if len(done.stages) != len(stages):
+        yield f"{len(done.stages)} stages were built, the plan has {len(stages)} on a device"
+        return
+    for stage, built in zip(stages, done.stages, strict=True):
+        first, count = sum(counts[:stage]), counts[stage]
+        if built.num_layers != count or (count and built.first_layer != first):
+            yield (
+                f"split: layers {built.first_layer} to {built.first_layer + built.num_layers} were built, "
+                f"stage {stage} of the plan has {first} to {first + count}"
+            )
+        if built.has_embedding != (stage == 0) or built.has_head != (stage == len(placement) - 1):
+            yield f"the embedding or the head is on another stage than the plan's (stage {stage})"
+
+
+def _ends(placement: Sequence[int], ends: PipelineEnds, *, pipeline_rank: int) -> Iterator[str]:
+    last = placement[-1]
+    if ends.last_device != last or ends.is_last != (pipeline_rank == last):
+        yield f"the framework takes pipeline rank {ends.last_device} for the last one, the plan has {last}"
+    shared = tuple(sorted({0, last}))
+    if pipeline_rank in shared and ends.embedding_devices != shared:
+        sharing = list(ends.embedding_devices)
+        yield f"pipeline ranks {sharing} share the embedding, the plan has {list(shared)}"
+    if ends.tied_copies_agree is False:
+        yield "the two copies of the tied embedding are not equal"

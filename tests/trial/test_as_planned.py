@@ -1,0 +1,186 @@
+"""What ran is compared with the plan: any difference is none of its measurements."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quartet_plugin.model.plan import Plan, ScheduleChoice
+from quartet_plugin.protocol.execution import Execution
+from quartet_plugin.protocol.rank_files import RankReport
+from quartet_plugin.schedule.choice import choice_of
+from quartet_plugin.schedule.named import named
+from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS, OPTIONS
+from quartet_plugin.trial.as_planned import difference_from
+from quartet_plugin.trial.outcome import Cause, classify
+from quartet_plugin.trial.request import Outcome
+from tests.megatron.entry_launch import make_plan
+from tests.schedule.orders import unit_costs
+from tests.trial.executions import executed
+from tests.trial.factory import evidence, report
+
+
+def stock_plan(**changes: Any) -> Plan:
+    """1F1B on two pipeline ranks."""
+    return make_plan(**{"split": (4, 2), "pipeline": 2, "hosts": ("node-a",), **changes})
+
+
+def custom_plan(name: str = "zb-v") -> Plan:
+    """A schedule of the plugin's runtime on two pipeline ranks."""
+    schedule = named(name, num_devices=2, num_microbatches=4)
+    chunks = len(schedule.placement) // 2
+    custom = choice_of(schedule, unit_costs(schedule))
+    plan = make_plan(
+        split=(2, 2, 1, 1) if chunks == 2 else (4, 2),
+        pipeline=2,
+        chunks=chunks,
+        group=2 if chunks == 2 else None,
+        hosts=("node-a",),
+    )
+    return replace(plan, schedule=ScheduleChoice(name="custom", custom=custom))
+
+
+def reports_of(plan: Plan, change: Callable[[Execution], Execution] = lambda done: done) -> list[RankReport]:
+    """Reports of all ranks, where the last one did something else."""
+    done = [executed(plan, rank) for rank in range(plan.layout.world_size)]
+    done[-1] = change(done[-1])
+    return [
+        report(
+            slot.local,
+            rank=rank,
+            local_rank=slot.local,
+            plan_key=plan.key,
+            execution=done[rank],
+        )
+        for rank, slot in enumerate(plan.mapping.slots)
+    ]
+
+
+PLANS: dict[str, Callable[[], Plan]] = {
+    "one device": lambda: make_plan(split=(6,), hosts=("node-a",)),
+    "1f1b": stock_plan,
+    "interleaved": lambda: stock_plan(split=(2, 2, 1, 1), chunks=2, group=2),
+    "moved ranks": lambda: stock_plan(order=(1, 0)),
+    "copies": lambda: stock_plan(data=2),
+    "zb-v": custom_plan,
+    "zb-h1": lambda: custom_plan("zb-h1"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_ran_as_planned_is_no_difference(name: str) -> None:
+    plan = PLANS[name]()
+    assert difference_from(plan, reports_of(plan)) is None
+
+
+CHECKED = [knob for knob in LAYOUT_KNOBS if knob.name in executed(stock_plan(), 0).knobs]
+
+
+def test_every_knob_of_a_layout_is_checked() -> None:
+    left_out = {knob.name for knob in LAYOUT_KNOBS} - {knob.name for knob in CHECKED}
+    assert left_out == {knob.name for knob in OPTIONS} | {"zero_stage"}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("knob", CHECKED, ids=lambda knob: knob.name)
+def test_every_knob_counts(knob: Any, name: str) -> None:
+    plan = PLANS[name]()
+    planned = executed(plan, 0).knobs
+    value = planned[knob.name]
+    other: Any = "full" if isinstance(value, str) else not value if isinstance(value, bool) else value + 1
+    for knobs in ({**planned, knob.name: other}, {k: v for k, v in planned.items() if k != knob.name}):
+        found = difference_from(plan, reports_of(plan, lambda done: replace(done, knobs=knobs)))  # noqa: B023
+        assert found is not None
+        assert knob.title in found
+
+
+def changed_actions(**changes: Any) -> Callable[[Execution], Execution]:
+    def change(done: Execution) -> Execution:
+        assert done.actions is not None
+        return replace(done, actions=replace(done.actions, **changes))
+
+    return change
+
+
+def changed_ends(**changes: Any) -> Callable[[Execution], Execution]:
+    def change(done: Execution) -> Execution:
+        assert done.ends is not None
+        return replace(done, ends=replace(done.ends, **changes))
+
+    return change
+
+
+def changed_stage(**changes: Any) -> Callable[[Execution], Execution]:
+    return lambda done: replace(done, stages=(replace(done.stages[0], **changes), *done.stages[1:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda done: replace(done, schedule="interleaved", actions=None), "schedule interleaved ran"),
+        (lambda done: replace(done, actions=None), "the plan has zb-v"),
+        (changed_actions(digest="0" * 64), "other actions ran on pipeline rank 1"),
+        (changed_actions(num_split_backwards=0), "0 split backwards ran in 5 steps, zb-v has 8 in one"),
+        (changed_actions(num_full_backwards=40), "40 full backwards ran in 5 steps, zb-v has 0 in one"),
+        (lambda done: replace(done, num_microbatches=2), "2 microbatches ran, the plan has 4"),
+        (lambda done: replace(done, stages=done.stages[:1]), "1 stages were built, the plan has 2"),
+        (changed_stage(first_layer=0), "split: layers 0 to 2 were built, stage 1 of the plan has 2 to 4"),
+        (changed_stage(num_layers=3), "split: layers 2 to 5 were built"),
+        (changed_stage(has_head=True), "the embedding or the head is on another stage"),
+        (changed_ends(last_device=1), "takes pipeline rank 1 for the last one, the plan has 0"),
+        (changed_ends(is_last=True), "takes pipeline rank 0 for the last one"),
+    ],
+)
+def test_any_difference_is_said(change: Callable[[Execution], Execution], words: str) -> None:
+    plan = custom_plan()
+    found = difference_from(plan, reports_of(plan, change))
+    assert found is not None
+    assert words in found
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            changed_ends(embedding_devices=(0, 1)),
+            "ranks [0, 1] share the embedding, the plan has [0]",
+        ),
+        (changed_ends(tied_copies_agree=False), "the two copies of the tied embedding are not equal"),
+    ],
+)
+def test_the_ends_on_one_device_are_tied(change: Callable[[Execution], Execution], words: str) -> None:
+    plan = custom_plan()
+    reports = reports_of(plan)
+    assert reports[0].execution is not None
+    reports[0] = replace(reports[0], execution=change(reports[0].execution))
+    assert words in str(difference_from(plan, reports))
+
+
+def test_ranks_on_other_slots_or_missing_are_a_difference() -> None:
+    plan, moved = stock_plan(), stock_plan(order=(1, 0))
+    assert "mapping: rank 0 ran on node-a:0" in str(difference_from(moved, reports_of(plan)))
+    assert "1 ranks ran, the plan has 2" in str(difference_from(plan, reports_of(plan)[:1]))
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_only_what_ran_as_planned_is_a_measurement(is_recorded: bool) -> None:
+    plan = stock_plan()
+    reports = reports_of(plan)
+    if not is_recorded:
+        reports[1] = replace(reports[1], execution=None)
+    given = evidence(reports=tuple(reports))
+    verdict = classify(replace(given, spec=replace(given.spec, plan_key=plan.key), plan=plan))
+    if is_recorded:
+        assert verdict.outcome is Outcome.OK
+    else:
+        assert (verdict.outcome, verdict.cause) == (Outcome.NOT_AS_PLANNED, Cause.NOT_AS_PLANNED)
+        assert verdict.reason == "rank 1 left no record of what it ran"
+        assert verdict.iteration_s == ()
+
+
+def test_a_plan_that_cannot_be_read_is_not_measured() -> None:
+    plan = stock_plan()
+    given = evidence(reports=tuple(reports_of(plan)))
+    verdict = classify(replace(given, spec=replace(given.spec, plan_key=plan.key)))
+    assert verdict.outcome is Outcome.NOT_AS_PLANNED
