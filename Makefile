@@ -7,7 +7,7 @@ EXTRAS := megatron,deepspeed,plots,cluster,dev
 STAMP := $(VENV)/.installed
 RELEASES := $(VENV)/.releases
 
-.PHONY: demo demo-deepspeed system-packages test test-slow lint types check clean
+.PHONY: core-install demo demo-deepspeed system-packages test test-slow test-nightly support-matrix lint types check clean
 
 system-packages:
 	@bash tools/system_packages.sh
@@ -26,10 +26,24 @@ demo-deepspeed: $(STAMP)
 
 # A test that starts processes waits for them a good part of its time, so that three share two cores.
 test: system-packages $(STAMP) $(RELEASES)
-	$(PY) -m pytest -m "not slow" --durations=30 --numprocesses 3 --dist loadfile
+	$(PY) -m pytest -m "not slow and not nightly" --durations=30 --numprocesses 3 --dist loadfile
 
 test-slow: system-packages $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m slow --durations=30 --numprocesses 3 --dist worksteal --timeout 600
+
+# Every case of Megatron's matrix once more on process groups that are as strict as NCCL.
+test-nightly: system-packages $(STAMP) $(RELEASES)
+	$(PY) -m pytest -m nightly --durations=30 --numprocesses 2 --dist worksteal --timeout 600
+
+# What a machine without a framework downloads, and how long it takes to answer.
+core-install: $(STAMP)
+	@bash tools/core_install.sh $(PY)
+
+# Every release tuned and trained, and the table of docs/support.md from what the tests saw.
+support-matrix: system-packages $(STAMP) $(RELEASES)
+	rm -rf .matrix && mkdir .matrix
+	QUARTET_MATRIX=$$PWD/.matrix $(PY) -m pytest -m nightly tests/megatron/test_releases.py --timeout 2400
+	$(PY) tools/support_matrix.py .matrix
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

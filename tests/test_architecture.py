@@ -15,7 +15,7 @@ NAME = "quartet_plugin"
 # rooms before it on the same line.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("model", "protocol"),
-    ("split", "scaling", "schedule", "mapping"),
+    ("split", "scaling", "schedule", "partition", "mapping"),
     ("space", "launchers"),
     ("cost",),
     ("calibration", "rank", "probe"),
@@ -26,7 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 # Rooms of training processes and rooms of the tuner never import each other; both import what is shared.
-SHARED = {"model", "protocol", "split", "scaling", "schedule", "mapping"}
+SHARED = {"model", "protocol", "split", "scaling", "schedule", "partition", "mapping", "space"}
 TRAINING = {"rank", "runtime", "megatron", "deepspeed", "probe"}
 # Reports are made from files, by a laptop too; the adapters do not know each other.
 NEVER = {
@@ -172,3 +172,46 @@ def test_importing_the_adapter_patches_nothing() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+# Rooms that ask for seconds of an iteration, and what only the iteration model takes from below.
+ASKING = ("cost", "calibration", "planner", "mapping", "study", "tuner")
+REPLAYS = {f"{NAME}.schedule.kernel", f"{NAME}.schedule.simulate"}
+MODEL = f"{NAME}.cost.iteration"
+
+
+def test_only_the_iteration_model_replays_orders() -> None:
+    """Makespans of orders, in seconds, come from one place; rooms beside it draw or search orders."""
+    replaying = {
+        module
+        for module, names in imports_of_modules().items()
+        if names & REPLAYS and module.split(".")[1] in ASKING
+    }
+    assert replaying == {f"{MODEL}.orders", f"{MODEL}.replay"}
+
+
+def test_only_the_iteration_model_sums_terms() -> None:
+    """Whoever wants an iteration's seconds calls `predict` or a model; nobody else puts terms together."""
+    sums = {
+        "pipeline_terms",
+        "step_terms",
+        "summed",
+        "pipeline_time",
+        "critical_path",
+        "replayed_s",
+        "makespan",
+    }
+    for path in PACKAGE.rglob("*.py"):
+        module = module_of(path)
+        if module.startswith(MODEL) or module == f"{NAME}.cost.predict":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{NAME}.cost"):
+                assert not sums & {alias.name for alias in node.names}, path
+
+
+@pytest.mark.parametrize("approximation", ["bounds", "closed_form"])
+def test_approximations_take_their_coefficients_from_the_iteration_model(approximation: str) -> None:
+    names = imports_of_modules()[f"{NAME}.planner.{approximation}"]
+    assert any(name.startswith(f"{MODEL}.") for name in names)
+    assert not names & REPLAYS
