@@ -20,6 +20,7 @@ from typing import Any
 from quartet_plugin.errors import QuartetError
 from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.protocol.ds_config import Settings, config_file_of, parse_settings, read_config
+from quartet_plugin.protocol.environment import CPU_INSTRUCTIONS, CPU_SETTINGS
 from quartet_plugin.protocol.terminal import terminal_line
 from quartet_plugin.rank.entry_options import EntryOptions, read_command, run_program
 from quartet_plugin.rank.rendezvous import RankEnv
@@ -111,6 +112,7 @@ def _use_device(session: DeepSpeedSession) -> None:
         )
         print_notes([line], rank_env=session.rank_env)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault(CPU_INSTRUCTIONS, CPU_SETTINGS[CPU_INSTRUCTIONS])
     import deepspeed
 
     # An all-reduce inside a node that would be compiled for a minute at the first start.

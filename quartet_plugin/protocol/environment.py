@@ -16,7 +16,9 @@ ACCEPT_CHANGED_SOURCE = "QUARTET_ACCEPT_CHANGED_SOURCE"
 # A rank on a CPU that has started itself again with its allocator's settings.
 CPU_REEXECUTED = "QUARTET_CPU_DEVICE_REEXECUTED"
 
-# What glibc and OpenMP read when a rank on a CPU starts.
+# The newest instructions that oneDNN may use.
+CPU_INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"
+# What glibc, OpenMP and oneDNN read when a rank on a CPU starts.
 CPU_SETTINGS = {
     # One thread a rank, which MKL and OpenBLAS obey too: ranks share the cores.
     "OMP_NUM_THREADS": "1",
@@ -25,6 +27,9 @@ CPU_SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": "4294967296",
     "MALLOC_TRIM_THRESHOLD_": "17179869184",
     "MALLOC_TOP_PAD_": "67108864",
+    # No matrix tiles: some virtual machines list them, and end the process at the first product in bf16. A
+    # rehearsal also computes the same numbers on a machine that has none.
+    CPU_INSTRUCTIONS: "AVX512_CORE_FP16",
 }
 
 # Flags of the entries in the ranks' command.
