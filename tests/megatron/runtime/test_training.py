@@ -256,7 +256,7 @@ class References:
     def run(self, variant: str) -> support.Run:
         """The variant on one process with Megatron's own schedule."""
         if variant not in self._runs:
-            name = f"reference{len(self._runs)}"
+            name = f"reference{len(list(self.folder.glob('reference*')))}"
             program = ("stock", str(support.PRETRAIN_SCRIPT))
             self._runs[variant] = self.train(name, program, variant, num_processes=1)
         return self._runs[variant]
