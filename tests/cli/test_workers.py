@@ -168,7 +168,12 @@ def attempt_ids(tuner: Tuner, trial: int) -> list[str]:
     return [json.loads(path.read_text())["attempt_id"] for path in sheets]
 
 
-@pytest.fixture(params=["journal", "postgresql"])
+@pytest.fixture(
+    params=[
+        pytest.param("journal", marks=pytest.mark.nightly),
+        pytest.param("postgresql", marks=pytest.mark.slow),
+    ]
+)
 def storage(request: pytest.FixtureRequest) -> str:
     if request.param == "journal":
         return "journal"
@@ -176,7 +181,6 @@ def storage(request: pytest.FixtureRequest) -> str:
     return running.url
 
 
-@pytest.mark.slow
 def test_rows_30_and_31_four_workers_and_one_of_them_killed_in_a_trial(tmp_path: Path, storage: str) -> None:
     """No trial is lost or doubled; what the killed worker had runs again, and nothing of it lives on."""
     tuner = Tuner(tmp_path, *FOUR, storage=storage, fake=QUICK)

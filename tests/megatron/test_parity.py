@@ -28,6 +28,9 @@ PLANS = {
     "pp4-permuted": make_plan(split=(2, 1, 3, 0), pipeline=4, order=(0, 2, 3, 1)),
 }
 
+# Each of the others is a part of these, and runs nightly.
+FIRST = ("dp2-overlapped", "pp2-recompute", "pp2-chunks2")
+
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -60,7 +63,15 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch
 
 # The mapping is only held here, so it runs with every test; the others' splits and schedules elsewhere too.
 @pytest.mark.parametrize(
-    "name", [name if name == "pp4-permuted" else pytest.param(name, marks=pytest.mark.slow) for name in PLANS]
+    "name",
+    [
+        "pp4-permuted",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in FIRST),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in sorted(PLANS.keys() - FIRST - {"pp4-permuted"})
+        ),
+    ],
 )
 def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
     plan = PLANS[name]

@@ -51,9 +51,14 @@ def test_each_sampler_proposes_the_same_after_a_resume(tmp_path: Path, name: Sam
     assert outcomes(tune(resume(folder), machine)) == outcomes(whole)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["gp", "nsga2", "qmc"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("qmc", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gp", "nsga2")),
+    ],
+)
 def test_killed_between_any_two_writes_of_a_proposal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: SamplerName
 ) -> None:

@@ -322,9 +322,12 @@ def test_a_run_is_the_same_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.nightly)]
+    ("is_written", "first"),
+    [
+        pytest.param(True, 0, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((True, 3), (False, 0), (False, 3))),
+    ],
 )
-@pytest.mark.parametrize("is_written", [False, True])
 def test_a_killed_run_resumes_exactly(tmp_path: Path, is_written: bool, first: int) -> None:
     search = {**SCALING, "schedule": ["no-pipelining", "1f1b", "interleaved"]}
     config = {"search": search, "study": {"trials": 11, "rounds": 3, "top_k": 2}}

@@ -126,16 +126,16 @@ def test_killed_before_some_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     check(tmp_path, monkeypatch, whole, range(0, whole[1], 23))
 
 
-# Every fourth write here, the others nightly.
+# Every eighth write here, the others nightly.
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "first",
     [
         pytest.param(0, marks=pytest.mark.slow),
-        *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2, 3)),
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 8)),
     ],
 )
 def test_killed_before_every_write(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any
 ) -> None:
-    check(tmp_path, monkeypatch, whole, range(first, whole[1], 4))
+    check(tmp_path, monkeypatch, whole, range(first, whole[1], 8))

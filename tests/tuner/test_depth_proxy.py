@@ -151,7 +151,7 @@ def test_cropped_models_of_a_machine_that_has_slowed_down_say_the_same(tmp_path:
         assert other.record.value == pytest.approx(one.record.value)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tuner_killed_after_a_drift_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
     config: dict[str, Any] = {
         "study": {"trials": 5, "explore": 2, "control": DRIFTS_AFTER, "rounds": 3, "top_k": 2},
@@ -167,8 +167,13 @@ def test_a_tuner_killed_after_a_drift_ends_as_an_undisturbed_one(tmp_path: Path)
         assert outcome(tune(resume(tmp_path / f"{at}"), machine)) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("before", [True, False], ids=["before its result", "after its result"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(True, id="before its result", marks=pytest.mark.slow),
+        pytest.param(False, id="after its result", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_tuner_killed_at_any_launch_ends_as_an_undisturbed_one(tmp_path: Path, before: bool) -> None:
     config: dict[str, Any] = {"study": {"trials": 3, "explore": 2}, "trial": {"crop": 2}}
     whole = FakeMachine(seconds=steep)

@@ -207,6 +207,15 @@ LONG = {
     "zb-v pp2 dp2 engine bf16",
     "zb-h1 tp4 sequence parallel",
     "zb-h1 tp4 engine",
+    "1f1b pp2",
+    "breadth-first pp2",
+    "family pp2",
+    "gpipe pp2",
+    "interleaved pp2",
+    "v-half pp2",
+    "zb-h1 dp2 overlap",
+    "zb-h1 untied pp2",
+    "zb-v bf16",
 }
 
 
