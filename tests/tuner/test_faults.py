@@ -116,7 +116,8 @@ def test_row_17_one_lost_launch_of_the_final_rounds_costs_that_round_alone(tmp_p
     result = tune(begin(tmp_path / "r", study={"trials": 6, "rounds": 5}), machine)
     (name,) = lost
     short = next(ranking for ranking in result.rankings if ranking.trial.number == int(name[:6]))
-    assert short.comparison.plan.num_launches in (4, 9)  # with or without a confirmation
+    assert 1 not in short.rounds
+    assert 0 in short.rounds
 
 
 def test_row_15_a_plan_that_was_lost_may_be_tried_again(tmp_path: Path) -> None:
@@ -442,6 +443,7 @@ def num_winners(
             run=SimpleNamespace(config=SimpleNamespace(study=study), folder=RunFolder(path=Path("r"))),
             budget=TimeBudget(limit_s=None, clock=lambda: 0.0),
             observer=Watching(),
+            events=SimpleNamespace(add=lambda *_, **__: None),
         )
         baseline: Any = SimpleNamespace(
             plan=trial(0, value=1.0, layers=4).plan, objective="tokens_per_s", launched_plan=None
@@ -454,8 +456,8 @@ def num_winners(
 
 
 def test_row_43_noise_seldom_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans that take as long as the baseline; an interval of 95 % lets one in twenty through."""
-    assert num_winners(monkeypatch, num_studies=300) <= 0.05 * 300
+    """Plans that take as long as the baseline: 2 % may pass, and in 300 searches 3 % by chance."""
+    assert num_winners(monkeypatch, num_studies=300) <= 0.03 * 300
 
 
 def test_row_43_what_is_faster_by_more_than_noise_wins(monkeypatch: pytest.MonkeyPatch) -> None:
