@@ -411,6 +411,25 @@ def test_row_6_the_first_start_on_gpus_may_compile_and_later_ones_learn_from_it(
     assert Timeouts.cold(60.0) == Timeouts.within(60.0)
 
 
+def test_row_6_trials_have_time_for_a_first_step_as_slow_as_the_baselines(tmp_path: Path) -> None:
+    """24 minutes for the first iteration: the user gave the deadline for it, later trials need it again."""
+    requests: list[TrialRequest] = []
+    machine = FakeMachine(on_launch=requests.append)
+    plain = machine._result
+
+    def compiling(request: TrialRequest) -> TrialResult:
+        return replace(plain(request), start_s=60.0, first_step_s=1440.0)
+
+    machine._result = compiling  # type: ignore[method-assign]
+    config = {"trial": {"deadline_s": 1800.0}, "device": "cuda"}
+    tune(begin(tmp_path / "r", study={"trials": 2}, **config), machine)
+    first, later = requests[0], requests[1:]
+    assert first.timeouts.first_step_s == 1800.0
+    assert first.deadline_s > 1800.0 + 1440.0
+    assert {request.timeouts.first_step_s for request in later} == {3 * 1440.0}
+    assert {request.deadline_s for request in later} == {1800.0 + 1500.0 - 900.0}
+
+
 # Row 43: the best plan is noise
 
 
