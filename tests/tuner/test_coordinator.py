@@ -470,7 +470,8 @@ def test_the_time_limit_keeps_the_final_rounds(tmp_path: Path) -> None:
     result = tune(run, machine, max_minutes=4.0, clock=lambda: now[0], observer=watching)
     assert now[0] <= 240.0
     assert result.rankings
-    assert all(ranking.comparison.plan.num_launches == 3 for ranking in result.rankings)
+    assert result.rankings[0].comparison.plan.num_launches >= 3
+    assert any("decided after" in text for text in watching.messages)
     assert any("kept for the final rounds" in text for text in watching.messages)
 
 
