@@ -11,9 +11,10 @@ from benchmarks.search_cost.recording import read_recording
 from benchmarks.search_cost.replay import Ground
 from benchmarks.search_cost.walk import every_plan
 from quartet_plugin.model.layout import Layout
-from quartet_plugin.model.plan import NodeInfo, ScheduleChoice, Split
+from quartet_plugin.model.plan import NodeInfo, Plan, ScheduleChoice, Split
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.model.training_job import TrainingJob
+from quartet_plugin.space.plan_space import baseline_plan
 
 # Layers of the ends that the exhaustive evaluation of the large space takes, in parts of all layers.
 LARGE_EMBEDDING = (-0.125, 0.0, 0.125)
@@ -51,6 +52,9 @@ def recorded(path: Path, *, narrowed: Mapping[str, Any] | None = None) -> Ground
     return replace(ground, best_s=best_s, num_plans=len(times))
 
 
+SMALL_NODES = (NodeInfo(host="node-0", node_class="cpu x2", num_slots=2),)
+
+
 def small() -> Ground:
     """The recorded space as a simulator has it, for where nothing was recorded."""
     oracle = SyntheticOracle(
@@ -63,15 +67,22 @@ def small() -> Ground:
             optimizer_s=0.02,
         )
     )
-    job = _job(
+    search = {**SCENARIO.search, **ONE_REPLICA}
+    return _synthetic("synthetic, two devices", _small_job(), SMALL_NODES, search, oracle, EMBEDDING, HEAD)
+
+
+def small_baseline() -> Plan:
+    """The plan of the command of `small`, without the walk over all others."""
+    return baseline_plan(_small_job(), nodes=SMALL_NODES, run="benchmark", seed=0)
+
+
+def _small_job() -> TrainingJob:
+    return _job(
         _shape(num_layers=8, hidden_size=128, heads=4, seq_length=64, vocab_size=8192),
         pipeline_parallel=2,
         micro_batch_size=1,
         global_batch_size=8,
     )
-    nodes = (NodeInfo(host="node-0", node_class="cpu x2", num_slots=2),)
-    search = {**SCENARIO.search, **ONE_REPLICA}
-    return _synthetic("synthetic, two devices", job, nodes, search, oracle, EMBEDDING, HEAD)
 
 
 def large() -> Ground:

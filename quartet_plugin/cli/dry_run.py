@@ -16,7 +16,7 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
 
     study, trial = config.study, config.trial
     state = "goes on" if is_resumed else "is there: say --resume" if path.exists() else "would be made"
-    longest_s = trial.deadline_s * (1 + study.trials + study.num_final_launches)
+    longest_s = trial.deadline_s * (1 + study.trials + study.max_final_launches)
     return [
         f"run       {path} {state}",
         f"command   {shlex.join(masked_argv(command.words))}",
@@ -24,7 +24,7 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
         f"trials    your own command, then at most {study.trials} plans, each "
         f"{trial.warmup} + {trial.measure} iterations",
         f"final     {study.num_final_launches} launches: {study.top_k} plans and your own command, in "
-        f"{study.rounds} rounds",
+        f"{study.rounds} rounds; fewer where they decide, at most {study.max_final_launches} launches",
         f"time      at most {duration(longest_s)}, {duration(trial.deadline_s)} a launch",
         *_space_lines(config, command),
         "dry run   nothing was started and nothing written",

@@ -63,7 +63,8 @@ class FinalChoice:
 class Comparison:
     """A plan against the user's own configuration, measured in turns; `speedup` is of the objective.
 
-    `choice` goes with a winner: how it was chosen among the plans that were measured so.
+    `choice` goes with a winner: how it was chosen among the plans that were measured so. `confidence` is that
+    of the speedup's interval; None in files of earlier releases, whose interval is a bootstrap's.
     """
 
     objective: Objective
@@ -71,6 +72,7 @@ class Comparison:
     baseline: Measurement
     speedup: Interval
     choice: FinalChoice | None = field(default=None, metadata=ADDED)
+    confidence: _Share | None = field(default=None, metadata=ADDED)
 
 
 @record

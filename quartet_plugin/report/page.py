@@ -119,7 +119,7 @@ def _verdict_on_search(history: RunHistory) -> str:
             f"<strong>{speedup_spread(comparison.speedup)}</strong> as fast as {baseline}.</p>\n"
             f"{markup.note(f'Against your own command: {difference_sentence(history.winner)}.')}\n"
             f'<p class="note">In {markup.text(OBJECTIVE_WORDS[comparison.objective])}, measured in turns '
-            f"with it over {rounds} rounds; {100 * confidence(rounds):.0f} % interval.</p>"
+            f"with it over {rounds} rounds; {100 * confidence(comparison):.0f} % interval.</p>"
             f"{_choice(history.winner)}"
         )
     if history.state == "finished":
@@ -199,8 +199,9 @@ def _intervals(history: RunHistory) -> str:
         )
     caption = (
         "Dots are medians over the final rounds, bars their intervals; the short marks are single rounds. A "
-        "plan wins only where the whole bar of its speedup is above 1; after more rounds than were asked "
-        "for, where a longer bar is (99 %). Of several such plans the faster in the same rounds is chosen."
+        "plan wins only where a sequential test proves it faster: of plans that are as fast as yours, one "
+        "passes in less than 2 % of all searches. Of several such plans the faster in the same rounds is "
+        "chosen. A plan that could no longer win left after fewer rounds."
     )
     return markup.section("Best against baseline", markup.figure(markup.pair(*drawn), caption))
 

@@ -133,17 +133,20 @@ def comparison_lines(comparison: Comparison, *, names: Sequence[str] = ("baselin
         _measurement_line(names[1], comparison.plan),
         f"speedup   {speedup_spread(comparison.speedup)} in {OBJECTIVE_WORDS[comparison.objective]}, "
         f"measured in turns over {comparison.plan.num_launches} rounds "
-        f"({100 * confidence(comparison.plan.num_launches):.0f} % interval)",
+        f"({100 * confidence(comparison):.0f} % interval)",
     ]
 
 
-def confidence(num_rounds: int) -> float:
-    """How often the interval of a median holds it: 95 %, less where even the whole range holds it less often.
+def confidence(comparison: Comparison) -> float:
+    """How often the interval of a speedup holds it.
 
-    Each of `num_rounds` values is above the true median with probability 1/2, so all are on one side of it
+    That of an earlier release is a median's bootstrap interval: 95 %, less where even the whole range holds
+    the median less often. Each of n values is above it with probability 1/2, so all are on one side of it
     with 2^(1 - n).
     """
-    return min(0.95, 1.0 - 2.0 ** (1 - num_rounds))
+    if comparison.confidence is not None:
+        return comparison.confidence
+    return min(0.95, 1.0 - 2.0 ** (1 - comparison.plan.num_launches))
 
 
 def _measurement_line(name: str, measured: Measurement) -> str:

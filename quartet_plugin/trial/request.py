@@ -83,16 +83,14 @@ class Timeouts:
     def cold(cls, deadline_s: float) -> "Timeouts":
         """The limits of a first start on GPUs with empty caches; a deadline below the default keeps its own.
 
-        Later starts have those of `within`, learned from the first.
+        They grow in proportion to a deadline above the default, so that a user who raises it has a first step
+        of many minutes measured. Later starts have those of `within`, learned from the first.
         """
         warm = cls.within(deadline_s)
         if deadline_s < DEADLINE_S:
             return warm
-        return replace(
-            warm,
-            init_s=max(COLD_INIT_S, warm.init_s),
-            first_step_s=max(COLD_FIRST_STEP_S, warm.first_step_s),
-        )
+        factor = deadline_s / DEADLINE_S
+        return replace(warm, init_s=factor * COLD_INIT_S, first_step_s=factor * COLD_FIRST_STEP_S)
 
     def longer_than(self, other: "Timeouts") -> float:
         """Seconds by which the start and the first step may together take longer than under `other`."""

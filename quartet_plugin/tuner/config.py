@@ -21,6 +21,9 @@ from quartet_plugin.study.storage import FORMS, SQLITE, check_address, without_p
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
+# The most final rounds, in multiples of `study.rounds`.
+MAX_EXTENDED = 3
+
 
 def _storage(value: Any) -> str:
     """The message names the field itself, since the value may hold a password."""
@@ -109,7 +112,9 @@ class StudyConfig(Section):
     storage: Storage = Field(default=SQLITE, description=FORMS)
     tensorboard: bool = Field(default=False, description="also write the trials for TensorBoard")
     top_k: int = Field(default=3, ge=1, le=20, description="finalists, measured again in turns with yours")
-    rounds: int = Field(default=5, ge=3, le=100, description="launches of each finalist")
+    rounds: int = Field(
+        default=5, ge=3, le=100, description="final rounds; fewer decide, or three times as many end them"
+    )
     control: int = Field(
         default=10, ge=0, le=100_000, description="your own command again after so many trials; 0: never"
     )
@@ -125,8 +130,13 @@ class StudyConfig(Section):
 
     @property
     def num_final_launches(self) -> int:
-        """The launches of the final rounds."""
+        """The launches of `rounds` final rounds of all finalists."""
         return self.rounds * (self.top_k + 1)
+
+    @property
+    def max_final_launches(self) -> int:
+        """The launches of final rounds that never decide."""
+        return MAX_EXTENDED * self.num_final_launches
 
 
 class TuneConfig(Section):

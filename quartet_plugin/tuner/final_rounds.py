@@ -1,7 +1,8 @@
 """The final rounds as they are run: the best plans and the baseline in turns, until the winner is decided."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from quartet_plugin.errors import InfrastructureError
 from quartet_plugin.model.launch import LaunchPosition
@@ -9,21 +10,14 @@ from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.context import TuningContext
-from quartet_plugin.tuner.finalists import (
-    BASELINE,
-    MAX_EXTENDED,
-    order_of_round,
-    rank,
-)
-from quartet_plugin.tuner.launches_left import final_launches, repeated_launches
+from quartet_plugin.tuner.finalists import log_values, order_of_round, rank, sequential_test_of
+from quartet_plugin.tuner.launches_left import final_launches
 from quartet_plugin.tuner.parity import ParityKeeper
 from quartet_plugin.tuner.sequential_search import MAX_LOST_IN_A_ROW
+from quartet_plugin.tuner.sequential_test import BASELINE, MIN_ROUNDS, SequentialTest
 from quartet_plugin.tuner.time_share import finalists_in_time
 from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, TrialLauncher
-from quartet_plugin.tuner.winner_choice import MIN_ROUNDS, NUM_RESAMPLES, FinalistResult
-
-# Enough for the time that is left, which is said before every round.
-_RESAMPLES_OF_AN_ESTIMATE = 300
+from quartet_plugin.tuner.winner_choice import FinalistResult
 
 # Measured results by trial number and round.
 type RoundResults = dict[int, dict[int, TrialResult]]
@@ -74,125 +68,115 @@ class FinalRounds:
     baseline: BaselineScore
 
     def measure(self, finalists: Sequence[FinishedTrial]) -> list[FinalistResult]:
-        """The finalists in order of choice.
+        """The finalists in order of choice, after as many rounds as the sequential test needs.
 
-        A leader by little, over few rounds or unsurely is measured again.
+        Raises InfrastructureError where several launches in a row are lost: nothing measured is not
+        "nothing better".
         """
-        config, baseline = self.context.run.config.study, self.baseline
-        all_plans = {BASELINE: baseline.plan, **{trial.number: trial.plan for trial in finalists}}
-        plans = all_plans
-        results: RoundResults = {number: {} for number in plans}
-        rankings: list[FinalistResult] = []
-        confirmed: set[int] = set()
-        failed: set[int] = set()
-        rounds = range(config.rounds)
+        config, context = self.context.run.config.study, self.context
+        if not finalists:
+            return []
+        plans = {BASELINE: self.baseline.plan, **{trial.number: trial.plan for trial in finalists}}
+        progress = _Progress(
+            test=sequential_test_of(finalists, num_rounds=config.rounds),
+            results={number: {} for number in plans},
+            num_left=final_launches(config),
+        )
+        test = progress.test
+        for num_done in itertools.count():
+            if test.is_over:
+                break
+            if num_done >= MIN_ROUNDS and not context.budget.fits(num_launches=1 + len(test.live)):
+                context.observer.message(f"time is up after {num_done} final rounds")
+                break
+            self._launch_round(plans, progress, round_number=num_done)
+            values = log_values(plans, launches=progress.results, objective=self.baseline.objective)
+            before = (*test.live,)
+            test.look(values, num_done=num_done + 1, failed=progress.failed)
+            self._say_decisions(test, before=before, num_done=num_done + 1)
+        return rank(
+            [trial for trial in finalists if trial.number not in progress.failed],
+            baseline=self.baseline.plan,
+            launches=progress.results,
+            objective=self.baseline.objective,
+            seed=config.seed,
+            num_asked=config.rounds,
+            test=test,
+        )
 
-        def ranked(num_resamples: int = NUM_RESAMPLES) -> list[FinalistResult]:
-            return rank(
-                [trial for trial in finalists if trial.number not in failed],
-                baseline=baseline.plan,
-                launches=results,
-                objective=baseline.objective,
-                seed=config.seed,
-                num_asked=config.rounds,
-                num_resamples=num_resamples,
+    def _launch_round(self, plans: Mapping[int, Plan], progress: "_Progress", *, round_number: int) -> None:
+        """Add the round's measured results; a plan that fails joins `failed`, and cannot win.
+
+        What was lost for reasons outside of the plan only lacks that round.
+        """
+        config = self.context.run.config.study
+        test = progress.test
+        in_turn = order_of_round([BASELINE, *test.live], seed=config.seed, round_number=round_number)
+        num_later = progress.num_later(round_number)
+        for turn, number in enumerate(in_turn):
+            launch = TrialLaunch(
+                number=number,
+                label=f"{number} round {round_number + 1}",
+                plan=self.baseline.launched_plan if number == BASELINE else plans[number],
+                folder=self.context.run.folder.final_launch(number, round_number=round_number),
+                phase="final",
+                position=LaunchPosition.of_round(round_number, num_rounds=config.rounds),
             )
-
-        def num_repeated(num_to_come: int) -> int:
-            """Launches of the next rounds, where the rounds so far do not rule them out."""
-            so_far = ranked(_RESAMPLES_OF_AN_ESTIMATE)
-            is_open = not so_far or self._undecided(
-                so_far, confirmed, num_rounds=rounds.stop, num_to_come=num_to_come
-            )
-            return repeated_launches(config) if is_open else 0
-
-        while finalists:
-            self._launch_rounds(plans, results, failed, rounds=rounds, num_repeated=num_repeated)
-            rankings = ranked()
-            undecided = self._undecided(rankings, confirmed, num_rounds=rounds.stop)
-            if undecided is None or not self.context.budget.fits(num_launches=2):
-                break
-            leader, why = undecided.trial.number, "leads, but launches scatter too much to be certain"
-            if undecided.is_win:
-                confirmed.add(leader)
-                why = "leads by little, or over few rounds"
-            self.context.observer.message(f"trial {leader} {why}: it and the baseline are measured again")
-            plans = {number: all_plans[number] for number in (BASELINE, leader)}
-            rounds = range(rounds.stop, rounds.stop + config.rounds)
-        return rankings
-
-    def _undecided(
-        self,
-        rankings: Sequence[FinalistResult],
-        confirmed: set[int],
-        *,
-        num_rounds: int,
-        num_to_come: int = 0,
-    ) -> FinalistResult | None:
-        """The leader after `num_rounds` rounds whom more may decide; a win by little is confirmed once.
-
-        Of the rounds `num_to_come` are still to come: they are taken to say what those before say.
-        """
-        leader = winner_of(rankings)
-        if leader is not None:
-            is_over = leader.is_certain_after(len(leader.ratios) + num_to_come)
-            return None if is_over or leader.trial.number in confirmed else leader
-        contenders = [result for result in rankings if result.is_contender]
-        if not contenders or num_rounds >= MAX_EXTENDED * self.context.run.config.study.rounds:
-            return None
-        return max(contenders, key=lambda result: result.comparison.speedup.median)
-
-    def _launch_rounds(
-        self,
-        plans: dict[int, Plan],
-        results: RoundResults,
-        failed: set[int],
-        *,
-        rounds: range,
-        num_repeated: Callable[[int], int],
-    ) -> None:
-        """Add measured results to `results[number][round]`; a plan that fails joins `failed`, and cannot win.
-
-        `num_repeated` says for a number of rounds to come how many launches may follow them.
-
-        What was lost for reasons outside of the plan only lacks that round. Raises InfrastructureError where
-        several launches in a row are lost: nothing measured is not "nothing better".
-        """
-        context = self.context
-        left = list(plans)
-        num_lost = 0
-        for round_number in rounds:
-            if left == [BASELINE]:
-                break
-            if round_number >= MIN_ROUNDS and not context.budget.fits(num_launches=len(left)):
-                context.observer.message(f"time is up after {round_number} final rounds")
-                break
-            num_after = num_repeated(rounds.stop - round_number)
-            in_turn = order_of_round(left, seed=context.run.config.study.seed, round_number=round_number)
-            for turn, number in enumerate(in_turn):
-                launch = TrialLaunch(
-                    number=number,
-                    label=f"{number} round {round_number + 1}",
-                    plan=self.baseline.launched_plan if number == BASELINE else plans[number],
-                    folder=context.run.folder.final_launch(number, round_number=round_number),
-                    phase="final",
-                    position=LaunchPosition.of_round(
-                        round_number, num_rounds=context.run.config.study.rounds
-                    ),
+            result = self.launcher.launch(launch, num_left=len(in_turn) - turn + num_later)
+            progress.num_lost = progress.num_lost + 1 if result.outcome is Outcome.INFRA else 0
+            if progress.num_lost >= MAX_LOST_IN_A_ROW:
+                raise InfrastructureError(
+                    f"{progress.num_lost} launches of the final rounds in a row were lost: {result.reason}; "
+                    "mend that, then --resume"
                 )
-                num_left = len(left) * (rounds.stop - round_number) - turn + num_after
-                result = self.launcher.launch(launch, num_left=num_left)
-                num_lost = num_lost + 1 if result.outcome is Outcome.INFRA else 0
-                if num_lost >= MAX_LOST_IN_A_ROW:
-                    raise InfrastructureError(
-                        f"{num_lost} launches of the final rounds in a row were lost: {result.reason}; "
-                        "mend that, then --resume"
-                    )
-                if result.is_measured:
-                    results[number][round_number] = result
-                elif number != BASELINE and result.outcome is not Outcome.INFRA:
-                    left.remove(number)
-                    failed.add(number)
+            if result.is_measured:
+                progress.results[number][round_number] = result
+            elif number != BASELINE and result.outcome is not Outcome.INFRA:
+                progress.failed.add(number)
+
+    def _say_decisions(self, test: SequentialTest, *, before: Sequence[int], num_done: int) -> None:
+        """Say and log who left, and why the rounds end."""
+        gone = [number for number in before if test.dropped.get(number) == num_done]
+        proven = [number for number, rounds in test.proven.items() if rounds == num_done]
+        if gone or proven or test.is_over:
+            self.context.events.add(
+                "final-round",
+                trial=test.leader,
+                round=num_done,
+                live=list(test.live),
+                dropped=gone,
+                proven=sorted(test.proven),
+                is_over=test.is_over,
+            )
+        say = self.context.observer.message
+        rounds = f"{num_done} final round{'s' if num_done > 1 else ''}"
+        if test.is_over:
+            faster = test.leader if test.leader in test.proven else None
+            words = (
+                "no plan is faster for certain" if faster is None else f"trial {faster} is faster for certain"
+            )
+            say(f"decided after {rounds}: {words}")
+        elif gone:
+            say(f"after {rounds} left out, since a win is unlikely: trial {', '.join(map(str, gone))}")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Progress:
+    """The state of the rounds. `num_left` is the estimate of the launches to come, which never grows."""
+
+    test: SequentialTest
+    results: RoundResults
+    num_left: int
+    failed: set[int] = field(default_factory=set)
+    num_lost: int = 0
+
+    def num_later(self, round_number: int) -> int:
+        """The launches expected after this round."""
+        num_live = 1 + len(self.test.live)
+        expected = num_live * (self.test.num_rounds_expected(num_done=round_number) - round_number - 1)
+        later = max(0, min(self.num_left - num_live, expected))
+        self.num_left = later
+        return later
 
 
 def winner_of(rankings: Sequence[FinalistResult]) -> FinalistResult | None:

@@ -2,8 +2,10 @@
 
 A study's best value is partly luck. Each round launches every candidate and the baseline once, in a random
 order, so that slow drift of the machine meets all alike; only the ratio inside a round counts.
+`sequential_test` decides after each round who takes part in the next.
 """
 
+import math
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,18 +17,29 @@ from quartet_plugin.model.measurement import Comparison, Interval, Measurement, 
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, Score, score, score_of_median
 from quartet_plugin.trial.request import TrialResult
-from quartet_plugin.tuner.winner_choice import MIN_ROUNDS, NUM_RESAMPLES, FinalistResult, in_order_of_choice
+from quartet_plugin.tuner.config import MAX_EXTENDED
+from quartet_plugin.tuner.sequential_test import BASELINE as BASELINE
+from quartet_plugin.tuner.sequential_test import (
+    FIRST_LOOK,
+    Effects,
+    SequentialTest,
+    fit,
+    replayed,
+)
+from quartet_plugin.tuner.winner_choice import (
+    CLEAR_CHANCE,
+    CLEAR_GAIN,
+    NUM_RESAMPLES,
+    FinalistResult,
+    in_order_of_choice,
+    is_other_model,
+)
 
 # A candidate this much below the baseline when it was searched is not measured again: between two runs
 # of one plan lie a few percent.
 CANDIDATE_MARGIN = 0.93
-# A plan that after so many times the rounds is still not certain is given up.
-MAX_EXTENDED = 4
-# Who is looked at again and again wins by luck more easily, so the later looks ask for more
-# (`python -m benchmarks.final_rounds`).
-LATER_LEVEL = 0.99
-
-BASELINE = 0
+# That of the interval of a speedup.
+CONFIDENCE = 0.95
 
 
 def candidates(
@@ -63,6 +76,33 @@ def order_of_round(numbers: Sequence[int], *, seed: int, round_number: int) -> l
     return shuffled
 
 
+def sequential_test_of(trials: Sequence[FinishedTrial], *, num_rounds: int) -> SequentialTest:
+    """The sequential test of these finalists, of whom another model needs a clear gain."""
+    return SequentialTest(
+        finalists=sorted(trial.number for trial in trials),
+        num_rounds=num_rounds,
+        max_rounds=MAX_EXTENDED * num_rounds,
+        least_gains={trial.number: math.log(CLEAR_GAIN) for trial in trials if is_other_model(trial.plan)},
+        careful_chance=1.0 - CLEAR_CHANCE,
+    )
+
+
+def log_values(
+    plans: Mapping[int, Plan],
+    *,
+    launches: Mapping[int, Mapping[int, TrialResult]],
+    objective: Objective,
+) -> dict[int, dict[int, float]]:
+    """The logarithm of the objective of every launch, by trial and round."""
+    return {
+        number: {
+            index: math.log(_value(plan, result, objective)) for index, result in launches[number].items()
+        }
+        for number, plan in plans.items()
+        if number in launches
+    }
+
+
 def rank(
     trials: Sequence[FinishedTrial],
     *,
@@ -71,19 +111,24 @@ def rank(
     objective: Objective,
     seed: int,
     num_asked: int,
-    num_resamples: int = NUM_RESAMPLES,
+    test: SequentialTest | None = None,
 ) -> list[FinalistResult]:
-    """Every candidate that was measured in MIN_ROUNDS rounds with the baseline, in order of choice.
+    """Every candidate that was measured in two rounds with the baseline, in order of choice.
 
     `launches[number][round]` are the final launches' measured results, the baseline's under number 0;
-    `num_asked` is how many rounds there are for all. Intervals are of `num_resamples` bootstrap samples.
+    `num_asked` is `study.rounds`. `test` has its decisions; without it they are made again from the launches.
     """
+    plans = {BASELINE: baseline, **{trial.number: trial.plan for trial in trials}}
+    values = log_values(plans, launches=launches, objective=objective)
+    if test is None:
+        test = replayed(sequential_test_of(trials, num_rounds=num_asked), values)
+    effects = fit(values)
     ranked = []
     baseline_results = launches.get(BASELINE, {})
     for trial in trials:
         results = launches.get(trial.number, {})
         rounds = sorted(baseline_results.keys() & results.keys())
-        if len(rounds) < MIN_ROUNDS:
+        if len(rounds) < FIRST_LOOK or effects is None:
             continue
         pairs = [(results[number], baseline_results[number]) for number in rounds]
         ratios = tuple(
@@ -92,22 +137,27 @@ def rank(
         )
         comparison = Comparison(
             objective=objective,
-            plan=_measurement(
-                trial.plan, [result for result, _ in pairs], seed=seed, num_resamples=num_resamples
-            ),
-            baseline=_measurement(
-                baseline, [result for _, result in pairs], seed=seed, num_resamples=num_resamples
-            ),
-            speedup=bootstrap_median(ratios, seed=seed, num_resamples=num_resamples),
+            plan=_measurement(trial.plan, [result for result, _ in pairs], seed=seed),
+            baseline=_measurement(baseline, [result for _, result in pairs], seed=seed),
+            speedup=_speedup(effects, trial.number, ratios),
+            confidence=CONFIDENCE,
         )
-        surely = comparison.speedup.low
-        if rounds[-1] >= num_asked:
-            surely = bootstrap_median(ratios, seed=seed, num_resamples=num_resamples, level=LATER_LEVEL).low
         result = FinalistResult(
-            trial=trial, comparison=comparison, rounds=tuple(rounds), ratios=ratios, surely=surely
+            trial=trial,
+            comparison=comparison,
+            rounds=tuple(rounds),
+            ratios=ratios,
+            proven_after=test.proven.get(trial.number),
         )
         ranked.append(result)
     return in_order_of_choice(ranked, seed=seed)
+
+
+def _speedup(effects: Effects, number: int, ratios: Sequence[float]) -> Interval:
+    """The median of the ratios, with the interval of the test."""
+    low, high = effects.interval(number, BASELINE, confidence=CONFIDENCE)
+    median = statistics.median(ratios)
+    return Interval(median=median, low=min(math.exp(low), median), high=max(math.exp(high), median))
 
 
 def bootstrap_median(
@@ -137,9 +187,9 @@ def _value(plan: Plan, result: TrialResult, objective: Objective) -> float:
     return score(plan, iteration_s=result.iteration_s).value(objective)
 
 
-def _measurement(plan: Plan, results: Sequence[TrialResult], *, seed: int, num_resamples: int) -> Measurement:
+def _measurement(plan: Plan, results: Sequence[TrialResult], *, seed: int) -> Measurement:
     medians = [statistics.median(result.iteration_s) for result in results]
-    interval: Interval = bootstrap_median(medians, seed=seed, num_resamples=num_resamples)
+    interval: Interval = bootstrap_median(medians, seed=seed)
     typical: Score = score_of_median(plan, iteration_s=interval.median)
     return Measurement(
         iteration_s=interval,

@@ -1,7 +1,7 @@
 """The launches of the user's command that a run has still to make, for the time that is left.
 
-What nobody knows yet is counted as if it came: the parity checks of the finalists, and that the leader and
-the baseline are measured a second time. An estimate that is too long shrinks, one that is too short jumps.
+What nobody knows yet is counted as if it came: the parity checks of the finalists, and final rounds that
+decide late. An estimate that is too long shrinks, one that is too short jumps.
 """
 
 from quartet_plugin.tuner.config import StudyConfig
@@ -18,10 +18,5 @@ def launches_left(
 
 
 def final_launches(config: StudyConfig) -> int:
-    """Launches of the final rounds, their repetition for the leader included."""
-    return config.num_final_launches + repeated_launches(config)
-
-
-def repeated_launches(config: StudyConfig) -> int:
-    """Launches where the leader and the baseline are measured again."""
-    return 2 * config.rounds
+    """Launches of final rounds that decide late: `study.rounds` for all, as many more for the leader."""
+    return config.num_final_launches + 2 * config.rounds

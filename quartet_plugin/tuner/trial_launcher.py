@@ -74,14 +74,16 @@ class TrialLaunch:
 class TrialLauncher:
     """Launches plans for a run and compares them with `baseline`; trial 0 itself is launched without one.
 
-    `timeouts` grow with the longest start that was measured. `num_measured` iterations are measured, None: as
-    many as the configuration says.
+    `timeouts` grow with the longest start that was measured, the deadline with `longest_begin_s`, the most
+    seconds until the end of a first step. `num_measured` iterations are measured, None: as many as the
+    configuration says.
     """
 
     context: TuningContext
     baseline: BaselineScore | None
     timeouts: Timeouts
     num_measured: int | None = None
+    longest_begin_s: float = 0.0
 
     def launch(self, launch: TrialLaunch, *, num_left: int) -> TrialResult:
         """The settled result of one launch; `num_left` launches, this one included, are still to come.
@@ -164,6 +166,7 @@ class TrialLauncher:
         self.context.budget.add(result.wall_s)
         if result.is_measured:
             self.timeouts = self.timeouts.learned(start_s=result.start_s, first_step_s=result.first_step_s)
+            self.longest_begin_s = max(self.longest_begin_s, result.start_s + result.first_step_s)
 
     def other_devices(self, result: TrialResult) -> str:
         """The other devices that it ran on than the baseline, in words; empty where the times compare."""
@@ -197,10 +200,13 @@ class TrialLauncher:
         )
 
     def _deadline_s(self) -> float:
-        """Seconds of a whole trial; the first start has as much more as its limits are longer."""
+        """Seconds of a whole trial; the first start has as much more as its limits are longer.
+
+        A later trial has half of its deadline after a first step as slow as the slowest so far.
+        """
         deadline_s = self.context.run.config.trial.deadline_s
         if self.baseline is not None:
-            return deadline_s
+            return deadline_s + max(0.0, self.longest_begin_s - 0.5 * deadline_s)
         return deadline_s + max(0.0, self.timeouts.longer_than(Timeouts.within(deadline_s)))
 
     def show(self, launch: TrialLaunch, result: TrialResult) -> None:

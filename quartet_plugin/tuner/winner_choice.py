@@ -1,7 +1,7 @@
 """The choice of the winner: finalists that beat the baseline, compared with each other round by round.
 
 The ratio of two finalists' objectives in the same round is free of drift and of the baseline's own noise; its
-median over the rounds decides. The lower end of a finalist's interval only says whether it may win at all.
+median over the rounds decides. The sequential test only says whether a finalist may win at all.
 """
 
 import math
@@ -11,16 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quartet_plugin.model.measurement import Comparison, FinalChoice
+from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial
-
-MIN_ROUNDS = 3
-
-# A speedup below this is inside what two runs of one plan may differ by, so it is measured as often again.
-CONFIRM_BELOW = 1.10
-# With fewer rounds chance alone wins too often: of 3 rounds all go one way in every fourth case.
-CONFIRM_ROUNDS = 5
-# A plan that leads by less is given up.
-LEAST_LEAD = 1.02
+from quartet_plugin.tuner.sequential_test import MIN_ROUNDS
 
 # The gain with which another model goes before the user's own. Where launches of one plan lie 3 % apart, the
 # paired median of five rounds of equal plans is below it in 98 of 100 cases. And another model has to be
@@ -42,29 +35,20 @@ NUM_RESAMPLES = 10_000
 class FinalistResult:
     """A candidate after the final rounds. `ratios` are its objective over the baseline's in each of `rounds`.
 
-    `surely` is what its speedup is above: the lower end of the interval, a wider one after more rounds than
-    were asked for.
+    `proven_after` is the number of rounds after which the sequential test had it faster than the baseline,
+    None where it never did.
     """
 
     trial: FinishedTrial
     comparison: Comparison
     rounds: tuple[int, ...]
     ratios: tuple[float, ...]
-    surely: float
+    proven_after: int | None
 
     @property
     def is_win(self) -> bool:
         """Whether it is faster than the baseline for certain, another model by a clear gain."""
-        return self.surely > 1.0 and self.comparison.speedup.median >= self._least_gain
-
-    @property
-    def is_contender(self) -> bool:
-        """Whether more rounds may show a win that these do not."""
-        return not self.is_win and self.comparison.speedup.median >= max(LEAST_LEAD, self._least_gain)
-
-    def is_certain_after(self, num_rounds: int) -> bool:
-        """Whether a win with this speedup needs no more than `num_rounds` rounds."""
-        return num_rounds >= CONFIRM_ROUNDS and self.comparison.speedup.median >= CONFIRM_BELOW
+        return self.proven_after is not None and self.comparison.speedup.median >= self._least_gain
 
     @property
     def _least_gain(self) -> float:
@@ -73,7 +57,12 @@ class FinalistResult:
     @property
     def is_other_model(self) -> bool:
         """Whether it trains another shape than the user's own (class D)."""
-        return self.trial.plan.shape != self.trial.plan.made_for.shape
+        return is_other_model(self.trial.plan)
+
+
+def is_other_model(plan: Plan) -> bool:
+    """Whether a plan trains another shape than the user's own (class D)."""
+    return plan.shape != plan.made_for.shape
 
 
 def in_order_of_choice(results: Sequence[FinalistResult], *, seed: int) -> list[FinalistResult]:

@@ -165,6 +165,8 @@ def test_a_longer_deadline_gives_the_start_longer_and_a_shorter_one_takes_nothin
     assert Timeouts.within(600.0) == Timeouts.within(30.0) == Timeouts()
     longer = Timeouts.within(3000.0)
     assert (longer.init_s, longer.first_step_s, longer.step_s) == (1500.0, 600.0, Timeouts().step_s)
+    cold = Timeouts.cold(3000.0)
+    assert (cold.init_s, cold.first_step_s) == (4500.0, 3000.0)
 
 
 def test_starts_are_learned_from_earlier_trials() -> None:

@@ -116,7 +116,8 @@ def test_row_17_one_lost_launch_of_the_final_rounds_costs_that_round_alone(tmp_p
     result = tune(begin(tmp_path / "r", study={"trials": 6, "rounds": 5}), machine)
     (name,) = lost
     short = next(ranking for ranking in result.rankings if ranking.trial.number == int(name[:6]))
-    assert short.comparison.plan.num_launches in (4, 9)  # with or without a confirmation
+    assert 1 not in short.rounds
+    assert 0 in short.rounds
 
 
 def test_row_15_a_plan_that_was_lost_may_be_tried_again(tmp_path: Path) -> None:
@@ -410,6 +411,25 @@ def test_row_6_the_first_start_on_gpus_may_compile_and_later_ones_learn_from_it(
     assert Timeouts.cold(60.0) == Timeouts.within(60.0)
 
 
+def test_row_6_trials_have_time_for_a_first_step_as_slow_as_the_baselines(tmp_path: Path) -> None:
+    """24 minutes for the first iteration: the user gave the deadline for it, later trials need it again."""
+    requests: list[TrialRequest] = []
+    machine = FakeMachine(on_launch=requests.append)
+    plain = machine._result
+
+    def compiling(request: TrialRequest) -> TrialResult:
+        return replace(plain(request), start_s=60.0, first_step_s=1440.0)
+
+    machine._result = compiling  # type: ignore[method-assign]
+    config = {"trial": {"deadline_s": 1800.0}, "device": "cuda"}
+    tune(begin(tmp_path / "r", study={"trials": 2}, **config), machine)
+    first, later = requests[0], requests[1:]
+    assert first.timeouts.first_step_s == 1800.0
+    assert first.deadline_s > 1800.0 + 1440.0
+    assert {request.timeouts.first_step_s for request in later} == {3 * 1440.0}
+    assert {request.deadline_s for request in later} == {1800.0 + 1500.0 - 900.0}
+
+
 # Row 43: the best plan is noise
 
 
@@ -442,6 +462,7 @@ def num_winners(
             run=SimpleNamespace(config=SimpleNamespace(study=study), folder=RunFolder(path=Path("r"))),
             budget=TimeBudget(limit_s=None, clock=lambda: 0.0),
             observer=Watching(),
+            events=SimpleNamespace(add=lambda *_, **__: None),
         )
         baseline: Any = SimpleNamespace(
             plan=trial(0, value=1.0, layers=4).plan, objective="tokens_per_s", launched_plan=None
@@ -454,8 +475,8 @@ def num_winners(
 
 
 def test_row_43_noise_seldom_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans that take as long as the baseline; an interval of 95 % lets one in twenty through."""
-    assert num_winners(monkeypatch, num_studies=300) <= 0.05 * 300
+    """Plans that take as long as the baseline: 2 % may pass, and in 300 searches 3 % by chance."""
+    assert num_winners(monkeypatch, num_studies=300) <= 0.03 * 300
 
 
 def test_row_43_what_is_faster_by_more_than_noise_wins(monkeypatch: pytest.MonkeyPatch) -> None:

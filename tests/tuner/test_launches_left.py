@@ -53,20 +53,19 @@ def test_everything_that_is_still_launched_counts(
 
 @pytest.mark.parametrize("gain", [1.04, 1.3])
 def test_the_time_left_shrinks_to_its_end(gain: float, tmp_path: Path) -> None:
-    """A leader by 4 % is measured a second time, one by 30 % is not: neither is a surprise."""
+    """A leader by 4 % takes more rounds than one by 30 %: neither is a surprise."""
     watched = Estimates()
     machine = FakeMachine(seconds=lambda plan: 1.0 / gain if plan.schedule.custom else 1.0, wall_s=LAUNCH_S)
     tune(begin(tmp_path / "r", study={"trials": 12, "rounds": 5, "control": 5}), machine, observer=watched)
     assert machine.checked, "parity checks are among the launches"
-    is_repeated = any("measured again" in line for line in watched.messages)
-    assert is_repeated == (gain < 1.1)
     left = [(label, seconds) for label, seconds in watched.starts if seconds is not None]
     assert [label for label, seconds in watched.starts if seconds is None] == ["0"]
     assert any("parity check" in label for label, _ in left)
     for (before, before_s), (after, after_s) in pairwise(left):
         # A kind of schedules that has not run before is checked before its first trial.
         assert after_s <= before_s + (LAUNCH_S if "parity check" in before + after else 0.0), after
-    assert left[-1][1] == LAUNCH_S
+    in_last_round = [label for label, _ in left if label.endswith(left[-1][0].partition(" ")[2])]
+    assert left[-len(in_last_round)][1] >= LAUNCH_S * len(in_last_round)
 
 
 def test_status_shows_the_estimate_of_the_tuner(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

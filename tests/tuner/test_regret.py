@@ -86,7 +86,7 @@ def ranking(one: FinishedTrial, ratios: Sequence[float]) -> FinalistResult:
         comparison=compared,
         rounds=tuple(range(len(ratios))),
         ratios=tuple(ratios),
-        surely=compared.speedup.low,
+        proven_after=5,
     )
 
 

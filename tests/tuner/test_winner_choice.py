@@ -71,7 +71,7 @@ def result(number: int, ratios: Sequence[float], *, is_other_model: bool = False
         comparison=replace(measured.comparison, speedup=speedup),
         rounds=tuple(range(len(ratios))),
         ratios=tuple(ratios),
-        surely=speedup.low,
+        proven_after=len(ratios) if speedup.low > 1.0 else None,
     )
 
 
@@ -87,13 +87,13 @@ def test_the_faster_in_the_same_rounds_wins_though_a_slow_launch_lowers_its_inte
     first, second = results
     assert first.trial.number == 7
     assert winner_of(results) is first
-    assert first.comparison.speedup.low < second.comparison.speedup.low
+    assert min(first.ratios) < min(second.ratios)
     choice = choice_of(results, seed=0)
     assert choice is not None
     assert (choice.runner_up, choice.num_rounds) == (9, 5)
     assert choice.gain == pytest.approx(0.680 / 0.625)
     assert choice.chance_better == pytest.approx(0.942, abs=0.01)
-    assert choice.is_runner_up_win
+    assert choice.is_runner_up_win == second.is_win
     assert choice.is_runner_up_other_model == bool(other_models)
 
 
@@ -122,7 +122,6 @@ def test_three_rounds_are_no_clear_gain() -> None:
 def test_another_model_that_is_hardly_faster_than_the_users_command_does_not_win() -> None:
     results = after_rounds([1.0] * 5, {2: [0.98] * 5, 3: [0.96] * 5}, other_models=(2, 3))
     assert winner_of(results) is None
-    assert not any(result.is_contender for result in results)
     assert winner_of(after_rounds([1.0] * 5, {2: [0.98] * 5})) is not None
 
 
@@ -135,15 +134,15 @@ def test_without_a_plan_of_the_users_own_model_another_one_wins() -> None:
 
 
 def test_what_may_not_win_comes_last_and_is_no_rival_to_what_may() -> None:
-    fast_but_unsure = [0.5, 0.5, 0.5, 0.5, 1.1]
-    results = after_rounds([1.0] * 5, {1: fast_but_unsure, 2: [0.9] * 5})
+    fast_but_unsure = result(1, [2.0, 2.0, 2.0, 2.0, 0.9])
+    results = in_order_of_choice([fast_but_unsure, result(2, [1.1] * 5)], seed=0)
     assert [one.trial.number for one in results] == [2, 1]
     choice = choice_of(results, seed=0)
     assert choice is not None
     assert not choice.is_runner_up_win
     assert choice.gain is not None
     assert choice.gain < 1.0
-    assert choice_of(after_rounds([1.0] * 5, {1: fast_but_unsure}), seed=0) is None
+    assert choice_of([fast_but_unsure], seed=0) is None
     assert choice_of([], seed=0) is None
 
 

@@ -1,0 +1,316 @@
+"""The sequential test of the final rounds: the finalists that are faster than the baseline, and when to stop.
+
+The logarithm of a launch is its plan's effect, its round's and noise, fitted by least squares over all
+launches, so that plans are compared inside of rounds, also where some have left. After every round:
+
+- A finalist is *proven* where Student's test of its gain over the baseline passes `level`, and with it the
+  test of every set of finalists that it belongs to (a closed test, Marcus, Peritz and Gabriel 1976). A set of
+  m passes where the finalist by itself passes `level` / 2m, or the mean of the set passes `level` / 2.
+- A finalist is *dropped* where the rounds that are left are unlikely to prove it, or where it is unlikely to
+  be the best of those left.
+- The rounds are over where the leader is proven and no other finalist promises more than `NEGLIGIBLE`.
+
+`level` is chosen so that, of three finalists as fast as the baseline, one is proven in less than 2 % of all
+searches (`python -m benchmarks.final_rounds`). It depends on the round alone, so a run that goes on, or is
+given more rounds, keeps its decisions.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr, ndtri, stdtr, stdtrit
+
+BASELINE = 0
+# A proof needs three rounds: of two a single slow launch decides.
+MIN_ROUNDS = 3
+# A finalist may leave after two.
+FIRST_LOOK = 2
+
+# The level of one finalist's test after five rounds; a later test has less, and after three times as many
+# rounds so much less that any number of them adds little.
+LEVEL = 0.0095
+_LEVEL_ROUNDS = 5
+
+# A finalist with a smaller chance of a proof is dropped, and one with a smaller chance to be the best.
+LEAST_CHANCE_OF_PROOF = 0.15
+LEAST_CHANCE_OF_BEST = 0.25
+# With fewer rounds nothing is decided for a finalist that needs a gain over another one (see `least_gains`).
+CAREFUL_ROUNDS = 5
+# The gain, relative, that another finalist may be expected to have over a proven leader that ends the rounds.
+NEGLIGIBLE = 0.02
+# Launches deviate by this at least, relative.
+LEAST_NOISE = 0.003
+
+type FloatArray = NDArray[np.float64]
+
+
+def level(num_rounds: int) -> float:
+    """The level of a finalist's test after `num_rounds` rounds."""
+    return LEVEL * math.sqrt(_LEVEL_ROUNDS / num_rounds) * min(1.0, 3 * _LEVEL_ROUNDS / num_rounds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """Logarithms of the plans' objectives, relative to each other, by least squares.
+
+    `covariance` is that of `effects`, in variances of a launch; `noise` is a launch's deviation, estimated
+    with `freedom` degrees of freedom. Plans are in the order of `index`.
+    """
+
+    index: Mapping[int, int]
+    effects: FloatArray
+    covariance: FloatArray
+    noise: float
+    freedom: int
+
+    def contrast(self, weights: Mapping[int, float]) -> tuple[float, float]:
+        """The weighted sum of effects, whose weights add up to 0, and its standard error."""
+        vector = np.zeros(len(self.effects))
+        for number, weight in weights.items():
+            vector[self.index[number]] += weight
+        variance = float(vector @ self.covariance @ vector)
+        return float(vector @ self.effects), self.noise * math.sqrt(max(variance, 1e-12))
+
+    def difference(self, first: int, second: int) -> tuple[float, float]:
+        """The logarithm of the first plan's objective over the second's, and its standard error."""
+        return self.contrast({first: 1.0, second: -1.0})
+
+    def interval(self, first: int, second: int, *, confidence: float = 0.95) -> tuple[float, float]:
+        """The confidence interval of `difference`."""
+        gain, error = self.difference(first, second)
+        half = float(stdtrit(self.freedom, 0.5 + 0.5 * confidence)) * error
+        return gain - half, gain + half
+
+
+def fit(values: Mapping[int, Mapping[int, float]]) -> Effects | None:
+    """The effects of plans; `values[number][round]` are logarithms. None where the noise cannot be estimated.
+
+    A round in which a single plan was measured says nothing.
+    """
+    numbers = sorted(number for number, by_round in values.items() if by_round)
+    rounds = sorted({index for by_round in values.values() for index in by_round})
+    measured = np.array([[index in values[number] for index in rounds] for number in numbers], dtype=float)
+    table = np.array([[values[number].get(index, 0.0) for index in rounds] for number in numbers])
+    if len(numbers) < 2 or not rounds:
+        return None
+    per_round = measured.sum(axis=0)
+    freedom = int(measured.sum()) - len(rounds) - len(numbers) + 1
+    if freedom < 1:
+        return None
+    information = np.diag(measured.sum(axis=1)) - (measured / per_round) @ measured.T
+    inside = np.where(measured > 0, table - table.sum(axis=0) / per_round, 0.0)
+    covariance = np.linalg.pinv(information, rcond=1e-9, hermitian=True)
+    effects = covariance @ inside.sum(axis=1)
+    left = np.where(measured > 0, table - effects[:, None], 0.0)
+    residuals = np.where(measured > 0, left - left.sum(axis=0) / per_round, 0.0)
+    noise = math.sqrt(float((residuals**2).sum()) / freedom)
+    return Effects(
+        index={number: position for position, number in enumerate(numbers)},
+        effects=effects,
+        covariance=covariance,
+        noise=max(noise, LEAST_NOISE),
+        freedom=freedom,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class SequentialTest:
+    """The decisions so far. `live` finalists and the baseline are launched in the next round.
+
+    `num_rounds` are planned, after `max_rounds` the test ends whatever is known.
+    `least_gains` are logarithms by which a finalist must lead to be chosen: over the baseline, and over each
+    finalist whose own least gain is smaller. `careful_chance` is the chance to be the best with which a
+    finalist with a smaller least gain stays. `proven` and `dropped` are numbers of rounds by finalist.
+    """
+
+    finalists: Sequence[int]
+    num_rounds: int
+    max_rounds: int
+    least_gains: Mapping[int, float] = field(default_factory=dict)
+    careful_chance: float = LEAST_CHANCE_OF_BEST
+    live: list[int] = field(init=False)
+    proven: dict[int, int] = field(init=False, default_factory=dict)
+    dropped: dict[int, int] = field(init=False, default_factory=dict)
+    leader: int | None = field(init=False, default=None)
+    is_over: bool = field(init=False, default=False)
+    effects: Effects | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.live = list(self.finalists)
+        self.is_over = not self.live
+
+    def look(
+        self, values: Mapping[int, Mapping[int, float]], *, num_done: int, failed: Set[int] = frozenset()
+    ) -> None:
+        """Decide after `num_done` rounds; `values[number][round]` are logarithms of the objective.
+
+        Finalists of `failed` are out.
+        """
+        self.live = [number for number in self.live if number not in failed]
+        seen = {
+            number: {index: value for index, value in by_round.items() if index < num_done}
+            for number, by_round in values.items()
+        }
+        self.effects = fit(seen) if num_done >= FIRST_LOOK else None
+        if self.effects is not None and BASELINE in self.effects.index:
+            measured = [number for number in self.live if number in self.effects.index]
+            paired = [
+                number
+                for number in measured
+                if len(seen[number].keys() & seen[BASELINE].keys()) >= MIN_ROUNDS
+            ]
+            self._prove(self.effects, paired, num_done=num_done)
+            self._drop_hopeless(self.effects, measured, num_done=num_done)
+            self._drop_behind(self.effects, num_done=num_done)
+            self.is_over = self._is_decided(self.effects, num_done=num_done)
+        self.is_over = self.is_over or not self.live or num_done >= self.max_rounds
+
+    def num_rounds_expected(self, *, num_done: int) -> int:
+        """The number of rounds in all where those to come say what those before say."""
+        if self.is_over:
+            return num_done
+        if self.effects is None or self.leader is None:
+            return max(num_done, self.num_rounds)
+        gain, error = self.effects.difference(self.leader, BASELINE)
+        for num_rounds in range(num_done + 1, self.max_rounds):
+            score = gain / error * math.sqrt(num_rounds / num_done)
+            if float(stdtr(self.effects.freedom, -score)) <= self._family_level(num_rounds):
+                return num_rounds
+        return self.max_rounds
+
+    # Proof
+
+    def _prove(self, effects: Effects, paired: Sequence[int], *, num_done: int) -> None:
+        """Add to the proven; `paired` were measured with the baseline in rounds enough."""
+        family = [number for number in self.finalists if number in effects.index]
+        slowest_first = sorted(family, key=lambda number: (effects.difference(number, BASELINE)[0], number))
+        for number in paired:
+            if number not in self.proven and self._is_proven(
+                number, effects, slowest_first, level_now=level(num_done)
+            ):
+                self.proven[number] = num_done
+
+    def _is_proven(
+        self, number: int, effects: Effects, slowest_first: Sequence[int], *, level_now: float
+    ) -> bool:
+        """Whether every set of finalists with `number` is faster: of each size that of the slowest others."""
+        chance = _chance_of_luck(effects, {number: 1.0, BASELINE: -1.0})
+        if chance > level_now:
+            return False
+        others = [other for other in slowest_first if other != number]
+        for size in range(2, len(self.finalists) + 1):
+            if chance <= level_now / (2 * size):
+                continue
+            members = [number, *others[: size - 1]]
+            weights: dict[int, float] = {BASELINE: -1.0, **dict.fromkeys(members, 1.0 / len(members))}
+            if _chance_of_luck(effects, weights) > level_now / 2:
+                return False
+        return True
+
+    def _family_level(self, num_rounds: int) -> float:
+        """The level that a finalist passes without the others' help."""
+        size = len(self.finalists)
+        return level(num_rounds) / (2 * size if size > 1 else 1)
+
+    # Who leaves
+
+    def _drop_hopeless(self, effects: Effects, measured: Sequence[int], *, num_done: int) -> None:
+        """Drop finalists that the rounds left are unlikely to prove, or to show the gain that they need."""
+        for number in measured:
+            gain, error = effects.difference(number, BASELINE)
+            if number not in self.proven:
+                chance = self._chance_of_proof(gain / error, effects.freedom, num_done=num_done)
+                if num_done >= MIN_ROUNDS and chance < LEAST_CHANCE_OF_PROOF:
+                    self._drop(number, num_done)
+                    continue
+            least = self._least_gain(number)
+            short = (least - gain) / error
+            if least and float(stdtr(effects.freedom, -short)) < LEAST_CHANCE_OF_PROOF:
+                self._drop(number, num_done)
+
+    def _chance_of_proof(self, statistic: float, freedom: int, *, num_done: int) -> float:
+        """The chance that the last round proves it, by what is known of its gain (predictive power)."""
+        if num_done >= self.max_rounds:
+            return 0.0
+        score = -float(ndtri(max(float(stdtr(freedom, -statistic)), 1e-300)))
+        share = num_done / self.max_rounds
+        needed = -float(ndtri(level(self.max_rounds) / len(self.finalists)))
+        return float(ndtr((score - needed * math.sqrt(share)) / math.sqrt(1.0 - share)))
+
+    def _drop_behind(self, effects: Effects, *, num_done: int) -> None:
+        """Drop finalists that are unlikely to be the best of those left; the leader is set."""
+        ranked = [number for number in self.live if number in effects.index]
+        self.leader = max(ranked, key=lambda number: (self._handicapped(number), -number), default=None)
+        if self.leader is None:
+            return
+        for number in ranked:
+            if number == self.leader:
+                continue
+            behind, error = self._behind_leader(number, effects)
+            chance = float(stdtr(effects.freedom, -behind / error))
+            least = LEAST_CHANCE_OF_BEST
+            if self._needs_care(number):
+                least = self.careful_chance if num_done >= CAREFUL_ROUNDS else 0.0
+            if chance < least:
+                self._drop(number, num_done)
+
+    def _needs_care(self, number: int) -> bool:
+        """Whether the leader needs a gain over this finalist."""
+        return self.leader is not None and self._least_gain(number) < self._least_gain(self.leader)
+
+    def _is_decided(self, effects: Effects, *, num_done: int) -> bool:
+        """Whether the leader is proven, has the gain that it needs, and no other promises more."""
+        leader = self.leader
+        if leader is None or leader not in self.proven:
+            return False
+        if effects.difference(leader, BASELINE)[0] < self._least_gain(leader):
+            return False
+        if num_done < CAREFUL_ROUNDS and any(
+            self._needs_care(number) for number in {*self.live, *self.proven}
+        ):
+            return False
+        others = [number for number in self.live if number != leader and number in effects.index]
+        return all(_expected_excess(*self._behind_leader(other, effects)) <= NEGLIGIBLE for other in others)
+
+    def _behind_leader(self, number: int, effects: Effects) -> tuple[float, float]:
+        assert self.leader is not None
+        lead, error = effects.difference(self.leader, number)
+        return lead - self._least_gain(self.leader) + self._least_gain(number), error
+
+    def _handicapped(self, number: int) -> float:
+        assert self.effects is not None
+        return self.effects.difference(number, BASELINE)[0] - self._least_gain(number)
+
+    def _least_gain(self, number: int) -> float:
+        return self.least_gains.get(number, 0.0)
+
+    def _drop(self, number: int, num_done: int) -> None:
+        self.live.remove(number)
+        self.dropped[number] = num_done
+
+
+def replayed(test: SequentialTest, values: Mapping[int, Mapping[int, float]]) -> SequentialTest:
+    """The test after all rounds of `values`, one look after the other."""
+    num_rounds = 1 + max(itertools.chain.from_iterable(values.values()), default=-1)
+    for num_done in range(1, num_rounds + 1):
+        if test.is_over:
+            break
+        test.look(values, num_done=num_done)
+    return test
+
+
+def _chance_of_luck(effects: Effects, weights: Mapping[int, float]) -> float:
+    """The p-value, one-sided, of a contrast above 0."""
+    gain, error = effects.contrast(weights)
+    return float(stdtr(effects.freedom, -gain / error))
+
+
+def _expected_excess(behind: float, error: float) -> float:
+    """The mean of the lead, at least 0, of a plan that is `behind` the leader with this standard error."""
+    score = behind / error
+    density = math.exp(-0.5 * score * score) / math.sqrt(2.0 * math.pi)
+    return error * (density - score * float(ndtr(-score)))
