@@ -81,7 +81,10 @@ class Subreaper:
         """Note what the children of before have started: such a one's end makes it this process's child."""
         earlier = self._known - {self._launcher}
         if earlier:
-            self._others |= {(other.pid, other.process_start) for other in descendants(earlier)}
+            # A trial server is such a child, and the launcher one that it has started.
+            without = [] if self._launcher is None else [self._launcher]
+            others = descendants(earlier, without=without)
+            self._others |= {(other.pid, other.process_start) for other in others}
 
 
 def _children() -> list[psutil.Process]:
