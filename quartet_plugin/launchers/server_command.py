@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from quartet_plugin.errors import ConfigError
@@ -144,5 +145,4 @@ def _python_options(command: Command) -> tuple[str, ...] | None:
 
 
 def _option(arguments: Sequence[str], flag: str) -> str | None:
-    return next((value for name, value in zip(arguments, arguments[1:], strict=False) if name == flag), None)
-
+    return next((value for name, value in pairwise(arguments) if name == flag), None)

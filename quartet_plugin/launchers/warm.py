@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +37,7 @@ IMPORT_LIMIT_S = 600.0
 _ANSWER_LIMIT_S = 30.0
 _END_LIMIT_S = 5.0
 _POLL_S = 0.05
-# Modules of the user's choice that are left to the ranks, and servers that may be lost, before it is given up.
+# Imports of the user's that are left to the ranks, and servers that are lost, before it is given up.
 _MAX_LEFT_OUT = 5
 _MAX_LOST = 3
 _UNKNOWN_EXIT = 1
@@ -234,7 +233,7 @@ class WarmLauncher:
         self._num_lost = 0
         self._reason: str | None = None
         self._import_s = 0.0
-        self.latest: StartRecord | None = None
+        self.latest = StartRecord(is_warm=False)
 
     @property
     def server_pid(self) -> int | None:

@@ -92,9 +92,7 @@ class RankStart:
 
 @record
 class _Envelope:
-    kind: Literal[
-        "Preload", "PreloadAnswer", "ForkRequest", "ForkAnswer", "ForkEnd", "RankStart"
-    ]
+    kind: Literal["Preload", "PreloadAnswer", "ForkRequest", "ForkAnswer", "ForkEnd", "RankStart"]
     content: dict[str, Any]
 
 

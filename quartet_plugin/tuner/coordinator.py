@@ -143,7 +143,11 @@ class Coordinator:
         if num_measured < asked:
             self._say(f"--max-minutes is short: trials measure {num_measured} iterations instead of {asked}")
         launcher = TrialLauncher(
-            context=context, baseline=baseline, timeouts=timeouts, num_measured=num_measured
+            context=context,
+            baseline=baseline,
+            timeouts=timeouts,
+            num_measured=num_measured,
+            cold_reason=first.cold_reason,
         )
         launcher.show(launch, result)
         parity = ParityKeeper.open(context, job=space.job)

@@ -75,13 +75,14 @@ class TrialLauncher:
     """Launches plans for a run and compares them with `baseline`; trial 0 itself is launched without one.
 
     `timeouts` grow with the longest start that was measured. `num_measured` iterations are measured, None: as
-    many as the configuration says.
+    many as the configuration says. `cold_reason` is why the latest launch did not start warm, as it was said.
     """
 
     context: TuningContext
     baseline: BaselineScore | None
     timeouts: Timeouts
     num_measured: int | None = None
+    cold_reason: str | None = None
 
     def launch(self, launch: TrialLaunch, *, num_left: int) -> TrialResult:
         """The settled result of one launch; `num_left` launches, this one included, are still to come.
@@ -156,6 +157,9 @@ class TrialLauncher:
         self.context.events.add(
             "outcome", trial=launch.number, outcome=result.outcome.value, reason=result.reason
         )
+        if result.cold_reason is not None and result.cold_reason != self.cold_reason:
+            self.cold_reason = result.cold_reason
+            self.context.observer.message(f"processes start cold: {result.cold_reason}")
         if self.baseline is not None or not result.is_measured:
             self.show(launch, result)
 

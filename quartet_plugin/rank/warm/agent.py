@@ -32,7 +32,7 @@ def check_agent() -> None:
     """Import torchrun. Raises AgentUnknownError where its ranks cannot be started from here."""
     try:
         import torch.distributed.elastic.agent.server.local_elastic_agent
-        import torch.distributed.run
+        import torch.distributed.run  # noqa: F401
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     except ImportError as error:
         raise AgentUnknownError(f"torchrun cannot be imported ({error})") from error
@@ -98,7 +98,7 @@ def fork_ranks(count: int, state: StartState) -> Task | list[WaitingRank]:
             os.setsid()
             mine.close()
             close_descriptors(keep=[theirs.fileno()])
-            return lambda: _wait_and_run(theirs, state)  # noqa: B023 - the loop ends here
+            return lambda: _wait_and_run(theirs, state)
         theirs.close()
         waiting.append(WaitingRank(pid, mine))
     return waiting

@@ -40,7 +40,7 @@ class ImportChecks:
 
     def fault(self, *, on_cpu: bool) -> str | None:
         """What imports have done that a fork cannot take over; None where there is nothing."""
-        num_threads = len(os.listdir("/proc/self/task"))
+        num_threads = len(list(Path("/proc/self/task").iterdir()))
         if num_threads > 1:
             return f"starts {num_threads - 1} thread{'s' if num_threads > 2 else ''}"
         if children := _children():
@@ -79,10 +79,10 @@ class ImportChecks:
 def _descriptors() -> dict[int, str]:
     """The open descriptors with what they are of."""
     paths = {}
-    for name in os.listdir("/proc/self/fd"):
+    for entry in Path("/proc/self/fd").iterdir():
         # The listing's own descriptor is closed again.
         with contextlib.suppress(OSError):
-            paths[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            paths[int(entry.name)] = str(entry.readlink())
     return paths
 
 

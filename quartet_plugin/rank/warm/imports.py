@@ -168,7 +168,7 @@ def user_files(modules: object, *, framework: str) -> list[str]:
     for module in list(modules):  # type: ignore[call-overload]
         path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
         # torch gives modules that it makes itself the name of a file without its folder.
-        if not path or not os.path.isabs(path) or module.__name__ == "__main__" or is_installed(path):
+        if not path or not Path(path).is_absolute() or module.__name__ == "__main__" or is_installed(path):
             continue
         if module.__name__.partition(".")[0] not in (framework, PLUGIN, "_virtualenv"):
             files.append(str(path))
@@ -189,7 +189,7 @@ class LoadedFiles:
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
     try:
-        status = os.stat(path)
+        status = Path(path).stat()
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino

@@ -33,9 +33,7 @@ class StartState:
 
     def note_imports(self) -> None:
         """Note what the imports have changed, and move what they made out of the collector's sight."""
-        self._changes = {
-            name: value for name, value in os.environ.items() if self._given.get(name) != value
-        }
+        self._changes = {name: value for name, value in os.environ.items() if self._given.get(name) != value}
         self._rank_path = list(sys.path)
         self._is_frozen = gc.get_freeze_count() > 0
         gc.collect()
@@ -51,7 +49,12 @@ class StartState:
         return {**environment, **changes}
 
     def take_on(
-        self, environment: Mapping[str, str], *, output: Sequence[int], is_rank: bool, keep: Sequence[int] = ()
+        self,
+        environment: Mapping[str, str],
+        *,
+        output: Sequence[int],
+        is_rank: bool,
+        keep: Sequence[int] = (),
     ) -> None:
         """Give this forked process its environment, its output, and the state of a new process.
 

@@ -1,4 +1,4 @@
-"""The loop of a trial server: makes the imports, and forks a process for every request, until the tuner ends."""
+"""The loop of a trial server: makes imports, and forks a process for every request, until the tuner ends."""
 
 import contextlib
 import os
@@ -7,6 +7,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 
 from quartet_plugin.protocol.trial_server import (
     CHANNEL_FLAG,
@@ -29,7 +31,7 @@ Task = Callable[[], object]
 def serve(words: list[str]) -> Task | None:
     """Serve until the tuner has ended; in a forked process, return at once what it has to run."""
     channel = socket.socket(fileno=int(words[words.index(CHANNEL_FLAG) + 1]))
-    left_out = [word for flag, word in zip(words, words[1:], strict=False) if flag == LEFT_OUT_FLAG]
+    left_out = [word for flag, word in pairwise(words) if flag == LEFT_OUT_FLAG]
     server = TrialServer(channel)
     try:
         if not server.prepare(left_out):
@@ -56,7 +58,7 @@ class TrialServer:
         place = sys.path[0]
         if not preload.is_module:
             # Where a tree beside the script is the framework that it trains with.
-            sys.path[0] = os.path.dirname(os.path.realpath(preload.target))
+            sys.path[0] = str(Path(preload.target).resolve().parent)
         try:
             make_imports(preload, self._checks, left_out=left_out)
             if preload.has_agent:
@@ -76,9 +78,10 @@ class TrialServer:
     def run(self) -> Task | None:
         """Answer requests until the tuner ends; in a forked process, return what it has to run."""
         while True:
-            ready, _, _ = select.select([self._channel, *self._children.values()], [], [])
+            watched = [self._channel.fileno(), *self._children.values()]
+            ready, _, _ = select.select(watched, [], [])
             self._report_ends()
-            if self._channel not in ready:
+            if self._channel.fileno() not in ready:
                 continue
             request, descriptors = receive_record(self._channel)
             try:
