@@ -37,6 +37,8 @@ class ServerCommand:
     target: str
     is_module: bool
     on_cpu: bool
+    entry: str = ENTRY_MODULE
+    framework: str = "megatron"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -56,7 +58,8 @@ class ServerCommand:
     def preload(self) -> Preload:
         """The first message to the server."""
         return Preload(
-            entry=ENTRY_MODULE,
+            entry=self.entry,
+            framework=self.framework,
             target=self.target,
             is_module=self.is_module,
             on_cpu=self.on_cpu,

@@ -43,6 +43,8 @@ _MAX_LOST = 3
 _UNKNOWN_EXIT = 1
 
 ShouldStop = Callable[[], bool]
+# Of a command's words, environment and folder: the server, or why there is none.
+CommandOf = Callable[..., ServerCommand | str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,9 +227,10 @@ class WarmLauncher:
 
     num_nodes: int | None = 1
 
-    def __init__(self, cold: LocalLauncher | None = None) -> None:
-        """`cold` starts the server, and every command that it cannot start."""
+    def __init__(self, cold: LocalLauncher | None = None, *, command_of: CommandOf = server_command) -> None:
+        """`cold` starts the server, whose command `command_of` makes, and what that cannot start."""
         self._cold = cold or LocalLauncher()
+        self._command_of = command_of
         self._server: TrialServerClient | None = None
         self._refusals: dict[ServerCommand, str] = {}
         self._num_lost = 0
@@ -250,7 +253,7 @@ class WarmLauncher:
     ) -> None:
         """Have a server ready that can start `argv`, or know why there is none."""
         self._reason = None
-        command = server_command(argv, env=self._cold.environment_of(env), cwd=cwd)
+        command = self._command_of(argv, env=self._cold.environment_of(env), cwd=cwd)
         if isinstance(command, str):
             self._reason = command
             return

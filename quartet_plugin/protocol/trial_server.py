@@ -30,11 +30,12 @@ Words = Annotated[tuple[Text, ...], Length(least=1, most=100_000)]
 class Preload:
     """The first message to a server: the training whose imports it makes, in the environment it has.
 
-    `entry` is the adapter's module, `target` the user's script (`is_module`: module); `has_agent` says that
-    torchrun starts the ranks.
+    `entry` is the adapter's module and `framework` the package that it adapts, `target` the user's script
+    (`is_module`: module); `has_agent` says that torchrun starts the ranks.
     """
 
     entry: Name
+    framework: Name
     target: FilePath
     is_module: bool
     on_cpu: bool

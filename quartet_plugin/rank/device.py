@@ -8,6 +8,15 @@ from quartet_plugin.protocol.rank_files import DeviceMemory
 
 _CPU = "cpu"
 _state: dict[str, str] = {}
+_forked: dict[str, int] = {}
+
+
+def declare_forked(file_bytes: int) -> None:
+    """This process was forked from a trial server that had `file_bytes` of files, such as libraries, in RAM.
+
+    A fork begins without them, and a process that was started anew has them.
+    """
+    _forked["file_bytes"] = file_bytes
 
 
 def declare_cpu() -> None:
@@ -44,10 +53,25 @@ def device_memory() -> DeviceMemory | None:
 
 
 def peak_resident_bytes() -> int:
-    """The most bytes of this process that were in RAM; 0 where the kernel does not count them."""
+    """The most bytes of this process that were in RAM; 0 where the kernel does not count them.
+
+    Of a forked process as if it had read in itself the files that its trial server had in memory.
+    """
     # Not getrusage: its peak is inherited from the launcher across fork and exec.
+    peak_bytes = _status_bytes("VmHWM")
+    if not peak_bytes or not _forked:
+        return peak_bytes
+    return peak_bytes + max(0, _forked["file_bytes"] - resident_file_bytes())
+
+
+def resident_file_bytes() -> int:
+    """The bytes of files, such as libraries, that this process has mapped and that are in RAM."""
+    return _status_bytes("RssFile")
+
+
+def _status_bytes(name: str) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     return 0

@@ -20,8 +20,6 @@ from quartet_plugin.protocol.trial_server import Preload
 from quartet_plugin.rank.warm.import_checks import ImportChecks
 
 PLUGIN = "quartet_plugin"
-# The framework of each adapter: its modules are shared wherever they lie.
-_FRAMEWORKS = {"quartet_plugin.megatron": "megatron", "quartet_plugin.deepspeed": "deepspeed"}
 # Of the user's own files that are read.
 _MAX_FILES = 500
 
@@ -42,7 +40,7 @@ def make_imports(preload: Preload, checks: ImportChecks, *, left_out: Sequence[s
 
     Raises UnsafeImportError.
     """
-    framework = _FRAMEWORKS[preload.entry]
+    framework = preload.framework
     with checks.noting_rank_reads():
         try:
             importlib.import_module(f"{preload.entry}.preload").preload(on_cpu=preload.on_cpu)
@@ -80,7 +78,6 @@ def imports_of_files(preload: Preload) -> list[str]:
 
     `from a import b` gives `a` and `a.b`, which need not be a module.
     """
-    framework = _FRAMEWORKS[preload.entry]
     names: dict[str, None] = {}
     files = [_file_of(preload.target, is_module=preload.is_module)]
     seen: set[Path] = set()
@@ -95,7 +92,7 @@ def imports_of_files(preload: Preload) -> list[str]:
             continue  # the rank says it
         for name in _imported(tree.body):
             names[name] = None
-            if name.partition(".")[0] == framework:
+            if name.partition(".")[0] == preload.framework:
                 continue
             beside = path.parent / Path(*name.split("."))
             files += [file for file in (beside.with_suffix(".py"), beside / "__init__.py") if file.is_file()]

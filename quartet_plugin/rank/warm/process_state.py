@@ -12,6 +12,7 @@ from types import ModuleType
 
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 from quartet_plugin.protocol.trial_server import NO_ATTEMPT
+from quartet_plugin.rank.device import declare_forked, resident_file_bytes
 
 _FIRST_DESCRIPTOR = 3
 # What Python itself sets in its environment when it starts.
@@ -30,12 +31,14 @@ class StartState:
     def __init__(self, given: Mapping[str, str]) -> None:
         self._given = dict(given)
         self._agent_path = list(sys.path)
+        self._num_frozen = gc.get_freeze_count()  # by Python itself
 
     def note_imports(self) -> None:
         """Note what the imports have changed, and move what they made out of the collector's sight."""
         self._changes = {name: value for name, value in os.environ.items() if self._given.get(name) != value}
         self._rank_path = list(sys.path)
-        self._is_frozen = gc.get_freeze_count() > 0
+        self._file_bytes = resident_file_bytes()
+        self._is_frozen = gc.get_freeze_count() > self._num_frozen
         gc.collect()
         gc.freeze()
 
@@ -75,6 +78,7 @@ class StartState:
         if is_rank:
             if not self._is_frozen:
                 gc.unfreeze()
+            declare_forked(self._file_bytes)
             _seed_anew()
 
     def run_module(self, argv: Sequence[str]) -> None:
