@@ -92,15 +92,15 @@ def fork_ranks(count: int, state: StartState) -> Task | list[WaitingRank]:
     """
     waiting: list[WaitingRank] = []
     for _ in range(count):
-        mine, theirs = socket.socketpair()
+        agent_end, rank_end = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             os.setsid()
-            mine.close()
-            close_descriptors(keep=[theirs.fileno()])
-            return lambda: _wait_and_run(theirs, state)
-        theirs.close()
-        waiting.append(WaitingRank(pid, mine))
+            agent_end.close()
+            close_descriptors(keep=[rank_end.fileno()])
+            return lambda: _wait_and_run(rank_end, state)
+        rank_end.close()
+        waiting.append(WaitingRank(pid, agent_end))
     return waiting
 
 

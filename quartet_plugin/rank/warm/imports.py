@@ -55,9 +55,9 @@ def make_imports(preload: Preload, checks: ImportChecks, *, left_out: Sequence[s
             _import_if_there(name)
             if fault := checks.fault(on_cpu=preload.on_cpu):
                 raise UnsafeImportError(f"the import of {name} {fault}", module=name.partition(".")[0])
-    own = user_files(sys.modules.values(), framework=framework)
-    if own:
-        raise UnsafeImportError(f"the imports load {own[0]}, a file of the user's own")
+    users = user_files(sys.modules.values(), framework=framework)
+    if users:
+        raise UnsafeImportError(f"the imports load {users[0]}, a file of the user's own")
 
 
 def _import_if_there(name: str) -> None:
