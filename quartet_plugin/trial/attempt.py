@@ -256,7 +256,9 @@ def _result(sheet: ResultRecord, *, folder: Path) -> TrialResult:
         job=jobs[0] if jobs else None,
         folder=folder,
         last_lines=last_lines(read_tail(folder / LOG_FILE)),
-        start_s=max((rank.get("import", 0.0) + rank.get("init", 0.0) for rank in phases), default=0.0),
+        # A later cold start has the imports to make as well.
+        start_s=(sheet.import_s or 0.0)
+        + max((rank.get("import", 0.0) + rank.get("init", 0.0) for rank in phases), default=0.0),
         first_step_s=max((rank.get("first_step", 0.0) for rank in phases), default=0.0),
         warmup_s=max(0.0, steps_s - sum(sheet.iteration_s)),
     )

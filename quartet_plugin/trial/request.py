@@ -194,8 +194,8 @@ class TrialResult(AttemptOutcome):
 
     `job` is the configuration that the framework resolved (rank 0's report), `last_lines` the end of the
     command's output, `start` how its processes started (None: not known) and `cold_reason` why not from a
-    trial server where there was to be one. `start_s`, `first_step_s` and `warmup_s` (all iterations that are
-    not measured) are the seconds of the slowest rank.
+    trial server where there was to be one. `start_s` (with a trial server's imports before it),
+    `first_step_s` and `warmup_s` (all iterations that are not measured) are the seconds of the slowest rank.
     """
 
     attempt_id: str

@@ -210,6 +210,8 @@ def _watch(
     with Subreaper(is_on=is_alone) as subreaper:
         handle = launcher.start(launch.argv, env=launch.environment, cwd=launch.cwd, stdout=attempt.log)
         subreaper.expect(handle.pid)
+        if isinstance(launcher, WarmLauncher) and launcher.server_pid is not None:
+            subreaper.leave_alone(launcher.server_pid)
         try:
             registry = ProcessRegistry(attempt.processes_file, attempt_id=attempt.spec.attempt_id)
             registry.rescan(handle.pid)

@@ -56,6 +56,10 @@ class Subreaper:
         self._known.add(pid)
         self._launcher = pid
 
+    def leave_alone(self, pid: int) -> None:
+        """Take a child that this process has started meanwhile for none of the launch's."""
+        self._known.add(pid)
+
     def orphans(self) -> set[Identity]:
         """The orphans that run; those that have ended are removed from the process table."""
         running: set[Identity] = set()

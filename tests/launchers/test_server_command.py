@@ -80,7 +80,7 @@ def test_the_servers_own_command(words: str, num_ranks: int, options: tuple[str,
 def test_trials_that_differ_in_plan_port_and_id_have_one_server() -> None:
     first = made("torchrun --nproc-per-node 2 train.py", OMP_NUM_THREADS="1")
     second = made(
-        "torchrun --nproc-per-node 2 train.py --lr 2", **{ATTEMPT_ID: "c" * 32, "OMP_NUM_THREADS": "1"}
+        "torchrun --nproc-per-node 2 train.py --lr 2", OMP_NUM_THREADS="1", QUARTET_ATTEMPT_ID="c" * 32
     )
     assert first == second
     assert first != made("torchrun --nproc-per-node 2 train.py", OMP_NUM_THREADS="2")

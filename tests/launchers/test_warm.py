@@ -277,8 +277,9 @@ def test_a_forked_process_is_known_by_the_attempts_id(workplace: Workplace, laun
         exit_code_of(handle)
 
 
+@pytest.mark.parametrize("is_prepared", [True, False])
 def test_what_a_forked_trial_leaves_is_an_orphan_and_its_server_is_none(
-    workplace: Workplace, launcher: WarmLauncher
+    workplace: Workplace, launcher: WarmLauncher, is_prepared: bool
 ) -> None:
     script = workplace.script(
         "import os, time\n"
@@ -291,10 +292,13 @@ def test_what_a_forked_trial_leaves_is_an_orphan_and_its_server_is_none(
     )
     argv = workplace.argv(script)
     environment = {**workplace.environment, "QUARTET_ATTEMPT_ID": "a" * 32}
-    launcher.prepare(argv, env=environment, cwd=workplace.folder)
+    if is_prepared:
+        launcher.prepare(argv, env=environment, cwd=workplace.folder)
     with Subreaper() as subreaper:
         handle, _ = workplace.start(launcher, argv)
         subreaper.expect(handle.pid)
+        assert launcher.server_pid is not None
+        subreaper.leave_alone(launcher.server_pid)
         while handle.poll() is None:
             assert launcher.server_pid not in {orphan.pid for orphan in subreaper.orphans()}
             time.sleep(0.02)
