@@ -11,12 +11,12 @@ _state: dict[str, str] = {}
 _forked: dict[str, int] = {}
 
 
-def declare_forked(file_bytes: int) -> None:
-    """This process was forked from a trial server that had `file_bytes` of files, such as libraries, in RAM.
+def declare_forked(file_bytes: dict[str, int]) -> None:
+    """This process was forked from a trial server that had these bytes of files, such as libraries, in RAM.
 
     A fork begins without them, and a process that was started anew has them.
     """
-    _forked["file_bytes"] = file_bytes
+    _forked.update(file_bytes)
 
 
 def declare_cpu() -> None:
@@ -61,12 +61,22 @@ def peak_resident_bytes() -> int:
     peak_bytes = _status_bytes("VmHWM")
     if not peak_bytes or not _forked:
         return peak_bytes
-    return peak_bytes + max(0, _forked["file_bytes"] - resident_file_bytes())
+    present = resident_files()
+    return peak_bytes + sum(max(0, size - present.get(path, 0)) for path, size in _forked.items())
 
 
-def resident_file_bytes() -> int:
-    """The bytes of files, such as libraries, that this process has mapped and that are in RAM."""
-    return _status_bytes("RssFile")
+def resident_files() -> dict[str, int]:
+    """The bytes in RAM of each file, such as a library, that this process has mapped; empty if unknown."""
+    sizes: dict[str, int] = {}
+    path = ""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
+            words = line.split(maxsplit=5)
+            if "-" in words[0]:
+                path = words[5] if len(words) > 5 else ""
+            elif words[0] == "Rss:" and path.startswith("/"):
+                sizes[path] = sizes.get(path, 0) + int(words[1]) * 1024
+    return sizes
 
 
 def _status_bytes(name: str) -> int:

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 from quartet_plugin.protocol.trial_server import NO_ATTEMPT
-from quartet_plugin.rank.device import declare_forked, resident_file_bytes
+from quartet_plugin.rank.device import declare_forked, resident_files
 
 _FIRST_DESCRIPTOR = 3
 # What Python itself sets in its environment when it starts.
@@ -37,7 +37,7 @@ class StartState:
         """Note what the imports have changed, and move what they made out of the collector's sight."""
         self._changes = {name: value for name, value in os.environ.items() if self._given.get(name) != value}
         self._rank_path = list(sys.path)
-        self._file_bytes = resident_file_bytes()
+        self._file_bytes = resident_files()
         self._is_frozen = gc.get_freeze_count() > self._num_frozen
         gc.collect()
         gc.freeze()
