@@ -143,7 +143,14 @@ def tune_command(
             keep_schedule_files(asked.search, cwd=Path.cwd(), folder=RunFolder(path=folder))
             run = create_run(folder, config=asked.model_copy(update={"run": path.name}), command=words)
         slices = slices_of(run.config, num_workers=workers, command=training, oversubscribe=oversubscribe)
-        with reporter(Console()) as shown, stop_on_signals(shown.message) as should_stop:
+        with (
+            reporter(Console()) as shown,
+            stop_on_signals(shown.message) as should_stop,
+            LocalBackend(
+                device_slice=slices[0] if slices else None,
+                warm_starts=run.config.trial.warm_starts == "auto",
+            ) as backend,
+        ):
             shown.message(f"run {run.name} in {path}; the command: {shlex.join(masked_argv(words))}")
             observer: Observer = shown
             if run.config.study.tensorboard:
@@ -151,7 +158,7 @@ def tune_command(
             context = TuningContext.create(
                 run,
                 command=training,
-                backend=LocalBackend(device_slice=slices[0] if slices else None),
+                backend=backend,
                 observer=observer,
                 should_stop=should_stop,
                 fence=lease.check,

@@ -161,13 +161,17 @@ def work_command(
         is_joined=content.is_joined,
     )
     device_slice = DeviceSlice.of(content.share)
-    with stop_on_signals(say) as should_stop:
+    warm_starts = tuning.config.trial.warm_starts == "auto"
+    with (
+        stop_on_signals(say) as should_stop,
+        LocalBackend(device_slice=device_slice, warm_starts=warm_starts) as backend,
+    ):
         worker = Worker(
             run=tuning,
             command=parse_command(content.command),
             member=member,
             queue=WorkQueue(folder=tuning.folder.path),
-            backend=LocalBackend(device_slice=device_slice),
+            backend=backend,
             should_stop=should_stop,
             say=say,
         )

@@ -100,10 +100,22 @@ class SliceLauncher(LocalLauncher):
     def __init__(self, device_slice: DeviceSlice) -> None:
         self._slice = device_slice
 
-    def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> Popen[bytes]:
-        """See `LocalLauncher`."""
+    def environment_of(self, env: Mapping[str, str]) -> dict[str, str]:
+        """See `LocalLauncher`: with the slice's accelerators."""
+        return {**env, **self._slice.environment}
+
+    def spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        output: int,
+        descriptors: Sequence[int] = (),
+    ) -> Popen[bytes]:
+        """See `LocalLauncher`: on the slice's cores."""
         with _on_cores(self._slice.cores):
-            return super().start(argv, env={**env, **self._slice.environment}, cwd=cwd, stdout=stdout)
+            return super().spawn(argv, env=env, cwd=cwd, output=output, descriptors=descriptors)
 
 
 @contextlib.contextmanager

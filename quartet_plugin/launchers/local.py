@@ -111,6 +111,15 @@ def free_port() -> int:
         raise InfrastructureError(f"no free TCP port: {error.strerror}; close other programs") from error
 
 
+def open_output(path: Path) -> int:
+    """A descriptor of the new file `path`, to be appended to. Raises StorageError when it cannot be made."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be made: {error.strerror}") from error
+
+
 class LocalLauncher:
     """Starts commands on this machine, each in its own session, so that Ctrl-C reaches only the tuner.
 
@@ -126,25 +135,42 @@ class LocalLauncher:
         that cannot start, StorageError when `stdout` cannot be made.
         """
         _find_program(argv[0], path=env.get("PATH"))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        output = open_output(stdout)
         try:
-            output = os.open(stdout, flags, 0o600)
-        except OSError as error:
-            raise StorageError(f"{stdout}: cannot be made: {error.strerror}") from error
+            return self.spawn(argv, env=env, cwd=cwd, output=output)
+        finally:
+            os.close(output)
+
+    def environment_of(self, env: Mapping[str, str]) -> dict[str, str]:
+        """The environment that a command which is started with `env` really gets."""
+        return dict(env)
+
+    def spawn(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        output: int,
+        descriptors: Sequence[int] = (),
+    ) -> subprocess.Popen[bytes]:
+        """Start `argv` with its output going to the descriptor `output`, and `descriptors` left open in it.
+
+        Raises InfrastructureError where it cannot start.
+        """
         try:
             process = subprocess.Popen(
                 list(argv),
-                env=dict(env),
+                env=self.environment_of(env),
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=tuple(descriptors),
             )
         except OSError as error:
             raise InfrastructureError(f"command {argv[0]!r}: cannot start: {error.strerror}") from error
-        finally:
-            os.close(output)
         _forbid_core_files(process.pid)
         return process
 

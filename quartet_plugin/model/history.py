@@ -139,11 +139,14 @@ class LaunchSeconds:
     """The seconds of a run's launches by what they went into; the rest of each launch is its start and end.
 
     `gate_s` are whole launches of the parity gate; `warmup_s` and `measured_s` are iterations of the others.
+    Of all launches `num_warm` were forked from a trial server, and `num_cold` were started anew.
     """
 
     gate_s: float = 0.0
     warmup_s: float = 0.0
     measured_s: float = 0.0
+    num_warm: int = 0
+    num_cold: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,11 @@ class CommandRecord:
 
 @record
 class ResultRecord:
-    """result.json: the outcome of an attempt."""
+    """result.json: the outcome of an attempt.
+
+    `start` says whether its processes were forked from a trial server, `cold_reason` why they were not where
+    they should have been; before them the server's imports took `import_s`, for later attempts as well.
+    """
 
     attempt_id: AttemptId
     plan_key: PlanKey | None
@@ -108,6 +112,9 @@ class ResultRecord:
     wall_s: Seconds
     schema_version: Version = 1
     untracked_memory_bytes: Count | None = field(default=None, metadata=ADDED)
+    start: Literal["warm", "cold"] | None = field(default=None, metadata=ADDED)
+    cold_reason: Text | None = field(default=None, metadata=ADDED)
+    import_s: Seconds | None = field(default=None, metadata=ADDED)
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:

@@ -8,6 +8,15 @@ from quartet_plugin.protocol.rank_files import DeviceMemory
 
 _CPU = "cpu"
 _state: dict[str, str] = {}
+_forked: dict[str, int] = {}
+
+
+def declare_forked(file_bytes: dict[str, int]) -> None:
+    """This process was forked from a trial server that had these bytes of files, such as libraries, in RAM.
+
+    A fork begins without them, and a process that was started anew has them.
+    """
+    _forked.update(file_bytes)
 
 
 def declare_cpu() -> None:
@@ -44,10 +53,35 @@ def device_memory() -> DeviceMemory | None:
 
 
 def peak_resident_bytes() -> int:
-    """The most bytes of this process that were in RAM; 0 where the kernel does not count them."""
+    """The most bytes of this process that were in RAM; 0 where the kernel does not count them.
+
+    Of a forked process as if it had read in itself the files that its trial server had in memory.
+    """
     # Not getrusage: its peak is inherited from the launcher across fork and exec.
+    peak_bytes = _status_bytes("VmHWM")
+    if not peak_bytes or not _forked:
+        return peak_bytes
+    present = resident_files()
+    return peak_bytes + sum(max(0, size - present.get(path, 0)) for path, size in _forked.items())
+
+
+def resident_files() -> dict[str, int]:
+    """The bytes in RAM of each file, such as a library, that this process has mapped; empty if unknown."""
+    sizes: dict[str, int] = {}
+    path = ""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
+            words = line.split(maxsplit=5)
+            if "-" in words[0]:
+                path = words[5] if len(words) > 5 else ""
+            elif words[0] == "Rss:" and path.startswith("/"):
+                sizes[path] = sizes.get(path, 0) + int(words[1]) * 1024
+    return sizes
+
+
+def _status_bytes(name: str) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     return 0

@@ -16,6 +16,7 @@ class SearchExpense:
     the drift checks and the final rounds included. `search_s`: the seconds that its sessions took.
     Of `launch_s` the launches of the parity gate took `gate_s`, warm-up iterations `warmup_s`, measured ones
     `measured_s`, and processes that start or end `starts_s`; `waiting_s` of `search_s` nothing was launched.
+    `num_warm_starts` launches were forked from a trial server, `num_cold_starts` were started anew.
     `payback_iterations`: after so many iterations the winner has gained `search_s`; None without a winner
     that is faster and of the user's own model.
     """
@@ -29,6 +30,8 @@ class SearchExpense:
     warmup_s: float
     measured_s: float
     waiting_s: float
+    num_warm_starts: int
+    num_cold_starts: int
     payback_iterations: int | None
 
 
@@ -46,6 +49,8 @@ def expense_of(history: RunHistory) -> SearchExpense:
         gate_s=parts.gate_s,
         warmup_s=parts.warmup_s,
         measured_s=parts.measured_s,
+        num_warm_starts=parts.num_warm,
+        num_cold_starts=parts.num_cold,
         waiting_s=max(0.0, history.search_s - history.launch_s),
         payback_iterations=_payback_iterations(history.winner, search_s=history.search_s),
     )
@@ -80,10 +85,16 @@ def time_words(expense: SearchExpense) -> str:
         ("measured", expense.measured_s),
         ("warm-up", expense.warmup_s),
         ("gate", expense.gate_s),
-        ("starts and ends", expense.starts_s),
+        (_starts_name(expense), expense.starts_s),
         ("waiting", expense.waiting_s),
     )
     return ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts)
+
+
+def _starts_name(expense: SearchExpense) -> str:
+    if not expense.num_warm_starts:
+        return "starts and ends"
+    return f"starts ({expense.num_warm_starts} warm, {expense.num_cold_starts} cold) and ends"
 
 
 def expense_card(history: RunHistory) -> tuple[str, str, str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from quartet_plugin.errors import ConfigError, PlanError, StorageError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.local import child_environment, resolve_device
+from quartet_plugin.launchers.warm import StartRecord
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.schema import as_number, dump
@@ -202,8 +203,13 @@ def open_attempt(folder: Path) -> Attempt | None:
     return Attempt(folder=folder, spec=spec, command=command)
 
 
-def write_result(folder: Path, spec: TrialSpec, verdict: Verdict, *, wall_s: float) -> TrialResult:
-    """Write result.json atomically and return its content as a TrialResult. Raises StorageError."""
+def write_result(
+    folder: Path, spec: TrialSpec, verdict: Verdict, *, wall_s: float, start: StartRecord | None = None
+) -> TrialResult:
+    """Write result.json atomically and return its content as a TrialResult; `start` None: not known.
+
+    Raises StorageError.
+    """
     sheet = ResultRecord(
         attempt_id=spec.attempt_id,
         plan_key=spec.plan_key,
@@ -211,6 +217,9 @@ def write_result(folder: Path, spec: TrialSpec, verdict: Verdict, *, wall_s: flo
         loss=tuple(as_number(value) for value in verdict.loss),
         grad_norm=tuple(as_number(value) for value in verdict.grad_norm),
         wall_s=wall_s,
+        start=None if start is None else "warm" if start.is_warm else "cold",
+        cold_reason=None if start is None else start.cold_reason,
+        import_s=None if start is None else start.import_s,
         **{name: getattr(verdict, name) for name in _PLAIN_FIELDS},
     )
     write_json_atomic(folder / RESULT_FILE, dump(sheet))
@@ -241,11 +250,15 @@ def _result(sheet: ResultRecord, *, folder: Path) -> TrialResult:
         loss=tuple(float(value) for value in sheet.loss),
         grad_norm=tuple(float(value) for value in sheet.grad_norm),
         wall_s=sheet.wall_s,
+        start=sheet.start,
+        cold_reason=sheet.cold_reason,
         **{name: getattr(sheet, name) for name in _PLAIN_FIELDS},
         job=jobs[0] if jobs else None,
         folder=folder,
         last_lines=last_lines(read_tail(folder / LOG_FILE)),
-        start_s=max((rank.get("import", 0.0) + rank.get("init", 0.0) for rank in phases), default=0.0),
+        # A later cold start has the imports to make as well.
+        start_s=(sheet.import_s or 0.0)
+        + max((rank.get("import", 0.0) + rank.get("init", 0.0) for rank in phases), default=0.0),
         first_step_s=max((rank.get("first_step", 0.0) for rank in phases), default=0.0),
         warmup_s=max(0.0, steps_s - sum(sheet.iteration_s)),
     )

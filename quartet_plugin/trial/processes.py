@@ -10,7 +10,7 @@ import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -87,15 +87,18 @@ def current_identity() -> Identity:
     return identity
 
 
-def descendants(pids: Iterable[int]) -> set[Identity]:
-    """The running descendants of `pids`, from one pass over all processes."""
+def descendants(pids: Iterable[int], *, without: Collection[int] = ()) -> set[Identity]:
+    """The running descendants of `pids`, from one pass over all processes.
+
+    The processes `without`, and what descends from them alone, are left out.
+    """
     children: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             children.setdefault(process.ppid(), []).append(process)
     descending: set[Identity] = set()
     open_pids = list(pids)
-    seen = set(open_pids)
+    seen = {*open_pids, *without}
     while open_pids:
         for child in children.get(open_pids.pop(), []):
             identity = identify(child)

@@ -191,8 +191,9 @@ class TrialResult(AttemptOutcome):
     """The result of a trial: its last attempt's.
 
     `job` is the configuration that the framework resolved (rank 0's report), `last_lines` the end of the
-    command's output, `start_s`, `first_step_s` and `warmup_s` (all iterations that are not measured) the
-    seconds of the slowest rank.
+    command's output, `start` how its processes started (None: not known) and `cold_reason` why not from a
+    trial server where there was to be one. `start_s` (with a trial server's imports before it),
+    `first_step_s` and `warmup_s` (all iterations that are not measured) are the seconds of the slowest rank.
     """
 
     attempt_id: str
@@ -201,6 +202,8 @@ class TrialResult(AttemptOutcome):
     job: Mapping[str, Any] | None = None
     folder: Path
     last_lines: tuple[str, ...] = ()
+    start: Literal["warm", "cold"] | None = None
+    cold_reason: str | None = None
     start_s: float = 0.0
     first_step_s: float = 0.0
     warmup_s: float = 0.0

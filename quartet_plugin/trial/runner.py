@@ -16,6 +16,7 @@ from quartet_plugin.launchers.local import (
     free_port,
     resolve_device,
 )
+from quartet_plugin.launchers.warm import StartRecord, WarmLauncher
 from quartet_plugin.protocol.training_start import absence_of, fault_of, read_starts
 from quartet_plugin.trial.attempt import Launch, attempt_number, create_attempt, write_result
 from quartet_plugin.trial.devices import DeviceGuard
@@ -73,6 +74,10 @@ def run_trial(
             devices.before(environment)
         port = pick_port() if request.command.port_flag is not None else None
         launch = create_attempt(request, number=number, port=port)
+        if isinstance(launcher, WarmLauncher):
+            launcher.prepare(
+                launch.argv, env=launch.environment, cwd=launch.cwd, should_stop=lambda: should_stop(stop)
+            )
         end = _watch(
             launch,
             request,
@@ -93,7 +98,14 @@ def run_trial(
         attempt = launch.attempt
         if request.command.starter == "other":
             _check_training(attempt.folder, request, end)
-        result = write_result(attempt.folder, attempt.spec, with_survivors(verdict, end), wall_s=end.wall_s)
+        start = launcher.latest if isinstance(launcher, WarmLauncher) else StartRecord(is_warm=False)
+        result = write_result(
+            attempt.folder,
+            attempt.spec,
+            with_survivors(verdict, end),
+            wall_s=end.wall_s + start.import_s,
+            start=start,
+        )
         if devices is not None and not should_stop(stop):
             devices.await_release(environment)
         if not is_again or should_stop(stop):
@@ -198,6 +210,8 @@ def _watch(
     with Subreaper(is_on=is_alone) as subreaper:
         handle = launcher.start(launch.argv, env=launch.environment, cwd=launch.cwd, stdout=attempt.log)
         subreaper.expect(handle.pid)
+        if isinstance(launcher, WarmLauncher) and launcher.server_pid is not None:
+            subreaper.leave_alone(launcher.server_pid)
         try:
             registry = ProcessRegistry(attempt.processes_file, attempt_id=attempt.spec.attempt_id)
             registry.rescan(handle.pid)

@@ -56,6 +56,10 @@ class Subreaper:
         self._known.add(pid)
         self._launcher = pid
 
+    def leave_alone(self, pid: int) -> None:
+        """Take a child that this process has started meanwhile for none of the launch's."""
+        self._known.add(pid)
+
     def orphans(self) -> set[Identity]:
         """The orphans that run; those that have ended are removed from the process table."""
         running: set[Identity] = set()
@@ -81,7 +85,10 @@ class Subreaper:
         """Note what the children of before have started: such a one's end makes it this process's child."""
         earlier = self._known - {self._launcher}
         if earlier:
-            self._others |= {(other.pid, other.process_start) for other in descendants(earlier)}
+            # A trial server is such a child, and the launcher one that it has started.
+            without = [] if self._launcher is None else [self._launcher]
+            others = descendants(earlier, without=without)
+            self._others |= {(other.pid, other.process_start) for other in others}
 
 
 def _children() -> list[psutil.Process]:

@@ -73,6 +73,9 @@ class TrialConfig(Section):
     deadline_s: float = Field(
         default=600.0, gt=0.0, le=86_400.0, description="seconds after which a trial is killed"
     )
+    warm_starts: Literal["auto", "off"] = Field(
+        default="auto", description="auto: trials are forked from a process that has made their imports"
+    )
     crop: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=10_000)] = Field(
         default="auto", description="layers a stage of the smaller model that is tried first, or none"
     )

@@ -148,6 +148,7 @@ class Coordinator:
             timeouts=timeouts,
             num_measured=num_measured,
             longest_begin_s=result.start_s + result.first_step_s,
+            cold_reason=first.cold_reason,
         )
         launcher.show(launch, result)
         parity = ParityKeeper.open(context, job=space.job)

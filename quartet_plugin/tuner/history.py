@@ -182,6 +182,11 @@ class _Reader:
                     if result is None:
                         continue
                     launch_s += result.wall_s
+                    parts = replace(
+                        parts,
+                        num_warm=parts.num_warm + (result.start == "warm"),
+                        num_cold=parts.num_cold + (result.start == "cold"),
+                    )
                     if place == folder.parity:
                         parts = replace(parts, gate_s=parts.gate_s + result.wall_s)
                         continue

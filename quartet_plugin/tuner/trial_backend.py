@@ -5,12 +5,13 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from quartet_plugin.errors import ConfigError, InterruptedByUserError, QuartetError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.device_slices import DeviceSlice, SliceLauncher
 from quartet_plugin.launchers.local import LocalLauncher, free_port
+from quartet_plugin.launchers.warm import WarmLauncher
 from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
 from quartet_plugin.protocol.rank_files import RankReport
@@ -68,14 +69,29 @@ class TrialBackend(Protocol):
 class LocalBackend:
     """Runs plans with `trial.runner` on this machine, or on a slice of it.
 
-    One parity gate, of one command, serves a study.
+    One parity gate, of one command, serves a study. With `warm_starts` its processes are forked from a trial
+    server where they can be; `close` ends it.
     """
 
-    def __init__(self, *, device_slice: DeviceSlice | None = None) -> None:
+    def __init__(self, *, device_slice: DeviceSlice | None = None, warm_starts: bool = False) -> None:
         self._slice = device_slice
-        self._launcher = LocalLauncher() if device_slice is None else SliceLauncher(device_slice)
+        cold = LocalLauncher() if device_slice is None else SliceLauncher(device_slice)
+        self._launcher: LocalLauncher | WarmLauncher = WarmLauncher(cold) if warm_starts else cold
         self._devices = DeviceGuard(shown=None if device_slice is None else device_slice.environment)
         self._gate: ParityGate | None = None
+
+    def close(self) -> None:
+        """End the trial server, if there is one."""
+        if isinstance(self._launcher, WarmLauncher):
+            self._launcher.close()
+
+    def __enter__(self) -> Self:
+        """With no trial server yet."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End the trial server."""
+        self.close()
 
     def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
         """See `TrialBackend`."""

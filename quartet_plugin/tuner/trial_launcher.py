@@ -76,7 +76,7 @@ class TrialLauncher:
 
     `timeouts` grow with the longest start that was measured, the deadline with `longest_begin_s`, the most
     seconds until the end of a first step. `num_measured` iterations are measured, None: as many as the
-    configuration says.
+    configuration says. `cold_reason` is why the latest launch did not start warm, as it was said.
     """
 
     context: TuningContext
@@ -84,6 +84,7 @@ class TrialLauncher:
     timeouts: Timeouts
     num_measured: int | None = None
     longest_begin_s: float = 0.0
+    cold_reason: str | None = None
 
     def launch(self, launch: TrialLaunch, *, num_left: int) -> TrialResult:
         """The settled result of one launch; `num_left` launches, this one included, are still to come.
@@ -158,6 +159,9 @@ class TrialLauncher:
         self.context.events.add(
             "outcome", trial=launch.number, outcome=result.outcome.value, reason=result.reason
         )
+        if result.cold_reason is not None and result.cold_reason != self.cold_reason:
+            self.cold_reason = result.cold_reason
+            self.context.observer.message(f"processes start cold: {result.cold_reason}")
         if self.baseline is not None or not result.is_measured:
             self.show(launch, result)
 

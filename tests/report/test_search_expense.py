@@ -61,6 +61,13 @@ def test_what_is_not_measured_is_shown() -> None:
     assert status_record(run)["spent"]["starts_s"] == pytest.approx(480.0)
 
 
+def test_starts_are_counted_where_some_are_warm() -> None:
+    parts = LaunchSeconds(measured_s=900.0, num_warm=12, num_cold=1)
+    run = history(launch_s=1800.0, launch_parts=parts, search_s=1860.0, winner=WINNER)
+    assert "starts (12 warm, 1 cold) and ends 15 min 00 s" in expense_lines(run)[1]
+    assert status_record(run)["spent"]["num_warm_starts"] == 12
+
+
 def test_nothing_is_said_before_a_launch_has_ended() -> None:
     assert expense_lines(history()) == []
 

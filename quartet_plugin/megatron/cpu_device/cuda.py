@@ -134,8 +134,12 @@ def _nothing(*names: str) -> dict[str, Any]:
     return {name: _always(None) for name in names}
 
 
+def _local_rank() -> int:
+    # Read when it is asked for: a trial server installs the device before it is any rank's.
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def _identity() -> dict[str, Any]:
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     properties = SimpleNamespace(
         name="CPU",
         major=_CAPABILITY[0],
@@ -148,8 +152,8 @@ def _identity() -> dict[str, Any]:
         "is_initialized": _always(True),
         "is_bf16_supported": _always(True),
         "is_current_stream_capturing": _always(False),
-        "device_count": _always(max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)),
-        "current_device": _always(local_rank),
+        "device_count": lambda: max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _local_rank() + 1),
+        "current_device": _local_rank,
         "get_device_name": _always(properties.name),
         "get_device_capability": _always(_CAPABILITY),
         "get_device_properties": _always(properties),

@@ -1,0 +1,1 @@
+"""An adapter's entry that adapts nothing, so that trial servers are tested without a framework."""
