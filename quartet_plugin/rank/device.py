@@ -1,6 +1,7 @@
 """The device that this process trains on: its name and the memory that was used on it."""
 
 import contextlib
+import gc
 import sys
 from pathlib import Path
 
@@ -41,6 +42,22 @@ def device_memory() -> DeviceMemory | None:
         peak_reserved_bytes=cuda.max_memory_reserved(),
         untracked_bytes=max(0, total - free - cuda.memory_reserved()),
     )
+
+
+def reset_peak_memory() -> None:
+    """Count the peak from now on: what was needed before, such as to read a checkpoint, is left out.
+
+    On the CPU the kernel forgets the process's peak; where it does not let a process ask for that, the peak
+    of the whole process stays.
+    """
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is None or device_name() == _CPU:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    elif torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def peak_resident_bytes() -> int:

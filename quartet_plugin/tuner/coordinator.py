@@ -27,6 +27,7 @@ from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.study.study_log import StudyLog
 from quartet_plugin.study.tune_study import TuneStudy
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
+from quartet_plugin.tuner.compared_trials import ComparedTrials, baseline_start, launch_baseline
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.depth_proxy import depth_proxy_for
 from quartet_plugin.tuner.drift import DriftMonitor
@@ -117,9 +118,10 @@ class Coordinator:
             plan=None,
             folder=folder.trial(BASELINE),
             phase="baseline",
+            start=baseline_start(context),
         )
         result = self._checked_baseline(
-            first.launch(launch, num_left=launches_left(self._config, num_tried=0) + 1)
+            launch_baseline(first, launch, num_left=launches_left(self._config, num_tried=0) + 1)
         )
         space = self._open_space(result)
         baseline = BaselineScore(
@@ -146,7 +148,11 @@ class Coordinator:
             context=context, baseline=baseline, timeouts=timeouts, num_measured=num_measured
         )
         launcher.show(launch, result)
-        parity = ParityKeeper.open(context, job=space.job)
+        compared = ComparedTrials.open(
+            context, baseline=space.baseline, result=result, is_alone=not self._slices
+        )
+        parity = ParityKeeper.open(context, job=space.job, compared=compared)
+        launcher.judge = parity.judged
         try:
             tuned = self._search(space, result, launcher=launcher, baseline=baseline, parity=parity)
         finally:
