@@ -88,16 +88,18 @@ class ComparedTrials:
     """Decides where a plan is checked, and how its trial starts.
 
     `weights` are trial 0's, of its attempt `attempt_id`; `steps` are those that it is compared by. `reason`
-    says why no plan is compared in its trial; None where plans are. `iterations_s` are the seconds that a
-    trial's iterations take, `weights_s` those of the latest load (before the first: of the save).
+    says why no plan is compared in its trial; None where plans are. `start_s` are the seconds of trial 0's
+    start, `iterations_s` those of a trial's iterations, `load_s` those of the latest load of the weights (0:
+    none has been yet).
     """
 
     weights: Path
     attempt_id: str
+    start_s: float
     iterations_s: float
     reason: str | None = None
     settings: tuple[str, ...] = ()
-    weights_s: float = 0.0
+    load_s: float = 0.0
 
     @classmethod
     def open(
@@ -123,10 +125,10 @@ class ComparedTrials:
         return cls(
             weights=weights,
             attempt_id=result.attempt_id,
+            start_s=max(0.0, result.start_s - compared.weights_s),
             iterations_s=num_iterations * statistics.median(result.iteration_s),
             reason=reason,
             settings=compared.settings,
-            weights_s=compared.weights_s,
         )
 
     @property
@@ -147,10 +149,10 @@ class ComparedTrials:
             return "a model with fewer layers is timed first"
         if not self.has_weights:
             return "the weights that trial 0 kept are gone"
-        if self.weights_s > self.iterations_s:
+        if self.load_s > max(self.start_s, self.iterations_s):
             return (
-                f"reading the weights takes {self.weights_s:.3g} s, a trial's iterations "
-                f"{self.iterations_s:.3g} s"
+                f"reading the weights takes {self.load_s:.3g} s, more than a trial's start "
+                f"({self.start_s:.3g} s) and than its iterations ({self.iterations_s:.3g} s)"
             )
         return None
 

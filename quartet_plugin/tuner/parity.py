@@ -250,7 +250,7 @@ class ParityKeeper:
             self.compared.reason = compared.steps.unavailable
             self._not_checked("lost", "INFRA", compared.steps.unavailable or "", trial=trial)
             return result
-        self.compared.weights_s = compared.steps.weights_s or self.compared.weights_s
+        self.compared.load_s = compared.steps.weights_s
         self._keep(plan, compared.receipt, trial=trial)
         return compared.result
 
@@ -312,9 +312,7 @@ class ParityKeeper:
         kind = self._kind(plan)
         if why_apart and why_apart != self._reason_shown:
             self._reason_shown = why_apart
-            self.context.observer.message(
-                f"custom schedules are checked in launches of their own: {why_apart}"
-            )
+            self.context.observer.message(f"parity checks take launches of their own: {why_apart}")
         self.context.fence()
         left_s = self.context.budget.remaining_s(num_launches=num_left + self.num_runs)
         self.context.observer.plan_started(f"{trial} parity check", plan, phase="parity", time_left_s=left_s)
