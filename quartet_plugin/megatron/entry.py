@@ -201,7 +201,7 @@ def _measured(
 ) -> list[str]:
     """The arguments of a trial, whose steps are measured, and compared or profiled on request."""
     from quartet_plugin.megatron import seams
-    from quartet_plugin.megatron.compared_start import ComparedStart
+    from quartet_plugin.megatron.compared_iterations import ComparedIterations
     from quartet_plugin.megatron.log_lines import LogLineMeter
     from quartet_plugin.megatron.measure import MegatronMeter
     from quartet_plugin.megatron.parity import ParityMeter
@@ -225,7 +225,7 @@ def _measured(
     if spec.is_compared:
         wrappers[TRAIN_STEP] = seams.chain(meter.wrap, ParityMeter(session.files).wrap)
     elif spec.num_compared is not None:
-        start = ComparedStart(session.files)
+        start = ComparedIterations(session.files)
         wrappers[TRAIN_STEP] = seams.chain(start.wrap_beginning, meter.wrap, start.wrap_steps)
         if spec.weights is not None:
             words = words_to_start_from(spec.weights, flags=flags, words=words)

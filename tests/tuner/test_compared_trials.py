@@ -35,8 +35,8 @@ def keeping(**options: Any) -> FakeMachine:
 
 
 def test_every_custom_plan_is_compared_in_its_trial_and_no_launch_is_made_for_it(tmp_path: Path) -> None:
-    machine, requests = keeping(), dict[str, TrialRequest]()
-    machine.on_launch = lambda request: requests.update({request.folder.name: request})
+    machine, requests = keeping(), dict[Path, TrialRequest]()
+    machine.on_launch = lambda request: requests.update({request.folder: request})
     run = begin(tmp_path / "r", **OF_EVERY_KIND)
     result = tune(run, machine)
     assert machine.checked == []
@@ -46,15 +46,15 @@ def test_every_custom_plan_is_compared_in_its_trial_and_no_launch_is_made_for_it
     for trial in tried:
         folder = run.folder.parity / f"plan-{trial.plan.key[:12]}"
         assert read_receipt(folder / "plan.parity.json").plan_key == trial.plan.key
-        request = requests[f"{trial.number:06d}"]
+        request = requests[run.folder.trial(trial.number)]
         assert (request.num_compared, request.warmup) == (5, 5)
         assert request.weights == trial_weights(run.folder.parity_weights)
-    baseline = requests["000000"]
+    baseline = requests[run.folder.trial(0)]
     assert (baseline.num_compared, baseline.weights, baseline.warmup) == (5, None, 8)
     stock = [x for x in result.trials[1:] if not is_ours(x.plan) and x.record.repeats is None]
     assert stock
-    assert {requests[f"{trial.number:06d}"].num_compared for trial in stock} == {None}
-    finals = [request for name, request in requests.items() if "round" in name]
+    assert {requests[run.folder.trial(trial.number)].num_compared for trial in stock} == {None}
+    finals = [request for folder, request in requests.items() if folder.parent == run.folder.final]
     assert finals
     assert {(request.num_compared, request.warmup) for request in finals} == {(None, 3)}
     assert result.receipt is not None
@@ -62,12 +62,13 @@ def test_every_custom_plan_is_compared_in_its_trial_and_no_launch_is_made_for_it
 
 
 def test_the_commands_warm_up_follows_where_its_settings_were_set_aside(tmp_path: Path) -> None:
-    machine, warmups = keeping(settings=("hidden_dropout",)), dict[str, int]()
-    machine.on_launch = lambda request: warmups.update({request.folder.name: request.warmup})
-    result = tune(begin(tmp_path / "r", **OURS), machine)
+    machine, warmups = keeping(settings=("hidden_dropout",)), dict[Path, int]()
+    machine.on_launch = lambda request: warmups.update({request.folder: request.warmup})
+    run = begin(tmp_path / "r", **OURS)
+    result = tune(run, machine)
     numbers = {x.number for x in result.trials if is_ours(x.plan) and x.record.repeats is None}
     assert numbers
-    assert {warmups[f"{number:06d}"] for number in numbers} == {8}
+    assert {warmups[run.folder.trial(number)] for number in numbers} == {8}
 
 
 def test_a_plan_that_fails_in_its_trial_is_never_measured(tmp_path: Path) -> None:
@@ -114,14 +115,13 @@ def test_a_killed_run_goes_on_and_compares_nothing_twice(tmp_path: Path, has_res
 def test_weights_that_are_gone_are_noticed(tmp_path: Path) -> None:
     machine, watching = keeping(), Watching()
     run = begin(tmp_path / "r", **OF_EVERY_KIND)
-    compared: list[int | None] = []
 
-    def on_launch(request: TrialRequest) -> None:
-        compared.append(request.num_compared)
-        if len(machine.compared) == 1:
-            shutil.rmtree(run.folder.parity_weights)
+    def gate(plan: Plan) -> bool:
+        shutil.rmtree(run.folder.parity_weights)
+        machine.gate = lambda plan: True
+        return True
 
-    machine.on_launch = on_launch
+    machine.gate = gate
     result = tune(run, machine, observer=watching)
     assert len(machine.compared) == 1
     kinds = {kind_of(x.plan) for x in result.trials if is_ours(x.plan)}
@@ -201,7 +201,7 @@ def test_where_a_plan_is_checked_and_why(tmp_path: Path, custom: Plan) -> None:
     start = kept.start_of(custom)
     assert start is not None
     assert (start.weights, start.num_steps, start.num_warmup(2), start.num_warmup(7)) == (weights, 5, 5, 7)
-    wider = replace(custom, shape=replace(custom.shape, num_layers=custom.shape.num_layers + 2))
+    wider = replace(custom, shape=replace(custom.shape, ffn_hidden_size=custom.shape.ffn_hidden_size + 8))
     assert kept.why_apart(wider) == "the plan has another shape than the weights"
     assert kept.start_of(wider) is None
     assert kept.why_apart(custom, has_depth_proxy=True) == "a model with fewer layers is timed first"
@@ -220,9 +220,9 @@ def test_where_a_plan_is_checked_and_why(tmp_path: Path, custom: Plan) -> None:
     ("words", "search", "reason"),
     [
         (("torchrun", "train.py"), {}, None),
-        (("torchrun", "train.py"), {"schedule": ("1f1b", "zb-v")}, None),
-        (("torchrun", "train.py"), {"schedule": ("1f1b", "interleaved")}, "no custom schedule is asked for"),
-        (("torchrun", "train.py"), {"pipeline_parallel": (1,)}, "no pipeline is asked for"),
+        (("torchrun", "train.py"), {"schedule": ["1f1b", "zb-v"]}, None),
+        (("torchrun", "train.py"), {"schedule": ["1f1b", "interleaved"]}, "no custom schedule is asked for"),
+        (("torchrun", "train.py"), {"pipeline_parallel": 1}, "no pipeline is asked for"),
         (("deepspeed", "train.py"), {}, "DeepSpeed"),
         (("torchrun", "train.py", "--use-megatron-fsdp"), {}, "--use-megatron-fsdp"),
     ],

@@ -36,7 +36,7 @@ _FORM: dict[str, Any] = {
 }
 
 
-class ComparedStart:
+class ComparedIterations:
     """Wraps `train_step` and the reading of checkpoints for one rank of such a trial."""
 
     def __init__(self, files: RankFileWriter) -> None:
