@@ -24,7 +24,8 @@ from quartet_plugin.rank.files import RankFileWriter
 
 # Bytes of a saved parameter in full precision, with room for its files.
 _BYTES_A_PARAMETER = 5
-_LEAST_FREE_BYTES = 2 * 2**30
+# What is left free for the trials after this one.
+_LEAST_FREE_BYTES = 3 * 2**30
 _REASON_KEY = "quartet/weights-not-kept"
 # How Megatron saves weights alone, in the form that loads under any layout.
 _FORM: dict[str, Any] = {

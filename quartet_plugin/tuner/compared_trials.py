@@ -5,11 +5,13 @@ gradient norms. The trial of a plan with a custom schedule starts from those wei
 iterations under the gate's settings and goes on to be measured: the check costs no launch.
 """
 
+import contextlib
 import shutil
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quartet_plugin.errors import StorageError
 from quartet_plugin.launchers.command import DEEPSPEED_MODULE, Command
 from quartet_plugin.launchers.megatron_words import arguments_in
 from quartet_plugin.model.plan import Plan
@@ -17,6 +19,7 @@ from quartet_plugin.model.receipt import needs_receipt
 from quartet_plugin.space.config import STOCK_NAMES, SearchConfig
 from quartet_plugin.space.runtime_refusals import refusal
 from quartet_plugin.trial.compared_start import ComparedStart, ComparedSteps, kept_by
+from quartet_plugin.trial.outcome import TOO_SHORT
 from quartet_plugin.trial.parity import STEPS
 from quartet_plugin.trial.request import TrialResult
 from quartet_plugin.tuner.context import TuningContext
@@ -59,28 +62,44 @@ def baseline_start(context: TuningContext) -> ComparedStart | None:
     """The start of trial 0, which keeps its weights where some plan may need them."""
     if why_nothing_is_kept(context.run.config.search, context.command) is not None:
         return None
-    return ComparedStart(
+    start = ComparedStart(
         num_steps=STEPS,
         save_weights=trial_weights(context.run.folder.parity_weights),
         restores_settings=True,
     )
+    trial, command = context.run.config.trial, context.command
+    train_iters = None if command.starter == "other" else arguments_in(command.arguments).train_iters
+    is_too_short = (
+        isinstance(train_iters, int) and train_iters < start.num_warmup(trial.warmup) + trial.measure
+    )
+    return None if is_too_short else start
 
 
 def launch_baseline(launcher: TrialLauncher, launch: TrialLaunch, *, num_left: int) -> TrialResult:
-    """The result of trial 0; of a second launch that keeps no weights where the first failed while it did."""
+    """The result of trial 0; of a second launch that compares nothing where the first failed for that.
+
+    It failed while it kept its weights, or the command trains for too few iterations to compare some of them.
+    """
     context, weights = launcher.context, launcher.context.run.folder.parity_weights
     recorded = context.backend.recorded(launch.folder, plan_key=None)
     if recorded is None or not recorded.is_measured:
         context.fence()
         shutil.rmtree(weights, ignore_errors=True)
     result = launcher.launch(launch, num_left=num_left)
-    has_failed_to_keep = trial_weights(weights).exists() and kept_by(trial_weights(weights)) is None
-    if result.is_measured or launch.start is None or not has_failed_to_keep:
+    if result.is_measured or launch.start is None:
         return result
-    context.observer.message(
-        f"trial 0 failed while it kept its weights, and is tried without: {result.reason}"
-    )
+    is_torn = trial_weights(weights).exists() and kept_by(trial_weights(weights)) is None
+    if not is_torn and TOO_SHORT not in result.reason:
+        return result
+    context.observer.message(f"trial 0 is launched again and keeps no weights: {result.reason}")
     return launcher.launch(replace(launch, start=None), num_left=num_left)
+
+
+def discard_weights(context: TuningContext) -> None:
+    """Remove the weights, which are large; not those of a tuner that has taken the run."""
+    with contextlib.suppress(StorageError):
+        context.fence()
+        shutil.rmtree(context.run.folder.parity_weights, ignore_errors=True)
 
 
 @dataclass(slots=True, kw_only=True)

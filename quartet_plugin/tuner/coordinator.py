@@ -27,7 +27,12 @@ from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.study.study_log import StudyLog
 from quartet_plugin.study.tune_study import TuneStudy
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
-from quartet_plugin.tuner.compared_trials import ComparedTrials, baseline_start, launch_baseline
+from quartet_plugin.tuner.compared_trials import (
+    ComparedTrials,
+    baseline_start,
+    discard_weights,
+    launch_baseline,
+)
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.depth_proxy import depth_proxy_for
 from quartet_plugin.tuner.drift import DriftMonitor
@@ -97,6 +102,8 @@ class Coordinator:
                 self._context.fence()  # another tuner may have the run meanwhile
                 self._context.events.add("storage", reason=str(error))
             raise
+        finally:
+            discard_weights(self._context)
 
     def _tune(self) -> TuneResult:
         context, folder = self._context, self._run.folder
@@ -153,10 +160,7 @@ class Coordinator:
         )
         parity = ParityKeeper.open(context, job=space.job, compared=compared)
         launcher.judge = parity.judged
-        try:
-            tuned = self._search(space, result, launcher=launcher, baseline=baseline, parity=parity)
-        finally:
-            parity.close()
+        tuned = self._search(space, result, launcher=launcher, baseline=baseline, parity=parity)
         context.events.add(
             "end",
             winner=None if tuned.winner is None else tuned.winner.trial.number,

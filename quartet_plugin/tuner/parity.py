@@ -8,7 +8,6 @@ Receipts lie beside the plans they are for, so a resumed run repeats none.
 """
 
 import contextlib
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,6 @@ from quartet_plugin.errors import (
     InterruptedByUserError,
     PlanError,
     QuartetError,
-    StorageError,
 )
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.receipt import (
@@ -145,12 +143,6 @@ class ParityKeeper:
                 if receipt.plan_key == plan.key and needs_receipt(plan) and versions == versions_now:
                     keeper._remember(plan, receipt)
         return keeper
-
-    def close(self) -> None:
-        """Remove the weights, which are large; not those of a tuner that has taken the run."""
-        with contextlib.suppress(StorageError):
-            self.context.fence()
-            shutil.rmtree(self.context.run.folder.parity_weights, ignore_errors=True)
 
     @property
     def folder(self) -> Path:

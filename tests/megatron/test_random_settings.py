@@ -8,7 +8,7 @@ import torch
 from quartet_plugin.megatron.random_settings import RandomSettings
 
 
-class Attention(torch.nn.Module):
+class Attention(torch.nn.Module):  # type: ignore[misc]
     """As Megatron's own: the probability in a layer; as Transformer Engine's: in a number."""
 
     def __init__(self, config: Any) -> None:
@@ -18,7 +18,7 @@ class Attention(torch.nn.Module):
         self.attention_dropout = config.attention_dropout
 
 
-class Layer(torch.nn.Module):
+class Layer(torch.nn.Module):  # type: ignore[misc]
     """A transformer layer: its own copy of the probability, and the configuration that all layers share."""
 
     def __init__(self, config: Any) -> None:

@@ -12,7 +12,8 @@ from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import read_receipt
 from quartet_plugin.space.config import SearchConfig
-from quartet_plugin.trial.request import Outcome, TrialRequest
+from quartet_plugin.trial.outcome import TOO_SHORT
+from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.compared_trials import ComparedTrials, why_nothing_is_kept
 from quartet_plugin.tuner.trial_backend import trial_weights
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
@@ -89,7 +90,26 @@ def test_a_plan_that_fails_in_its_trial_is_never_measured(tmp_path: Path) -> Non
     assert machine.checked == []
     again = keeping(gate=zb_v_is_wrong, disk=machine.disk)
     assert outcomes(tune(resume(tmp_path / "r"), again)) == outcomes(result)
-    assert again.launched == again.compared == again.checked == []
+    assert (again.launched, again.compared, again.checked) == ([], [], [])
+
+
+def test_a_command_of_few_iterations_is_measured_all_the_same(tmp_path: Path) -> None:
+    run, asked = begin(tmp_path / "r", **OURS), list[int | None]()
+
+    class ShortMachine(FakeMachine):
+        def _result(self, request: TrialRequest) -> TrialResult:
+            result = super()._result(request)
+            asked.append(request.num_compared)
+            if request.num_compared is None:
+                return result
+            reason = f"rank 0 made 15 of 18 iterations; {TOO_SHORT}"
+            return replace(result, outcome=Outcome.INFRA, reason=reason, iteration_s=())
+
+    machine = ShortMachine(seconds=ours_is_faster)
+    tune(run, machine)
+    assert asked[:2] == [5, None]
+    assert set(asked[1:]) == {None}
+    assert machine.checked
 
 
 @pytest.mark.parametrize("has_result", [True, False])
@@ -180,7 +200,7 @@ def test_trial_0_that_fails_while_it_keeps_its_weights_is_launched_without(tmp_p
     machine.outcome = lambda plan: Outcome.INFRA if len(asked) == 1 else Outcome.OK
     tune(run, machine, observer=watching)
     assert asked == [True, False]
-    assert any("failed while it kept its weights" in line for line in watching.messages)
+    assert any("launched again and keeps no weights" in line for line in watching.messages)
     assert machine.checked
 
 

@@ -14,8 +14,8 @@ from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.receipt import needs_receipt, read_receipt, worst_of
 from quartet_plugin.protocol.rank_files import read_actions
 from quartet_plugin.trial.attempt import attempt_number, read_result
+from quartet_plugin.trial.parity import STEPS
 from quartet_plugin.trial.request import Outcome
-from quartet_plugin.tuner.compared_trials import STEPS
 from tests.megatron.entry_launch import MEGATRON_FLAGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
