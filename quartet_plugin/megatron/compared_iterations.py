@@ -19,7 +19,7 @@ from quartet_plugin.megatron.random_settings import RandomSettings
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import KEPT_FILE, KeptWeights
-from quartet_plugin.rank.device import reset_peak_memory
+from quartet_plugin.rank.device import keep_peak_memory, reset_peak_memory
 from quartet_plugin.rank.files import RankFileWriter
 
 # Bytes of a saved parameter in full precision, with room for its files.
@@ -59,6 +59,8 @@ class ComparedIterations:
     def _timed(self, load: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load)
         def timed_load(*args: Any, **kwargs: Any) -> Any:
+            if not self._weights_s:
+                keep_peak_memory()
             begin = time.perf_counter()
             try:
                 return load(*args, **kwargs)
@@ -116,6 +118,7 @@ class ComparedIterations:
         if folder is not None:
             self._unavailable = self._agreed(_reason_not_to_keep(model, folder=Path(folder)))
         if folder is not None and self._unavailable is None:
+            keep_peak_memory()
             begin = time.perf_counter()
             keep_weights(model, optimizer, opt_param_scheduler, folder=folder)
             if self._files.rank == 0:

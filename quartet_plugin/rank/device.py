@@ -9,6 +9,8 @@ from quartet_plugin.protocol.rank_files import DeviceMemory
 
 _CPU = "cpu"
 _state: dict[str, str] = {}
+# The least that is reported as the peak: what `keep_peak_memory` saw.
+_kept: dict[str, int] = {}
 
 
 def declare_cpu() -> None:
@@ -27,7 +29,9 @@ def device_name() -> str:
 def peak_memory_bytes() -> int:
     """The most bytes of tensors on the CUDA device; on the CPU the process's peak."""
     memory = device_memory()
-    return peak_resident_bytes() if memory is None else memory.peak_allocated_bytes
+    if memory is not None:
+        return memory.peak_allocated_bytes
+    return max(_kept.get(_CPU, 0), peak_resident_bytes())
 
 
 def device_memory() -> DeviceMemory | None:
@@ -38,10 +42,19 @@ def device_memory() -> DeviceMemory | None:
     cuda = torch.cuda
     free, total = cuda.mem_get_info()
     return DeviceMemory(
-        peak_allocated_bytes=cuda.max_memory_allocated(),
-        peak_reserved_bytes=cuda.max_memory_reserved(),
+        peak_allocated_bytes=max(_kept.get("allocated", 0), cuda.max_memory_allocated()),
+        peak_reserved_bytes=max(_kept.get("reserved", 0), cuda.max_memory_reserved()),
         untracked_bytes=max(0, total - free - cuda.memory_reserved()),
     )
+
+
+def keep_peak_memory() -> None:
+    """Remember the peak so far: `reset_peak_memory` then leaves out only what is needed after this call."""
+    memory = device_memory()
+    if memory is None:
+        _kept[_CPU] = peak_memory_bytes()
+    else:
+        _kept.update(allocated=memory.peak_allocated_bytes, reserved=memory.peak_reserved_bytes)
 
 
 def reset_peak_memory() -> None:
