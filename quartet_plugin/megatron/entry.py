@@ -201,11 +201,12 @@ def _measured(
 ) -> list[str]:
     """The arguments of a trial, whose steps are measured, and compared or profiled on request."""
     from quartet_plugin.megatron import seams
+    from quartet_plugin.megatron.compared_iterations import ComparedIterations
     from quartet_plugin.megatron.log_lines import LogLineMeter
     from quartet_plugin.megatron.measure import MegatronMeter
     from quartet_plugin.megatron.parity import ParityMeter
     from quartet_plugin.megatron.seams.declared import TRAIN_STEP
-    from quartet_plugin.megatron.side_effects import parity_words, strip_side_effects
+    from quartet_plugin.megatron.side_effects import parity_words, strip_side_effects, words_to_start_from
 
     # A plan leaves these flags alone: they are as the user wrote them.
     as_written = flags.values(words)
@@ -223,6 +224,12 @@ def _measured(
     meter = session.meter
     if spec.is_compared:
         wrappers[TRAIN_STEP] = seams.chain(meter.wrap, ParityMeter(session.files).wrap)
+    elif spec.num_compared is not None:
+        start = ComparedIterations(session.files)
+        wrappers[TRAIN_STEP] = seams.chain(start.wrap_beginning, meter.wrap, start.wrap_steps)
+        if spec.weights is not None:
+            words = words_to_start_from(spec.weights, flags=flags, words=words)
+            wrappers |= start.load_timer()
     else:
         wrappers[TRAIN_STEP] = meter.wrap
     if PROFILE in os.environ:

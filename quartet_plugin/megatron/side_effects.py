@@ -76,20 +76,32 @@ def parity_words(
 
     Both are weights alone in Megatron's torch_dist form, which loads under any layout.
     """
-    values: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "ckpt_format": "torch_dist"}
+    values: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "ckpt_format": FORMAT}
     if weights is not None:
-        values |= {
-            "load": weights,
-            "finetune": True,
-            "no_load_optim": True,
-            "no_load_rng": True,
-            "exit_on_missing_checkpoint": True,
-        }
+        values |= _values_to_start_from(weights)
     if save_weights is not None:
         # The interval is never reached: Megatron only insists on one.
         values |= {"save": save_weights, "save_interval": 10**9, "no_save_optim": True, "no_save_rng": True}
     edited, _ = flags.edit(words, remove={*values, *_NOISE}, append=flags.words_for(values))
     return edited
+
+
+def words_to_start_from(weights: str, *, flags: Flags, words: Sequence[str]) -> list[str]:
+    """The words of a trial that starts from these weights alone, and is otherwise the user's command."""
+    values = _values_to_start_from(weights)
+    edited, _ = flags.edit(words, remove=set(values), append=flags.words_for(values))
+    return edited
+
+
+def _values_to_start_from(weights: str) -> dict[str, Any]:
+    return {
+        "load": weights,
+        "ckpt_format": FORMAT,
+        "finetune": True,
+        "no_load_optim": True,
+        "no_load_rng": True,
+        "exit_on_missing_checkpoint": True,
+    }
 
 
 def conversion_words(conversion: Conversion, *, flags: Flags, words: Sequence[str]) -> list[str]:

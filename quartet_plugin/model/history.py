@@ -138,8 +138,9 @@ class LeaseHolder:
 class LaunchSeconds:
     """The seconds of a run's launches by what they went into; the rest of each launch is its start and end.
 
-    `gate_s` are whole launches of the parity gate; `warmup_s` and `measured_s` are iterations of the others.
-    Of all launches `num_warm` were forked from a trial server, and `num_cold` were started anew.
+    `gate_s` are whole launches of the parity gate and the iterations of trials that it compares; `warmup_s`
+    and `measured_s` are the other iterations. Of all launches `num_warm` were forked from a trial server, and
+    `num_cold` were started anew.
     """
 
     gate_s: float = 0.0

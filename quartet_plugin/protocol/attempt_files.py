@@ -30,6 +30,8 @@ Seconds = Annotated[float, Bounds(ge=0, le=1e10)]
 # What an attempt's folder holds beside the files of the ranks.
 TRIAL_FILE, COMMAND_FILE, RESULT_FILE, PLAN_FILE = "trial.json", "command.json", "result.json", "plan.json"
 PROCESSES_FILE, LOG_FILE, STOP_FILE = "processes.json", "stdout.log", "STOP"
+# Beside weights that a trial kept.
+KEPT_FILE = "kept.json"
 
 Name = Annotated[str, Length(most=512)]
 FilePath = Annotated[str, Length(most=4096)]
@@ -42,7 +44,9 @@ class TrialSpec:
 
     `weights` names a weights-only checkpoint that every rank starts from, `save_weights` a folder where one
     is written before the first step; with either, dropout and jitter are off and the ranks leave what the
-    parity gate compares. Raises ConfigError for paths that are not absolute.
+    parity gate compares. With `num_compared` that holds for this many iterations of the warm-up: the trial
+    then goes on under the command's own settings, and its measured iterations are the command's. Raises
+    ConfigError for paths that are not absolute, and for compared iterations outside of the warm-up.
     """
 
     attempt_id: AttemptId
@@ -53,8 +57,14 @@ class TrialSpec:
     weights: FilePath | None = None
     save_weights: FilePath | None = None
     schema_version: Version = 1
+    num_compared: Annotated[int, Bounds(ge=1, le=MAX_ITERATIONS)] | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
+        if self.num_compared is not None and self.num_compared > self.warmup:
+            raise ConfigError(
+                f"num_compared: {self.num_compared}; must be at most warmup ({self.warmup}): "
+                "a compared iteration is not measured"
+            )
         for name in ("folder", "weights", "save_weights"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_absolute():
@@ -67,8 +77,8 @@ class TrialSpec:
 
     @property
     def is_compared(self) -> bool:
-        """Whether this is a trial of the parity gate."""
-        return self.weights is not None or self.save_weights is not None
+        """Whether this is a trial of the parity gate alone, which compares every iteration."""
+        return self.num_compared is None and (self.weights is not None or self.save_weights is not None)
 
 
 @record
@@ -115,6 +125,15 @@ class ResultRecord:
     start: Literal["warm", "cold"] | None = field(default=None, metadata=ADDED)
     cold_reason: Text | None = field(default=None, metadata=ADDED)
     import_s: Seconds | None = field(default=None, metadata=ADDED)
+    num_compared: Count | None = field(default=None, metadata=ADDED)
+
+
+@record
+class KeptWeights:
+    """kept.json, beside weights that a trial kept of its first step, once they are whole: whose they are."""
+
+    attempt_id: AttemptId
+    schema_version: Version = 1
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:

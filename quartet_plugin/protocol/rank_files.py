@@ -148,12 +148,20 @@ class StepGradients:
 
 @record
 class RankGradients:
-    """rank-K.parity.json: what the parity gate compares beside loss and gradient norm."""
+    """rank-K.parity.json: what the parity gate compares beside loss and gradient norm.
+
+    Of a trial whose first iterations alone are compared: `settings` are those that were set aside for them,
+    `weights_s` the seconds that saving or loading the weights took, and `unavailable` says why nothing is
+    compared.
+    """
 
     schema_version: Version
     attempt_id: AttemptId
     launch_rank: Rank
     steps: Annotated[tuple[StepGradients, ...], Length(most=100_000)]
+    settings: Annotated[tuple[Name, ...], Length(most=64)] | None = field(default=None, metadata=ADDED)
+    weights_s: Seconds | None = field(default=None, metadata=ADDED)
+    unavailable: Name | None = field(default=None, metadata=ADDED)
 
 
 @record

@@ -1,6 +1,7 @@
 """The device that this process trains on: its name and the memory that was used on it."""
 
 import contextlib
+import gc
 import sys
 from pathlib import Path
 
@@ -19,6 +20,10 @@ def declare_forked(file_bytes: dict[str, int]) -> None:
     _forked.update(file_bytes)
 
 
+# The least that is reported as the peak: what `keep_peak_memory` saw.
+_kept: dict[str, int] = {}
+
+
 def declare_cpu() -> None:
     """Torch's CUDA surface answers for the CPU from now on, so it must not be asked what it is."""
     _state["name"] = _CPU
@@ -35,7 +40,9 @@ def device_name() -> str:
 def peak_memory_bytes() -> int:
     """The most bytes of tensors on the CUDA device; on the CPU the process's peak."""
     memory = device_memory()
-    return peak_resident_bytes() if memory is None else memory.peak_allocated_bytes
+    if memory is not None:
+        return memory.peak_allocated_bytes
+    return max(_kept.get(_CPU, 0), peak_resident_bytes())
 
 
 def device_memory() -> DeviceMemory | None:
@@ -46,10 +53,35 @@ def device_memory() -> DeviceMemory | None:
     cuda = torch.cuda
     free, total = cuda.mem_get_info()
     return DeviceMemory(
-        peak_allocated_bytes=cuda.max_memory_allocated(),
-        peak_reserved_bytes=cuda.max_memory_reserved(),
+        peak_allocated_bytes=max(_kept.get("allocated", 0), cuda.max_memory_allocated()),
+        peak_reserved_bytes=max(_kept.get("reserved", 0), cuda.max_memory_reserved()),
         untracked_bytes=max(0, total - free - cuda.memory_reserved()),
     )
+
+
+def keep_peak_memory() -> None:
+    """Remember the peak so far: `reset_peak_memory` then leaves out only what is needed after this call."""
+    memory = device_memory()
+    if memory is None:
+        _kept[_CPU] = peak_memory_bytes()
+    else:
+        _kept.update(allocated=memory.peak_allocated_bytes, reserved=memory.peak_reserved_bytes)
+
+
+def reset_peak_memory() -> None:
+    """Count the peak from now on: what was needed before, such as to read a checkpoint, is left out.
+
+    On the CPU the kernel forgets the process's peak; where it does not let a process ask for that, the peak
+    of the whole process stays.
+    """
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is None or device_name() == _CPU:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    elif torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def peak_resident_bytes() -> int:

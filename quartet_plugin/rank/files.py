@@ -152,8 +152,18 @@ class RankFileWriter:
             )
         )
 
-    def write_gradients(self, steps: Sequence[Mapping[str, float]]) -> None:
-        """Write rank-K.parity.json: of each step the squared gradient norm by part of the model."""
+    def write_gradients(
+        self,
+        steps: Sequence[Mapping[str, float]],
+        *,
+        settings: tuple[str, ...] | None = None,
+        weights_s: float | None = None,
+        unavailable: str | None = None,
+    ) -> None:
+        """Write rank-K.parity.json: of each step the squared gradient norm by part of the model.
+
+        The rest is of a trial whose first steps alone are compared, as `RankGradients` says.
+        """
         records = (
             StepGradients(squares={part: as_number(value) for part, value in squares.items()})
             for squares in steps
@@ -164,6 +174,9 @@ class RankFileWriter:
                 attempt_id=self.spec.attempt_id,
                 launch_rank=self.launch_rank,
                 steps=tuple(records),
+                settings=settings,
+                weights_s=weights_s,
+                unavailable=unavailable,
             )
         )
 

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from quartet_plugin.errors import ConfigError, PlanError, StorageError
@@ -118,6 +118,7 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
         plan_key=request.plan_key,
         weights=None if request.weights is None else str(request.weights.absolute()),
         save_weights=None if request.save_weights is None else str(request.save_weights.absolute()),
+        num_compared=request.num_compared,
     )
     command = CommandRecord(
         attempt_id=attempt_id,
@@ -220,10 +221,23 @@ def write_result(
         start=None if start is None else "warm" if start.is_warm else "cold",
         cold_reason=None if start is None else start.cold_reason,
         import_s=None if start is None else start.import_s,
+        num_compared=spec.num_compared,
         **{name: getattr(verdict, name) for name in _PLAIN_FIELDS},
     )
     write_json_atomic(folder / RESULT_FILE, dump(sheet))
     return _result(sheet, folder=folder)
+
+
+def refuse_result(result: TrialResult, reason: str) -> TrialResult:
+    """Write the result of a measured trial again, as of a plan that computes something else than stock.
+
+    Nothing measured is left in it. Raises ConfigError or StorageError.
+    """
+    path = result.folder / RESULT_FILE
+    sheet = read_shared(ResultRecord, path)
+    refused = replace(sheet, outcome=Outcome.WRONG.value, reason=reason, iteration_s=())
+    write_json_atomic(path, dump(refused))
+    return _result(refused, folder=result.folder)
 
 
 def read_result(folder: Path) -> TrialResult | None:
@@ -239,6 +253,14 @@ def _result(sheet: ResultRecord, *, folder: Path) -> TrialResult:
     snapshot = RankFileReader(folder, attempt_id=sheet.attempt_id).scan()
     jobs = [report.job for report in snapshot.reports.values() if report.rank == 0]
     phases = [report.phases_s for report in snapshot.reports.values()]
+    num_compared = sheet.num_compared or 0
+    compared_s = max(
+        (
+            sum(step.iteration_s for step in report.iterations[:num_compared])
+            for report in snapshot.reports.values()
+        ),
+        default=0.0,
+    )
     steps_s = max(
         (sum(step.iteration_s for step in report.iterations) for report in snapshot.reports.values()),
         default=0.0,
@@ -261,4 +283,6 @@ def _result(sheet: ResultRecord, *, folder: Path) -> TrialResult:
         + max((rank.get("import", 0.0) + rank.get("init", 0.0) for rank in phases), default=0.0),
         first_step_s=max((rank.get("first_step", 0.0) for rank in phases), default=0.0),
         warmup_s=max(0.0, steps_s - sum(sheet.iteration_s)),
+        num_compared=num_compared,
+        compared_s=compared_s,
     )

@@ -64,8 +64,10 @@ _OUTCOMES: dict[Cause, Outcome] = {
     Cause.FORMAT: Outcome.HARNESS,
     Cause.CANCELLED: Outcome.CANCELLED,
 }
-# Messages of CUDA, NCCL and the driver about a device that is broken or lost, whatever ran on it.
+# The end of the reason of a trial whose command ended by itself before all iterations were done.
+TOO_SHORT = "the command must train for at least as many"
 _MAX_REASON = 400
+# Messages of CUDA, NCCL and the driver about a device that is broken or lost, whatever ran on it.
 _DEVICE_FAULT = re.compile(
     r"uncorrectable (ECC|NVLink) error|GPU is lost|fallen off the bus|\bXid\b|no CUDA-capable device"
     r"|CUDA-capable device\(s\) is/are busy or unavailable|hardware stack error",
@@ -275,10 +277,7 @@ def _measured(evidence: Evidence) -> Verdict:
     is_short = len(short.iterations) < wanted
     if is_short and not (evidence.is_cut and len(short.iterations) > spec.warmup):
         cause = Cause.CANCELLED if evidence.stopped_by == "cancel" else Cause.NOTHING
-        reason = (
-            f"rank {short.launch_rank} made {len(short.iterations)} of {wanted} iterations; "
-            "the command must train for at least as many"
-        )
+        reason = f"rank {short.launch_rank} made {len(short.iterations)} of {wanted} iterations; " + TOO_SHORT
         return _verdict(evidence, cause, reason)
     measured = _with_numbers(_verdict(evidence, Cause.MEASURED, "measured"), reports, spec)
     if min(measured.iteration_s) <= 0:

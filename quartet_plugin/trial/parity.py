@@ -4,6 +4,9 @@ The reference is the baseline, or stock parallelism for a plan of another shape.
 before its first step. Reference and plan both start from them, without dropout, and the loss and gradient
 norm of every step are compared. One set of weights and one reference serve every plan of a job.
 
+A study's trial 0 can be the reference: it keeps its weights and its first steps. A plan's trial that starts
+from them is compared by its own first steps, and needs no run beside it (`compare_trial`).
+
 Another layout rounds otherwise, by more the larger the model is. Where such a plan exceeds the tolerance by
 no more than rounding may, stock is also run under the plan's layout, once a layout, from the same weights:
 stock itself must then differ by no more, and the plan must train as that run does, within the tolerance of
@@ -11,7 +14,7 @@ an unchanged layout.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +22,7 @@ from pathlib import Path
 from quartet_plugin.errors import InfeasibleError, InfrastructureError, PlanError, QuartetError, SeamError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.local import Launcher
+from quartet_plugin.model.conversion import TRACKER
 from quartet_plugin.model.plan import Mapping, Plan, ScheduleChoice, Split
 from quartet_plugin.model.receipt import (
     MAX_REASON,
@@ -36,12 +40,11 @@ from quartet_plugin.model.receipt import (
     tolerance_for,
     worst_of,
 )
-from quartet_plugin.model.schema import Number
 from quartet_plugin.model.training_job import TrainingJob, parse_training_job
-from quartet_plugin.protocol.attempt_files import read_shared
-from quartet_plugin.protocol.rank_files import RankFileReader, RankGradients, rank_files_of
+from quartet_plugin.protocol.rank_files import RankFileReader
 from quartet_plugin.split.layers import even_split
 from quartet_plugin.trial.attempt import PREFIX
+from quartet_plugin.trial.compared_start import kept_by, part_norms, read_gradients
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.request import Device, Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.trial.runner import Stop, run_trial
@@ -56,6 +59,10 @@ class NotAsPlannedError(InfeasibleError):
 
 class ParityUnavailableError(InfrastructureError):
     """The gate cannot run for this command, whatever the plan."""
+
+
+class _WeightsGoneError(InfrastructureError):
+    """The weights that a trial kept are not there any more."""
 
 
 OnProgress = Callable[[str, Progress], None]
@@ -92,6 +99,7 @@ class ParityGate:
     on_progress: OnProgress | None = None
     cwd: Path | None = None
     _references: dict[str, LossSeries] = field(default_factory=dict)
+    _trial: LossSeries | None = None
     _layout_references: dict[str, LossSeries | None] = field(default_factory=dict)
 
     def attempt_of(self, plan: Plan) -> Path:
@@ -110,6 +118,32 @@ class ParityGate:
         reference_plan = None if plan.shape == plan.made_for.shape else stock_of(plan)
         reference = self._reference(reference_plan)
         measured = self._run(plan, name=_plan_name(plan), weights=self._weights(reference_plan))
+        return self._receipt(plan, reference, measured, reference_plan=reference_plan)
+
+    def adopt_trial(self, result: TrialResult, steps: tuple[StepValues, ...]) -> None:
+        """Let a trial of the command, with its first `steps`, be the reference of trials and of checks.
+
+        Checks of other launches take it as long as the weights are there that it has kept.
+        """
+        job = None if result.job is None else parse_training_job(result.job)
+        self._trial = LossSeries(steps=steps, job=job, result=result)
+
+    def compare_trial(self, plan: Plan, result: TrialResult, steps: tuple[StepValues, ...]) -> Receipt:
+        """The receipt of a plan by the first `steps` of its own trial, which started from the kept weights.
+
+        Where another layout's rounding has to be told from a fault, stock is run under the layout; or, where
+        the weights are gone, the plan is checked as `check` does. Raises what `check` does.
+        """
+        assert self._trial is not None
+        measured = LossSeries(steps=steps, job=None, result=result)
+        try:
+            return self._receipt(plan, self._trial, measured, reference_plan=None)
+        except _WeightsGoneError:
+            return self.check(plan)
+
+    def _receipt(
+        self, plan: Plan, reference: LossSeries, measured: LossSeries, *, reference_plan: Plan | None
+    ) -> Receipt:
         job = reference.job
         if job is None:
             raise ParityUnavailableError("the reference run left no job description; look at its stdout.log")
@@ -160,6 +194,8 @@ class ParityGate:
         limit = rounding_limit(tolerance, precision=precision)
         if not is_within(compare(reference.steps, measured.steps), limit):
             return failure, None
+        if reference is self._trial and not self._has_trial_weights:
+            raise _WeightsGoneError
         stock = stock_of(plan)
         second = self._layout_reference(stock)
         if second is None or len(second.steps) != len(reference.steps):
@@ -208,12 +244,19 @@ class ParityGate:
     def _reference(self, reference_plan: Plan | None) -> LossSeries:
         """The reference's series, run once: it writes the weights, then starts from them like the plan."""
         name = _name(reference_plan)
+        if reference_plan is None and self._trial is not None and self._has_trial_weights:
+            return self._trial
         if name not in self._references:
             weights = self._weights(reference_plan)
-            if not (weights / "latest_checkpointed_iteration.txt").exists():
+            if not (weights / TRACKER).exists():
+                self._layout_references.clear()
                 self._run(reference_plan, name=f"weights-of-{name}", save_weights=weights)
             self._references[name] = self._run(reference_plan, name=name, weights=weights)
         return self._references[name]
+
+    @property
+    def _has_trial_weights(self) -> bool:
+        return self._trial is not None and kept_by(self._weights(None)) == self._trial.result.attempt_id
 
     def _run(
         self,
@@ -315,7 +358,7 @@ def _steps(result: TrialResult, *, num_steps: int, is_plan: bool) -> tuple[StepV
     num_reported = min(len(result.loss), len(result.grad_norm))
     if not is_plan and num_reported == 0:
         raise ParityUnavailableError(f"{result.folder}: no rank reported a loss; parity cannot be checked")
-    parts = read_parts(result.folder, attempt_id=result.attempt_id)
+    parts = part_norms(read_gradients(result.folder, attempt_id=result.attempt_id))
     length = num_steps if is_plan else num_reported
     return tuple(
         StepValues(
@@ -325,25 +368,3 @@ def _steps(result: TrialResult, *, num_steps: int, is_plan: bool) -> tuple[StepV
         )
         for step in range(length)
     )
-
-
-def read_parts(folder: Path, *, attempt_id: str) -> list[dict[str, float]]:
-    """The gradient norm of every part of the model, step by step, over all ranks; [] without a file.
-
-    It only names the stage of a fault, so a file that breaks its format is no error and disables it.
-    """
-    sheets: list[RankGradients] = []
-    for path in rank_files_of(RankGradients, folder):
-        try:
-            sheet = read_shared(RankGradients, path)
-        except (QuartetError, FileNotFoundError):
-            return []
-        if sheet.attempt_id == attempt_id:
-            sheets.append(sheet)
-    length = min((len(sheet.steps) for sheet in sheets), default=0)
-    return [_norms([sheet.steps[step].squares for sheet in sheets]) for step in range(length)]
-
-
-def _norms(squares: Sequence[dict[str, Number]]) -> dict[str, float]:
-    names = sorted({name for rank in squares for name in rank})
-    return {name: math.sqrt(sum(float(rank.get(name, 0.0)) for rank in squares)) for name in names}

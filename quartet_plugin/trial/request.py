@@ -120,8 +120,9 @@ class TrialRequest:
     iteration times, relative to their median, above which they are measured once more. A trial whose
     iterations take longer than `slow_above_s` is cut short: it is not worth measuring well. `weights` (a
     weights-only checkpoint to start from) and `save_weights` (where to write such a checkpoint) make it a
-    trial of the parity gate. `fence` (up to 16 hex digits) begins the ids of its attempts and tells apart the
-    results of a plan that was handed out twice.
+    trial of the parity gate; with `num_compared` only so many iterations of its warm-up are compared, and the
+    trial goes on to be measured. `fence` (up to 16 hex digits) begins the ids of its attempts and tells apart
+    the results of a plan that was handed out twice.
     """
 
     folder: Path
@@ -141,6 +142,7 @@ class TrialRequest:
     cwd: Path | None = None
     weights: Path | None = None
     save_weights: Path | None = None
+    num_compared: int | None = None
     fence: str = ""
 
     def __post_init__(self) -> None:
@@ -194,6 +196,8 @@ class TrialResult(AttemptOutcome):
     command's output, `start` how its processes started (None: not known) and `cold_reason` why not from a
     trial server where there was to be one. `start_s` (with a trial server's imports before it),
     `first_step_s` and `warmup_s` (all iterations that are not measured) are the seconds of the slowest rank.
+    The parity gate compares the first `num_compared` iterations (0: none), which took `compared_s` of
+    `warmup_s`.
     """
 
     attempt_id: str
@@ -207,6 +211,8 @@ class TrialResult(AttemptOutcome):
     start_s: float = 0.0
     first_step_s: float = 0.0
     warmup_s: float = 0.0
+    num_compared: int = 0
+    compared_s: float = 0.0
 
     @property
     def is_measured(self) -> bool:

@@ -27,6 +27,12 @@ from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.study.study_log import StudyLog
 from quartet_plugin.study.tune_study import TuneStudy
 from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
+from quartet_plugin.tuner.compared_trials import (
+    ComparedTrials,
+    baseline_start,
+    discard_weights,
+    launch_baseline,
+)
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.depth_proxy import depth_proxy_for
 from quartet_plugin.tuner.drift import DriftMonitor
@@ -96,6 +102,8 @@ class Coordinator:
                 self._context.fence()  # another tuner may have the run meanwhile
                 self._context.events.add("storage", reason=str(error))
             raise
+        finally:
+            discard_weights(self._context)
 
     def _tune(self) -> TuneResult:
         context, folder = self._context, self._run.folder
@@ -117,9 +125,10 @@ class Coordinator:
             plan=None,
             folder=folder.trial(BASELINE),
             phase="baseline",
+            start=baseline_start(context),
         )
         result = self._checked_baseline(
-            first.launch(launch, num_left=launches_left(self._config, num_tried=0) + 1)
+            launch_baseline(first, launch, num_left=launches_left(self._config, num_tried=0) + 1)
         )
         space = self._open_space(result)
         baseline = BaselineScore(
@@ -151,11 +160,12 @@ class Coordinator:
             cold_reason=first.cold_reason,
         )
         launcher.show(launch, result)
-        parity = ParityKeeper.open(context, job=space.job)
-        try:
-            tuned = self._search(space, result, launcher=launcher, baseline=baseline, parity=parity)
-        finally:
-            parity.close()
+        compared = ComparedTrials.open(
+            context, baseline=space.baseline, result=result, is_alone=not self._slices
+        )
+        parity = ParityKeeper.open(context, job=space.job, compared=compared)
+        launcher.judge = parity.judged
+        tuned = self._search(space, result, launcher=launcher, baseline=baseline, parity=parity)
         context.events.add(
             "end",
             winner=None if tuned.winner is None else tuned.winner.trial.number,

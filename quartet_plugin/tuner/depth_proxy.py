@@ -134,9 +134,13 @@ class DepthProxy:
             if self.is_on and number != BASELINE and self._is_recorded(plan, number=number):
                 self._measure(plan, number=number, num_left=num_left, drift=trial.record.drift)
 
+    def comes_first(self, proposal: Proposal) -> bool:
+        """Whether a proposal's model with fewer layers may be measured before its whole one."""
+        return self.is_on and proposal.predicted_spread is not None and proposal.predicted_spread >= SURE
+
     def judge(self, proposal: Proposal, *, num_left: int, drift: float) -> TrialRecord | None:
         """The record of a proposal that its depth proxy shows to be behind; None for one worth its model."""
-        if not self.is_on or proposal.predicted_spread is None or proposal.predicted_spread < SURE:
+        if not self.comes_first(proposal):
             return None
         plan = proposal.plan
         result = self._measure(plan, number=proposal.number, num_left=num_left, drift=drift)

@@ -192,7 +192,8 @@ class _Reader:
                         continue
                     parts = replace(
                         parts,
-                        warmup_s=parts.warmup_s + result.warmup_s,
+                        gate_s=parts.gate_s + result.compared_s,
+                        warmup_s=parts.warmup_s + max(0.0, result.warmup_s - result.compared_s),
                         measured_s=parts.measured_s + sum(result.iteration_s),
                     )
         return launch_s, parts

@@ -13,8 +13,9 @@ from quartet_plugin.calibration.machine_prior import KnownMachine
 from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
 from quartet_plugin.model.trial_record import FinishedTrial
+from quartet_plugin.trial.compared_start import ComparedSteps
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
-from quartet_plugin.tuner.trial_backend import ParityCheck, ShouldStop, TrialBackend
+from quartet_plugin.tuner.trial_backend import ComparedTrial, ParityCheck, ShouldStop, TrialBackend
 
 
 def limit_bytes_of(machine: KnownMachine) -> int | None:
@@ -57,6 +58,22 @@ class LimitedBackend:
     ) -> Receipt:
         """See `TrialBackend`."""
         return self.backend.check(request, on_progress=on_progress, should_stop=should_stop)
+
+    def adopt(self, request: ParityCheck, result: TrialResult, *, should_stop: ShouldStop) -> ComparedSteps:
+        """See `TrialBackend`."""
+        return self.backend.adopt(request, result, should_stop=should_stop)
+
+    def compare(
+        self,
+        request: ParityCheck,
+        result: TrialResult,
+        *,
+        on_progress: Callable[[Progress], None],
+        should_stop: ShouldStop,
+    ) -> ComparedTrial:
+        """See `TrialBackend`."""
+        compared = self.backend.compare(request, result, on_progress=on_progress, should_stop=should_stop)
+        return replace(compared, result=self.judged(compared.result))
 
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """See `TrialBackend`."""

@@ -1,12 +1,13 @@
 """The parity gate of a study: a plan with a custom schedule must train as stock does before it is timed.
 
-A kind of plans (family, placement and the features that are on) is checked once, before its first timing; and
-each plan by itself before it can win. A failure quarantines the kind: it is not scored and not tried again,
-and the study goes on without it. Receipts lie beside the plans they are for, so a resumed run repeats none.
+A plan is compared by the first iterations of its own trial, which is not scored where they differ
+(`tuner/compared_trials.py`). Where that cannot be, a kind of plans (family, placement and the features that
+are on) is checked once in launches of its own, before its first timing, and each plan by itself before it can
+win. A failure quarantines the kind: it is not scored and not tried again, and the study goes on without it.
+Receipts lie beside the plans they are for, so a resumed run repeats none.
 """
 
 import contextlib
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,6 @@ from quartet_plugin.errors import (
     InterruptedByUserError,
     PlanError,
     QuartetError,
-    StorageError,
 )
 from quartet_plugin.model.plan import Plan, read_plan, write_plan
 from quartet_plugin.model.receipt import (
@@ -33,12 +33,15 @@ from quartet_plugin.model.trial_record import FinishedTrial, TrialRecord, Verdic
 from quartet_plugin.schedule.placement import PlacementKind, kind_of, loop
 from quartet_plugin.space.config import SEARCHED
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
+from quartet_plugin.trial.compared_start import ComparedStart
 from quartet_plugin.trial.parity import NotAsPlannedError, ParityUnavailableError
+from quartet_plugin.trial.request import TrialResult
+from quartet_plugin.tuner.compared_trials import ComparedTrials, parity_check_of
 from quartet_plugin.tuner.context import TuningContext
-from quartet_plugin.tuner.trial_backend import ParityCheck
+from quartet_plugin.tuner.trial_launcher import TrialLaunch
 
-# Runs of the user's command for the first plan (weights, reference, the plan) and for every later one. Stock
-# under a plan's layout, which few jobs need, is not counted.
+# Runs of the user's command for the first plan that is checked apart (weights, reference, the plan) and for
+# every later one. Stock under a plan's layout, which few jobs need, is not counted.
 FIRST_RUNS = 3
 LATER_RUNS = 1
 
@@ -112,22 +115,23 @@ def kind_of_plan(plan: Plan, *, features: Iterable[str]) -> ParityKind:
 class ParityKeeper:
     """Knows which plans passed and which kinds are quarantined in a run, and has the rest checked.
 
-    `features` are those that the job has on.
+    `features` are those that the job has on, `compared` decides which plans are checked in their trials.
     """
 
     context: TuningContext
+    compared: ComparedTrials
     features: tuple[str, ...]
     _passed: set[ParityKind] = field(default_factory=set)
     _receipts: dict[str, Receipt] = field(default_factory=dict)
     _quarantined: dict[ParityKind, ParityRefusal] = field(default_factory=dict)
     _unavailable: ParityRefusal | None = None
     _num_checks: int = 0
+    _reason_shown: str | None = None
 
     @classmethod
-    def open(cls, context: TuningContext, *, job: TrainingJob) -> "ParityKeeper":
+    def open(cls, context: TuningContext, *, job: TrainingJob, compared: ComparedTrials) -> "ParityKeeper":
         """The gate with what an earlier process checked, for this job under these versions."""
-        keeper = cls(context=context, features=job.features)
-        keeper.close()
+        keeper = cls(context=context, features=job.features, compared=compared)
         for torn in keeper.folder.glob("plan-*/.*.tmp"):
             torn.unlink(missing_ok=True)
         versions_now = (job.framework_version, job.torch_version)
@@ -140,12 +144,6 @@ class ParityKeeper:
                     keeper._remember(plan, receipt)
         return keeper
 
-    def close(self) -> None:
-        """Remove the weights, which are large; not those of a tuner that has taken the run."""
-        with contextlib.suppress(StorageError):
-            self.context.fence()
-            shutil.rmtree(self.context.run.folder.parity_weights, ignore_errors=True)
-
     @property
     def folder(self) -> Path:
         """The folder of the checks and of the receipts."""
@@ -153,24 +151,26 @@ class ParityKeeper:
 
     @property
     def num_runs(self) -> int:
-        """Runs of the user's command that the next check takes."""
-        return LATER_RUNS if self._num_checks else FIRST_RUNS
+        """Runs of the user's command that the next check takes; trial 0 may have been two of them."""
+        return LATER_RUNS if self._num_checks or self.compared.has_weights else FIRST_RUNS
 
     def num_runs_to_admit(self, plan: Plan) -> int:
         """Runs of the user's command that `admit` takes before this plan can be timed."""
-        is_checked = self._kind(plan) in self._passed
+        is_checked = self._kind(plan) in self._passed or self.compared.why_apart(plan) is None
         return 0 if is_checked or not needs_receipt(plan) or self.refusal_of(plan) else self.num_runs
 
     def num_runs_to_prove(self, plans: Iterable[Plan], *, num_unknown: int = 0) -> int:
         """Runs of the user's command that `prove` takes before these plans can win.
 
-        `num_unknown` more plans are counted, as if each had to be checked, while that is possible.
+        `num_unknown` more plans are counted, as if each had to be checked, while that is possible and their
+        trials do not do it.
         """
         unproven = sum(
             needs_receipt(plan) and plan.key not in self._receipts and self.refusal_of(plan) is None
             for plan in plans
         )
-        unproven += 0 if self._unavailable is not None else num_unknown
+        is_apart = self.compared.reason is not None or not self.compared.has_weights
+        unproven += num_unknown if is_apart and self._unavailable is None else 0
         return unproven * LATER_RUNS + self.num_runs - LATER_RUNS if unproven else 0
 
     def restore(self, trials: Iterable[FinishedTrial]) -> None:
@@ -195,17 +195,56 @@ class ParityKeeper:
         refusal = self._quarantined.get(kind, self._unavailable)
         return None if refusal is None or refusal.culprit == plan.key else refusal
 
-    def admit(self, plan: Plan, *, trial: int, num_left: int) -> ParityRefusal | None:
-        """Before a plan is timed: None where its kind has passed, or does so now.
+    def admit(
+        self, plan: Plan, *, trial: int, num_left: int, has_depth_proxy: bool = False
+    ) -> ParityRefusal | None:
+        """Before a plan is timed: None where its trial will be compared, or its kind passed before or now.
 
-        `num_left` launches are still to come after it.
+        `num_left` launches are still to come after it; `has_depth_proxy`: a model with fewer layers is timed
+        first.
         """
         refusal = self.refusal_of(plan)
         if refusal is not None or not needs_receipt(plan):
             return refusal
-        if self._kind(plan) in self._passed:
+        why_apart = self.compared.why_apart(plan, has_depth_proxy=has_depth_proxy)
+        if self._kind(plan) in self._passed or why_apart is None or self._was_compared(plan, trial=trial):
             return None
-        return self._check(plan, trial=trial, num_left=num_left)
+        return self._check(plan, trial=trial, num_left=num_left, why_apart=why_apart)
+
+    def start_of(self, plan: Plan) -> ComparedStart | None:
+        """How the trial of an admitted plan starts, where its first iterations are compared."""
+        return None if plan.key in self._receipts else self.compared.start_of(plan)
+
+    def judged(self, launch: TrialLaunch, result: TrialResult) -> TrialResult:
+        """The result of a launch; not measured where its compared iterations are not stock's.
+
+        A trial that was not compared as it was to be is checked apart before `prove` lets its plan win.
+        """
+        plan = launch.plan
+        if plan is None or launch.phase != "search" or not result.num_compared or not result.is_measured:
+            return result
+        if not needs_receipt(plan) or self.compared.reason is not None or self.receipt_of(plan) is not None:
+            return result
+        context, trial = self.context, launch.number
+        context.fence()
+        check = parity_check_of(plan, context=context)
+        try:
+            compared = context.backend.compare(
+                check, result, on_progress=context.show_progress, should_stop=context.should_stop
+            )
+        except InterruptedByUserError:
+            context.events.add("interrupted")
+            raise
+        except (InfeasibleError, PlanError, InfrastructureError) as error:
+            self._not_checked("lost", "INFRA", str(error), trial=trial)
+            return result
+        if compared.receipt is None:
+            self.compared.reason = compared.steps.unavailable
+            self._not_checked("lost", "INFRA", compared.steps.unavailable or "", trial=trial)
+            return result
+        self.compared.load_s = compared.steps.weights_s
+        self._keep(plan, compared.receipt, trial=trial)
+        return compared.result
 
     def prove(self, plan: Plan, *, trial: int, num_left: int) -> ParityRefusal | None:
         """Before a plan can win: None where it has passed by itself, or does so now.
@@ -215,7 +254,9 @@ class ParityKeeper:
         refusal = self.refusal_of(plan)
         if refusal is not None or not needs_receipt(plan) or plan.key in self._receipts:
             return refusal
-        return self._check(plan, trial=trial, num_left=num_left)
+        return self._check(
+            plan, trial=trial, num_left=num_left, why_apart=self.compared.why_apart(plan) or ""
+        )
 
     def quarantine(self, plan: Plan, record: TrialRecord, *, trial: int) -> None:
         """Leave out the kind of a plan with a custom schedule, where its trial's outcome asks for it.
@@ -252,8 +293,18 @@ class ParityKeeper:
         else:
             self._passed.add(self._kind(plan))
 
-    def _check(self, plan: Plan, *, trial: int, num_left: int) -> ParityRefusal | None:
+    def _was_compared(self, plan: Plan, *, trial: int) -> bool:
+        """Whether an earlier process has run the plan's trial, which is then judged by what it wrote."""
+        if self.compared.reason is not None:
+            return False
+        recorded = self.context.backend.recorded(self.context.run.folder.trial(trial), plan_key=plan.key)
+        return recorded is not None and bool(recorded.num_compared)
+
+    def _check(self, plan: Plan, *, trial: int, num_left: int, why_apart: str) -> ParityRefusal | None:
         kind = self._kind(plan)
+        if why_apart and why_apart != self._reason_shown:
+            self._reason_shown = why_apart
+            self.context.observer.message(f"parity checks take launches of their own: {why_apart}")
         self.context.fence()
         left_s = self.context.budget.remaining_s(num_launches=num_left + self.num_runs)
         self.context.observer.plan_started(f"{trial} parity check", plan, phase="parity", time_left_s=left_s)
@@ -272,34 +323,34 @@ class ParityKeeper:
             return self._not_checked("infeasible", "INFEASIBLE", str(error), trial=trial)
         except InfrastructureError as error:
             return self._not_checked("lost", "INFRA", str(error), trial=trial)
+        self._keep(plan, receipt, trial=trial)
+        if receipt.failure is None:
+            return None
+        self.context.events.add("quarantine", trial=trial, schedule=kind.label, reason=receipt.failure.reason)
+        return _failed(receipt, kind)
+
+    def _keep(self, plan: Plan, receipt: Receipt, *, trial: int) -> None:
+        """Write a receipt beside its plan, and say what it says."""
+        kind = self._kind(plan)
         self.context.fence()
         plan_file = self.folder / f"plan-{plan.key[:12]}" / "plan.json"
         plan_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_plan(plan, path=plan_file)
         write_receipt(receipt, path=receipt_path(plan_file))
+        is_first = kind not in self._passed
         self._remember(plan, receipt)
         self.context.events.add("parity-verdict", trial=trial, schedule=kind.label, verdict=receipt.verdict)
-        if receipt.failure is None:
+        if receipt.failure is None and is_first:
             self.context.observer.message(
                 f"parity check of {kind.label}: trains as stock does, {_worst(receipt)}"
             )
-            return None
-        self.context.events.add("quarantine", trial=trial, schedule=kind.label, reason=receipt.failure.reason)
-        return _failed(receipt, kind)
 
     def _run(self, plan: Plan) -> Receipt:
-        context, run = self.context, self.context.run
-        check = ParityCheck(
-            plan=plan,
-            command=context.command,
-            folder=self.folder,
-            weights=run.folder.parity_weights,
-            device=run.config.device,
-            deadline_s=run.config.trial.deadline_s,
-            cwd=run.cwd,
-        )
+        context = self.context
         receipt = context.backend.check(
-            check, on_progress=context.show_progress, should_stop=context.should_stop
+            parity_check_of(plan, context=context),
+            on_progress=context.show_progress,
+            should_stop=context.should_stop,
         )
         self._num_checks += 1
         return receipt

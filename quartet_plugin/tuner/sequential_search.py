@@ -143,6 +143,7 @@ class SequentialSearch:
             phase="search",
             drift=drift,
             slow_above_s=slow_above_s,
+            start=self.parity.start_of(proposal.plan),
             position=LaunchPosition.of_trial(
                 num_spent(trials) + num_in_flight, num_asked=self.context.run.config.study.trials
             ),
@@ -215,8 +216,12 @@ class SequentialSearch:
     def _is_refused(self, proposal: Proposal, trials: list[FinishedTrial]) -> bool:
         """Whether the user or the parity gate refuses the proposal, which finishes its trial."""
         plan = proposal.plan
+        proxy = self.depth_proxy
         refusal = self._forbidden(plan) or self.parity.admit(
-            plan, trial=proposal.number, num_left=self.num_left(trials)
+            plan,
+            trial=proposal.number,
+            num_left=self.num_left(trials),
+            has_depth_proxy=proxy is not None and proxy.comes_first(proposal),
         )
         if refusal is None:
             return False

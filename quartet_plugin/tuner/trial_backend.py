@@ -1,8 +1,9 @@
 """The backend of a tuning run: the protocol by which plans are run, and the one of local processes."""
 
 import contextlib
+import math
 import shutil
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
@@ -15,6 +16,7 @@ from quartet_plugin.launchers.warm import WarmLauncher
 from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
 from quartet_plugin.protocol.rank_files import RankReport
+from quartet_plugin.trial.compared_start import ComparedSteps
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.request import MIN_FREE_BYTES, Device, Outcome, Progress, TrialRequest, TrialResult
 
@@ -43,6 +45,19 @@ class ParityCheck:
     cwd: Path
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedTrial:
+    """A plan's trial after the parity gate has compared its first iterations.
+
+    `receipt` is None where that could not be; `result` is a trial's that is not measured where the plan does
+    not train as stock does. `steps` are what the ranks wrote.
+    """
+
+    receipt: Receipt | None
+    result: TrialResult
+    steps: ComparedSteps
+
+
 class TrialBackend(Protocol):
     """Runs plans, and knows what was run before."""
 
@@ -61,6 +76,19 @@ class TrialBackend(Protocol):
         self, request: ParityCheck, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
     ) -> Receipt:
         """Compare a plan with stock. Raises what `ParityGate.check` does, and InterruptedByUserError."""
+
+    def adopt(self, request: ParityCheck, result: TrialResult, *, should_stop: ShouldStop) -> ComparedSteps:
+        """Let trial 0, whose first iterations are compared, be the reference of the parity gate."""
+
+    def compare(
+        self,
+        request: ParityCheck,
+        result: TrialResult,
+        *,
+        on_progress: Callable[[Progress], None],
+        should_stop: ShouldStop,
+    ) -> ComparedTrial:
+        """Compare the first iterations of a measured trial with trial 0's. Raises what `check` does."""
 
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """The nodes and slots a measured trial ran on."""
@@ -133,9 +161,53 @@ class LocalBackend:
         self, request: ParityCheck, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
     ) -> Receipt:
         """See `TrialBackend`. A plan that passes has left records of its own schedule's actions."""
+        _check_disk(request)
+        gate = self._gate_of(request, on_progress=on_progress, should_stop=should_stop)
+        with _interruptible(should_stop):
+            return gate.check(request.plan)
+
+    def adopt(self, request: ParityCheck, result: TrialResult, *, should_stop: ShouldStop) -> ComparedSteps:
+        """See `TrialBackend`."""
+        from quartet_plugin.trial.compared_start import read_compared_steps
+
+        compared = read_compared_steps(result)
+        if compared.unavailable is None and any(
+            math.isnan(value) for step in compared.steps for value in (step.loss, step.grad_norm)
+        ):
+            compared = ComparedSteps(unavailable="trial 0 reported no loss or gradient norm")
+        if compared.unavailable is None:
+            gate = self._gate_of(request, on_progress=lambda _: None, should_stop=should_stop)
+            gate.adopt_trial(result, compared.steps)
+        return compared
+
+    def compare(
+        self,
+        request: ParityCheck,
+        result: TrialResult,
+        *,
+        on_progress: Callable[[Progress], None],
+        should_stop: ShouldStop,
+    ) -> ComparedTrial:
+        """See `TrialBackend`."""
+        from quartet_plugin.trial.attempt import refuse_result
+        from quartet_plugin.trial.compared_start import read_compared_steps
+
+        compared = read_compared_steps(result)
+        if compared.unavailable is not None:
+            return ComparedTrial(receipt=None, result=result, steps=compared)
+        gate = self._gate_of(request, on_progress=on_progress, should_stop=should_stop)
+        with _interruptible(should_stop):
+            receipt = gate.compare_trial(request.plan, result, compared.steps)
+        if receipt.failure is not None:
+            result = refuse_result(result, receipt.failure.reason)
+        return ComparedTrial(receipt=receipt, result=result, steps=compared)
+
+    def _gate_of(
+        self, request: ParityCheck, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
+    ) -> "ParityGate":
+        """The gate of the study's command."""
         from quartet_plugin.trial.parity import ParityGate
 
-        _check_disk(request)
         if self._gate is None:
             self._gate = ParityGate(
                 command=request.command,
@@ -146,18 +218,10 @@ class LocalBackend:
                 launcher=self._launcher,
                 devices=self._devices,
                 stop=should_stop,
-                on_progress=lambda _, progress: on_progress(progress),
                 cwd=request.cwd,
             )
-        try:
-            receipt = self._gate.check(request.plan)
-        except KeyboardInterrupt:
-            if not should_stop():
-                raise
-            raise InterruptedByUserError(
-                "stopped in a parity check; what was measured is kept: the same command with --resume goes on"
-            ) from None
-        return receipt
+        self._gate.on_progress = lambda _, progress: on_progress(progress)
+        return self._gate
 
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """See `TrialBackend`."""
@@ -165,6 +229,24 @@ class LocalBackend:
 
         snapshot = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
         return nodes_of(snapshot.reports.values())
+
+
+def trial_weights(weights: Path) -> Path:
+    """The folder in which trial 0 keeps its weights, where the gate looks for those of the command."""
+    return weights / "stock"
+
+
+@contextlib.contextmanager
+def _interruptible(should_stop: ShouldStop) -> Iterator[None]:
+    """Turn the end of a check that the user has asked for into its own error."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not should_stop():
+            raise
+        raise InterruptedByUserError(
+            "stopped in a parity check; what was measured is kept: the same command with --resume goes on"
+        ) from None
 
 
 def read_judged(attempt: Path) -> TrialResult | None:

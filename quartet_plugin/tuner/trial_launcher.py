@@ -13,6 +13,7 @@ from quartet_plugin.model.trial_record import FinishedTrial, Score, TrialRecord,
 from quartet_plugin.protocol.training_start import read_starts, words_of
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
 from quartet_plugin.trial.attempt import PREFIX
+from quartet_plugin.trial.compared_start import ComparedStart
 from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
 from quartet_plugin.tuner.context import TuningContext
 
@@ -57,7 +58,8 @@ class TrialLaunch:
 
     `drift` is the machine's speed now over its speed when trial 0 was measured: the launch is compared with
     the baseline times that. Where iterations take more than `slow_above_s`, it is cut short. `position` is
-    its place among the run's trials or final rounds.
+    its place among the run's trials or final rounds. `start` says which of its first iterations the parity
+    gate compares (None: none).
     """
 
     number: int
@@ -68,6 +70,7 @@ class TrialLaunch:
     drift: float = 1.0
     slow_above_s: float | None = None
     position: LaunchPosition | None = None
+    start: ComparedStart | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +79,8 @@ class TrialLauncher:
 
     `timeouts` grow with the longest start that was measured, the deadline with `longest_begin_s`, the most
     seconds until the end of a first step. `num_measured` iterations are measured, None: as many as the
-    configuration says. `cold_reason` is why the latest launch did not start warm, as it was said.
+    configuration says. `cold_reason` is why the latest launch did not start warm, as it was said. `judge`
+    says what a launch comes to once the parity gate has compared its first iterations.
     """
 
     context: TuningContext
@@ -85,6 +89,7 @@ class TrialLauncher:
     num_measured: int | None = None
     longest_begin_s: float = 0.0
     cold_reason: str | None = None
+    judge: Callable[[TrialLaunch, TrialResult], TrialResult] = lambda _, result: result
 
     def launch(self, launch: TrialLaunch, *, num_left: int) -> TrialResult:
         """The settled result of one launch; `num_left` launches, this one included, are still to come.
@@ -97,12 +102,14 @@ class TrialLauncher:
         # A baseline that failed was mended, or given more time, by whoever starts again.
         is_mended = recorded is not None and not recorded.is_measured and launch.phase == "baseline"
         if recorded is not None and not is_mended and not self.other_devices(recorded):
+            recorded = self.judge(launch, recorded)
             self.reuse(launch, recorded)
             return recorded
         self.begin(launch, num_left=num_left)
         result = context.backend.run(
             self.request(launch), on_progress=self._progress_of(launch), should_stop=context.should_stop
         )
+        result = self.judge(launch, result)
         self.end(launch, result)
         if other_devices := self.other_devices(result):
             raise InfrastructureError(
@@ -189,11 +196,12 @@ class TrialLauncher:
         predicted_s = None if self.baseline is None else self.baseline.score.iteration_s
         if predicted_s is not None and plan is not None and plan.prediction is not None:
             predicted_s *= max(1.0, plan.prediction.relative_cost or 1.0)
+        start = launch.start
         return TrialRequest(
             folder=launch.folder,
             command=self.context.command,
             plan=plan,
-            warmup=trial.warmup,
+            warmup=trial.warmup if start is None else start.num_warmup(trial.warmup),
             measure=self.num_measured or trial.measure,
             deadline_s=self._deadline_s(),
             device=run.config.device,
@@ -201,6 +209,9 @@ class TrialLauncher:
             timeouts=self.timeouts,
             slow_above_s=launch.slow_above_s,
             cwd=run.cwd,
+            weights=None if start is None else start.weights,
+            save_weights=None if start is None else start.save_weights,
+            num_compared=None if start is None else start.num_steps,
         )
 
     def _deadline_s(self) -> float:

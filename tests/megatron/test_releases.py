@@ -91,8 +91,9 @@ def test_custom_schedules_pass_the_gate(name: str, tmp_path: Path) -> None:
     clone = make_clone(tmp_path / "Megatron-LM", VARIANTS[name])
     output, run = tune(clone, schedule="[zb-h1]", trials=1)
     assert "parity check of zb-h1 (linear): trains as stock does" in output
-    (plan,) = finished_plans(run)
-    assert plan.schedule.label == "zb-h1"
+    # In the trial itself, which is made twice where its times scatter.
+    assert {plan.schedule.label for plan in finished_plans(run)} == {"zb-h1"}
+    assert not list((run / "parity").rglob("attempt-*"))
     record(name, {CUSTOM_SCHEDULES: "works"})
 
 

@@ -12,6 +12,7 @@ from quartet_plugin.megatron.side_effects import (
     conversion_words,
     parity_words,
     strip_side_effects,
+    words_to_start_from,
 )
 from quartet_plugin.model.conversion import Conversion
 from tests.megatron.entry_launch import MEGATRON_FLAGS
@@ -78,6 +79,18 @@ def test_comparisons_start_from_weights_without_dropout() -> None:
     assert values["ckpt_format"] == "torch_dist"
     assert "moe_input_jitter_eps" not in values
     assert "save" not in values
+
+
+def test_a_trial_that_starts_from_weights_is_otherwise_the_command() -> None:
+    flags = native_flags()
+    words = [*MEGATRON_FLAGS, "--hidden-dropout", "0.2", "--load", "/other"]
+    values = flags.explicit_values(words_to_start_from("/weights", flags=flags, words=words))
+    assert (values["load"], values["hidden_dropout"], values["finetune"]) == ("/weights", 0.2, True)
+    before = flags.explicit_values(words)
+    changed = {name for name in values if values[name] != before.get(name)}
+    assert changed == {
+        *("load", "finetune", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint", "ckpt_format")
+    }
 
 
 def test_weights_are_saved_without_optimizer_and_random_state() -> None:

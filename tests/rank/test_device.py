@@ -13,6 +13,7 @@ from quartet_plugin.rank import device
 def _cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device of 1000 bytes with 250 left, a pool of 600 and tensors of 400 at their peaks."""
     monkeypatch.setattr(device, "_state", {})
+    monkeypatch.setattr(device, "_kept", {})
     monkeypatch.setattr(
         torch,
         "cuda",
@@ -40,3 +41,33 @@ def test_a_processor_has_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_state", {"name": "cpu"})
     assert device.device_memory() is None
     assert device.peak_memory_bytes() == device.peak_resident_bytes()
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_a_peak_between_two_calls_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    device.keep_peak_memory()
+    for name, value in (("max_memory_allocated", 900), ("max_memory_reserved", 950)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: 300 if calls else value)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name), raising=False)
+    assert device.peak_memory_bytes() == 900
+    device.reset_peak_memory()
+    assert calls == ["empty_cache", "reset_peak_memory_stats"]
+    memory = device.device_memory()
+    assert memory is not None
+    assert (memory.peak_allocated_bytes, memory.peak_reserved_bytes) == (400, 600)
+
+
+def test_the_kernel_forgets_a_processes_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_state", {"name": "cpu"})
+    monkeypatch.setattr(device, "_kept", {})
+    device.reset_peak_memory()
+    device.keep_peak_memory()
+    before = device.peak_memory_bytes()
+    large = b"1" * 2**28
+    assert device.peak_memory_bytes() >= before + len(large) // 2
+    size = len(large)
+    del large
+    device.reset_peak_memory()
+    assert before <= device.peak_memory_bytes() < before + size // 2

@@ -1,5 +1,6 @@
 """The parity gate and layouts that round otherwise: stock under the plan's layout is a second reference."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,8 +12,9 @@ import pytest
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan, Split
-from quartet_plugin.model.receipt import Precision, Receipt, read_receipt, write_receipt
+from quartet_plugin.model.receipt import Precision, Receipt, StepValues, read_receipt, write_receipt
 from quartet_plugin.model.schema import dump
+from quartet_plugin.protocol.attempt_files import KEPT_FILE, KeptWeights
 from quartet_plugin.trial import parity
 from quartet_plugin.trial.parity import ParityGate, stock_of
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
@@ -184,3 +186,36 @@ def test_the_receipt_holds_the_second_comparison(tmp_path: Path, monkeypatch: py
     receipt, _ = check(tmp_path, monkeypatch)
     write_receipt(receipt, path=tmp_path / "plan.parity.json")
     assert read_receipt(tmp_path / "plan.parity.json") == receipt
+
+
+def steps_of(result: TrialResult) -> tuple[StepValues, ...]:
+    pairs = zip(result.loss, result.grad_norm, strict=True)
+    return tuple(StepValues(loss=loss, grad_norm=norm, parts={}) for loss, norm in pairs)
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_a_trial_is_compared_with_trial_0_and_stock_runs_under_its_layout_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_weights: bool
+) -> None:
+    trainer = Trainer(checked=OTHER_BATCH, rounding=by_micro_batch(*GROWING))
+    gate = gate_of(trainer, tmp_path, monkeypatch)
+    command = parse_command(["torchrun", "train.py"], environment={})
+    trial, own = (
+        trainer.run(TrialRequest(folder=tmp_path / name, command=command, plan=plan))
+        for name, plan in (("000000", None), ("000001", OTHER_BATCH))
+    )
+    trainer.names.clear()
+    if has_weights:
+        (gate.weights / "stock").mkdir(parents=True)
+        kept = KeptWeights(attempt_id=trial.attempt_id)
+        (gate.weights / "stock" / KEPT_FILE).write_text(json.dumps(dump(kept)))
+    gate.adopt_trial(trial, steps_of(trial))
+    receipt = gate.compare_trial(OTHER_BATCH, own, steps_of(own))
+    assert receipt.verdict == "passed"
+    assert receipt.layout_reference is not None
+    prefixes = ["layout"] if has_weights else ["weights", "stock", "plan", "layout"]
+    assert [name.split("-")[0] for name in trainer.names] == prefixes
+    # Where nothing has to be told from rounding, nothing is launched.
+    trainer.names.clear()
+    same = gate.compare_trial(OTHER_BATCH, own, steps_of(trial))
+    assert (same.verdict, same.layout_reference, trainer.names) == ("passed", None, [])

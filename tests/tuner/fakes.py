@@ -1,6 +1,7 @@
 """A machine made of arithmetic: plans take the time a formula says, with noise, and no process runs."""
 
 import hashlib
+import json
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,14 +15,16 @@ from quartet_plugin.model.plan import NodeInfo, Plan
 from quartet_plugin.model.receipt import ParityFailure, Receipt, StepComparison, Versions, tolerance_for
 from quartet_plugin.model.schema import dump
 from quartet_plugin.model.training_job import TrainingJob
+from quartet_plugin.protocol.attempt_files import KEPT_FILE, KeptWeights
 from quartet_plugin.report.live import PlainLines
 from quartet_plugin.space.plan_space import baseline_plan
+from quartet_plugin.trial.compared_start import ComparedSteps
 from quartet_plugin.trial.request import Outcome, Progress, TrialRequest, TrialResult
 from quartet_plugin.tuner.config import parse_config
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.coordinator import Coordinator
 from quartet_plugin.tuner.run_folder import TuningRun, create_run, resume_run
-from quartet_plugin.tuner.trial_backend import SETTLED, ParityCheck, ShouldStop
+from quartet_plugin.tuner.trial_backend import SETTLED, ComparedTrial, ParityCheck, ShouldStop
 from quartet_plugin.tuner.tune_result import TuneResult
 from tests.space.jobs import make_job, make_nodes
 
@@ -59,6 +62,10 @@ class FakeMachine:
     gate: Callable[[Plan], bool] = lambda plan: True
     checked: list[Plan] = field(default_factory=list)
     dies_in_check: int | None = None
+    keeps_weights: bool = False
+    settings: tuple[str, ...] = ()
+    weights_s: float = 0.1
+    compared: list[Plan] = field(default_factory=list)
 
     def recover(self, folder: Path, *, should_stop: ShouldStop, skip: Collection[Path] = ()) -> None:
         """Nothing runs."""
@@ -86,6 +93,27 @@ class FakeMachine:
             raise InterruptedByUserError("stopped in a parity check")
         return make_receipt(request.plan, job=self.job, passes=self.gate(request.plan))
 
+    def adopt(self, request: ParityCheck, result: TrialResult, *, should_stop: ShouldStop) -> ComparedSteps:
+        """What trial 0 kept."""
+        return ComparedSteps(settings=self.settings, weights_s=self.weights_s)
+
+    def compare(
+        self,
+        request: ParityCheck,
+        result: TrialResult,
+        *,
+        on_progress: Callable[[Progress], None],
+        should_stop: ShouldStop,
+    ) -> ComparedTrial:
+        """The first iterations of a plan's trial: `gate` says whether it passes."""
+        self.compared.append(request.plan)
+        passes = self.gate(request.plan)
+        receipt = make_receipt(request.plan, job=self.job, passes=passes)
+        if receipt.failure is not None:
+            result = replace(result, outcome=Outcome.WRONG, reason=receipt.failure.reason, iteration_s=())
+            self.disk[result.folder] = result
+        return ComparedTrial(receipt=receipt, result=result, steps=ComparedSteps(weights_s=self.weights_s))
+
     def run(
         self, request: TrialRequest, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
     ) -> TrialResult:
@@ -97,6 +125,12 @@ class FakeMachine:
             raise Killed
         on_progress(Progress(attempt=1, phase="measure", iteration=3, num_iterations=13, elapsed_s=2.0))
         result = self._result(request)
+        if self.keeps_weights:
+            result = replace(result, num_compared=request.num_compared or 0)
+            if request.save_weights is not None:
+                request.save_weights.mkdir(parents=True)
+                kept = KeptWeights(attempt_id=result.attempt_id)
+                (request.save_weights / KEPT_FILE).write_text(json.dumps(dump(kept)))
         self.disk[request.folder] = result
         if is_last:
             raise Killed

@@ -1,0 +1,182 @@
+"""Which plans the parity gate compares inside of their own trials, and which in launches of their own.
+
+Trial 0 keeps the weights of its first step, in a form that loads under any layout, and its first losses and
+gradient norms. The trial of a plan with a custom schedule starts from those weights, runs its first
+iterations under the gate's settings and goes on to be measured: the check costs no launch.
+"""
+
+import contextlib
+import shutil
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quartet_plugin.errors import StorageError
+from quartet_plugin.launchers.command import DEEPSPEED_MODULE, Command
+from quartet_plugin.launchers.megatron_words import arguments_in
+from quartet_plugin.model.plan import Plan
+from quartet_plugin.model.receipt import needs_receipt
+from quartet_plugin.space.config import STOCK_NAMES, SearchConfig
+from quartet_plugin.space.runtime_refusals import refusal
+from quartet_plugin.trial.compared_start import ComparedStart, ComparedSteps, kept_by
+from quartet_plugin.trial.outcome import TOO_SHORT
+from quartet_plugin.trial.parity import STEPS
+from quartet_plugin.trial.request import TrialResult
+from quartet_plugin.tuner.context import TuningContext
+from quartet_plugin.tuner.trial_backend import ParityCheck, trial_weights
+from quartet_plugin.tuner.trial_launcher import TrialLaunch, TrialLauncher
+
+_NOT_KEPT = "trial 0 kept no weights"
+_WITH_WORKERS = "trials run beside each other"
+
+
+def parity_check_of(plan: Plan, *, context: TuningContext) -> ParityCheck:
+    """What the backend needs for a check of a plan in this run."""
+    run = context.run
+    return ParityCheck(
+        plan=plan,
+        command=context.command,
+        folder=run.folder.parity,
+        weights=run.folder.parity_weights,
+        device=run.config.device,
+        deadline_s=run.config.trial.deadline_s,
+        cwd=run.cwd,
+    )
+
+
+def why_nothing_is_kept(search: SearchConfig, command: Command) -> str | None:
+    """Why trial 0 keeps no weights, as far as request and command tell; None where it keeps them."""
+    if command.starter == "deepspeed" or command.entry == DEEPSPEED_MODULE:
+        return "DeepSpeed: only Megatron's trials are compared by their first iterations"
+    asked = search.schedule
+    if asked is not None and all(name in ("stock", *STOCK_NAMES) for name in asked):
+        return "no custom schedule is asked for"
+    if search.pipeline_parallel == (1,):
+        return "no pipeline is asked for"
+    if command.starter == "other":
+        return None
+    return refusal(arguments_in(command.arguments))
+
+
+def baseline_start(context: TuningContext) -> ComparedStart | None:
+    """The start of trial 0, which keeps its weights where some plan may need them."""
+    if why_nothing_is_kept(context.run.config.search, context.command) is not None:
+        return None
+    start = ComparedStart(
+        num_steps=STEPS,
+        save_weights=trial_weights(context.run.folder.parity_weights),
+        restores_settings=True,
+    )
+    trial, command = context.run.config.trial, context.command
+    train_iters = None if command.starter == "other" else arguments_in(command.arguments).train_iters
+    is_too_short = (
+        isinstance(train_iters, int) and train_iters < start.num_warmup(trial.warmup) + trial.measure
+    )
+    return None if is_too_short else start
+
+
+def launch_baseline(launcher: TrialLauncher, launch: TrialLaunch, *, num_left: int) -> TrialResult:
+    """The result of trial 0; of a second launch that compares nothing where the first failed for that.
+
+    It failed while it kept its weights, or the command trains for too few iterations to compare some of them.
+    """
+    context, weights = launcher.context, launcher.context.run.folder.parity_weights
+    recorded = context.backend.recorded(launch.folder, plan_key=None)
+    if recorded is None or not recorded.is_measured:
+        context.fence()
+        shutil.rmtree(weights, ignore_errors=True)
+    result = launcher.launch(launch, num_left=num_left)
+    if result.is_measured or launch.start is None:
+        return result
+    is_torn = trial_weights(weights).exists() and kept_by(trial_weights(weights)) is None
+    if not is_torn and TOO_SHORT not in result.reason:
+        return result
+    context.observer.message(f"trial 0 is launched again and keeps no weights: {result.reason}")
+    return launcher.launch(replace(launch, start=None), num_left=num_left)
+
+
+def discard_weights(context: TuningContext) -> None:
+    """Remove the weights, which are large; not those of a tuner that has taken the run."""
+    with contextlib.suppress(StorageError):
+        context.fence()
+        shutil.rmtree(context.run.folder.parity_weights, ignore_errors=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class ComparedTrials:
+    """Decides where a plan is checked, and how its trial starts.
+
+    `weights` are trial 0's, of its attempt `attempt_id`; `steps` are those that it is compared by. `reason`
+    says why no plan is compared in its trial; None where plans are. `start_s` are the seconds of trial 0's
+    start, `iterations_s` those of a trial's iterations, `load_s` those of the latest load of the weights (0:
+    none has been yet).
+    """
+
+    weights: Path
+    attempt_id: str
+    start_s: float
+    iterations_s: float
+    reason: str | None = None
+    settings: tuple[str, ...] = ()
+    load_s: float = 0.0
+
+    @classmethod
+    def open(
+        cls, context: TuningContext, *, baseline: Plan, result: TrialResult, is_alone: bool
+    ) -> "ComparedTrials":
+        """What trial 0, of this `result`, has kept; weights of anything else are removed.
+
+        `is_alone`: trials run one after the other.
+        """
+        folder, trial = context.run.folder, context.run.config.trial
+        weights = trial_weights(folder.parity_weights)
+        if kept_by(weights) != result.attempt_id:
+            context.fence()
+            shutil.rmtree(folder.parity_weights, ignore_errors=True)
+        compared = ComparedSteps(unavailable=_NOT_KEPT)
+        if result.num_compared:
+            check = parity_check_of(baseline, context=context)
+            compared = context.backend.adopt(check, result, should_stop=context.should_stop)
+        start = ComparedStart(num_steps=STEPS, restores_settings=bool(compared.settings))
+        num_iterations = start.num_warmup(trial.warmup) + trial.measure
+        not_asked = why_nothing_is_kept(context.run.config.search, context.command)
+        reason = not_asked or compared.unavailable or (None if is_alone else _WITH_WORKERS)
+        return cls(
+            weights=weights,
+            attempt_id=result.attempt_id,
+            start_s=max(0.0, result.start_s - compared.weights_s),
+            iterations_s=num_iterations * statistics.median(result.iteration_s),
+            reason=reason,
+            settings=compared.settings,
+        )
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether trial 0's weights are there, whole: looked at anew each time."""
+        return kept_by(self.weights) == self.attempt_id
+
+    def why_apart(self, plan: Plan, *, has_depth_proxy: bool = False) -> str | None:
+        """Why a plan with a custom schedule is checked in launches of its own; None: in its trial.
+
+        `has_depth_proxy`: a model with fewer layers is timed before the plan itself.
+        """
+        if self.reason is not None:
+            return self.reason
+        if plan.shape != plan.made_for.shape:
+            return "the plan has another shape than the weights"
+        if has_depth_proxy:
+            return "a model with fewer layers is timed first"
+        if not self.has_weights:
+            return "the weights that trial 0 kept are gone"
+        if self.load_s > max(self.start_s, self.iterations_s):
+            return (
+                f"reading the weights takes {self.load_s:.3g} s, more than a trial's start "
+                f"({self.start_s:.3g} s) and than its iterations ({self.iterations_s:.3g} s)"
+            )
+        return None
+
+    def start_of(self, plan: Plan) -> ComparedStart | None:
+        """The start of a plan's trial that is compared; None of a trial that is only measured."""
+        if not needs_receipt(plan) or self.why_apart(plan) is not None:
+            return None
+        return ComparedStart(num_steps=STEPS, weights=self.weights, restores_settings=bool(self.settings))

@@ -1,0 +1,73 @@
+"""Dropout and router jitter of a built model are set aside, and are afterwards what they were."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from quartet_plugin.megatron.random_settings import RandomSettings
+
+
+class Attention(torch.nn.Module):  # type: ignore[misc]
+    """As Megatron's own: the probability in a layer; as Transformer Engine's: in a number."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.core = torch.nn.Dropout(config.attention_dropout)
+        self.attention_dropout = config.attention_dropout
+
+
+class Layer(torch.nn.Module):  # type: ignore[misc]
+    """A transformer layer: its own copy of the probability, and the configuration that all layers share."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.hidden_dropout = config.hidden_dropout
+        self.attention = Attention(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Dropout by each of the ways in which a layer draws."""
+        x = torch.nn.functional.dropout(x, self.hidden_dropout, training=self.training)
+        x = torch.nn.functional.dropout(x, self.config.hidden_dropout, training=self.training)
+        return self.attention.core(x)
+
+
+def make_model(**config: Any) -> list[torch.nn.Module]:
+    values = {"hidden_dropout": 0.2, "attention_dropout": 0.3, "moe_input_jitter_eps": 0.01, **config}
+    shared = SimpleNamespace(**values)
+    return [torch.nn.Sequential(Layer(shared), Layer(shared)), torch.nn.Sequential(Layer(shared))]
+
+
+def values_of(model: list[torch.nn.Module]) -> list[Any]:
+    layers = [layer for chunk in model for layer in chunk]
+    return [
+        (
+            layer.hidden_dropout,
+            layer.attention.core.p,
+            layer.attention.attention_dropout,
+            vars(layer.config),
+        )
+        for layer in layers
+    ]
+
+
+def test_nothing_is_random_while_the_settings_are_set_aside() -> None:
+    model = make_model()
+    before = [(*row[:3], dict(row[3])) for row in values_of(model)]
+    settings, x = RandomSettings.of(model), torch.ones(64)
+    assert settings.names == ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "p")
+    settings.set_aside()
+    state = torch.get_rng_state()
+    assert torch.equal(model[0](x), x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model[0][0].config.moe_input_jitter_eps is None
+    settings.restore()
+    assert [(*row[:3], dict(row[3])) for row in values_of(model)] == before
+    assert not torch.equal(model[0](x), x)
+
+
+def test_a_model_that_draws_nothing_has_no_settings() -> None:
+    model = make_model(hidden_dropout=0.0, attention_dropout=0.0, moe_input_jitter_eps=None)
+    assert RandomSettings.of(model).names == ()
