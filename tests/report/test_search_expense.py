@@ -83,10 +83,10 @@ def test_the_seconds_between_sessions_are_nobodys() -> None:
 
 
 def test_a_run_counts_every_launch_of_its_folder(tmp_path: Path) -> None:
-    machine = WritingMachine(wall_s=30.0)
+    machine = WritingMachine(wall_s=90.0)
     write_run(tmp_path / "r", machine, study={"trials": 4, "rounds": 3, "control": 2})
     run = read_history(tmp_path / "r")
-    assert run.launch_s == pytest.approx(30.0 * len(machine.launched))
+    assert run.launch_s == pytest.approx(90.0 * len(machine.launched))
     assert expense_of(run).device_hours == pytest.approx(2 * run.launch_s / 3600.0)
     assert 0.0 < run.launch_parts.measured_s < run.launch_s
     assert run.launch_parts.gate_s == 0.0
