@@ -16,7 +16,9 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.megatron_arguments import stages_of_layout
 
 # A value of argparse may begin with a dash only where it is a number, or holds a space.
+# `--flag=a b` is a flag all the same.
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+", re.ASCII)
+_INLINE_VALUE = re.compile(r"--[^\s=]+=")
 _MAX_DIGITS = 18
 
 
@@ -231,7 +233,9 @@ def num_stages_of(layout: str) -> int | None:
 
 
 def _is_value(word: str) -> bool:
-    return not word.startswith("-") or word == "-" or " " in word or bool(_NEGATIVE_NUMBER.fullmatch(word))
+    if not word.startswith("-") or word == "-" or _NEGATIVE_NUMBER.fullmatch(word):
+        return True
+    return " " in word and not _INLINE_VALUE.match(word)
 
 
 def _value(kind: Any, words: Sequence[str]) -> int | str | tuple[str, ...] | None:

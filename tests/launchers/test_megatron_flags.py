@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quartet_plugin.launchers.command import parse_command
@@ -78,6 +78,7 @@ WORDS = st.lists(
 
 
 @settings(deadline=None, max_examples=300)
+@example(words=["--recompute-modules", "core_attn", "--context-parallel-size= 7 "], tail=[])
 @given(words=WORDS, tail=st.sampled_from([[], ["--", "--num-layers", "5"]]))
 def test_values_are_those_of_megatrons_parser(words: list[str], tail: list[str]) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
