@@ -77,6 +77,10 @@ class TimeBudget:
         """Count a launch that took `wall_s`."""
         self._walls.append(wall_s)
 
+    def expect_shorter(self, by_s: float) -> None:
+        """Later launches will be shorter by `by_s` than those so far."""
+        self._walls = [max(0.0, wall_s - by_s) for wall_s in self._walls]
+
     def share(self) -> None:
         """From now on the search and what comes after it share the time that is left."""
         self._shared_s = self.left_s

@@ -150,6 +150,7 @@ class Coordinator:
             asked, iteration_s=baseline.score.iteration_s, budget=context.budget
         )
         if num_measured < asked:
+            context.budget.expect_shorter((asked - num_measured) * baseline.score.iteration_s)
             self._say(f"--max-minutes is short: trials measure {num_measured} iterations instead of {asked}")
         launcher = TrialLauncher(
             context=context,

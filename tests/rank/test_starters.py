@@ -55,8 +55,10 @@ def prepare(folder: Path) -> dict[str, str]:
     (folder / "Makefile").write_text(f"train:\n\t{torchrun} train.py\n")
     words = shlex.split(torchrun)
     (folder / "launch.py").write_text(
-        f"# as torchrun does\nimport subprocess\nsubprocess.run({[*words, 'train.py']!r})\n"
+        "import subprocess\nsubprocess.run(['./torchrun', '--nproc-per-node', '2', 'train.py'])\n"
     )
+    (folder / "torchrun").write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE_TORCHRUN} "$@"\n')
+    (folder / "torchrun").chmod(0o755)
     for name, prefix, size in (
         ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         ("pmirun", "PMI_RANK", "PMI_SIZE"),

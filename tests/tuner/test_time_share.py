@@ -39,11 +39,14 @@ def test_fewer_plans_go_to_the_final_rounds(limit_s: float | None, expected: int
     assert finalists_in_time(3, num_rounds=5, num_proofs=2, budget=given) == expected
 
 
-def test_ten_minutes_for_slow_iterations_are_enough_for_five_plans_and_a_proof(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps_weights", [True, False], ids=["compared in trials", "compared apart"])
+def test_ten_minutes_for_slow_iterations_are_enough_for_five_plans_and_a_proof(
+    tmp_path: Path, keeps_weights: bool
+) -> None:
     """3 processes, 12 layers and 2.6 s an iteration: once no plan at all was tried in this time."""
     now, iteration_s, start_s = [0.0], 2.6, 8.0
     job = make_job(layout=make_layout(pipeline_parallel=3, data_parallel=1))
-    machine = FakeMachine(job=job, cluster=make_nodes(3))
+    machine = FakeMachine(job=job, cluster=make_nodes(3), keeps_weights=keeps_weights)
 
     def took(request: TrialRequest) -> None:
         machine.wall_s = start_s + iteration_s * (request.warmup + request.measure)
