@@ -36,10 +36,7 @@ def device_named(text: str) -> Device:
 DeviceName = Annotated[Device, typer.Option(parser=device_named, metavar="<str>", help="auto, cpu or cuda.")]
 AcceptChangedSource = Annotated[
     bool,
-    typer.Option(
-        "--accept-changed-source",
-        help="Take custom schedules though functions of Megatron have changed; the parity gate decides.",
-    ),
+    typer.Option("--accept-changed-source", hidden=True, help="Said below the table: see main.py."),
 ]
 PlanFile = Annotated[Path, typer.Argument(help="A plan file.", show_default=False)]
 RunName = Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's folder or name.")]

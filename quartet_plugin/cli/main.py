@@ -54,11 +54,16 @@ COMMANDS = {
     "profile": "profile",
     "calibrate": "calibrate",
 }
+# In words, because the table of options would cut so long a name on a narrow terminal.
+_CHANGED_SOURCE = (
+    " --accept-changed-source takes custom schedules though functions of Megatron have changed; the parity "
+    "gate decides."
+)
 # The commands that run the user's own command; every other one refuses words behind --.
 _EPILOGS = {
-    "tune": "The training command follows a literal --; it is run as it is.",
-    "train": "The training command follows a literal --; it is run as it is.",
-    "check": "The training command follows a literal --; it is run three times, briefly.",
+    "tune": f"The training command follows a literal --; it is run as it is.{_CHANGED_SOURCE}",
+    "train": f"The training command follows a literal --; it is run as it is.{_CHANGED_SOURCE}",
+    "check": f"The training command follows a literal --; it is run three times, briefly.{_CHANGED_SOURCE}",
     "convert": "The training command follows a literal --; nothing is trained with it.",
     "knobs": "A training command may follow a literal --; its flags are read, and nothing is started.",
     "profile": "The training command follows a literal --; it is run for a few iterations.",

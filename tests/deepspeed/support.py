@@ -28,6 +28,7 @@ from quartet_plugin.model.plan import (
     Split,
 )
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.protocol.environment import CPU_INSTRUCTIONS, CPU_SETTINGS
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.files import write_schedule
 from quartet_plugin.schedule.named import named
@@ -139,7 +140,8 @@ def schedule_file(folder: Path, made: Schedule) -> str:
 def environment() -> dict[str, str]:
     """For processes of a test."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("QUARTET")}
-    return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    settings = {"OMP_NUM_THREADS": "1", CPU_INSTRUCTIONS: CPU_SETTINGS[CPU_INSTRUCTIONS]}
+    return {**kept, **settings, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
 
 
 def train(folder: Path, *, processes: int, options: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

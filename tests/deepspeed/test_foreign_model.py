@@ -19,7 +19,7 @@ CONFIG = """\
 run: alexnet
 search: {pipeline_parallel: 2, micro_batch_size: 2, schedule: [stock, zb-h1], mapping: stock}
 trial: {warmup: 1, measure: 4, deadline_s: 120}
-study: {trials: 2, top_k: 1, rounds: 3}
+study: {trials: 3, top_k: 1, rounds: 3}
 device: cpu
 """
 

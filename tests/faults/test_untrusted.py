@@ -8,8 +8,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "quartet_plugin"
 PICKLERS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 PROGRAMS = {"eval", "exec", "compile", "__import__"}
-# Where modules are loaded by a name that no file gives: our commands, a driver, a framework's seams.
-MAY_LOAD_BY_NAME = {"cli/main.py", "probe/devices.py", "rank/seams.py"}
+# Where modules are loaded by a name that no file gives: our commands, a driver, a framework's seams, the
+# function that the user's ds_config names.
+MAY_LOAD_BY_NAME = {"cli/main.py", "deepspeed/layer_builder.py", "probe/devices.py", "rank/seams.py"}
 
 
 @cache
