@@ -24,7 +24,9 @@ from tests.space.jobs import make_job, make_layout, make_nodes
 ROOT = Path(__file__).parents[2]
 JOB = make_job(layout=make_layout(pipeline_parallel=4))
 NODES = make_nodes(4)
-NUM_TPE_TRIALS, NUM_TRIALS, NEAR = 80, 12, 1.02
+NUM_TPE_TRIALS, NUM_TRIALS, NEAR = 80, 12, 1.002
+# What a trial's plan takes without noise: of many measured values the smallest is a lucky one.
+TRUE_S = "true_s"
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +43,13 @@ def space_of(**search: Any) -> Space:
 def objective_of(space: Space, *, seed: int = 0, noise: float = 0.01) -> Callable[[Any], float]:
     truth = Truth(NODES, head=3.0, transfer=10.0, residual=0.01)
     generator = random.Random(seed)
-    return lambda trial: truth(suggest_plan(trial, space)) * math.exp(generator.gauss(0.0, noise))
+
+    def objective(trial: Any) -> float:
+        true_s = truth(suggest_plan(trial, space))
+        trial.set_user_attr(TRUE_S, true_s)
+        return true_s * math.exp(generator.gauss(0.0, noise))
+
+    return objective
 
 
 def study_of(sampler: Any, **options: Any) -> Any:
@@ -53,8 +61,8 @@ def tpe(seed: int = 0) -> optuna.samplers.BaseSampler:
 
 
 def num_until(study: Any, value: float) -> int:
-    """Trials until one was at most `value`, one more than all where none was."""
-    numbers = [trial.number for trial in study.trials if trial.value <= value]
+    """Trials until one's plan took at most `value`, one more than all where none did."""
+    numbers = [trial.number for trial in study.trials if trial.user_attrs[TRUE_S] <= value]
     return min(numbers, default=len(study.trials)) + 1
 
 
@@ -83,7 +91,7 @@ def test_the_best_plan_is_found_in_far_fewer_trials_than_by_tpe_alone() -> None:
         ours, theirs = study_of(PlanSampler(space, explorer=tpe(seed))), study_of(tpe(seed))
         ours.optimize(objective_of(space, seed=seed), n_trials=NUM_TRIALS)
         theirs.optimize(objective_of(space, seed=seed), n_trials=NUM_TPE_TRIALS)
-        near = NEAR * min(ours.best_value, theirs.best_value)
+        near = NEAR * min(trial.user_attrs[TRUE_S] for trial in (*ours.trials, *theirs.trials))
         planned.append(num_until(ours, near))
         alone.append(num_until(theirs, near))
     assert 4 * sum(planned) <= sum(alone), (planned, alone)
