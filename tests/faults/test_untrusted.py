@@ -8,9 +8,17 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "quartet_plugin"
 PICKLERS = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 PROGRAMS = {"eval", "exec", "compile", "__import__"}
-# Where modules are loaded by a name that no file gives: our commands, a driver, a framework's seams, the
-# function that the user's ds_config names.
-MAY_LOAD_BY_NAME = {"cli/main.py", "deepspeed/layer_builder.py", "probe/devices.py", "rank/seams.py"}
+# Where modules are loaded by a name that no file of a run gives: our commands, a driver, a framework's seams
+# and modules, the function that the user's ds_config names, and what the user's script imports.
+MAY_LOAD_BY_NAME = {
+    "cli/main.py",
+    "deepspeed/layer_builder.py",
+    "megatron/execution.py",
+    "megatron/preload.py",
+    "probe/devices.py",
+    "rank/seams.py",
+    "rank/warm/imports.py",
+}
 
 
 @cache
