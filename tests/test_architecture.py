@@ -16,7 +16,7 @@ NAME = "quartet_plugin"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("model", "protocol"),
     ("split", "scaling", "schedule", "partition", "mapping"),
-    ("space", "launchers"),
+    ("space", "launchers", "testing"),
     ("cost",),
     ("calibration", "rank", "probe"),
     ("planner", "runtime"),
@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {room: may_import(room) for floor in FLOORS fo
 # No room holds more than this part of the package's lines.
 MAX_SHARE = 0.16
 # Files that only a user's command or another process names.
-ENTRY_POINTS: tuple[str, ...] = ()
+ENTRY_POINTS: tuple[str, ...] = ("quartet_plugin.launchers.node_task",)
 FRAMEWORKS = {"torch", "megatron", "deepspeed", "transformer_engine", "triton"}
 MAY_IMPORT_FRAMEWORKS = TRAINING
 

@@ -83,7 +83,10 @@ class TrialSpec:
 
 @record
 class CommandRecord:
-    """command.json: what was started (secrets masked), when (seconds since 1970) and its limits."""
+    """command.json: what was started (secrets masked), when (seconds since 1970) and its limits.
+
+    `engine` is the launcher's name where it started the command on nodes.
+    """
 
     attempt_id: AttemptId
     argv: Annotated[tuple[Text, ...], Length(most=100_000)]
@@ -97,6 +100,7 @@ class CommandRecord:
     timeouts: dict[Name, Seconds]
     max_spread: Seconds
     schema_version: Version = 1
+    engine: Name | None = field(default=None, metadata=ADDED)
 
 
 @record

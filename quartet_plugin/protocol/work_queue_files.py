@@ -98,6 +98,8 @@ class SliceRecord:
     cores: Annotated[tuple[Count, ...], Length(most=65_536)] = ()
     devices: Annotated[tuple[Name, ...], Length(most=65_536)] = ()
     is_alone: bool = True
+    nodes: Annotated[tuple[Name, ...], Length(most=65_536)] = ()
+    num_nodes: Annotated[int, Bounds(ge=0, le=65_536)] = 0
 
 
 @record

@@ -92,8 +92,12 @@ class Launch:
     cwd: Path
 
 
-def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> Launch:
+def create_attempt(
+    request: TrialRequest, *, number: int, port: int | None, engine: str | None = None
+) -> Launch:
     """Make the first free attempt folder from `number` on, and write its trial.json and command.json.
+
+    `engine` is the name of the one that starts it on nodes.
 
     Raises StorageError when the disk is too full or fails, or the folder is not a plain one.
     """
@@ -132,6 +136,7 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
         predicted_iteration_s=request.predicted_iteration_s,
         timeouts=asdict(request.timeouts),
         max_spread=request.max_spread,
+        engine=engine,
     )
     write_json_atomic(folder / TRIAL_FILE, dump(spec))
     write_json_atomic(folder / COMMAND_FILE, dump(command))

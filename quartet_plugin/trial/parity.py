@@ -21,7 +21,7 @@ from pathlib import Path
 
 from quartet_plugin.errors import InfeasibleError, InfrastructureError, PlanError, QuartetError, SeamError
 from quartet_plugin.launchers.command import Command
-from quartet_plugin.launchers.local import Launcher
+from quartet_plugin.launchers.protocol import Launcher
 from quartet_plugin.model.conversion import TRACKER
 from quartet_plugin.model.plan import Mapping, Plan, ScheduleChoice, Split
 from quartet_plugin.model.receipt import (

@@ -63,6 +63,10 @@ class Watchdog:
                 self._moved[beat.rank] = (beat.phase, beat.iteration, now)
                 self._learn(before, beat.iteration, now)
 
+    def hold(self) -> None:
+        """Count nothing up to now: the attempt waits for its nodes."""
+        self._start = self.clock()
+
     def forgive(self, seconds: float) -> None:
         """Extend every rank's limit by `seconds` without a view of the files. The trial's deadline stays."""
         for rank, (phase, iteration, since) in self._moved.items():

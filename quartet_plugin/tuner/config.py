@@ -13,6 +13,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 from pydantic_core import PydanticCustomError
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.engines import LOCAL
+from quartet_plugin.launchers.placement import Placement
+from quartet_plugin.launchers.site import read_site
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.sections import Section, load_yaml, validate
 from quartet_plugin.space.config import SearchConfig
@@ -55,6 +58,9 @@ Storage = Annotated[str, BeforeValidator(_storage), PlainSerializer(without_pass
 Sampler = Annotated[SamplerName, BeforeValidator(_sampler)]
 
 
+FileName = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
 class TrialConfig(Section):
     """One live trial: iterations left out, iterations measured, and when it is killed.
 
@@ -76,12 +82,12 @@ class TrialConfig(Section):
     warm_starts: Literal["auto", "off"] = Field(
         default="auto", description="auto: trials are forked from a process that has made their imports"
     )
+    nodes: int = Field(
+        default=1, ge=1, le=10_000, description="nodes of one trial, with a launcher that has nodes"
+    )
     crop: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=10_000)] = Field(
         default="auto", description="layers a stage of the smaller model that is tried first, or none"
     )
-
-
-FileName = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class MachineConfig(Section):
@@ -152,6 +158,11 @@ class TuneConfig(Section):
     trial: TrialConfig = Field(default=TrialConfig(), description="one live trial")
     study: StudyConfig = Field(default=StudyConfig(), description="how many trials, and the final rounds")
     machine: MachineConfig = Field(default=MachineConfig(), description="files that describe the machine")
+    launcher: Annotated[str, Field(min_length=1, max_length=100)] = Field(
+        default=LOCAL,
+        description="local: this machine; slurm: nodes of this allocation; slurm-batch: a job a trial",
+    )
+    site: FileName | None = Field(default=None, description="what the cluster asks of every job: a site.yaml")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="cpu rehearses a GPU command; auto: cuda where there is one"
     )
@@ -162,6 +173,26 @@ def read_config(path: Path | None) -> TuneConfig:
     if path is None:
         return TuneConfig()
     return parse_config(load_yaml(path), where=str(path))
+
+
+def with_launcher(
+    config: TuneConfig, *, launcher: str | None, trial_nodes: int | None, site: str | None
+) -> TuneConfig:
+    """The configuration with the options of the command line. Raises ConfigError in one line."""
+    asked: dict[str, Any] = {"launcher": launcher, "site": site}
+    data = config.model_dump(mode="json", exclude_defaults=True)
+    data |= {name: value for name, value in asked.items() if value is not None}
+    if trial_nodes is not None:
+        data["trial"] = {**data.get("trial", {}), "nodes": trial_nodes}
+    return (
+        config if (launcher, trial_nodes, site) == (None, None, None) else parse_config(data, where="options")
+    )
+
+
+def placement_of(config: TuneConfig, *, cwd: Path | None = None) -> Placement:
+    """Where the run's trials start; the site's file is looked for in `cwd`. Raises ConfigError."""
+    site = None if config.site is None else (cwd or Path()) / config.site
+    return Placement(launcher=config.launcher, num_nodes=config.trial.nodes, site=read_site(site))
 
 
 def parse_config(data: Any, *, where: str) -> TuneConfig:

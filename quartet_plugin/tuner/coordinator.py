@@ -273,7 +273,7 @@ class Coordinator:
         WorkQueue(folder=self._run.folder.path).open(offer)
         labels = "; ".join(dict.fromkeys(part.label for part in self._slices))
         self._say(f"workers on this host: {len(self._slices)}, on {labels}")
-        if len(self._slices) > 1 and first.device == "cpu":
+        if len(self._slices) > 1 and first.device == "cpu" and not first.num_nodes:
             self._say(
                 "workers of one machine share its memory bandwidth: times are noisier than those of one "
                 "alone; the baseline and the final rounds are measured alone"
