@@ -21,10 +21,12 @@ from quartet_plugin.model.files import write_text_atomic
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 
 SCRIPT, EXIT_FILE = "job.sh", "exit-code"
-# Its first argument is the file for the exit code, the rest are srun's.
+# Its first argument is the file for the exit code, the rest are srun's. A controller that has lost its latest
+# state may start a job a second time, in the same folder: that does nothing.
 SCRIPT_TEXT = """#!/bin/bash
 exit_file=$1
 shift
+mkdir -- "$exit_file.begun" || exit 0
 srun "$@"
 code=$?
 printf '%d\\n' "$code" > "$exit_file.part" && mv -- "$exit_file.part" "$exit_file"

@@ -1,7 +1,5 @@
 """Trials as steps of a real allocation, and as jobs of their own, on a real Slurm of four nodes."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,37 +10,9 @@ from quartet_plugin.launchers.engines import engine_named, engine_names
 from quartet_plugin.launchers.protocol import Engine
 from quartet_plugin.launchers.site import Site
 from quartet_plugin.testing.launchers import LauncherConformance
-from tests.launchers.slurm_cluster import SlurmCluster, slurm_cluster
+from tests.launchers.slurm_cluster import SlurmCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """A cluster for all tests of this file."""
-    with slurm_cluster(tmp_path_factory.mktemp("slurm"), num_nodes=4) as running:
-        yield running
-
-
-@pytest.fixture
-def _outside(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process reaches the cluster and is in none of its jobs."""
-    for name in list(os.environ):
-        if name.startswith("SLURM_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
-
-
-@pytest.fixture
-def allocation(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch, _outside: None) -> Iterator[str]:
-    """This process is in an allocation of all four nodes."""
-    cluster.run("salloc", "--no-shell", "--nodes=4", "--job-name=allocation", "--quiet")
-    job = cluster.run("squeue", "-h", "-o", "%i", "-n", "allocation")
-    monkeypatch.setenv("SLURM_JOB_ID", job)
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-4]")
-    yield job
-    cluster.run("scancel", job)
-    cluster.await_up()
 
 
 @pytest.mark.usefixtures("allocation")
@@ -54,7 +24,7 @@ class TestSteps(LauncherConformance):
         return slurm.engine(Site())
 
 
-@pytest.mark.usefixtures("_outside")
+@pytest.mark.usefixtures("outside_of_jobs")
 class TestJobs(LauncherConformance):
     """One job for each attempt."""
 
@@ -73,7 +43,7 @@ def test_the_nodes_are_divided_in_order() -> None:
         engine.divide(num_nodes=2, at_once=3)
 
 
-@pytest.mark.usefixtures("_outside")
+@pytest.mark.usefixtures("outside_of_jobs")
 def test_outside_of_an_allocation_says_what_to_do() -> None:
     with pytest.raises(ConfigError, match="salloc, or a script for sbatch"):
         engine_named("slurm", site=Site()).divide(num_nodes=1, at_once=1)
