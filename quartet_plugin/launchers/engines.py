@@ -13,6 +13,7 @@ LOCAL = "local"
 _OURS = {
     "slurm": "quartet_plugin.launchers.slurm:engine",
     "slurm-batch": "quartet_plugin.launchers.slurm_batch:engine",
+    "ssh": "quartet_plugin.launchers.ssh:engine",
 }
 
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -69,13 +69,19 @@ def set_node_variables(environment: MutableMapping[str, str], names: Sequence[st
         environment["SLURM_NODEID"] = str(index)
     attempt_id = environment.get(ATTEMPT_ID, "0")[-8:]
     port = _FIRST_PORT + int(attempt_id, 16) % _NUM_PORTS
-    environment.setdefault("MASTER_PORT", str(port))
+    for name in ("MASTER_PORT", "PET_MASTER_PORT"):
+        environment.setdefault(name, str(port))
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run the command to its end and kill what it leaves; its exit code, 128 and a signal's number."""
+def run(argv: Sequence[str], *, started: Callable[["subprocess.Popen[bytes]"], None] | None = None) -> int:
+    """Run the command to its end and kill what it leaves; its exit code, 128 and a signal's number.
+
+    `started` gets the process.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     process = subprocess.Popen(list(argv), stdin=subprocess.DEVNULL)
+    if started is not None:
+        started(process)
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         del frame

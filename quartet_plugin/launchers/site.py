@@ -86,10 +86,22 @@ class SlurmSite(Section):
         return [*_words(named), *self.step_options]
 
 
+class SshSite(Section):
+    """The hosts that `ssh` reaches without being asked anything; `config` is in the form of ssh_config(5)."""
+
+    hosts: Annotated[tuple[Plain, ...], Field(min_length=1, max_length=10_000, strict=False)] = Field(
+        description="their names, in the order of the ranks"
+    )
+    config: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
+        default=None, description="a file of ssh's options, for users, ports and keys"
+    )
+
+
 class Site(Section):
     """All of `site.yaml`. `environment` is set for every trial; `python` starts on the nodes."""
 
     slurm: SlurmSite = Field(default=SlurmSite(), description="options of Slurm's jobs and steps")
+    ssh: SshSite | None = Field(default=None, description="hosts, for launcher: ssh")
     environment: Variables = Field(default={}, description="variables of every trial")
     python: Plain | None = Field(default=None, description="the python of the nodes, if it is another")
 

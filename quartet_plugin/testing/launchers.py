@@ -23,6 +23,7 @@ from typing import Any
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.protocol import Engine, NodesHandle
+from quartet_plugin.launchers.site import Site, parse_site
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 
 # The longest that a start, and an end, may take.
@@ -86,6 +87,10 @@ class LauncherConformance:
     def engine(self) -> Engine:
         """The engine under test."""
         raise NotImplementedError
+
+    def site(self) -> Site:
+        """The site that the engine's module makes it for, in another process."""
+        return Site()
 
     def test_every_node_starts_the_command_with_its_place(self, tmp_path: Path) -> None:
         """Once a node, with the variables that torchrun and scripts read."""
@@ -163,7 +168,10 @@ class LauncherConformance:
     def test_it_outlives_the_process_that_started_it(self, tmp_path: Path) -> None:
         """A tuner that follows a killed one finds it, and ends it."""
         run = _Run(self.engine(), tmp_path, num_nodes=self.num_nodes)
-        request = run.request("stubborn") | {"engine": [type(run.engine).__module__, "engine"]}
+        request = run.request("stubborn") | {
+            "engine": [type(run.engine).__module__, "engine"],
+            "site": self.site().model_dump(mode="json", exclude_defaults=True),
+        }
         subprocess.run(
             [sys.executable, "-c", _STARTER],
             input=json.dumps(request),
@@ -225,10 +233,8 @@ def started_from(request: dict[str, Any]) -> NodesHandle:
     """Start what `request` describes, for a process of its own."""
     from importlib import import_module
 
-    from quartet_plugin.launchers.site import Site
-
     module, name = request["engine"]
-    engine: Engine = getattr(import_module(module), name)(Site())
+    engine: Engine = getattr(import_module(module), name)(parse_site(request["site"], where="site"))
     return _started(engine, request)
 
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,11 +77,11 @@ class SlurmCluster:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         return {**kept, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def run(self, *words: str, limit_s: float = 60.0, **more: str) -> str:
+    def run(self, *words: str, limit_s: float = 60.0, more: Mapping[str, str] | None = None) -> str:
         """What one of Slurm's programs prints."""
         result = subprocess.run(
             words,
-            env={**self.environment, **more},
+            env={**self.environment, **(more or {})},
             capture_output=True,
             text=True,
             timeout=limit_s,

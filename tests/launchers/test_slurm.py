@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from quartet_plugin.cli.main import main
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers import slurm, slurm_batch
 from quartet_plugin.launchers.engines import engine_named, engine_names
 from quartet_plugin.launchers.protocol import Engine
 from quartet_plugin.launchers.site import Site
 from quartet_plugin.testing.launchers import LauncherConformance
+from tests.cli.tuning import prepare
 from tests.launchers.slurm_cluster import SlurmCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -70,3 +72,14 @@ def test_paths_are_not_filename_patterns(tmp_path: Path) -> None:
     launcher = slurm_batch.SlurmBatchLauncher(1, Site())
     words = launcher.words(["x"], attempt_id="0" * 32, cwd=tmp_path, stdout=tmp_path / "%j" / "out")
     assert f"--output={tmp_path}/%%j/out" in words
+
+
+@pytest.mark.usefixtures("allocation")
+def test_a_dry_run_shows_what_slurm_would_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options, command = prepare(tmp_path)
+    more = ["--launcher", "slurm", "--trial-nodes", "2", "--dry-run"]
+    assert main([*options, *more, "--", *command]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("launcher ")]
+    assert "srun --jobid=" in line
+    assert "--nodelist=n1,n2" in line
+    assert not (tmp_path / "runs").exists()

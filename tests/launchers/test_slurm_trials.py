@@ -100,7 +100,8 @@ class Running:
     """A trial that runs in a thread, and what is done to it meanwhile."""
 
     def __init__(self, request: TrialRequest, launcher: BareNodes) -> None:
-        self.folder, self._results = request.folder, []
+        self.folder = request.folder
+        self._results: list[TrialResult] = []
         self._thread = threading.Thread(target=self._run, args=(request, launcher))
         self._thread.start()
 
