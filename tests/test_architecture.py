@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {room: may_import(room) for floor in FLOORS fo
 # No room holds more than this part of the package's lines.
 MAX_SHARE = 0.16
 # Files that only a user's command or another process names.
-ENTRY_POINTS: tuple[str, ...] = ("quartet_plugin.launchers.node_task",)
+ENTRY_POINTS: tuple[str, ...] = ()
 FRAMEWORKS = {"torch", "megatron", "deepspeed", "transformer_engine", "triton"}
 MAY_IMPORT_FRAMEWORKS = TRAINING
 

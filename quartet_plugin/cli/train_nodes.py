@@ -31,7 +31,7 @@ def train_on_nodes(
     if not isinstance(engine, SlurmEngine):
         raise UsageError(
             f"--launcher {launcher}: trains inside of an allocation only (slurm); queue a script that says "
-            "`quartet train --launcher slurm`, as launch/slurm/train.sbatch does"
+            "`quartet train --launcher slurm`, as launch/slurm/train.sbatch does, or start it on every host"
         )
     (nodes,) = engine.divide(num_nodes=num_nodes, at_once=1)
     argv = [sys.executable, "-c", _ENTRY, "train", *options, "--", *words]

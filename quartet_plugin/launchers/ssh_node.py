@@ -26,7 +26,8 @@ _GRACE_S, _END_S = 5.0, 30.0
 
 def follow_input(process: "subprocess.Popen[bytes]") -> None:
     """End the command when the launcher asks for it, and kill it when the launcher is gone."""
-    while sys.stdin.buffer.readline() == TERMINATE:
+    # Not through Python's buffers: a thread that waits in them is an error when the interpreter ends.
+    while os.read(0, len(TERMINATE)) == TERMINATE:
         process.terminate()
     if process.poll() is None:
         process.terminate()
@@ -37,7 +38,7 @@ def follow_input(process: "subprocess.Popen[bytes]") -> None:
 
 def run_request() -> int:
     """Run the command of the request to its end."""
-    request = json.loads(sys.stdin.buffer.readline())
+    request = json.loads(_first_line())
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
@@ -47,6 +48,17 @@ def run_request() -> int:
         threading.Thread(target=follow_input, args=(process,), daemon=True).start()
 
     return run(request["argv"], started=started)
+
+
+def _first_line() -> bytes:
+    """The first line of the standard input, and nothing behind it."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        part = os.read(0, 1)
+        if not part:
+            raise SystemExit("ssh_node: the launcher has sent no request")
+        line += part
+    return bytes(line)
 
 
 def end_attempt(attempt_id: str) -> int:

@@ -160,7 +160,7 @@ class TuneConfig(Section):
     machine: MachineConfig = Field(default=MachineConfig(), description="files that describe the machine")
     launcher: Annotated[str, Field(min_length=1, max_length=100)] = Field(
         default=LOCAL,
-        description="local: this machine; slurm: nodes of this allocation; slurm-batch: a job a trial",
+        description="local: this machine; slurm: this allocation; slurm-batch: a job a trial; ssh: hosts",
     )
     site: FileName | None = Field(default=None, description="what the cluster asks of every job: a site.yaml")
     device: Literal["auto", "cpu", "cuda"] = Field(
