@@ -147,16 +147,9 @@ def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str
 
     Raises PlanError for a part of the plan that stock flags cannot express.
     """
-    user = flags.values(words)
-    values: dict[str, Any] = {}
-    remove: set[str] = set()
-    _add_shape(plan, user, values, remove)
-    _add_layout(plan, user, values, remove)
-    _add_split(plan, user, values, remove)
-    if user.global_batch_size is None:
-        values["global_batch_size"] = plan.made_for.global_batch_size
+    values, remove = changes_of(plan, flags.values(words))
     edited, removed = flags.edit(words, remove=remove | set(values), append=flags.words_for(values))
-    _check_result(plan, flags.values(edited))
+    check_result(plan, flags.values(edited))
     if not removed:
         return edited, []
     before = flags.explicit_values(words)
@@ -167,6 +160,21 @@ def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str
         now = "left out" if new is None else "set" if new is True else str(new)
         replaced.append(f"{item.flag}{old} -> {now}")
     return edited, [f"the plan replaces {', '.join(replaced)}"]
+
+
+def changes_of(plan: Plan, user: Namespace) -> tuple[dict[str, Any], set[str]]:
+    """The arguments that the plan sets, and those whose flags it leaves out, in the user's arguments.
+
+    Raises PlanError for a part of the plan that arguments cannot express.
+    """
+    values: dict[str, Any] = {}
+    remove: set[str] = set()
+    _add_shape(plan, user, values, remove)
+    _add_layout(plan, user, values, remove)
+    _add_split(plan, user, values, remove)
+    if user.global_batch_size is None:
+        values["global_batch_size"] = plan.made_for.global_batch_size
+    return values, remove
 
 
 def _add_shape(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[str]) -> None:
@@ -262,8 +270,8 @@ def _split_or_none(user: Namespace) -> Split | None:
         return None
 
 
-def _check_result(plan: Plan, args: Namespace) -> None:
-    """Raise PlanError where the rewritten flags do not say what the plan says; an invariant of `rewrite`."""
+def check_result(plan: Plan, args: Namespace) -> None:
+    """Raise PlanError where the changed arguments do not say what the plan says; an invariant of a change."""
     layout = layout_of(args, world_size=plan.layout.world_size)
     for setting in plan.layout.settings or ():
         layout = layout.with_setting(setting.name, setting_knob(setting).read(args))
