@@ -75,7 +75,7 @@ def prepare(session: Session) -> None:
         raise ConfigError("the parity gate is not there for Megatron-Bridge, which has no custom schedules")
     if on_cpu:
         cpu_device.install(training=False)
-    after_import(PRETRAIN, functools.partial(_wrap, session, on_cpu=on_cpu))
+    after_import(PRETRAIN, functools.partial(wrap, session, on_cpu=on_cpu))
     if session.files is not None:
         from quartet_plugin.bridge.measure import BridgeMeter
 
@@ -83,7 +83,7 @@ def prepare(session: Session) -> None:
         session.files.move("init", 0)
 
 
-def _wrap(session: Session, module: ModuleType, *, on_cpu: bool) -> None:
+def wrap(session: Session, module: ModuleType, *, on_cpu: bool) -> None:
     """Let `pretrain` of the module train with the plan and the meter."""
     stock: Callable[..., Any] = module.pretrain
     signature = inspect.signature(stock)
@@ -94,24 +94,25 @@ def _wrap(session: Session, module: ModuleType, *, on_cpu: bool) -> None:
     @functools.wraps(stock)
     def pretrain(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
-        change_configuration(session, call.arguments["config"], on_cpu=on_cpu)
-        if session.meter is not None:
-            callback = session.meter.callback()
+        for callback in change_configuration(session, call.arguments["config"], on_cpu=on_cpu):
             call.arguments["callbacks"] = _with_callback(call.arguments.get("callbacks"), callback)
         return stock(*call.args, **call.kwargs)
 
     module.pretrain = pretrain  # type: ignore[attr-defined]
 
 
-def change_configuration(session: Session, config: Any, *, on_cpu: bool) -> None:
-    """The plan, a trial's changes and the CPU's, in the user's configuration. Raises QuartetError."""
+def change_configuration(session: Session, config: Any, *, on_cpu: bool) -> list[Any]:
+    """The plan, a trial's changes and the CPU's, in the user's configuration; the callbacks to add.
+
+    Raises QuartetError.
+    """
     from quartet_plugin.bridge.side_effects import strip_side_effects
 
     if on_cpu:
         from quartet_plugin.bridge.cpu import prepare_for_cpu
 
         prepare_for_cpu(config)
-    options = session.options
+    options, callbacks = session.options, []
     if options.plan is not None:
         rendezvous = Rendezvous.open(session.rank_env)
         rendezvous.agree_or_raise("device", _no_accelerator(session))
@@ -119,7 +120,7 @@ def change_configuration(session: Session, config: Any, *, on_cpu: bool) -> None
         if session.files is not None:
             session.files.plan_key = plan.key
 
-        from quartet_plugin.bridge.planned import apply_plan
+        from quartet_plugin.bridge.planned import apply_plan, check_checkpoint, vocabulary_callback
         from quartet_plugin.megatron.seams import installed_version
 
         apply_plan(
@@ -130,8 +131,13 @@ def change_configuration(session: Session, config: Any, *, on_cpu: bool) -> None
             rank_env=session.rank_env,
             on_cpu=on_cpu,
         )
+        callbacks.append(vocabulary_callback(plan))
+        if session.files is None:
+            check_checkpoint(plan, config)
     if session.meter is not None:
         session.meter.left_out(strip_side_effects(config))
+        callbacks.append(session.meter.callback())
+    return callbacks
 
 
 def _no_accelerator(session: Session) -> ConfigError | None:

@@ -8,6 +8,7 @@ from argparse import Namespace
 from typing import Any
 
 from quartet_plugin.errors import PlanError
+from quartet_plugin.space.needed_flags import NEEDED_FLAGS
 
 # Sections in the order in which a name is looked for. `validation` is there in later releases.
 _SECTIONS = (
@@ -97,6 +98,13 @@ def has_argument(config: Any, name: str) -> bool:
     """Whether a section has a field for an argument."""
     field = _RENAMED.get(name, name)
     return any(field in _fields(section) for section in sections_of(config))
+
+
+def known_arguments(config: Any) -> set[str]:
+    """The arguments by which plans change axes, as far as the configuration has them."""
+    names = {name for names in NEEDED_FLAGS.values() for name in names}
+    stand_ins = {"padded_vocab_size": "make_vocab_size_divisible_by"}
+    return {name for name in names if has_argument(config, stand_ins.get(name, name))}
 
 
 def set_argument(config: Any, name: str, value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from quartet_plugin.bridge.fields import arguments_of, has_argument, vocabulary_of
+from quartet_plugin.bridge.fields import arguments_of, has_argument, known_arguments, vocabulary_of
 from quartet_plugin.megatron.measure import lm_loss
 from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.rank.files import RankFileWriter
@@ -72,7 +72,11 @@ class BridgeMeter(StepMeter):
         args.padded_vocab_size = vocabulary_of(config)
         args.world_size = _world_size()
         job = describe_job(
-            args, as_written=args, neutralised=self._neutralised, no_custom_schedules=NO_CUSTOM_SCHEDULES
+            args,
+            as_written=args,
+            neutralised=self._neutralised,
+            no_custom_schedules=NO_CUSTOM_SCHEDULES,
+            known_flags=known_arguments(config),
         )
         missing = {knob.name for knob in SETTINGS if not has_argument(config, knob.destination)}
         job["settings"] = [setting for setting in job["settings"] if setting["name"] not in missing]

@@ -76,6 +76,43 @@ def write_plan(plan: Plan, config: Any) -> list[str]:
     return [f"the plan replaces {', '.join(changed)}"] if changed else []
 
 
+def check_checkpoint(plan: Plan, config: Any) -> None:
+    """Raise PlanError where a checkpoint of other stages would give layers each other's optimizer state.
+
+    The distributed optimizer's usual form is keyed by rank and buffer, and loading it checks sizes alone.
+    """
+    checkpoint, baseline = config.checkpoint, plan.made_for.baseline
+    names = ("tensor_parallel", "pipeline_parallel", "virtual_stages")
+    is_same = plan.split == baseline.split and all(
+        getattr(plan.layout, name) == getattr(baseline.layout, name) for name in names
+    )
+    is_safe = not arguments_of(config).use_distributed_optimizer or not getattr(
+        checkpoint, "load_optim", True
+    )
+    if is_same or is_safe or getattr(checkpoint, "load", None) is None:
+        return
+    if not getattr(checkpoint, "dist_ckpt_optim_fully_reshardable", False):
+        raise PlanError(
+            f"checkpoint.load: {checkpoint.load}: the plan has other stages than the script's configuration, "
+            "and a distributed optimizer's state may come to other layers; save and load with "
+            "checkpoint.dist_ckpt_optim_fully_reshardable"
+        )
+
+
+def vocabulary_callback(plan: Plan) -> Any:
+    """A callback of the Bridge that compares the vocabulary before the first step."""
+    from megatron.bridge.training.callbacks import Callback
+
+    class CheckVocabulary(Callback):  # type: ignore[misc]
+        """Stops a training of another job."""
+
+        def on_train_start(self, context: Any) -> None:
+            """Compare, now that the tokenizer is there."""
+            check_vocabulary(plan, context.state.cfg)
+
+    return CheckVocabulary()
+
+
 def check_vocabulary(plan: Plan, config: Any) -> None:
     """Compare the vocabulary, which the tokenizer decides. Raises PlanError where the plan has another."""
     size = vocabulary_of(config)

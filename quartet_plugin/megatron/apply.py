@@ -224,7 +224,7 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
                 remove.add(knob.destination)
             else:
                 values[knob.destination] = value
-    if current.tensor_parallel != layout.tensor_parallel and user.padded_vocab_size is None:
+    if current.tensor_parallel != layout.tensor_parallel and getattr(user, "padded_vocab_size", None) is None:
         # Megatron pads by the tensor-parallel size: without this the model would change with the layout.
         size = _planned_vocabulary(plan, user)
         if size % layout.tensor_parallel:
@@ -251,14 +251,18 @@ def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
                     "--hybrid-layer-pattern, so keep the split and the stages of the command"
                 )
             values["pipeline_model_parallel_layout"] = plan.split.megatron_layout
-    if layout.pipeline_parallel == 2 and layout.virtual_stages > 1 and not user.overlap_p2p_comm:
+    if (
+        layout.pipeline_parallel == 2
+        and layout.virtual_stages > 1
+        and not getattr(user, "overlap_p2p_comm", True)
+    ):
         # Megatron refuses both together on two devices, also where the runtime has transfers of its own.
         remove.add("overlap_p2p_comm")
     group = plan.schedule.group
     if plan.schedule.name != "interleaved":
         if current.virtual_stages > 1:
             remove.add("microbatch_group_size_per_vp_stage")
-    elif group != (user.microbatch_group_size_per_vp_stage or layout.pipeline_parallel):
+    elif group != (getattr(user, "microbatch_group_size_per_vp_stage", None) or layout.pipeline_parallel):
         values["microbatch_group_size_per_vp_stage"] = group
 
 
@@ -321,9 +325,10 @@ def _planned_vocabulary(plan: Plan, user: Namespace) -> int:
 
 
 def _padded_size(vocab_size: int, user: Namespace) -> int | None:
-    if user.padded_vocab_size is not None:
-        return int(user.padded_vocab_size)
-    if not user.pad_vocab_size:
+    padded = getattr(user, "padded_vocab_size", None)
+    if padded is not None:
+        return int(padded)
+    if not getattr(user, "pad_vocab_size", True):
         return None
     multiple = user.make_vocab_size_divisible_by * user.tensor_model_parallel_size
     return int(-(-vocab_size // multiple) * multiple)

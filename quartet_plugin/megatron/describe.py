@@ -2,6 +2,7 @@
 
 import contextlib
 from argparse import Namespace
+from collections.abc import Container
 from typing import Any
 
 from quartet_plugin.errors import ConfigError
@@ -19,6 +20,7 @@ from quartet_plugin.model.megatron_arguments import (
     split_of,
 )
 from quartet_plugin.space.knobs.registry import SETTINGS
+from quartet_plugin.space.needed_flags import missing_flag_features
 from quartet_plugin.space.runtime_refusals import REFUSED, refusal
 
 FRAMEWORK = MEGATRON.framework
@@ -43,11 +45,13 @@ def describe_job(
     as_written: Namespace,
     neutralised: list[str],
     no_custom_schedules: str | None = None,
+    known_flags: Container[str] | None = None,
 ) -> dict[str, Any]:
     """The `job` of rank-K.json, from the arguments as Megatron resolved them.
 
     What limits plans is read of the command `as_written`: training has what trials leave out.
-    `no_custom_schedules` is why there are none, whatever Megatron's functions are.
+    `no_custom_schedules` is why there are none, whatever Megatron's functions are. `known_flags` are the
+    arguments that a plan can set here, where those are not all of `args`.
     """
     import torch
     from megatron.core.package_info import __version__
@@ -57,7 +61,8 @@ def describe_job(
     from quartet_plugin.model.schema import dump
 
     written = as_user_wrote(args, as_written)
-    features = features_of(written)
+    known = vars(args) if known_flags is None else known_flags
+    features = [*features_of(written), *missing_flag_features(known)]
     changed = () if no_custom_schedules else changed_functions()
     split = None if "hybrid" in features or "encoder_decoder" in features else dump(split_of(args))
     return {

@@ -1,8 +1,10 @@
-"""Our rules of what is legal against Megatron's own checks, on random jobs: `python -m tests.megatron.legality`.
+"""Our rules of what is legal against Megatron's own checks, on random jobs.
 
-For every random command the space offers plans, all of which Megatron must accept; then one value of a plan is
-replaced by one that our rules refuse for a rule of Megatron's, and Megatron must refuse it too. Megatron's
-checks are the real ones, with the answers of a Hopper GPU: its parser, `validate_args`, the configuration of
+    python -m tests.megatron.legality [--plans N] [--seed N]
+
+For every random command the space offers plans, all of which Megatron must accept. Then a value of a plan is
+replaced by one that our rules refuse for a rule of Megatron's, and Megatron must refuse it too. Its checks
+are the real ones, with the answers of a Hopper GPU: its parser, `validate_args`, the configuration of
 its model, its count of microbatches and its process groups, over torch's fake process group.
 """
 
@@ -10,12 +12,16 @@ import argparse
 import contextlib
 import functools
 import json
+import logging
+import os
 import random
+import shlex
 import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -45,10 +51,10 @@ from tests.megatron.test_production_commands import (
 PLANS_A_COMMAND = 10
 # What Megatron raises where it refuses.
 _REFUSALS = (AssertionError, ValueError, RuntimeError, SystemExit)
-_COMMON = (
+_COMMON = shlex.split(
     "--bf16 --lr 1e-4 --train-iters 100 --mock-data --tokenizer-type NullTokenizer --eval-iters 1 "
     "--max-position-embeddings 4096"
-).split()
+)
 
 
 def random_command(generator: random.Random) -> ProductionCommand:
@@ -118,7 +124,9 @@ def refusal_of(words: Sequence[str]) -> str | None:
     return None
 
 
-def refused_values(plan: Plan, space: Space, generator: random.Random) -> Iterator[tuple[dict[str, Any], str]]:
+def refused_values(
+    plan: Plan, space: Space, generator: random.Random
+) -> Iterator[tuple[dict[str, Any], str]]:
     """Arguments beside a plan's that our rules refuse for a rule of Megatron's, with our words."""
     layout, rules, shape = plan.layout, space.rules(), plan.shape
     context = KnobContext(layout=layout, shape=shape, rules=rules)
@@ -140,9 +148,7 @@ def refused_values(plan: Plan, space: Space, generator: random.Random) -> Iterat
         if fault:
             yield {"num_virtual_stages_per_pipeline_rank": chunks}, fault
     if layout.distributed_optimizer and layout.data_parallel > 1:
-        bare = KnobContext(
-            layout=layout.with_setting("overlap_grad_reduce", False), shape=shape, rules=rules
-        )
+        bare = KnobContext(layout=layout.with_setting("overlap_grad_reduce", False), shape=shape, rules=rules)
         fault = OVERLAP_PARAM_GATHER.fault(True, bare)
         if fault:
             yield {"overlap_param_gather": True, "overlap_grad_reduce": None}, fault
@@ -165,9 +171,6 @@ def changed(flags: Flags, words: Sequence[str], values: dict[str, Any]) -> list[
 
 def check_command(command: ProductionCommand, generator: random.Random, num: int) -> dict[str, Any]:
     """Counts and disagreements of the plans of one command."""
-    import os
-    from unittest import mock
-
     flags = native_flags()
     result: dict[str, Any] = {"accepted": 0, "refused": 0, "disagreements": []}
     with hopper(command):
@@ -191,7 +194,13 @@ def check_command(command: ProductionCommand, generator: random.Random, num: int
                 for values, fault in refused_values(plan, space, generator):
                     if refusal_of(changed(flags, words, values)) is None:
                         result["disagreements"].append(
-                            {"plan": label, "words": words, "values": values, "ours": fault, "megatron": "accepted"}
+                            {
+                                "plan": label,
+                                "words": words,
+                                "values": values,
+                                "ours": fault,
+                                "megatron": "accepted",
+                            }
                         )
                     else:
                         result["refused"] += 1
@@ -205,6 +214,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     generator = random.Random(options.seed)
     total: dict[str, Any] = {"accepted": 0, "refused": 0, "disagreements": []}
     left = options.plans
