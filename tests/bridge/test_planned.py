@@ -8,10 +8,10 @@ from quartet_plugin.bridge.fields import arguments_of, vocabulary_of
 from quartet_plugin.bridge.planned import check_checkpoint, check_vocabulary, write_plan
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.apply import check_fit
+from quartet_plugin.model.custom_schedule import CustomSchedule, StageProfile
 from quartet_plugin.model.plan import ScheduleChoice, Split
-from quartet_plugin.space.schedules import custom_order
 from tests.bridge.configurations import make_config, make_model
-from tests.model.plans import LAYOUT, PLAN, SHAPE, plan_with
+from tests.model.plans import LAYOUT, PLAN, plan_with
 
 
 def test_the_split_becomes_a_layout_and_is_said() -> None:
@@ -72,10 +72,17 @@ def test_no_pipeline_leaves_no_layout() -> None:
 
 
 def test_a_custom_schedule_is_refused() -> None:
-    custom = custom_order(
-        "zb-h1", shape=SHAPE, num_devices=2, chunks=1, num_microbatches=8, ends=None, split=(4, 4)
-    ).custom
-    plan = plan_with(schedule=ScheduleChoice(name="custom", custom=custom))
+    profile = StageProfile(
+        forward_s=(1.0, 1.0),
+        input_grad_s=(1.0, 1.0),
+        weight_grad_s=(1.0, 1.0),
+        backward_s=(2.0, 2.0),
+        activation_bytes=(1.0, 1.0),
+        forward_transfer_s=(0.0, 0.0),
+        backward_transfer_s=(0.0, 0.0),
+    )
+    custom = CustomSchedule(placement=(0, 1), profile=profile, named="zb-h1")
+    plan = plan_with(schedule=ScheduleChoice(name="zb-h1", custom=custom))
     with pytest.raises(PlanError, match="Megatron-Bridge runs Megatron's own schedules"):
         write_plan(plan, make_config())
 
