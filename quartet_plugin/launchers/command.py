@@ -26,6 +26,7 @@ from quartet_plugin.launchers.starter_options import ParsedOptions, Starter, rea
 ENTRY_MODULE = "quartet_plugin.megatron"
 DEEPSPEED_MODULE = "quartet_plugin.deepspeed"
 BRIDGE_MODULE = "quartet_plugin.bridge"
+_BRIDGE_MODULES = ("quartet_plugin.bridge.", "megatron.bridge.")
 MAX_WORDS = 100_000
 
 Assignments = tuple[tuple[str, str], ...]
@@ -288,7 +289,7 @@ def _command(
     entry = ENTRY_MODULE
     if starter == "deepspeed" or any(_DS_CONFIG.fullmatch(word) for word in words[start + 1 :]):
         entry = DEEPSPEED_MODULE
-    elif not is_module and trains_with_bridge(Path(words[start])):
+    elif words[start].startswith(_BRIDGE_MODULES) if is_module else trains_with_bridge(Path(words[start])):
         entry = BRIDGE_MODULE
     if is_module and words[start] in (ENTRY_MODULE, DEEPSPEED_MODULE, BRIDGE_MODULE):
         entry = words[start]

@@ -14,9 +14,10 @@ PACKAGES = frozenset(
     (
         *("transformer_engine", "transformer_engine_torch", "nvidia_resiliency_ext"),
         *("mamba_ssm", "causal_conv1d", "fla", "timm", "open_clip", "qwen_vl_utils"),
-        *("datasets", "wandb", "mlflow", "tensorboard", "hydra", "pulp", "torchprofile"),
+        *("datasets", "wandb", "mlflow", "hydra", "pulp", "torchprofile"),
     )
 )
+_TENSORBOARD = "torch.utils.tensorboard"
 
 
 class _Named(type):
@@ -47,7 +48,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] not in PACKAGES:
+        if fullname.partition(".")[0] not in PACKAGES and not fullname.startswith(_TENSORBOARD):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 

@@ -82,7 +82,7 @@ def test_a_custom_schedule_is_refused() -> None:
         backward_transfer_s=(0.0, 0.0),
     )
     custom = CustomSchedule(placement=(0, 1), profile=profile, named="zb-h1")
-    plan = plan_with(schedule=ScheduleChoice(name="zb-h1", custom=custom))
+    plan = plan_with(schedule=ScheduleChoice(name="custom", custom=custom))
     with pytest.raises(PlanError, match="Megatron-Bridge runs Megatron's own schedules"):
         write_plan(plan, make_config())
 
