@@ -166,6 +166,6 @@ def _precision(config: Any, values: dict[str, Any]) -> dict[str, Any]:
 def _other_model(config: Any) -> dict[str, Any]:
     """The feature of a model whose stages are not made of like layers."""
     names = " ".join(cls.__name__ for cls in type(config.model).__mro__)
-    found = {feature: 1 for word, feature in _OTHER_MODELS.items() if word in names}
+    features = {feature: 1 for word, feature in _OTHER_MODELS.items() if word in names}
     has_vision = any(name.startswith("vision") for name in _fields(config.model))
-    return found or ({"decoder_num_layers": 1} if has_vision else {})
+    return features or ({"decoder_num_layers": 1} if has_vision else {})

@@ -3,6 +3,7 @@
 They come into being after Megatron-Core was imported, which looks for Transformer Engine and must not see it.
 """
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -16,6 +17,16 @@ PACKAGES = frozenset(
         *("mamba_ssm", "causal_conv1d", "fla", "timm", "open_clip", "qwen_vl_utils"),
         *("datasets", "wandb", "mlflow", "hydra", "pulp", "torchprofile"),
     )
+)
+# Modules of Megatron-Core that look for Transformer Engine.
+_BEFORE = (
+    "megatron.core.extensions.transformer_engine",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.transformer.attention",
+    "megatron.core.transformer.moe.moe_layer",
+    "megatron.core.transformer.multi_latent_attention",
+    "megatron.core.distributed.finalize_model_grads",
+    "megatron.core.optimizer",
 )
 _TENSORBOARD = "torch.utils.tensorboard"
 
@@ -62,5 +73,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install_stubs() -> None:
-    """From now on, imports of these packages find stubs."""
+    """From now on, imports of these packages find stubs; Megatron-Core's layers are imported before."""
+    for name in _BEFORE:
+        importlib.import_module(name)
     sys.meta_path.insert(0, _Finder())
