@@ -50,7 +50,13 @@ def configuration(pipeline_parallel: int) -> ConfigContainer:
         ddp=DistributedDataParallelConfig(
             use_distributed_optimizer=False, overlap_grad_reduce=False, overlap_param_gather=False
         ),
-        scheduler=SchedulerConfig(lr_decay_style="constant", lr_warmup_iters=0, lr_decay_iters=ITERATIONS),
+        scheduler=SchedulerConfig(
+            lr_decay_style="constant",
+            lr_warmup_iters=0,
+            lr_decay_iters=ITERATIONS,
+            start_weight_decay=0.01,
+            end_weight_decay=0.01,
+        ),
         dataset=MockGPTDatasetConfig(
             random_seed=1,
             seq_length=32,
