@@ -21,19 +21,20 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("calibration", "rank", "probe"),
     ("planner", "runtime"),
     ("trial", "study"),
-    ("tuner", "megatron", "deepspeed"),
+    ("tuner", "megatron", "deepspeed", "bridge"),
     ("report",),
     ("cli",),
 )
 # Rooms of training processes and rooms of the tuner never import each other; both import what is shared.
 SHARED = {"model", "protocol", "split", "scaling", "schedule", "partition", "mapping", "space"}
-TRAINING = {"rank", "runtime", "megatron", "deepspeed", "probe"}
+TRAINING = {"rank", "runtime", "megatron", "deepspeed", "bridge", "probe"}
 # Reports are made from files, by a laptop too; the adapters do not know each other.
 NEVER = {
     ("report", "tuner"),
     ("report", "study"),
     ("report", "trial"),
     ("deepspeed", "megatron"),
+    ("bridge", "deepspeed"),
 }
 
 
@@ -165,7 +166,7 @@ def test_the_core_loads_without_frameworks() -> None:
 
 def test_importing_the_adapter_patches_nothing() -> None:
     code = (
-        "import sys, quartet_plugin, quartet_plugin.megatron, quartet_plugin.deepspeed\n"
+        "import sys, quartet_plugin.megatron, quartet_plugin.deepspeed, quartet_plugin.bridge\n"
         f"print(sorted({FRAMEWORKS!r} & set(sys.modules)))\n"
     )
     done = subprocess.run(

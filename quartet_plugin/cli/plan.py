@@ -1,7 +1,7 @@
 """`quartet plan`: the best layouts of a described job, without running anything."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -81,6 +81,14 @@ def plan_command(
     refused: Annotated[
         bool, typer.Option("--refused", help="List which constraint refused how many layouts.")
     ] = False,
+    megatron: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION",
+            help="The release that plans are for; default: the command's, else the installed one.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: JsonSwitch = False,
     hardware: HardwareFolder = None,
     calibration: CalibrationFile = None,
@@ -129,6 +137,7 @@ def plan_command(
         request,
         user,
         output=output,
+        release=_release(megatron, words),
         name=name,
         top=top,
         exhaustive=exhaustive,
@@ -144,6 +153,7 @@ def _show_ranking(
     user: "CommandJob | None",
     *,
     output: Path | None,
+    release: str,
     name: str,
     top: int,
     exhaustive: bool,
@@ -176,7 +186,15 @@ def _show_ranking(
         path = None
         if output is not None:
             path = output if place == 1 else output.with_name(f"{output.stem}.{place}{output.suffix}")
-            plan = plan_of(request, ranked, plain=plain, name=name, place=place, constants=constants)
+            plan = plan_of(
+                request,
+                ranked,
+                plain=plain,
+                name=name,
+                place=place,
+                constants=constants,
+                release=release,
+            )
             write_plan(plan, path=path)
         files.append(None if path is None else str(path))
     if as_json:
@@ -232,6 +250,22 @@ def _show_frontier(
         typer.echo(json.dumps(data, indent=1, allow_nan=False))
     else:
         show(*lines)
+
+
+def _release(asked: str | None, words: "Sequence[str] | None") -> str:
+    """The release of Megatron that plans are for. Raises UsageError for what is no version."""
+    from packaging.version import InvalidVersion, Version
+
+    from quartet_plugin.cli.plan_checks import megatron_here
+    from quartet_plugin.launchers.command import parse_command
+    from quartet_plugin.planner.plans import DEFAULT_RELEASE
+
+    if asked is None:
+        return megatron_here(None if words is None else parse_command(words)) or DEFAULT_RELEASE
+    try:
+        return str(Version(asked))
+    except InvalidVersion as error:
+        raise UsageError(f"--megatron {asked[:60]!r}: must be a version, such as 0.19.2") from error
 
 
 def _counts(text: str | None) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The checks of a plan before a process starts: framework, processes, the command's flags and the receipt."""
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,9 +37,29 @@ def check_before_start(plan: "Plan", *, command: "Command", path: Path) -> None:
 
 def brings_megatron(command: "Command") -> bool:
     """Whether a tree of Megatron stands before the installed one on the path of the command's script."""
+    return _tree_of(command) is not None
+
+
+def _tree_of(command: "Command | None") -> Path | None:
+    """The folder of the first tree of Megatron beside the command's script or on PYTHONPATH."""
     named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    folders = [Path(command.target).parent, *map(Path, named)]
-    return any((folder / "megatron" / "core").is_dir() for folder in folders)
+    folders = [*([] if command is None else [Path(command.target).parent]), *map(Path, named)]
+    return next((folder for folder in folders if (folder / "megatron" / "core").is_dir()), None)
+
+
+def megatron_here(command: "Command | None" = None) -> str | None:
+    """The version of the Megatron that a command would train with, as its tree states it; else the installed.
+
+    None where there is neither.
+    """
+    tree = _tree_of(command)
+    if tree is None:
+        return framework_version(MEGATRON.framework)
+    info = tree / "megatron" / "core" / "package_info.py"
+    text = info.read_text(encoding="utf-8") if info.is_file() else ""
+    values = dict(re.findall(r"""^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['"]?([^'"\s]*)""", text, re.MULTILINE))
+    numbers = [values.get(name, "") for name in ("MAJOR", "MINOR", "PATCH")]
+    return ".".join(numbers) + values.get("PRE_RELEASE", "") if all(numbers) else None
 
 
 def _stated_job(command: "Command") -> dict[str, int]:

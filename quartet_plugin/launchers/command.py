@@ -3,7 +3,8 @@
 Read are `torchrun`, `python -m torch.distributed.run`, `deepspeed` and plain `python`, each with a script
 or `-m MODULE`, behind an optional `env NAME=VALUE ...`. The user's words are never edited: wrapping puts
 `-m quartet_plugin.megatron` before the script, or `-m quartet_plugin.deepspeed` where `deepspeed` starts it
-or its arguments name a ds_config, and the plugin's flags behind the user's.
+or its arguments name a ds_config, or `-m quartet_plugin.bridge` where it imports Megatron-Bridge, and the
+plugin's flags behind the user's.
 
 Any other program (`bash train.sh`, `make train`, `srun`, `mpirun`, `accelerate`, a Python launcher) is
 started as it is: its training processes find themselves, see `rank.process_start`.
@@ -19,10 +20,13 @@ from typing import Literal
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.launcher_scripts import starts_launcher
+from quartet_plugin.launchers.script_imports import trains_with_bridge
 from quartet_plugin.launchers.starter_options import ParsedOptions, Starter, read_options
 
 ENTRY_MODULE = "quartet_plugin.megatron"
 DEEPSPEED_MODULE = "quartet_plugin.deepspeed"
+BRIDGE_MODULE = "quartet_plugin.bridge"
+_BRIDGE_MODULES = ("quartet_plugin.bridge.", "megatron.bridge.")
 MAX_WORDS = 100_000
 
 Assignments = tuple[tuple[str, str], ...]
@@ -285,7 +289,9 @@ def _command(
     entry = ENTRY_MODULE
     if starter == "deepspeed" or any(_DS_CONFIG.fullmatch(word) for word in words[start + 1 :]):
         entry = DEEPSPEED_MODULE
-    if is_module and words[start] in (ENTRY_MODULE, DEEPSPEED_MODULE):
+    elif words[start].startswith(_BRIDGE_MODULES) if is_module else trains_with_bridge(Path(words[start])):
+        entry = BRIDGE_MODULE
+    if is_module and words[start] in (ENTRY_MODULE, DEEPSPEED_MODULE, BRIDGE_MODULE):
         entry = words[start]
         is_wrapped, is_module, start = True, False, start + 1
         if start < len(words) and words[start] == "-m":

@@ -147,16 +147,9 @@ def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str
 
     Raises PlanError for a part of the plan that stock flags cannot express.
     """
-    user = flags.values(words)
-    values: dict[str, Any] = {}
-    remove: set[str] = set()
-    _add_shape(plan, user, values, remove)
-    _add_layout(plan, user, values, remove)
-    _add_split(plan, user, values, remove)
-    if user.global_batch_size is None:
-        values["global_batch_size"] = plan.made_for.global_batch_size
+    values, remove = changes_of(plan, flags.values(words))
     edited, removed = flags.edit(words, remove=remove | set(values), append=flags.words_for(values))
-    _check_result(plan, flags.values(edited))
+    check_result(plan, flags.values(edited))
     if not removed:
         return edited, []
     before = flags.explicit_values(words)
@@ -167,6 +160,21 @@ def rewrite(plan: Plan, *, flags: Flags, words: Sequence[str]) -> tuple[list[str
         now = "left out" if new is None else "set" if new is True else str(new)
         replaced.append(f"{item.flag}{old} -> {now}")
     return edited, [f"the plan replaces {', '.join(replaced)}"]
+
+
+def changes_of(plan: Plan, user: Namespace) -> tuple[dict[str, Any], set[str]]:
+    """The arguments that the plan sets, and those whose flags it leaves out, in the user's arguments.
+
+    Raises PlanError for a part of the plan that arguments cannot express.
+    """
+    values: dict[str, Any] = {}
+    remove: set[str] = set()
+    _add_shape(plan, user, values, remove)
+    _add_layout(plan, user, values, remove)
+    _add_split(plan, user, values, remove)
+    if user.global_batch_size is None:
+        values["global_batch_size"] = plan.made_for.global_batch_size
+    return values, remove
 
 
 def _add_shape(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[str]) -> None:
@@ -216,7 +224,7 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
                 remove.add(knob.destination)
             else:
                 values[knob.destination] = value
-    if current.tensor_parallel != layout.tensor_parallel and user.padded_vocab_size is None:
+    if current.tensor_parallel != layout.tensor_parallel and getattr(user, "padded_vocab_size", None) is None:
         # Megatron pads by the tensor-parallel size: without this the model would change with the layout.
         size = _planned_vocabulary(plan, user)
         if size % layout.tensor_parallel:
@@ -243,14 +251,18 @@ def _add_split(plan: Plan, user: Namespace, values: dict[str, Any], remove: set[
                     "--hybrid-layer-pattern, so keep the split and the stages of the command"
                 )
             values["pipeline_model_parallel_layout"] = plan.split.megatron_layout
-    if layout.pipeline_parallel == 2 and layout.virtual_stages > 1 and not user.overlap_p2p_comm:
+    if (
+        layout.pipeline_parallel == 2
+        and layout.virtual_stages > 1
+        and not getattr(user, "overlap_p2p_comm", True)
+    ):
         # Megatron refuses both together on two devices, also where the runtime has transfers of its own.
         remove.add("overlap_p2p_comm")
     group = plan.schedule.group
     if plan.schedule.name != "interleaved":
         if current.virtual_stages > 1:
             remove.add("microbatch_group_size_per_vp_stage")
-    elif group != (user.microbatch_group_size_per_vp_stage or layout.pipeline_parallel):
+    elif group != (getattr(user, "microbatch_group_size_per_vp_stage", None) or layout.pipeline_parallel):
         values["microbatch_group_size_per_vp_stage"] = group
 
 
@@ -262,8 +274,8 @@ def _split_or_none(user: Namespace) -> Split | None:
         return None
 
 
-def _check_result(plan: Plan, args: Namespace) -> None:
-    """Raise PlanError where the rewritten flags do not say what the plan says; an invariant of `rewrite`."""
+def check_result(plan: Plan, args: Namespace) -> None:
+    """Raise PlanError where the changed arguments do not say what the plan says; an invariant of a change."""
     layout = layout_of(args, world_size=plan.layout.world_size)
     for setting in plan.layout.settings or ():
         layout = layout.with_setting(setting.name, setting_knob(setting).read(args))
@@ -313,9 +325,10 @@ def _planned_vocabulary(plan: Plan, user: Namespace) -> int:
 
 
 def _padded_size(vocab_size: int, user: Namespace) -> int | None:
-    if user.padded_vocab_size is not None:
-        return int(user.padded_vocab_size)
-    if not user.pad_vocab_size:
+    padded = getattr(user, "padded_vocab_size", None)
+    if padded is not None:
+        return int(padded)
+    if not getattr(user, "pad_vocab_size", True):
         return None
     multiple = user.make_vocab_size_divisible_by * user.tensor_model_parallel_size
     return int(-(-vocab_size // multiple) * multiple)

@@ -2,6 +2,7 @@
 
 import contextlib
 from argparse import Namespace
+from collections.abc import Container
 from typing import Any
 
 from quartet_plugin.errors import ConfigError
@@ -19,6 +20,7 @@ from quartet_plugin.model.megatron_arguments import (
     split_of,
 )
 from quartet_plugin.space.knobs.registry import SETTINGS
+from quartet_plugin.space.needed_flags import missing_flag_features
 from quartet_plugin.space.runtime_refusals import REFUSED, refusal
 
 FRAMEWORK = MEGATRON.framework
@@ -37,10 +39,19 @@ def as_user_wrote(args: Namespace, as_written: Namespace) -> Namespace:
     return Namespace(**{**vars(args), **{dest: getattr(as_written, dest) for dest in changed}})
 
 
-def describe_job(args: Namespace, *, as_written: Namespace, neutralised: list[str]) -> dict[str, Any]:
+def describe_job(
+    args: Namespace,
+    *,
+    as_written: Namespace,
+    neutralised: list[str],
+    no_custom_schedules: str | None = None,
+    known_flags: Container[str] | None = None,
+) -> dict[str, Any]:
     """The `job` of rank-K.json, from the arguments as Megatron resolved them.
 
     What limits plans is read of the command `as_written`: training has what trials leave out.
+    `no_custom_schedules` is why there are none, whatever Megatron's functions are. `known_flags` are the
+    arguments that a plan can set here, where those are not all of `args`.
     """
     import torch
     from megatron.core.package_info import __version__
@@ -50,8 +61,9 @@ def describe_job(args: Namespace, *, as_written: Namespace, neutralised: list[st
     from quartet_plugin.model.schema import dump
 
     written = as_user_wrote(args, as_written)
-    features = features_of(written)
-    changed = changed_functions()
+    known = vars(args) if known_flags is None else known_flags
+    features = [*features_of(written), *missing_flag_features(known)]
+    changed = () if no_custom_schedules else changed_functions()
     split = None if "hybrid" in features or "encoder_decoder" in features else dump(split_of(args))
     return {
         "framework": FRAMEWORK,
@@ -67,7 +79,7 @@ def describe_job(args: Namespace, *, as_written: Namespace, neutralised: list[st
         "features": features,
         "neutralised": neutralised,
         "settings": [dump(setting) for setting in settings_of(args)],
-        "no_custom_schedules": refusal(written) or changed_source_reason(changed),
+        "no_custom_schedules": no_custom_schedules or refusal(written) or changed_source_reason(changed),
         "full_backward": layers_need_full_backwards(args),
         "layer_impl": getattr(args, "transformer_impl", None),
         **({"changed_functions": list(changed)} if changed else {}),

@@ -27,23 +27,12 @@ from quartet_plugin.megatron.seams.declared import (
 )
 from quartet_plugin.megatron.support import accepts_changed_source, source_faults
 from quartet_plugin.rank.source_tree import SourceTree
-from quartet_plugin.space.features import Axis
+from quartet_plugin.space.axes import Axis
 from quartet_plugin.space.knobs.registry import SETTINGS
+from quartet_plugin.space.needed_flags import flag_of, missing_flags
 
 WORKS, KEPT = "works", "kept"
 CUSTOM_SCHEDULES, MEASURING = "custom_schedules", "measuring"
-_PIPELINE = "pipeline_model_parallel_size"
-# The arguments of Megatron that a plan sets on an axis.
-FLAGS: Mapping[Axis, tuple[str, ...]] = {
-    Axis.SCALING: ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels"),
-    Axis.SPLIT: ("pipeline_model_parallel_layout",),
-    Axis.SCHEDULE: (_PIPELINE, "microbatch_group_size_per_vp_stage"),
-    Axis.MAPPING: (),
-    Axis.DEGREES: ("tensor_model_parallel_size", _PIPELINE, "context_parallel_size"),
-    Axis.MICRO_BATCH: ("micro_batch_size", "global_batch_size"),
-    Axis.RECOMPUTE: ("recompute_granularity", "recompute_method", "recompute_num_layers"),
-    Axis.OPTIONS: tuple(knob.destination for knob in SETTINGS),
-}
 
 
 def report() -> dict[str, Any]:
@@ -133,15 +122,23 @@ def parser_destinations() -> Iterable[str]:
 
 
 def _axis(axis: Axis, known_flags: set[str]) -> dict[str, str]:
-    missing = [name for name in FLAGS[axis] if name not in known_flags]
-    flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
     if axis is Axis.MAPPING:
         return _row(axis.value, WORKS, "RANK of each process; no flag and no function")
-    if axis is Axis.OPTIONS and len(missing) < len(FLAGS[axis]):
-        return _row(axis.value, WORKS, f"native flags{f', without {flags}' if missing else ''}")
-    if missing:
-        return _row(axis.value, KEPT, f"this Megatron has no {flags}")
+    if axis is Axis.OPTIONS:
+        settings = [knob.destination for knob in SETTINGS]
+        missing = [name for name in settings if name not in known_flags]
+        lacking = f"without {_flags(missing)}" if missing else ""
+        if len(missing) == len(settings):
+            return _row(axis.value, KEPT, f"this Megatron has no {_flags(missing)}")
+        return _row(axis.value, WORKS, ", ".join(filter(None, ("native flags", lacking))))
+    needed = missing_flags(axis, known_flags)
+    if needed:
+        return _row(axis.value, KEPT, f"this Megatron has no {_flags(needed)}")
     return _row(axis.value, WORKS, "native flags")
+
+
+def _flags(names: Iterable[str]) -> str:
+    return ", ".join(flag_of(name) for name in names)
 
 
 def _custom_schedules(faults: Mapping[str, str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import inspect
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quartet_plugin.protocol.execution import Execution
@@ -20,15 +20,19 @@ def step_result(results: Any) -> StepResult:
     A `train_step` of another release may return less: what is not there is not reported.
     """
     values = results if isinstance(results, tuple) else (results,)
-    losses = values[0] if isinstance(values[0], dict) else None
-    first = next(iter(losses.values()), None) if losses else None
-    loss = losses.get("lm loss", first) if losses else None
     is_known = len(values) > _GRAD_NORM
     return StepResult(
-        loss=loss,
+        loss=lm_loss(values[0] if isinstance(values[0], dict) else None),
         skipped=bool(values[_SKIPPED]) if is_known else False,
         grad_norm=values[_GRAD_NORM] if is_known else None,
     )
+
+
+def lm_loss(losses: Mapping[str, Any] | None) -> Any:
+    """The language model's loss, else the first of those that a step returned; None without any."""
+    if not losses:
+        return None
+    return losses.get("lm loss", next(iter(losses.values())))
 
 
 class MegatronMeter(StepMeter):

@@ -7,6 +7,7 @@ is imported, so the tuner's side reads a command's flags with it, too.
 
 import re
 from argparse import Namespace
+from typing import Any
 
 from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.job_description import Experts, LatentAttention, words_of_model
@@ -178,7 +179,7 @@ def _recompute(args: Namespace) -> Recompute:
 
 def _layout_stages(args: Namespace) -> list[int] | None:
     """Transformer layers of each stage in `--pipeline-model-parallel-layout`."""
-    layout = args.pipeline_model_parallel_layout
+    layout = _optional(args, "pipeline_model_parallel_layout")
     return None if layout is None else stages_of_layout(str(layout))
 
 
@@ -216,16 +217,20 @@ def _virtual_stages(args: Namespace) -> int:
     stages = _layout_stages(args)
     if stages is not None:
         return max(1, len(stages) // pp)
-    if args.num_virtual_stages_per_pipeline_rank is not None:
-        return int(args.num_virtual_stages_per_pipeline_rank)
-    if args.num_layers_per_virtual_pipeline_stage is not None and args.num_layers is not None:
-        return max(1, _num_split_layers(args) // pp // int(args.num_layers_per_virtual_pipeline_stage))
+    if _optional(args, "num_virtual_stages_per_pipeline_rank") is not None:
+        return int(_optional(args, "num_virtual_stages_per_pipeline_rank"))
+    if _optional(args, "num_layers_per_virtual_pipeline_stage") is not None and args.num_layers is not None:
+        return max(
+            1, _num_split_layers(args) // pp // int(_optional(args, "num_layers_per_virtual_pipeline_stage"))
+        )
     return 1
 
 
 def _num_split_layers(args: Namespace) -> int:
     """Entries that are divided evenly: layers, and embedding and loss where they count as layers."""
-    extra = bool(args.account_for_embedding_in_pipeline_split) + bool(args.account_for_loss_in_pipeline_split)
+    extra = bool(_optional(args, "account_for_embedding_in_pipeline_split")) + bool(
+        _optional(args, "account_for_loss_in_pipeline_split")
+    )
     return int(args.num_layers) + extra
 
 
@@ -238,7 +243,10 @@ def split_of(args: Namespace) -> Split:
     if stages is not None:
         return Split(transformer_layers_per_stage=tuple(stages))
     pp, chunks = args.pipeline_model_parallel_size, _virtual_stages(args)
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    first, last = (
+        _optional(args, "decoder_first_pipeline_num_layers"),
+        _optional(args, "decoder_last_pipeline_num_layers"),
+    )
     per_rank = [0] * pp
     if first is None and last is None:
         per_rank = [_even(_num_split_layers(args), pp)] * pp
@@ -249,8 +257,8 @@ def split_of(args: Namespace) -> Split:
         rest = _even(args.num_layers - sum(fixed.values()), left) if left else 0
         per_rank = [fixed.get(rank, rest) for rank in range(pp)]
     counts = [_even(per_rank[stage % pp], chunks) for stage in range(pp * chunks)]
-    counts[0] -= bool(args.account_for_embedding_in_pipeline_split)
-    counts[-1] -= bool(args.account_for_loss_in_pipeline_split)
+    counts[0] -= bool(_optional(args, "account_for_embedding_in_pipeline_split"))
+    counts[-1] -= bool(_optional(args, "account_for_loss_in_pipeline_split"))
     return Split(transformer_layers_per_stage=tuple(counts))
 
 
@@ -267,7 +275,7 @@ def schedule_of(args: Namespace) -> ScheduleChoice:
     if args.pipeline_model_parallel_size > 1:
         name = "interleaved" if _virtual_stages(args) > 1 else "1f1b"
     if name == "interleaved":
-        group = args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size
+        group = _optional(args, "microbatch_group_size_per_vp_stage") or args.pipeline_model_parallel_size
     return ScheduleChoice(name=name, group=group)
 
 
@@ -297,6 +305,11 @@ def features_of(args: Namespace) -> list[str]:
     if loader not in (None, "single"):
         features.append("cyclic_data" if loader == "cyclic" else "external_data")
     return sorted(features)
+
+
+def _optional(args: Namespace, dest: str) -> Any:
+    """The value of an argument that not every release has; None where it is not there."""
+    return getattr(args, dest, None)
 
 
 def _is_on(args: Namespace, dest: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from quartet_plugin.cost.devices import DeviceSpec
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.launchers.command import DEEPSPEED_MODULE, Command
+from quartet_plugin.launchers.command import BRIDGE_MODULE, DEEPSPEED_MODULE, Command
 from quartet_plugin.launchers.megatron_words import read_arguments
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.layout import Layout
@@ -63,6 +63,11 @@ def job_of_command(
         )
     if command.entry == DEEPSPEED_MODULE:
         raise ConfigError("a DeepSpeed command: its model is not in flags; tune it with `quartet tune`")
+    if command.entry == BRIDGE_MODULE:
+        raise ConfigError(
+            "a Megatron-Bridge command: its model is in a configuration that the script makes; tune it with "
+            "`quartet tune`, or describe the job in a JOB.yaml"
+        )
     said = [name for name in _SAID if name in sections]
     if said:
         raise ConfigError(f"{said[0]}: the command says it; remove the section, or the command")

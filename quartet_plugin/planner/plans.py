@@ -22,7 +22,8 @@ from quartet_plugin.planner.table_rows import RECOMPUTE
 from quartet_plugin.space.layouts import stock_choice
 from quartet_plugin.split.layers import even_split
 
-FRAMEWORK, FRAMEWORK_VERSION = MEGATRON.framework, "0.19.2"
+# The release that a plan is for where no Megatron is here and none is asked for.
+DEFAULT_RELEASE = "0.19.2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,15 +112,16 @@ def plan_of(
     name: str,
     place: int,
     constants: Constants | None = None,
+    release: str = DEFAULT_RELEASE,
 ) -> Plan:
-    """The plan of one ranked layout: predicted, not measured."""
+    """The plan of one ranked layout, for a release of Megatron: predicted, not measured."""
     machines = job.machines
     nodes = job.nodes
     slots = slots_of(nodes)
     return Plan(
         made_for=MadeFor(
-            framework=FRAMEWORK,
-            framework_version=FRAMEWORK_VERSION,
+            framework=MEGATRON.framework,
+            framework_version=release,
             shape=job.shape,
             global_batch_size=job.global_batch_size,
             baseline=Baseline(

@@ -20,7 +20,7 @@ MAX_STARTS = 2_000
 _MAX_BYTES = 2**20
 _MAX_SHOWN = 4
 
-Framework = Literal["Megatron", "DeepSpeed"]
+Framework = Literal["Megatron", "Megatron-Bridge", "DeepSpeed"]
 
 
 @record
@@ -97,7 +97,7 @@ def absence_of(starts: Sequence[ProcessStart]) -> str:
     shown = ", ".join(programs[:_MAX_SHOWN]) + (", ..." if len(programs) > _MAX_SHOWN else "")
     return (
         f"the command starts no training: of its {len(starts)} Python processes ({shown}) none imports "
-        "megatron.training or deepspeed with a RANK"
+        "megatron.training, megatron.bridge.training or deepspeed with a RANK"
     )
 
 

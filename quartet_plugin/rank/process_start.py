@@ -1,9 +1,10 @@
 """The process-start hook: finds the processes that train below any command, and starts them under an entry.
 
 The installed `quartet_plugin_start.pth` calls `watch` in every Python process that inherits QUARTET_START. A
-process is one of the training when it imports `megatron.training` or, with a rank, `deepspeed`; launchers and
-helpers do neither. Such a process becomes `python -m quartet_plugin.ADAPTER SCRIPT ARGS FLAGS`, before the
-framework is imported and a device is touched; its pid stays. Other processes are never disturbed.
+process is one of the training when it imports `megatron.training`, the training loop of Megatron-Bridge or,
+with a rank, `deepspeed`; launchers and helpers do none of it. Such a process becomes
+`python -m quartet_plugin.ADAPTER SCRIPT ARGS FLAGS`, before a device is touched; its pid stays. It has not
+yet imported the framework, of the Bridge only its models. Other processes are never disturbed.
 """
 
 import contextlib
@@ -12,16 +13,24 @@ import importlib.machinery
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from quartet_plugin.protocol.environment import START, STARTED
 
+Framework = Literal["Megatron", "Megatron-Bridge", "DeepSpeed"]
+
 # The modules whose import makes a process one of a training: its framework, and the adapter.
-_MEGATRON, _DEEPSPEED = "megatron.training", "deepspeed"
-_ADAPTERS = {_MEGATRON: "quartet_plugin.megatron", _DEEPSPEED: "quartet_plugin.deepspeed"}
+_MEGATRON, _DEEPSPEED, _BRIDGE = "megatron.training", "deepspeed", "megatron.bridge.training.pretrain"
+_ADAPTERS: Mapping[str, tuple[str, Framework]] = {
+    _MEGATRON: ("quartet_plugin.megatron", "Megatron"),
+    _DEEPSPEED: ("quartet_plugin.deepspeed", "DeepSpeed"),
+    _BRIDGE: ("quartet_plugin.bridge", "Megatron-Bridge"),
+}
+# Megatron-Bridge itself imports `megatron.training`, also where it converts checkpoints and trains nothing.
+_BRIDGE_PACKAGE = "megatron.bridge"
 # Programs that start processes and train nothing themselves, by the last parts of their names.
 _LAUNCHERS = ("torchrun", "deepspeed", "ds", "accelerate", "ft_launcher", "accelerate-launch")
 _LAUNCHER_MODULES = ("torch.distributed.", "deepspeed.launcher.", "accelerate.", "nvidia_resiliency_ext.")
@@ -82,19 +91,19 @@ def watch() -> None:
         _leave_record(argv, framework=None)
     if not is_launcher(argv, index):
         has_rank = ranks_of(os.environ)[0] is not None
-        sys.meta_path.insert(0, _Finder((_MEGATRON, _DEEPSPEED) if has_rank else (_MEGATRON,)))
+        sys.meta_path.insert(0, _Finder(_ADAPTERS if has_rank else (_MEGATRON, _BRIDGE)))
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Begins the training where one of `names` is loaded; to be looked for alone changes nothing."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self._names:
+        if fullname not in self._names or (fullname == _MEGATRON and _BRIDGE_PACKAGE in sys.modules):
             return None
         others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
         for finder in others:
@@ -124,10 +133,11 @@ def begin_training(module: str) -> NoReturn:
     start = Path(os.environ[START])
     argv = list(sys.orig_argv)
     other = _other_training(start.parent)
-    _leave_record(argv, framework="Megatron" if module == _MEGATRON else "DeepSpeed")
+    adapter, framework = _ADAPTERS[module]
+    _leave_record(argv, framework=framework)
     if other is not None:
         _refuse(f"process {other} is this rank of another training of the same command")
-    words = wrapped(argv, adapter=_ADAPTERS[module], flags=read_shared(StartFile, start).flags)
+    words = wrapped(argv, adapter=adapter, flags=read_shared(StartFile, start).flags)
     environment = {name: value for name, value in os.environ.items() if name != START}
     environment[STARTED] = str(start.parent)
     sys.stdout.flush()
@@ -175,7 +185,7 @@ def wrapped(argv: Sequence[str], *, adapter: str, flags: Sequence[str]) -> list[
     return [sys.executable, *head, adapter, *program, *arguments[:end], *flags, *arguments[end:]]
 
 
-def _leave_record(argv: Sequence[str], *, framework: str | None) -> None:
+def _leave_record(argv: Sequence[str], *, framework: Framework | None) -> None:
     from quartet_plugin.model.files import write_json_atomic
     from quartet_plugin.protocol.masking import collect_secrets, masked_argv
     from quartet_plugin.protocol.training_start import STARTS_FOLDER

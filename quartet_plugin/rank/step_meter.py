@@ -51,16 +51,24 @@ class StepMeter(ABC):
 
         def measured_train_step(*args: Any, **kwargs: Any) -> Any:
             if not self._steps:
-                self._first_step_at = time.time()
-                self._files.move("warmup" if self._files.spec.warmup else "measure", 0)
-                self._last_end = time.perf_counter()
+                self.begin()
             results = train_step(*args, **kwargs)
-            self._after_step(self._result_of(results))
-            if len(self._steps) >= self._stop_after:
-                self._finish()
+            self.count(self._result_of(results))
             return results
 
         return measured_train_step
+
+    def begin(self) -> None:
+        """Start the clock, before the first training step."""
+        self._first_step_at = time.time()
+        self._files.move("warmup" if self._files.spec.warmup else "measure", 0)
+        self._last_end = time.perf_counter()
+
+    def count(self, result: StepResult) -> None:
+        """Take over a step that has just ended; does not return from the one that completes the trial."""
+        self._after_step(result)
+        if len(self._steps) >= self._stop_after:
+            self._finish()
 
     def write(self) -> None:
         """Write the iterations measured so far."""

@@ -1,21 +1,11 @@
 """The axes that a feature of the user's job locks at stock. See docs/support.md for the whole table."""
 
 from collections.abc import Iterable
-from enum import StrEnum
 
+from quartet_plugin.space.axes import Axis
+from quartet_plugin.space.needed_flags import axes_without
 
-class Axis(StrEnum):
-    """The axes that a plan can vary; the first four are the paper's, the others the parallel layout's."""
-
-    SCALING = "scaling"
-    SPLIT = "split"
-    SCHEDULE = "schedule"
-    MAPPING = "mapping"
-    DEGREES = "degrees"
-    MICRO_BATCH = "micro_batch"
-    RECOMPUTE = "recompute"
-    OPTIONS = "options"
-
+__all__ = ["Axis", "batching_features", "locked_axes"]
 
 _ALL = frozenset(Axis)
 _DATA = frozenset({Axis.DEGREES, Axis.MICRO_BATCH})
@@ -102,5 +92,6 @@ def locked_axes(features: Iterable[str], *, change_class: str) -> dict[Axis, str
 
 
 def _locked_by(feature: str, *, change_class: str) -> frozenset[Axis]:
-    axes = _LOCKS.get(feature, _ALL)
+    without = axes_without(feature)
+    axes = _LOCKS.get(feature, _ALL) if without is None else without
     return axes - _DATA if change_class == "C" and feature in _BATCHING else axes

@@ -43,6 +43,30 @@ def test_ranked_plans_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert " predicted, " in capsys.readouterr().out
 
 
+def test_a_plan_is_for_the_release_that_is_asked_for(tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    words = ["plan", write_job(tmp_path), "--named-only", "-o", str(output)]
+    assert main([*words, "--megatron", "0.18.2"]) == 0
+    assert read_plan(output).made_for.framework_version == "0.18.2"
+
+
+def test_a_plan_is_for_the_tree_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = tmp_path / "tree" / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 20\nPATCH = 0\nPRE_RELEASE = 'rc0'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "tree"))
+    output = tmp_path / "plan.json"
+    assert main(["plan", write_job(tmp_path), "--named-only", "-o", str(output)]) == 0
+    assert read_plan(output).made_for.framework_version == "0.20.0rc0"
+
+
+def test_a_release_must_be_a_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", write_job(tmp_path), "--megatron", "newest"]) == 2
+    assert capsys.readouterr().err.strip() == (
+        "quartet: --megatron 'newest': must be a version, such as 0.19.2"
+    )
+
+
 def test_exhaustive_writes_the_same_plan(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     assert main(["plan", job, "-o", str(tmp_path / "a.json")]) == 0

@@ -4,6 +4,7 @@ Each test leaves what it saw of a release in the folder that QUARTET_MATRIX name
 the table of docs/support.md of it.
 """
 
+import datetime
 import json
 import os
 from pathlib import Path
@@ -35,7 +36,8 @@ def record(release: str, states: dict[str, str]) -> None:
     if folder:
         path = Path(folder, f"{release}.json")
         known = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps({**known, **states}, indent=1))
+        today = datetime.date.today().isoformat()
+        path.write_text(json.dumps({**known, **states, "date": today}, indent=1))
 
 
 def tune(clone: Path, *, schedule: str, trials: int, options: tuple[str, ...] = ()) -> tuple[str, Path]:

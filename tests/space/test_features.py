@@ -9,6 +9,7 @@ import pytest
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report.tables import changes, plan_lines
 from quartet_plugin.space.features import Axis, locked_axes
+from quartet_plugin.space.needed_flags import NEEDED_FLAGS, missing_flag_features
 from quartet_plugin.space.param_sources import RandomParams
 from quartet_plugin.space.plan_space import Space, build_space
 from quartet_plugin.tuner.config import parse_config
@@ -98,3 +99,15 @@ def test_the_tuner_says_why_backwards_are_not_split(tmp_path: Path) -> None:
         f"{reason}; schedules that split them are tried only where search.schedule names them"
         in said.messages
     )
+
+
+def test_a_flag_that_megatron_lacks_keeps_the_axes_that_need_it() -> None:
+    known = {name for names in NEEDED_FLAGS.values() for name in names}
+    assert missing_flag_features(known) == ()
+    (feature,) = missing_flag_features(known - {"pipeline_model_parallel_layout"})
+    assert feature == "without --pipeline-model-parallel-layout"
+    locked = locked_axes([feature], change_class="B")
+    assert locked == dict.fromkeys((Axis.SPLIT, Axis.SCHEDULE, Axis.DEGREES), feature)
+    plans = plans_of(space_of(feature), num=20)
+    assert {plan.layout.degrees for plan in plans} == {LAYOUT.degrees}
+    assert len({plan.layout.micro_batch_size for plan in plans}) > 1

@@ -78,10 +78,10 @@ def replayed_s(run: TrainingRun, work: FloatArray, sends: FloatArray) -> float:
     is_steady = run.software.post_validation and run.schedule is ScheduleKind.ZB_H2
     times, left = with_sends(work, np.ascontiguousarray(sends), blocks_on_sends(run))
     seconds = 0.0
+    # Two kernels: few runs have a steady interval, and its kernel takes seconds to compile.
+    replay = steady_interval if is_steady else makespan
     for order, weight in orders_of(run):
-        span = makespan(
-            order.orders, order.offsets, order.placement, order.num_microbatches, times, left, is_steady
-        )
+        span = replay(order.orders, order.offsets, order.placement, order.num_microbatches, times, left)
         if span < 0.0:
             raise PlanError("orders: they wait for each other; take another schedule")
         seconds += weight * span
@@ -101,15 +101,19 @@ def with_sends(work: FloatArray, sends: FloatArray, is_blocking: bool) -> tuple[
 
     The one rule for what blocks: where ranks wait for their sends, a send belongs to the action before it.
     """
+    # Element by element: to compile an operation on arrays takes numba seconds.
     num_stages = work.shape[1]
     times = np.zeros((4, num_stages))
-    times[:3] = work[:3]
-    left = sends
-    if is_blocking:
-        times[0] += sends[0]
-        times[1] += sends[1]
-        left = np.zeros((2, num_stages))
-    times[3] = times[1] + times[2]
+    left = np.zeros((2, num_stages))
+    for stage in range(num_stages):
+        for kind in range(3):
+            times[kind, stage] = work[kind, stage]
+        for way in range(2):
+            if is_blocking:
+                times[way, stage] += sends[way, stage]
+            else:
+                left[way, stage] = sends[way, stage]
+        times[3, stage] = times[1, stage] + times[2, stage]
     return times, left
 
 
@@ -121,18 +125,37 @@ def makespan(
     num_microbatches: int,
     times_s: FloatArray,
     sends_s: FloatArray,
-    is_steady: bool,
 ) -> float:
-    """The makespan in seconds, with `is_steady` the interval of orders that repeat; -1 if they do not run."""
+    """The makespan in seconds; -1 where the orders do not run."""
     num_stages = len(placement)
     route = np.zeros(num_microbatches, dtype=np.int64)
     lanes = Lanes(num_stages, num_microbatches, placement, times_s, sends_s, np.zeros(num_stages), 0.0, route)
-    ran, _, end, sequence = kernel.run_orders(orders, offsets, lanes)
+    ran, _, end, _ = kernel.run_orders(orders, offsets, lanes)
     if ran < len(orders):
         return -1.0
-    if is_steady:
-        return float(kernel.steady_period(orders, offsets, sequence, lanes, _PERIOD_ROUNDS))
-    return float(end.max())
+    last = 0.0
+    for index in range(len(end)):
+        last = max(last, end[index])
+    return last
+
+
+@compiled
+def steady_interval(
+    orders: IntArray,
+    offsets: IntArray,
+    placement: IntArray,
+    num_microbatches: int,
+    times_s: FloatArray,
+    sends_s: FloatArray,
+) -> float:
+    """The seconds after which orders that repeat come again; -1 where they do not run."""
+    num_stages = len(placement)
+    route = np.zeros(num_microbatches, dtype=np.int64)
+    lanes = Lanes(num_stages, num_microbatches, placement, times_s, sends_s, np.zeros(num_stages), 0.0, route)
+    ran, _, _, sequence = kernel.run_orders(orders, offsets, lanes)
+    if ran < len(orders):
+        return -1.0
+    return float(kernel.steady_period(orders, offsets, sequence, lanes, _PERIOD_ROUNDS))
 
 
 @compiled

@@ -50,11 +50,12 @@ def uninstall() -> None:
         _installations.pop()
 
 
-def install() -> None:
+def install(*, training: bool = True) -> None:
     """Redirect torch's CUDA surface to the CPU, in this process and in what it spawns, and import Megatron.
 
     Must run before Megatron is imported, because Megatron binds torch's names when it is imported; best also
-    before torch, part of whose import is then left out. A second call changes nothing. Raises `SeamError`,
+    before torch, part of whose import is then left out. A second call changes nothing. Without `training`
+    Megatron-Core alone is imported, for a training loop that is not `megatron.training`. Raises `SeamError`,
     with nothing redirected, when Megatron came first or is not installed, or when a name is missing.
     """
     if _installations:
@@ -72,13 +73,13 @@ def install() -> None:
             )
     try:
         with _garbage_collection_off():
-            _redirect_and_import()
+            _redirect_and_import(training=training)
     except BaseException:
         uninstall()
         raise
 
 
-def _redirect_and_import() -> None:
+def _redirect_and_import(*, training: bool) -> None:
     from quartet_plugin.megatron.cpu_device import startup
 
     startup.defer_compilers(_installations.append)
@@ -93,7 +94,7 @@ def _redirect_and_import() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _installations.append(redirect(redirects()))
     cuda.silence_fork_warning()
-    startup.import_megatron()
+    startup.import_megatron(training=training)
     _installations.append(redirect([startup.COMPILE_HELPERS, *checkpoints.redirects()]))
 
 

@@ -28,12 +28,16 @@ def defer_compilers(keep: Callable[[Installation], None]) -> None:
         after_import(entry.module, lambda _, entry=entry: keep(redirect([entry])))  # type: ignore[misc]
 
 
-def import_megatron() -> None:
-    """Import what every training script imports."""
+def import_megatron(*, training: bool = True) -> None:
+    """Import what every training script imports; without `training` what those of other loops do."""
     with warnings.catch_warnings():
         # A dozen lines a rank say that Transformer Engine and Apex are missing, as they must be here.
         warnings.simplefilter("ignore", UserWarning)
-        import megatron.training.training  # noqa: F401
+        if training:
+            import megatron.training.training
+        else:
+            import megatron.core.models.gpt
+            import megatron.core.optimizer  # noqa: F401
 
 
 def _defer(name: str) -> None:

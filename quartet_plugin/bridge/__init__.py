@@ -1,0 +1,1 @@
+"""The adapter of Megatron-Bridge: a plan as values of its configuration, measured by its callbacks."""

@@ -1,0 +1,100 @@
+"""A configuration as Megatron's arguments, and arguments written to it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from quartet_plugin.bridge.fields import arguments_of, known_arguments, leave_out, set_argument, vocabulary_of
+from quartet_plugin.errors import PlanError
+from quartet_plugin.model.megatron_arguments import (
+    features_of,
+    layout_of,
+    precision_of,
+    schedule_of,
+    shape_of,
+    split_of,
+)
+from quartet_plugin.space.needed_flags import missing_flag_features
+from tests.bridge.configurations import MambaModelProvider, make_config, make_model
+from tests.model.plans import LAYOUT, SHAPE
+
+
+def test_a_configuration_reads_as_the_same_job_in_flags() -> None:
+    args = arguments_of(make_config())
+    assert shape_of(args, vocab_size=16384) == SHAPE
+    assert layout_of(args, world_size=2) == LAYOUT
+    assert split_of(args).transformer_layers_per_stage == (4, 4)
+    assert schedule_of(args).name == "1f1b"
+    assert features_of(args) == []
+    assert precision_of(args) == "fp32"
+
+
+def test_a_gated_layer_is_as_wide_as_megatron_core_makes_it() -> None:
+    args = arguments_of(make_config(make_model(gated_linear_unit=True, num_query_groups=2)))
+    shape = shape_of(args, vocab_size=16384)
+    assert (shape.gated_ffn, shape.ffn_hidden_size, shape.num_query_groups) == (True, 1024, 2)
+
+
+def test_a_completed_layout_gives_the_split() -> None:
+    model = make_model(pipeline_model_parallel_layout="Ettt|tt|tt|tL", virtual_pipeline_model_parallel_size=2)
+    args = arguments_of(make_config(model))
+    assert split_of(args).transformer_layers_per_stage == (3, 2, 2, 1)
+    assert layout_of(args, world_size=2).virtual_stages == 2
+
+
+@pytest.mark.parametrize(
+    ("mixed", "expected"),
+    [
+        ("bf16_mixed", ("bf16", False)),
+        ("fp16_mixed", ("fp16", False)),
+        ("bf16_with_fp8_delayed_scaling_mixed", ("bf16", True)),
+        (SimpleNamespace(bf16=True, fp16=False, fp8="hybrid"), ("bf16", True)),
+    ],
+)
+def test_the_precision_is_the_one_that_will_be_set(mixed: object, expected: tuple[str, bool]) -> None:
+    args = arguments_of(make_config(mixed_precision=mixed))
+    assert (precision_of(args), "fp8" in features_of(args)) == expected
+
+
+def test_unlike_layers_are_a_feature() -> None:
+    assert features_of(arguments_of(make_config(make_model(MambaModelProvider)))) == ["hybrid"]
+    model = make_model(vision_config=SimpleNamespace())
+    assert features_of(arguments_of(make_config(model))) == ["encoder_decoder"]
+
+
+def test_a_value_is_written_to_every_section_that_has_it() -> None:
+    config = make_config()
+    set_argument(config, "use_distributed_optimizer", True)
+    assert config.ddp.use_distributed_optimizer
+    assert config.optimizer.use_distributed_optimizer
+    set_argument(config, "ddp_bucket_size", 1000)
+    assert config.ddp.bucket_size == 1000
+    leave_out(config, "use_distributed_optimizer")
+    assert not arguments_of(config).use_distributed_optimizer
+    with pytest.raises(PlanError, match="hidden_knob: no field of this Megatron-Bridge"):
+        set_argument(config, "hidden_knob", 1)
+
+
+def test_a_field_that_the_configuration_lacks_keeps_the_axes_that_need_it() -> None:
+    config = make_config()
+    assert missing_flag_features(known_arguments(config)) == ()
+    del config.model.pipeline_model_parallel_layout
+    assert missing_flag_features(known_arguments(config)) == ("without --pipeline-model-parallel-layout",)
+
+
+def test_a_model_of_parts_has_the_layers_configuration_behind_it() -> None:
+    layers = make_model()
+    config = make_config(make_model(transformer=layers))
+    del config.model.recompute_granularity
+    set_argument(config, "recompute_granularity", "full")
+    assert layers.recompute_granularity == "full"
+
+
+def test_the_padded_vocabulary_stays_under_another_tensor_parallel_size() -> None:
+    config = make_config()
+    assert vocabulary_of(config) == 16000
+    config.model.tensor_model_parallel_size = 4
+    set_argument(config, "padded_vocab_size", 16384)
+    assert vocabulary_of(config) == 16384
+    config.model.vocab_size = None
+    assert vocabulary_of(config) is None

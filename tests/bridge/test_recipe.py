@@ -1,0 +1,71 @@
+"""Recipes of Megatron-Bridge by their names."""
+
+from pathlib import Path
+
+import pytest
+
+from quartet_plugin.bridge.recipe import configuration_of, override
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.command import BRIDGE_MODULE, parse_command
+from tests.bridge.configurations import make_config
+
+RECIPE = """
+from tests.bridge.configurations import make_config
+
+def tiny_pretrain_config():
+    return make_config()
+"""
+
+
+@pytest.fixture
+def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of recipes, as the Bridge lays them out."""
+    folder = tmp_path / "recipes_of_a_test" / "tiny" / "h100"
+    folder.mkdir(parents=True)
+    for package in (folder, folder.parent, folder.parent.parent):
+        (package / "__init__.py").write_text("")
+    (folder / "tiny.py").write_text(RECIPE)
+    (folder / "broken.py").write_text("raise AssertionError('not to be imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("quartet_plugin.bridge.recipe.PACKAGES", ("absent_package", "recipes_of_a_test"))
+
+
+@pytest.mark.usefixtures("recipes")
+def test_a_recipe_is_a_function_of_some_module() -> None:
+    config = configuration_of("tiny_pretrain_config")
+    override(config, ["train.train_iters=7", "ddp.bucket_size=null", "model.fp8=hybrid"])
+    assert (config.train.train_iters, config.ddp.bucket_size, config.model.fp8) == (7, None, "hybrid")
+
+
+@pytest.mark.usefixtures("recipes")
+@pytest.mark.parametrize("name", ["large_config", "_tiny", "os.system", "tiny_pretrain_config()", ""])
+def test_an_unknown_recipe_is_refused_in_one_line(name: str) -> None:
+    with pytest.raises(ConfigError, match="no recipe of absent_package or recipes_of_a_test"):
+        configuration_of(name)
+
+
+@pytest.mark.parametrize("word", ["train.train_iter=7", "train=7", "nothing.x=1", "train.train_iters", "x"])
+def test_a_field_that_is_not_there_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"must be SECTION\.FIELD=VALUE"):
+        override(make_config(), [word])
+
+
+def test_a_value_is_data() -> None:
+    config = make_config()
+    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+        override(config, ["train.train_iters=!!python/object/apply:os.getpid []"])
+
+
+def test_its_command_comes_to_the_bridges_entry() -> None:
+    words = [
+        "torchrun",
+        "--nproc-per-node",
+        "8",
+        "-m",
+        "quartet_plugin.bridge.recipe",
+        "--recipe",
+        "llama3_8b",
+    ]
+    command = parse_command(words)
+    assert command.entry == BRIDGE_MODULE
+    assert command.wrapped()[3:6] == ["-m", BRIDGE_MODULE, "-m"]

@@ -1,0 +1,231 @@
+"""Our rules of what is legal against Megatron's own checks, on random jobs.
+
+    python -m tests.megatron.legality [--plans N] [--seed N]
+
+For every random command the space offers plans, all of which Megatron must accept. Then a value of a plan is
+replaced by one that our rules refuse for a rule of Megatron's, and Megatron must refuse it too. Its checks
+are the real ones, with the answers of a Hopper GPU: its parser, `validate_args`, the configuration of
+its model, its count of microbatches and its process groups, over torch's fake process group.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import logging
+import os
+import random
+import shlex
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from quartet_plugin.megatron.apply import rewrite
+from quartet_plugin.megatron.arguments import Flags
+from quartet_plugin.megatron.device_connections import set_connections
+from quartet_plugin.model.plan import Plan, Split
+from quartet_plugin.space.knobs.knob import KnobContext
+from quartet_plugin.space.knobs.micro_batch_size import MICRO_BATCH_SIZE
+from quartet_plugin.space.knobs.overlap_param_gather import OVERLAP_PARAM_GATHER
+from quartet_plugin.space.knobs.pipeline_parallel import PIPELINE_PARALLEL
+from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
+from quartet_plugin.space.knobs.virtual_stages import VIRTUAL_STAGES
+from quartet_plugin.space.plan_space import Space
+from quartet_plugin.split.layers import is_legal_split
+from tests.megatron.native import native_flags
+from tests.megatron.test_production_commands import (
+    FREE,
+    ProductionCommand,
+    Sweep,
+    hopper,
+    job_of,
+    space_of,
+    validated,
+)
+
+PLANS_A_COMMAND = 10
+# What Megatron raises where it refuses.
+_REFUSALS = (AssertionError, ValueError, RuntimeError, SystemExit)
+_COMMON = shlex.split(
+    "--bf16 --lr 1e-4 --train-iters 100 --mock-data --tokenizer-type NullTokenizer --eval-iters 1 "
+    "--max-position-embeddings 4096"
+)
+
+
+def random_command(generator: random.Random) -> ProductionCommand:
+    """A command of one stage: sizes that several degrees divide and sizes that few do."""
+    heads = generator.choice((6, 8, 12, 16, 32))
+    sizes = {
+        "--num-layers": generator.choice((4, 6, 8, 12, 18, 32, 61)),
+        "--hidden-size": heads * generator.choice((16, 64)),
+        "--num-attention-heads": heads,
+        "--seq-length": generator.choice((96, 1024, 4096)),
+        "--micro-batch-size": 1,
+        "--vocab-size": generator.choice((1024, 50304, 128256)),
+    }
+    num_devices = generator.choice((1, 2, 4, 8, 16, 32, 64))
+    sizes["--global-batch-size"] = num_devices * generator.choice((1, 2, 3, 6, 8))
+    words = [*_COMMON, *(word for name, value in sizes.items() for word in (name, str(value)))]
+    words += ["--transformer-impl", generator.choice(("local", "transformer_engine"))]
+    if generator.random() < 0.5:
+        divisors = [number for number in (1, 2, 4, 8) if heads % number == 0]
+        words += ["--group-query-attention", "--num-query-groups", str(generator.choice(divisors))]
+    switches = ("--swiglu", "--untie-embeddings-and-output-weights", "--use-distributed-optimizer")
+    words += [switch for switch in switches if generator.random() < 0.5]
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return ProductionCommand("random", tuple(words), num_devices, environment)
+
+
+@functools.cache
+def check_groups(world_size: int, tensor: int, pipeline: int, chunks: int) -> None:
+    """Megatron's process groups of these degrees, over processes that are not there."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        with contextlib.redirect_stdout(None):
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=tensor,
+                pipeline_model_parallel_size=pipeline,
+                virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+                create_gloo_process_groups=False,
+            )
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def refusal_of(words: Sequence[str]) -> str | None:
+    """Why Megatron refuses a command, in one line; None where it accepts it."""
+    from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    try:
+        args = validated(words)
+        check_groups(
+            args.world_size,
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size or 1,
+        )
+        with contextlib.redirect_stdout(None):
+            core_transformer_config_from_args(args)
+            ConstantNumMicroBatchesCalculator(
+                args.global_batch_size, args.micro_batch_size, args.data_parallel_size, False, 0
+            )
+    except _REFUSALS as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return None
+
+
+def refused_values(
+    plan: Plan, space: Space, generator: random.Random
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Arguments beside a plan's that our rules refuse for a rule of Megatron's, with our words."""
+    layout, rules, shape = plan.layout, space.rules(), plan.shape
+    context = KnobContext(layout=layout, shape=shape, rules=rules)
+    size = generator.choice((2, 3, 4, 5, 8, 16))
+    fault = TENSOR_PARALLEL.fault(size, context)
+    if fault and ("heads" in fault or "query groups" in fault or fault.endswith("devices")):
+        yield {"tensor_model_parallel_size": size}, fault
+    size = generator.choice((2, 3, 4, 5, 7, 8))
+    fault = PIPELINE_PARALLEL.fault(size, context)
+    if fault:
+        yield {"pipeline_model_parallel_size": size, "pipeline_model_parallel_layout": None}, fault
+    size = generator.choice((2, 3, 4, 5, 7, 16))
+    fault = MICRO_BATCH_SIZE.fault(size, context)
+    if fault:
+        yield {"micro_batch_size": size}, fault
+    if layout.pipeline_parallel == 1:
+        chunks = generator.choice((2, 4))
+        fault = VIRTUAL_STAGES.fault(chunks, context)
+        if fault:
+            yield {"num_virtual_stages_per_pipeline_rank": chunks}, fault
+    if layout.distributed_optimizer and layout.data_parallel > 1:
+        bare = KnobContext(layout=layout.with_setting("overlap_grad_reduce", False), shape=shape, rules=rules)
+        fault = OVERLAP_PARAM_GATHER.fault(True, bare)
+        if fault:
+            yield {"overlap_param_gather": True, "overlap_grad_reduce": None}, fault
+    if layout.num_stages > 1:
+        counts = list(plan.split.transformer_layers_per_stage)
+        counts[-1] += generator.choice((-1, 1))
+        if not is_legal_split(counts, num_layers=shape.num_layers, num_stages=layout.num_stages):
+            written = Split(transformer_layers_per_stage=tuple(max(0, count) for count in counts))
+            if sum(written.transformer_layers_per_stage) != shape.num_layers:
+                layout_text = written.megatron_layout
+                yield {"pipeline_model_parallel_layout": layout_text}, "the stages hold all layers"
+
+
+def changed(flags: Flags, words: Sequence[str], values: dict[str, Any]) -> list[str]:
+    """The words with other values; None takes an argument out."""
+    kept = {name: value for name, value in values.items() if value is not None}
+    edited, _ = flags.edit(words, remove=set(values), append=flags.words_for(kept))
+    return edited
+
+
+def check_command(command: ProductionCommand, generator: random.Random, num: int) -> dict[str, Any]:
+    """Counts and disagreements of the plans of one command."""
+    flags = native_flags()
+    result: dict[str, Any] = {"accepted": 0, "refused": 0, "disagreements": []}
+    with hopper(command):
+        job = job_of(command)
+        spaces = [space_of(command, job, search) for search in ({}, FREE)]
+        user: Namespace = flags.values(command.words)
+        for turn in range(num):
+            space = spaces[turn % 2]
+            plan = space.decode(Sweep(generator.randrange(10**6)), trial=turn + 1)
+            with mock.patch.dict(os.environ):
+                words, _ = rewrite(plan, flags=flags, words=command.words)
+                set_connections(user, flags.values(words), environment=os.environ, architecture=lambda: 9)
+                label = f"{plan.layout.label} {plan.split.label} {plan.schedule.label}"
+                refusal = refusal_of(words)
+                if refusal is None:
+                    result["accepted"] += 1
+                else:
+                    result["disagreements"].append(
+                        {"plan": label, "words": words, "ours": "legal", "megatron": refusal}
+                    )
+                for values, fault in refused_values(plan, space, generator):
+                    if refusal_of(changed(flags, words, values)) is None:
+                        result["disagreements"].append(
+                            {
+                                "plan": label,
+                                "words": words,
+                                "values": values,
+                                "ours": fault,
+                                "megatron": "accepted",
+                            }
+                        )
+                    else:
+                        result["refused"] += 1
+    return result
+
+
+def main() -> None:
+    """Check random plans and write the counts and every disagreement as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plans", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    generator = random.Random(options.seed)
+    total: dict[str, Any] = {"accepted": 0, "refused": 0, "disagreements": []}
+    left = options.plans
+    while left > 0:
+        num = min(left, PLANS_A_COMMAND)
+        part = check_command(random_command(generator), generator, num)
+        for name, value in part.items():
+            total[name] += value
+        left -= num
+    json.dump(total, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
