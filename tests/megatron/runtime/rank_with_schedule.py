@@ -102,6 +102,7 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
         prepared.runtime.measure(on_cpu=False)
     seams.install(prepared.wrappers)
     record_deferred(folder)
+    record_reductions(folder)
 
 
 def record_deferred(folder: Path) -> None:
@@ -125,6 +126,25 @@ def record_deferred(folder: Path) -> None:
         run(self, stage, microbatch)
 
     WeightGradients.run = recorded  # type: ignore[method-assign, assignment]
+
+
+def record_reductions(folder: Path) -> None:
+    """Leave a line at the end of every chunk's last action with overlapped reductions: microbatches of the
+    step, bucket groups of the chunk, and how many of their reductions have been started in an action.
+    """
+    from quartet_plugin.megatron.runtime.reduction import GradReduction
+
+    microbatch_done = GradReduction.microbatch_done
+    path = folder / f"reductions-{os.environ['RANK']}"
+
+    def recorded(self: GradReduction, chunk: int) -> None:
+        groups = self._groups[chunk]
+        if groups and self._microbatches_left[chunk] == 1:
+            with path.open("a") as stream:
+                print(self.num_microbatches, len(groups), len(self._started & set(groups)), file=stream)
+        microbatch_done(self, chunk)
+
+    GradReduction.microbatch_done = recorded  # type: ignore[method-assign]
 
 
 def mark_norms() -> None:
