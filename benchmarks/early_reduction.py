@@ -121,9 +121,7 @@ def measure(options: argparse.Namespace, name: str, runtime: str, *, rate: str) 
                     "PYTHONWARNINGS": "ignore",
                 }
                 with (Path(folder) / f"log-{rank}").open("wb") as log:
-                    ranks.append(
-                        subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-                    )
+                    ranks.append(subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log))
             deadline_s = time.monotonic() + LIMIT_S
             codes = [rank.wait(timeout=max(1.0, deadline_s - time.monotonic())) for rank in ranks]
         finally:
@@ -193,7 +191,10 @@ def install(name: str, runtime: str, num_microbatches: int, seconds: float) -> A
         held_fraction=0.5,
     )
     deferred: list[Any] = []
-    initialize, accumulate = split_backward.WeightGradients.__init__, split_backward.WeightGradients.accumulate
+    initialize, accumulate = (
+        split_backward.WeightGradients.__init__,
+        split_backward.WeightGradients.accumulate,
+    )
 
     def kept(self: Any) -> None:
         initialize(self)
@@ -204,8 +205,8 @@ def install(name: str, runtime: str, num_microbatches: int, seconds: float) -> A
         time.sleep(seconds / 4)
         accumulate(self, pending)
 
-    split_backward.WeightGradients.__init__ = kept  # type: ignore[method-assign]
-    split_backward.WeightGradients.accumulate = slow_accumulate  # type: ignore[method-assign]
+    gradients.__init__ = kept  # type: ignore[method-assign]
+    gradients.accumulate = slow_accumulate  # type: ignore[method-assign]
     if runtime == "by chunk":
         # Every step is taken for the first, which reduces by chunk.
         GradReductions.end = GradReductions.abort  # type: ignore[method-assign]
@@ -221,12 +222,12 @@ def let_layers_sleep(seconds: float, *, is_deferred: Callable[[], bool]) -> None
 
     class Sleep(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
-        def forward(ctx: Any, hidden: Any) -> Any:
+        def forward(_: Any, hidden: Any) -> Any:
             time.sleep(seconds)
             return hidden.view_as(hidden)
 
         @staticmethod
-        def backward(ctx: Any, grad: Any) -> Any:
+        def backward(_: Any, grad: Any) -> Any:
             time.sleep(seconds * (1 if is_deferred() else 2))
             return grad
 

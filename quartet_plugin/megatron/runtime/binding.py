@@ -25,6 +25,7 @@ from quartet_plugin.megatron.split_backward import WeightGradients
 from quartet_plugin.megatron.te_layers import DelayedLayer, delayed_layers
 from quartet_plugin.protocol.execution import ExecutedActions
 from quartet_plugin.runtime.activation_tracker import ActivationTracker, activation_tracker
+from quartet_plugin.runtime.clock_offset import clock_offset_of_group
 from quartet_plugin.runtime.executed import executed_actions
 from quartet_plugin.runtime.executor import Executor
 from quartet_plugin.runtime.process_groups import Channels, agree_on_program
@@ -224,6 +225,8 @@ class Runtime:
                 backend="gloo" if self._host_transport else None,
                 timeout=self._timeout,
             )
+            if self.tracker is not None:
+                self.recorder.clock_offset_s = clock_offset_of_group()
         if boundary not in self._transports:
             kind = HostTransport if self._host_transport else PairTransport
             self._transports[boundary] = kind(self._channels, boundary)

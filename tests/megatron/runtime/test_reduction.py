@@ -1,6 +1,7 @@
 """When the reductions of bucket groups are started, in steps of any order of I and W."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,11 +69,7 @@ class Model:
 
 def reductions_of(events: list[str]) -> list[str]:
     """The event before every reduction, and its group."""
-    return [
-        f"{before} -> {event}"
-        for before, event in zip(events, events[1:], strict=False)
-        if event.startswith("reduce")
-    ]
+    return [f"{before} -> {event}" for before, event in pairwise(events) if event.startswith("reduce")]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +117,7 @@ def test_each_number_of_microbatches_has_its_own_counts() -> None:
 
 
 def test_all_steps_start_groups_in_the_order_of_the_first() -> None:
-    """The ranks that reduce together must agree, also where one of them computes gradients in another order."""
+    """The ranks that reduce together must agree, also where one computes gradients in another order."""
     model = Model(num_chunks=2)
     steps = [model.step(actions) for actions in ("B1 B1 B0 B0", "B0 B0 B1 B1")]
     first, later = ([event for event in events if event.startswith("reduce")] for events in steps)
@@ -142,7 +139,7 @@ def test_a_gradient_that_is_missing_delays_its_group_to_the_chunks_end() -> None
 def test_a_gradient_after_the_start_of_its_reduction_is_refused() -> None:
     model = Model()
     model.step("B0 B0")
-    with pytest.raises(RuntimeError, match="gradient 3 .* had waited for 2"):
+    with pytest.raises(RuntimeError, match=r"gradient 3 .* had waited for 2"):
         model.step("B0 B0 B0")
 
 

@@ -305,7 +305,7 @@ def check(references: References, name: str, case: Case) -> support.Run:
 
 
 def check_reductions(folder: Path, case: Case) -> None:
-    """From the second step with a number of microbatches on, reductions start where gradients are complete."""
+    """From the second step with a number of microbatches on, reductions start inside of actions."""
     files = list(folder.glob("reductions-*"))
     assert len(files) == (case.num_processes if "--overlap-grad-reduce" in case.flags else 0)
     largest = 0
