@@ -191,10 +191,8 @@ def install(name: str, runtime: str, num_microbatches: int, seconds: float) -> A
         held_fraction=0.5,
     )
     deferred: list[Any] = []
-    initialize, accumulate = (
-        split_backward.WeightGradients.__init__,
-        split_backward.WeightGradients.accumulate,
-    )
+    gradients = split_backward.WeightGradients
+    initialize, accumulate = gradients.__init__, gradients.accumulate
 
     def kept(self: Any) -> None:
         initialize(self)

@@ -442,6 +442,23 @@ def test_matrix_on_groups_as_strict_as_nccl(name: str, references: References) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_layers_of_the_engine_are_profiled(references: References) -> None:
+    """The profiler's delayed weight gradients train as stock does, and every layer has its I and its W."""
+    program = ("profile", str(support.PRETRAIN_SCRIPT))
+    run = references.train("profile", program, ENGINE, num_processes=1)
+    assert max(support.largest_deviation(run, references.run(""))) <= _TOLERANCE
+    profile = json.loads((references.folder / "profile" / "rank-0.profile.json").read_text())
+    parts = {part["name"]: part for part in profile["parts"]}
+    assert parts.keys() == {"embedding", *(f"layer.{n}" for n in range(10)), "head"}
+    for name, part in parts.items():
+        assert part["forward_s"] > 0
+        assert name == "embedding" or part["input_grad_s"] > 0
+        assert name == "embedding" or part["weight_grad_s"] > 0
+        assert name == "embedding" or part["backward_s"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MATRIX if name not in LONG])
 def test_matrix(name: str, references: References) -> None:
     check(references, name, MATRIX[name])
