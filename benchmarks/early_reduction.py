@@ -247,6 +247,8 @@ def timed(train_step: Callable[..., Any], *, steps: int, record: Path) -> Callab
         result = train_step(*args, **kwargs)
         times_s.append(time.perf_counter() - begin)
         if len(times_s) == WARMUP_STEPS + steps:
+            for chunk in args[2]:
+                chunk.zero_grad_buffer()
             dist.barrier()
             begin = time.perf_counter()
             for chunk in args[2]:

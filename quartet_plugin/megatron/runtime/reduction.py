@@ -102,11 +102,13 @@ class GradReduction:
         self._parameters_left = Counter(self._group_of[parameter] for parameter in self._expected_calls)
 
     def ready(self, parameter: Any) -> None:
-        """A microbatch's gradient of a parameter has been added to the sum.
+        """A microbatch's gradient of a parameter has been added to the sum; others' parameters do not count.
 
         Raises RuntimeError if the reduction of the sum has been started.
         """
-        group = self._group_of[parameter]
+        group = self._group_of.get(parameter)
+        if group is None:
+            return
         calls = self._calls[parameter] = self._calls.get(parameter, 0) + 1
         if group in self._started:
             raise RuntimeError(
