@@ -45,7 +45,8 @@ class TrialSpec:
     `weights` names a weights-only checkpoint that every rank starts from, `save_weights` a folder where one
     is written before the first step; with either, dropout and jitter are off and the ranks leave what the
     parity gate compares. With `num_compared` that holds for this many iterations of the warm-up: the trial
-    then goes on under the command's own settings, and its measured iterations are the command's. Raises
+    then goes on under the command's own settings, and its measured iterations are the command's. A GPU
+    computes for `device_warmup_s` before the first step. Raises
     ConfigError for paths that are not absolute, and for compared iterations outside of the warm-up.
     """
 
@@ -58,6 +59,7 @@ class TrialSpec:
     save_weights: FilePath | None = None
     schema_version: Version = 1
     num_compared: Annotated[int, Bounds(ge=1, le=MAX_ITERATIONS)] | None = field(default=None, metadata=ADDED)
+    device_warmup_s: Seconds | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if self.num_compared is not None and self.num_compared > self.warmup:

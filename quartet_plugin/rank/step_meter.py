@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from quartet_plugin.model.schema import as_number, record
 from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.protocol.rank_files import Iteration
-from quartet_plugin.rank.device import device_memory, device_name, peak_memory_bytes
+from quartet_plugin.rank.device import device_memory, device_name, peak_memory_bytes, warm_device
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.session import exit_now
 
@@ -60,6 +60,7 @@ class StepMeter(ABC):
 
     def begin(self) -> None:
         """Start the clock, before the first training step."""
+        warm_device(self._files.spec.device_warmup_s or 0.0)
         self._first_step_at = time.time()
         self._files.move("warmup" if self._files.spec.warmup else "measure", 0)
         self._last_end = time.perf_counter()

@@ -123,6 +123,7 @@ def create_attempt(
         weights=None if request.weights is None else str(request.weights.absolute()),
         save_weights=None if request.save_weights is None else str(request.save_weights.absolute()),
         num_compared=request.num_compared,
+        device_warmup_s=request.device_warmup_s or None,
     )
     command = CommandRecord(
         attempt_id=attempt_id,

@@ -25,6 +25,8 @@ LEARNED_FACTOR = 3.0
 # A first start on a GPU compiles kernels on every rank and indexes its data: limits until it was measured.
 COLD_INIT_S = 900.0
 COLD_FIRST_STEP_S = 600.0
+# Computation on a cold GPU before the first step of a run's first trial, which later ones are compared with.
+DEVICE_WARMUP_S = 25.0
 _FENCE = re.compile(r"[0-9a-f]{0,16}")
 
 
@@ -121,8 +123,9 @@ class TrialRequest:
     iterations take longer than `slow_above_s` is cut short: it is not worth measuring well. `weights` (a
     weights-only checkpoint to start from) and `save_weights` (where to write such a checkpoint) make it a
     trial of the parity gate; with `num_compared` only so many iterations of its warm-up are compared, and the
-    trial goes on to be measured. `fence` (up to 16 hex digits) begins the ids of its attempts and tells apart
-    the results of a plan that was handed out twice.
+    trial goes on to be measured. `device_warmup_s` are seconds that a GPU computes before the first step, to
+    be as warm as later trials find it. `fence` (up to 16 hex digits) begins the ids of its attempts and tells
+    apart the results of a plan that was handed out twice.
     """
 
     folder: Path
@@ -143,6 +146,7 @@ class TrialRequest:
     weights: Path | None = None
     save_weights: Path | None = None
     num_compared: int | None = None
+    device_warmup_s: float = 0.0
     fence: str = ""
 
     def __post_init__(self) -> None:
@@ -161,6 +165,11 @@ class TrialRequest:
             seconds = getattr(self, name)
             if seconds is not None and not 0 < seconds < float("inf"):
                 raise ConfigError(f"trial.{name}: {seconds}; must be above 0")
+        if not 0 <= self.device_warmup_s <= self.deadline_s:
+            raise ConfigError(
+                f"trial.device_warmup_s: {self.device_warmup_s:g}; must be from 0 to the deadline "
+                f"({self.deadline_s:g})"
+            )
 
     @property
     def plan_key(self) -> str | None:

@@ -14,7 +14,14 @@ from quartet_plugin.protocol.training_start import read_starts, words_of
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
 from quartet_plugin.trial.attempt import PREFIX
 from quartet_plugin.trial.compared_start import ComparedStart
-from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
+from quartet_plugin.trial.request import (
+    DEVICE_WARMUP_S,
+    Outcome,
+    Progress,
+    Timeouts,
+    TrialRequest,
+    TrialResult,
+)
 from quartet_plugin.tuner.context import TuningContext
 
 VERDICTS: dict[Outcome, Verdict] = {
@@ -197,6 +204,7 @@ class TrialLauncher:
         if predicted_s is not None and plan is not None and plan.prediction is not None:
             predicted_s *= max(1.0, plan.prediction.relative_cost or 1.0)
         start = launch.start
+        device_warmup_s = min(DEVICE_WARMUP_S, trial.deadline_s / 20) if launch.phase == "baseline" else 0.0
         return TrialRequest(
             folder=launch.folder,
             command=self.context.command,
@@ -212,6 +220,7 @@ class TrialLauncher:
             weights=None if start is None else start.weights,
             save_weights=None if start is None else start.save_weights,
             num_compared=None if start is None else start.num_steps,
+            device_warmup_s=device_warmup_s,
         )
 
     def _deadline_s(self) -> float:

@@ -52,6 +52,8 @@ def test_every_custom_plan_is_compared_in_its_trial_and_no_launch_is_made_for_it
         assert request.weights == trial_weights(run.folder.parity_weights)
     baseline = requests[run.folder.trial(0)]
     assert (baseline.num_compared, baseline.weights, baseline.warmup) == (5, None, 8)
+    # A GPU is warmed once: every later start follows other training.
+    assert [folder for folder, asked in requests.items() if asked.device_warmup_s] == [run.folder.trial(0)]
     stock = [x for x in result.trials[1:] if not is_ours(x.plan) and x.record.repeats is None]
     assert stock
     assert {requests[run.folder.trial(trial.number)].num_compared for trial in stock} == {None}
