@@ -43,6 +43,12 @@ def tune_command(
         Path | None, typer.Option(help="What to search: a q.yaml. Without one everything is tuned.")
     ] = None,
     run_dir: RunsFolder = RUNS,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The run's name, before `run` of the q.yaml.")
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(metavar="N", help="Plans to try, before `study.trials` of the q.yaml.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
     takeover: Annotated[
         bool, typer.Option("--takeover", help="Take a run whose tuner was lost on another host.")
@@ -78,7 +84,8 @@ def tune_command(
     if joined is not None:
         from quartet_plugin.cli.workers import join
 
-        if config or resume or takeover or dry_run or max_minutes is not None or prior is not None:
+        others = (config, max_minutes, prior, name, trials)
+        if resume or takeover or dry_run or any(other is not None for other in others):
             raise UsageError("quartet tune --join: takes --workers alone; the rest is its tuner's")
         words = invocation(ctx).user_command
         path = find_run(joined, run_dir=run_dir)
@@ -114,7 +121,7 @@ def tune_command(
     check_versions()
     training = parse_command(words)
     check_one_node(training)
-    asked = read_config(config)
+    asked = read_config(config).with_options(run=name, trials=trials)
     check_installed(asked.study.sampler)
     path = run_dir / (asked.run or default_run_name((training.target,)))
     if is_requeued(path):
@@ -137,7 +144,11 @@ def tune_command(
         DiskReserve(folder) as kept,
     ):
         if resume:
-            run = resume_run(folder, config=None if config is None else asked, command=words)
+            wanted = None if config is None else asked
+            if config is None and trials is not None:
+                begun = resume_run(folder, config=None, command=None).config
+                wanted = begun.with_options(run=None, trials=trials)
+            run = resume_run(folder, config=wanted, command=words)
         else:
             keep_machine(asked.machine, cwd=Path.cwd(), folder=RunFolder(path=folder))
             keep_schedule_files(asked.search, cwd=Path.cwd(), folder=RunFolder(path=folder))
