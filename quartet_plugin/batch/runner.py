@@ -30,7 +30,6 @@ from quartet_plugin.batch.job_process import (
     stop,
 )
 from quartet_plugin.batch.job_words import LEAST_MINUTES, minutes_of, tune_words
-from quartet_plugin.batch.planning import planned
 from quartet_plugin.batch.queue import in_order, next_job
 from quartet_plugin.batch.related import keys_of, started_from
 from quartet_plugin.batch.results import history_of, result_of, results_of
@@ -44,6 +43,8 @@ from quartet_plugin.tuner.context import EventLog
 # A tuner that a signal ends is started again so many times.
 MAX_LOST = 3
 _POLL_S, _REFRESH_S = 0.1, 2.0
+# Reading the runs anew takes at most one part in so many of the time.
+_REFRESH_SHARE = 20
 
 
 class BatchObserver(Protocol):
@@ -95,7 +96,7 @@ class BatchRunner:
         self._running: dict[str, JobProcess] = {}
         self._stopped: set[str] = set()
         self._began_s = time.monotonic()
-        self._shown_s = 0.0
+        self._next_shown_s = 0.0
 
     def run(self) -> BatchResults:
         """The results once no job can be started any more, or when asked to stop.
@@ -113,7 +114,7 @@ class BatchRunner:
                 self._look()
                 if not self._start_next() and not self._running:
                     break
-                if time.monotonic() - self._shown_s > _REFRESH_S:
+                if time.monotonic() > self._next_shown_s:
                     self._show()
                 time.sleep(_POLL_S)
         except StorageError:
@@ -156,6 +157,8 @@ class BatchRunner:
 
     def _plan(self) -> None:
         """Plan for what has nothing to launch."""
+        from quartet_plugin.batch.planning import planned
+
         for job in in_order(self._batch.jobs):
             file = self._files[job.name]
             if file.kind != "plan" or file.state in ("done", "failed"):
@@ -352,17 +355,18 @@ class BatchRunner:
         self._events.add(kind, trial=None, **fields)
         self._observer.message(text)
 
-    def _show(self) -> BatchResults:
-        results = self.results()
-        self._shown_s = time.monotonic()
+    def _show(self, *, is_running: bool = True) -> BatchResults:
+        """Show the results to the observer; what takes long to read is shown less often."""
+        began_s = time.monotonic()
+        results = self.results(is_running=is_running)
+        now_s = time.monotonic()
+        self._next_shown_s = now_s + max(_REFRESH_S, _REFRESH_SHARE * (now_s - began_s))
         self._observer.changed(results)
         return results
 
     def _publish(self, *, is_running: bool = True) -> BatchResults:
-        """Write the results, and show them."""
-        results = self.results(is_running=is_running)
-        self._shown_s = time.monotonic()
-        self._observer.changed(results)
+        """Show the results and write them."""
+        results = self._show(is_running=is_running)
         self._write(results)
         return results
 

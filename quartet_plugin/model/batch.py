@@ -23,6 +23,7 @@ JobName = Annotated[str, Matches(pattern=NAME_PATTERN)]
 _Words = Annotated[str, Length(most=2_000)]
 _Path = Annotated[str, Length(most=8_192)]
 _Count = Annotated[int, Bounds(ge=0, le=10**9)]
+_Bytes = Annotated[int, Bounds(ge=0, le=2**63)]
 _Seconds = Annotated[float, Bounds(ge=0.0)]
 _Positive = Annotated[float, Bounds(gt=0.0)]
 
@@ -50,7 +51,7 @@ class JobResult:
     tokens_per_s: _Positive | None = None
     ratio: _Positive | None = None
     speedup: Interval | None = None
-    peak_memory_bytes: _Count | None = None
+    peak_memory_bytes: _Bytes | None = None
     plan: _Path | None = None
     run: _Path | None = None
     started_from: JobName | None = None
