@@ -99,6 +99,16 @@ def read_batch_file(paths: BatchPaths) -> BatchFile:
     return read_record(BatchFile, paths.batch_file)
 
 
+def check_kept(begun: BatchFile, batch: Batch, *, paths: BatchPaths) -> None:
+    """Raise ConfigError where a job that was begun is not in the file any more: its tuner may still run."""
+    names = {job.name for job in batch.jobs}
+    for job in begun.jobs:
+        if job.name not in names and read_job_file(paths, job.name) is not None:
+            raise ConfigError(
+                f"{paths.path}: jobs: {job.name}: was begun, and is not in the file any more; keep it there"
+            )
+
+
 def write_batch_file(content: BatchFile, *, paths: BatchPaths) -> None:
     """Write batch.json, whole or not at all."""
     write_json_atomic(paths.batch_file, dump(content))

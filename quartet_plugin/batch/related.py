@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quartet_plugin.batch.config import Job
+from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.command import Command, parse_command
 from quartet_plugin.tuner.config import TuneConfig
 
@@ -43,7 +44,14 @@ class MachineKey:
 
 def keys_of(jobs: Iterable[Job], configs: Mapping[str, TuneConfig]) -> dict[str, MachineKey | None]:
     """The key of every job that has a command, by name. Raises ConfigError for one that cannot be read."""
-    return {job.name: MachineKey.of(parse_command(job.words), configs[job.name]) for job in jobs if job.words}
+    keys: dict[str, MachineKey | None] = {}
+    for job in jobs:
+        if job.words:
+            try:
+                keys[job.name] = MachineKey.of(parse_command(job.words), configs[job.name])
+            except ConfigError as error:
+                raise ConfigError(f"jobs: {job.name}: {error}") from error
+    return keys
 
 
 def started_from(

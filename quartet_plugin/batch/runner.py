@@ -42,13 +42,16 @@ from quartet_plugin.tuner.context import EventLog
 
 # A tuner that a signal ends is started again so many times.
 MAX_LOST = 3
-_POLL_S, _REFRESH_S = 0.1, 2.0
-# Reading the runs anew takes at most one part in so many of the time.
-_REFRESH_SHARE = 20
+# The shortest wait goes before the longest, since a batch must not disturb what is measured.
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S, _LONGER = 0.02, 1.0, 1.3
+# A live table is renewed so often, and reading the runs for it takes at most one part in so many of the time.
+_REFRESH_S, _REFRESH_SHARE = 2.0, 50
 
 
 class BatchObserver(Protocol):
-    """Whoever shows a batch that runs."""
+    """Whoever shows a batch that runs; only a live one is shown what merely moves on."""
+
+    is_live: bool
 
     def message(self, text: str) -> None:
         """Show a line."""
@@ -101,7 +104,7 @@ class BatchRunner:
     def run(self) -> BatchResults:
         """The results once no job can be started any more, or when asked to stop.
 
-        Raises StorageError where the folder fails, or another process has the batch; its tuners then go on.
+        Raises StorageError where the folder fails, or another process has the batch, whose tuners then go on.
         """
         write_batch_file(self._content, paths=self._paths)
         self._events.add("begin", batch=self._batch.name)
@@ -109,21 +112,33 @@ class BatchRunner:
             self._adopt()
             self._publish()
             self._plan()
-            while not self._should_stop():
-                self._fence()
-                self._look()
-                if not self._start_next() and not self._running:
-                    break
-                if time.monotonic() > self._next_shown_s:
-                    self._show()
-                time.sleep(_POLL_S)
-        except StorageError:
-            self._running.clear()
-            raise
+            self._tune()
         finally:
             self._end_running()
         self._events.add("interrupted" if self._should_stop() else "end")
         return self._publish(is_running=False)
+
+    def _tune(self) -> None:
+        """Start tuners and note their ends until none is left."""
+        wait_s = _SHORTEST_WAIT_S
+        while not self._should_stop():
+            self._check_fence()
+            is_changed = self._look()
+            is_changed |= self._start_next()
+            if not is_changed and not self._running:
+                return
+            if self._observer.is_live and time.monotonic() > self._next_shown_s:
+                self._show()
+            wait_s = _SHORTEST_WAIT_S if is_changed else min(_LONGEST_WAIT_S, _LONGER * wait_s)
+            time.sleep(wait_s)
+
+    def _check_fence(self) -> None:
+        """Raise StorageError where another process has the batch, and leave the tuners to that."""
+        try:
+            self._fence()
+        except StorageError:
+            self._running.clear()
+            raise
 
     def results(self, *, is_running: bool = True) -> BatchResults:
         """The state of every job now."""
@@ -165,7 +180,7 @@ class BatchRunner:
                 continue
             if self._should_stop():
                 return
-            self._fence()
+            self._check_fence()
             began_at = time.time()
             try:
                 result = planned(job, config=self._configs[job.name], cwd=self._cwd, paths=self._paths)
@@ -185,12 +200,13 @@ class BatchRunner:
 
     # Tuning
 
-    def _look(self) -> None:
-        """Note the tuners that have ended."""
-        for name, process in list(self._running.items()):
-            if process.is_over:
-                del self._running[name]
-                self._note_end(name, process.exit_code)
+    def _look(self) -> bool:
+        """Note the tuners that have ended; whether one has."""
+        ended = {name: process for name, process in self._running.items() if process.is_over}
+        for name, process in ended.items():
+            del self._running[name]
+            self._note_end(name, process.exit_code)
+        return bool(ended)
 
     def _start_next(self) -> bool:
         """Start what may run; whether a job was started."""
@@ -327,18 +343,19 @@ class BatchRunner:
         """End every tuner that runs, and what they would leave."""
         if not self._running:
             return
+        running = dict(self._running)
+        self._running.clear()
         try:
-            stop(self._running.values())
+            stop(running.values())
         finally:
-            for name, process in list(self._running.items()):
+            for name in running:
                 end_left_behind(self._files[name].mark)
-                file = self._files[name]
-                history = history_of(self._paths.runs / name)
-                if process.exit_code == 0 or (history is not None and history.state == "finished"):
-                    self._finish(name, "done", exit_code=0, reason="")
-                else:
-                    self._save(replace(file, state="stopped", process=None))
-            self._running.clear()
+        for name, process in running.items():
+            history = history_of(self._paths.runs / name)
+            if process.exit_code == 0 or (history is not None and history.state == "finished"):
+                self._finish(name, "done", exit_code=0, reason="")
+            else:
+                self._save(replace(self._files[name], state="stopped", process=None))
 
     # Files and the observer
 

@@ -85,7 +85,7 @@ def run_command(
     if plan_only:
         batch = replace(batch, name=f"{batch.name[: 100 - len(PLAN_SUFFIX)]}{PLAN_SUFFIX}")
     paths = BatchPaths((batch_dir / batch.name).absolute())
-    cwd = _prepare(paths, is_resumed=resume, is_plan_only=plan_only)
+    cwd = _prepare(paths, batch, is_resumed=resume, is_plan_only=plan_only)
     with (
         _lease_of(paths, takeover=takeover) as lease,
         batch_observer(Console()) as observer,
@@ -180,12 +180,12 @@ def _collect_secrets(batch: "Batch") -> None:
     collect_secrets([word for job in batch.jobs for word in (*job.words, "--")])
 
 
-def _prepare(paths: "BatchPaths", *, is_resumed: bool, is_plan_only: bool) -> Path:
+def _prepare(paths: "BatchPaths", batch: "Batch", *, is_resumed: bool, is_plan_only: bool) -> Path:
     """The folder that commands start in; the batch's folder is made where it begins.
 
     Raises ConfigError where a batch that begins is there already, or one to resume is not.
     """
-    from quartet_plugin.batch.job_file import read_batch_file
+    from quartet_plugin.batch.job_file import check_kept, read_batch_file
     from quartet_plugin.model.files import remove_torn
 
     here = path_here(paths.path)
@@ -195,6 +195,7 @@ def _prepare(paths: "BatchPaths", *, is_resumed: bool, is_plan_only: bool) -> Pa
         begun = read_batch_file(paths)
         if begun.is_plan_only != is_plan_only:
             raise ConfigError(f"{here}: the batch was begun {_with(begun.is_plan_only)}; resume it so")
+        check_kept(begun, batch, paths=paths)
         remove_torn(paths.path)
         return Path(begun.cwd)
     if paths.batch_file.exists():

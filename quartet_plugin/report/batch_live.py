@@ -25,6 +25,8 @@ _FIRST: tuple[JobState, ...] = ("running", "failed", "stopped", "waiting", "done
 class BatchLines:
     """A line an event, and none for what only moves on: for logs and pipes."""
 
+    is_live = False
+
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
 
@@ -45,6 +47,8 @@ class BatchLines:
 
 class BatchScreen:
     """A table of the jobs, as many as the screen has room for, and their numbers below it."""
+
+    is_live = True
 
     def __init__(self, console: "Console") -> None:
         self._console = console

@@ -26,6 +26,8 @@ def batch_of(folder: Path, *jobs: dict[str, Any], **sections: Any) -> Batch:
 class Watcher:
     """Keeps what a user would have read, and calls `each` at every change."""
 
+    is_live = True
+
     def __init__(self, each: Callable[[BatchResults], None] = lambda results: None) -> None:
         self.messages: list[str] = []
         self.latest: BatchResults | None = None
