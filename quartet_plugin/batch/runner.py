@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from quartet_plugin.batch.config import Batch, Job
 from quartet_plugin.batch.job_file import (
@@ -30,6 +29,7 @@ from quartet_plugin.batch.job_process import (
     stop,
 )
 from quartet_plugin.batch.job_words import LEAST_MINUTES, minutes_of, tune_words
+from quartet_plugin.batch.observer import BatchObserver
 from quartet_plugin.batch.queue import in_order, next_job
 from quartet_plugin.batch.related import keys_of, started_from
 from quartet_plugin.batch.results import history_of, result_of, results_of
@@ -46,18 +46,6 @@ MAX_LOST = 3
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S, _LONGER = 0.02, 1.0, 1.3
 # A live table is renewed so often, and reading the runs for it takes at most one part in so many of the time.
 _REFRESH_S, _REFRESH_SHARE = 2.0, 50
-
-
-class BatchObserver(Protocol):
-    """Whoever shows a batch that runs; only a live one is shown what merely moves on."""
-
-    is_live: bool
-
-    def message(self, text: str) -> None:
-        """Show a line."""
-
-    def changed(self, results: BatchResults) -> None:
-        """Show the state of every job."""
 
 
 class BatchRunner:
@@ -157,12 +145,14 @@ class BatchRunner:
         return replace(file, state="waiting", num_lost=0, result=None, reason="") if is_again else file
 
     def _adopt(self) -> None:
-        """Wait for the tuners that an earlier session has left running."""
+        """Wait for the tuners that an earlier session has left, and note those that have come to their end."""
         for name, file in self._files.items():
             if file.state != "running":
                 continue
             process = find_tuner(file, paths=self._paths)
             if process is None:
+                if self._is_finished(name):
+                    self._finish(name, "done", exit_code=0, reason="")
                 continue
             self._running[name] = process
             self._save(replace(file, process=process.identity))
@@ -309,8 +299,7 @@ class BatchRunner:
         """Note the end of a tuner by its exit code, None where it was an earlier session's."""
         file = self._files[name]
         if code is None:
-            history = history_of(self._paths.runs / name)
-            if history is None or history.state != "finished":
+            if not self._is_finished(name):
                 # Its reasons are not known: started again, it ends at once where it had ended.
                 self._save(replace(file, state="stopped", process=None))
                 return
@@ -326,6 +315,11 @@ class BatchRunner:
             reason = f"its tuner was killed by signal {-code}, {file.num_lost + 1} times"
         state: JobState = "done" if code == 0 else "stopped" if code == ExitCode.INTERRUPTED else "failed"
         self._finish(name, state, exit_code=code, reason=reason)
+
+    def _is_finished(self, name: str) -> bool:
+        """Whether a job's run has come to its end."""
+        history = history_of(self._paths.runs / name)
+        return history is not None and history.state == "finished"
 
     def _finish(self, name: str, state: JobState, *, exit_code: int, reason: str) -> None:
         file = self._files[name]
@@ -351,8 +345,7 @@ class BatchRunner:
             for name in running:
                 end_left_behind(self._files[name].mark)
         for name, process in running.items():
-            history = history_of(self._paths.runs / name)
-            if process.exit_code == 0 or (history is not None and history.state == "finished"):
+            if process.exit_code == 0 or self._is_finished(name):
                 self._finish(name, "done", exit_code=0, reason="")
             else:
                 self._save(replace(self._files[name], state="stopped", process=None))

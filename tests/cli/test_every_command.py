@@ -91,6 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the commands read."""
     path = tmp_path_factory.mktemp("commands")
     shutil.copytree(GOLDEN / "run_0.1.0", path / "run")
+    shutil.copytree(GOLDEN / "batch_0.1.0", path / "batch")
     for source, name in (
         ("plan.json", "plan.json"),
         ("schedule_costs_minimal.json", "costs.json"),
