@@ -145,7 +145,7 @@ class BatchRunner:
         return replace(file, state="waiting", num_lost=0, result=None, reason="") if is_again else file
 
     def _adopt(self) -> None:
-        """Wait for the tuners that an earlier session has left, and note those that have come to their end."""
+        """Wait for the tuners that an earlier session has left; note those that have come to their end."""
         for name, file in self._files.items():
             if file.state != "running":
                 continue
