@@ -22,7 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("planner", "runtime"),
     ("trial", "study"),
     ("tuner", "megatron", "deepspeed", "bridge"),
-    ("report",),
+    ("report", "batch"),
     ("cli",),
 )
 # Rooms of training processes and rooms of the tuner never import each other; both import what is shared.

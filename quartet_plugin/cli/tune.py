@@ -43,6 +43,12 @@ def tune_command(
         Path | None, typer.Option(help="What to search: a q.yaml. Without one everything is tuned.")
     ] = None,
     run_dir: RunsFolder = RUNS,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The run's name, before `run` of the q.yaml.")
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(metavar="N", help="Plans to try, before `study.trials` of the q.yaml.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
     takeover: Annotated[
         bool, typer.Option("--takeover", help="Take a run whose tuner was lost on another host.")
@@ -85,8 +91,8 @@ def tune_command(
     if joined is not None:
         from quartet_plugin.cli.workers import join
 
-        others = (config, resume, takeover, dry_run, max_minutes, prior, launcher, trial_nodes, site)
-        if any(value not in (None, False) for value in others):
+        others = (config, max_minutes, prior, name, trials, launcher, trial_nodes, site)
+        if resume or takeover or dry_run or any(other is not None for other in others):
             raise UsageError("quartet tune --join: takes --workers alone; the rest is its tuner's")
         words = invocation(ctx).user_command
         path = find_run(joined, run_dir=run_dir)
@@ -122,6 +128,7 @@ def tune_command(
     check_versions()
     training = parse_command(words)
     asked = with_launcher(read_config(config), launcher=launcher, trial_nodes=trial_nodes, site=site)
+    asked = asked.with_options(run=name, trials=trials)
     check_installed(asked.study.sampler)
     path = run_dir / (asked.run or default_run_name((training.target,)))
     if is_requeued(path):
@@ -145,7 +152,11 @@ def tune_command(
         DiskReserve(folder) as kept,
     ):
         if resume:
-            run = resume_run(folder, config=None if config is None else asked, command=words)
+            wanted = None if config is None else asked
+            if config is None and trials is not None:
+                begun = resume_run(folder, config=None, command=None).config
+                wanted = begun.with_options(run=None, trials=trials)
+            run = resume_run(folder, config=wanted, command=words)
         else:
             keep_machine(asked.machine, cwd=Path.cwd(), folder=RunFolder(path=folder))
             keep_schedule_files(asked.search, cwd=Path.cwd(), folder=RunFolder(path=folder))

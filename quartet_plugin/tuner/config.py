@@ -167,6 +167,18 @@ class TuneConfig(Section):
         default="auto", description="cpu rehearses a GPU command; auto: cuda where there is one"
     )
 
+    def with_options(self, *, run: str | None, trials: int | None) -> "TuneConfig":
+        """The configuration with the run's name and the number of plans that options say; None keeps its own.
+
+        Raises ConfigError for a value that the file could not have either.
+        """
+        said = {} if run is None else {"run": run}
+        config = validate(TuneConfig, {**dict(self), **said}, where="--name") if said else self
+        if trials is None:
+            return config
+        study = validate(StudyConfig, {**dict(self.study), "trials": trials}, where="--trials")
+        return config.model_copy(update={"study": study})
+
 
 def read_config(path: Path | None) -> TuneConfig:
     """The configuration in `path`, or the defaults. Raises ConfigError in one line."""
