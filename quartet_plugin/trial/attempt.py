@@ -119,6 +119,8 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
         weights=None if request.weights is None else str(request.weights.absolute()),
         save_weights=None if request.save_weights is None else str(request.save_weights.absolute()),
         num_compared=request.num_compared,
+        max_warmup=request.max_warmup,
+        early_end=request.early_end,
     )
     command = CommandRecord(
         attempt_id=attempt_id,
@@ -222,6 +224,7 @@ def write_result(
         cold_reason=None if start is None else start.cold_reason,
         import_s=None if start is None else start.import_s,
         num_compared=spec.num_compared,
+        is_cut=verdict.is_cut or None,
         **{name: getattr(verdict, name) for name in _PLAIN_FIELDS},
     )
     write_json_atomic(folder / RESULT_FILE, dump(sheet))
@@ -274,6 +277,7 @@ def _result(sheet: ResultRecord, *, folder: Path) -> TrialResult:
         wall_s=sheet.wall_s,
         start=sheet.start,
         cold_reason=sheet.cold_reason,
+        is_cut=bool(sheet.is_cut),
         **{name: getattr(sheet, name) for name in _PLAIN_FIELDS},
         job=jobs[0] if jobs else None,
         folder=folder,

@@ -69,9 +69,8 @@ def baseline_start(context: TuningContext) -> ComparedStart | None:
     )
     trial, command = context.run.config.trial, context.command
     train_iters = None if command.starter == "other" else arguments_in(command.arguments).train_iters
-    is_too_short = (
-        isinstance(train_iters, int) and train_iters < start.num_warmup(trial.warmup) + trial.measure
-    )
+    least = start.num_warmup(trial.least_warmup) + trial.least_measured
+    is_too_short = isinstance(train_iters, int) and train_iters < least
     return None if is_too_short else start
 
 
@@ -138,7 +137,7 @@ class ComparedTrials:
             check = parity_check_of(baseline, context=context)
             compared = context.backend.adopt(check, result, should_stop=context.should_stop)
         start = ComparedStart(num_steps=STEPS, restores_settings=bool(compared.settings))
-        num_iterations = start.num_warmup(trial.warmup) + trial.measure
+        num_iterations = start.num_warmup(trial.least_warmup) + trial.least_measured
         not_asked = why_nothing_is_kept(context.run.config.search, context.command)
         reason = not_asked or compared.unavailable or (None if is_alone else _WITH_WORKERS)
         return cls(

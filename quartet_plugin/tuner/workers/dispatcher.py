@@ -94,6 +94,8 @@ class Dispatcher:
             host=host,
             warmup=request.warmup,
             measure=request.measure,
+            max_warmup=request.max_warmup,
+            early_end=request.early_end,
             deadline_s=request.deadline_s,
             predicted_iteration_s=request.predicted_iteration_s,
             slow_above_s=request.slow_above_s,

@@ -131,6 +131,8 @@ class Worker:
             attempt=queued.attempt,
             warmup=queued.warmup,
             measure=queued.measure,
+            max_warmup=queued.max_warmup,
+            early_end=queued.early_end,
             deadline_s=queued.deadline_s,
             device=self.member.share.device,
             predicted_iteration_s=queued.predicted_iteration_s,
