@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.megatron.measure import step_result
-from quartet_plugin.megatron.parity import part_squares, save_weights
+from quartet_plugin.megatron.parity import can_save_weights, part_squares, save_weights
 from quartet_plugin.megatron.random_settings import RandomSettings
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
@@ -180,6 +180,8 @@ def _reason_not_to_keep(model: Any, *, folder: Path) -> str | None:
     from megatron.training.global_vars import get_args
 
     args = get_args()
+    if not can_save_weights():
+        return "this release of Megatron saves weights in another way"
     graphs = getattr(args, "cuda_graph_impl", "none") or "none"
     is_captured = graphs != "none" or any(
         getattr(args, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")

@@ -6,6 +6,7 @@ for it pay for this.
 """
 
 import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,6 +56,17 @@ def save_weights(model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
     from megatron.training.checkpointing import save_checkpoint
 
     save_checkpoint(_ITERATION, model, optimizer, opt_param_scheduler, 0)
+
+
+def can_save_weights() -> bool:
+    """Whether this Megatron has the function that `save_weights` calls, as it calls it."""
+    try:
+        from megatron.training.checkpointing import save_checkpoint
+
+        inspect.signature(save_checkpoint).bind(_ITERATION, None, None, None, 0)
+    except (ImportError, TypeError, ValueError):
+        return False
+    return True
 
 
 def part_squares(model: Any, optimizer: Any, grad_norm: Any) -> dict[str, float]:
