@@ -53,8 +53,9 @@ class TrialSpec:
 
     `warmup` iterations are not measured, and `measure` are. With `max_warmup` the measured ones begin where
     iterations are steady, after `warmup` to `max_warmup` of them; with `early_end` they are `measure` at
-    most. Raises ConfigError for paths that are not absolute, for compared iterations outside of the warm-up,
-    and for a `max_warmup` below `warmup`.
+    most. `modules` are the classes whose forward ran in the user's own command. Raises ConfigError for
+    paths that are not absolute, for compared iterations outside of the warm-up, and for a `max_warmup` below
+    `warmup`.
     """
 
     attempt_id: AttemptId
@@ -68,6 +69,7 @@ class TrialSpec:
     num_compared: Annotated[int, Bounds(ge=1, le=MAX_ITERATIONS)] | None = field(default=None, metadata=ADDED)
     max_warmup: Annotated[int, Bounds(ge=0, le=MAX_ITERATIONS)] | None = field(default=None, metadata=ADDED)
     early_end: EarlyEnd | None = field(default=None, metadata=ADDED)
+    modules: Annotated[tuple[Name, ...], Length(most=10_000)] | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if self.num_compared is not None and self.num_compared > self.warmup:

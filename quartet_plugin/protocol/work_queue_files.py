@@ -64,6 +64,7 @@ class QueuedTrial(_HandOut):
     is_closed: bool = False
     max_warmup: Count | None = field(default=None, metadata=ADDED)
     early_end: EarlyEnd | None = field(default=None, metadata=ADDED)
+    modules: Annotated[tuple[Name, ...], Length(most=10_000)] | None = field(default=None, metadata=ADDED)
     schema_version: Version = 1
 
 

@@ -121,6 +121,7 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
         num_compared=request.num_compared,
         max_warmup=request.max_warmup,
         early_end=request.early_end,
+        modules=request.modules,
     )
     command = CommandRecord(
         attempt_id=attempt_id,

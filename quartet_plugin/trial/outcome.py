@@ -264,7 +264,9 @@ def _measured(evidence: Evidence) -> Verdict:
         return _verdict(evidence, Cause.FORMAT, f"rank {odd[0]} ran another plan than it was given")
     if spec.plan_key is not None:
         difference = (
-            "its plan cannot be read" if evidence.plan is None else difference_from(evidence.plan, reports)
+            "its plan cannot be read"
+            if evidence.plan is None
+            else difference_from(evidence.plan, reports, modules=spec.modules)
         )
         if difference is not None:
             return _verdict(evidence, Cause.NOT_AS_PLANNED, difference)

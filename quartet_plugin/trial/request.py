@@ -140,8 +140,9 @@ class TrialRequest:
     weights-only checkpoint to start from) and `save_weights` (where to write such a checkpoint) make it a
     trial of the parity gate; with `num_compared` only so many iterations of its warm-up are compared, and the
     trial goes on to be measured. `max_warmup` and `early_end` let the iterations themselves decide which of
-    them, and how many, are measured: see `TrialSpec`. `fence` (up to 16 hex digits) begins the ids of its
-    attempts and tells apart the results of a plan that was handed out twice.
+    them, and how many, are measured, and `modules` are compared with those that run: see `TrialSpec`.
+    `fence` (up to 16 hex digits) begins the ids of its attempts and tells apart the results of a plan that
+    was handed out twice.
     """
 
     folder: Path
@@ -164,6 +165,7 @@ class TrialRequest:
     num_compared: int | None = None
     max_warmup: int | None = None
     early_end: EarlyEnd | None = None
+    modules: tuple[str, ...] | None = None
     fence: str = ""
 
     def __post_init__(self) -> None:

@@ -154,6 +154,7 @@ class Coordinator:
             timeouts=timeouts,
             num_measured=num_measured,
             longest_begin_s=result.start_s + result.first_step_s,
+            modules=context.backend.modules(result),
             cold_reason=first.cold_reason,
         )
         launcher.show(launch, result)

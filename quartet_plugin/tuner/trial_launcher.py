@@ -84,8 +84,9 @@ class TrialLauncher:
     `timeouts` grow with the longest start that was measured, the deadline with `longest_begin_s`, the most
     seconds until the end of a first step. `num_measured` iterations are measured at most, None: as many as
     the configuration says; each launch of the final rounds measures `num_measured_finally` of them.
-    `cold_reason` is why the latest launch did not start warm, as it was said. `judge` says what a launch
-    comes to once the parity gate has compared its first iterations.
+    `modules` are the classes that ran in the user's own command. `cold_reason` is why the latest launch did
+    not start warm, as it was said. `judge` says what a launch comes to once the parity gate has compared its
+    first iterations.
     """
 
     context: TuningContext
@@ -94,6 +95,7 @@ class TrialLauncher:
     num_measured: int | None = None
     num_measured_finally: int | None = None
     longest_begin_s: float = 0.0
+    modules: tuple[str, ...] | None = None
     cold_reason: str | None = None
     judge: Callable[[TrialLaunch, TrialResult], TrialResult] = lambda _, result: result
 
@@ -222,6 +224,7 @@ class TrialLauncher:
             max_warmup=None if trial.warmup != "auto" else warmup + trial.most_warmup - trial.least_warmup,
             measure=measure,
             early_end=early_end,
+            modules=None if plan is None else self.modules,
             deadline_s=self._deadline_s(),
             device=run.config.device,
             predicted_iteration_s=predicted_s,

@@ -79,6 +79,10 @@ class FakeMachine:
         """The nodes."""
         return self.cluster
 
+    def modules(self, result: TrialResult) -> tuple[str, ...] | None:
+        """Nothing is known of them."""
+        return None
+
     def check(
         self, request: ParityCheck, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop
     ) -> Receipt:

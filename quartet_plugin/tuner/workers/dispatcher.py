@@ -96,6 +96,7 @@ class Dispatcher:
             measure=request.measure,
             max_warmup=request.max_warmup,
             early_end=request.early_end,
+            modules=request.modules,
             deadline_s=request.deadline_s,
             predicted_iteration_s=request.predicted_iteration_s,
             slow_above_s=request.slow_above_s,

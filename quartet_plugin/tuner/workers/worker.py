@@ -133,6 +133,7 @@ class Worker:
             measure=queued.measure,
             max_warmup=queued.max_warmup,
             early_end=queued.early_end,
+            modules=queued.modules,
             deadline_s=queued.deadline_s,
             device=self.member.share.device,
             predicted_iteration_s=queued.predicted_iteration_s,
