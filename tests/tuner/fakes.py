@@ -62,6 +62,7 @@ class FakeMachine:
     gate: Callable[[Plan], bool] = lambda plan: True
     checked: list[Plan] = field(default_factory=list)
     dies_in_check: int | None = None
+    requests: dict[Path, TrialRequest] = field(default_factory=dict)
     keeps_weights: bool = False
     settings: tuple[str, ...] = ()
     weights_s: float = 0.1
