@@ -22,8 +22,9 @@ SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 LEAST_TRIED = 5
 MOST_OVER_S = 60.0
 FLAGS = shlex.split(
-    "--num-layers 12 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
-    "--pipeline-model-parallel-size 3 --micro-batch-size 1 --mock-data --tokenizer-type NullTokenizer "
+    "--num-layers 12 --hidden-size 256 --num-attention-heads 4 --seq-length 128 "
+    "--max-position-embeddings 128 --pipeline-model-parallel-size 3 --micro-batch-size 1 "
+    "--mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 16383 --train-iters 1000 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine "
     "--lr-decay-iters 1000 --clip-grad 1.0 --attention-dropout 0 --hidden-dropout 0 --log-interval 10 "
     "--eval-interval 100000 --eval-iters 0"
