@@ -141,7 +141,7 @@ class ParityKeeper:
             with contextlib.suppress(QuartetError):
                 plan, receipt = read_plan(path.with_name("plan.json")), read_receipt(path)
                 versions = (receipt.versions.framework_version, receipt.versions.torch_version)
-                if receipt.plan_key == plan.key and needs_receipt(plan) and versions == versions_now:
+                if receipt.plan_key == plan.key and versions == versions_now:
                     keeper._remember(plan, receipt)
         return keeper
 
@@ -290,6 +290,8 @@ class ParityKeeper:
 
     def _remember(self, plan: Plan, receipt: Receipt) -> None:
         self._receipts[plan.key] = receipt
+        if not needs_receipt(plan):
+            return  # kinds are of custom schedules
         if receipt.failure is not None:
             self._quarantine_kind(plan, receipt.failure.reason)
         else:
@@ -333,19 +335,16 @@ class ParityKeeper:
 
     def _keep(self, plan: Plan, receipt: Receipt, *, trial: int) -> None:
         """Write a receipt beside its plan, and say what it says."""
-        kind, is_custom = self._kind(plan), needs_receipt(plan)
+        kind = self._kind(plan)
         self.context.fence()
         plan_file = self.folder / f"plan-{plan.key[:12]}" / "plan.json"
         plan_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_plan(plan, path=plan_file)
         write_receipt(receipt, path=receipt_path(plan_file))
-        is_first = kind not in self._passed
-        if is_custom:
-            self._remember(plan, receipt)
-        else:
-            self._receipts[plan.key] = receipt
+        is_first = needs_receipt(plan) and kind not in self._passed
+        self._remember(plan, receipt)
         self.context.events.add("parity-verdict", trial=trial, schedule=kind.label, verdict=receipt.verdict)
-        if receipt.failure is None and is_custom and is_first:
+        if receipt.failure is None and is_first:
             self.context.observer.message(
                 f"parity check of {kind.label}: trains as stock does, {_worst(receipt)}"
             )

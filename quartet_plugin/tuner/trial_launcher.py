@@ -224,7 +224,7 @@ class TrialLauncher:
             max_warmup=None if trial.warmup != "auto" else warmup + trial.most_warmup - trial.least_warmup,
             measure=measure,
             early_end=early_end,
-            modules=None if plan is None else self.modules,
+            modules=self.modules if plan is not None and launch.phase in ("search", "final") else None,
             deadline_s=self._deadline_s(),
             device=run.config.device,
             predicted_iteration_s=predicted_s,
