@@ -15,6 +15,11 @@ from quartet_plugin.space.knobs.knob import SettingKnob
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
 
 
+# The implementations of attention among which the framework chooses by the sizes of its inputs, which a plan
+# may change: Megatron's softmax with and without a fused kernel, those of Transformer Engine.
+CHOSEN_BY_SIZE = frozenset({"Softmax", "FlashAttention", "FusedAttention", "UnfusedDotProductAttention"})
+
+
 def difference_from(
     plan: Plan, reports: Sequence[RankReport], *, modules: Sequence[str] | None = None
 ) -> str | None:
@@ -58,7 +63,8 @@ def _modules(reports: Sequence[RankReport], expected: Sequence[str]) -> str | No
     ran = ran_modules(reports)
     if ran is None:
         return None
-    more, fewer = sorted(set(ran) - set(expected)), sorted(set(expected) - set(ran))
+    more = sorted(set(ran) - set(expected) - CHOSEN_BY_SIZE)
+    fewer = sorted(set(expected) - set(ran) - CHOSEN_BY_SIZE)
     if not more and not fewer:
         return None
     parts = []

@@ -232,6 +232,7 @@ MODULES = ("ColumnParallelLinear", "DotProductAttention", "VocabParallelEmbeddin
     ("ran", "words"),
     [
         ((MODULES[:2], MODULES[1:]), None),
+        ((MODULES, (*MODULES, "Softmax", "FlashAttention")), None),
         ((MODULES[:2], MODULES[:2]), "VocabParallelEmbedding did not run"),
         ((MODULES, (*MODULES, "TEDotProductAttention")), "TEDotProductAttention ran"),
     ],
