@@ -23,7 +23,8 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
         f"baseline  {shlex.join(masked_argv(_baseline_words(command)))}",
         *_launcher_lines(config, command),
         f"trials    your own command, then at most {study.trials} plans, each "
-        f"{trial.warmup} + {trial.measure} iterations",
+        f"{_count(trial.least_warmup, trial.most_warmup)} + "
+        f"{_count(trial.least_measured, trial.most_measured)} iterations",
         f"final     {study.num_final_launches} launches: {study.top_k} plans and your own command, in "
         f"{study.rounds} rounds; fewer where they decide, at most {study.max_final_launches} launches",
         f"time      at most {duration(longest_s)}, {duration(trial.deadline_s)} a launch",
@@ -48,6 +49,10 @@ def _launcher_lines(config: "TuneConfig", command: "Command") -> list[str]:
         _baseline_words(command), attempt_id="ID", cwd=Path.cwd(), stdout=folder / "stdout.log"
     )
     return [f"launcher  {shlex.join(masked_argv(words))}"]
+
+
+def _count(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _space_lines(config: "TuneConfig", command: "Command") -> list[str]:

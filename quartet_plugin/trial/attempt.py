@@ -124,6 +124,9 @@ def create_attempt(
         save_weights=None if request.save_weights is None else str(request.save_weights.absolute()),
         num_compared=request.num_compared,
         device_warmup_s=request.device_warmup_s or None,
+        max_warmup=request.max_warmup,
+        early_end=request.early_end,
+        modules=request.modules,
     )
     command = CommandRecord(
         attempt_id=attempt_id,
@@ -228,6 +231,7 @@ def write_result(
         cold_reason=None if start is None else start.cold_reason,
         import_s=None if start is None else start.import_s,
         num_compared=spec.num_compared,
+        is_cut=verdict.is_cut or None,
         **{name: getattr(verdict, name) for name in _PLAIN_FIELDS},
     )
     write_json_atomic(folder / RESULT_FILE, dump(sheet))
@@ -280,6 +284,7 @@ def _result(sheet: ResultRecord, *, folder: Path) -> TrialResult:
         wall_s=sheet.wall_s,
         start=sheet.start,
         cold_reason=sheet.cold_reason,
+        is_cut=bool(sheet.is_cut),
         **{name: getattr(sheet, name) for name in _PLAIN_FIELDS},
         job=jobs[0] if jobs else None,
         folder=folder,

@@ -206,7 +206,7 @@ class AttemptMonitor:
                     attempt=attempt_number(self.attempt.folder),
                     phase=phase,
                     iteration=iteration,
-                    num_iterations=spec.warmup + spec.measure,
+                    num_iterations=spec.num_iterations,
                     elapsed_s=self._watchdog.elapsed_s,
                 )
                 self.on_progress(progress)

@@ -27,6 +27,14 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 # The most final rounds, in multiples of `study.rounds`.
 MAX_EXTENDED = 3
 
+# The iterations before the measured ones, and the measured ones themselves, where a trial decides: graphs are
+# captured after a few iterations, and four show some scatter.
+AUTO_WARMUP = (1, 10)
+AUTO_MEASURE = (4, 10)
+# The relative standard error of a trial's median that is small enough. Two launches of a plan lie at least
+# as far apart, which more iterations of one launch do not mend.
+PRECISION = 0.02
+
 
 def _storage(value: Any) -> str:
     """The message names the field itself, since the value may hold a password."""
@@ -69,10 +77,18 @@ class TrialConfig(Section):
 
     One whose iterations take more than `cut_above` times what the best so far needs for the same work is cut
     short. Between two runs of one plan lie a few percent, in bad hours a third.
+
+    With `warmup: auto` the measured iterations begin where they are steady, after 1 to 10 of them. With
+    `measure: auto` a trial ends after 4 to 10 of them, as soon as its median is known to 2 %, or is clearly
+    slower than the best plan's.
     """
 
-    warmup: int = Field(default=3, ge=1, le=1000, description="iterations that are not measured")
-    measure: int = Field(default=10, ge=1, le=10_000, description="iterations that are measured")
+    warmup: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = Field(
+        default="auto", description="iterations that are not measured; auto: until they are steady"
+    )
+    measure: Literal["auto"] | Annotated[int, Field(ge=1, le=10_000)] = Field(
+        default="auto", description="iterations that are measured; auto: as many as decide, at most 10"
+    )
     cut_above: float = Field(
         default=1.5, ge=1.05, le=1000.0, description="a trial this many times slower than the best ends early"
     )
@@ -88,6 +104,26 @@ class TrialConfig(Section):
     crop: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=10_000)] = Field(
         default="auto", description="layers a stage of the smaller model that is tried first, or none"
     )
+
+    @property
+    def least_warmup(self) -> int:
+        """The fewest iterations that are not measured."""
+        return AUTO_WARMUP[0] if self.warmup == "auto" else self.warmup
+
+    @property
+    def most_warmup(self) -> int:
+        """The most iterations that are not measured."""
+        return AUTO_WARMUP[1] if self.warmup == "auto" else self.warmup
+
+    @property
+    def least_measured(self) -> int:
+        """The fewest measured iterations of a trial."""
+        return AUTO_MEASURE[0] if self.measure == "auto" else self.measure
+
+    @property
+    def most_measured(self) -> int:
+        """The most measured iterations of a trial."""
+        return AUTO_MEASURE[1] if self.measure == "auto" else self.measure
 
 
 class MachineConfig(Section):

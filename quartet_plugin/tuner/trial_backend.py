@@ -94,6 +94,9 @@ class TrialBackend(Protocol):
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """The nodes and slots a measured trial ran on."""
 
+    def modules(self, result: TrialResult) -> tuple[str, ...] | None:
+        """The classes of the modules that a measured trial ran; None where its ranks do not say."""
+
 
 class LocalBackend:
     """Runs plans with `trial.runner` on this machine or on a slice of it, or on the nodes of a launcher.
@@ -240,6 +243,14 @@ class LocalBackend:
 
         snapshot = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
         return nodes_of(snapshot.reports.values())
+
+    def modules(self, result: TrialResult) -> tuple[str, ...] | None:
+        """See `TrialBackend`."""
+        from quartet_plugin.protocol.rank_files import RankFileReader
+        from quartet_plugin.trial.as_planned import ran_modules
+
+        snapshot = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
+        return ran_modules(snapshot.reports.values())
 
 
 def trial_weights(weights: Path) -> Path:
