@@ -11,7 +11,9 @@ from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.sections import Section, load_yaml, validate
 
-_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@/+=\[\]-]{0,199}")
+_PLAIN = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_.,:@/+=#\[\]-]{0,199}")
+# A program's path, which a remote shell reads.
+_PROGRAM = re.compile(r"[A-Za-z0-9_/][A-Za-z0-9_./+-]{0,999}")
 _OPTION = re.compile(r"--[a-z][a-z0-9-]{0,60}(=[A-Za-z0-9_.,:@/+=%\[\]-]{0,400})?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,200}")
 # Options that say what the launcher itself decides.
@@ -23,7 +25,15 @@ _RESERVED = (
 
 def _plain(value: str) -> str:
     if not _PLAIN.fullmatch(value):
-        raise ValueError("letters, digits and _.,:@/+=[]-, at most 200, beginning with a letter or digit")
+        raise ValueError(
+            "letters, digits and _.,:@/+=#[]-, at most 200, beginning with a letter, a digit or /"
+        )
+    return value
+
+
+def _program(value: str) -> str:
+    if not _PROGRAM.fullmatch(value):
+        raise ValueError("a path of letters, digits and _./+-, at most 1000")
     return value
 
 
@@ -103,7 +113,9 @@ class Site(Section):
     slurm: SlurmSite = Field(default=SlurmSite(), description="options of Slurm's jobs and steps")
     ssh: SshSite | None = Field(default=None, description="hosts, for launcher: ssh")
     environment: Variables = Field(default={}, description="variables of every trial")
-    python: Plain | None = Field(default=None, description="the python of the nodes, if it is another")
+    python: Annotated[str, AfterValidator(_program)] | None = Field(
+        default=None, description="the python of the nodes, if it is another"
+    )
 
 
 def read_site(path: Path | None) -> Site:

@@ -1,0 +1,59 @@
+"""The user's command on several nodes, and where a run's trials start."""
+
+import pytest
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.command import parse_command
+from quartet_plugin.launchers.nodes_command import on_nodes
+from quartet_plugin.launchers.placement import Placement
+
+
+def test_torchrun_is_one_training_of_all_nodes() -> None:
+    parsed = parse_command(["torchrun", "--nproc-per-node", "4", "train.py"], environment={})
+    spanned = on_nodes(parsed, num_nodes=3)
+    assert (spanned.num_nodes, spanned.num_processes) == (3, 12)
+    # The words stay: the nodes are joined by variables, and by the port that all of them are given.
+    assert spanned.wrapped(port=1234)[:6] == [
+        "torchrun",
+        "--nproc-per-node",
+        "4",
+        "--master-port",
+        "1234",
+        "-m",
+    ]
+
+
+def test_a_command_that_names_the_nodes_itself_stays() -> None:
+    parsed = parse_command(["torchrun", "--nnodes", "2", "--nproc-per-node", "4", "train.py"], environment={})
+    assert on_nodes(parsed, num_nodes=2) == parsed
+
+
+def test_a_program_that_is_not_read_starts_on_each_node() -> None:
+    spanned = on_nodes(parse_command(["bash", "train.sh"], environment={}), num_nodes=2)
+    assert (spanned.num_nodes, spanned.num_processes) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["torchrun", "--nnodes", "4", "t.py"], r"--nnodes 4, and trial.nodes is 2; leave --nnodes out"),
+        (["torchrun", "--nnodes", "1:4", "t.py"], "a range of nodes"),
+        (["python", "t.py"], "starts one process: write it with torchrun"),
+        (["deepspeed", "t.py", "--deepspeed_config", "d"], "write the command with torchrun"),
+    ],
+)
+def test_what_cannot_span_the_nodes_is_refused_with_the_fix(words: list[str], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        on_nodes(parse_command(words, environment={}), num_nodes=2)
+
+
+def test_this_machine_is_one_node() -> None:
+    parsed = parse_command(["torchrun", "t.py"], environment={})
+    assert Placement().command(parsed) is parsed
+    with pytest.raises(ConfigError, match="this machine is one node: name a launcher"):
+        Placement(num_nodes=2).command(parsed)
+
+
+def test_the_device_is_said_where_trials_run_elsewhere() -> None:
+    with pytest.raises(ConfigError, match="write device: cuda, or cpu"):
+        Placement(launcher="slurm").slices(at_once=1, device="auto")
