@@ -5,7 +5,7 @@ Packages that a CPU does not have are stubs, of which nothing runs: Transformer 
 
 import sys
 
-from stubs import install_stubs
+from stubs import install_stubs  # type: ignore[import-not-found]
 
 install_stubs()
 
