@@ -7,7 +7,7 @@ EXTRAS := megatron,deepspeed,plots,cluster,dev
 STAMP := $(VENV)/.installed
 RELEASES := $(VENV)/.releases
 
-.PHONY: core-install demo demo-deepspeed system-packages test test-slow test-nightly support-matrix lint types check clean
+.PHONY: core-install demo demo-deepspeed system-packages test test-slow test-nightly support-matrix training-matrix lint types check clean
 
 system-packages:
 	@bash tools/system_packages.sh
@@ -43,6 +43,15 @@ core-install: $(STAMP)
 # in .matrix, so that a run that was ended goes on with the next release; MATRIX="--release 0.18.2" runs one again.
 support-matrix: system-packages $(STAMP) $(RELEASES)
 	$(PY) tools/support_matrix.py .matrix --run $(MATRIX)
+
+# Every training of the runtime's matrix, on gloo and on groups that are as strict as NCCL, with Megatron's layers
+# and the stand-in for Transformer Engine's, and the table of docs/gpu.md from it.
+TRAININGS := tests/megatron/runtime/test_training.py
+training-matrix: system-packages $(STAMP) $(RELEASES)
+	rm -rf .matrix && mkdir .matrix
+	$(PY) -m pytest -m "" --collect-only --quiet $(TRAININGS) >.matrix/cases
+	$(PY) -m pytest -m "" --verbose --numprocesses 2 --dist worksteal --timeout 900 $(TRAININGS) >.matrix/log; \
+	    status=$$?; $(PY) tools/training_matrix.py .matrix/cases .matrix/log; exit $$status
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -17,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "pretrain_gpt.py"
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 GOAL = 1.01
 # Short iterations, so that what the adapter adds to each weighs more than in a real job.
 FLAGS = shlex.split(
@@ -36,9 +37,26 @@ FLAGS = shlex.split(
 WARMUP_STEPS = 10
 
 
-def main() -> int:
-    """Start the two processes, or be one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+Step = Callable[..., Any]
+
+
+def _measured_or_plain(files: Any, plain: Step) -> dict[bool, Step]:
+    """`train_step` with the adapter around it, and without."""
+    from quartet_plugin.megatron.measure import MegatronMeter
+
+    meter = MegatronMeter(files, neutralised=[], as_written=argparse.Namespace(), started_at=time.time())
+    return {True: meter.wrap(plain), False: plain}
+
+
+def main(
+    *,
+    script: str = __file__,
+    text: str | None = __doc__,
+    goal: float = GOAL,
+    functions: Callable[[Any, Step], dict[bool, Step]] = _measured_or_plain,
+) -> int:
+    """Start the two processes, or be one of them, with the two `functions` to compare; 1 above the goal."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--pairs", type=int, default=500)
     parser.add_argument("--steps", type=int, default=10, help="steps a block")
     parser.add_argument("--seed", type=int, default=0)
@@ -46,25 +64,26 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.folder is not None:
-        run_rank(options)
+        run_rank(options, functions)
         return 0
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-                *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", __file__),
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", script),
                 *("--folder", folder, "--pairs", str(options.pairs), "--steps", str(options.steps)),
                 *("--seed", str(options.seed)),
             ],
             check=True,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            env={**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": path},
         )
         blocks = [json.loads((Path(folder) / f"blocks-{rank}.json").read_text()) for rank in range(2)]
-    return report(options, blocks)
+    return report(options, blocks, goal=goal)
 
 
-def report(options: argparse.Namespace, blocks: Sequence[Any]) -> int:
+def report(options: argparse.Namespace, blocks: Sequence[Any], *, goal: float) -> int:
     """Print the interval; 0 when its upper end is below the goal."""
     seconds = np.max([rank["seconds"] for rank in blocks], axis=0).reshape(-1, 2)
     is_on = np.array(blocks[0]["is_on"]).reshape(-1, 2)
@@ -77,10 +96,8 @@ def report(options: argparse.Namespace, blocks: Sequence[Any]) -> int:
     median = float(np.median(ratios))
     iteration_s = float(np.median(without_s)) / options.steps
     print(f"pairs {len(ratios)}, steps a block {options.steps}, iteration {iteration_s * 1e3:.1f} ms without")
-    print(
-        f"time with the adapter / without: {median:.4f} [{low:.4f}, {high:.4f}] (95 % bootstrap over pairs)"
-    )
-    print(f"upper end below {GOAL}: {'yes' if high < GOAL else 'no'}")
+    print(f"time with / without: {median:.4f} [{low:.4f}, {high:.4f}] (95 % bootstrap over pairs)")
+    print(f"upper end below {goal}: {'yes' if high < goal else 'no'}")
     if options.output is not None:
         content = {
             "ratio": {"median": median, "low": float(low), "high": float(high)},
@@ -91,10 +108,10 @@ def report(options: argparse.Namespace, blocks: Sequence[Any]) -> int:
             "seed": options.seed,
         }
         options.output.write_text(json.dumps(content, indent=1) + "\n")
-    return 0 if high < GOAL else 1
+    return 0 if high < goal else 1
 
 
-def run_rank(options: argparse.Namespace) -> None:
+def run_rank(options: argparse.Namespace, functions: Callable[[Any, Step], dict[bool, Step]]) -> None:
     """Train, with a `train_step` that switches the adapter on and off between blocks."""
     from quartet_plugin.megatron import cpu_device
 
@@ -102,7 +119,6 @@ def run_rank(options: argparse.Namespace) -> None:
     cpu_device.install()
     from megatron.training import training
 
-    from quartet_plugin.megatron.measure import MegatronMeter
     from quartet_plugin.protocol.attempt_files import TrialSpec
     from quartet_plugin.rank.files import RankFileWriter
     from quartet_plugin.rank.rendezvous import RankEnv
@@ -117,9 +133,7 @@ def run_rank(options: argparse.Namespace) -> None:
     )
     files = RankFileWriter(spec, RankEnv.of(os.environ))
     files.start()
-    meter = MegatronMeter(files, neutralised=[], as_written=argparse.Namespace(), started_at=time.time())
-    plain = training.train_step
-    training.train_step = Blocks(options, plain=plain, measured=meter.wrap(plain)).train_step
+    training.train_step = Blocks(options, functions(files, training.train_step)).train_step
     # After the imports, which two pinned processes do more slowly.
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
@@ -130,11 +144,11 @@ def run_rank(options: argparse.Namespace) -> None:
 class Blocks:
     """Counts steps and takes one or the other function, block by block, alike on every rank."""
 
-    def __init__(self, options: argparse.Namespace, *, plain: Any, measured: Any) -> None:
+    def __init__(self, options: argparse.Namespace, functions: dict[bool, Step]) -> None:
         generator = random.Random(options.seed)
         pairs = [generator.sample([True, False], 2) for _ in range(options.pairs)]
         self._is_on = [is_on for pair in pairs for is_on in pair]
-        self._functions = {True: measured, False: plain}
+        self._functions = functions
         self._steps = options.steps
         self._folder = options.folder
         self._done = -WARMUP_STEPS

@@ -16,6 +16,7 @@ class ExitCode(IntEnum):
     UNSUPPORTED = 4
     INFRASTRUCTURE = 5
     STORAGE = 6
+    INCOMPLETE = 7
     INTERRUPTED = 130
     OUTPUT_CLOSED = 141
 
@@ -75,6 +76,12 @@ class StorageError(QuartetError):
     """The run folder or the study's storage cannot be read or written, or another tuner holds it."""
 
     exit_code = ExitCode.STORAGE
+
+
+class IncompleteError(QuartetError):
+    """A batch that has ended with jobs that failed, or that its limits left out."""
+
+    exit_code = ExitCode.INCOMPLETE
 
 
 class InterruptedByUserError(QuartetError):

@@ -16,13 +16,13 @@ NAME = "quartet_plugin"
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("model", "protocol"),
     ("split", "scaling", "schedule", "partition", "mapping"),
-    ("space", "launchers"),
+    ("space", "launchers", "testing"),
     ("cost",),
     ("calibration", "rank", "probe"),
     ("planner", "runtime"),
     ("trial", "study"),
     ("tuner", "megatron", "deepspeed", "bridge"),
-    ("report",),
+    ("report", "batch"),
     ("cli",),
 )
 # Rooms of training processes and rooms of the tuner never import each other; both import what is shared.

@@ -10,6 +10,10 @@ has_any make || missing+=(make)
 has_any g++ || missing+=(g++)
 # Studies are tested on PostgreSQL servers that the tests start themselves.
 compgen -G "$root/usr/lib/postgresql/*/bin/initdb" >/dev/null || has_any initdb || missing+=(postgresql)
+# Trials on nodes are tested on a Slurm that the tests start themselves; its scripts are checked.
+compgen -G "$root/usr/sbin/slurmctld" >/dev/null || has_any slurmctld || missing+=(slurm-wlm munge)
+compgen -G "$root/usr/sbin/sshd" >/dev/null || has_any sshd || missing+=(openssh-server)
+has_any shellcheck || missing+=(shellcheck)
 # The report is opened in a browser.
 has_any chromium chromium-browser google-chrome-stable google-chrome || missing+=(chromium fonts-dejavu-core)
 if [ "${#missing[@]}" -eq 0 ]; then

@@ -66,7 +66,8 @@ def main() -> int:
         write_text_atomic(options.output / "first-run.md", page(result))
     states = [entry["state"] for entry in result["steps"].values()]
     num_run = len(states) - states.count("left out")
-    print(f"{options.output / 'first-run.md'}: {num_run} of {len(states)} steps ran")
+    target, unfinished = options.output / "first-run.md", _unfinished(result["steps"])
+    print(f"{target}: {num_run} of {len(states)} steps ran{unfinished}")
     return int(any(state not in ("holds", "left out") for state in states))
 
 
@@ -129,6 +130,15 @@ def run(step: Step, *, device: Device, folder: Path, left_s: float) -> dict[str,
     elif faults:
         entry |= {"state": "does not hold", "reason": "; ".join(faults)}
     return entry
+
+
+def _unfinished(steps: dict[str, Any]) -> str:
+    """The steps without a whole result, by what became of them."""
+    named: dict[str, list[str]] = {}
+    for name, entry in steps.items():
+        if entry["state"] != "holds":
+            named.setdefault(entry["state"], []).append(name)
+    return "".join(f"; {state}: {', '.join(names)}" for state, names in named.items())
 
 
 def _take_interrupts() -> None:

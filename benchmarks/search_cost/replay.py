@@ -96,6 +96,9 @@ class ReplayingLaunches:
         del result
         return self.ground.nodes
 
+    def modules(self, result: TrialResult) -> None:
+        """Nothing is known of them."""
+
     def run(
         self,
         request: TrialRequest,

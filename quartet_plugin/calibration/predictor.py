@@ -227,7 +227,9 @@ class PlanPredictor:
         record, plan = trial.record, trial.plan
         assert record.iteration_s is not None
         model = self._model_of(plan)
-        is_cut = record.num_iterations is not None and record.num_iterations < self._num_iterations
+        is_cut = record.is_cut or (
+            record.num_iterations is not None and record.num_iterations < self._num_iterations
+        )
         extra = math.hypot(CUT_NOISE * is_cut, OTHER_RUN_NOISE * (record.source is not None))
         drift = math.log(record.drift)
         log_s, noise = math.log(record.iteration_s) + drift, math.hypot(LEAST_NOISE, record.spread or 0.0)

@@ -21,14 +21,38 @@ def dry_run_lines(config: "TuneConfig", *, command: "Command", path: Path, is_re
         f"run       {path} {state}",
         f"command   {shlex.join(masked_argv(command.words))}",
         f"baseline  {shlex.join(masked_argv(_baseline_words(command)))}",
+        *_launcher_lines(config, command),
         f"trials    your own command, then at most {study.trials} plans, each "
-        f"{trial.warmup} + {trial.measure} iterations",
+        f"{_count(trial.least_warmup, trial.most_warmup)} + "
+        f"{_count(trial.least_measured, trial.most_measured)} iterations",
         f"final     {study.num_final_launches} launches: {study.top_k} plans and your own command, in "
         f"{study.rounds} rounds; fewer where they decide, at most {study.max_final_launches} launches",
         f"time      at most {duration(longest_s)}, {duration(trial.deadline_s)} a launch",
         *_space_lines(config, command),
         "dry run   nothing was started and nothing written",
     ]
+
+
+def _launcher_lines(config: "TuneConfig", command: "Command") -> list[str]:
+    """The words by which a launcher starts trial 0 on its nodes."""
+    from quartet_plugin.protocol.masking import masked_argv
+    from quartet_plugin.tuner.config import placement_of
+
+    placement = placement_of(config)
+    if placement.is_local:
+        return []
+    (device_slice,) = placement.slices(at_once=1, device=config.device)
+    launcher = placement.launcher_on(device_slice)
+    assert launcher is not None
+    folder = Path.cwd() / "ATTEMPT"
+    words = launcher.words(
+        _baseline_words(command), attempt_id="ID", cwd=Path.cwd(), stdout=folder / "stdout.log"
+    )
+    return [f"launcher  {shlex.join(masked_argv(words))}"]
+
+
+def _count(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _space_lines(config: "TuneConfig", command: "Command") -> list[str]:

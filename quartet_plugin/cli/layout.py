@@ -161,7 +161,7 @@ def _lines(best: "StageLayout", even: "StageLayout", *, chunks: int, pipeline: i
         )
     lines.append(f"iteration {time_of(best.iteration_s)} predicted")
     if even.split == best.split:
-        return [*lines, "the even split is the best one that was found"]
+        return [*lines, "the even split is the best of those that were compared"]
     excess = even.iteration_s / best.iteration_s - 1
     fullest = max(memory.total for memory in even.memory)
     note = "" if even.fits else ", which does not fit"

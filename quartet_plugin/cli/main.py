@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # a module must be cheap, so numpy, numba, pydantic, optuna and the like are imported inside of functions.
 COMMANDS = {
     "tune": "tune",
+    "batch": "batch",
     "init": "init",
     "knobs": "knobs",
     "work": "workers",

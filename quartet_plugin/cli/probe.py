@@ -17,7 +17,7 @@ from quartet_plugin.cli.output import show
 from quartet_plugin.errors import ConfigError, InfrastructureError, UsageError
 
 if TYPE_CHECKING:
-    from quartet_plugin.launchers.local import Handle
+    from quartet_plugin.launchers.protocol import Handle
     from quartet_plugin.model.cluster import Cluster
 
 _MODULE = "quartet_plugin.probe"

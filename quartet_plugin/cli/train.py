@@ -54,6 +54,15 @@ def train_command(
             "--skip-parity-check", help="Train with a custom schedule that `quartet check` has not passed."
         ),
     ] = False,
+    launcher: Annotated[
+        str | None, typer.Option(help="Start it on every node of this allocation: slurm.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Nodes to train on, with --launcher; without it the plan's.")
+    ] = None,
+    site: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What the cluster asks of every job: a site.yaml.")
+    ] = None,
     accept_changed_source: AcceptChangedSource = False,
 ) -> int:
     """Train with a plan or a schedule: the command that follows `--`, checkpoints and all."""
@@ -65,6 +74,19 @@ def train_command(
         raise UsageError("--accept-changed-source needs the parity gate; leave --skip-parity-check out")
     pass_on_changed_source(is_accepted=accept_changed_source)
     training = parse_command(user_command(ctx))
+    if launcher is None and (nodes, site) != (None, None):
+        raise UsageError("quartet train: --nodes and --site belong to --launcher; name it, or leave them out")
+    if launcher is not None:
+        return _on_nodes(
+            training,
+            launcher=launcher,
+            nodes=nodes,
+            site=site,
+            plan=plan,
+            schedule=schedule,
+            device=device,
+            skip=skip_parity_check,
+        )
     flags = [DEVICE_FLAG, device] if device != "auto" else []
     if schedule is not None:
         from quartet_plugin.cli.train_schedule import scheduled_plan
@@ -78,6 +100,40 @@ def train_command(
         check_receipt(content, path=plan, skip=skip_parity_check)
         flags += [PLAN_FLAG, str(plan.absolute())]
     return run_wrapped(training, flags=flags, device=device)
+
+
+def _on_nodes(
+    command: "Command",
+    *,
+    launcher: str,
+    nodes: int | None,
+    site: Path | None,
+    plan: Path | None,
+    schedule: Path | None,
+    device: Device,
+    skip: bool,
+) -> int:
+    """The same training on every node; what can be refused here is refused before anything starts."""
+    from quartet_plugin.cli.train_nodes import train_on_nodes
+    from quartet_plugin.launchers.nodes_command import on_nodes
+
+    if schedule is not None:
+        raise UsageError("quartet train --launcher: --schedule runs on one machine; give a plan that has it")
+    options = [] if device == "auto" else ["--device", device]
+    if skip:
+        options.append("--skip-parity-check")
+    if plan is not None:
+        from quartet_plugin.model.plan import read_plan
+
+        content = read_plan(plan)
+        nodes = len(content.made_for.nodes) if nodes is None else nodes
+        check_before_start(content, command=on_nodes(command, num_nodes=nodes), path=plan)
+        check_receipt(content, path=plan, skip=skip)
+        options += ["--plan", str(plan.absolute())]
+    if nodes is None:
+        raise UsageError("quartet train --launcher: without a plan say --nodes, the nodes to train on")
+    on_nodes(command, num_nodes=nodes)
+    return train_on_nodes(options, command.words, launcher=launcher, num_nodes=nodes, site=site)
 
 
 def run_wrapped(

@@ -43,6 +43,12 @@ def tune_command(
         Path | None, typer.Option(help="What to search: a q.yaml. Without one everything is tuned.")
     ] = None,
     run_dir: RunsFolder = RUNS,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The run's name, before `run` of the q.yaml.")
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(metavar="N", help="Plans to try, before `study.trials` of the q.yaml.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
     takeover: Annotated[
         bool, typer.Option("--takeover", help="Take a run whose tuner was lost on another host.")
@@ -66,6 +72,13 @@ def tune_command(
     oversubscribe: Annotated[
         bool, typer.Option("--oversubscribe", help="Let workers share the cores of a CPU run.")
     ] = False,
+    launcher: Annotated[
+        str | None, typer.Option(help="Start trials on nodes: slurm (this allocation), slurm-batch or ssh.")
+    ] = None,
+    trial_nodes: Annotated[int | None, typer.Option(help="Nodes of one trial, with --launcher.")] = None,
+    site: Annotated[
+        str | None, typer.Option(metavar="FILE", help="What the cluster asks of every job: a site.yaml.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tell what would be launched and searched; start nothing.")
     ] = False,
@@ -78,7 +91,8 @@ def tune_command(
     if joined is not None:
         from quartet_plugin.cli.workers import join
 
-        if config or resume or takeover or dry_run or max_minutes is not None or prior is not None:
+        others = (config, max_minutes, prior, name, trials, launcher, trial_nodes, site)
+        if resume or takeover or dry_run or any(other is not None for other in others):
             raise UsageError("quartet tune --join: takes --workers alone; the rest is its tuner's")
         words = invocation(ctx).user_command
         path = find_run(joined, run_dir=run_dir)
@@ -90,14 +104,14 @@ def tune_command(
     from quartet_plugin.cli.report import report_line
     from quartet_plugin.cli.workers import slices_of
     from quartet_plugin.launchers.command import parse_command
-    from quartet_plugin.launchers.local import check_one_node, check_start
+    from quartet_plugin.launchers.local import check_start
     from quartet_plugin.protocol.masking import masked_argv
     from quartet_plugin.report.live import reporter
     from quartet_plugin.report.search_expense import expense_lines
     from quartet_plugin.report.tensorboard import Scalars
     from quartet_plugin.study.samplers import check_installed
     from quartet_plugin.trial.lease import Lease
-    from quartet_plugin.tuner.config import default_run_name, read_config
+    from quartet_plugin.tuner.config import default_run_name, placement_of, read_config, with_launcher
     from quartet_plugin.tuner.context import TuningContext
     from quartet_plugin.tuner.coordinator import Coordinator
     from quartet_plugin.tuner.disk_reserve import DiskReserve
@@ -113,13 +127,14 @@ def tune_command(
     prior_folder = None if prior is None else find_run(prior, run_dir=run_dir)
     check_versions()
     training = parse_command(words)
-    check_one_node(training)
-    asked = read_config(config)
+    asked = with_launcher(read_config(config), launcher=launcher, trial_nodes=trial_nodes, site=site)
+    asked = asked.with_options(run=name, trials=trials)
     check_installed(asked.study.sampler)
     path = run_dir / (asked.run or default_run_name((training.target,)))
     if is_requeued(path):
         resume, takeover = True, True
     if not resume:
+        training = placement_of(asked).command(training)
         check_start(training, cwd=Path.cwd(), environment=os.environ)
         machine_of(asked.machine, cwd=Path.cwd())
         check_schedule_files(asked.search, command=training, cwd=Path.cwd())
@@ -137,17 +152,25 @@ def tune_command(
         DiskReserve(folder) as kept,
     ):
         if resume:
-            run = resume_run(folder, config=None if config is None else asked, command=words)
+            wanted = None if config is None else asked
+            if config is None and trials is not None:
+                begun = resume_run(folder, config=None, command=None).config
+                wanted = begun.with_options(run=None, trials=trials)
+            run = resume_run(folder, config=wanted, command=words)
         else:
             keep_machine(asked.machine, cwd=Path.cwd(), folder=RunFolder(path=folder))
             keep_schedule_files(asked.search, cwd=Path.cwd(), folder=RunFolder(path=folder))
             run = create_run(folder, config=asked.model_copy(update={"run": path.name}), command=words)
+        placement = placement_of(run.config, cwd=run.cwd)
+        training = placement.command(parse_command(words))
         slices = slices_of(run.config, num_workers=workers, command=training, oversubscribe=oversubscribe)
+        first_slice = slices[0] if slices else None
         with (
             reporter(Console()) as shown,
             stop_on_signals(shown.message) as should_stop,
             LocalBackend(
-                device_slice=slices[0] if slices else None,
+                device_slice=first_slice,
+                nodes_launcher=placement.launcher_on(first_slice),
                 warm_starts=run.config.trial.warm_starts == "auto",
             ) as backend,
         ):
@@ -164,7 +187,8 @@ def tune_command(
                 fence=lease.check,
                 max_minutes=max_minutes,
             )
-            result = Coordinator(context, prior=prior_folder, slices=slices, make_room=kept.drop).tune()
+            at_once = () if workers is None else slices
+            result = Coordinator(context, prior=prior_folder, slices=at_once, make_room=kept.drop).tune()
         plan = write_best(result, run=run)
         native = write_native(plan, run=run)
     for line in summary_lines(result, plan=plan, run=run):

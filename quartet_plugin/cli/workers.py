@@ -27,10 +27,17 @@ _POLL_S = 0.2
 def slices_of(
     config: "TuneConfig", *, num_workers: int | None, command: "Command", oversubscribe: bool
 ) -> "tuple[DeviceSlice, ...]":
-    """This host divided between `num_workers`; nothing without a number. Raises ConfigError."""
+    """This host, or a launcher's nodes, divided between `num_workers`; raises ConfigError.
+
+    Without a number nothing of this host, and the nodes of one trial.
+    """
     from quartet_plugin.launchers.device_slices import divide
     from quartet_plugin.launchers.local import resolve_device
+    from quartet_plugin.tuner.config import placement_of
 
+    placement = placement_of(config)
+    if not placement.is_local:
+        return placement.slices(at_once=num_workers or 1, device=config.device)
     if num_workers is None:
         return ()
     return divide(
@@ -50,6 +57,7 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     """
     from quartet_plugin.launchers.command import parse_command
     from quartet_plugin.launchers.device_slices import divide
+    from quartet_plugin.launchers.engines import LOCAL
     from quartet_plugin.launchers.local import check_start
     from quartet_plugin.protocol.work_queue_files import worker_name
     from quartet_plugin.tuner.run_folder import resume_run
@@ -58,6 +66,11 @@ def join(path: Path, *, words: Sequence[str] | None, num_workers: int, oversubsc
     from quartet_plugin.tuner.workers.worker_pool import WorkerPool
 
     run = resume_run(path.absolute(), config=None, command=None)
+    if run.config.launcher != LOCAL:
+        raise ConfigError(
+            f"--join: the trials of this run are started by launcher: {run.config.launcher}; its tuner takes "
+            "more at once by --workers"
+        )
     command = parse_command(_command_of(run, words, path=path))
     queue = WorkQueue(folder=run.folder.path)
     offer = queue.offer()
@@ -144,6 +157,7 @@ def work_command(
     from quartet_plugin.protocol.masking import collect_secrets
     from quartet_plugin.protocol.work_queue_files import Member, read_task
     from quartet_plugin.trial.processes import current_identity
+    from quartet_plugin.tuner.config import placement_of
     from quartet_plugin.tuner.run_folder import resume_run
     from quartet_plugin.tuner.trial_backend import LocalBackend
     from quartet_plugin.tuner.workers.work_queue import WorkQueue
@@ -162,13 +176,17 @@ def work_command(
     )
     device_slice = DeviceSlice.of(content.share)
     warm_starts = tuning.config.trial.warm_starts == "auto"
+    placement = placement_of(tuning.config, cwd=tuning.cwd)
+    nodes_launcher = placement.launcher_on(device_slice)
     with (
         stop_on_signals(say) as should_stop,
-        LocalBackend(device_slice=device_slice, warm_starts=warm_starts) as backend,
+        LocalBackend(
+            device_slice=device_slice, warm_starts=warm_starts, nodes_launcher=nodes_launcher
+        ) as backend,
     ):
         worker = Worker(
             run=tuning,
-            command=parse_command(content.command),
+            command=placement.command(parse_command(content.command)),
             member=member,
             queue=WorkQueue(folder=tuning.folder.path),
             backend=backend,

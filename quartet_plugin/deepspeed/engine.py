@@ -15,6 +15,7 @@ from quartet_plugin.deepspeed.pipeline import PipelineSpec
 from quartet_plugin.deepspeed.stages import EngineStages, WeightGradients, defer_weight_gradients
 from quartet_plugin.deepspeed.transport import ValueTransport
 from quartet_plugin.protocol.execution import ExecutedActions
+from quartet_plugin.runtime.clock_offset import clock_offset_of_group
 from quartet_plugin.runtime.executed import executed_actions
 from quartet_plugin.runtime.executor import Executor
 from quartet_plugin.runtime.process_groups import Channels, agree_on_program
@@ -109,6 +110,7 @@ class ProgramRunner:
     def record(self) -> None:
         """From the next training step on, keep when every action started and ended."""
         self.recorder = Recorder(CudaClock() if self._engine.device.type == "cuda" else HostClock())
+        self.recorder.clock_offset_s = clock_offset_of_group()
 
     def executed(self) -> ExecutedActions | None:
         """What this device has executed in training steps; None where nothing ran."""

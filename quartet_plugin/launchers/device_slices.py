@@ -33,7 +33,8 @@ _DEVICE_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,100}")
 class DeviceSlice:
     """Slice `index` of the `count` on a host: `cores`, or `devices` by their names in CUDA_VISIBLE_DEVICES.
 
-    `exclusive` is False where the cores belong to other slices too (`--oversubscribe`).
+    Of a cluster it is `num_nodes` whole nodes, by name in `nodes` where no queue chooses them. `exclusive` is
+    False where the cores belong to other slices too (`--oversubscribe`).
     """
 
     device: Literal["cpu", "cuda"]
@@ -42,15 +43,22 @@ class DeviceSlice:
     cores: tuple[int, ...] = ()
     devices: tuple[str, ...] = ()
     exclusive: bool = True
+    nodes: tuple[str, ...] = ()
+    num_nodes: int = 0
 
     @property
     def num_devices(self) -> int:
-        """The number of cores, or of accelerators."""
+        """The number of cores, of accelerators, or of nodes."""
+        if self.num_nodes:
+            return self.num_nodes
         return len(self.cores if self.device == "cpu" else self.devices)
 
     @property
     def label(self) -> str:
         """The devices, for messages."""
+        if self.num_nodes:
+            queued = f"{self.num_nodes} nodes of the queue"
+            return f"nodes {', '.join(self.nodes)}" if self.nodes else queued
         if self.device == "cpu":
             return f"cores {_core_ranges(self.cores)}" if self.cores else "every core"
         return f"devices {','.join(self.devices)}"
@@ -58,7 +66,9 @@ class DeviceSlice:
     @property
     def environment(self) -> dict[str, str]:
         """The variables that keep processes on the slice's accelerators; none for cores."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.device == "cuda" else {}
+        if self.num_nodes or self.device == "cpu":
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)}
 
     @property
     def record(self) -> SliceRecord:
@@ -76,7 +86,7 @@ class DeviceSlice:
         """Whether two exclusive slices of one host have a device in common."""
         if self.device != other.device or not (self.exclusive and other.exclusive):
             return False
-        return bool({*self.cores, *self.devices} & {*other.cores, *other.devices})
+        return bool({*self.cores, *self.devices, *self.nodes} & {*other.cores, *other.devices, *other.nodes})
 
     def free_port(self) -> int:
         """A TCP port that nothing uses now, and that no other slice of this division would pick.

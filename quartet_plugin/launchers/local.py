@@ -1,4 +1,4 @@
-"""How a trial's processes start: the protocol of every launcher, and the launcher of this machine."""
+"""How a trial's processes start on this machine, and what is checked before."""
 
 import os
 import resource
@@ -7,7 +7,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import psutil
 
@@ -15,40 +15,6 @@ from quartet_plugin.errors import ConfigError, InfrastructureError, StorageError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.accelerator import shows_accelerator
 from quartet_plugin.protocol.environment import CPU_SETTINGS
-
-
-class Handle(Protocol):
-    """A started command; on this machine a `subprocess.Popen`."""
-
-    @property
-    def pid(self) -> int:
-        """Process id of the launcher, on this host."""
-
-    def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
-
-    def terminate(self) -> None:
-        """Ask the launcher alone to end what it started, which may be in other sessions; nothing when it has
-        ended.
-        """
-
-    def kill(self) -> None:
-        """End the launcher itself at once; what it started may live on."""
-
-
-class Launcher(Protocol):
-    """Starts commands. `num_nodes` is how many nodes one command may span; None has no limit.
-
-    `start` returns when the command runs, its output going to the new file `stdout`, and raises
-    InfrastructureError when it cannot run. What it started must survive the death of this process.
-    """
-
-    @property
-    def num_nodes(self) -> int | None:
-        """How many nodes one command may span."""
-
-    def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> Handle:
-        """Start `argv` with the environment `env` in the folder `cwd`."""
 
 
 def resolve_device(
@@ -126,7 +92,8 @@ class LocalLauncher:
     The output goes straight to the file: a pipe would end the processes when the tuner dies.
     """
 
-    num_nodes: int | None = 1
+    num_nodes = 1
+    engine: str | None = None
 
     def start(
         self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
-from quartet_plugin.launchers.local import Handle, LocalLauncher, open_output
+from quartet_plugin.launchers.local import LocalLauncher, open_output
+from quartet_plugin.launchers.protocol import Handle
 from quartet_plugin.launchers.server_command import ServerCommand, server_command
 from quartet_plugin.protocol.trial_server import (
     CHANNEL_FLAG,
@@ -225,7 +226,8 @@ class WarmHandle:
 class WarmLauncher:
     """Starts commands on this machine from a trial server, where that is the same as starting them anew."""
 
-    num_nodes: int | None = 1
+    num_nodes = 1
+    engine: str | None = None
 
     def __init__(self, cold: LocalLauncher | None = None, *, command_of: CommandOf = server_command) -> None:
         """`cold` starts the server, whose command `command_of` makes, and what that cannot start."""

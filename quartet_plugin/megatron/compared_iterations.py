@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from quartet_plugin.megatron.measure import step_result
-from quartet_plugin.megatron.parity import part_squares, save_weights
+from quartet_plugin.megatron.parity import can_save_weights, part_squares, save_weights
 from quartet_plugin.megatron.random_settings import RandomSettings
+from quartet_plugin.megatron.train_step import around_train_step
 from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.schema import dump
 from quartet_plugin.protocol.attempt_files import KEPT_FILE, KeptWeights
@@ -71,49 +72,16 @@ class ComparedIterations:
 
     def wrap_beginning(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """`train_step`, preceded in its first call by what the comparison needs; outside of the meter."""
-
-        @functools.wraps(train_step)
-        def begun_train_step(
-            forward_step_func: Any,
-            data_iterator: Any,
-            model: Any,
-            optimizer: Any,
-            opt_param_scheduler: Any,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            if not self._has_begun:
-                self._has_begun = True
-                self._begin(model, optimizer, opt_param_scheduler)
-            return train_step(
-                forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, *args, **kwargs
-            )
-
-        return begun_train_step
+        return around_train_step(train_step, before=self._begin)
 
     def wrap_steps(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """`train_step` itself, with the gradients of its first calls noted; inside of the meter."""
-
-        @functools.wraps(train_step)
-        def compared_train_step(
-            forward_step_func: Any,
-            data_iterator: Any,
-            model: Any,
-            optimizer: Any,
-            opt_param_scheduler: Any,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            results = train_step(
-                forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, *args, **kwargs
-            )
-            if self._is_comparing:
-                self._note(model, optimizer, step_result(results).grad_norm)
-            return results
-
-        return compared_train_step
+        return around_train_step(train_step, after=self._note)
 
     def _begin(self, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
         folder = self._files.spec.save_weights
         if folder is not None:
             self._unavailable = self._agreed(_reason_not_to_keep(model, folder=Path(folder)))
@@ -133,8 +101,10 @@ class ComparedIterations:
             self._write()
         reset_peak_memory()
 
-    def _note(self, model: Any, optimizer: Any, grad_norm: Any) -> None:
-        self._steps.append(_parts_if_known(model, optimizer, grad_norm))
+    def _note(self, model: Any, optimizer: Any, results: Any) -> None:
+        if not self._is_comparing:
+            return
+        self._steps.append(_parts_if_known(model, optimizer, step_result(results).grad_norm))
         if len(self._steps) == self._files.spec.num_compared:
             self._is_comparing = False
             self._settings.restore()
@@ -180,6 +150,8 @@ def _reason_not_to_keep(model: Any, *, folder: Path) -> str | None:
     from megatron.training.global_vars import get_args
 
     args = get_args()
+    if not can_save_weights():
+        return "this release of Megatron saves weights in another way"
     graphs = getattr(args, "cuda_graph_impl", "none") or "none"
     is_captured = graphs != "none" or any(
         getattr(args, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")

@@ -51,7 +51,16 @@ def execution_of(model: Any, *, function: Any, runtime: Any, modules: tuple[str,
         actions=actions,
         ends=_ends(chunks),
         modules=modules,
+        ramps_batch=_ramps_batch() or None,
     )
+
+
+def _ramps_batch() -> bool:
+    """Whether the number of microbatches grows in this job."""
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    return any(getattr(args, name, None) for name in ("rampup_batch_size", "step_batch_size_schedule"))
 
 
 def live_job(chunks: Sequence[Any]) -> LiveJob:

@@ -7,6 +7,7 @@ from typing import Any
 
 from quartet_plugin.protocol.execution import Execution
 from quartet_plugin.rank.files import RankFileWriter
+from quartet_plugin.rank.first_step import FirstStepProgress
 from quartet_plugin.rank.module_census import ModuleCensus
 from quartet_plugin.rank.step_meter import StepMeter, StepResult
 
@@ -49,6 +50,7 @@ class MegatronMeter(StepMeter):
         self._as_written = as_written
         self._call: dict[str, Any] = {}
         self._modules = ModuleCensus()
+        files.first_step = FirstStepProgress(lambda: self._modules.num_begun)
 
     def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """See `StepMeter`; the arguments of the last step and the modules of the first are kept."""

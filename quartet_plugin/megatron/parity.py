@@ -5,12 +5,13 @@ model, by global layer number, so that two layouts can be compared stage by stag
 for it pay for this.
 """
 
-import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from quartet_plugin.megatron.measure import step_result
+from quartet_plugin.megatron.train_step import around_train_step
 from quartet_plugin.rank.files import RankFileWriter
 from quartet_plugin.rank.squares import sum_of_squares
 
@@ -27,27 +28,15 @@ class ParityMeter:
 
     def wrap(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         """`train_step` as Megatron calls it, with our file written after every step."""
+        return around_train_step(train_step, before=self._begin, after=self._note)
 
-        @functools.wraps(train_step)
-        def compared_train_step(
-            forward_step_func: Any,
-            data_iterator: Any,
-            model: Any,
-            optimizer: Any,
-            opt_param_scheduler: Any,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
-            if not self._steps and self._files.spec.save_weights is not None:
-                save_weights(model, optimizer, opt_param_scheduler)
-            results = train_step(
-                forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, *args, **kwargs
-            )
-            self._steps.append(part_squares(model, optimizer, step_result(results).grad_norm))
-            self._files.write_gradients(self._steps)
-            return results
+    def _begin(self, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
+        if not self._steps and self._files.spec.save_weights is not None:
+            save_weights(model, optimizer, opt_param_scheduler)
 
-        return compared_train_step
+    def _note(self, model: Any, optimizer: Any, results: Any) -> None:
+        self._steps.append(part_squares(model, optimizer, step_result(results).grad_norm))
+        self._files.write_gradients(self._steps)
 
 
 def save_weights(model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
@@ -55,6 +44,17 @@ def save_weights(model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
     from megatron.training.checkpointing import save_checkpoint
 
     save_checkpoint(_ITERATION, model, optimizer, opt_param_scheduler, 0)
+
+
+def can_save_weights() -> bool:
+    """Whether this Megatron has the function that `save_weights` calls, as it calls it."""
+    try:
+        from megatron.training.checkpointing import save_checkpoint
+
+        inspect.signature(save_checkpoint).bind(_ITERATION, None, None, None, 0)
+    except (ImportError, TypeError, ValueError):
+        return False
+    return True
 
 
 def part_squares(model: Any, optimizer: Any, grad_norm: Any) -> dict[str, float]:

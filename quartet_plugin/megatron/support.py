@@ -65,7 +65,7 @@ def changed_source_reason(changed: Sequence[str]) -> str | None:
 def require_known_sources() -> None:
     """Raise SeamError where a custom schedule would replace or call a function of unknown source.
 
-    A user who accepts changed sources gets a SeamError only where a function cannot be found.
+    A user who accepts changed sources gets a SeamError only where a function is missing.
     """
     faults = source_faults(known_function)
     if not faults or accepts_changed_source():

@@ -132,8 +132,11 @@ def delay(model: Any) -> None:
 
 
 def delayed_layers(model: Any) -> list[DelayedLayer]:
-    """The layers of a chunk that `delay` has changed."""
-    layers = [layer for layer in model.modules() if getattr(layer, _MARK, False)]
+    """The layers of a chunk that `delay` has changed, in the order of a backward.
+
+    DDP's bucket groups are in that order too: the first can be reduced while a W computes the others.
+    """
+    layers = [layer for layer in model.modules() if getattr(layer, _MARK, False)][::-1]
     return [DelayedLayer(layer, method) for layer in layers if (method := _engine_method(layer)) is not None]
 
 

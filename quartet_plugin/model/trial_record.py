@@ -76,6 +76,7 @@ class TrialRecord:
     of its logarithm. Of a `DEPTH_PROXY` plan the model with fewer layers alone was measured: its times are
     predictions, as uncertain as `spread` says, and it cannot win. `drift` is how fast the machine was then,
     over the baseline's own measurement: `value` is divided by it, times and rates are as they were measured.
+    `is_cut`: the trial ended early, since the plan was clearly slower than the best; it cannot win.
     """
 
     verdict: Verdict
@@ -97,6 +98,7 @@ class TrialRecord:
     drift: float = 1.0
     predicted_s: float | None = None
     predicted_spread: float | None = None
+    is_cut: bool = False
 
     @property
     def is_depth_proxy(self) -> bool:

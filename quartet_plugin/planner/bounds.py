@@ -249,9 +249,9 @@ def _least_busy(
 ) -> FloatArray:
     """Seconds of a microbatch on the busiest rank of the replica with the slowest slot, layers being whole.
 
-    The time is found by halving: in t seconds each rank holds as many layers as fit beside its end of the
-    model, the slowest slot being on the rank where that costs the fewest. Only a stage at an end may have no
-    layer.
+    An interval that holds the time is halved until it is narrow: in t seconds each rank holds as many layers
+    as fit beside its end of the model, the slowest slot being on the rank where that costs the fewest. Only a
+    stage at an end may have no layer.
     """
     layer = units[:, :2].sum(axis=1)
     slow_layer = layer + (slowest - 1) * units[:, 14]

@@ -3,7 +3,7 @@
 Choices are enumerated by decoding the space, so every choice that it offers is covered. First comes every
 layout once, then every other choice for the layouts that are predicted to be fastest. Each is given the split
 that balances its pipeline; then splits and mappings are searched together, for everything that is not proven
-to be slower than what was found before (`best_moves`).
+to be slower than an earlier plan (`best_moves`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -228,7 +228,7 @@ def _costs(run: TrainingRun, times: SimulatedTimes) -> Costs:
         device_slowdown=np.ones(devices),
         transfer_s=transfer_s,
         memory_limit_bytes=np.maximum(0.0, available - np.array(rest)),
-        # A cost table knows no more than what was kept; the memory of what is found is computed in full.
+        # A cost table knows no more than what was kept; the memory of the result is computed in full.
         weight_grad_held_fraction=min(1.0, float(held_bytes.sum() / num_bytes.sum())),
         backward_fused_s=None,
     )

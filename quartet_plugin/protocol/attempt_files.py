@@ -7,6 +7,7 @@ is one ConfigError line that names the file, the field, the value and the rule.
 import errno
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,7 +15,10 @@ from typing import Annotated, Literal
 from quartet_plugin.errors import ConfigError, StorageError
 from quartet_plugin.model.files import parse_json
 from quartet_plugin.model.schema import ADDED, Bounds, Length, Matches, Number, parse, record
+from quartet_plugin.protocol.measured_window import EarlyEnd, EarlyEndReason, first_measured, why_enough
 
+# The steady iterations by which a running trial knows that its start is over.
+_LEAST_SEEN = 2
 MAX_RANKS = 65_536
 MAX_ITERATIONS = 100_000
 MAX_BYTES = 64 * 2**20
@@ -45,8 +49,13 @@ class TrialSpec:
     `weights` names a weights-only checkpoint that every rank starts from, `save_weights` a folder where one
     is written before the first step; with either, dropout and jitter are off and the ranks leave what the
     parity gate compares. With `num_compared` that holds for this many iterations of the warm-up: the trial
-    then goes on under the command's own settings, and its measured iterations are the command's. Raises
-    ConfigError for paths that are not absolute, and for compared iterations outside of the warm-up.
+    then goes on under the command's own settings, and its measured iterations are the command's.
+
+    A GPU computes for `device_warmup_s` before the first step. `warmup` iterations are not measured, and
+    `measure` are. With `max_warmup` the measured ones begin where iterations are steady, after `warmup` to
+    `max_warmup` of them; with `early_end` they are `measure` at most. `modules` are the classes whose forward
+    ran in the user's own command. Raises ConfigError for paths that are not absolute, for compared iterations
+    outside of the warm-up, and for a `max_warmup` below `warmup`.
     """
 
     attempt_id: AttemptId
@@ -58,6 +67,10 @@ class TrialSpec:
     save_weights: FilePath | None = None
     schema_version: Version = 1
     num_compared: Annotated[int, Bounds(ge=1, le=MAX_ITERATIONS)] | None = field(default=None, metadata=ADDED)
+    device_warmup_s: Seconds | None = field(default=None, metadata=ADDED)
+    max_warmup: Annotated[int, Bounds(ge=0, le=MAX_ITERATIONS)] | None = field(default=None, metadata=ADDED)
+    early_end: EarlyEnd | None = field(default=None, metadata=ADDED)
+    modules: Annotated[tuple[Name, ...], Length(most=10_000)] | None = field(default=None, metadata=ADDED)
 
     def __post_init__(self) -> None:
         if self.num_compared is not None and self.num_compared > self.warmup:
@@ -65,6 +78,8 @@ class TrialSpec:
                 f"num_compared: {self.num_compared}; must be at most warmup ({self.warmup}): "
                 "a compared iteration is not measured"
             )
+        if self.most_warmup < self.warmup:
+            raise ConfigError(f"max_warmup: {self.max_warmup}; must be at least warmup ({self.warmup})")
         for name in ("folder", "weights", "save_weights"):
             path = getattr(self, name)
             if path is not None and not Path(path).is_absolute():
@@ -72,8 +87,38 @@ class TrialSpec:
 
     @property
     def num_iterations(self) -> int:
-        """Warm-up and measured iterations together."""
-        return self.warmup + self.measure
+        """The most iterations, warm-up and measured ones together."""
+        return self.most_warmup + self.measure
+
+    @property
+    def most_warmup(self) -> int:
+        """The most iterations that are not measured."""
+        return self.warmup if self.max_warmup is None else self.max_warmup
+
+    @property
+    def least_measured(self) -> int:
+        """The fewest measured iterations of a trial that was not ended before."""
+        return self.measure if self.early_end is None else min(self.early_end.least, self.measure)
+
+    def measured(self, times: Sequence[float]) -> range:
+        """Which of the iterations, whose seconds are `times`, are measured; the first is number 0."""
+        begin = first_measured(
+            times, least=self.warmup, most=self.most_warmup, num_measured=self.least_measured
+        )
+        return range(min(begin, len(times)), min(begin + self.measure, len(times)))
+
+    def why_enough(
+        self, times: Sequence[float], *, num_later: int
+    ) -> EarlyEndReason | Literal["complete"] | None:
+        """Why a trial may end `num_later` iterations after those of `times`; None where it goes on."""
+        if self.max_warmup is None and self.early_end is None:
+            return "complete" if len(times) + num_later >= self.num_iterations else None
+        begin = first_measured(times, least=self.warmup, most=self.most_warmup, num_measured=_LEAST_SEEN)
+        if len(times) + num_later >= begin + self.measure:
+            return "complete"
+        return (
+            None if self.early_end is None else why_enough(times[begin:], self.early_end, num_later=num_later)
+        )
 
     @property
     def is_compared(self) -> bool:
@@ -83,7 +128,10 @@ class TrialSpec:
 
 @record
 class CommandRecord:
-    """command.json: what was started (secrets masked), when (seconds since 1970) and its limits."""
+    """command.json: what was started (secrets masked), when (seconds since 1970) and its limits.
+
+    `engine` is the launcher's name where it started the command on nodes.
+    """
 
     attempt_id: AttemptId
     argv: Annotated[tuple[Text, ...], Length(most=100_000)]
@@ -97,6 +145,7 @@ class CommandRecord:
     timeouts: dict[Name, Seconds]
     max_spread: Seconds
     schema_version: Version = 1
+    engine: Name | None = field(default=None, metadata=ADDED)
 
 
 @record
@@ -105,6 +154,7 @@ class ResultRecord:
 
     `start` says whether its processes were forked from a trial server, `cold_reason` why they were not where
     they should have been; before them the server's imports took `import_s`, for later attempts as well.
+    `is_cut`: it was ended early, since the plan was clearly slower than the best.
     """
 
     attempt_id: AttemptId
@@ -126,6 +176,7 @@ class ResultRecord:
     cold_reason: Text | None = field(default=None, metadata=ADDED)
     import_s: Seconds | None = field(default=None, metadata=ADDED)
     num_compared: Count | None = field(default=None, metadata=ADDED)
+    is_cut: bool | None = field(default=None, metadata=ADDED)
 
 
 @record

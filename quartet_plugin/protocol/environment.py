@@ -2,6 +2,8 @@
 
 # Every process of a trial inherits the attempt's id, and is so known for one whoever its parent is.
 ATTEMPT_ID = "QUARTET_ATTEMPT_ID"
+# Every process of a batch's job inherits the job's mark.
+JOB_MARK = "QUARTET_BATCH_JOB"
 # The folder where ranks outside of a trial leave rank-K.err.json: no launcher passes an exit code on.
 ERRORS_FOLDER = "QUARTET_ERRORS"
 # The conversion.json of `quartet convert`: ranks have no flag for it, because nobody starts them so by hand.

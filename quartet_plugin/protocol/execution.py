@@ -2,10 +2,11 @@
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import field
 from typing import Annotated, Literal
 
 from quartet_plugin.model.layout import SettingValue
-from quartet_plugin.model.schema import Length, Matches, record
+from quartet_plugin.model.schema import ADDED, Length, Matches, record
 from quartet_plugin.protocol.attempt_files import Count, Name, Rank
 
 # A schedule that the plugin's runtime executes, action by action.
@@ -61,6 +62,7 @@ class Execution:
     runtime. `stages` are the chunks as built, in order; empty where the model has no list of layers. `knobs`
     are the values of the knobs in the parts that were built. `modules` are the classes of the modules whose
     forward ran in the first step. `ends` and `modules` are None where the adapter does not read them.
+    `ramps_batch`: the number of microbatches grows while the job trains.
     """
 
     schedule: RanSchedule
@@ -72,6 +74,7 @@ class Execution:
     actions: ExecutedActions | None
     ends: PipelineEnds | None
     modules: Annotated[tuple[Name, ...], Length(most=10_000)] | None
+    ramps_batch: bool | None = field(default=None, metadata=ADDED)
 
 
 def digest_of_actions(actions: Iterable[object]) -> str:

@@ -25,6 +25,7 @@ from quartet_plugin.protocol.attempt_files import (
     read_shared,
 )
 from quartet_plugin.protocol.execution import Execution
+from quartet_plugin.protocol.measured_window import EarlyEndReason
 
 MAX_ACTIONS = 5_000_000
 MAX_HEARTBEAT_BYTES = 64 * 1024
@@ -41,7 +42,10 @@ _PartSeconds = Annotated[float, Bounds(ge=0, le=1e6)]
 
 @record
 class Heartbeat:
-    """rank-K.beat.json: where a rank's process is. `rank` is the launcher's."""
+    """rank-K.beat.json: where a rank's process is. `rank` is the launcher's.
+
+    `progress` grows as long as a first step goes on; no other step has it.
+    """
 
     schema_version: Version
     attempt_id: AttemptId
@@ -53,6 +57,7 @@ class Heartbeat:
     phase: RankPhase
     iteration: Count
     time: Seconds
+    progress: Count | None = field(default=None, metadata=ADDED)
 
 
 @record
@@ -83,7 +88,8 @@ class DeviceMemory:
 class RankReport:
     """rank-K.json: what a rank measured, warm-up included, and what it did. `job` is on RANK 0 alone.
 
-    `cores` are the processor cores that a rank that trains on them may use.
+    `cores` are the processor cores that a rank that trains on them may use. `ended_early` is why RANK 0 ended
+    the trial before its last iteration.
     """
 
     schema_version: Version
@@ -102,6 +108,7 @@ class RankReport:
     cores: Annotated[tuple[Count, ...], Length(most=65_536)] | None = field(default=None, metadata=ADDED)
     memory: DeviceMemory | None = field(default=None, metadata=ADDED)
     execution: Execution | None = field(default=None, metadata=ADDED)
+    ended_early: EarlyEndReason | None = field(default=None, metadata=ADDED)
 
 
 @record

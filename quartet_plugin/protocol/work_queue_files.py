@@ -2,13 +2,15 @@
 
 import json
 import re
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.files import parse_json
-from quartet_plugin.model.schema import Bounds, Length, Matches, dump, parse, record
+from quartet_plugin.model.schema import ADDED, Bounds, Length, Matches, dump, parse, record
 from quartet_plugin.protocol.attempt_files import Count, Name, PlanKey, Seconds, Text, Version, read_shared
+from quartet_plugin.protocol.measured_window import EarlyEnd
 from quartet_plugin.protocol.process_identity import Identity
 
 _MAX_BYTES = 1 << 20
@@ -60,6 +62,9 @@ class QueuedTrial(_HandOut):
     slow_above_s: Seconds | None
     timeouts: Annotated[dict[Name, Seconds], Length(most=64)]
     is_closed: bool = False
+    max_warmup: Count | None = field(default=None, metadata=ADDED)
+    early_end: EarlyEnd | None = field(default=None, metadata=ADDED)
+    modules: Annotated[tuple[Name, ...], Length(most=10_000)] | None = field(default=None, metadata=ADDED)
     schema_version: Version = 1
 
 
@@ -98,6 +103,8 @@ class SliceRecord:
     cores: Annotated[tuple[Count, ...], Length(most=65_536)] = ()
     devices: Annotated[tuple[Name, ...], Length(most=65_536)] = ()
     is_alone: bool = True
+    nodes: Annotated[tuple[Name, ...], Length(most=65_536)] = ()
+    num_nodes: Annotated[int, Bounds(ge=0, le=65_536)] = 0
 
 
 @record

@@ -3,11 +3,14 @@
 import contextlib
 import gc
 import sys
+import time
 from pathlib import Path
 
 from quartet_plugin.protocol.rank_files import DeviceMemory
 
 _CPU = "cpu"
+# Products of this size take some milliseconds, and a few of them are enqueued at a time.
+_WARMING_SIZE, _WARMING_PRODUCTS = 4096, 16
 _state: dict[str, str] = {}
 _forked: dict[str, int] = {}
 
@@ -82,6 +85,20 @@ def reset_peak_memory() -> None:
     elif torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def warm_device(seconds: float) -> None:
+    """Let the CUDA device compute for `seconds`: its clocks fall as it gets warm. Nothing on the CPU."""
+    torch = sys.modules.get("torch")
+    if not seconds or torch is None or device_name() == _CPU:
+        return
+    # Not random: the state of the generators is the training's.
+    factors = torch.linspace(-1.0, 1.0, _WARMING_SIZE**2, device="cuda").view(_WARMING_SIZE, -1).bfloat16()
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        for _ in range(_WARMING_PRODUCTS):
+            factors @ factors
+        torch.cuda.synchronize()
 
 
 def peak_resident_bytes() -> int:

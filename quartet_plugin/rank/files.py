@@ -15,6 +15,7 @@ from quartet_plugin.model.schema import as_number, dump, read_record
 from quartet_plugin.protocol.attempt_files import STOP_FILE, TrialSpec
 from quartet_plugin.protocol.environment import HEARTBEAT_S
 from quartet_plugin.protocol.execution import Execution
+from quartet_plugin.protocol.measured_window import EarlyEndReason
 from quartet_plugin.protocol.rank_files import (
     ActionTimes,
     DeviceMemory,
@@ -29,6 +30,7 @@ from quartet_plugin.protocol.rank_files import (
     StepGradients,
     rank_file,
 )
+from quartet_plugin.rank.first_step import FirstStepProgress
 from quartet_plugin.rank.rendezvous import RankEnv
 
 
@@ -54,6 +56,7 @@ class RankFileWriter:
         self.phase: RankPhase = "import"
         self.iteration = 0
         self.plan_key: str | None = None
+        self.first_step: FirstStepProgress | None = None
         self._moved_at = time.time()
         self._wake = threading.Event()
         self._closed = False
@@ -65,7 +68,7 @@ class RankFileWriter:
         self._thread.start()
 
     def move(self, phase: RankPhase, iteration: int) -> None:
-        """Note where the rank is, without any input or output."""
+        """Note the rank's phase and iteration, without any input or output."""
         changed = phase != self.phase
         self.phase, self.iteration, self._moved_at = phase, iteration, time.time()
         if changed:
@@ -107,6 +110,7 @@ class RankFileWriter:
         job: dict[str, Any] | None,
         memory: DeviceMemory | None = None,
         execution: Execution | None = None,
+        ended_early: EarlyEndReason | None = None,
     ) -> None:
         """Write rank-K.json: what the rank measured, as `RankReport` says."""
         report = RankReport(
@@ -126,6 +130,7 @@ class RankFileWriter:
             cores=cores,
             memory=memory,
             execution=execution,
+            ended_early=ended_early,
         )
         # A record leaves `cores` out where there are none; the file says null.
         write_json_atomic(self._path_of(RankReport), {**dump(report), "cores": report.cores})
@@ -221,8 +226,10 @@ class RankFileWriter:
     def _path_of(self, kind: type) -> Path:
         return rank_file(kind, folder=self.spec.folder, launch_rank=self.launch_rank)
 
-    def _progress(self) -> tuple[RankPhase, int, float]:
-        return self.phase, self.iteration, self._moved_at
+    def _progress(self) -> tuple[RankPhase, int, int | None, float]:
+        is_first = self.phase in ("warmup", "measure") and self.iteration == 0
+        count = self.first_step.count() if is_first and self.first_step is not None else None
+        return self.phase, self.iteration, count, self._moved_at
 
     def _write_heartbeats(self) -> None:
         written = self._progress()
@@ -230,12 +237,12 @@ class RankFileWriter:
             self._wake.wait(HEARTBEAT_S)
             self._wake.clear()
             progress = self._progress()
-            if progress[:2] != written[:2] and not self._closed:
+            if progress[:3] != written[:3] and not self._closed:
                 self._write_heartbeat(progress)
                 written = progress
 
-    def _write_heartbeat(self, progress: tuple[RankPhase, int, float]) -> None:
-        phase, iteration, moved_at = progress
+    def _write_heartbeat(self, progress: tuple[RankPhase, int, int | None, float]) -> None:
+        phase, iteration, count, moved_at = progress
         heartbeat = Heartbeat(
             schema_version=1,
             attempt_id=self.spec.attempt_id,
@@ -247,6 +254,7 @@ class RankFileWriter:
             phase=phase,
             iteration=iteration,
             time=moved_at,
+            progress=count,
         )
         try:
             self.write(heartbeat)

@@ -9,6 +9,7 @@ class ModuleCensus:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
+        self.num_begun = 0  # forwards
         self._handle: Any = None
 
     @property
@@ -29,3 +30,4 @@ class ModuleCensus:
 
     def _note(self, module: Any, _inputs: Any) -> None:
         self._names.add(type(module).__name__)
+        self.num_begun += 1

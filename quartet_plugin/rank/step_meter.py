@@ -11,12 +11,16 @@ from typing import Any, NoReturn
 
 from quartet_plugin.model.schema import as_number, record
 from quartet_plugin.protocol.execution import Execution
+from quartet_plugin.protocol.measured_window import EarlyEndReason
 from quartet_plugin.protocol.rank_files import Iteration
-from quartet_plugin.rank.device import device_memory, device_name, peak_memory_bytes
+from quartet_plugin.rank.device import device_memory, device_name, peak_memory_bytes, warm_device
 from quartet_plugin.rank.files import RankFileWriter
+from quartet_plugin.rank.first_step import FirstStepProgress
 from quartet_plugin.rank.session import exit_now
 
 _STOP_KEY = "quartet/stop-after"
+# Iterations between the one after which RANK 0 decides and the last.
+_NOTICE = 2
 
 
 @record
@@ -40,6 +44,8 @@ class StepMeter(ABC):
         self._last_end = 0.0
         self._steps: list[tuple[float, StepResult]] = []
         self._stop_after = files.spec.num_iterations
+        self._ended_early: EarlyEndReason | None = None
+        files.first_step = FirstStepProgress(lambda: 0)
 
     @property
     def num_steps(self) -> int:
@@ -60,6 +66,7 @@ class StepMeter(ABC):
 
     def begin(self) -> None:
         """Start the clock, before the first training step."""
+        warm_device(self._files.spec.device_warmup_s or 0.0)
         self._first_step_at = time.time()
         self._files.move("warmup" if self._files.spec.warmup else "measure", 0)
         self._last_end = time.perf_counter()
@@ -96,6 +103,7 @@ class StepMeter(ABC):
             memory=device_memory(),
             job=self._job() if self._files.rank == 0 else None,
             execution=self._execution(),
+            ended_early=self._ended_early,
         )
 
     def _after_step(self, result: StepResult) -> None:
@@ -107,21 +115,32 @@ class StepMeter(ABC):
         self._agree_on_stop(done)
 
     def _agree_on_stop(self, done: int) -> None:
-        """Let all ranks stop after the same step once the tuner has put a STOP file into the folder.
+        """Let all ranks stop after the same step: enough is measured, or there is a STOP file of the tuner.
 
-        RANK 0 sees the file after step i and announces step i + 2 through the store. The reductions inside a
+        RANK 0 decides after step i and announces step i + 2 through the store. The reductions inside a
         step keep every rank from ending step i + 2 before RANK 0 has ended step i + 1, so all have read it.
+        For the same reason RANK 0's times of steps are the job's.
         """
         store = _default_store()
         if store is None:
-            if self._files.is_stop_asked:
+            if self._is_enough(num_later=0):
                 self._stop_after = done
         elif self._files.rank == 0:
-            if self._stop_after > done + 2 and self._files.is_stop_asked:
-                self._stop_after = done + 2
+            if self._stop_after > done + _NOTICE and self._is_enough(num_later=_NOTICE):
+                self._stop_after = done + _NOTICE
                 store.set(_STOP_KEY, str(self._stop_after))
         elif store.check([_STOP_KEY]):
             self._stop_after = min(self._stop_after, int(store.get(_STOP_KEY)))
+
+    def _is_enough(self, *, num_later: int) -> bool:
+        """Whether `num_later` more steps are enough; why is kept."""
+        if self._files.is_stop_asked:
+            return True
+        reason = self._files.spec.why_enough([seconds for seconds, _ in self._steps], num_later=num_later)
+        if reason == "complete":
+            return True
+        self._ended_early = reason
+        return reason is not None
 
     def _finish(self) -> NoReturn:
         import torch.distributed as dist

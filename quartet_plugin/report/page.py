@@ -1,26 +1,19 @@
-"""report.html: one file about a run that needs nothing else, no network and no script.
+"""report.html: one file about a run that needs nothing else, no network and no script."""
 
-All text is escaped. A content security policy forbids everything but this very style, so that what a name or
-a message smuggles in stays text even where escaping had a hole.
-"""
-
-import base64
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 
 from quartet_plugin.model.history import RunHistory, TrialRow
 from quartet_plugin.model.measurement import Measurement
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.report import figures, markup, page_tables
+from quartet_plugin.report.document import document
 from quartet_plugin.report.final_choice import choice_paragraph
 from quartet_plugin.report.formatting import duration, iteration_words, rate, size, speedup_spread
 from quartet_plugin.report.plan_difference import difference_sentence
 from quartet_plugin.report.search_expense import expense_card
 from quartet_plugin.report.shape_curve import shape_figure
 from quartet_plugin.report.status import counts_words, regret_words, stamp
-from quartet_plugin.report.style import STYLE
 from quartet_plugin.report.tables import CLASS_MEANING, OBJECTIVE_WORDS, changes, confidence
 from quartet_plugin.report.throughput import peak_of
 
@@ -52,10 +45,6 @@ class Extras:
 
 def page(history: RunHistory, extras: Extras) -> str:
     """The whole file."""
-    style = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'sha256-{style}'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
     sections = (
         _head(history),
         _cards(history),
@@ -74,16 +63,7 @@ def page(history: RunHistory, extras: Extras) -> str:
         page_tables.left_out(history),
         page_tables.provenance(history, extras.fault),
     )
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="referrer" content="no-referrer">\n<link rel="icon" href="data:,">\n'
-        f"<title>{markup.text(history.name)}: quartet report</title>\n<style>{STYLE}</style>\n"
-        "</head>\n<body>\n<main>\n"
-        + "\n".join(section for section in sections if section)
-        + "\n</main>\n</body>\n</html>\n"
-    )
+    return document(f"{history.name}: quartet report", sections)
 
 
 def _head(history: RunHistory) -> str:

@@ -65,6 +65,8 @@ class Recorder:
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock: Clock = clock or HostClock()
         self._mark = self._clock.mark
+        # To be added to this host's wall clock, so that all ranks have one.
+        self.clock_offset_s = 0.0
         self._begin: Any = None
         # Of every action: the mark of its wait or None, of its start, of its end.
         self._marks: list[Any] = []
@@ -94,12 +96,12 @@ class Recorder:
     def begin_at(self) -> float:
         """The wall-clock time of the last step's begin in seconds, to lay ranks beside each other.
 
-        May wait for the device. 0 where no step has begun.
+        By this host's clock and `clock_offset_s`. May wait for the device. 0 where no step has begun.
         """
         if self._begin is None:
             return 0.0
         since_begin_s = self._clock.seconds(self._begin, self._mark())
-        return time.time() - since_begin_s
+        return time.time() + self.clock_offset_s - since_begin_s
 
     def times(self) -> list[ActionTime]:
         """The actions of the last step that have ended, in the device's order."""

@@ -26,6 +26,18 @@ def shifts_between(origin: Sequence[int], split: Sequence[int]) -> tuple[int, ..
     return tuple(wanted - boundary for boundary, wanted in pairs)
 
 
+def scaled_split(split: Sequence[int], *, num_layers: int, origin: Sequence[int]) -> tuple[int, ...]:
+    """The legal split of `num_layers` whose boundaries lie nearest to those of `split` at its own depth.
+
+    `origin` is any legal split of `num_layers` into as many stages.
+    """
+    depth = sum(split)
+    pairs = zip(_boundaries(split), _boundaries(origin), strict=True)
+    return shifted_split(
+        origin, [round(wanted * num_layers / depth) - boundary for wanted, boundary in pairs]
+    )
+
+
 def greatest_shift(num_layers: int, *, num_stages: int) -> int:
     """The greatest shift between any two legal splits, in layers."""
     return num_layers - max(0, num_stages - 2)

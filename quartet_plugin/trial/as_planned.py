@@ -1,6 +1,6 @@
 """What the ranks' records say that ran, compared with the plan: only what ran as planned is a measurement."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.plan import Plan
@@ -14,9 +14,19 @@ from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.space.knobs.knob import SettingKnob
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
 
+# The implementations of attention among which the framework chooses by the sizes of its inputs, which a plan
+# may change: Megatron's softmax with and without a fused kernel, those of Transformer Engine.
+CHOSEN_BY_SIZE = frozenset({"Softmax", "FlashAttention", "FusedAttention", "UnfusedDotProductAttention"})
 
-def difference_from(plan: Plan, reports: Sequence[RankReport]) -> str | None:
-    """The first difference between a plan and what its ranks did, in one line; None where there is none."""
+
+def difference_from(
+    plan: Plan, reports: Sequence[RankReport], *, modules: Sequence[str] | None = None
+) -> str | None:
+    """The first difference between a plan and what its ranks did, in one line; None where there is none.
+
+    `modules` are the classes whose forward ran in the user's own command, None where that is not known. A
+    plan of the same shape runs the same ones.
+    """
     ran: list[tuple[RankReport, Execution]] = []
     for report in reports:
         if report.execution is None:
@@ -26,12 +36,42 @@ def difference_from(plan: Plan, reports: Sequence[RankReport]) -> str | None:
     order = _order_of_ranks(plan, ran)
     if order is not None:
         return order
-    schedule = _planned_program(plan)
+    schedules = {
+        count: _planned_program(plan, num_microbatches=count)
+        for count in {_num_microbatches(plan, done) for _, done in ran}
+    }
     for _, done in ran:
-        words = next(_differences(plan, schedule, done), None)
+        words = next(_differences(plan, schedules[_num_microbatches(plan, done)], done), None)
         if words is not None:
             return f"rank {done.position}: {words}"
-    return None
+    return None if modules is None or plan.shape != plan.made_for.shape else _modules(reports, modules)
+
+
+def ran_modules(reports: Iterable[RankReport]) -> tuple[str, ...] | None:
+    """The classes of the modules whose forward ran on any rank; None where a rank does not say."""
+    names: set[str] = set()
+    for report in reports:
+        if report.execution is None or report.execution.modules is None:
+            return None
+        names.update(report.execution.modules)
+    return tuple(sorted(names))
+
+
+def _modules(reports: Sequence[RankReport], expected: Sequence[str]) -> str | None:
+    """The modules that ran in one of plan and command alone."""
+    ran = ran_modules(reports)
+    if ran is None:
+        return None
+    more = sorted(set(ran) - set(expected) - CHOSEN_BY_SIZE)
+    fewer = sorted(set(expected) - set(ran) - CHOSEN_BY_SIZE)
+    if not more and not fewer:
+        return None
+    parts = []
+    if more:
+        parts.append(f"{', '.join(more[:5])} ran")
+    if fewer:
+        parts.append(f"{', '.join(fewer[:5])} did not run")
+    return f"modules: {' and '.join(parts)}, otherwise than in your own command"
 
 
 def _order_of_ranks(plan: Plan, ran: Sequence[tuple[RankReport, Execution]]) -> str | None:
@@ -52,7 +92,7 @@ def _order_of_ranks(plan: Plan, ran: Sequence[tuple[RankReport, Execution]]) -> 
     return None
 
 
-def _planned_program(plan: Plan) -> Schedule | None:
+def _planned_program(plan: Plan, *, num_microbatches: int) -> Schedule | None:
     """The schedule that the plugin's runtime has to execute; None where the framework's own runs.
 
     The plan's own words decide, not what a rank made of them: an order that cannot be made is a difference.
@@ -60,16 +100,23 @@ def _planned_program(plan: Plan) -> Schedule | None:
     custom = plan.schedule.custom
     if plan.schedule.name in capabilities(plan.made_for.framework).stock_schedules:
         return None
-    count = plan.num_microbatches
-    written = None if custom is None else written_of(custom, num_microbatches=count)
-    return written or generated(plan.schedule, layout=plan.layout, num_microbatches=count)
+    is_whole = num_microbatches == plan.num_microbatches
+    written = written_of(custom, num_microbatches=num_microbatches) if custom and is_whole else None
+    return written or generated(plan.schedule, layout=plan.layout, num_microbatches=num_microbatches)
+
+
+def _num_microbatches(plan: Plan, done: Execution) -> int:
+    """The planned number of microbatches; in a job whose batch grows any number on the way is one."""
+    is_on_the_way = done.ramps_batch and 0 < done.num_microbatches < plan.num_microbatches
+    return done.num_microbatches if is_on_the_way else plan.num_microbatches
 
 
 def _differences(plan: Plan, schedule: Schedule | None, done: Execution) -> Iterator[str]:
     """Every difference of one rank, the knobs first: the rest follows from them."""
     yield from _knobs(plan, done)
-    if done.num_microbatches != plan.num_microbatches:
-        yield f"{done.num_microbatches} microbatches ran, the plan has {plan.num_microbatches}"
+    count = _num_microbatches(plan, done)
+    if done.num_microbatches != count:
+        yield f"{done.num_microbatches} microbatches ran, the plan has {count}"
     devices = plan.layout.pipeline_parallel
     if schedule is None:
         if done.schedule != plan.schedule.name:

@@ -92,8 +92,12 @@ class Launch:
     cwd: Path
 
 
-def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> Launch:
+def create_attempt(
+    request: TrialRequest, *, number: int, port: int | None, engine: str | None = None
+) -> Launch:
     """Make the first free attempt folder from `number` on, and write its trial.json and command.json.
+
+    `engine` is the name of the one that starts it on nodes.
 
     Raises StorageError when the disk is too full or fails, or the folder is not a plain one.
     """
@@ -119,6 +123,10 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
         weights=None if request.weights is None else str(request.weights.absolute()),
         save_weights=None if request.save_weights is None else str(request.save_weights.absolute()),
         num_compared=request.num_compared,
+        device_warmup_s=request.device_warmup_s or None,
+        max_warmup=request.max_warmup,
+        early_end=request.early_end,
+        modules=request.modules,
     )
     command = CommandRecord(
         attempt_id=attempt_id,
@@ -132,6 +140,7 @@ def create_attempt(request: TrialRequest, *, number: int, port: int | None) -> L
         predicted_iteration_s=request.predicted_iteration_s,
         timeouts=asdict(request.timeouts),
         max_spread=request.max_spread,
+        engine=engine,
     )
     write_json_atomic(folder / TRIAL_FILE, dump(spec))
     write_json_atomic(folder / COMMAND_FILE, dump(command))
@@ -222,6 +231,7 @@ def write_result(
         cold_reason=None if start is None else start.cold_reason,
         import_s=None if start is None else start.import_s,
         num_compared=spec.num_compared,
+        is_cut=verdict.is_cut or None,
         **{name: getattr(verdict, name) for name in _PLAIN_FIELDS},
     )
     write_json_atomic(folder / RESULT_FILE, dump(sheet))
@@ -274,6 +284,7 @@ def _result(sheet: ResultRecord, *, folder: Path) -> TrialResult:
         wall_s=sheet.wall_s,
         start=sheet.start,
         cold_reason=sheet.cold_reason,
+        is_cut=bool(sheet.is_cut),
         **{name: getattr(sheet, name) for name in _PLAIN_FIELDS},
         job=jobs[0] if jobs else None,
         folder=folder,

@@ -264,11 +264,13 @@ def _measured(evidence: Evidence) -> Verdict:
         return _verdict(evidence, Cause.FORMAT, f"rank {odd[0]} ran another plan than it was given")
     if spec.plan_key is not None:
         difference = (
-            "its plan cannot be read" if evidence.plan is None else difference_from(evidence.plan, reports)
+            "its plan cannot be read"
+            if evidence.plan is None
+            else difference_from(evidence.plan, reports, modules=spec.modules)
         )
         if difference is not None:
             return _verdict(evidence, Cause.NOT_AS_PLANNED, difference)
-    wanted = spec.warmup + spec.measure
+    wanted = spec.warmup + spec.least_measured
     for report in reports:
         fault = _not_finite(report)
         if fault is not None:
@@ -282,9 +284,9 @@ def _measured(evidence: Evidence) -> Verdict:
     measured = _with_numbers(_verdict(evidence, Cause.MEASURED, "measured"), reports, spec)
     if min(measured.iteration_s) <= 0:
         return _verdict(evidence, Cause.FORMAT, "an iteration took 0 s; the ranks' clocks cannot be right")
-    if is_short:
-        done = len(measured.iteration_s)
-        return replace(measured, reason=f"cut short after {done} iterations: clearly slower than the best")
+    if is_short or any(report.ended_early == "slower" for report in reports):
+        reason = f"cut short after {len(measured.iteration_s)} iterations: clearly slower than the best"
+        return replace(measured, reason=reason, is_cut=True)
     spread = relative_spread(measured.iteration_s)
     if spread > evidence.max_spread:
         reason = f"iteration times vary by {spread:.0%} (median deviation), above {evidence.max_spread:.0%}"
@@ -312,13 +314,15 @@ def _not_finite(report: RankReport) -> str | None:
 def _with_numbers(verdict: Verdict, reports: Sequence[RankReport], spec: TrialSpec) -> Verdict:
     """Add the measured iterations: the slowest rank's time, the lowest RANK's loss and gradient norm."""
     reports = sorted(reports, key=lambda report: report.rank)
-    end = min(spec.warmup + spec.measure, *(len(report.iterations) for report in reports))
-    rows = [[report.iterations[index] for report in reports] for index in range(min(spec.warmup, end), end)]
+    everything = list(zip(*(report.iterations for report in reports), strict=False))
+    slowest = [max(step.iteration_s for step in row) for row in everything]
+    measured = spec.measured(slowest)
+    rows = [everything[index] for index in measured]
     losses = [next((step.loss for step in row if step.loss is not None), None) for row in rows]
     norms = [next((step.grad_norm for step in row if step.grad_norm is not None), None) for row in rows]
     return replace(
         verdict,
-        iteration_s=tuple(max(step.iteration_s for step in row) for row in rows),
+        iteration_s=tuple(slowest[index] for index in measured),
         loss=tuple(float(value) for value in losses if value is not None),
         grad_norm=tuple(float(value) for value in norms if value is not None),
     )

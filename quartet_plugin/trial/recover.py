@@ -12,6 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.engines import engine_named
+from quartet_plugin.launchers.protocol import Handle
+from quartet_plugin.launchers.site import Site
 from quartet_plugin.model.files import remove_torn
 from quartet_plugin.protocol.attempt_files import TrialSpec
 from quartet_plugin.protocol.process_identity import Identity
@@ -106,7 +109,7 @@ def _finish(folder: Path, *, stop: Stop | None, clock: Callable[[], float], poll
     ran_s = _ran_s(attempt, launcher)
     monitor = AttemptMonitor(
         attempt=attempt,
-        handle=AdoptedHandle(launcher),
+        handle=_adopted(attempt, launcher),
         registry=registry,
         timeouts=_timeouts(attempt),
         deadline_s=max(attempt.command.deadline_s - ran_s, 0.0),
@@ -119,6 +122,14 @@ def _finish(folder: Path, *, stop: Stop | None, clock: Callable[[], float], poll
     if not alive and verdict.outcome is Outcome.INFRA:
         verdict = replace(verdict, reason=f"the tuner was killed meanwhile; {verdict.reason}")
     return write_result(folder, attempt.spec, with_survivors(verdict, end), wall_s=ran_s + end.wall_s)
+
+
+def _adopted(attempt: Attempt, launcher: Identity | None) -> Handle:
+    """The handle of what an earlier tuner started, on this machine or by an engine on nodes."""
+    name = attempt.command.engine
+    if name is None:
+        return AdoptedHandle(launcher)
+    return engine_named(name, site=Site()).adopt(attempt.spec.attempt_id, stdout=attempt.log)
 
 
 def _ran_s(attempt: Attempt, launcher: Identity | None) -> float:

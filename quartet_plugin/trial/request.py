@@ -11,6 +11,7 @@ from typing import Any, Literal
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.model.plan import Plan
+from quartet_plugin.protocol.measured_window import EarlyEnd
 
 Device = Literal["auto", "cpu", "cuda"]
 Phase = Literal["launch", "import", "init", "warmup", "measure", "done"]
@@ -25,6 +26,10 @@ LEARNED_FACTOR = 3.0
 # A first start on a GPU compiles kernels on every rank and indexes its data: limits until it was measured.
 COLD_INIT_S = 900.0
 COLD_FIRST_STEP_S = 600.0
+# Computation on a cold GPU before the first step of a run's first trial, which later ones are compared with.
+DEVICE_WARMUP_S = 25.0
+# A first step that goes on is no hang until it has taken this long: 24 minutes have been reported for one.
+FIRST_STEP_CAP_S = 3600.0
 _FENCE = re.compile(r"[0-9a-f]{0,16}")
 
 
@@ -46,8 +51,9 @@ class Timeouts:
     """Limits on the seconds that each phase may take without progress.
 
     The first step and every later one are also allowed a multiple of their predicted time. The whole
-    trial has its own deadline. Raises ConfigError for limits that are out of order: shutdown <= step <=
-    first step <= start-up.
+    trial has its own deadline. A first step in which some rank still progresses may take `first_step_cap_s`,
+    by which the deadline is then later; 0: it has no more time than another one. Raises ConfigError for
+    limits that are out of order: shutdown <= step <= first step <= start-up.
     """
 
     init_s: float = 300.0
@@ -56,6 +62,7 @@ class Timeouts:
     step_s: float = 30.0
     step_factor: float = 5.0
     shutdown_s: float = 10.0
+    first_step_cap_s: float = 0.0
 
     def __post_init__(self) -> None:
         order = (
@@ -69,15 +76,24 @@ class Timeouts:
                 raise ConfigError(
                     f"timeouts.{upper}: {most:g}; must be at least {lower} ({least:g}), which must be above 0"
                 )
+        if not 0 <= self.first_step_cap_s < float("inf"):
+            raise ConfigError(f"timeouts.first_step_cap_s: {self.first_step_cap_s:g}; must be at least 0")
         for name in ("first_step_factor", "step_factor"):
             if not 1 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"timeouts.{name}: {getattr(self, name):g}; must be at least 1")
 
     @classmethod
     def within(cls, deadline_s: float) -> "Timeouts":
-        """The defaults; the limits of the start grow in proportion to a deadline above DEADLINE_S."""
+        """The defaults; the limits of the start grow in proportion to a deadline above DEADLINE_S.
+
+        With a shorter deadline than that a first step that progresses has no more time than it.
+        """
         factor = max(1.0, deadline_s / DEADLINE_S)
-        return cls(init_s=factor * cls().init_s, first_step_s=factor * cls().first_step_s)
+        return cls(
+            init_s=factor * cls().init_s,
+            first_step_s=factor * cls().first_step_s,
+            first_step_cap_s=0.0 if deadline_s < DEADLINE_S else factor * FIRST_STEP_CAP_S,
+        )
 
     @classmethod
     def cold(cls, deadline_s: float) -> "Timeouts":
@@ -102,6 +118,10 @@ class Timeouts:
         init_limit_s = max(self.init_s, LEARNED_FACTOR * start_s, first_limit_s)
         return replace(self, first_step_s=first_limit_s, init_s=init_limit_s)
 
+    def first_step_most_s(self, predicted_s: float | None) -> float:
+        """Seconds the first step may take where it progresses all the time."""
+        return max(self.first_step_cap_s, self.first_step_limit_s(predicted_s))
+
     def first_step_limit_s(self, predicted_s: float | None) -> float:
         """Seconds the first step may take when an iteration is predicted to take `predicted_s`."""
         return max(self.first_step_s, self.first_step_factor * (predicted_s or 0.0))
@@ -121,8 +141,11 @@ class TrialRequest:
     iterations take longer than `slow_above_s` is cut short: it is not worth measuring well. `weights` (a
     weights-only checkpoint to start from) and `save_weights` (where to write such a checkpoint) make it a
     trial of the parity gate; with `num_compared` only so many iterations of its warm-up are compared, and the
-    trial goes on to be measured. `fence` (up to 16 hex digits) begins the ids of its attempts and tells apart
-    the results of a plan that was handed out twice.
+    trial goes on to be measured. `device_warmup_s` are seconds that a GPU computes before the first step, to
+    be as warm as later trials find it. `max_warmup` and `early_end` let the iterations themselves decide
+    which of them, and how many, are measured, and `modules` are compared with those that run: `TrialSpec`.
+    `fence` (up to 16 hex digits) begins the ids of its attempts and tells apart the results of a plan that
+    was handed out twice.
     """
 
     folder: Path
@@ -143,6 +166,10 @@ class TrialRequest:
     weights: Path | None = None
     save_weights: Path | None = None
     num_compared: int | None = None
+    device_warmup_s: float = 0.0
+    max_warmup: int | None = None
+    early_end: EarlyEnd | None = None
+    modules: tuple[str, ...] | None = None
     fence: str = ""
 
     def __post_init__(self) -> None:
@@ -161,6 +188,11 @@ class TrialRequest:
             seconds = getattr(self, name)
             if seconds is not None and not 0 < seconds < float("inf"):
                 raise ConfigError(f"trial.{name}: {seconds}; must be above 0")
+        if not 0 <= self.device_warmup_s <= self.deadline_s:
+            raise ConfigError(
+                f"trial.device_warmup_s: {self.device_warmup_s:g}; must be from 0 to the deadline "
+                f"({self.deadline_s:g})"
+            )
 
     @property
     def plan_key(self) -> str | None:
@@ -175,6 +207,7 @@ class AttemptOutcome:
     `iteration_s`, `loss` and `grad_norm` have an entry a measured iteration, warm-up left out; a time is
     the slowest rank's. `memory_excess_bytes` is above 0 where memory was the reason. `untracked_memory_bytes`
     lay on the fullest device outside of the allocator's pool; None where no rank has counted them.
+    `is_cut`: it was ended early because the plan was clearly slower than the best so far.
     """
 
     outcome: Outcome
@@ -186,6 +219,7 @@ class AttemptOutcome:
     grad_norm: tuple[float, ...] = ()
     peak_memory_bytes: int = 0
     untracked_memory_bytes: int | None = None
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from quartet_plugin.errors import ConfigError, InfrastructureError
-from quartet_plugin.launchers.local import (
-    Launcher,
-    LocalLauncher,
-    check_one_node,
-    free_port,
-    resolve_device,
-)
+from quartet_plugin.launchers.local import LocalLauncher, check_one_node, free_port, resolve_device
+from quartet_plugin.launchers.protocol import Launcher
 from quartet_plugin.launchers.warm import StartRecord, WarmLauncher
 from quartet_plugin.protocol.training_start import absence_of, fault_of, read_starts
 from quartet_plugin.trial.attempt import Launch, attempt_number, create_attempt, write_result
@@ -65,7 +60,7 @@ def run_trial(
     if launcher.num_nodes == 1:
         check_one_node(request.command)
     environment = {**os.environ, **dict(request.command.environment)}
-    if resolve_device(request.device, environment=environment) == "cpu":
+    if launcher.num_nodes > 1 or resolve_device(request.device, environment=environment) == "cpu":
         devices = None
     earlier: list[Verdict] = []
     number = request.attempt
@@ -73,7 +68,7 @@ def run_trial(
         if devices is not None:
             devices.before(environment)
         port = pick_port() if request.command.port_flag is not None else None
-        launch = create_attempt(request, number=number, port=port)
+        launch = create_attempt(request, number=number, port=port, engine=launcher.engine)
         if isinstance(launcher, WarmLauncher):
             launcher.prepare(
                 launch.argv, env=launch.environment, cwd=launch.cwd, should_stop=lambda: should_stop(stop)
@@ -89,7 +84,7 @@ def run_trial(
             is_alone=is_alone,
         )
         verdict, is_again = apply_retry_policy(
-            _with_device_fault(classify(end.evidence), devices, environment),
+            _with_device_fault(_with_engine_fault(classify(end.evidence), end), devices, environment),
             earlier=earlier,
             max_attempts=request.max_attempts,
             is_baseline=request.plan is None,
@@ -176,10 +171,16 @@ def should_stop(stop: Stop | None) -> bool:
 
 def with_survivors(verdict: Verdict, end: AttemptEnd) -> Verdict:
     """Name the processes that could not be ended: they may hold a device and disturb every later trial."""
-    if not end.survivors:
+    left = [str(process.pid) for process in sorted(end.survivors)]
+    if not left and not end.left_on_nodes:
         return verdict
-    pids = ", ".join(str(process.pid) for process in sorted(end.survivors))
-    return replace(verdict, reason=f"{verdict.reason}; processes that could not be ended: {pids}")
+    names = ", ".join([*left, *end.left_on_nodes])
+    return replace(verdict, reason=f"{verdict.reason}; processes that could not be ended: {names}")
+
+
+def _with_engine_fault(verdict: Verdict, end: AttemptEnd) -> Verdict:
+    """The verdict, replaced where the engine ended the attempt by itself: that says nothing of the plan."""
+    return verdict if end.engine_fault is None else device_fault(verdict, end.engine_fault)
 
 
 def _with_device_fault(

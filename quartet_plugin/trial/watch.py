@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from quartet_plugin.errors import StorageError
-from quartet_plugin.launchers.local import Handle
+from quartet_plugin.launchers.protocol import Handle, NodesHandle
 from quartet_plugin.model.files import remove_torn, write_text_atomic
 from quartet_plugin.protocol.process_identity import Identity
 from quartet_plugin.protocol.rank_files import RankFileReader, Snapshot
@@ -52,11 +52,15 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptEnd:
-    """How an attempt ended. `survivors` are processes that could not be killed."""
+    """How an attempt ended. `survivors` are processes that could not be killed, `left_on_nodes` what could
+    not be ended elsewhere; `engine_fault` is why the engine has ended it.
+    """
 
     evidence: Evidence
     wall_s: float
     survivors: frozenset[Identity]
+    left_on_nodes: tuple[str, ...] = ()
+    engine_fault: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -78,6 +82,7 @@ class AttemptMonitor:
     _lost_since_s: float | None = field(init=False, default=None)
     _shown: tuple[Phase, int] | None = field(init=False, default=None)
     _exit_code: int | None = field(init=False, default=None)
+    _left_on_nodes: tuple[str, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
         spec, command = self.attempt.spec, self.attempt.command
@@ -98,6 +103,7 @@ class AttemptMonitor:
         try:
             stopped_by, expiry = self._await_end()
             is_cut = self._is_cut()
+            engine_fault = self._engine_fault(stopped_by)
             grace_s = self.timeouts.shutdown_s
             self._end(stopped_by, grace_s=min(grace_s, _ERROR_GRACE_S) if stopped_by == "error" else grace_s)
         except BaseException:
@@ -120,7 +126,13 @@ class AttemptMonitor:
             max_spread=self.attempt.command.max_spread,
             is_cut=is_cut,
         )
-        return AttemptEnd(evidence=evidence, wall_s=self._watchdog.elapsed_s, survivors=self.registry.alive)
+        return AttemptEnd(
+            evidence=evidence,
+            wall_s=self._watchdog.elapsed_s,
+            survivors=self.registry.alive,
+            left_on_nodes=self._left_on_nodes,
+            engine_fault=engine_fault,
+        )
 
     def _await_end(self) -> tuple[StoppedBy, Expiry | None]:
         while True:
@@ -146,6 +158,8 @@ class AttemptMonitor:
                 # The ranks end by themselves after the same iteration; a full disk must not prevent the rest.
                 with contextlib.suppress(StorageError):
                     write_text_atomic(self.attempt.stop_file, _CUT)
+            if isinstance(self.handle, NodesHandle) and self.handle.is_pending:
+                self._watchdog.hold()
             expiry = self._watchdog.expired()
             if expiry is not None:
                 return "hang", expiry
@@ -192,7 +206,7 @@ class AttemptMonitor:
                     attempt=attempt_number(self.attempt.folder),
                     phase=phase,
                     iteration=iteration,
-                    num_iterations=spec.warmup + spec.measure,
+                    num_iterations=spec.num_iterations,
                     elapsed_s=self._watchdog.elapsed_s,
                 )
                 self.on_progress(progress)
@@ -282,6 +296,14 @@ class AttemptMonitor:
             grace_s = 0.0
             if self.clock() >= end:
                 break
+        if isinstance(self.handle, NodesHandle):
+            self._left_on_nodes = self.handle.end_on_nodes()
+
+    def _engine_fault(self, stopped_by: StoppedBy) -> str | None:
+        """Why the engine has ended the attempt, asked where it neither measured nor was stopped."""
+        if stopped_by in ("complete", "cancel") or not isinstance(self.handle, NodesHandle):
+            return None
+        return self.handle.fault
 
     def _remaining(self) -> frozenset[Identity]:
         """Every process of the attempt that still runs, also where the registry's file cannot be written."""
@@ -309,6 +331,9 @@ class AttemptMonitor:
         if self.handle.poll() is None:
             self.handle.kill()
             self._wait(5.0, until=self._has_exited)
+        if isinstance(self.handle, NodesHandle):
+            with contextlib.suppress(Exception):
+                self.handle.end_on_nodes()
 
 
 def _has_ended(process: Identity) -> bool:

@@ -1,6 +1,7 @@
 """A trial's deadlines and its speed, by the heartbeats of its ranks.
 
-No rank may stay in an iteration for longer than its phase allows. Only changes of a heartbeat count, and only
+No rank may stay in an iteration for longer than its phase allows; a first step may, as long as any rank
+progresses inside of it (`Heartbeat.progress`), up to a cap. Only changes of a heartbeat count, and only
 this process's monotonic clock: the clocks of ranks may jump.
 """
 
@@ -45,6 +46,9 @@ class Watchdog:
     _start: float = field(init=False)
     _moved: dict[int, tuple[Phase, int, float]] = field(init=False, default_factory=dict)
     _longest_step_s: float = field(init=False, default=0.0)
+    _counts: dict[int, int] = field(init=False, default_factory=dict)
+    _progressed: float = field(init=False, default=float("-inf"))
+    _extension_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self._start = self.clock()
@@ -62,11 +66,26 @@ class Watchdog:
             if before is None or before[:2] != (beat.phase, beat.iteration):
                 self._moved[beat.rank] = (beat.phase, beat.iteration, now)
                 self._learn(before, beat.iteration, now)
+            if beat.progress is not None and beat.progress > self._counts.get(beat.rank, 0):
+                self._counts[beat.rank], self._progressed = beat.progress, now
+        self._extend(now)
+
+    def hold(self) -> None:
+        """Count nothing up to now: the attempt waits for its nodes."""
+        self._start = self.clock()
 
     def forgive(self, seconds: float) -> None:
         """Extend every rank's limit by `seconds` without a view of the files. The trial's deadline stays."""
         for rank, (phase, iteration, since) in self._moved.items():
             self._moved[rank] = (phase, iteration, since + seconds)
+        self._progressed += seconds
+
+    def _extend(self, now: float) -> None:
+        """Let the deadline be later by what a first step takes because it goes on."""
+        limit_s = self.timeouts.first_step_limit_s(self._expected_s)
+        for phase, iteration, since in self._moved.values():
+            if _is_first_step(phase, iteration) and self._progressed >= since:
+                self._extension_s = max(self._extension_s, now - since - limit_s)
 
     def _learn(self, before: tuple[Phase, int, float] | None, iteration: int, now: float) -> None:
         """Measure the longest step of this attempt where no prediction of it was made."""
@@ -76,7 +95,7 @@ class Watchdog:
     def expired(self) -> Expiry | None:
         """The first limit that is passed now, if any."""
         now = self.clock()
-        if now - self._start > self.deadline_s:
+        if now - self._start > self.deadline_s + self._extension_s:
             return Expiry(phase=self._slowest, rank=None, limit_s=self.deadline_s, is_wall=True)
         limit = self.timeouts.init_s
         if (self.num_processes or 1) > len(self._moved) and now - self._start > limit:
@@ -86,6 +105,10 @@ class Watchdog:
             if now - start > limit:
                 return Expiry(phase=phase, rank=rank, limit_s=limit)
         return None
+
+    @property
+    def _expected_s(self) -> float:
+        return self._longest_step_s if self.predicted_s is None else self.predicted_s
 
     @property
     def _slowest(self) -> Phase:
@@ -101,12 +124,18 @@ class Watchdog:
         """The limit of a rank's phase in seconds, and the time from which it counts."""
         if phase in ("import", "init"):
             return self.timeouts.init_s, self._start
-        expected_s = self._longest_step_s if self.predicted_s is None else self.predicted_s
+        expected_s = self._expected_s
         if phase == "done":
             return self.timeouts.step_limit_s(expected_s) + self.timeouts.shutdown_s, since
         if iteration == 0:
-            return self.timeouts.first_step_limit_s(expected_s) + _BEAT_LAG_S, since
+            limit_s = self.timeouts.first_step_limit_s(expected_s)
+            latest = since + self.timeouts.first_step_most_s(expected_s) - limit_s
+            return limit_s + _BEAT_LAG_S, min(max(since, self._progressed), latest)
         return self.timeouts.step_limit_s(expected_s) + _BEAT_LAG_S, since
+
+
+def _is_first_step(phase: Phase, iteration: int) -> bool:
+    return phase in ("warmup", "measure") and iteration == 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -124,7 +124,7 @@ def _where_it_is(launch: AttemptState, *, faults: list[str]) -> AttemptState:
     return replace(
         launch,
         began_at=attempt.command.time,
-        num_iterations=sheet.warmup + sheet.measure,
+        num_iterations=sheet.num_iterations,
         phase=slowest.phase if slowest else "launch",
         iteration=slowest.iteration if slowest else 0,
     )

@@ -1,8 +1,9 @@
 """Which plans the parity gate compares inside of their own trials, and which in launches of their own.
 
 Trial 0 keeps the weights of its first step, in a form that loads under any layout, and its first losses and
-gradient norms. The trial of a plan with a custom schedule starts from those weights, runs its first
-iterations under the gate's settings and goes on to be measured: the check costs no launch.
+gradient norms. The trial of a plan of the same shape starts from those weights, runs its first iterations
+under the gate's settings and goes on to be measured: the check costs no launch. Plans of stock schedules are
+checked there as well, and nowhere else: another split, mapping or layout may only round otherwise.
 """
 
 import contextlib
@@ -14,9 +15,9 @@ from pathlib import Path
 from quartet_plugin.errors import StorageError
 from quartet_plugin.launchers.command import DEEPSPEED_MODULE, Command
 from quartet_plugin.launchers.megatron_words import arguments_in
+from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import needs_receipt
-from quartet_plugin.space.config import STOCK_NAMES, SearchConfig
 from quartet_plugin.space.runtime_refusals import refusal
 from quartet_plugin.trial.compared_start import ComparedStart, ComparedSteps, kept_by
 from quartet_plugin.trial.outcome import TOO_SHORT
@@ -44,23 +45,18 @@ def parity_check_of(plan: Plan, *, context: TuningContext) -> ParityCheck:
     )
 
 
-def why_nothing_is_kept(search: SearchConfig, command: Command) -> str | None:
-    """Why trial 0 keeps no weights, as far as request and command tell; None where it keeps them."""
+def why_nothing_is_kept(command: Command) -> str | None:
+    """Why trial 0 keeps no weights, as far as the command tells; None where it keeps them."""
     if command.starter == "deepspeed" or command.entry == DEEPSPEED_MODULE:
         return "DeepSpeed: only Megatron's trials are compared by their first iterations"
-    asked = search.schedule
-    if asked is not None and all(name in ("stock", *STOCK_NAMES) for name in asked):
-        return "no custom schedule is asked for"
-    if search.pipeline_parallel == (1,):
-        return "no pipeline is asked for"
     if command.starter == "other":
         return None
     return refusal(arguments_in(command.arguments))
 
 
 def baseline_start(context: TuningContext) -> ComparedStart | None:
-    """The start of trial 0, which keeps its weights where some plan may need them."""
-    if why_nothing_is_kept(context.run.config.search, context.command) is not None:
+    """The start of trial 0, which keeps its weights where plans can be compared."""
+    if why_nothing_is_kept(context.command) is not None:
         return None
     start = ComparedStart(
         num_steps=STEPS,
@@ -69,9 +65,8 @@ def baseline_start(context: TuningContext) -> ComparedStart | None:
     )
     trial, command = context.run.config.trial, context.command
     train_iters = None if command.starter == "other" else arguments_in(command.arguments).train_iters
-    is_too_short = (
-        isinstance(train_iters, int) and train_iters < start.num_warmup(trial.warmup) + trial.measure
-    )
+    least = start.num_warmup(trial.least_warmup) + trial.least_measured
+    is_too_short = isinstance(train_iters, int) and train_iters < least
     return None if is_too_short else start
 
 
@@ -109,7 +104,7 @@ class ComparedTrials:
     `weights` are trial 0's, of its attempt `attempt_id`; `steps` are those that it is compared by. `reason`
     says why no plan is compared in its trial; None where plans are. `start_s` are the seconds of trial 0's
     start, `iterations_s` those of a trial's iterations, `load_s` those of the latest load of the weights (0:
-    none has been yet).
+    none has been yet). `layout` is the command's.
     """
 
     weights: Path
@@ -119,6 +114,7 @@ class ComparedTrials:
     reason: str | None = None
     settings: tuple[str, ...] = ()
     load_s: float = 0.0
+    layout: Layout | None = None
 
     @classmethod
     def open(
@@ -138,9 +134,9 @@ class ComparedTrials:
             check = parity_check_of(baseline, context=context)
             compared = context.backend.adopt(check, result, should_stop=context.should_stop)
         start = ComparedStart(num_steps=STEPS, restores_settings=bool(compared.settings))
-        num_iterations = start.num_warmup(trial.warmup) + trial.measure
-        not_asked = why_nothing_is_kept(context.run.config.search, context.command)
-        reason = not_asked or compared.unavailable or (None if is_alone else _WITH_WORKERS)
+        num_iterations = start.num_warmup(trial.least_warmup) + trial.least_measured
+        reason = why_nothing_is_kept(context.command)
+        reason = reason or compared.unavailable or (None if is_alone else _WITH_WORKERS)
         return cls(
             weights=weights,
             attempt_id=result.attempt_id,
@@ -148,6 +144,7 @@ class ComparedTrials:
             iterations_s=num_iterations * statistics.median(result.iteration_s),
             reason=reason,
             settings=compared.settings,
+            layout=baseline.layout,
         )
 
     @property
@@ -177,6 +174,13 @@ class ComparedTrials:
 
     def start_of(self, plan: Plan) -> ComparedStart | None:
         """The start of a plan's trial that is compared; None of a trial that is only measured."""
-        if not needs_receipt(plan) or self.why_apart(plan) is not None:
+        if self.why_apart(plan) is not None or (not needs_receipt(plan) and self._may_differ(plan)):
             return None
         return ComparedStart(num_steps=STEPS, weights=self.weights, restores_settings=bool(self.settings))
+
+    def _may_differ(self, plan: Plan) -> bool:
+        """Whether a plan's microbatches have other samples in a job whose loss depends on that (class C)."""
+        if not plan.made_for.batching_features or self.layout is None:
+            return False
+        names = ("data_parallel", "micro_batch_size")
+        return any(getattr(plan.layout, name) != getattr(self.layout, name) for name in names)

@@ -13,6 +13,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 from pydantic_core import PydanticCustomError
 
 from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.engines import LOCAL
+from quartet_plugin.launchers.placement import Placement
+from quartet_plugin.launchers.site import read_site
 from quartet_plugin.model.files import shown
 from quartet_plugin.model.sections import Section, load_yaml, validate
 from quartet_plugin.space.config import SearchConfig
@@ -23,6 +26,14 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 # The most final rounds, in multiples of `study.rounds`.
 MAX_EXTENDED = 3
+
+# The iterations before the measured ones, and the measured ones themselves, where a trial decides: graphs are
+# captured after a few iterations, and four show some scatter.
+AUTO_WARMUP = (1, 10)
+AUTO_MEASURE = (4, 10)
+# The relative standard error of a trial's median that is small enough. Two launches of a plan lie at least
+# as far apart, which more iterations of one launch do not mend.
+PRECISION = 0.02
 
 
 def _storage(value: Any) -> str:
@@ -55,6 +66,9 @@ Storage = Annotated[str, BeforeValidator(_storage), PlainSerializer(without_pass
 Sampler = Annotated[SamplerName, BeforeValidator(_sampler)]
 
 
+FileName = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
 class TrialConfig(Section):
     """One live trial: iterations left out, iterations measured, and when it is killed.
 
@@ -63,10 +77,18 @@ class TrialConfig(Section):
 
     One whose iterations take more than `cut_above` times what the best so far needs for the same work is cut
     short. Between two runs of one plan lie a few percent, in bad hours a third.
+
+    With `warmup: auto` the measured iterations begin where they are steady, after 1 to 10 of them. With
+    `measure: auto` a trial ends after 4 to 10 of them, as soon as its median is known to 2 %, or is clearly
+    slower than the best plan's.
     """
 
-    warmup: int = Field(default=3, ge=1, le=1000, description="iterations that are not measured")
-    measure: int = Field(default=10, ge=1, le=10_000, description="iterations that are measured")
+    warmup: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = Field(
+        default="auto", description="iterations that are not measured; auto: until they are steady"
+    )
+    measure: Literal["auto"] | Annotated[int, Field(ge=1, le=10_000)] = Field(
+        default="auto", description="iterations that are measured; auto: as many as decide, at most 10"
+    )
     cut_above: float = Field(
         default=1.5, ge=1.05, le=1000.0, description="a trial this many times slower than the best ends early"
     )
@@ -76,12 +98,32 @@ class TrialConfig(Section):
     warm_starts: Literal["auto", "off"] = Field(
         default="auto", description="auto: trials are forked from a process that has made their imports"
     )
+    nodes: int = Field(
+        default=1, ge=1, le=10_000, description="nodes of one trial, with a launcher that has nodes"
+    )
     crop: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=10_000)] = Field(
         default="auto", description="layers a stage of the smaller model that is tried first, or none"
     )
 
+    @property
+    def least_warmup(self) -> int:
+        """The fewest iterations that are not measured."""
+        return AUTO_WARMUP[0] if self.warmup == "auto" else self.warmup
 
-FileName = Annotated[str, Field(min_length=1, max_length=4096)]
+    @property
+    def most_warmup(self) -> int:
+        """The most iterations that are not measured."""
+        return AUTO_WARMUP[1] if self.warmup == "auto" else self.warmup
+
+    @property
+    def least_measured(self) -> int:
+        """The fewest measured iterations of a trial."""
+        return AUTO_MEASURE[0] if self.measure == "auto" else self.measure
+
+    @property
+    def most_measured(self) -> int:
+        """The most measured iterations of a trial."""
+        return AUTO_MEASURE[1] if self.measure == "auto" else self.measure
 
 
 class MachineConfig(Section):
@@ -152,9 +194,26 @@ class TuneConfig(Section):
     trial: TrialConfig = Field(default=TrialConfig(), description="one live trial")
     study: StudyConfig = Field(default=StudyConfig(), description="how many trials, and the final rounds")
     machine: MachineConfig = Field(default=MachineConfig(), description="files that describe the machine")
+    launcher: Annotated[str, Field(min_length=1, max_length=100)] = Field(
+        default=LOCAL,
+        description="local: this machine; slurm: this allocation; slurm-batch: a job a trial; ssh: hosts",
+    )
+    site: FileName | None = Field(default=None, description="what the cluster asks of every job: a site.yaml")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="cpu rehearses a GPU command; auto: cuda where there is one"
     )
+
+    def with_options(self, *, run: str | None, trials: int | None) -> "TuneConfig":
+        """The configuration with the run's name and the number of plans that options say; None keeps its own.
+
+        Raises ConfigError for a value that the file could not have either.
+        """
+        said = {} if run is None else {"run": run}
+        config = validate(TuneConfig, {**dict(self), **said}, where="--name") if said else self
+        if trials is None:
+            return config
+        study = validate(StudyConfig, {**dict(self.study), "trials": trials}, where="--trials")
+        return config.model_copy(update={"study": study})
 
 
 def read_config(path: Path | None) -> TuneConfig:
@@ -162,6 +221,26 @@ def read_config(path: Path | None) -> TuneConfig:
     if path is None:
         return TuneConfig()
     return parse_config(load_yaml(path), where=str(path))
+
+
+def with_launcher(
+    config: TuneConfig, *, launcher: str | None, trial_nodes: int | None, site: str | None
+) -> TuneConfig:
+    """The configuration with the options of the command line. Raises ConfigError in one line."""
+    asked: dict[str, Any] = {"launcher": launcher, "site": site}
+    data = config.model_dump(mode="json", exclude_defaults=True)
+    data |= {name: value for name, value in asked.items() if value is not None}
+    if trial_nodes is not None:
+        data["trial"] = {**data.get("trial", {}), "nodes": trial_nodes}
+    return (
+        config if (launcher, trial_nodes, site) == (None, None, None) else parse_config(data, where="options")
+    )
+
+
+def placement_of(config: TuneConfig, *, cwd: Path | None = None) -> Placement:
+    """Where the run's trials start; the site's file is looked for in `cwd`. Raises ConfigError."""
+    site = None if config.site is None else (cwd or Path()) / config.site
+    return Placement(launcher=config.launcher, num_nodes=config.trial.nodes, site=read_site(site))
 
 
 def parse_config(data: Any, *, where: str) -> TuneConfig:

@@ -16,7 +16,12 @@ _HEAD = """\
 
 """
 # Where nothing is the default, a value that shows the form.
-_EXAMPLES = {"run": "my-model", "cluster": "cluster.json", "calibration": "calibration.json"}
+_EXAMPLES = {
+    "run": "my-model",
+    "cluster": "cluster.json",
+    "calibration": "calibration.json",
+    "site": "site.yaml",
+}
 _COLUMN = 44
 
 

@@ -12,21 +12,17 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from quartet_plugin.cost.relative_cost import relative_cost
-from quartet_plugin.errors import InfrastructureError, QuartetError, SeamError, StorageError
+from quartet_plugin.errors import QuartetError, StorageError
 from quartet_plugin.launchers.device_slices import DeviceSlice
 from quartet_plugin.launchers.local import resolve_device
-from quartet_plugin.model.files import write_json_atomic
 from quartet_plugin.model.plan import Plan
-from quartet_plugin.model.schema import dump
-from quartet_plugin.model.training_job import TrainingJob, parse_training_job
 from quartet_plugin.model.trial_record import FinishedTrial, objective_of, score
 from quartet_plugin.protocol.work_queue_files import WorkerRequirement, worker_name
-from quartet_plugin.space.features import Axis, batching_features
-from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.space.plan_space import Space
 from quartet_plugin.study.study_log import StudyLog
 from quartet_plugin.study.tune_study import TuneStudy
-from quartet_plugin.trial.request import Outcome, Timeouts, TrialResult
+from quartet_plugin.trial.request import Timeouts, TrialResult
+from quartet_plugin.tuner.baseline_space import check_baseline, open_space
 from quartet_plugin.tuner.compared_trials import (
     ComparedTrials,
     baseline_start,
@@ -37,14 +33,13 @@ from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.depth_proxy import depth_proxy_for
 from quartet_plugin.tuner.drift import DriftMonitor
 from quartet_plugin.tuner.earlier_run import Prior, read_prior
-from quartet_plugin.tuner.final_rounds import FinalRounds, proven_finalists, winner_of
+from quartet_plugin.tuner.final_rounds import FinalRounds, most_iterations, proven_finalists, winner_of
 from quartet_plugin.tuner.finalists import BASELINE
 from quartet_plugin.tuner.launches_left import launches_left
 from quartet_plugin.tuner.memory_limit import LimitedBackend, above_limit, limit_bytes_of, stand_in_of
 from quartet_plugin.tuner.parity import ParityKeeper
 from quartet_plugin.tuner.proposer import kept_machine, proposer_of
 from quartet_plugin.tuner.regret import regret_of
-from quartet_plugin.tuner.schedule_files import kept_schedules
 from quartet_plugin.tuner.sequential_search import SequentialSearch
 from quartet_plugin.tuner.shape_curve import shape_curve_of
 from quartet_plugin.tuner.study_remake import with_folders, with_remake
@@ -127,10 +122,9 @@ class Coordinator:
             phase="baseline",
             start=baseline_start(context),
         )
-        result = self._checked_baseline(
-            launch_baseline(first, launch, num_left=launches_left(self._config, num_tried=0) + 1)
-        )
-        space = self._open_space(result)
+        result = launch_baseline(first, launch, num_left=launches_left(self._config, num_tried=0) + 1)
+        check_baseline(context, result)
+        space = open_space(context, result)
         baseline = BaselineScore(
             plan=space.baseline,
             score=score(space.baseline, iteration_s=result.iteration_s),
@@ -145,19 +139,22 @@ class Coordinator:
             start_s=result.start_s, first_step_s=result.first_step_s
         )
         context.budget.share()
-        asked = self._run.config.trial.measure
-        num_measured = iterations_in_time(
+        asked = len(result.iteration_s)
+        num_measured: int | None = iterations_in_time(
             asked, iteration_s=baseline.score.iteration_s, budget=context.budget
         )
-        if num_measured < asked:
+        if num_measured is not None and num_measured < asked:
             context.budget.expect_shorter((asked - num_measured) * baseline.score.iteration_s)
             self._say(f"--max-minutes is short: trials measure {num_measured} iterations instead of {asked}")
+        else:
+            num_measured = None
         launcher = TrialLauncher(
             context=context,
             baseline=baseline,
             timeouts=timeouts,
             num_measured=num_measured,
             longest_begin_s=result.start_s + result.first_step_s,
+            modules=context.backend.modules(result),
             cold_reason=first.cold_reason,
         )
         launcher.show(launch, result)
@@ -220,6 +217,8 @@ class Coordinator:
             plan = stand_in.plan
             baseline = replace(baseline, plan=plan, launched_plan=plan)
         finalists = proven_finalists(ranked, context=context, parity=parity)
+        if self._run.config.trial.measure == "auto":
+            launcher.num_measured_finally = most_iterations(trials, finalists=finalists)
         rankings = FinalRounds(context=context, launcher=launcher, baseline=baseline).measure(finalists)
         winner = winner_of(rankings)
         tuned = TuneResult(
@@ -273,7 +272,7 @@ class Coordinator:
         WorkQueue(folder=self._run.folder.path).open(offer)
         labels = "; ".join(dict.fromkeys(part.label for part in self._slices))
         self._say(f"workers on this host: {len(self._slices)}, on {labels}")
-        if len(self._slices) > 1 and first.device == "cpu":
+        if len(self._slices) > 1 and first.device == "cpu" and not first.num_nodes:
             self._say(
                 "workers of one machine share its memory bandwidth: times are noisier than those of one "
                 "alone; the baseline and the final rounds are measured alone"
@@ -303,63 +302,7 @@ class Coordinator:
             return result
         return backend.judged(result)
 
-    # Trial 0, the space and the study
-
-    def _checked_baseline(self, result: TrialResult) -> TrialResult:
-        """The baseline's result; raises SeamError or InfrastructureError where it was not measured."""
-        if result.is_measured and result.job is not None:
-            return result
-        for line in result.last_lines:
-            self._say(f"  | {line}")
-        if result.outcome is Outcome.HARNESS:
-            raise SeamError(f"your own command could not be measured: {result.reason}")
-        advice = "make it run by itself first; nothing is searched"
-        if result.outcome is Outcome.INFEASIBLE and result.wall_s >= self._run.config.trial.deadline_s:
-            advice = "raise trial.deadline_s, or make it start faster; nothing is searched"
-        if result.reason.startswith("hang:"):
-            advice = "if it only starts slowly, raise trial.deadline_s; nothing is searched"
-        if result.outcome is Outcome.WRONG:
-            advice = "the training itself diverges: mend that first; nothing is searched"
-        raise InfrastructureError(f"your own command failed: {result.reason}; {advice}")
-
-    def _open_space(self, result: TrialResult) -> Space:
-        """The space around the baseline; the cluster is written, and the user reads the limits."""
-        job = parse_training_job(result.job or {}, where=str(result.folder))
-        nodes = self._context.backend.nodes(result)
-        content = {"schema_version": 1, "nodes": [dump(node) for node in nodes]}
-        write_json_atomic(self._run.folder.cluster_file, content)
-        space = build_space(
-            job,
-            nodes=nodes,
-            search=self._run.config.search,
-            run=self._run.name,
-            seed=self._config.seed,
-            relative_cost=relative_cost,
-            written=kept_schedules(self._run.config.search, folder=self._run.folder),
-        )
-        self._show_limits(space, job)
-        return space
-
-    def _show_limits(self, space: Space, job: TrainingJob) -> None:
-        """Show which axes are not tuned and why, and what trials leave out: never silently."""
-        by_feature: dict[str, list[str]] = {}
-        for axis, feature in space.locked.items():
-            by_feature.setdefault(feature, []).append(axis.value)
-        batching = () if space.search.change_class == "C" else batching_features(job.features)
-        for feature, axes in by_feature.items():
-            more = " (search.change_class: C tunes degrees and micro_batch)" if feature in batching else ""
-            self._say(f"{feature} keeps as they are: {', '.join(axes)}{more}")
-        if space.no_custom_schedules is not None and Axis.SCHEDULE not in space.locked:
-            self._say(f"{space.no_custom_schedules}; the framework's own schedules stay")
-        elif job.full_backward is not None and Axis.SCHEDULE not in space.locked:
-            self._say(
-                f"{job.full_backward}; schedules that split them are tried only where search.schedule names "
-                "them"
-            )
-        if job.neutralised:
-            self._say(f"left out in trials: {', '.join(job.neutralised)}")
-        if self._run.config.search.scaling is not None and space.shapes == (job.shape,):
-            self._say("scaling: no other shape is inside the tolerance and the band")
+    # The study
 
     def _open_study(
         self, space: Space, result: TrialResult, *, launcher: TrialLauncher, baseline: BaselineScore

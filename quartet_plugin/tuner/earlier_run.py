@@ -17,6 +17,8 @@ from quartet_plugin.model.plan import Mapping, Plan
 from quartet_plugin.model.trial_record import Score, TrialRecord, score_of_median
 from quartet_plugin.space.param_sources import Params
 from quartet_plugin.space.plan_space import Space
+from quartet_plugin.split.layers import even_split
+from quartet_plugin.split.shifts import scaled_split
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
 
 MAX_TRIALS = 200
@@ -121,13 +123,23 @@ def _starts(other: RunHistory, space: Space) -> Iterable[Params]:
 
 
 def _params_here(plan: Plan, space: Space) -> Params | None:
-    """The choices that lead to the same plan of this job, its ranks in the launcher's order."""
+    """The choices that lead to the same plan of this job, its ranks in the launcher's order.
+
+    For a model of another depth the split's boundaries are moved in proportion.
+    """
     here = space.baseline
+    split, num_layers = plan.split, here.shape.num_layers
+    counts = split.transformer_layers_per_stage
+    if 0 < sum(counts) != num_layers and len(counts) <= num_layers:
+        origin = even_split(num_layers, num_stages=len(counts))
+        scaled = scaled_split(counts, num_layers=num_layers, origin=origin)
+        split = replace(split, transformer_layers_per_stage=scaled)
     try:
         moved = replace(
             plan,
             made_for=here.made_for,
             shape=here.shape,
+            split=split,
             mapping=Mapping(slots=here.mapping.slots),
             prediction=None,
         )

@@ -59,6 +59,16 @@ def proven_finalists(
     return finalists
 
 
+def most_iterations(trials: Sequence[FinishedTrial], *, finalists: Sequence[FinishedTrial]) -> int | None:
+    """The measured iterations of each launch of the final rounds, where trials choose their own number.
+
+    As many for the baseline as for each finalist: the most that one of their trials needed. None where no
+    trial has a number.
+    """
+    counted = [trial for trial in trials if trial.number == BASELINE]
+    return max((trial.record.num_iterations or 0 for trial in (*counted, *finalists)), default=0) or None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalRounds:
     """Measures finalists against the baseline, round by round, as far as there is time."""

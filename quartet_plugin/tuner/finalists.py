@@ -50,6 +50,8 @@ def candidates(
 ) -> list[FinishedTrial]:
     """The measured plans, the best first, each once and without the baseline; none clearly slower.
 
+    A trial that was cut short, since it was clearly slower than the best plan then, is none of them.
+
     `posterior_means` are objectives by trial number that order the plans: the trial's own launch may have
     been lucky.
     """
@@ -62,9 +64,10 @@ def candidates(
     best: dict[str, FinishedTrial] = {}
     for trial in trials:
         record = trial.record
-        is_first = record.verdict == "measured" and record.repeats is None and not record.is_depth_proxy
+        is_first = record.verdict == "measured" and record.repeats is None
         is_fast = record.value is not None and record.value >= CANDIDATE_MARGIN * baseline_value
-        if is_first and is_fast and trial.plan.execution != baseline:
+        is_whole = not (record.is_depth_proxy or record.is_cut)
+        if is_first and is_whole and is_fast and trial.plan.execution != baseline:
             best.setdefault(trial.plan.execution, trial)
     return sorted(best.values(), key=lambda trial: (-value(trial), trial.number))
 

@@ -79,6 +79,10 @@ class LimitedBackend:
         """See `TrialBackend`."""
         return self.backend.nodes(result)
 
+    def modules(self, result: TrialResult) -> tuple[str, ...] | None:
+        """See `TrialBackend`."""
+        return self.backend.modules(result)
+
     def judged(self, result: TrialResult) -> TrialResult:
         """The result, infeasible where a measured plan's peak is above the limit."""
         excess = result.peak_memory_bytes - self.limit_bytes

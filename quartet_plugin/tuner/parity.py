@@ -1,9 +1,10 @@
-"""The parity gate of a study: a plan with a custom schedule must train as stock does before it is timed.
+"""The parity gate of a study: a plan must train as the user's own command does before it is timed.
 
 A plan is compared by the first iterations of its own trial, which is not scored where they differ
-(`tuner/compared_trials.py`). Where that cannot be, a kind of plans (family, placement and the features that
-are on) is checked once in launches of its own, before its first timing, and each plan by itself before it can
-win. A failure quarantines the kind: it is not scored and not tried again, and the study goes on without it.
+(`tuner/compared_trials.py`). Where that cannot be, a kind of plans with custom schedules (family, placement
+and the features that are on) is checked once in launches of its own, before its first timing, and each plan
+by itself before it can win. A failure quarantines the kind: it is not scored and not tried again, and the
+study goes on without it.
 Receipts lie beside the plans they are for, so a resumed run repeats none.
 """
 
@@ -140,7 +141,7 @@ class ParityKeeper:
             with contextlib.suppress(QuartetError):
                 plan, receipt = read_plan(path.with_name("plan.json")), read_receipt(path)
                 versions = (receipt.versions.framework_version, receipt.versions.torch_version)
-                if receipt.plan_key == plan.key and needs_receipt(plan) and versions == versions_now:
+                if receipt.plan_key == plan.key and versions == versions_now:
                     keeper._remember(plan, receipt)
         return keeper
 
@@ -223,7 +224,7 @@ class ParityKeeper:
         plan = launch.plan
         if plan is None or launch.phase != "search" or not result.num_compared or not result.is_measured:
             return result
-        if not needs_receipt(plan) or self.compared.reason is not None or self.receipt_of(plan) is not None:
+        if self.compared.reason is not None or self.receipt_of(plan) is not None:
             return result
         context, trial = self.context, launch.number
         context.fence()
@@ -239,7 +240,8 @@ class ParityKeeper:
             self._not_checked("lost", "INFRA", str(error), trial=trial)
             return result
         if compared.receipt is None:
-            self.compared.reason = compared.steps.unavailable
+            if needs_receipt(plan):
+                self.compared.reason = compared.steps.unavailable
             self._not_checked("lost", "INFRA", compared.steps.unavailable or "", trial=trial)
             return result
         self.compared.load_s = compared.steps.weights_s
@@ -288,6 +290,8 @@ class ParityKeeper:
 
     def _remember(self, plan: Plan, receipt: Receipt) -> None:
         self._receipts[plan.key] = receipt
+        if not needs_receipt(plan):
+            return  # kinds are of custom schedules
         if receipt.failure is not None:
             self._quarantine_kind(plan, receipt.failure.reason)
         else:
@@ -337,7 +341,7 @@ class ParityKeeper:
         plan_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_plan(plan, path=plan_file)
         write_receipt(receipt, path=receipt_path(plan_file))
-        is_first = kind not in self._passed
+        is_first = needs_receipt(plan) and kind not in self._passed
         self._remember(plan, receipt)
         self.context.events.add("parity-verdict", trial=trial, schedule=kind.label, verdict=receipt.verdict)
         if receipt.failure is None and is_first:

@@ -39,7 +39,7 @@ def proposer_of(space: Space, *, run: TuningRun, objective: Objective) -> "Propo
             experts=space.job.experts,
             latent=space.job.latent,
         ),
-        num_iterations=config.trial.measure,
+        num_iterations=config.trial.least_measured,
         folder_of=run.folder.trial,
     )
     return Proposer(space, predictor=predictor, objective=objective, explore=config.study.explore)

@@ -4,10 +4,12 @@
 however many trials are under way.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 
+from quartet_plugin.calibration.observations import launch_noise
 from quartet_plugin.errors import InfeasibleError, InfrastructureError, SeamError
 from quartet_plugin.model.launch import FORBIDDEN, LaunchPosition
 from quartet_plugin.model.plan import Plan
@@ -17,7 +19,7 @@ from quartet_plugin.study.tune_study import Proposal, TuneStudy
 from quartet_plugin.trial.request import Outcome, TrialResult
 from quartet_plugin.tuner.context import TuningContext
 from quartet_plugin.tuner.depth_proxy import DepthProxy
-from quartet_plugin.tuner.drift import DriftMonitor
+from quartet_plugin.tuner.drift import DEVIATIONS, DriftMonitor
 from quartet_plugin.tuner.finalists import BASELINE, candidates
 from quartet_plugin.tuner.launches_left import launches_left
 from quartet_plugin.tuner.parity import ParityKeeper, ParityRefusal
@@ -28,6 +30,8 @@ from quartet_plugin.tuner.trial_launcher import BaselineScore, TrialLaunch, Tria
 MAX_INFEASIBLE_IN_A_ROW = 30
 MAX_LOST_IN_A_ROW = 3
 MAX_REPEATS_IN_A_ROW = 8
+# An iteration that takes longer than the best plan's by this factor at least is clearly slower.
+CLEARLY_SLOWER = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +135,12 @@ class SequentialSearch:
         """The launch of a proposal, which is cut short where it is far behind the best of `trials`."""
         counted = trials if self.baseline.fits else [x for x in trials if x.number != BASELINE]
         best = max((trial.record.value for trial in counted if trial.record.value is not None), default=None)
-        slow_above_s = None
+        slow_above_s = slower_than_s = None
         if best:
             in_a_second = score_of_median(proposal.plan, iteration_s=1.0).value(self.baseline.objective)
-            slow_above_s = self.context.run.config.trial.cut_above * in_a_second / (best * drift)
+            best_s = in_a_second / (best * drift)
+            slow_above_s = self.context.run.config.trial.cut_above * best_s
+            slower_than_s = min(slow_above_s, clearly_slower(trials) * best_s)
         return TrialLaunch(
             number=proposal.number,
             label=str(proposal.number),
@@ -143,6 +149,7 @@ class SequentialSearch:
             phase="search",
             drift=drift,
             slow_above_s=slow_above_s,
+            slower_than_s=slower_than_s,
             start=self.parity.start_of(proposal.plan),
             position=LaunchPosition.of_trial(
                 num_spent(trials) + num_in_flight, num_asked=self.context.run.config.study.trials
@@ -279,6 +286,15 @@ def check_progress(trials: list[FinishedTrial], *, num_before: int = 0) -> None:
         raise InfrastructureError(
             f"{lost} trials in a row could not be run: {trials[-1].record.reason}; mend that, then --resume"
         )
+
+
+def clearly_slower(trials: list[FinishedTrial]) -> float:
+    """How many times longer than the best plan's an iteration of a plan is that cannot be the best.
+
+    The best of several is partly lucky and launches scatter, so that a smaller lead may turn round.
+    """
+    noise = launch_noise(trial.record for trial in trials if trial.record.repeats is None)
+    return max(CLEARLY_SLOWER, math.exp(DEVIATIONS * math.sqrt(2.0) * noise))
 
 
 def num_spent(trials: list[FinishedTrial]) -> int:

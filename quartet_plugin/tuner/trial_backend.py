@@ -12,6 +12,7 @@ from quartet_plugin.errors import ConfigError, InterruptedByUserError, QuartetEr
 from quartet_plugin.launchers.command import Command
 from quartet_plugin.launchers.device_slices import DeviceSlice, SliceLauncher
 from quartet_plugin.launchers.local import LocalLauncher, free_port
+from quartet_plugin.launchers.protocol import Launcher, NodesLauncher
 from quartet_plugin.launchers.warm import WarmLauncher
 from quartet_plugin.model.plan import CoreGroup, NodeInfo, Plan
 from quartet_plugin.model.receipt import Receipt
@@ -93,18 +94,31 @@ class TrialBackend(Protocol):
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """The nodes and slots a measured trial ran on."""
 
+    def modules(self, result: TrialResult) -> tuple[str, ...] | None:
+        """The classes of the modules that a measured trial ran; None where its ranks do not say."""
+
 
 class LocalBackend:
-    """Runs plans with `trial.runner` on this machine, or on a slice of it.
+    """Runs plans with `trial.runner` on this machine or on a slice of it, or on the nodes of a launcher.
 
     One parity gate, of one command, serves a study. With `warm_starts` its processes are forked from a trial
     server where they can be; `close` ends it.
     """
 
-    def __init__(self, *, device_slice: DeviceSlice | None = None, warm_starts: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        device_slice: DeviceSlice | None = None,
+        warm_starts: bool = False,
+        nodes_launcher: NodesLauncher | None = None,
+    ) -> None:
         self._slice = device_slice
-        cold = LocalLauncher() if device_slice is None else SliceLauncher(device_slice)
-        self._launcher: LocalLauncher | WarmLauncher = WarmLauncher(cold) if warm_starts else cold
+        self._launcher: Launcher
+        if nodes_launcher is not None:
+            self._launcher = nodes_launcher
+        else:
+            cold = LocalLauncher() if device_slice is None else SliceLauncher(device_slice)
+            self._launcher = WarmLauncher(cold) if warm_starts else cold
         self._devices = DeviceGuard(shown=None if device_slice is None else device_slice.environment)
         self._gate: ParityGate | None = None
 
@@ -229,6 +243,14 @@ class LocalBackend:
 
         snapshot = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
         return nodes_of(snapshot.reports.values())
+
+    def modules(self, result: TrialResult) -> tuple[str, ...] | None:
+        """See `TrialBackend`."""
+        from quartet_plugin.protocol.rank_files import RankFileReader
+        from quartet_plugin.trial.as_planned import ran_modules
+
+        snapshot = RankFileReader(result.folder, attempt_id=result.attempt_id).scan()
+        return ran_modules(snapshot.reports.values())
 
 
 def trial_weights(weights: Path) -> Path:

@@ -10,11 +10,20 @@ from quartet_plugin.model.launch import LaunchPosition, LaunchRecord, Phase
 from quartet_plugin.model.measurement import Objective
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.trial_record import FinishedTrial, Score, TrialRecord, Verdict, score, speedup
+from quartet_plugin.protocol.measured_window import EarlyEnd
 from quartet_plugin.protocol.training_start import read_starts, words_of
 from quartet_plugin.study.tune_study import REFUSED_EXCESS
 from quartet_plugin.trial.attempt import PREFIX
 from quartet_plugin.trial.compared_start import ComparedStart
-from quartet_plugin.trial.request import Outcome, Progress, Timeouts, TrialRequest, TrialResult
+from quartet_plugin.trial.request import (
+    DEVICE_WARMUP_S,
+    Outcome,
+    Progress,
+    Timeouts,
+    TrialRequest,
+    TrialResult,
+)
+from quartet_plugin.tuner.config import PRECISION
 from quartet_plugin.tuner.context import TuningContext
 
 VERDICTS: dict[Outcome, Verdict] = {
@@ -57,8 +66,9 @@ class TrialLaunch:
     """One launch that a tuning run wants: of a trial's plan, or of the user's own command (`plan` None).
 
     `drift` is the machine's speed now over its speed when trial 0 was measured: the launch is compared with
-    the baseline times that. Where iterations take more than `slow_above_s`, it is cut short. `position` is
-    its place among the run's trials or final rounds. `start` says which of its first iterations the parity
+    the baseline times that. Where iterations take more than `slow_above_s`, it is cut short; where their
+    number is not fixed, also where they surely take more than `slower_than_s`. `position` is its place among
+    the run's trials or final rounds. `start` says which of its first iterations the parity
     gate compares (None: none).
     """
 
@@ -69,6 +79,7 @@ class TrialLaunch:
     phase: Phase
     drift: float = 1.0
     slow_above_s: float | None = None
+    slower_than_s: float | None = None
     position: LaunchPosition | None = None
     start: ComparedStart | None = None
 
@@ -78,16 +89,20 @@ class TrialLauncher:
     """Launches plans for a run and compares them with `baseline`; trial 0 itself is launched without one.
 
     `timeouts` grow with the longest start that was measured, the deadline with `longest_begin_s`, the most
-    seconds until the end of a first step. `num_measured` iterations are measured, None: as many as the
-    configuration says. `cold_reason` is why the latest launch did not start warm, as it was said. `judge`
-    says what a launch comes to once the parity gate has compared its first iterations.
+    seconds until the end of a first step. `num_measured` iterations are measured at most, None: as many as
+    the configuration says; each launch of the final rounds measures `num_measured_finally` of them.
+    `modules` are the classes that ran in the user's own command. `cold_reason` is why the latest launch did
+    not start warm, as it was said. `judge` says what a launch comes to once the parity gate has compared its
+    first iterations.
     """
 
     context: TuningContext
     baseline: BaselineScore | None
     timeouts: Timeouts
     num_measured: int | None = None
+    num_measured_finally: int | None = None
     longest_begin_s: float = 0.0
+    modules: tuple[str, ...] | None = None
     cold_reason: str | None = None
     judge: Callable[[TrialLaunch, TrialResult], TrialResult] = lambda _, result: result
 
@@ -197,21 +212,37 @@ class TrialLauncher:
         if predicted_s is not None and plan is not None and plan.prediction is not None:
             predicted_s *= max(1.0, plan.prediction.relative_cost or 1.0)
         start = launch.start
+        device_warmup_s = min(DEVICE_WARMUP_S, trial.deadline_s / 20) if launch.phase == "baseline" else 0.0
+        warmup = trial.least_warmup if start is None else start.num_warmup(trial.least_warmup)
+        measure = self.num_measured or trial.most_measured
+        early_end = None
+        if launch.phase == "final":
+            measure = min(measure, self.num_measured_finally or measure)
+        elif trial.measure == "auto":
+            early_end = EarlyEnd(
+                least=min(trial.least_measured, measure),
+                precision=PRECISION,
+                slower_than_s=launch.slower_than_s,
+            )
         return TrialRequest(
             folder=launch.folder,
             command=self.context.command,
             plan=plan,
-            warmup=trial.warmup if start is None else start.num_warmup(trial.warmup),
-            measure=self.num_measured or trial.measure,
+            warmup=warmup,
+            max_warmup=None if trial.warmup != "auto" else warmup + trial.most_warmup - trial.least_warmup,
+            measure=measure,
+            early_end=early_end,
+            modules=self.modules if plan is not None and launch.phase in ("search", "final") else None,
             deadline_s=self._deadline_s(),
             device=run.config.device,
             predicted_iteration_s=predicted_s,
             timeouts=self.timeouts,
-            slow_above_s=launch.slow_above_s,
+            slow_above_s=launch.slow_above_s if early_end is None else None,
             cwd=run.cwd,
             weights=None if start is None else start.weights,
             save_weights=None if start is None else start.save_weights,
             num_compared=None if start is None else start.num_steps,
+            device_warmup_s=device_warmup_s,
         )
 
     def _deadline_s(self) -> float:
@@ -286,7 +317,10 @@ def record_of(plan: Plan, result: TrialResult, *, objective: Objective, drift: f
     )
     if result.is_measured:
         measured = replace(
-            common, num_iterations=len(result.iteration_s), spread=spread_of(result.iteration_s)
+            common,
+            num_iterations=len(result.iteration_s),
+            spread=spread_of(result.iteration_s),
+            is_cut=result.is_cut,
         )
         return measured.scored(score(plan, iteration_s=result.iteration_s), objective=objective)
     if result.outcome in (Outcome.INFEASIBLE, Outcome.NOT_AS_PLANNED):

@@ -4,6 +4,7 @@ import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from quartet_plugin.launchers.engines import LOCAL
 from quartet_plugin.model.files import write_text_atomic
 from quartet_plugin.model.history import DriftMeasurement
 from quartet_plugin.model.measurement import FinalChoice, Objective, Regret, write_regret
@@ -90,6 +91,9 @@ def command_text(plan: Plan, *, run: TuningRun, path: Path) -> str:
         train += ["--device", run.config.device]
     elif any(node.has_no_accelerator for node in plan.made_for.nodes):
         train += ["--device", "cpu"]  # as `train` asks for, which never takes a processor by itself
+    if run.config.launcher != LOCAL:
+        train += ["--launcher", "slurm", "--nodes", str(run.config.trial.nodes)]
+        train += [] if run.config.site is None else ["--site", str(run.cwd / run.config.site)]
     speedup = plan.measurement.speedup if plan.measurement is not None else None
     gain = f": {speedup.median:.2f}x ({speedup.low:.2f}x to {speedup.high:.2f}x)" if speedup else ""
     return (

@@ -115,6 +115,8 @@ def test_the_short_steps_run_on_the_cpu_and_the_others_are_named(tmp_path: Path)
     ran = {step.name for step in STEPS if step.is_brief}
     assert states == {step.name: "holds" if step.name in ran else "left out" for step in STEPS}, done.stdout
     assert done.returncode == 0
+    named = done.stdout.splitlines()[-1].partition("; left out: ")[2].split(", ")
+    assert set(named) == states.keys() - ran
     assert result["steps"]["communicators"]["reason"] == "needs a GPU"
     kinds = {name: found["kind"] for name, found in result["steps"]["failures"]["found"].items()}
     assert set(kinds.values()) == {"out-of-memory", "network"}

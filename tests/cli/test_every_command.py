@@ -21,11 +21,13 @@ from tests.cli.test_trace import attempt
 from tests.cost.runs import PIPELINE
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-CODES = {0, 1, 2, 3, 4, 5, 6, 130, 141}
+CODES = {0, 1, 2, 3, 4, 5, 6, 7, 130, 141}
 # Each command with the words behind it, and its exit code. What would start a framework is called in a way
 # that is refused before.
 CALLS: dict[str, tuple[str, int]] = {
     "tune": ("--config missing.yaml -- torchrun pretrain_gpt.py", 2),
+    "batch run": ("jobs.yaml --plan-only --batch-dir missing/batches", 2),
+    "batch status": ("batch", 0),
     "init": ("written.yaml", 2),
     "knobs": ("run", 0),
     "work": ("nowhere", 2),
@@ -89,6 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the commands read."""
     path = tmp_path_factory.mktemp("commands")
     shutil.copytree(GOLDEN / "run_0.1.0", path / "run")
+    shutil.copytree(GOLDEN / "batch_0.1.0", path / "batch")
     for source, name in (
         ("plan.json", "plan.json"),
         ("schedule_costs_minimal.json", "costs.json"),

@@ -90,7 +90,7 @@ def test_a_script_that_fails_by_itself_is_shown(tmp_path: Path, capfd: pytest.Ca
         (["tune", "--", sys.executable, "nowhere.py"], 2, "'nowhere.py': not found"),
         (["tune", "--", "./torchrun", "x.py"], 2, "'./torchrun': not found"),
         (["tune", "--", "ls", "-l"], 2, "started no Python process"),
-        (["tune", "--", "srun", "train.py"], 2, "'srun': not found"),
+        (["tune", "--", "no-such-run", "train.py"], 2, "'no-such-run': not found"),
         (["tune", "--", "sbatch", "train.sh"], 2, "only queues a job"),
         (["tune", "--", "torchrun", "--nnodes", "2", "x.py"], 2, "on this node alone"),
         (["tune", "--config", "nowhere.yaml", "--", "python", "x.py"], 2, "nowhere.yaml"),

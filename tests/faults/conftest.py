@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from quartet_plugin.launchers.command import ENTRY_MODULE, parse_command
-from quartet_plugin.launchers.local import Handle, LocalLauncher
+from quartet_plugin.launchers.local import LocalLauncher
+from quartet_plugin.launchers.protocol import Handle
 from quartet_plugin.protocol.environment import ATTEMPT_ID
 from quartet_plugin.trial.devices import DeviceGuard
 from quartet_plugin.trial.processes import marked_processes
@@ -28,7 +29,8 @@ SHORT = Timeouts(init_s=20.0, first_step_s=10.0, step_s=5.0, shutdown_s=3.0)
 class BareLauncher:
     """Starts the command without the adapter; the fake writes the adapter's files."""
 
-    num_nodes: int | None = 1
+    num_nodes: int = 1
+    engine: str | None = None
     started: list[int] = field(default_factory=list)
 
     def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> Handle:

@@ -20,14 +20,16 @@ def main() -> int:
     parser.add_argument("--master-port", default="29500")
     parser.add_argument("script", nargs=argparse.REMAINDER)
     options = parser.parse_args()
+    first = int(os.environ.get("PET_NODE_RANK", "0")) * options.nproc_per_node
+    world_size = int(os.environ.get("PET_NNODES", "1")) * options.nproc_per_node
     workers = [
         subprocess.Popen(
             [sys.executable, "-u", *options.script],
             env={
                 **os.environ,
-                "RANK": str(rank),
+                "RANK": str(first + rank),
                 "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(options.nproc_per_node),
+                "WORLD_SIZE": str(world_size),
                 "MASTER_PORT": options.master_port,
             },
             start_new_session=True,

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quartet_plugin.launchers.local import Handle, LocalLauncher
+from quartet_plugin.launchers.local import LocalLauncher
+from quartet_plugin.launchers.protocol import Handle
 from quartet_plugin.launchers.server_command import ServerCommand
 from quartet_plugin.launchers.warm import WarmLauncher
 from quartet_plugin.protocol.environment import ATTEMPT_ID

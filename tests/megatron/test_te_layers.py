@@ -147,6 +147,8 @@ def test_backwards_of_a_profile_take_turns(linear: Any, *, is_fused: bool, bias:
     hook_gradients(layers)
     for microbatch in range(NUM_MICROBATCHES):
         delayed = delayed_layers(model)
+        # A W completes the bucket groups in the order in which a backward does.
+        assert [layer.layer for layer in delayed] == layers[::-1]
         for layer in delayed:
             layer.delay(is_on=microbatch == 1)
         output_of(layers, sample(microbatch)).square().sum().backward()

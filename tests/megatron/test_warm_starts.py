@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from quartet_plugin.launchers.command import parse_command
-from quartet_plugin.launchers.local import Launcher, LocalLauncher
+from quartet_plugin.launchers.local import LocalLauncher
+from quartet_plugin.launchers.protocol import Launcher
 from quartet_plugin.launchers.warm import WarmLauncher
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.protocol.rank_files import RankFileReader

@@ -71,3 +71,29 @@ def test_the_kernel_forgets_a_processes_peak(monkeypatch: pytest.MonkeyPatch) ->
     del large
     device.reset_peak_memory()
     assert before <= device.peak_memory_bytes() < before + size // 2
+
+
+def test_a_cold_device_is_warmed_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are computed until the time is over; torch's generator and the CPU's run are left alone."""
+    clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
+    waited: list[float] = []
+
+    def synchronize() -> None:
+        clock.now_s += 10.0
+        waited.append(clock.now_s)
+
+    monkeypatch.setattr(device, "_state", {})
+    monkeypatch.setattr(device, "time", clock)
+    monkeypatch.setattr(device, "_WARMING_SIZE", 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    linspace, state = torch.linspace, torch.get_rng_state()
+    monkeypatch.setattr(torch, "linspace", lambda *words, device: linspace(*words))
+    device.warm_device(25.0)
+    assert waited == [110.0, 120.0, 130.0]
+    assert torch.equal(state, torch.get_rng_state())
+    device.warm_device(0.0)
+    device.declare_cpu()
+    device.warm_device(25.0)
+    assert len(waited) == 3

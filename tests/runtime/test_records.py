@@ -58,7 +58,8 @@ def test_a_step_begins_when_its_device_gets_there(monkeypatch: pytest.MonkeyPatc
     recorder = Recorder(ticking(105.0, 120.0))
     next(moments)
     recorder.begin()
-    assert recorder.begin_at() == 1015.0
+    recorder.clock_offset_s = -2.0
+    assert recorder.begin_at() == 1013.0
     assert NullRecorder().begin_at() == 0.0
 
 

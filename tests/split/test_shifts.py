@@ -1,10 +1,11 @@
 """Shifts of stage boundaries: every legal split is reached from every other one, and nothing else is."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quartet_plugin.split.layers import is_legal_split
-from quartet_plugin.split.shifts import greatest_shift, shifted_split, shifts_between
+from quartet_plugin.split.layers import even_split, is_legal_split
+from quartet_plugin.split.shifts import greatest_shift, scaled_split, shifted_split, shifts_between
 
 
 @st.composite
@@ -31,3 +32,21 @@ def test_any_shifts_give_a_legal_split(data: st.DataObject, num_stages: int, mor
     shifts = data.draw(st.lists(st.integers(-30, 30), min_size=num_stages - 1, max_size=num_stages - 1))
     made = shifted_split(origin, shifts)
     assert is_legal_split(made, num_layers=num_layers, num_stages=num_stages)
+
+
+@pytest.mark.parametrize(
+    ("split", "num_layers", "expected"),
+    [
+        ((5, 3), 16, (10, 6)),
+        ((10, 6), 8, (5, 3)),
+        ((2, 2, 2, 2), 4, (1, 1, 1, 1)),
+        ((7, 1), 2, (2, 0)),
+        ((0, 4, 4, 0), 6, (0, 3, 3, 0)),
+    ],
+)
+def test_a_split_of_another_depth_has_its_boundaries_in_proportion(
+    split: tuple[int, ...], num_layers: int, expected: tuple[int, ...]
+) -> None:
+    origin = even_split(num_layers, num_stages=len(split))
+    assert scaled_split(split, num_layers=num_layers, origin=origin) == expected
+    assert sum(scaled_split(split, num_layers=3, origin=even_split(3, num_stages=len(split)))) == 3

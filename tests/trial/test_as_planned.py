@@ -12,7 +12,7 @@ from quartet_plugin.protocol.rank_files import RankReport
 from quartet_plugin.schedule.choice import choice_of
 from quartet_plugin.schedule.named import named
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS, OPTIONS
-from quartet_plugin.trial.as_planned import difference_from
+from quartet_plugin.trial.as_planned import difference_from, ran_modules
 from quartet_plugin.trial.outcome import Cause, classify
 from quartet_plugin.trial.request import Outcome
 from tests.megatron.entry_launch import make_plan
@@ -184,3 +184,74 @@ def test_a_plan_that_cannot_be_read_is_not_measured() -> None:
     given = evidence(reports=tuple(reports_of(plan)))
     verdict = classify(replace(given, spec=replace(given.spec, plan_key=plan.key)))
     assert verdict.outcome is Outcome.NOT_AS_PLANNED
+
+
+def on_the_way(plan: Plan, rank: int) -> Execution:
+    """What a rank of the plan does while the batch is half of what it becomes."""
+    made_for = replace(plan.made_for, global_batch_size=plan.made_for.global_batch_size // 2)
+    custom = plan.schedule.custom
+    name = custom.named if custom is not None else None
+    schedule = plan.schedule if name is None else custom_plan_of(name, plan.num_microbatches // 2)
+    return executed(replace(plan, made_for=made_for, schedule=schedule), rank)
+
+
+def custom_plan_of(name: str, num_microbatches: int) -> ScheduleChoice:
+    """The named schedule for so many microbatches."""
+    schedule = named(name, num_devices=2, num_microbatches=num_microbatches)
+    return ScheduleChoice(name="custom", custom=choice_of(schedule, unit_costs(schedule)))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_a_batch_that_grows_is_planned_only_where_the_job_says_so(name: str) -> None:
+    plan = PLANS[name]()
+    done = [on_the_way(plan, rank) for rank in (0, 1)]
+    grows = [replace(rank, ramps_batch=True) for rank in done]
+    assert difference_from(plan, ran_by(plan, grows)) is None
+    assert "2 microbatches ran, the plan has 4" in str(difference_from(plan, ran_by(plan, done)))
+
+
+def test_other_actions_while_the_batch_grows_are_a_difference() -> None:
+    plan = custom_plan()
+    done = [replace(on_the_way(plan, rank), ramps_batch=True) for rank in (0, 1)]
+    wrong = [done[0], changed_actions(digest="0" * 64)(done[1])]
+    assert "other actions ran" in str(difference_from(plan, ran_by(plan, wrong)))
+
+
+def ran_by(plan: Plan, done: list[Execution]) -> list[RankReport]:
+    """Reports of ranks that did this."""
+    return [
+        report(slot.local, rank=rank, local_rank=slot.local, plan_key=plan.key, execution=done[rank])
+        for rank, slot in enumerate(plan.mapping.slots)
+    ]
+
+
+MODULES = ("ColumnParallelLinear", "DotProductAttention", "VocabParallelEmbedding")
+
+
+@pytest.mark.parametrize(
+    ("ran", "words"),
+    [
+        ((MODULES[:2], MODULES[1:]), None),
+        ((MODULES, (*MODULES, "Softmax", "FlashAttention")), None),
+        ((MODULES[:2], MODULES[:2]), "VocabParallelEmbedding did not run"),
+        ((MODULES, (*MODULES, "TEDotProductAttention")), "TEDotProductAttention ran"),
+    ],
+)
+def test_the_modules_of_all_ranks_are_those_of_the_command(
+    ran: tuple[tuple[str, ...], ...], words: str | None
+) -> None:
+    plan = stock_plan()
+    done = [replace(executed(plan, rank), modules=ran[rank]) for rank in (0, 1)]
+    difference = difference_from(plan, ran_by(plan, done), modules=MODULES)
+    assert difference is None if words is None else words in str(difference)
+    assert difference_from(plan, ran_by(plan, done)) is None
+
+
+def test_modules_are_not_compared_where_they_are_not_known_or_the_shape_differs() -> None:
+    plan = stock_plan()
+    assert ran_modules(reports_of(plan)) is None
+    assert difference_from(plan, reports_of(plan), modules=MODULES) is None
+    shape = replace(plan.made_for.shape, ffn_hidden_size=plan.shape.ffn_hidden_size + 8)
+    deeper = replace(plan, made_for=replace(plan.made_for, shape=shape))
+    done = [replace(executed(deeper, rank), modules=("Other",)) for rank in (0, 1)]
+    assert difference_from(deeper, ran_by(deeper, done), modules=MODULES) is None

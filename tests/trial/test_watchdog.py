@@ -1,12 +1,12 @@
 """Deadlines, by a clock that the test sets, and the detection of slow attempts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from quartet_plugin.errors import ConfigError
-from quartet_plugin.trial.request import Timeouts
+from quartet_plugin.trial.request import FIRST_STEP_CAP_S, Timeouts
 from quartet_plugin.trial.watchdog import MIN_ITERATIONS, SlowdownDetector, Watchdog
 from tests.trial.factory import beat
 
@@ -162,7 +162,8 @@ def test_time_in_which_nothing_could_be_seen_does_not_count() -> None:
 
 
 def test_a_longer_deadline_gives_the_start_longer_and_a_shorter_one_takes_nothing() -> None:
-    assert Timeouts.within(600.0) == Timeouts.within(30.0) == Timeouts()
+    assert Timeouts.within(30.0) == Timeouts()
+    assert Timeouts.within(600.0) == replace(Timeouts(), first_step_cap_s=FIRST_STEP_CAP_S)
     longer = Timeouts.within(3000.0)
     assert (longer.init_s, longer.first_step_s, longer.step_s) == (1500.0, 600.0, Timeouts().step_s)
     cold = Timeouts.cold(3000.0)
@@ -186,11 +187,48 @@ def test_starts_are_learned_from_earlier_trials() -> None:
         {"step_s": float("nan")},
         {"init_s": float("inf")},
         {"step_factor": 0.5},
+        {"first_step_cap_s": -1.0},
     ],
 )
 def test_limits_that_are_out_of_order_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="timeouts"):
         Timeouts(**wrong)
+
+
+def first_step(seconds: float, *, quiet_from_s: float, cap_s: float = 3600.0) -> float | None:
+    """When a first step of so many seconds is ended as a hang; one rank of two progresses for a while."""
+    clock = Clock()
+    limits = replace(LIMITS, first_step_cap_s=cap_s)
+    dog = Watchdog(limits, clock=clock, deadline_s=600.0, predicted_s=None, num_processes=2)
+    for now in range(int(seconds)):
+        busy = beat(0, phase="warmup", iteration=0, progress=min(now, int(quiet_from_s)))
+        dog.observe([busy, beat(1, phase="warmup", iteration=0, progress=1)])
+        if dog.expired() is not None:
+            return now
+        clock.now += 1.0
+    for step in range(1, 8):
+        dog.observe([beat(rank, phase="measure", iteration=step) for rank in (0, 1)])
+        if dog.expired() is not None:
+            return seconds + step
+        clock.now += 5.0
+    return None
+
+
+def test_a_first_step_of_24_minutes_in_which_a_rank_progresses_is_no_hang() -> None:
+    """Its deadline of ten minutes is later by what it took."""
+    assert first_step(24 * 60, quiet_from_s=24 * 60) is None
+
+
+def test_a_first_step_is_a_hang_once_no_rank_progresses() -> None:
+    assert first_step(24 * 60, quiet_from_s=300) == pytest.approx(300 + 51, abs=2)
+
+
+def test_a_first_step_that_goes_on_for_ever_is_ended_at_the_cap() -> None:
+    assert first_step(7000, quiet_from_s=7000) == pytest.approx(3600, abs=3)
+
+
+def test_without_a_cap_progress_gives_no_more_time() -> None:
+    assert first_step(24 * 60, quiet_from_s=24 * 60, cap_s=0.0) == pytest.approx(51, abs=2)
 
 
 def looks(detector: SlowdownDetector, *, seconds: float, num_iterations: int, warmup: int = 2) -> list[bool]:

@@ -62,6 +62,7 @@ class FakeMachine:
     gate: Callable[[Plan], bool] = lambda plan: True
     checked: list[Plan] = field(default_factory=list)
     dies_in_check: int | None = None
+    requests: dict[Path, TrialRequest] = field(default_factory=dict)
     keeps_weights: bool = False
     settings: tuple[str, ...] = ()
     weights_s: float = 0.1
@@ -78,6 +79,10 @@ class FakeMachine:
     def nodes(self, result: TrialResult) -> tuple[NodeInfo, ...]:
         """The nodes."""
         return self.cluster
+
+    def modules(self, result: TrialResult) -> tuple[str, ...] | None:
+        """Nothing is known of them."""
+        return None
 
     def check(
         self, request: ParityCheck, *, on_progress: Callable[[Progress], None], should_stop: ShouldStop

@@ -11,7 +11,6 @@ import pytest
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import read_receipt
-from quartet_plugin.space.config import SearchConfig
 from quartet_plugin.trial.outcome import TOO_SHORT
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.compared_trials import ComparedTrials, why_nothing_is_kept
@@ -35,14 +34,15 @@ def keeping(**options: Any) -> FakeMachine:
     return FakeMachine(keeps_weights=True, **{"seconds": ours_is_faster, **options})
 
 
-def test_every_custom_plan_is_compared_in_its_trial_and_no_launch_is_made_for_it(tmp_path: Path) -> None:
+def test_every_plan_is_compared_in_its_trial_and_no_launch_is_made_for_it(tmp_path: Path) -> None:
     machine, requests = keeping(), dict[Path, TrialRequest]()
     machine.on_launch = lambda request: requests.update({request.folder: request})
     run = begin(tmp_path / "r", **OF_EVERY_KIND)
     result = tune(run, machine)
     assert machine.checked == []
-    tried = [x for x in result.trials if is_ours(x.plan) and x.record.repeats is None]
-    assert len({kind_of(trial.plan) for trial in tried}) >= 3
+    tried = [x for x in result.trials[1:] if x.record.repeats is None]
+    assert len({kind_of(trial.plan) for trial in tried if is_ours(trial.plan)}) >= 3
+    assert not all(is_ours(trial.plan) for trial in tried)
     assert {plan.key for plan in machine.compared} == {trial.plan.key for trial in tried}
     for trial in tried:
         folder = run.folder.parity / f"plan-{trial.plan.key[:12]}"
@@ -51,13 +51,12 @@ def test_every_custom_plan_is_compared_in_its_trial_and_no_launch_is_made_for_it
         assert (request.num_compared, request.warmup) == (5, 5)
         assert request.weights == trial_weights(run.folder.parity_weights)
     baseline = requests[run.folder.trial(0)]
-    assert (baseline.num_compared, baseline.weights, baseline.warmup) == (5, None, 8)
-    stock = [x for x in result.trials[1:] if not is_ours(x.plan) and x.record.repeats is None]
-    assert stock
-    assert {requests[run.folder.trial(trial.number)].num_compared for trial in stock} == {None}
+    assert (baseline.num_compared, baseline.weights, baseline.warmup) == (5, None, 6)
+    # A GPU is warmed once: every later start follows other training.
+    assert [folder for folder, asked in requests.items() if asked.device_warmup_s] == [run.folder.trial(0)]
     finals = [request for folder, request in requests.items() if folder.parent == run.folder.final]
     assert finals
-    assert {(request.num_compared, request.warmup) for request in finals} == {(None, 3)}
+    assert {(request.num_compared, request.warmup) for request in finals} == {(None, 1)}
     assert result.receipt is not None
     assert not run.folder.parity_weights.exists()
 
@@ -65,9 +64,9 @@ def test_every_custom_plan_is_compared_in_its_trial_and_no_launch_is_made_for_it
 def test_the_commands_warm_up_follows_where_its_settings_were_set_aside(tmp_path: Path) -> None:
     machine, warmups = keeping(settings=("hidden_dropout",)), dict[Path, int]()
     machine.on_launch = lambda request: warmups.update({request.folder: request.warmup})
-    run = begin(tmp_path / "r", **OURS)
+    run = begin(tmp_path / "r", trial={"warmup": 3}, **OURS)
     result = tune(run, machine)
-    numbers = {x.number for x in result.trials if is_ours(x.plan) and x.record.repeats is None}
+    numbers = {x.number for x in result.trials[1:] if x.record.repeats is None}
     assert numbers
     assert {warmups[run.folder.trial(number)] for number in numbers} == {8}
 
@@ -204,6 +203,41 @@ def test_trial_0_that_fails_while_it_keeps_its_weights_is_launched_without(tmp_p
     assert machine.checked
 
 
+def stock_is_wrong(plan: Plan) -> bool:
+    """No plan of stock with another split than the command's passes."""
+    return is_ours(plan) or len(set(plan.split.transformer_layers_per_stage)) == 1
+
+
+def test_a_stock_plan_that_trains_otherwise_is_never_measured_and_others_of_its_schedule_are(
+    tmp_path: Path,
+) -> None:
+    machine, watching = keeping(gate=stock_is_wrong, seconds=ours_differ), Watching()
+    run = begin(tmp_path / "r", study={"trials": 12})
+    result = tune(run, machine, observer=watching)
+    stock = [x for x in result.trials[1:] if not is_ours(x.plan) and x.record.repeats is None]
+    same_shape = [x for x in stock if x.plan.shape == x.plan.made_for.shape]
+    wrong = [x for x in same_shape if not stock_is_wrong(x.plan)]
+    assert len(wrong) > 1
+    assert {(x.record.verdict, x.record.outcome, x.record.value) for x in wrong} == {("wrong", "WRONG", None)}
+    assert {x.record.verdict for x in same_shape if stock_is_wrong(x.plan)} <= {"measured"}
+    assert machine.checked == []
+    assert not events(run, "quarantine")
+
+
+def test_a_stock_plan_that_may_change_the_objective_is_not_compared(custom: Plan, tmp_path: Path) -> None:
+    stock = replace(custom, schedule=replace(custom.schedule, name="1f1b", custom=None))
+    (tmp_path / "kept.json").write_text(json.dumps({"attempt_id": "a" * 32, "schema_version": 1}))
+    kept = ComparedTrials(
+        weights=tmp_path, attempt_id="a" * 32, start_s=5.0, iterations_s=2.0, layout=stock.layout
+    )
+    layout = replace(stock.layout, micro_batch_size=2 * stock.layout.micro_batch_size)
+    made_for = replace(stock.made_for, batching_features=("moe_aux_loss",))
+    assert kept.start_of(stock) is not None
+    assert kept.start_of(replace(stock, layout=layout)) is not None
+    assert kept.start_of(replace(stock, made_for=made_for)) is not None
+    assert kept.start_of(replace(stock, made_for=made_for, layout=layout)) is None
+
+
 @pytest.fixture
 def custom(tmp_path: Path) -> Plan:
     """A plan with a custom schedule."""
@@ -237,20 +271,15 @@ def test_where_a_plan_is_checked_and_why(tmp_path: Path, custom: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "search", "reason"),
+    ("words", "reason"),
     [
-        (("torchrun", "train.py"), {}, None),
-        (("torchrun", "train.py"), {"schedule": ["1f1b", "zb-v"]}, None),
-        (("torchrun", "train.py"), {"schedule": ["1f1b", "interleaved"]}, "no custom schedule is asked for"),
-        (("torchrun", "train.py"), {"pipeline_parallel": 1}, "no pipeline is asked for"),
-        (("deepspeed", "train.py"), {}, "DeepSpeed"),
-        (("torchrun", "train.py", "--use-megatron-fsdp"), {}, "--use-megatron-fsdp"),
+        (("torchrun", "train.py"), None),
+        (("deepspeed", "train.py"), "DeepSpeed"),
+        (("torchrun", "train.py", "--use-megatron-fsdp"), "--use-megatron-fsdp"),
     ],
 )
-def test_when_trial_0_keeps_its_weights(
-    words: tuple[str, ...], search: dict[str, Any], reason: str | None
-) -> None:
-    why = why_nothing_is_kept(SearchConfig(**search), parse_command(words, environment={}))
+def test_when_trial_0_keeps_its_weights(words: tuple[str, ...], reason: str | None) -> None:
+    why = why_nothing_is_kept(parse_command(words, environment={}))
     assert (why is None) if reason is None else (why is not None and reason in why)
 
 

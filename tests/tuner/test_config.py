@@ -21,7 +21,11 @@ def read(folder: Path, text: str) -> TuneConfig:
 def test_no_file_and_an_empty_file_are_the_defaults(tmp_path: Path) -> None:
     assert read_config(None) == read(tmp_path, "") == TuneConfig()
     defaults = TuneConfig()
-    assert (defaults.trial.warmup, defaults.trial.measure, defaults.trial.deadline_s) == (3, 10, 600.0)
+    assert (defaults.trial.warmup, defaults.trial.measure, defaults.trial.deadline_s) == (
+        "auto",
+        "auto",
+        600.0,
+    )
     assert (defaults.study.trials, defaults.study.top_k, defaults.study.rounds) == (20, 3, 5)
     assert defaults.search.scaling is None
 

@@ -12,7 +12,7 @@ from quartet_plugin.study.view import read_study
 from quartet_plugin.trial.request import Outcome
 from quartet_plugin.tuner.history import read_history
 from tests.cli.runs import kept_run
-from tests.space.jobs import make_nodes
+from tests.space.jobs import make_job, make_nodes, make_shape
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, by_formula, resume, tune
 from tests.tuner.run_folders import WritingMachine, no_data_parallel, write_run
 
@@ -120,3 +120,18 @@ def test_many_that_did_not_fit_elsewhere_end_no_search(
     result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier.folder.path)
     own = [r for r in result.trials if r.number and r.record.source is None and r.record.repeats is None]
     assert len(own) == 4
+
+
+def test_a_model_of_another_depth_begins_with_the_best_plans_at_its_own_depth(
+    tmp_path: Path, earlier: Path
+) -> None:
+    machine, watching = FakeMachine(job=make_job(shape=make_shape(num_layers=16))), Watching()
+    result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier, observer=watching)
+    assert any("of its best plans come first" in text for text in watching.messages)
+    assert not any("another job or cluster; 0 of" in text for text in watching.messages)
+    best = read_history(earlier).best
+    assert best is not None
+    assert best.plan is not None
+    first = result.trials[1].plan
+    assert first.layout == best.plan.layout
+    assert sum(first.split.transformer_layers_per_stage) == 16

@@ -18,11 +18,14 @@ from megatron.core.utils import get_model_config
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.runtime.groups import default_groups
-from quartet_plugin.megatron.runtime.stages import Call, GradSync, MegatronStages, MicrobatchIterator
+from quartet_plugin.megatron.runtime.param_gather import ParamGather
+from quartet_plugin.megatron.runtime.reduction import GradReductions
+from quartet_plugin.megatron.runtime.stages import Call, MegatronStages, MicrobatchIterator
 from quartet_plugin.megatron.split_backward import WeightGradients
 from quartet_plugin.megatron.te_layers import DelayedLayer, delayed_layers
 from quartet_plugin.protocol.execution import ExecutedActions
 from quartet_plugin.runtime.activation_tracker import ActivationTracker, activation_tracker
+from quartet_plugin.runtime.clock_offset import clock_offset_of_group
 from quartet_plugin.runtime.executed import executed_actions
 from quartet_plugin.runtime.executor import Executor
 from quartet_plugin.runtime.process_groups import Channels, agree_on_program
@@ -42,6 +45,7 @@ class Runtime:
         *,
         placement: StagePlacement,
         gradients: WeightGradients,
+        reductions: GradReductions,
         host_transport: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
@@ -49,6 +53,7 @@ class Runtime:
         self._programs = programs
         self._placement = placement
         self._gradients = gradients
+        self._reductions = reductions
         self.recorder: Recorder = NullRecorder()
         # It counts the next training step alone.
         self.tracker: ActivationTracker | None = None
@@ -159,7 +164,7 @@ class Runtime:
         config, training = call.config, not call.forward_only
         if self._delayed is None:
             self._delayed = [delayed_layers(chunk) for chunk in call.chunks]
-        sync = GradSync(
+        reduction = self._reductions.begin(
             call.chunks,
             num_microbatches=call.num_microbatches,
             # The door for an all-reduce instead of a reduce-scatter is at the end of the step alone.
@@ -170,13 +175,11 @@ class Runtime:
             placement=self._placement,
             device=executor.device,
             gradients=self._gradients,
-            grad_sync=sync,
+            reduction=reduction,
             delayed=self._delayed,
+            gather=ParamGather(call.chunks, _listed(config.param_sync_func)) if training else None,
             tracker=self._next_tracker(call.chunks) if training else None,
         )
-        if training and config.param_sync_func is not None:
-            for chunk, start in zip(call.chunks, _listed(config.param_sync_func), strict=True):
-                start(chunk.parameters())
         recorder = self.recorder if training else NullRecorder()
         with contextlib.ExitStack() as stack:
             for no_sync in _listed(config.no_sync_func):
@@ -185,7 +188,9 @@ class Runtime:
                 executor.run(stages, self._transport(boundary, executor), recorder)
             except BaseException:
                 self._gradients.clear()
+                self._reductions.abort()
                 raise
+        self._reductions.end()
         return stages
 
     def _next_tracker(self, chunks: Sequence[Any]) -> ActivationTracker | None:
@@ -220,6 +225,8 @@ class Runtime:
                 backend="gloo" if self._host_transport else None,
                 timeout=self._timeout,
             )
+            if self.tracker is not None:
+                self.recorder.clock_offset_s = clock_offset_of_group()
         if boundary not in self._transports:
             kind = HostTransport if self._host_transport else PairTransport
             self._transports[boundary] = kind(self._channels, boundary)

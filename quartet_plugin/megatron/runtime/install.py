@@ -100,18 +100,21 @@ def prepare(
     from quartet_plugin.megatron.placement import end_stages, layout
     from quartet_plugin.megatron.placement.state import StagePlacement
     from quartet_plugin.megatron.runtime.binding import Runtime
+    from quartet_plugin.megatron.runtime.reduction import GradReductions
 
     placement = StagePlacement(spec.placement)
     gradients = split_backward.WeightGradients()
+    reductions = GradReductions()
     runtime = Runtime(
         programs,
         placement=placement,
         gradients=gradients,
+        reductions=reductions,
         host_transport=host_transport,
         timeout=timeout,
     )
     wrappers: dict[Seam, Wrapper] = dict.fromkeys(SCHEDULES, lambda _: runtime.forward_backward)
-    wrappers |= end_stages.wrappers(placement) | layout.wrappers(placement)
+    wrappers |= end_stages.wrappers(placement) | layout.wrappers(placement) | reductions.wrappers()
     if splits_backward(spec, num_microbatches):
         wrappers |= split_backward.wrappers(gradients, delays_te=delays_te)
     return Prepared(runtime=runtime, wrappers=wrappers)

@@ -9,6 +9,8 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from quartet_plugin.megatron.placement.state import StagePlacement
+from quartet_plugin.megatron.runtime.param_gather import ParamGather
+from quartet_plugin.megatron.runtime.reduction import GradReduction
 from quartet_plugin.megatron.split_backward import WeightGradients
 from quartet_plugin.megatron.te_layers import DelayedLayer
 from quartet_plugin.runtime.activation_tracker import ActivationTracker
@@ -39,20 +41,22 @@ class MegatronStages:
         placement: StagePlacement,
         device: int,
         gradients: WeightGradients,
-        grad_sync: "GradSync",
+        reduction: GradReduction,
         delayed: Sequence[Sequence[DelayedLayer]],
+        gather: ParamGather | None = None,
         tracker: ActivationTracker | None = None,
     ) -> None:
         """`device` is this process's pipeline rank; `tracker` counts what this step keeps alive.
 
-        `delayed` are each chunk's layers that keep gradients in stores.
+        `delayed` are each chunk's layers that keep gradients in stores; `gather` is None in an evaluation.
         """
         self._call = call
         self._placement = placement
         self._chunk_of = {stage: chunk for chunk, stage in enumerate(placement.stages(device))}
         self._last_stage = placement.num_stages - 1
         self._gradients = gradients
-        self._grad_sync = grad_sync
+        self._reduction = reduction
+        self._gather = gather
         self._tracker = tracker
         self._delayed = delayed
         self._held: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -71,6 +75,8 @@ class MegatronStages:
             iterator.choose(microbatch)
         is_first = chunk not in self._begun
         self._begun.add(chunk)
+        if is_first and self._gather is not None:
+            self._gather.before_forward(chunk)
         saving = nullcontext() if self._tracker is None else self._tracker.saving()
         with self._placement.running_stage(stage), saving:
             output, num_tokens = schedules.forward_step(
@@ -107,7 +113,7 @@ class MegatronStages:
         result = self._backward_step(stage, microbatch, received)
         for layer in self._delayed[self._chunk_of[stage]]:
             layer.accumulate()
-        self._grad_sync.done(self._chunk_of[stage])
+        self._reduction.microbatch_done(self._chunk_of[stage])
         return self._ended(result)
 
     def input_grad(self, stage: int, microbatch: int, received: Any) -> Any:
@@ -122,7 +128,7 @@ class MegatronStages:
     def weight_grad(self, stage: int, microbatch: int) -> None:
         """W: what the layers left out."""
         self._gradients.run(stage, microbatch)
-        self._grad_sync.done(self._chunk_of[stage])
+        self._reduction.microbatch_done(self._chunk_of[stage])
         self._ended(None)
 
     def _backward_step(self, stage: int, microbatch: int, received: Any) -> Any:
@@ -141,26 +147,6 @@ class MegatronStages:
     def _note(self, *boundaries: Any) -> None:
         if self._tracker is not None:
             self._tracker.hold(boundaries)
-
-
-class GradSync:
-    """Starts the reduction of a chunk's gradients when its last microbatch is through.
-
-    Everything runs under DDP's `no_sync`, so that its own counting of ready gradients, which expects the
-    order of the first step for ever, never sees a step: the number of microbatches may change.
-    """
-
-    def __init__(self, chunks: Sequence[Any], *, num_microbatches: int, is_overlapped: bool) -> None:
-        """`is_overlapped`: reduce in the background while other chunks still compute."""
-        self._chunks = chunks
-        self._left = [num_microbatches] * len(chunks)
-        self._is_overlapped = is_overlapped
-
-    def done(self, chunk: int) -> None:
-        """One microbatch's gradients of a chunk are complete."""
-        self._left[chunk] -= 1
-        if self._left[chunk] == 0 and self._is_overlapped:
-            self._chunks[chunk].start_grad_sync()
 
 
 class MicrobatchIterator:

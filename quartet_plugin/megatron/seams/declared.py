@@ -13,6 +13,8 @@ _UTILS = "megatron.core.pipeline_parallel.utils"
 _STATE = "megatron.core.parallel_state"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
 _DDP = "megatron.core.distributed.distributed_data_parallel"
+_BUCKETS = "megatron.core.distributed.param_and_grad_buffer"
+_BUCKET_GROUP = "_ParamAndGradBucketGroup"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _LAYOUT = "megatron.core.transformer.pipeline_parallel_layer_layout"
 _LINEAR = "LinearWithGradAccumulationAndAsyncCommunication"
@@ -89,8 +91,23 @@ RUNTIME_CALLED = (
         "check_first_val_step",
         use_sites=(_NO_PIPELINING, f"{_SCHEDULES}:{_WITHOUT}"),
     ),
-    # The reduction of a chunk's gradients, started when its last microbatch is through.
-    declare(_DDP, "DistributedDataParallel.start_grad_sync", use_sites=(f"{_TRAINING}:train",)),
+    # A bucket group's gather of parameters and its reduction of gradients.
+    declare(
+        _BUCKETS,
+        f"{_BUCKET_GROUP}.start_param_sync",
+        use_sites=(f"{_BUCKETS}:{_BUCKET_GROUP}.finish_param_sync",),
+    ),
+    declare(
+        _BUCKETS,
+        f"{_BUCKET_GROUP}.start_grad_sync",
+        use_sites=(f"{_BUCKETS}:{_BUCKET_GROUP}.finish_grad_sync",),
+    ),
+)
+# The hook that adds a parameter's gradient to its sum; reports when that is done.
+GRADIENT_HOOK = declare(
+    _DDP,
+    "DistributedDataParallel._make_backward_post_hook",
+    use_sites=(f"{_DDP}:DistributedDataParallel.__init__",),
 )
 # Before 0.19.0 each schedule makes its groups itself.
 BUILD_GROUPS = declare(
@@ -189,11 +206,7 @@ SPLIT_CALLED = (
         aliases=(_LAYERS,),
         use_sites=(f"{_LAYERS}:{_LINEAR}.backward",),
     ),
-    declare(
-        _DDP,
-        "DistributedDataParallel._make_backward_post_hook",
-        use_sites=(f"{_DDP}:DistributedDataParallel.__init__",),
-    ),
+    GRADIENT_HOOK,
 )
 
 SPLIT_BACKWARD = (LINEAR, DDP_INIT, *SPLIT_CALLED)

@@ -1,5 +1,8 @@
 """The sizes of ZeRO's buckets under DeepSpeed: elements that are reduced, or gathered, at once."""
 
+from collections.abc import Callable
+from typing import Any
+
 from quartet_plugin.model.frameworks import DEEPSPEED
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.space.features import Axis
@@ -34,35 +37,33 @@ def _has_buckets(layout: Layout) -> bool:
     return layout.distributed_optimizer and has_copies(layout)
 
 
-REDUCE_BUCKET_SIZE = BucketKnob(
-    name="reduce_bucket_size",
+def _bucket(name: str, *, label: str, read_back: Callable[[Any], int]) -> BucketKnob:
+    """The knob of one bucket, which is also the name of DeepSpeed's key."""
+    return BucketKnob(
+        name=name,
+        label=label,
+        meaning="elements, DeepSpeed with ZeRO 1",
+        kind="size",
+        axis=Axis.OPTIONS,
+        change_class="B",
+        rule="an even number, with ZeRO 1 (deepspeed/runtime/zero/stage_1_and_2.py)",
+        ds_key=f"zero_optimization.{name}",
+        offers=_offers,
+        fault=never_faulty,
+        kept=never_kept,
+        read_back=read_back,
+        framework=DEEPSPEED.framework,
+        applies=_has_buckets,
+    )
+
+
+REDUCE_BUCKET_SIZE = _bucket(
+    "reduce_bucket_size",
     label="reduce bucket",
-    meaning="elements, DeepSpeed with ZeRO 1",
-    kind="size",
-    axis=Axis.OPTIONS,
-    change_class="B",
-    rule="an even number, with ZeRO 1 (deepspeed/runtime/zero/stage_1_and_2.py)",
-    ds_key="zero_optimization.reduce_bucket_size",
-    offers=_offers,
-    fault=never_faulty,
-    kept=never_kept,
     read_back=lambda live: int(live.optimizer.zero_reduce_bucket_size()),
-    framework=DEEPSPEED.framework,
-    applies=_has_buckets,
 )
-ALLGATHER_BUCKET_SIZE = BucketKnob(
-    name="allgather_bucket_size",
+ALLGATHER_BUCKET_SIZE = _bucket(
+    "allgather_bucket_size",
     label="gather bucket",
-    meaning="elements, DeepSpeed with ZeRO 1",
-    kind="size",
-    axis=Axis.OPTIONS,
-    change_class="B",
-    rule="an even number, with ZeRO 1 (deepspeed/runtime/zero/stage_1_and_2.py)",
-    ds_key="zero_optimization.allgather_bucket_size",
-    offers=_offers,
-    fault=never_faulty,
-    kept=never_kept,
     read_back=lambda live: int(live.optimizer.zero_allgather_bucket_size()),
-    framework=DEEPSPEED.framework,
-    applies=_has_buckets,
 )

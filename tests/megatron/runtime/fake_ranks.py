@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.runtime.binding import Runtime
+from quartet_plugin.megatron.runtime.reduction import GradReductions
 from quartet_plugin.megatron.split_backward import WeightGradients
 from quartet_plugin.runtime.programs import ProgramCache, ScheduleSpec, plain_family
 from quartet_plugin.schedule.placement import build
@@ -37,7 +38,10 @@ def main() -> None:
         )
         executors = [
             Runtime(
-                ProgramCache(spec), placement=StagePlacement(spec.placement), gradients=WeightGradients()
+                ProgramCache(spec),
+                placement=StagePlacement(spec.placement),
+                gradients=WeightGradients(),
+                reductions=GradReductions(),
             ).executor(num_microbatches)
             for spec in specs()
             for num_microbatches in (8, 13)

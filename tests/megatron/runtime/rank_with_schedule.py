@@ -4,7 +4,8 @@ ORDER is `stock`, or NAME:PLACEMENT with NAME a named schedule, `family`, or `se
 is written out in a schedule file; PLACEMENT like 0-1-1-0, and optionally :host to send boundary tensors
 through host memory, :whole for backwards in one piece, :nccl for groups that are as strict as NCCL, :troubled
 for these with transfers at random legal times, :tracked to count activations in the first step as a trial on
-a GPU does.
+a GPU does. `profile` is stock's order with its layers measured as by `quartet profile`, into
+rank-0.profile.json.
 
 `--gradient-accumulation-fusion` among ARGS fuses weight gradients, with stand-ins for Apex's kernels;
 `--transformer-impl transformer_engine` brings a stand-in for its layers.
@@ -46,12 +47,29 @@ def main() -> None:
         mark_norms()
     if ":nccl" in order or ":troubled" in order:
         simulate_nccl(troubled=":troubled" in order)
-    if order != "stock":
+    if order == "profile":
+        profile(Path(folder), delays_te=ENGINE_LAYERS in arguments)
+    elif order != "stock":
         install(order, arguments, Path(folder))
     record_steps(Path(folder))
     sys.argv = [script, *arguments, *cpu_device.required_flags(given)]
     runpy.run_path(script, run_name="__main__")
     cpu_device.exit_now()
+
+
+def profile(folder: Path, *, delays_te: bool) -> None:
+    """Let the layers of ten steps be measured, of which the first four are warm-up."""
+    from megatron.training import training
+
+    from quartet_plugin.megatron.profiling import LayerProfiler
+    from quartet_plugin.protocol.attempt_files import TrialSpec
+    from quartet_plugin.rank.files import RankFileWriter
+    from quartet_plugin.rank.rendezvous import RankEnv
+
+    spec = TrialSpec(attempt_id="0" * 32, folder=str(folder), warmup=4, measure=6, plan_key=None)
+    profiler = LayerProfiler(RankFileWriter(spec, RankEnv.of(os.environ)))
+    profiler.prepare(delays_te=delays_te)
+    training.train_step = profiler.wrap(training.train_step)
 
 
 def simulate_nccl(*, troubled: bool) -> None:
@@ -102,6 +120,7 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
         prepared.runtime.measure(on_cpu=False)
     seams.install(prepared.wrappers)
     record_deferred(folder)
+    record_reductions(folder)
 
 
 def record_deferred(folder: Path) -> None:
@@ -125,6 +144,25 @@ def record_deferred(folder: Path) -> None:
         run(self, stage, microbatch)
 
     WeightGradients.run = recorded  # type: ignore[method-assign, assignment]
+
+
+def record_reductions(folder: Path) -> None:
+    """Leave a line at the end of every chunk's last action with overlapped reductions: microbatches of the
+    step, bucket groups of the chunk, and how many of their reductions have been started in an action.
+    """
+    from quartet_plugin.megatron.runtime.reduction import GradReduction
+
+    microbatch_done = GradReduction.microbatch_done
+    path = folder / f"reductions-{os.environ['RANK']}"
+
+    def recorded(self: GradReduction, chunk: int) -> None:
+        groups = self._groups[chunk]
+        if groups and self._microbatches_left[chunk] == 1:
+            with path.open("a") as stream:
+                print(self.num_microbatches, len(groups), len(self._started & set(groups)), file=stream)
+        microbatch_done(self, chunk)
+
+    GradReduction.microbatch_done = recorded  # type: ignore[method-assign]
 
 
 def mark_norms() -> None:

@@ -8,6 +8,7 @@ import pytest
 from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.placement.state import StagePlacement
 from quartet_plugin.megatron.runtime.binding import Runtime
+from quartet_plugin.megatron.runtime.reduction import GradReductions
 from quartet_plugin.megatron.split_backward import WeightGradients
 from quartet_plugin.runtime.programs import ProgramCache
 from tests.runtime.pipelines import spec_of
@@ -16,7 +17,10 @@ from tests.runtime.pipelines import spec_of
 def call(*, config: dict[str, Any], **more: Any) -> Any:
     made = spec_of("zb-v", 2)
     runtime = Runtime(
-        ProgramCache(made), placement=StagePlacement(made.placement), gradients=WeightGradients()
+        ProgramCache(made),
+        placement=StagePlacement(made.placement),
+        gradients=WeightGradients(),
+        reductions=GradReductions(),
     )
     return runtime.forward_backward(
         forward_step_func=None,

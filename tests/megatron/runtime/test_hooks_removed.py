@@ -12,8 +12,9 @@ from tests.megatron.runtime.test_plan import custom_plan, difference_of
 from tests.megatron.runtime.without_hook import DROPPED
 
 # What a step of ZB-V with tied embeddings needs. Not here: hooks that touch no step. `evaluate` only prints a
-# loss (test_training.py), the tokenizer's check only refuses (test_entry.py), the checkpoint guard is of
-# training alone (test_checkpoint_guard.py), and an interleaved runtime never calls the other schedule.
+# loss, and the gradient hook only lets reductions start earlier (test_training.py); the tokenizer's check
+# only refuses (test_entry.py), the checkpoint guard is of training alone (test_checkpoint_guard.py), and an
+# interleaved runtime never calls the other schedule.
 HOOKS: tuple[Seam, ...] = (
     declared.SCHEDULES[0],
     declared.TRAIN_STEP,

@@ -29,6 +29,8 @@ _RANK_PROGRAM = Path(__file__).with_name("rank_with_schedule.py")
 # Ten layers fill the twelve stages of a snake with three chunks on four devices.
 _MODEL = "--num-layers 10 --hidden-size 32 --seq-length 32 --max-position-embeddings 32"
 _OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+# Several bucket groups in the first stage, where Megatron makes more than one.
+_BUCKETS = "--ddp-bucket-size 8000"
 _TRAIN_ITERS = 10
 _NUM_MICROBATCHES = 8
 
@@ -72,7 +74,9 @@ CORE = {
     "zb-h1 pp2 uneven": Case(order="zb-h1:0-1", flags=LINEAR_2),
     "zb-v pp2 tied": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2),
     "snake-3 pp2": Case(order=f"plain:{SNAKE_2}", flags=SIX_2),
-    "zb-v pp2 dp2 both overlaps": Case(order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} {_OVERLAP}", num_processes=4),
+    "zb-v pp2 dp2 both overlaps": Case(
+        order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} {_OVERLAP} {_BUCKETS}", num_processes=4
+    ),
     "searched pp2": Case(order=f"searched:{V_2}", flags=CHUNKS_2),
     "zb-v pp2 ramp-up": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=RAMP),
     "zb-v pp2 evaluated": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=EVALUATED),
@@ -81,7 +85,7 @@ CORE = {
     ),
     "zb-h1 pp2 tp2 engine as a trial": Case(
         order="zb-h1:0-1:tracked",
-        flags=f"{LINEAR_2} {ENGINE_TP2}",
+        flags=f"{LINEAR_2} {ENGINE_TP2} {_BUCKETS}",
         num_processes=4,
         tolerance=_TOLERANCE_ACROSS_TP,
     ),
@@ -147,7 +151,12 @@ MATRIX = {
     "zb-h1 untied pp2": Case(order="zb-h1:0-1", flags=LINEAR_2, variant=UNTIED),
     "zb-v per-token loss": Case(order=f"zb-v:{V_2}", flags=CHUNKS_2, variant=PER_TOKEN),
     "zb-h1 dp2 overlap": Case(order="zb-h1:0-1", flags=f"{LINEAR_2} --overlap-grad-reduce", num_processes=4),
-    "zb-h1 dp2 both overlaps": Case(order="zb-h1:0-1", flags=f"{LINEAR_2} {_OVERLAP}", num_processes=4),
+    "zb-h1 dp2 both overlaps": Case(
+        order="zb-h1:0-1", flags=f"{LINEAR_2} {_OVERLAP} {_BUCKETS}", num_processes=4
+    ),
+    "zb-v dp2 gathers that are not aligned": Case(
+        order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} {_OVERLAP} --no-align-param-gather", num_processes=4
+    ),
     "zb-v dp2 distributed optimizer": Case(
         order=f"zb-v:{V_2}", flags=f"{CHUNKS_2} --use-distributed-optimizer", num_processes=4
     ),
@@ -289,8 +298,26 @@ def check(references: References, name: str, case: Case) -> support.Run:
     loss, norm = support.largest_deviation(run, reference)
     assert loss <= case.tolerance
     assert norm <= case.tolerance
-    check_split(references.folder / name.replace(" ", "-"), case)
+    folder = references.folder / name.replace(" ", "-")
+    check_split(folder, case)
+    check_reductions(folder, case)
     return run
+
+
+def check_reductions(folder: Path, case: Case) -> None:
+    """From the second step with a number of microbatches on, reductions start inside of actions."""
+    files = list(folder.glob("reductions-*"))
+    assert len(files) == (case.num_processes if "--overlap-grad-reduce" in case.flags else 0)
+    largest = 0
+    for path in files:
+        lines = [tuple(map(int, line.split())) for line in path.read_text().splitlines()]
+        for count in {microbatches for microbatches, _, _ in lines}:
+            steps = [(groups, started) for microbatches, groups, started in lines if microbatches == count]
+            num_chunks = len(layers_of(case)) // (max(map(int, case.order.split(":")[1].split("-"))) + 1)
+            assert {started for _, started in steps[:num_chunks]} == {0}
+            assert all(started == groups for groups, started in steps[num_chunks:])
+            largest = max(largest, *(groups for groups, _ in steps))
+    assert largest > 1 or "--ddp-bucket-size" not in case.flags
 
 
 def check_split(folder: Path, case: Case) -> None:
@@ -412,6 +439,23 @@ def test_groups_as_strict_as_nccl(name: str, references: References) -> None:
 )
 def test_matrix_on_groups_as_strict_as_nccl(name: str, references: References) -> None:
     check(references, f"nccl {name}", as_strict_as_nccl(name))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_layers_of_the_engine_are_profiled(references: References) -> None:
+    """The profiler's delayed weight gradients train as stock does, and every layer has its I and its W."""
+    program = ("profile", str(support.PRETRAIN_SCRIPT))
+    run = references.train("profile", program, ENGINE, num_processes=1)
+    assert max(support.largest_deviation(run, references.run(""))) <= _TOLERANCE
+    profile = json.loads((references.folder / "profile" / "rank-0.profile.json").read_text())
+    parts = {part["name"]: part for part in profile["parts"]}
+    assert parts.keys() == {"embedding", *(f"layer.{n}" for n in range(10)), "head"}
+    for name, part in parts.items():
+        assert part["forward_s"] > 0
+        assert name == "embedding" or part["input_grad_s"] > 0
+        assert name == "embedding" or part["weight_grad_s"] > 0
+        assert name == "embedding" or part["backward_s"] > 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,267 @@
+"""What reductions cost on a slow link: `python -m benchmarks.early_reduction [--rate 250mbit] [ORDER ...]`.
+
+Four processes train a small GPT on the CPU device, two pipelines of two ranks each (PP 2 x DP 2). Each
+pipeline is in a network namespace of its own, and a shaped link joins the two: only gradients cross it.
+Layers sleep, so that computation takes the same time on any machine and shares no core with the reduction.
+For every order the median iteration with the shaped link is compared with that of the same order on a link
+that is not shaped, where the reduction is as good as free: the loss. `share` is the time of all reductions
+alone, of both pipeline ranks, over that free iteration.
+
+  stock     Megatron's schedule of that name, with --overlap-grad-reduce
+  by chunk  the same order by the runtime; a chunk's reductions start after its last microbatch
+  by group  the runtime as it is: each bucket group's reduction starts when its gradients are complete
+
+Needs root, `ip` and `tc`. `--output` keeps all times as JSON.
+"""
+
+import argparse
+import json
+import os
+import runpy
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.scenarios.network import address, joined_namespaces, namespace
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
+FLAGS = shlex.split("""
+    --num-layers 16 --hidden-size 256 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --pipeline-model-parallel-size 2 --micro-batch-size 1 --mock-data --tokenizer-type NullTokenizer
+    --vocab-size 1023 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --attention-dropout 0 --hidden-dropout 0
+    --log-interval 1000 --eval-interval 1000 --eval-iters 0 --num-workers 0 --overlap-grad-reduce
+    --ddp-bucket-size 700000 --no-align-grad-reduce
+""")
+NUM_RANKS, PORT, FREE = 4, 29533, "40gbit"
+LIMIT_S = 300.0
+WARMUP_STEPS = 2
+LINEAR, LOOP = (0, 1), (0, 1) * 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """An order of actions; `is_stock`: Megatron has it too."""
+
+    placement: tuple[int, ...]
+    is_stock: bool = False
+
+    @property
+    def layout(self) -> str:
+        """Megatron's word for an even split of the layers."""
+        return f"E{'|'.join(['t' * (16 // len(self.placement))] * len(self.placement))}L"
+
+
+ORDERS = {
+    "1f1b": Order(placement=LINEAR, is_stock=True),
+    "interleaved": Order(placement=LOOP, is_stock=True),
+    "breadth-first": Order(placement=LOOP),
+    "zb-h1": Order(placement=LINEAR),
+    "zb-v": Order(placement=(0, 1, 1, 0)),
+}
+
+
+def main() -> None:
+    """Measure every order with and without the shaped link, or be one of the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("orders", nargs="*", default=list(ORDERS), metavar="ORDER")
+    parser.add_argument("--rate", default="250mbit", help="of the link, each way, as tc writes it")
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--layer-ms", type=float, default=20.0, help="of a forward, of an I, and of a W")
+    parser.add_argument("--steps", type=int, default=6, help="after the first two")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--as-rank", metavar="ORDER:RUNTIME:FOLDER", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    unknown = [name for name in options.orders if name not in ORDERS]
+    if unknown:
+        parser.error(f"{unknown[0]}: expected some of {', '.join(ORDERS)}")
+    if options.as_rank is not None:
+        run_rank(options)
+        return
+    print(f"{'order':<15}{'runtime':<10}{'free':>9}{'shaped':>9}{'reduction':>11}{'share':>8}{'loss':>8}")
+    results = []
+    for name in options.orders:
+        for runtime in (*(["stock"] if ORDERS[name].is_stock else []), "by chunk", "by group"):
+            free, shaped = (measure(options, name, runtime, rate=rate) for rate in (FREE, options.rate))
+            free_s, shaped_s = (statistics.median(run["steps_s"]) for run in (free, shaped))
+            results.append({"order": name, "runtime": runtime, "free": free, "shaped": shaped})
+            print(
+                f"{name:<15}{runtime:<10}{free_s:>7.3f} s{shaped_s:>7.3f} s{shaped['reduction_s']:>9.3f} s"
+                f"{shaped['reduction_s'] / free_s:>8.1%}{shaped_s / free_s - 1:>8.1%}",
+                flush=True,
+            )
+    if options.output is not None:
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measure(options: argparse.Namespace, name: str, runtime: str, *, rate: str) -> dict[str, Any]:
+    """The times of one run: every iteration's, of its slowest rank, and of the reductions alone."""
+    with tempfile.TemporaryDirectory() as folder, joined_namespaces([rate, rate]):
+        words = [
+            *(sys.executable, "-m", "benchmarks.early_reduction", "--as-rank", f"{name}:{runtime}:{folder}"),
+            *("--microbatches", str(options.microbatches), "--layer-ms", str(options.layer_ms)),
+            *("--steps", str(options.steps)),
+        ]
+        ranks = []
+        try:
+            for rank in range(NUM_RANKS):
+                environment = os.environ | {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank // 2),
+                    "WORLD_SIZE": str(NUM_RANKS),
+                    "MASTER_PORT": str(PORT),
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONWARNINGS": "ignore",
+                }
+                with (Path(folder) / f"log-{rank}").open("wb") as log:
+                    ranks.append(subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log))
+            deadline_s = time.monotonic() + LIMIT_S
+            codes = [rank.wait(timeout=max(1.0, deadline_s - time.monotonic())) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        if any(codes):
+            failed = next(rank for rank, code in enumerate(codes) if code)
+            raise SystemExit((Path(folder) / f"log-{failed}").read_text(errors="replace")[-3000:])
+        found = [json.loads((Path(folder) / f"times-{rank}").read_text()) for rank in range(NUM_RANKS)]
+    return {
+        "steps_s": [max(times) for times in zip(*(rank["steps_s"] for rank in found), strict=True)],
+        "reduction_s": max(rank["reduction_s"] for rank in found),
+    }
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """Train in this rank's namespace, with layers that sleep."""
+    name, runtime, folder = options.as_rank.split(":")
+    # Ranks of a pipeline are two apart.
+    place = namespace(int(os.environ["RANK"]) % 2)
+    with Path("/run/netns", place).open("rb") as file:
+        os.setns(file.fileno(), os.CLONE_NEWNET)
+    os.environ |= {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": f"{place}-0"}
+    from quartet_plugin.megatron import cpu_device
+
+    cpu_device.ensure_environment()
+    cpu_device.install()
+    from megatron.training import training
+
+    seconds = options.layer_ms / 1e3
+    gradients = None if runtime == "stock" else install(name, runtime, options.microbatches, seconds)
+    let_layers_sleep(seconds, is_deferred=lambda: gradients is not None and gradients.open is not None)
+    record = Path(folder) / f"times-{os.environ['RANK']}"
+    training.train_step = timed(training.train_step, steps=options.steps, record=record)
+    flags = [
+        *(*FLAGS, "--pipeline-model-parallel-layout", ORDERS[name].layout),
+        *("--global-batch-size", str(2 * options.microbatches)),
+        *("--train-iters", str(WARMUP_STEPS + options.steps)),
+    ]
+    sys.argv = [str(SCRIPT), *flags, *cpu_device.required_flags(set(flags))]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    cpu_device.exit_now()
+
+
+def install(name: str, runtime: str, num_microbatches: int, seconds: float) -> Any:
+    """Put the schedule's runtime in place; returns its deferred weight gradients."""
+    import numpy as np
+
+    from quartet_plugin.megatron import seams, split_backward
+    from quartet_plugin.megatron.runtime.install import prepare
+    from quartet_plugin.megatron.runtime.reduction import GradReductions
+    from quartet_plugin.model.costs import StageCosts
+    from quartet_plugin.runtime.programs import ScheduleSpec
+
+    placement = ORDERS[name].placement
+    ones = np.ones(len(placement))
+    costs = StageCosts(
+        device_of_stage=np.array(placement),
+        forward_s=ones,
+        input_grad_s=ones,
+        weight_grad_s=ones,
+        backward_s=2 * ones,
+        activation_bytes=ones,
+        forward_transfer_s=0 * ones,
+        backward_transfer_s=0 * ones,
+        held_fraction=0.5,
+    )
+    deferred: list[Any] = []
+    gradients = split_backward.WeightGradients
+    initialize, accumulate = gradients.__init__, gradients.accumulate
+
+    def kept(self: Any) -> None:
+        initialize(self)
+        deferred.append(self)
+
+    def slow_accumulate(self: Any, pending: Any) -> None:
+        # A layer has four products; the head's counts as one of them.
+        time.sleep(seconds / 4)
+        accumulate(self, pending)
+
+    gradients.__init__ = kept  # type: ignore[method-assign]
+    gradients.accumulate = slow_accumulate  # type: ignore[method-assign]
+    if runtime == "by chunk":
+        # Every step is taken for the first, which reduces by chunk.
+        GradReductions.end = GradReductions.abort  # type: ignore[method-assign]
+    prepared = prepare(ScheduleSpec(costs=costs, name=name), num_microbatches=num_microbatches)
+    seams.install(prepared.wrappers)
+    return deferred[0]
+
+
+def let_layers_sleep(seconds: float, *, is_deferred: Callable[[], bool]) -> None:
+    """A forward of a transformer layer sleeps, its I as long, and its W, unless that is deferred."""
+    import torch
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    class Sleep(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(_: Any, hidden: Any) -> Any:
+            time.sleep(seconds)
+            return hidden.view_as(hidden)
+
+        @staticmethod
+        def backward(_: Any, grad: Any) -> Any:
+            time.sleep(seconds * (1 if is_deferred() else 2))
+            return grad
+
+    def hook(module: Any, _: Any, output: Any) -> Any:
+        return (Sleep.apply(output[0]), *output[1:]) if isinstance(module, TransformerLayer) else None
+
+    torch.nn.modules.module.register_module_forward_hook(hook)
+
+
+def timed(train_step: Callable[..., Any], *, steps: int, record: Path) -> Callable[..., Any]:
+    """Megatron's `train_step`, which leaves its times and that of all reductions alone after the last."""
+    import torch.distributed as dist
+
+    times_s: list[float] = []
+
+    def timed_train_step(*args: Any, **kwargs: Any) -> Any:
+        dist.barrier()
+        begin = time.perf_counter()
+        result = train_step(*args, **kwargs)
+        times_s.append(time.perf_counter() - begin)
+        if len(times_s) == WARMUP_STEPS + steps:
+            for chunk in args[2]:
+                chunk.zero_grad_buffer()
+            dist.barrier()
+            begin = time.perf_counter()
+            for chunk in args[2]:
+                chunk.start_grad_sync()
+            for chunk in args[2]:
+                chunk.finish_grad_sync()
+            dist.barrier()
+            reduction_s = time.perf_counter() - begin
+            record.write_text(json.dumps({"steps_s": times_s[WARMUP_STEPS:], "reduction_s": reduction_s}))
+        return result
+
+    return timed_train_step
+
+
+if __name__ == "__main__":
+    main()

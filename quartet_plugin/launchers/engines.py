@@ -1,0 +1,39 @@
+"""Engines by name: the entry points of the group `quartet_plugin.engines`, loaded when they are named."""
+
+from importlib.metadata import entry_points
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.protocol import Engine
+from quartet_plugin.launchers.site import Site
+
+GROUP = "quartet_plugin.engines"
+# This machine alone: no engine, its processes are started and ended directly.
+LOCAL = "local"
+# The engines of this package, which are there without an installed distribution too.
+_OURS = {
+    "slurm": "quartet_plugin.launchers.slurm:engine",
+    "slurm-batch": "quartet_plugin.launchers.slurm_batch:engine",
+    "ssh": "quartet_plugin.launchers.ssh:engine",
+}
+
+
+def engine_names() -> tuple[str, ...]:
+    """The names that a configuration may give, this machine first."""
+    installed = {point.name for point in entry_points(group=GROUP)}
+    return (LOCAL, *sorted({*_OURS, *installed}))
+
+
+def engine_named(name: str, *, site: Site) -> Engine:
+    """The engine on a site. Raises ConfigError for a name that none has, or one that cannot be loaded."""
+    from importlib.metadata import EntryPoint
+
+    points = list(entry_points(group=GROUP, name=name))
+    if not points and name in _OURS:
+        points = [EntryPoint(name=name, value=_OURS[name], group=GROUP)]
+    if not points:
+        raise ConfigError(f"launcher: {name!r}; must be one of {', '.join(engine_names())}")
+    try:
+        engine: Engine = points[0].load()(site)
+    except ImportError as error:
+        raise ConfigError(f"launcher: {name}: cannot be loaded: {error}") from error
+    return engine

@@ -1,0 +1,61 @@
+"""Where the trials of a run start: this machine, or an engine's nodes, divided between trials at once."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.launchers.command import Command
+from quartet_plugin.launchers.device_slices import MAX_SLICES, DeviceSlice
+from quartet_plugin.launchers.engines import LOCAL, engine_named
+from quartet_plugin.launchers.local import check_one_node
+from quartet_plugin.launchers.nodes_command import on_nodes
+from quartet_plugin.launchers.protocol import NodesLauncher
+from quartet_plugin.launchers.site import Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The launcher's name, the nodes of a trial, and what its site asks of every job."""
+
+    launcher: str = LOCAL
+    num_nodes: int = 1
+    site: Site = field(default_factory=Site)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether trials start on this machine."""
+        return self.launcher == LOCAL
+
+    def command(self, command: Command) -> Command:
+        """The user's command as it runs there. Raises ConfigError for one that cannot."""
+        if not self.is_local:
+            return on_nodes(command, num_nodes=self.num_nodes)
+        if self.num_nodes != 1:
+            raise ConfigError(
+                f"trial.nodes: {self.num_nodes}; this machine is one node: name a launcher that has nodes "
+                "(launcher: slurm)"
+            )
+        check_one_node(command)
+        return command
+
+    def slices(self, *, at_once: int, device: Literal["auto", "cpu", "cuda"]) -> tuple[DeviceSlice, ...]:
+        """The nodes of each of `at_once` trials. Raises ConfigError where there are not enough."""
+        if not 1 <= at_once <= MAX_SLICES:
+            raise ConfigError(f"--workers {at_once}: must be from 1 to {MAX_SLICES}")
+        if device == "auto":
+            raise ConfigError(
+                f"device: auto; with launcher: {self.launcher} trials run on other nodes than this process: "
+                "write device: cuda, or cpu"
+            )
+        parts = engine_named(self.launcher, site=self.site).divide(num_nodes=self.num_nodes, at_once=at_once)
+        return tuple(
+            DeviceSlice(device=device, index=index, count=at_once, nodes=nodes, num_nodes=self.num_nodes)
+            for index, nodes in enumerate(parts)
+        )
+
+    def launcher_on(self, device_slice: DeviceSlice | None) -> NodesLauncher | None:
+        """The launcher of trials on these nodes; None on this machine."""
+        if self.is_local or device_slice is None:
+            return None
+        engine = engine_named(self.launcher, site=self.site)
+        return engine.launcher(device_slice.nodes, num_nodes=device_slice.num_nodes)

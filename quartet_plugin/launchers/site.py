@@ -1,0 +1,124 @@
+"""`site.yaml`: what a cluster asks of every job, written once: account, partition, container, environment."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from quartet_plugin.errors import ConfigError
+from quartet_plugin.model.files import shown
+from quartet_plugin.model.sections import Section, load_yaml, validate
+
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@/+=\[\]-]{0,199}")
+_OPTION = re.compile(r"--[a-z][a-z0-9-]{0,60}(=[A-Za-z0-9_.,:@/+=%\[\]-]{0,400})?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,200}")
+# Options that say what the launcher itself decides.
+_RESERVED = (
+    "array chdir error export export-file help job-name jobid nodelist nodes ntasks ntasks-per-node output "
+    "overlap parsable test-only version wait wrap"
+)
+
+
+def _plain(value: str) -> str:
+    if not _PLAIN.fullmatch(value):
+        raise ValueError("letters, digits and _.,:@/+=[]-, at most 200, beginning with a letter or digit")
+    return value
+
+
+def _options(values: tuple[str, ...]) -> tuple[str, ...]:
+    for value in values:
+        if not _OPTION.fullmatch(value):
+            raise ValueError("each an option like --qos=high, without spaces and quotes")
+        if value[2:].partition("=")[0] in _RESERVED.split():
+            raise ValueError(f"{value.partition('=')[0]} is the launcher's own")
+    return values
+
+
+def _variables(values: dict[str, str]) -> dict[str, str]:
+    for name, value in values.items():
+        if not _VARIABLE.fullmatch(name) or name.startswith("QUARTET_"):
+            raise ValueError("names of letters, digits and _, not QUARTET_...")
+        if any(character in value for character in "\0\n\r"):
+            raise ValueError("values of one line")
+    return values
+
+
+Plain = Annotated[str, AfterValidator(_plain)]
+Options = Annotated[tuple[str, ...], Field(max_length=100, strict=False), AfterValidator(_options)]
+Variables = Annotated[dict[str, str], Field(max_length=1000), AfterValidator(_variables)]
+
+
+class SlurmSite(Section):
+    """Options of Slurm; `minutes` is the time limit of the job of one trial (`slurm-batch`)."""
+
+    account: Plain | None = Field(default=None, description="--account")
+    partition: Plain | None = Field(default=None, description="--partition")
+    qos: Plain | None = Field(default=None, description="--qos")
+    constraint: Plain | None = Field(default=None, description="--constraint")
+    gpus_per_node: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None, description="--gpus-per-node"
+    )
+    minutes: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
+        default=None, description="--time of the job of one trial"
+    )
+    container_image: Plain | None = Field(default=None, description="--container-image, of pyxis")
+    container_mounts: Plain | None = Field(default=None, description="--container-mounts, of pyxis")
+    job_options: Options = Field(default=(), description="more options of sbatch")
+    step_options: Options = Field(default=(), description="more options of srun")
+
+    def of_job(self) -> list[str]:
+        """The options of sbatch."""
+        named = {
+            "account": self.account,
+            "partition": self.partition,
+            "qos": self.qos,
+            "constraint": self.constraint,
+            "gpus-per-node": self.gpus_per_node,
+            "time": self.minutes,
+        }
+        return [*_words(named), *self.job_options]
+
+    def of_step(self) -> list[str]:
+        """The options of srun."""
+        named = {"container-image": self.container_image, "container-mounts": self.container_mounts}
+        return [*_words(named), *self.step_options]
+
+
+class SshSite(Section):
+    """The hosts that `ssh` reaches without being asked anything; `config` is in the form of ssh_config(5)."""
+
+    hosts: Annotated[tuple[Plain, ...], Field(min_length=1, max_length=10_000, strict=False)] = Field(
+        description="their names, in the order of the ranks"
+    )
+    config: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
+        default=None, description="a file of ssh's options, for users, ports and keys"
+    )
+
+
+class Site(Section):
+    """All of `site.yaml`. `environment` is set for every trial; `python` starts on the nodes."""
+
+    slurm: SlurmSite = Field(default=SlurmSite(), description="options of Slurm's jobs and steps")
+    ssh: SshSite | None = Field(default=None, description="hosts, for launcher: ssh")
+    environment: Variables = Field(default={}, description="variables of every trial")
+    python: Plain | None = Field(default=None, description="the python of the nodes, if it is another")
+
+
+def read_site(path: Path | None) -> Site:
+    """The site in `path`, or one that asks for nothing. Raises ConfigError in one line."""
+    return Site() if path is None else parse_site(load_yaml(path), where=str(path))
+
+
+def parse_site(data: object, *, where: str) -> Site:
+    """Plain data as a site; an empty file asks for nothing. Raises ConfigError in one line."""
+    if data is None:
+        return Site()
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: a site is a mapping of sections; this is {shown(data)}")
+    return validate(Site, {key: value for key, value in data.items() if value is not None}, where=where)
+
+
+def _words(named: Mapping[str, str | int | None]) -> list[str]:
+    return [f"--{name}={value}" for name, value in named.items() if value is not None]

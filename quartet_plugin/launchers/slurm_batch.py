@@ -1,0 +1,204 @@
+"""Trials as Slurm jobs of their own: sbatch queues one for each attempt, the tuner waits anywhere.
+
+The job's script is the same text for every trial; the command is its arguments, as separate words. A job is
+known by its name, from the attempt's id, so a tuner that follows a killed one finds it again.
+"""
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quartet_plugin.errors import InfrastructureError
+from quartet_plugin.launchers import slurm_commands as slurm
+from quartet_plugin.launchers.protocol import NodesHandle
+from quartet_plugin.launchers.site import Site
+from quartet_plugin.launchers.slurm import END_S, node_task_words, step_name
+from quartet_plugin.model.files import write_text_atomic
+from quartet_plugin.protocol.environment import ATTEMPT_ID
+
+SCRIPT, EXIT_FILE = "job.sh", "exit-code"
+# Its first argument is the file for the exit code, the rest are srun's. A controller that has lost its latest
+# state may start a job a second time, in the same folder: that does nothing.
+SCRIPT_TEXT = """#!/bin/bash
+exit_file=$1
+shift
+mkdir -- "$exit_file.begun" || exit 0
+srun "$@"
+code=$?
+printf '%d\\n' "$code" > "$exit_file.part" && mv -- "$exit_file.part" "$exit_file"
+exit "$code"
+"""
+_LOOK_S = 2.0
+_POLL_S = 0.5
+_UNKNOWN_EXIT = 1
+# A job that has just been queued may not be listed yet, and one that has ended is forgotten some time.
+_GONE_S = 20.0
+
+
+class SlurmJob:
+    """A queued or running job, by its name."""
+
+    def __init__(self, name: str, exit_file: Path) -> None:
+        self._name, self._exit_file = name, exit_file
+        self._state: str | None = None
+        self._next_look_s = 0.0
+        self._seen_s = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        """No process of it is this machine's."""
+        return 0
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the job waits in the queue."""
+        return self._looked() in slurm.PENDING
+
+    @property
+    def fault(self) -> str | None:
+        """The state in which Slurm has ended the job by itself, in words."""
+        state = self._looked()
+        if state in ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "TIMEOUT", "DEADLINE", "REVOKED", "CANCELLED"):
+            return f"Slurm has ended the job: {state}"
+        return None
+
+    def poll(self) -> int | None:
+        """The command's exit code as the job's script wrote it, else that the job has ended."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return int(self._exit_file.read_text())
+        state = self._looked()
+        if state in slurm.PENDING or state in slurm.RUNNING:
+            return None
+        if state is None and time.monotonic() - self._seen_s < _GONE_S:
+            return None
+        return _UNKNOWN_EXIT
+
+    def terminate(self) -> None:
+        """End the job: SIGTERM to its processes, SIGKILL after the cluster's own time."""
+        for job in self._jobs():
+            slurm.cancel(job, is_step=False)
+
+    def kill(self) -> None:
+        """The same: a job has no launcher here."""
+        self.terminate()
+
+    def end_on_nodes(self) -> tuple[str, ...]:
+        """End the job and wait until Slurm knows it for ended."""
+        end = time.monotonic() + END_S
+        while jobs := self._jobs():
+            for job in jobs:
+                slurm.cancel(job, is_step=False)
+            if time.monotonic() >= end:
+                return tuple(f"job {job}" for job in jobs)
+            time.sleep(_POLL_S)
+        return ()
+
+    def _jobs(self) -> list[str]:
+        states = slurm.jobs_named(self._name)
+        return [job for job, state in states.items() if state in slurm.PENDING or state in slurm.RUNNING]
+
+    def _looked(self) -> str | None:
+        """The job's state, asked for at most every two seconds; None where Slurm does not know it."""
+        now = time.monotonic()
+        if now >= self._next_look_s:
+            states = slurm.jobs_named(self._name)
+            if states:
+                self._state, self._seen_s = states[max(states, key=_number)], now
+            elif self._state in slurm.PENDING or self._state in slurm.RUNNING:
+                self._state = None
+            self._next_look_s = now + _LOOK_S
+        return self._state
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmBatchLauncher:
+    """Queues a job of `num_nodes` nodes for each command."""
+
+    num_nodes: int
+    site: Site
+    engine: str = "slurm-batch"
+
+    def words(self, argv: Sequence[str], *, attempt_id: str, cwd: Path, stdout: Path) -> list[str]:
+        """See `NodesLauncher`."""
+        folder, site = stdout.parent, self.site.slurm
+        return [
+            "sbatch",
+            "--parsable",
+            f"--job-name={step_name(attempt_id)}",
+            f"--nodes={self.num_nodes}",
+            "--ntasks-per-node=1",
+            f"--chdir={cwd}",
+            f"--output={_escaped(stdout)}",
+            "--open-mode=append",
+            "--no-requeue",
+            "--export=ALL",
+            *site.of_job(),
+            str(folder / SCRIPT),
+            str(folder / EXIT_FILE),
+            f"--nodes={self.num_nodes}",
+            "--ntasks-per-node=1",
+            "--kill-on-bad-exit=1",
+            "--cpu-bind=none",
+            "--mpi=none",
+            *site.of_step(),
+            *node_task_words(argv, site=self.site),
+        ]
+
+    def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> NodesHandle:
+        """See `NodesLauncher`. The tuner's own job, if it runs in one, is not the trial's."""
+        attempt_id = env[ATTEMPT_ID]
+        write_text_atomic(stdout.parent / SCRIPT, SCRIPT_TEXT)
+        words = self.words(argv, attempt_id=attempt_id, cwd=cwd, stdout=stdout)
+        outside = {
+            name: value
+            for name, value in {**env, **self.site.environment}.items()
+            if not name.startswith(("SLURM_", "SBATCH_", "SRUN_")) or name == "SLURM_CONF"
+        }
+        result = subprocess.run(
+            words, env=outside, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        if result.returncode:
+            lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
+            raise InfrastructureError(f"sbatch: {lines[-1]}")
+        return SlurmJob(step_name(attempt_id), stdout.parent / EXIT_FILE)
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmBatchEngine:
+    """The nodes that Slurm's queue gives."""
+
+    site: Site
+
+    def divide(self, *, num_nodes: int, at_once: int) -> tuple[tuple[str, ...], ...]:
+        """See `Engine`: the queue chooses."""
+        slurm.jobs_named(step_name(f"check-{os.getpid()}"))  # is there a Slurm that answers?
+        del num_nodes
+        return ((),) * at_once
+
+    def launcher(self, nodes: Sequence[str], *, num_nodes: int) -> SlurmBatchLauncher:
+        """See `Engine`."""
+        del nodes
+        return SlurmBatchLauncher(num_nodes, self.site)
+
+    def adopt(self, attempt_id: str, *, stdout: Path) -> NodesHandle:
+        """See `Engine`."""
+        return SlurmJob(step_name(attempt_id), stdout.parent / EXIT_FILE)
+
+
+def engine(site: Site) -> SlurmBatchEngine:
+    """The engine of the entry point `slurm-batch`."""
+    return SlurmBatchEngine(site)
+
+
+def _escaped(path: Path) -> str:
+    """A path in which sbatch replaces nothing (sbatch(1), filename pattern)."""
+    return str(path).replace("\\", "\\\\").replace("%", "%%")
+
+
+def _number(job: str) -> tuple[int, str]:
+    digits = job.partition("_")[0]
+    return (int(digits) if digits.isdecimal() else 0), job

@@ -1,0 +1,239 @@
+"""Trials on hosts that ssh reaches, for clusters without a queue; `site.yaml` names the hosts.
+
+The hosts see the run's folder and the installation under the same paths, and take a key without asking. What
+ssh's command line holds is the same for every trial: the command itself goes through its standard input.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from quartet_plugin.errors import ConfigError, InfrastructureError
+from quartet_plugin.launchers.local import open_output
+from quartet_plugin.launchers.protocol import NodesHandle
+from quartet_plugin.launchers.site import Site, SshSite
+from quartet_plugin.launchers.ssh_fan_out import UNREACHED_FILE
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.protocol.environment import ATTEMPT_ID
+
+FAN_OUT, ON_HOST = "quartet_plugin.launchers.ssh_fan_out", "quartet_plugin.launchers.ssh_node"
+# The file beside an attempt's output by which a later tuner finds the connections and the hosts.
+CONNECTIONS_FILE = "connections.json"
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=8")
+_UNKNOWN_EXIT = 1
+_END_S = 60.0
+_MAX_AT_ONCE = 64
+
+
+def ssh_words(host: str, *words: str, config: str | None, python: str) -> list[str]:
+    """The words that start one of our modules on a host; none of them is a value of the user's command."""
+    options = [word for option in _OPTIONS for word in ("-o", option)]
+    file = [] if config is None else ["-F", config]
+    return ["ssh", "-T", *file, *options, "--", host, "exec", python, "-m", ON_HOST, *words]
+
+
+class SshRun:
+    """An attempt on hosts. `process` holds the connections; None where another process has started it."""
+
+    def __init__(
+        self, folder: Path, attempt_id: str, process: "subprocess.Popen[bytes] | None" = None
+    ) -> None:
+        self._folder, self._attempt_id, self._process = folder, attempt_id, process
+        self._adopted = None if process is not None else self._find()
+
+    @property
+    def pid(self) -> int:
+        """The process id of what holds the connections; 0 where it has ended."""
+        if self._process is not None:
+            return self._process.pid
+        return self._adopted.pid if self._adopted is not None and self._adopted.is_running() else 0
+
+    @property
+    def is_pending(self) -> bool:
+        """Hosts are there at once."""
+        return False
+
+    @property
+    def fault(self) -> str | None:
+        """The hosts that ssh could not reach."""
+        with contextlib.suppress(OSError, ValueError):
+            hosts = json.loads((self._folder / UNREACHED_FILE).read_text())
+            return f"ssh has no connection to {', '.join(map(str, hosts))}"
+        return None
+
+    def poll(self) -> int | None:
+        """The exit code; of what another process has started only that it has ended."""
+        if self._process is not None:
+            return self._process.poll()
+        is_alive = self.pid and self._adopted is not None and self._adopted.status() != psutil.STATUS_ZOMBIE
+        return None if is_alive else _UNKNOWN_EXIT
+
+    def terminate(self) -> None:
+        """Ask the command on every host to end."""
+        if self._process is not None:
+            self._process.terminate()
+        elif self._adopted is not None:
+            with contextlib.suppress(psutil.Error):
+                self._adopted.terminate()
+
+    def kill(self) -> None:
+        """Cut the connections, which ends the command on every host that notices."""
+        if self._process is not None:
+            self._process.kill()
+        elif self._adopted is not None:
+            with contextlib.suppress(psutil.Error):
+                self._adopted.kill()
+
+    def end_on_nodes(self) -> tuple[str, ...]:
+        """Cut the connections, and kill on every host what carries the attempt's id."""
+        self.kill()
+        if self._process is not None:
+            self._process.wait()
+        content = self._content()
+        hosts = content.get("hosts", [])
+
+        def end(host: str) -> str | None:
+            words = ssh_words(
+                host, "--end", self._attempt_id, config=content["config"], python=content["python"]
+            )
+            try:
+                done = subprocess.run(
+                    words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_END_S, check=False
+                )
+            except (OSError, subprocess.TimeoutExpired):
+                return host
+            return host if done.returncode else None
+
+        with ThreadPoolExecutor(max_workers=_MAX_AT_ONCE) as pool:
+            left = [host for host in pool.map(end, hosts) if host is not None]
+        return tuple(f"host {host}" for host in left)
+
+    def _content(self) -> dict[str, Any]:
+        """What the start has written of the connections; nothing where it did not come so far."""
+        with contextlib.suppress(OSError, ValueError):
+            content: dict[str, Any] = json.loads((self._folder / CONNECTIONS_FILE).read_text())
+            return content
+        return {}
+
+    def _find(self) -> psutil.Process | None:
+        """The process of another tuner's that holds the connections, if it still runs."""
+        content = self._content()
+        with contextlib.suppress(psutil.Error, KeyError, TypeError, ValueError):
+            process = psutil.Process(int(str(content["pid"])))
+            if abs(process.create_time() - float(str(content["process_start"]))) < 1.0:
+                return process
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class SshLauncher:
+    """Starts commands on `hosts`."""
+
+    hosts: tuple[str, ...]
+    site: Site
+    engine: str = "ssh"
+
+    @property
+    def num_nodes(self) -> int:
+        """See `Launcher`."""
+        return len(self.hosts)
+
+    def words(self, argv: Sequence[str], *, attempt_id: str, cwd: Path, stdout: Path) -> list[str]:
+        """See `NodesLauncher`: for the first host; the command goes through the standard input."""
+        del attempt_id, cwd, stdout
+        return [*self._ssh(self.hosts[0]), "<", *argv]
+
+    def start(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, stdout: Path) -> NodesHandle:
+        """See `NodesLauncher`."""
+        request = {
+            "argv": list(argv),
+            "env": {**env, **self.site.environment},
+            "cwd": str(cwd),
+            "nodes": list(self.hosts),
+            "ssh": [self._ssh(host) for host in self.hosts],
+            "folder": str(stdout.parent),
+        }
+        output = open_output(stdout)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", FAN_OUT],
+                env=dict(env),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise InfrastructureError(f"ssh: cannot start: {error.strerror}") from error
+        finally:
+            os.close(output)
+        content = {
+            "schema_version": 1,
+            "pid": process.pid,
+            "process_start": psutil.Process(process.pid).create_time(),
+            "hosts": list(self.hosts),
+            "config": self._config,
+            "python": self.site.python or sys.executable,
+        }
+        write_json_atomic(stdout.parent / CONNECTIONS_FILE, content)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(json.dumps(request).encode())
+        return SshRun(stdout.parent, env[ATTEMPT_ID], process)
+
+    @property
+    def _config(self) -> str | None:
+        return None if self.site.ssh is None else self.site.ssh.config
+
+    def _ssh(self, host: str) -> list[str]:
+        return ssh_words(host, config=self._config, python=self.site.python or sys.executable)
+
+
+@dataclass(frozen=True, slots=True)
+class SshEngine:
+    """The hosts of the site."""
+
+    site: Site
+
+    def divide(self, *, num_nodes: int, at_once: int) -> tuple[tuple[str, ...], ...]:
+        """See `Engine`: the hosts in the site's order."""
+        hosts = self._ssh.hosts
+        if num_nodes * at_once > len(hosts):
+            raise ConfigError(
+                f"launcher: ssh; {at_once} trials at once of {num_nodes} nodes need {at_once * num_nodes}, "
+                f"and the site names {len(hosts)} hosts; ask for fewer, or name more under ssh.hosts"
+            )
+        return tuple(hosts[index * num_nodes : (index + 1) * num_nodes] for index in range(at_once))
+
+    def launcher(self, nodes: Sequence[str], *, num_nodes: int) -> SshLauncher:
+        """See `Engine`."""
+        if len(nodes) != num_nodes:
+            raise InfrastructureError(f"launcher: ssh; {len(nodes)} hosts for a trial of {num_nodes}")
+        return SshLauncher(tuple(nodes), self.site)
+
+    def adopt(self, attempt_id: str, *, stdout: Path) -> NodesHandle:
+        """See `Engine`."""
+        return SshRun(stdout.parent, attempt_id)
+
+    @property
+    def _ssh(self) -> SshSite:
+        if self.site.ssh is None:
+            raise ConfigError(
+                "launcher: ssh; the site names no hosts: write ssh: {hosts: [...]} into a site.yaml and give "
+                "it with --site"
+            )
+        return self.site.ssh
+
+
+def engine(site: Site) -> SshEngine:
+    """The engine of the name `ssh`."""
+    return SshEngine(site)

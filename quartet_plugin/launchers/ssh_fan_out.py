@@ -1,0 +1,76 @@
+"""The process on this host that holds an attempt's ssh connections, one a node; it outlives the tuner.
+
+Its request comes on the standard input. The first node that fails ends the others.
+"""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from quartet_plugin.launchers.ssh_node import TERMINATE
+
+# The file with the hosts that could not be reached, beside the attempt's output.
+UNREACHED_FILE = "unreached-hosts.json"
+# What ssh itself ends with where it has no connection (ssh(1), EXIT STATUS).
+NO_CONNECTION = 255
+_GRACE_S = 5.0
+_POLL_S = 0.05
+
+
+def main() -> int:
+    """Start the command on every host, and wait for its end."""
+    request: dict[str, Any] = json.loads(sys.stdin.buffer.read())
+    connections: list[subprocess.Popen[bytes]] = []
+    is_ending = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal is_ending
+        del number, frame
+        is_ending = True
+
+    signal.signal(signal.SIGTERM, end)
+    for index in range(len(request["nodes"])):
+        words = [*request["ssh"][index]]
+        connection = subprocess.Popen(words, stdin=subprocess.PIPE)
+        connections.append(connection)
+        content = {name: request[name] for name in ("argv", "env", "cwd", "nodes")} | {"index": index}
+        _send(connection, json.dumps(content).encode() + b"\n")
+    begun_s: float | None = None
+    while any(connection.poll() is None for connection in connections):
+        is_ending = is_ending or any(connection.poll() for connection in connections)
+        if is_ending and begun_s is None:
+            begun_s = time.monotonic()
+            for connection in connections:
+                _send(connection, TERMINATE)
+        if begun_s is not None and time.monotonic() > begun_s + _GRACE_S:
+            for connection in connections:
+                _close(connection)
+        time.sleep(_POLL_S)
+    codes = [connection.returncode for connection in connections]
+    unreached = [name for name, code in zip(request["nodes"], codes, strict=True) if code == NO_CONNECTION]
+    if unreached:
+        (Path(request["folder"]) / UNREACHED_FILE).write_text(json.dumps(unreached))
+    return max(code if code >= 0 else 128 - code for code in codes)
+
+
+def _send(connection: "subprocess.Popen[bytes]", content: bytes) -> None:
+    assert connection.stdin is not None
+    with contextlib.suppress(OSError, ValueError):
+        connection.stdin.write(content)
+        connection.stdin.flush()
+
+
+def _close(connection: "subprocess.Popen[bytes]") -> None:
+    assert connection.stdin is not None
+    with contextlib.suppress(OSError):
+        connection.stdin.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What trial 0 opens: the space around the user's own command, with what it leaves out said."""
+
+from quartet_plugin.cost.relative_cost import relative_cost
+from quartet_plugin.errors import InfrastructureError, SeamError
+from quartet_plugin.model.files import write_json_atomic
+from quartet_plugin.model.schema import dump
+from quartet_plugin.model.training_job import TrainingJob, parse_training_job
+from quartet_plugin.space.features import Axis, batching_features
+from quartet_plugin.space.plan_space import Space, build_space
+from quartet_plugin.trial.request import Outcome, TrialResult
+from quartet_plugin.tuner.context import TuningContext
+from quartet_plugin.tuner.schedule_files import kept_schedules
+
+
+def check_baseline(context: TuningContext, result: TrialResult) -> None:
+    """Raise SeamError or InfrastructureError, with advice, where the user's own command was not measured."""
+    if result.is_measured and result.job is not None:
+        return
+    for line in result.last_lines:
+        context.observer.message(f"  | {line}")
+    if result.outcome is Outcome.HARNESS:
+        raise SeamError(f"your own command could not be measured: {result.reason}")
+    advice = "make it run by itself first; nothing is searched"
+    if result.outcome is Outcome.INFEASIBLE and result.wall_s >= context.run.config.trial.deadline_s:
+        advice = "raise trial.deadline_s, or make it start faster; nothing is searched"
+    if result.reason.startswith("hang:"):
+        advice = "if it only starts slowly, raise trial.deadline_s; nothing is searched"
+    if result.outcome is Outcome.WRONG:
+        advice = "the training itself diverges: mend that first; nothing is searched"
+    raise InfrastructureError(f"your own command failed: {result.reason}; {advice}")
+
+
+def open_space(context: TuningContext, result: TrialResult) -> Space:
+    """The space around the baseline; the cluster is written, and the user reads the limits."""
+    run = context.run
+    job = parse_training_job(result.job or {}, where=str(result.folder))
+    nodes = context.backend.nodes(result)
+    content = {"schema_version": 1, "nodes": [dump(node) for node in nodes]}
+    write_json_atomic(run.folder.cluster_file, content)
+    space = build_space(
+        job,
+        nodes=nodes,
+        search=run.config.search,
+        run=run.name,
+        seed=run.config.study.seed,
+        relative_cost=relative_cost,
+        written=kept_schedules(run.config.search, folder=run.folder),
+    )
+    _show_limits(context, space, job)
+    return space
+
+
+def _show_limits(context: TuningContext, space: Space, job: TrainingJob) -> None:
+    """Show which axes are not tuned and why, and what trials leave out: never silently."""
+    say = context.observer.message
+    by_feature: dict[str, list[str]] = {}
+    for axis, feature in space.locked.items():
+        by_feature.setdefault(feature, []).append(axis.value)
+    batching = () if space.search.change_class == "C" else batching_features(job.features)
+    for feature, axes in by_feature.items():
+        more = " (search.change_class: C tunes degrees and micro_batch)" if feature in batching else ""
+        say(f"{feature} keeps as they are: {', '.join(axes)}{more}")
+    if space.no_custom_schedules is not None and Axis.SCHEDULE not in space.locked:
+        say(f"{space.no_custom_schedules}; the framework's own schedules stay")
+    elif job.full_backward is not None and Axis.SCHEDULE not in space.locked:
+        say(f"{job.full_backward}; schedules that split them are tried only where search.schedule names them")
+    if job.neutralised:
+        say(f"left out in trials: {', '.join(job.neutralised)}")
+    if context.run.config.search.scaling is not None and space.shapes == (job.shape,):
+        say("scaling: no other shape is inside the tolerance and the band")

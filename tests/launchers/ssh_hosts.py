@@ -1,0 +1,115 @@
+"""Hosts that a real sshd answers for, on loopback: each a process, mount and UTS namespace of its own.
+
+It needs root, and Debian's openssh-server.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quartet_plugin.launchers.site import Site, SshSite
+
+_SSHD = """\
+Port {port}
+ListenAddress 127.0.0.1
+HostKey {folder}/host-key
+AuthorizedKeysFile {folder}/key.pub
+PidFile {folder}/{name}.pid
+StrictModes no
+UsePAM no
+MaxStartups 100
+"""
+_HOST = """\
+Host {name}
+    HostName 127.0.0.1
+    Port {port}
+    User root
+    IdentityFile {folder}/key
+    IdentitiesOnly yes
+    UserKnownHostsFile {folder}/known-hosts
+    HostKeyAlias host
+"""
+
+
+@dataclass
+class SshHosts:
+    """Running hosts h1, h2, ...; `site` names them."""
+
+    folder: Path
+    names: tuple[str, ...]
+    _daemons: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+
+    @property
+    def site(self) -> Site:
+        """What a site.yaml would say."""
+        return Site(ssh=SshSite(hosts=self.names, config=str(self.folder / "config")))
+
+    def start(self, name: str) -> None:
+        """Start a host's sshd."""
+        script = f'mount --bind "{self.folder / "hosts"}" /etc/hosts && hostname {name} && exec "$@"'
+        namespaces = ["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        sshd = ["/usr/sbin/sshd", "-D", "-e", "-f", str(self.folder / f"{name}.conf")]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                [*namespaces, "bash", "-c", script, "bash", *sshd],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def kill(self, name: str) -> None:
+        """Kill a host with everything that runs on it."""
+        daemon = self._daemons.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(daemon.pid, signal.SIGKILL)
+        daemon.wait()
+
+    def stop(self) -> None:
+        """Kill every host."""
+        for name in list(self._daemons):
+            self.kill(name)
+
+
+@contextlib.contextmanager
+def ssh_hosts(folder: Path, *, number: int) -> Iterator[SshHosts]:
+    """So many hosts that answer; ended with the block."""
+    names = tuple(f"h{index}" for index in range(1, number + 1))
+    for name in ("key", "host-key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+    (folder / "known-hosts").write_text(f"host {(folder / 'host-key.pub').read_text()}")
+    (folder / "hosts").write_text("".join(f"127.0.0.1 {name}\n" for name in ("localhost", *names)))
+    Path("/run/sshd").mkdir(exist_ok=True)
+    sections, ports = [], []
+    with contextlib.ExitStack() as stack:
+        for _ in names:
+            listener = stack.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", 0))
+            ports.append(listener.getsockname()[1])
+    for name, port in zip(names, ports, strict=True):
+        (folder / f"{name}.conf").write_text(_SSHD.format(port=port, folder=folder, name=name))
+        sections.append(_HOST.format(name=name, port=port, folder=folder))
+    (folder / "config").write_text("".join(sections))
+    hosts = SshHosts(folder=folder, names=names)
+    try:
+        for name in names:
+            hosts.start(name)
+        for name in names:
+            _await_answer(folder, name)
+        yield hosts
+    finally:
+        hosts.stop()
+
+
+def _await_answer(folder: Path, name: str) -> None:
+    end = time.monotonic() + 30.0
+    words = ["ssh", "-F", str(folder / "config"), "-o", "BatchMode=yes", name, "true"]
+    while subprocess.run(words, capture_output=True, check=False).returncode:
+        assert time.monotonic() < end, (folder / f"{name}.log").read_text()
+        time.sleep(0.1)

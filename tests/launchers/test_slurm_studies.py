@@ -1,0 +1,189 @@
+"""Whole studies on a real Slurm: inside of an allocation that is requeued, and with jobs of their own.
+
+Most have the stand-in for a training; one has real Megatron, on two nodes, and trains with its winner.
+"""
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.cli.tuning import environment, living, prepare, wait_until
+from tests.launchers.slurm_cluster import SlurmCluster
+from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("outside_of_jobs")]
+
+ROOT = Path(__file__).parents[2]
+ENTRY = "from quartet_plugin.cli.main import entry; entry()"
+CONFIG = """\
+run: fake
+search: {pipeline_parallel: 2, virtual_stages: 1, schedule: 1f1b}
+trial: {warmup: 1, measure: 3, deadline_s: 60}
+study: {trials: 3, top_k: 1, rounds: 3, control: 0}
+device: cpu
+"""
+MEGATRON_CONFIG = """\
+run: real
+device: cpu
+launcher: slurm
+trial: {nodes: 2, warmup: 1, measure: 3}
+study: {trials: 2, top_k: 1, rounds: 3, control: 0}
+search: {schedule: stock}
+"""
+
+
+def tuner_words(folder: Path, *options: str, fake: Sequence[str] = ()) -> list[str]:
+    """The tuner with two ranks of the stand-in, one on each of two nodes."""
+    words, command = prepare(folder, config=CONFIG)
+    per_node = [*command[:2], "1", *command[3:]]
+    return [sys.executable, "-c", ENTRY, *words, *options, "--", *per_node, *fake]
+
+
+def submit(cluster: SlurmCluster, folder: Path, words: Sequence[str], *options: str) -> str:
+    """Queue a job that runs the words on its first node; its id."""
+    script = folder / "job.sh"
+    script.write_text(f"#!/bin/bash\n{shlex.join(words)}\n")
+    return cluster.run(
+        "sbatch",
+        "--parsable",
+        "--nodes=4",
+        f"--output={folder / 'out.txt'}",
+        "--open-mode=append",
+        *options,
+        str(script),
+        more=environment(),
+    )
+
+
+def await_end(cluster: SlurmCluster, job: str, folder: Path, *, limit_s: float = 240.0) -> str:
+    """What the job has printed, when it has ended well."""
+
+    def state() -> str:
+        return cluster.run("squeue", "-h", "--states=all", "-o", "%T", "-j", job)
+
+    wait_until(
+        lambda: state() not in ("PENDING", "RUNNING", "COMPLETING"), what="the job's end", timeout_s=limit_s
+    )
+    printed = (folder / "out.txt").read_text()
+    assert state() == "COMPLETED", printed
+    return printed
+
+
+def verdicts(run: Path) -> list[str]:
+    import optuna
+
+    study = optuna.load_study(study_name=run.name, storage=f"sqlite:///{run / 'study.sqlite3'}")
+    return [trial.user_attrs["told"]["verdict"] for trial in study.trials if trial.state.is_finished()]
+
+
+def check_nothing_is_left(cluster: SlurmCluster, folder: Path) -> None:
+    names = cluster.run("squeue", "-h", "-o", "%j").split()
+    assert not [name for name in names if name.startswith("quartet")]
+    wait_until(lambda: not living(folder), what="the end of every process")
+
+
+def test_the_job_script_queues_itself_again_and_goes_on(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """As Slurm's signal before the time limit, or of a preemption, makes it do."""
+    words = tuner_words(tmp_path, fake=["--step-s", "0.3"])
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "quartet").write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{ENTRY}" "$@"\n')
+    (tmp_path / "bin" / "quartet").chmod(0o755)
+    own = [
+        f"PATH={shlex.quote(str(tmp_path / 'bin'))}:$PATH",
+        "run=fake",
+        f"options=({shlex.join(words[4 : words.index('--')])} --trial-nodes 2 --workers 2)",
+        f"command=({shlex.join(words[words.index('--') + 1 :])})",
+    ]
+    text = (ROOT / "launch" / "slurm" / "tune.sbatch").read_text()
+    before, _, rest = text.partition("# ---- edit")
+    script = tmp_path / "tune.sbatch"
+    script.write_text("\n".join([before, *own, rest.partition("# ---- end of what is to be edited ----")[2]]))
+    job = cluster.run(
+        "sbatch",
+        "--parsable",
+        f"--chdir={tmp_path}",
+        f"--output={tmp_path / 'out.txt'}",
+        str(script),
+        more=environment(),
+    )
+    run = tmp_path / "runs" / "fake"
+    wait_until(lambda: any(run.glob("trials/00000[12]/attempt-1/rank-*.beat.json")), what="a trial")
+    cluster.run("scancel", "--signal=TERM", "--batch", job)
+    # Slurm lets a requeued job wait for two minutes.
+    wait_until(lambda: cluster.run("squeue", "-h", "-o", "%T", "-j", job) == "PENDING", what="the queue")
+    cluster.run("scontrol", "update", f"jobid={job}", "starttime=now")
+    printed = await_end(cluster, job, tmp_path)
+    assert printed.count("trial 0: your own command") >= 1
+    assert verdicts(run) == ["measured"] * 4
+    hosts = {
+        tuple(sorted(json.loads(sheet.read_text())["host"] for sheet in attempt.glob("rank-[01].json")))
+        for attempt in run.glob("trials/*/attempt-*")
+        if (attempt / "rank-1.json").exists()
+    }
+    assert hosts <= {("n1", "n2"), ("n3", "n4")}
+    assert ("n1", "n2") in hosts
+    check_nothing_is_left(cluster, tmp_path)
+
+
+def test_a_study_of_jobs_whose_tuner_is_killed(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """The jobs go on; a tuner with --resume waits for them and measures nothing twice."""
+    options = ("--launcher", "slurm-batch", "--trial-nodes", "2", "--workers", "2")
+    words = tuner_words(tmp_path, *options, fake=["--step-s", "0.3"])
+    run = tmp_path / "runs" / "fake"
+    with (tmp_path / "first.txt").open("wb") as log:
+        process = subprocess.Popen(words, env=environment(), stdout=log, stderr=log)
+    wait_until(
+        lambda: any(run.glob("trials/000001/attempt-1/rank-*.beat.json")),
+        what=f"a trial: {(tmp_path / 'first.txt').read_text()}",
+    )
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    again = subprocess.run(
+        tuner_words(tmp_path, *options, "--resume", fake=["--step-s", "0.3"]),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert verdicts(run) == ["measured"] * 4
+    check_nothing_is_left(cluster, tmp_path)
+
+
+def test_ctrl_c_ends_the_jobs(cluster: SlurmCluster, tmp_path: Path) -> None:
+    words = tuner_words(tmp_path, "--launcher", "slurm-batch", "--trial-nodes", "2", fake=["--step-s", "3"])
+    process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run = tmp_path / "runs" / "fake"
+    wait_until(lambda: any(run.glob("trials/000000/attempt-1/rank-*.beat.json")), what="a trial")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    check_nothing_is_left(cluster, tmp_path)
+
+
+@pytest.mark.timeout(580)
+def test_megatron_is_tuned_and_trained_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "q.yaml").write_text(MEGATRON_CONFIG)
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    command = [torchrun, "--nproc-per-node", "1", str(SCRIPT), *MEGATRON_FLAGS]
+    options = ["--config", str(tmp_path / "q.yaml"), "--run-dir", str(tmp_path / "runs"), "--workers", "2"]
+    words = [sys.executable, "-c", ENTRY, "tune", *options, "--", *command]
+    job = submit(cluster, tmp_path, words)
+    printed = await_end(cluster, job, tmp_path, limit_s=400.0)
+    run = tmp_path / "runs" / "real"
+    assert len(verdicts(run)) == 3, printed
+    plan = next(run.glob("trials/000001/attempt-1/plan.json"))
+    train = ["train", "--launcher", "slurm", "--device", "cpu", "--plan", str(plan), "--", *command]
+    began = time.monotonic()
+    (tmp_path / "out.txt").unlink()
+    job = submit(cluster, tmp_path, [sys.executable, "-c", ENTRY, *train])
+    trained = await_end(cluster, job, tmp_path)
+    assert "iteration       20/      20" in trained, (trained, time.monotonic() - began)
+    check_nothing_is_left(cluster, tmp_path)
