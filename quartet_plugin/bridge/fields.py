@@ -5,6 +5,7 @@ makes them of. The others are listed here. Nothing of the Bridge is imported.
 """
 
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
 from quartet_plugin.errors import PlanError
@@ -144,8 +145,9 @@ def vocabulary_of(config: Any) -> int | None:
     return int(-(-size // multiple) * multiple)
 
 
-def _fields(section: Any) -> dict[str, Any]:
-    return vars(section)
+def _fields(section: Any) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = vars(section)
+    return fields
 
 
 def _layer_impl(spec: Any) -> str:

@@ -97,6 +97,7 @@ class BridgeMeter(StepMeter):
             function=get_forward_backward_func(),
             runtime=None,
             modules=self._modules.names,
+            args=arguments_of(self._context.state.cfg),
         )
 
 

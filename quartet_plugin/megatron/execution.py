@@ -29,11 +29,13 @@ _STOCK: dict[str, RanSchedule] = {
 }
 
 
-def execution_of(model: Any, *, function: Any, runtime: Any, modules: tuple[str, ...]) -> Execution:
+def execution_of(
+    model: Any, *, function: Any, runtime: Any, modules: tuple[str, ...], args: Any
+) -> Execution:
     """The record of this rank after a training step.
 
-    `function` ran the microbatches of the last step, `runtime` is the plugin's where the plan has one, and
-    `modules` are the classes that ran.
+    `function` ran the microbatches of the last step, `runtime` is the plugin's where the plan has one,
+    `modules` are the classes that ran, and `args` Megatron's arguments.
     """
     chunks = list(model) if isinstance(model, list) else [model]
     num_microbatches = int(get_num_microbatches())
@@ -51,15 +53,12 @@ def execution_of(model: Any, *, function: Any, runtime: Any, modules: tuple[str,
         actions=actions,
         ends=_ends(chunks),
         modules=modules,
-        ramps_batch=_ramps_batch() or None,
+        ramps_batch=_ramps_batch(args) or None,
     )
 
 
-def _ramps_batch() -> bool:
+def _ramps_batch(args: Any) -> bool:
     """Whether the number of microbatches grows in this job."""
-    from megatron.training.global_vars import get_args
-
-    args = get_args()
     return any(getattr(args, name, None) for name in ("rampup_batch_size", "step_batch_size_schedule"))
 
 

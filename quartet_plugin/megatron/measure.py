@@ -99,6 +99,8 @@ class MegatronMeter(StepMeter):
     def _execution(self) -> Execution | None:
         if not self._call.keys() >= {"model", "forward_backward_func"}:
             return None
+        from megatron.training.global_vars import get_args
+
         from quartet_plugin.megatron.execution import execution_of
 
         return execution_of(
@@ -106,4 +108,5 @@ class MegatronMeter(StepMeter):
             function=self._call["forward_backward_func"],
             runtime=self.runtime,
             modules=self._modules.names,
+            args=get_args(),
         )

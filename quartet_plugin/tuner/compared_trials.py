@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quartet_plugin.errors import StorageError
-from quartet_plugin.launchers.command import DEEPSPEED_MODULE, Command
+from quartet_plugin.launchers.command import BRIDGE_MODULE, DEEPSPEED_MODULE, Command
 from quartet_plugin.launchers.megatron_words import arguments_in
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import Plan
@@ -49,6 +49,8 @@ def why_nothing_is_kept(command: Command) -> str | None:
     """Why trial 0 keeps no weights, as far as the command tells; None where it keeps them."""
     if command.starter == "deepspeed" or command.entry == DEEPSPEED_MODULE:
         return "DeepSpeed: only Megatron's trials are compared by their first iterations"
+    if command.entry == BRIDGE_MODULE:
+        return "Megatron-Bridge: only Megatron's own trials are compared by their first iterations"
     if command.starter == "other":
         return None
     return refusal(arguments_in(command.arguments))

@@ -5,7 +5,7 @@ Packages that a CPU does not have are stubs, of which nothing runs: Transformer 
 
 import sys
 
-from stubs import install_stubs
+from stubs import install_stubs  # type: ignore[import-not-found]
 
 install_stubs()
 
@@ -44,7 +44,12 @@ def configuration(pipeline_parallel: int) -> ConfigContainer:
             hidden_dropout=0.0,
         ),
         train=TrainingConfig(
-            micro_batch_size=2, global_batch_size=8, train_iters=ITERATIONS, eval_interval=100, eval_iters=1
+            micro_batch_size=2,
+            global_batch_size=8,
+            train_iters=ITERATIONS,
+            eval_interval=100,
+            eval_iters=1,
+            exit_interval=1000,
         ),
         optimizer=OptimizerConfig(lr=1e-3, min_lr=1e-4, use_distributed_optimizer=False, bf16=False),
         ddp=DistributedDataParallelConfig(
@@ -66,7 +71,7 @@ def configuration(pipeline_parallel: int) -> ConfigContainer:
             dataloader_type="single",
             num_workers=1,
         ),
-        logger=LoggerConfig(log_interval=1, tensorboard_dir="tensorboard"),
+        logger=LoggerConfig(log_interval=1),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=127),
         checkpoint=CheckpointConfig(save="checkpoints", save_interval=10),
         rng=RNGConfig(seed=1),

@@ -13,6 +13,7 @@ from quartet_plugin.launchers.command import BRIDGE_MODULE, DEEPSPEED_MODULE, EN
 from quartet_plugin.rank.entry_options import EntryCommand, EntryOptions
 from quartet_plugin.rank.rendezvous import RankEnv
 from quartet_plugin.rank.session import Session
+from quartet_plugin.tuner.compared_trials import why_nothing_is_kept
 from tests.bridge.configurations import make_config
 
 SESSION_COMMAND = EntryCommand(
@@ -98,6 +99,11 @@ def test_a_script_that_imports_the_bridge_comes_to_its_entry(tmp_path: Path, tex
         *("-m", entry, str(script)),
         *("--recipe", "llama3_8b", "--quartet-plan", "p"),
     ]
+
+
+def test_trial_0_keeps_no_weights() -> None:
+    command = parse_command(["torchrun", "-m", BRIDGE_MODULE, "train.py"])
+    assert str(why_nothing_is_kept(command)).startswith("Megatron-Bridge: only")
 
 
 def test_the_entry_may_be_named_and_a_ds_config_is_deepspeeds(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Whatever starts a training, its processes are found with their ranks, and its helpers are not."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -41,7 +42,15 @@ REAL = {
         2,
         "RANK",
     ),
+    "accelerate launch": (
+        "{python} -m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 "
+        "--mixed_precision no --dynamo_backend no train.py",
+        2,
+        "RANK",
+    ),
 }
+# Beside Megatron-Bridge, of which it is a requirement.
+ACCELERATE = Path(__file__).parents[2] / ".venv" / "releases" / "megatron-bridge"
 
 
 def prepare(folder: Path) -> dict[str, str]:
@@ -85,9 +94,10 @@ def check(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *, timeout_s
     command = parse_command(words, environment={})
     assert command.starter == "other" or name in REAL
     start = start_file(folder / "attempt", "--quartet-trial", "missing.json")
+    variables = environment(site, **{START: str(start)})
     done = subprocess.run(
         words,
-        env=environment(site, **{START: str(start)}),
+        env={**variables, "PYTHONPATH": f"{variables['PYTHONPATH']}{os.pathsep}{ACCELERATE}"},
         cwd=folder,
         capture_output=True,
         text=True,

@@ -7,12 +7,15 @@ device and then runs the parent's main module itself. Nothing is written into si
 """
 
 import functools
+import sys
 from typing import Any
 
 from quartet_plugin.rank.seams import Redirect
 
 _CHILD_MODULE = "quartet_plugin.megatron.cpu_device.spawned"
 MARK = "--quartet-spawned-main"
+# Imported in a child where the parent has it: not every training loop is Megatron's own.
+TRAINING = "megatron.training"
 
 
 def _with_device(get_preparation_data: Any) -> Any:
@@ -27,7 +30,8 @@ def _with_device(get_preparation_data: Any) -> Any:
         data: dict[str, Any] = get_preparation_data(name)
         kind = next((key for key in ("init_main_from_name", "init_main_from_path") if key in data), "")
         first, *arguments = data.get("sys_argv") or [""]
-        data["sys_argv"] = [first, MARK, kind, data.pop(kind, ""), *arguments]
+        loop = TRAINING if TRAINING in sys.modules else ""
+        data["sys_argv"] = [first, MARK, loop, kind, data.pop(kind, ""), *arguments]
         data["init_main_from_name"] = _CHILD_MODULE
         return data
 

@@ -10,9 +10,9 @@ from quartet_plugin.megatron.cpu_device import install
 from quartet_plugin.megatron.cpu_device.spawn import MARK
 
 if sys.argv[1:2] == [MARK]:
-    _kind, _main = sys.argv[2:4]
-    del sys.argv[1:4]
-    install()
+    _loop, _kind, _main = sys.argv[2:5]
+    del sys.argv[1:5]
+    install(training=bool(_loop))
     # What multiprocessing itself does with the two, whose names then stand in this module.
     if _kind == "init_main_from_path":
         globals().update(runpy.run_path(_main, run_name="__mp_main__"))

@@ -11,7 +11,6 @@ def sizes_to_divide(shape: ModelShape) -> dict[str, int]:
     """The sizes of a model that a tensor-parallel size must divide, by name."""
     return {
         "heads": shape.num_attention_heads,
-        "query groups": shape.num_query_groups,
         "of the FFN": shape.ffn_hidden_size,
         "of the vocabulary": shape.vocab_size,
     }
@@ -32,6 +31,9 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return f"must divide the {context.rules.slots_per_node} devices of a node"
     if processes % size:
         return f"must divide the {processes} devices"
+    groups = context.shape.num_query_groups
+    if groups % size and size % groups:
+        return f"must divide the {groups} query groups, or be a multiple of them"
     sizes = sizes_to_divide(context.shape).items()
     return next((f"must divide the {number} {words}" for words, number in sizes if number % size), None)
 
@@ -50,7 +52,8 @@ TENSOR_PARALLEL = LayoutKnob(
     kind="degree",
     axis=Axis.DEGREES,
     change_class="B",
-    rule="divides heads, query groups, FFN, vocabulary and a node's devices (megatron/training/arguments.py)",
+    rule="divides heads, FFN, vocabulary and a node's devices, and query groups or is a multiple of them "
+    "(megatron/core/transformer/transformer_config.py)",
     flag="--tensor-model-parallel-size",
     offers=_offers,
     fault=_fault,
