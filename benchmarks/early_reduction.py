@@ -1,4 +1,4 @@
-"""What reductions cost on a slow link: `python -m benchmarks.early_reduction [--rate 250mbit] [ORDER ...]`.
+"""What reductions cost on a slow link: `python -m benchmarks.early_reduction [--rate 550mbit] [ORDER ...]`.
 
 Four processes train a small GPT on the CPU device, two pipelines of two ranks each (PP 2 x DP 2). Each
 pipeline is in a network namespace of its own, and a shaped link joins the two: only gradients cross it.
@@ -43,6 +43,7 @@ FLAGS = shlex.split("""
 NUM_RANKS, PORT, FREE = 4, 29533, "40gbit"
 LIMIT_S = 300.0
 WARMUP_STEPS = 2
+RUNTIMES = ("stock", "by chunk", "by group")
 LINEAR, LOOP = (0, 1), (0, 1) * 4
 
 
@@ -72,7 +73,8 @@ def main() -> None:
     """Measure every order with and without the shaped link, or be one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("orders", nargs="*", default=list(ORDERS), metavar="ORDER")
-    parser.add_argument("--rate", default="250mbit", help="of the link, each way, as tc writes it")
+    parser.add_argument("--rate", default="550mbit", help="of the link, each way, as tc writes it")
+    parser.add_argument("--runtimes", nargs="+", choices=RUNTIMES, default=RUNTIMES)
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--layer-ms", type=float, default=20.0, help="of a forward, of an I, and of a W")
     parser.add_argument("--steps", type=int, default=6, help="after the first two")
@@ -88,7 +90,9 @@ def main() -> None:
     print(f"{'order':<15}{'runtime':<10}{'free':>9}{'shaped':>9}{'reduction':>11}{'share':>8}{'loss':>8}")
     results = []
     for name in options.orders:
-        for runtime in (*(["stock"] if ORDERS[name].is_stock else []), "by chunk", "by group"):
+        for runtime in options.runtimes:
+            if runtime == "stock" and not ORDERS[name].is_stock:
+                continue
             free, shaped = (measure(options, name, runtime, rate=rate) for rate in (FREE, options.rate))
             free_s, shaped_s = (statistics.median(run["steps_s"]) for run in (free, shaped))
             results.append({"order": name, "runtime": runtime, "free": free, "shaped": shaped})
@@ -222,7 +226,7 @@ def let_layers_sleep(seconds: float, *, is_deferred: Callable[[], bool]) -> None
         @staticmethod
         def forward(_: Any, hidden: Any) -> Any:
             time.sleep(seconds)
-            return hidden.view_as(hidden)
+            return hidden.clone()
 
         @staticmethod
         def backward(_: Any, grad: Any) -> Any:
