@@ -1,11 +1,12 @@
-"""What reductions cost on a slow link: `python -m benchmarks.early_reduction [--rate 250mbit] [ORDER ...]`.
+"""What reductions cost on a slow link: `python -m benchmarks.early_reduction [--rate 300mbit] [ORDER ...]`.
 
 Four processes train a small GPT on the CPU device, two pipelines of two ranks each (PP 2 x DP 2). Each
 pipeline is in a network namespace of its own, and a shaped link joins the two: only gradients cross it.
 Layers sleep, so that computation takes the same time on any machine and shares no core with the reduction.
 For every order the median iteration with the shaped link is compared with that of the same order on a link
-that is not shaped, where the reduction is as good as free: the loss. `share` is the time of all reductions
-alone, of both pipeline ranks, over that free iteration.
+that is not shaped, where the reduction is as good as free: the loss. `least` is the loss of the shortest
+iterations, which says more on a machine that others use. `share` is the time of all reductions alone, of both
+pipeline ranks, over that free iteration; `exposed` is what a rank waits for them at the end of an iteration.
 
   stock     Megatron's schedule of that name, with --overlap-grad-reduce
   by chunk  the same order by the runtime; a chunk's reductions start after its last microbatch
@@ -34,15 +35,16 @@ from benchmarks.scenarios.network import address, joined_namespaces, namespace
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 FLAGS = shlex.split("""
-    --num-layers 16 --hidden-size 256 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+    --num-layers 16 --hidden-size 256 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8
     --pipeline-model-parallel-size 2 --micro-batch-size 1 --mock-data --tokenizer-type NullTokenizer
     --vocab-size 1023 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --attention-dropout 0 --hidden-dropout 0
     --log-interval 1000 --eval-interval 1000 --eval-iters 0 --num-workers 0 --overlap-grad-reduce
-    --ddp-bucket-size 700000 --no-align-grad-reduce
+    --ddp-bucket-size 250000 --no-align-grad-reduce --no-check-for-nan-in-loss-and-grad
 """)
 NUM_RANKS, PORT, FREE = 4, 29533, "40gbit"
 LIMIT_S = 300.0
 WARMUP_STEPS = 2
+RUNTIMES = ("stock", "by chunk", "by group")
 LINEAR, LOOP = (0, 1), (0, 1) * 4
 
 
@@ -72,9 +74,10 @@ def main() -> None:
     """Measure every order with and without the shaped link, or be one of the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("orders", nargs="*", default=list(ORDERS), metavar="ORDER")
-    parser.add_argument("--rate", default="250mbit", help="of the link, each way, as tc writes it")
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--layer-ms", type=float, default=20.0, help="of a forward, of an I, and of a W")
+    parser.add_argument("--rate", default="300mbit", help="of the link, each way, as tc writes it")
+    parser.add_argument("--runtimes", nargs="+", choices=RUNTIMES, default=RUNTIMES)
+    parser.add_argument("--microbatches", type=int, default=2)
+    parser.add_argument("--layer-ms", type=float, default=60.0, help="of a forward, of an I, and of a W")
     parser.add_argument("--steps", type=int, default=6, help="after the first two")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--as-rank", metavar="ORDER:RUNTIME:FOLDER", help=argparse.SUPPRESS)
@@ -85,16 +88,21 @@ def main() -> None:
     if options.as_rank is not None:
         run_rank(options)
         return
-    print(f"{'order':<15}{'runtime':<10}{'free':>9}{'shaped':>9}{'reduction':>11}{'share':>8}{'loss':>8}")
+    print(f"{'order':<15}{'runtime':<10}", end="")
+    print(f"{'free':>9}{'shaped':>9}{'reduction':>11}{'share':>8}{'loss':>8}{'least':>8}{'exposed':>10}")
     results = []
     for name in options.orders:
-        for runtime in (*(["stock"] if ORDERS[name].is_stock else []), "by chunk", "by group"):
+        for runtime in options.runtimes:
+            if runtime == "stock" and not ORDERS[name].is_stock:
+                continue
             free, shaped = (measure(options, name, runtime, rate=rate) for rate in (FREE, options.rate))
             free_s, shaped_s = (statistics.median(run["steps_s"]) for run in (free, shaped))
+            least = min(shaped["steps_s"]) / min(free["steps_s"]) - 1
             results.append({"order": name, "runtime": runtime, "free": free, "shaped": shaped})
             print(
                 f"{name:<15}{runtime:<10}{free_s:>7.3f} s{shaped_s:>7.3f} s{shaped['reduction_s']:>9.3f} s"
-                f"{shaped['reduction_s'] / free_s:>8.1%}{shaped_s / free_s - 1:>8.1%}",
+                f"{shaped['reduction_s'] / free_s:>8.1%}{shaped_s / free_s - 1:>8.1%}{least:>8.1%}"
+                f"{statistics.median(shaped['exposed_s']) / free_s:>10.1%}",
                 flush=True,
             )
     if options.output is not None:
@@ -133,7 +141,10 @@ def measure(options: argparse.Namespace, name: str, runtime: str, *, rate: str) 
             raise SystemExit((Path(folder) / f"log-{failed}").read_text(errors="replace")[-3000:])
         found = [json.loads((Path(folder) / f"times-{rank}").read_text()) for rank in range(NUM_RANKS)]
     return {
-        "steps_s": [max(times) for times in zip(*(rank["steps_s"] for rank in found), strict=True)],
+        **{
+            name: [max(times) for times in zip(*(rank[name] for rank in found), strict=True)]
+            for name in ("steps_s", "exposed_s")
+        },
         "reduction_s": max(rank["reduction_s"] for rank in found),
     }
 
@@ -214,23 +225,27 @@ def install(name: str, runtime: str, num_microbatches: int, seconds: float) -> A
 
 
 def let_layers_sleep(seconds: float, *, is_deferred: Callable[[], bool]) -> None:
-    """A forward of a transformer layer sleeps, its I as long, and its W, unless that is deferred."""
+    """A forward of a transformer layer sleeps, its I as long, and its W, unless that is deferred.
+
+    Half of it in the attention and half in the MLP, whose weights' gradients come one after the other.
+    """
     import torch
-    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.mlp import MLP
 
     class Sleep(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
         def forward(_: Any, hidden: Any) -> Any:
-            time.sleep(seconds)
-            return hidden.view_as(hidden)
+            time.sleep(seconds / 2)
+            return hidden.clone()
 
         @staticmethod
         def backward(_: Any, grad: Any) -> Any:
-            time.sleep(seconds * (1 if is_deferred() else 2))
+            time.sleep(seconds / 2 if is_deferred() else seconds)
             return grad
 
     def hook(module: Any, _: Any, output: Any) -> Any:
-        return (Sleep.apply(output[0]), *output[1:]) if isinstance(module, TransformerLayer) else None
+        return (Sleep.apply(output[0]), *output[1:]) if isinstance(module, (SelfAttention, MLP)) else None
 
     torch.nn.modules.module.register_module_forward_hook(hook)
 
@@ -238,14 +253,25 @@ def let_layers_sleep(seconds: float, *, is_deferred: Callable[[], bool]) -> None
 def timed(train_step: Callable[..., Any], *, steps: int, record: Path) -> Callable[..., Any]:
     """Megatron's `train_step`, which leaves its times and that of all reductions alone after the last."""
     import torch.distributed as dist
+    from megatron.core.distributed import DistributedDataParallel
 
     times_s: list[float] = []
+    exposed_s = [0.0]
+    finish = DistributedDataParallel.finish_grad_sync
+
+    def timed_finish(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin = time.perf_counter()
+        finish(self, *args, **kwargs)
+        exposed_s[-1] += time.perf_counter() - begin
+
+    DistributedDataParallel.finish_grad_sync = timed_finish
 
     def timed_train_step(*args: Any, **kwargs: Any) -> Any:
         dist.barrier()
         begin = time.perf_counter()
         result = train_step(*args, **kwargs)
         times_s.append(time.perf_counter() - begin)
+        exposed_s.append(0.0)
         if len(times_s) == WARMUP_STEPS + steps:
             for chunk in args[2]:
                 chunk.zero_grad_buffer()
@@ -257,7 +283,8 @@ def timed(train_step: Callable[..., Any], *, steps: int, record: Path) -> Callab
                 chunk.finish_grad_sync()
             dist.barrier()
             reduction_s = time.perf_counter() - begin
-            record.write_text(json.dumps({"steps_s": times_s[WARMUP_STEPS:], "reduction_s": reduction_s}))
+            times = {"steps_s": times_s[WARMUP_STEPS:], "exposed_s": exposed_s[WARMUP_STEPS:-1]}
+            record.write_text(json.dumps({**times, "reduction_s": reduction_s}))
         return result
 
     return timed_train_step

@@ -75,7 +75,8 @@ def test_the_kernel_forgets_a_processes_peak(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_cold_device_is_warmed_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are computed until the time is over; torch's generator and the CPU's run are left alone."""
-    clock = SimpleNamespace(now_s=100.0, monotonic=lambda: clock.now_s)
+    clock = SimpleNamespace(now_s=100.0)
+    clock.monotonic = lambda: clock.now_s
     waited: list[float] = []
 
     def synchronize() -> None:
