@@ -55,7 +55,8 @@ def test_related_jobs_need_half_as_many_trials(tmp_path: Path, changes: dict[str
     job = make_job(
         shape=make_shape(num_layers=changes.get("layers", 8)), global_batch_size=changes.get("batch", 32)
     )
-    alone, related = [], []
+    alone: list[int] = []
+    related: list[int] = []
     for seed in range(3):
         first = WritingMachine(seconds=surprising)
         write_run(tmp_path / f"first-{seed}", first, search=SEARCH, study=study_of(seed))
