@@ -18,11 +18,12 @@ def tune_words(
     minutes: float | None,
     started_from: str | None,
     is_begun: bool,
+    takes_over: bool = False,
 ) -> list[str]:
     """The words behind `quartet` that tune a job in the folder `runs`, at most for `minutes`.
 
-    `is_begun`: the job's run is there and goes on. A value is joined to its option, so that none can be taken
-    for another option.
+    `is_begun`: the job's run is there and goes on, with `takes_over` also where another host had it. A value
+    is joined to its option, so that none can be taken for another option.
     """
     trials = num_trials_of(job, config=config, max_trials=max_trials)
     words = ["tune", f"--run-dir={runs}", f"--name={job.name}"]
@@ -31,6 +32,7 @@ def tune_words(
     words += [] if minutes is None else [f"--max-minutes={minutes:.3f}"]
     words += [] if started_from is None else [f"--from={started_from}"]
     words += ["--resume"] if is_begun else []
+    words += ["--takeover"] if is_begun and takes_over else []
     return [*words, "--", *job.words]
 
 

@@ -69,6 +69,7 @@ class BatchRunner:
         write: Callable[[BatchResults], None],
         is_plan_only: bool = False,
         retries_failed: bool = False,
+        takes_over: bool = False,
     ) -> None:
         self._batch = batch
         self._paths = paths
@@ -78,6 +79,7 @@ class BatchRunner:
         self._observer = observer
         self._should_stop = should_stop
         self._fence = fence
+        self._takes_over = takes_over
         self._write = write
         self._content = BatchFile.of(batch, cwd=cwd, is_plan_only=is_plan_only)
         self._events = EventLog(paths.events_file)
@@ -239,9 +241,9 @@ class BatchRunner:
     def _start(self, job: Job) -> None:
         file = self._files[job.name]
         is_begun = self._is_begun(job)
-        if is_begun:
+        if file.began_at is not None:
             end_left_behind(file.mark)
-        elif (prior := self._prior_of(job)) is not None:
+        if not is_begun and (prior := self._prior_of(job)) is not None:
             file = replace(file, started_from=prior.name)
         began_at = file.began_at or time.time()
         file = replace(file, state="running", process=None, began_at=began_at, exit_code=None, reason="")
@@ -290,6 +292,7 @@ class BatchRunner:
             ),
             started_from=file.started_from,
             is_begun=is_begun,
+            takes_over=self._takes_over,
         )
         return [*self._program, *words]
 

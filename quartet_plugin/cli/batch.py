@@ -103,6 +103,7 @@ def run_command(
             write=lambda results: write_files(results, paths),
             is_plan_only=plan_only,
             retries_failed=retry_failed,
+            takes_over=takeover,
         )
         observer.message(f"batch {batch.name} in {path_here(paths.path)}: {len(batch.jobs)} jobs")
         results = runner.run()

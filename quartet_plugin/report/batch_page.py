@@ -13,10 +13,10 @@ _TAGS = {"done": "good", "failed": "bad", "stopped": "warn", "running": "warn", 
 
 def batch_page(results: BatchResults) -> str:
     """The whole file."""
-    what = "planned, nothing was started" if results.is_plan_only else "tuned"
+    mode = "planned, nothing was started" if results.is_plan_only else "tuned"
     head = (
         f"<h1>{markup.text(results.batch)}</h1>\n"
-        f'<p class="sub">{markup.text(f"{counts_line(results)}; {what}")}</p>'
+        f'<p class="sub">{markup.text(f"{counts_line(results)}; {mode}")}</p>'
     )
     sections = (
         head,

@@ -173,10 +173,11 @@ def test_the_words_of_a_job_that_goes_on() -> None:
         minutes=minutes_of(job, spent=3.0, left=100.0),
         started_from="b",
         is_begun=True,
+        takes_over=True,
     )
     assert words == [
         *("tune", "--run-dir=/runs", "--name=a", "--trials=40", "--max-minutes=6.000"),
-        *("--from=b", "--resume", "--", *COMMAND),
+        *("--from=b", "--resume", "--takeover", "--", *COMMAND),
     ]
     assert num_trials_of(job, config=config, max_trials=None) == 50
     assert minutes_of(job, spent=20.0, left=None) == 0.1

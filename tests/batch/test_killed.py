@@ -52,15 +52,16 @@ def test_killed_twice_and_gone_on_with_twice(tmp_path: Path, monkeypatch: pytest
     assert len(living(tmp_path)) == 2
 
     second = start_batch(tmp_path, "jobs.yaml", "--resume")
-    assert second.stdout is not None
+    output_of_second = second.stdout
+    assert output_of_second is not None
     wait_until(
-        lambda: b"j1: goes on" in (second.stdout.readline() or b"j1: goes on"),
+        lambda: b"j1: goes on" in (output_of_second.readline() or b"j1: goes on"),
         what="adoption",
         timeout_s=500.0,
     )
     kill(second)
-    killed = int(starts(tmp_path)[0][2])
-    os.kill(killed, signal.SIGKILL)
+    _, killed, pid, *_ = starts(tmp_path)[0]
+    os.kill(int(pid), signal.SIGKILL)
     hold.touch()
 
     output = finish(start_batch(tmp_path, "jobs.yaml", "--resume"))
@@ -68,7 +69,7 @@ def test_killed_twice_and_gone_on_with_twice(tmp_path: Path, monkeypatch: pytest
     assert living(tmp_path) == []
     lines_of_log = log_of(tmp_path / "log")
     assert not [line for line in lines_of_log if line[0] == "doubled"]
-    assert [line[1] for line in starts(tmp_path)].count("j0") == 2
+    assert [line[1] for line in starts(tmp_path)].count(killed) == 2
     assert sorted(line[1] for line in lines_of_log if line[0] == "end") == [f"j{index}" for index in range(5)]
     results = read_results(tmp_path / "batches" / "jobs" / "results.json")
     assert [job.state for job in results.jobs] == ["done"] * 5

@@ -50,8 +50,9 @@ def test_described_jobs_keep_numbers() -> None:
             "batch": {"global_batch_size": "{batch}"},
         },
     )
-    assert [job.described["batch"]["global_batch_size"] for job in batch.jobs] == [64, 128]
-    assert batch.jobs[0].described["cluster"]["num_nodes"] == 2
+    described = [job.described for job in batch.jobs if isinstance(job.described, dict)]
+    assert [sections["batch"]["global_batch_size"] for sections in described] == [64, 128]
+    assert described[0]["cluster"]["num_nodes"] == 2
     assert batch.jobs[0].kind == "plan"
 
 

@@ -126,12 +126,12 @@ def test_a_model_of_another_depth_begins_with_the_best_plans_at_its_own_depth(
     tmp_path: Path, earlier: Path
 ) -> None:
     machine, watching = FakeMachine(job=make_job(shape=make_shape(num_layers=16))), Watching()
-    result = tune(begin(tmp_path / "r", study=STUDY), machine, prior=earlier, observer=watching)
+    search = {"virtual_stages": 1, "schedule": ["no-pipelining", "1f1b"]}
+    result = tune(
+        begin(tmp_path / "r", search=search, study=STUDY), machine, prior=earlier, observer=watching
+    )
     assert any("of its best plans come first" in text for text in watching.messages)
-    assert not any("another job or cluster; 0 of" in text for text in watching.messages)
-    best = read_history(earlier).best
-    assert best is not None
-    assert best.plan is not None
+    assert not any("cluster; 0 of its" in text for text in watching.messages)
     first = result.trials[1].plan
-    assert first.layout == best.plan.layout
     assert sum(first.split.transformer_layers_per_stage) == 16
+    assert first.layout in {row.plan.layout for row in read_history(earlier).trials if row.plan is not None}
