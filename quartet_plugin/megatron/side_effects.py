@@ -41,8 +41,8 @@ REMOVED = tuple(" ".join(_REMOVED_BY_KIND.values()).split())
 # Set whether given or not: Megatron evaluates and asks for its logger by default. Timers of level 2 wait for
 # the device around every forward and backward: a trial would measure that.
 SET: dict[str, Any] = {"eval_iters": 0, "enable_one_logger": False, "timing_log_level": 0}
-# Ranks wait in a collective while one of them compiles in its first step; a trial's watchdog speaks before. The
-# interval is never reached.
+# Ranks wait in a collective while one of them compiles in its first step; a trial's watchdog speaks before.
+# The interval is never reached.
 DEFAULTS: dict[str, Any] = {"distributed_timeout_minutes": 60, "eval_interval": 1000}
 # Random at every forward pass, and off unless given.
 _NOISE = ("moe_input_jitter_eps",)
