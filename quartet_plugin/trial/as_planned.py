@@ -14,7 +14,6 @@ from quartet_plugin.schedule.schedule import Schedule
 from quartet_plugin.space.knobs.knob import SettingKnob
 from quartet_plugin.space.knobs.registry import LAYOUT_KNOBS
 
-
 # The implementations of attention among which the framework chooses by the sizes of its inputs, which a plan
 # may change: Megatron's softmax with and without a fused kernel, those of Transformer Engine.
 CHOSEN_BY_SIZE = frozenset({"Softmax", "FlashAttention", "FusedAttention", "UnfusedDotProductAttention"})
