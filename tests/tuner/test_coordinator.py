@@ -444,7 +444,8 @@ def test_what_is_far_behind_the_best_is_cut_short(tmp_path: Path) -> None:
     """The limit is the time at which a plan would be two thirds as good as the best so far."""
     requests: list[TrialRequest] = []
     machine = FakeMachine(on_launch=requests.append, noise=0.0)
-    result = tune(begin(tmp_path / "r", search=SCALING, study={"trials": 8}), machine)
+    run = begin(tmp_path / "r", search=SCALING, study={"trials": 8}, trial={"measure": 10})
+    result = tune(run, machine)
     best = 0.0
     for trial in [one for one in result.trials if one.record.repeats is None]:
         request = next(one for one in requests if one.folder.name == f"{trial.number:06d}")
