@@ -408,20 +408,21 @@ def test_what_is_measured_on_a_machine_that_has_slowed_down_is_compared_with_tha
     own = slower.seconds
     slower.seconds = lambda plan: own(plan) * (1.5 if len(slower.launched) > 4 else 1.0)
     study = {"trials": 8, "control": 3}
-    expected = tune(begin(tmp_path / "a" / "r", study=study), steady)
+    trial = {"measure": 10}
+    expected = tune(begin(tmp_path / "a" / "r", study=study, trial=trial), steady)
     limits = [one.slow_above_s for one in requests if one.folder.parent.name == "trials"]
     requests.clear()
     watching = Watching()
-    found = tune(begin(tmp_path / "b" / "r", study=study), slower, observer=watching)
+    found = tune(begin(tmp_path / "b" / "r", study=study, trial=trial), slower, observer=watching)
     for one, other in zip(expected.trials, found.trials, strict=True):
         assert one.plan.key == other.plan.key
         assert other.record.value == pytest.approx(one.record.value)
         assert one.record.iteration_s is not None
         assert other.record.iteration_s == pytest.approx(one.record.iteration_s / other.record.drift)
     drifted = [one.slow_above_s for one in requests if one.folder.parent.name == "trials"]
-    for limit, before, trial in zip(drifted[1:], limits[1:], found.trials[1:], strict=True):
+    for limit, before, later in zip(drifted[1:], limits[1:], found.trials[1:], strict=True):
         assert before is not None
-        assert limit == pytest.approx(before / trial.record.drift)
+        assert limit == pytest.approx(before / later.record.drift)
     shown = [re.match(r"trial (\d+): .* ([\d.]+)x the baseline", line) for line in watching.messages]
     own_value = found.trials[0].record.value
     assert own_value is not None
