@@ -65,9 +65,10 @@ def first_measured(times: Sequence[float], *, least: int, most: int, num_measure
 
 def relative_error(times: Sequence[float]) -> float:
     """The standard error of the median, relative to it; infinite for fewer than two values."""
-    if len(times) < 2 or not statistics.median(times) > 0:
+    middle = statistics.median(times) if len(times) > 1 else 0.0
+    if not middle > 0:
         return float("inf")
-    return _MEDIAN_OVER_MEAN * _deviation(times) / statistics.median(times) / float(len(times)) ** 0.5
+    return float(_MEDIAN_OVER_MEAN * _deviation(times) / middle / len(times) ** 0.5)
 
 
 def why_enough(times: Sequence[float], rule: EarlyEnd, *, num_later: int = 0) -> EarlyEndReason | None:

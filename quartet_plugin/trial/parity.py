@@ -138,13 +138,22 @@ class ParityGate:
         assert self._trial is not None
         measured = LossSeries(steps=steps, job=None, result=result)
         try:
-            return self._receipt(plan, self._trial, measured, reference_plan=None)
+            return self._receipt(
+                plan, self._trial, measured, reference_plan=None, is_stock=not needs_receipt(plan)
+            )
         except _WeightsGoneError:
             return self.check(plan)
 
     def _receipt(
-        self, plan: Plan, reference: LossSeries, measured: LossSeries, *, reference_plan: Plan | None
+        self,
+        plan: Plan,
+        reference: LossSeries,
+        measured: LossSeries,
+        *,
+        reference_plan: Plan | None,
+        is_stock: bool = False,
     ) -> Receipt:
+        """The receipt; with `is_stock` the plan is stock under its layout, and may round as one does."""
         job = reference.job
         if job is None:
             raise ParityUnavailableError("the reference run left no job description; look at its stdout.log")
@@ -155,8 +164,7 @@ class ParityGate:
         failure = find_failure(plan, reference.steps, measured.steps, tolerance=tolerance)
         by_layout = None
         rounds_otherwise = reference_plan is None and plan.layout.reductions != job.layout.reductions
-        if failure is not None and rounds_otherwise and not needs_receipt(plan):
-            # The plan is what stock does under its layout: it may round as a layout does.
+        if failure is not None and rounds_otherwise and is_stock:
             tolerance = rounding_limit(tolerance, precision=precision)
             failure = find_failure(plan, reference.steps, measured.steps, tolerance=tolerance)
         elif failure is not None and rounds_otherwise:

@@ -72,7 +72,7 @@ def ranks(
     def made(**changes: Any) -> list[tuple[str, StepMeter]]:
         path = write_trial(tmp_path, warmup=1, measure=10)
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-        meters = []
+        meters: list[tuple[str, StepMeter]] = []
         for rank in ("0", "1"):
             names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0"}
             env = RankEnv.of({**names, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})

@@ -199,6 +199,7 @@ def test_a_trial_is_compared_with_trial_0_and_stock_runs_under_its_layout_alone(
 ) -> None:
     trainer = Trainer(checked=OTHER_BATCH, rounding=by_micro_batch(*GROWING))
     gate = gate_of(trainer, tmp_path, monkeypatch)
+    monkeypatch.setattr(parity, "needs_receipt", lambda plan: True)
     command = parse_command(["torchrun", "train.py"], environment={})
     trial, own = (
         trainer.run(TrialRequest(folder=tmp_path / name, command=command, plan=plan))
@@ -219,3 +220,20 @@ def test_a_trial_is_compared_with_trial_0_and_stock_runs_under_its_layout_alone(
     trainer.names.clear()
     same = gate.compare_trial(OTHER_BATCH, own, steps_of(trial))
     assert (same.verdict, same.layout_reference, trainer.names) == ("passed", None, [])
+
+
+@pytest.mark.parametrize(("rounding", "verdict"), [(GROWING, "passed"), ((1e-3,) * NUM_STEPS, "failed")])
+def test_a_stock_plan_may_round_as_a_layout_does_in_its_own_trial_and_takes_no_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounding: tuple[float, ...], verdict: str
+) -> None:
+    trainer = Trainer(rounding=by_micro_batch(*rounding), checked=OTHER_BATCH)
+    gate = gate_of(trainer, tmp_path, monkeypatch)
+    trial, own = (
+        trainer.run(TrialRequest(folder=tmp_path / name, command=gate.command, plan=plan))
+        for name, plan in (("000000", None), ("000001", OTHER_BATCH))
+    )
+    gate.adopt_trial(trial, steps_of(trial))
+    receipt = gate.compare_trial(OTHER_BATCH, own, steps_of(own))
+    assert receipt.verdict == verdict
+    assert receipt.tolerance.loss > 1e-6
+    assert trainer.names == ["000000", "000001"]

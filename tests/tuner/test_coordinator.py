@@ -408,20 +408,21 @@ def test_what_is_measured_on_a_machine_that_has_slowed_down_is_compared_with_tha
     own = slower.seconds
     slower.seconds = lambda plan: own(plan) * (1.5 if len(slower.launched) > 4 else 1.0)
     study = {"trials": 8, "control": 3}
-    expected = tune(begin(tmp_path / "a" / "r", study=study), steady)
+    trial = {"measure": 10}
+    expected = tune(begin(tmp_path / "a" / "r", study=study, trial=trial), steady)
     limits = [one.slow_above_s for one in requests if one.folder.parent.name == "trials"]
     requests.clear()
     watching = Watching()
-    found = tune(begin(tmp_path / "b" / "r", study=study), slower, observer=watching)
+    found = tune(begin(tmp_path / "b" / "r", study=study, trial=trial), slower, observer=watching)
     for one, other in zip(expected.trials, found.trials, strict=True):
         assert one.plan.key == other.plan.key
         assert other.record.value == pytest.approx(one.record.value)
         assert one.record.iteration_s is not None
         assert other.record.iteration_s == pytest.approx(one.record.iteration_s / other.record.drift)
     drifted = [one.slow_above_s for one in requests if one.folder.parent.name == "trials"]
-    for limit, before, trial in zip(drifted[1:], limits[1:], found.trials[1:], strict=True):
+    for limit, before, later in zip(drifted[1:], limits[1:], found.trials[1:], strict=True):
         assert before is not None
-        assert limit == pytest.approx(before / trial.record.drift)
+        assert limit == pytest.approx(before / later.record.drift)
     shown = [re.match(r"trial (\d+): .* ([\d.]+)x the baseline", line) for line in watching.messages]
     own_value = found.trials[0].record.value
     assert own_value is not None
@@ -444,7 +445,8 @@ def test_what_is_far_behind_the_best_is_cut_short(tmp_path: Path) -> None:
     """The limit is the time at which a plan would be two thirds as good as the best so far."""
     requests: list[TrialRequest] = []
     machine = FakeMachine(on_launch=requests.append, noise=0.0)
-    result = tune(begin(tmp_path / "r", search=SCALING, study={"trials": 8}), machine)
+    run = begin(tmp_path / "r", search=SCALING, study={"trials": 8}, trial={"measure": 10})
+    result = tune(run, machine)
     best = 0.0
     for trial in [one for one in result.trials if one.record.repeats is None]:
         request = next(one for one in requests if one.folder.name == f"{trial.number:06d}")
