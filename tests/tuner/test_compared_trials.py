@@ -11,10 +11,12 @@ import pytest
 from quartet_plugin.launchers.command import parse_command
 from quartet_plugin.model.plan import Plan
 from quartet_plugin.model.receipt import read_receipt
+from quartet_plugin.space.plan_space import baseline_plan
 from quartet_plugin.trial.outcome import TOO_SHORT
 from quartet_plugin.trial.request import Outcome, TrialRequest, TrialResult
 from quartet_plugin.tuner.compared_trials import ComparedTrials, why_nothing_is_kept
 from quartet_plugin.tuner.trial_backend import trial_weights
+from tests.space.jobs import make_job, make_nodes
 from tests.tuner.fakes import FakeMachine, Killed, Watching, begin, resume, tune
 from tests.tuner.test_parity import (
     OF_EVERY_KIND,
@@ -224,8 +226,8 @@ def test_a_stock_plan_that_trains_otherwise_is_never_measured_and_others_of_its_
     assert not events(run, "quarantine")
 
 
-def test_a_stock_plan_that_may_change_the_objective_is_not_compared(custom: Plan, tmp_path: Path) -> None:
-    stock = replace(custom, schedule=replace(custom.schedule, name="1f1b", custom=None))
+def test_a_stock_plan_that_may_change_the_objective_is_not_compared(tmp_path: Path) -> None:
+    stock = baseline_plan(make_job(), nodes=make_nodes(2), run="r", seed=0)
     (tmp_path / "kept.json").write_text(json.dumps({"attempt_id": "a" * 32, "schema_version": 1}))
     kept = ComparedTrials(
         weights=tmp_path, attempt_id="a" * 32, start_s=5.0, iterations_s=2.0, layout=stock.layout
