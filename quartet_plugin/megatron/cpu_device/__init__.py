@@ -85,7 +85,7 @@ def _redirect_and_import(*, training: bool) -> None:
     startup.defer_compilers(_installations.append)
     import torch
 
-    from quartet_plugin.megatron.cpu_device import checkpoints, cuda
+    from quartet_plugin.megatron.cpu_device import checkpoints, cuda, norms
     from quartet_plugin.rank import device
 
     device.declare_cpu()
@@ -95,7 +95,7 @@ def _redirect_and_import(*, training: bool) -> None:
     _installations.append(redirect(redirects()))
     cuda.silence_fork_warning()
     startup.import_megatron(training=training)
-    _installations.append(redirect([startup.COMPILE_HELPERS, *checkpoints.redirects()]))
+    _installations.append(redirect([startup.COMPILE_HELPERS, norms.L2_NORM, *checkpoints.redirects()]))
 
 
 def redirects() -> list[Redirect]:
