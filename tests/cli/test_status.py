@@ -239,7 +239,7 @@ def test_a_run_that_runs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
         text = printed(capsys, "status", str(path))
     assert f"state     running: process {os.getpid()} on {socket.gethostname()}, alive" in text
     assert "now       trial 3" in text
-    assert ": measure 5/13, 1" in text
+    assert ": measure 5/11, 1" in text
     assert "left" in text
 
 
@@ -251,7 +251,7 @@ def test_what_runs_beside_the_trials_is_named(
         copy_of(path / "trials/000003", to=path / purpose)
         begin_attempt(path, iteration=2, trial=purpose)
         with Lease.acquire(path):
-            assert f"now       {words}: measure 2/13, 1" in printed(capsys, "status", str(path))
+            assert f"now       {words}: measure 2/11, 1" in printed(capsys, "status", str(path))
         shutil.rmtree(path / purpose)
 
 
