@@ -64,7 +64,7 @@ def assert_nothing_is_left_over(run: Path) -> None:
         assert not path.name.startswith(".ballast"), path
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.nightly)])
 def test_row_15_a_preempted_tuner_leaves_its_trial_to_the_requeued_one(tmp_path: Path, number: int) -> None:
     """Slurm sends SIGTERM to tuner and ranks alike, and starts the very command again."""
     process = start(tmp_path, fake=SLOW)

@@ -18,7 +18,7 @@ from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.launchers.slurm_cluster import SlurmCluster
 from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("outside_of_jobs")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("outside_of_jobs")]
 
 ROOT = Path(__file__).parents[2]
 ENTRY = "from quartet_plugin.cli.main import entry; entry()"
@@ -89,6 +89,7 @@ def check_nothing_is_left(cluster: SlurmCluster, folder: Path) -> None:
     wait_until(lambda: not living(folder), what="the end of every process")
 
 
+@pytest.mark.slow
 def test_the_job_script_queues_itself_again_and_goes_on(cluster: SlurmCluster, tmp_path: Path) -> None:
     """As Slurm's signal before the time limit, or of a preemption, makes it do."""
     words = tuner_words(tmp_path, fake=["--step-s", "0.3"])
@@ -132,6 +133,7 @@ def test_the_job_script_queues_itself_again_and_goes_on(cluster: SlurmCluster, t
     check_nothing_is_left(cluster, tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_study_of_jobs_whose_tuner_is_killed(cluster: SlurmCluster, tmp_path: Path) -> None:
     """The jobs go on; a tuner with --resume waits for them and measures nothing twice."""
     options = ("--launcher", "slurm-batch", "--trial-nodes", "2", "--workers", "2")
@@ -158,6 +160,7 @@ def test_a_study_of_jobs_whose_tuner_is_killed(cluster: SlurmCluster, tmp_path: 
     check_nothing_is_left(cluster, tmp_path)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_jobs(cluster: SlurmCluster, tmp_path: Path) -> None:
     words = tuner_words(tmp_path, "--launcher", "slurm-batch", "--trial-nodes", "2", fake=["--step-s", "3"])
     process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -168,6 +171,7 @@ def test_ctrl_c_ends_the_jobs(cluster: SlurmCluster, tmp_path: Path) -> None:
     check_nothing_is_left(cluster, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(580)
 def test_megatron_is_tuned_and_trained_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
     (tmp_path / "q.yaml").write_text(MEGATRON_CONFIG)

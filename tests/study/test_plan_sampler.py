@@ -84,6 +84,7 @@ def test_the_documented_script_runs_and_leaves_an_ordinary_study(
     optuna.load_study(study_name="plans", storage="sqlite:///plans.sqlite3", sampler=tpe()).ask()
 
 
+@pytest.mark.nightly
 def test_the_best_plan_is_found_in_far_fewer_trials_than_by_tpe_alone() -> None:
     space = space_of()
     planned, alone = [], []
