@@ -62,6 +62,9 @@ class DelayedLayer:
 
     def end_full_backward(self) -> None:
         """Call DDP's hooks, as the layer's W would, after a backward that has computed all gradients."""
+        for weight in self._fused_weights():
+            if weight.grad is None:
+                _mark_as_added(weight)
         for hook in self.layer.wgrad_accumulation_and_reduce_hooks:
             hook()
 
@@ -73,11 +76,7 @@ class DelayedLayer:
     def accumulate(self) -> None:
         """Compute the oldest gradient in the store; the layer calls DDP's hooks."""
         for weight in self._fused_weights():
-            # Where DDP overlaps reductions its hook wants some gradient; with zero_out_wgrad it adds it.
-            make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-            weight.grad = make(weight)
-            # A backward under hooks on saved tensors could not mark the weight.
-            weight.grad_added_to_main_grad = True
+            _mark_as_added(weight)
         layer, uses_bias = self.layer, self.layer.use_bias
         # Else `backward_dw` sets the gradient of a bias that has had it in I.
         layer.use_bias = uses_bias and _delays_bias(layer)
@@ -88,6 +87,17 @@ class DelayedLayer:
 
     def _fused_weights(self) -> list[Any]:
         return self.weights if self.layer.fuse_wgrad_accumulation else []
+
+
+def _mark_as_added(weight: Any) -> None:
+    """Let DDP's hook know that the weight's gradient is in `main_grad` already.
+
+    A backward under hooks on saved tensors could not mark the weight.
+    """
+    # Where DDP overlaps reductions its hook wants some gradient; with zero_out_wgrad it adds it.
+    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    weight.grad = make(weight)
+    weight.grad_added_to_main_grad = True
 
 
 def obstacle(args: Namespace, *, version: str | None = None) -> str | None:

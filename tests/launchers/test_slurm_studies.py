@@ -86,7 +86,7 @@ def verdicts(run: Path) -> list[str]:
 def check_nothing_is_left(cluster: SlurmCluster, folder: Path) -> None:
     names = cluster.run("squeue", "-h", "-o", "%j").split()
     assert not [name for name in names if name.startswith("quartet")]
-    wait_until(lambda: not living(folder), what="the end of every process")
+    wait_until(lambda: not living(folder), what="the end of every process", timeout_s=120.0)
 
 
 @pytest.mark.slow
@@ -115,10 +115,16 @@ def test_the_job_script_queues_itself_again_and_goes_on(cluster: SlurmCluster, t
         more=environment(),
     )
     run = tmp_path / "runs" / "fake"
-    wait_until(lambda: any(run.glob("trials/00000[12]/attempt-1/rank-*.beat.json")), what="a trial")
+    wait_until(
+        lambda: any(run.glob("trials/00000[12]/attempt-1/rank-*.beat.json")), what="a trial", timeout_s=200.0
+    )
     cluster.run("scancel", "--signal=TERM", "--batch", job)
     # Slurm lets a requeued job wait for two minutes.
-    wait_until(lambda: cluster.run("squeue", "-h", "-o", "%T", "-j", job) == "PENDING", what="the queue")
+    wait_until(
+        lambda: cluster.run("squeue", "-h", "-o", "%T", "-j", job) == "PENDING",
+        what="the queue",
+        timeout_s=200.0,
+    )
     cluster.run("scontrol", "update", f"jobid={job}", "starttime=now")
     printed = await_end(cluster, job, tmp_path)
     assert printed.count("trial 0: your own command") >= 1
@@ -144,6 +150,7 @@ def test_a_study_of_jobs_whose_tuner_is_killed(cluster: SlurmCluster, tmp_path: 
     wait_until(
         lambda: any(run.glob("trials/000001/attempt-1/rank-*.beat.json")),
         what=f"a trial: {(tmp_path / 'first.txt').read_text()}",
+        timeout_s=200.0,
     )
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -165,7 +172,9 @@ def test_ctrl_c_ends_the_jobs(cluster: SlurmCluster, tmp_path: Path) -> None:
     words = tuner_words(tmp_path, "--launcher", "slurm-batch", "--trial-nodes", "2", fake=["--step-s", "3"])
     process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     run = tmp_path / "runs" / "fake"
-    wait_until(lambda: any(run.glob("trials/000000/attempt-1/rank-*.beat.json")), what="a trial")
+    wait_until(
+        lambda: any(run.glob("trials/000000/attempt-1/rank-*.beat.json")), what="a trial", timeout_s=200.0
+    )
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     check_nothing_is_left(cluster, tmp_path)

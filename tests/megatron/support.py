@@ -211,6 +211,7 @@ def read_steps(folder: Path) -> dict[int, list[Step]]:
             for step in json.loads(path.read_text())
         ]
         for path in sorted(folder.glob("rank-*.json"))
+        if path.stem.removeprefix("rank-").isdecimal()
     }
 
 

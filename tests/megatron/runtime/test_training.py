@@ -454,7 +454,8 @@ def test_layers_of_the_engine_are_profiled(references: References) -> None:
     for name, part in parts.items():
         assert part["forward_s"] > 0
         assert name == "embedding" or part["input_grad_s"] > 0
-        assert name == "embedding" or part["weight_grad_s"] > 0
+        # The head's weight is the embedding's here, whose gradient stays whole.
+        assert name in ("embedding", "head") or part["weight_grad_s"] > 0
         assert name == "embedding" or part["backward_s"] > 0
 
 
