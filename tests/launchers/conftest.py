@@ -5,12 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.launchers import namespaces
 from tests.launchers.slurm_cluster import SlurmCluster, slurm_cluster
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
     """Four nodes, for all tests of one process."""
+    namespaces.require()
     with slurm_cluster(tmp_path_factory.mktemp("slurm"), num_nodes=4) as running:
         yield running
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.launchers import namespaces
+
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "unshare")
 _UP_S = 60.0
 _CONF = """\
@@ -135,12 +137,9 @@ class SlurmCluster:
             time.sleep(0.1)
 
     def _start(self, name: str, words: Sequence[str]) -> None:
-        hosts = self.folder / "hosts"
-        script = f'mount --bind "{hosts}" /etc/hosts && hostname {name} && exec "$@"'
-        namespaces = ["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
         with (self.folder / "log" / f"{name}.out").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
-                [*namespaces, "bash", "-c", script, "bash", *words],
+                namespaces.words_on(name, str(self.folder / "hosts"), words),
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

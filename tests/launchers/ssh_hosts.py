@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quartet_plugin.launchers.site import Site, SshSite
+from tests.launchers import namespaces
 
 _SSHD = """\
 Port {port}
@@ -52,12 +53,10 @@ class SshHosts:
 
     def start(self, name: str) -> None:
         """Start a host's sshd."""
-        script = f'mount --bind "{self.folder / "hosts"}" /etc/hosts && hostname {name} && exec "$@"'
-        namespaces = ["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
         sshd = ["/usr/sbin/sshd", "-D", "-e", "-f", str(self.folder / f"{name}.conf")]
         with (self.folder / f"{name}.log").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
-                [*namespaces, "bash", "-c", script, "bash", *sshd],
+                namespaces.words_on(name, str(self.folder / "hosts"), sshd),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -11,6 +11,7 @@ from quartet_plugin.launchers.engines import engine_named
 from quartet_plugin.launchers.protocol import Engine
 from quartet_plugin.launchers.site import Site
 from quartet_plugin.testing.launchers import LauncherConformance
+from tests.launchers import namespaces
 from tests.launchers.ssh_hosts import SshHosts, ssh_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -19,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
     """Three hosts for all tests of this file."""
+    namespaces.require()
     with ssh_hosts(tmp_path_factory.mktemp("ssh"), number=3) as running:
         yield running
 
