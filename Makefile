@@ -29,7 +29,7 @@ test: system-packages $(STAMP) $(RELEASES)
 	$(PY) -m pytest -m "not slow and not nightly" --durations=30 --numprocesses 3 --dist loadfile
 
 test-slow: system-packages $(STAMP) $(RELEASES)
-	$(PY) -m pytest -m slow --durations=30 --numprocesses 3 --dist worksteal --timeout 600
+	$(PY) -m pytest -m "slow and not nightly" --durations=30 --numprocesses 3 --dist worksteal --timeout 600
 
 # Every case of Megatron's matrix once more on process groups that are as strict as NCCL.
 test-nightly: system-packages $(STAMP) $(RELEASES)
