@@ -119,8 +119,8 @@ def test_the_job_script_queues_itself_again_and_goes_on(cluster: SlurmCluster, t
         lambda: any(run.glob("trials/00000[12]/attempt-1/rank-*.beat.json")), what="a trial", timeout_s=200.0
     )
     cluster.run("scancel", "--signal=TERM", "--batch", job)
-    # Slurm lets a requeued job wait for two minutes, as long as a credential lives: a node refuses one that was made
-    # in the second in which the job's former one was revoked, and the job fails before its script starts.
+    # Slurm lets a requeued job wait for two minutes, as long as a credential lives: a node refuses one that
+    # was made in the second in which the job's former one was revoked, and the job's script does not start.
     wait_until(
         lambda: cluster.run("squeue", "-h", "-o", "%T", "-j", job) == "PENDING",
         what="the queue",
