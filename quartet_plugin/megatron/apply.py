@@ -224,6 +224,9 @@ def _add_layout(plan: Plan, user: Namespace, values: dict[str, Any], remove: set
                 remove.add(knob.destination)
             else:
                 values[knob.destination] = value
+    if current.tensor_parallel != layout.tensor_parallel:
+        # Megatron then takes the tensor-parallel size for the experts, too, as plans do.
+        remove.add("expert_tensor_parallel_size")
     if current.tensor_parallel != layout.tensor_parallel and getattr(user, "padded_vocab_size", None) is None:
         # Megatron pads by the tensor-parallel size: without this the model would change with the layout.
         size = _planned_vocabulary(plan, user)

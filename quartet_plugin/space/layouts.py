@@ -50,13 +50,14 @@ def _of_degrees(layout: Layout, shape: ModelShape, rules: LayoutRules) -> Layout
     """The layout before the knobs that depend on degrees: the command's values as far as they fit.
 
     A command without tensor parallelism says nothing about sequence parallelism: it is on where its layers
-    have it, as in every recipe.
+    have it, as in every recipe, and where experts need it.
     """
     command = rules.job.layout
     is_same = layout.pipeline_parallel == command.pipeline_parallel
     is_on = command.sequence_parallel
     if command.tensor_parallel == 1:
-        is_on = rules.job.layer_impl == "transformer_engine" and divides_sequence(layout, shape)
+        has_it = rules.job.layer_impl == "transformer_engine" or "moe" in rules.job.features
+        is_on = has_it and divides_sequence(layout, shape)
     return replace(
         layout,
         virtual_stages=command.virtual_stages if is_same else 1,

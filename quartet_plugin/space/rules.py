@@ -8,7 +8,7 @@ from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.plan import NodeInfo
 from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.config import SearchConfig
-from quartet_plugin.space.features import Axis, batching_features
+from quartet_plugin.space.features import Axis, objective_axes
 from quartet_plugin.space.forbidden import Prohibitions
 from quartet_plugin.space.written_schedules import WrittenSchedule
 
@@ -41,4 +41,7 @@ class LayoutRules:
 
     def can_change_objective(self, layout: Layout) -> bool:
         """Whether the layout batches samples otherwise, in a job whose loss depends on it: class C."""
-        return layout.batching != self.job.layout.batching and bool(batching_features(self.job.features))
+        command, axes = self.job.layout, objective_axes(self.job.features)
+        return (Axis.MICRO_BATCH in axes and layout.micro_batch_size != command.micro_batch_size) or (
+            Axis.DEGREES in axes and layout.data_parallel != command.data_parallel
+        )

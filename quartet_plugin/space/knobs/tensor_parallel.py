@@ -1,18 +1,21 @@
 """Tensor parallelism: the devices that share each layer."""
 
 from quartet_plugin.model.frameworks import capabilities
+from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
 
 
-def sizes_to_divide(shape: ModelShape) -> dict[str, int]:
-    """The sizes of a model that a tensor-parallel size must divide, by name."""
+def sizes_to_divide(shape: ModelShape, experts: Experts | None = None) -> dict[str, int]:
+    """The sizes of a model that a tensor-parallel size must divide, by name; 0 for one that it lacks."""
     return {
         "heads": shape.num_attention_heads,
         "of the FFN": shape.ffn_hidden_size,
         "of the vocabulary": shape.vocab_size,
+        "of an expert's FFN": 0 if experts is None else experts.ffn_hidden_size,
+        "of the shared expert's FFN": 0 if experts is None else experts.shared_ffn_hidden_size,
     }
 
 
@@ -34,15 +37,15 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     groups = context.shape.num_query_groups
     if groups % size and size % groups:
         return f"must divide the {groups} query groups, or be a multiple of them"
-    sizes = sizes_to_divide(context.shape).items()
+    sizes = sizes_to_divide(context.shape, context.rules.job.experts).items()
     return next((f"must divide the {number} {words}" for words, number in sizes if number % size), None)
 
 
 def _kept(rules: KnobRules) -> str | None:
     if not capabilities(rules.job.framework).changes_tensor_parallel:
         return "the framework's pipelines keep the script's tensor parallelism"
-    # Experts are sharded over the same ranks; another TP would move them.
-    return "moe" if "moe" in rules.job.features else None
+    # Experts that no plan describes may not divide.
+    return "moe" if "moe" in rules.job.features and rules.job.experts is None else None
 
 
 TENSOR_PARALLEL = LayoutKnob(
@@ -52,7 +55,7 @@ TENSOR_PARALLEL = LayoutKnob(
     kind="degree",
     axis=Axis.DEGREES,
     change_class="B",
-    rule="divides heads, FFN, vocabulary and a node's devices, and query groups or is a multiple of them "
+    rule="divides heads, FFNs, vocabulary and a node's devices, and query groups or is a multiple of them "
     "(megatron/core/transformer/transformer_config.py)",
     flag="--tensor-model-parallel-size",
     offers=_offers,
