@@ -310,8 +310,8 @@ def features_of(args: Namespace) -> list[str]:
 def _router_features(args: Namespace) -> list[str]:
     """What of the routing to experts depends on how samples are grouped, or binds ranks.
 
-    A loss whose coefficient is 0, Megatron's default, takes no part in the objective; `seq_aux_loss` is of one
-    sequence at a time.
+    A loss whose coefficient is 0, Megatron's default, takes no part in the objective; `seq_aux_loss` is of
+    one sequence at a time.
     """
     if not _is_on(args, "num_experts"):
         return []

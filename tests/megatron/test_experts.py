@@ -13,8 +13,8 @@ from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_pla
 FLAGS = [
     *MEGATRON_FLAGS,
     *shlex.split(
-        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type aux_loss "
-        "--moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --moe-router-dtype fp32 "
+        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --moe-router-dtype fp32 "
         "--moe-layer-freq ([0]*1+[1]*5) --moe-shared-expert-intermediate-size 64 --disable-bias-linear"
     ),
 ]

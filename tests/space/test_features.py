@@ -76,7 +76,7 @@ def test_experts_that_no_plan_describes_keep_their_degrees() -> None:
 def test_degrees_of_experts_are_tuned() -> None:
     experts = Experts(num_experts=4, experts_per_token=2, ffn_hidden_size=96)
     job = make_job(layout=LAYOUT, features=("moe",), experts=experts)
-    search = parse_config({"search": {"schedule": "stock"}}, where="q.yaml").search
+    search = parse_config({"search": {"schedule": ["no-pipelining", "1f1b"]}}, where="q.yaml").search
     plans = plans_of(build_space(job, nodes=make_nodes(4), search=search, run="r", seed=0), num=300)
     degrees = {(plan.layout.data_parallel, plan.layout.expert_parallel) for plan in plans}
     assert degrees == {(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)}
