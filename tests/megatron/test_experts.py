@@ -10,14 +10,12 @@ from quartet_plugin.model.plan import Plan, write_plan
 from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan, write_trial
 
 # Megatron's own bias of sequential experts writes into a view, which torch refuses on every device.
-FLAGS = [
-    *MEGATRON_FLAGS,
-    *shlex.split(
-        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 "
-        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall --moe-router-dtype fp32 "
-        "--moe-layer-freq ([0]*1+[1]*5) --moe-shared-expert-intermediate-size 64 --disable-bias-linear"
-    ),
-]
+EXPERTS = """
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64
+    --moe-layer-freq ([0]*1+[1]*5) --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+    --moe-token-dispatcher-type alltoall --moe-router-dtype fp32 --disable-bias-linear
+"""
+FLAGS = [*MEGATRON_FLAGS, *shlex.split(EXPERTS)]
 CPU = ("--quartet-device", "cpu")
 
 
