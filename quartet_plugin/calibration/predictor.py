@@ -120,6 +120,7 @@ class PlanPredictor:
         self._trials: dict[int, FinishedTrial] = {}
         self._times: dict[int, tuple[_Time, ...]] = {}
         self._learned: set[int] = set()
+        self._num_learned = 0
         self._depth_proxies: dict[int, tuple[Plan, _Time]] = {}
         self._samples: list[PosteriorSample] = []
         self._groups: Groups | None = None
@@ -131,6 +132,7 @@ class PlanPredictor:
             if trial.number in self._learned or record.repeats is not None:
                 continue
             self._learned.add(trial.number)
+            self._num_learned += 1
             self.feasibility.learn(trial)
             is_full = record.verdict == "measured" and not record.is_depth_proxy
             if is_full and record.iteration_s is not None and self.knows(trial.plan):
@@ -147,6 +149,7 @@ class PlanPredictor:
             iteration_model=self._model_of(proxy.small),
         )
         self._depth_proxies[proxy.number] = (proxy.plan, time)
+        self._num_learned += 1
         self._samples = []
 
     def knows(self, plan: Plan) -> bool:
@@ -166,6 +169,11 @@ class PlanPredictor:
         return bool(self._trials)
 
     @property
+    def num_learned(self) -> int:
+        """How often something was learned: predictions change with this number alone."""
+        return self._num_learned
+
+    @property
     def measured(self) -> dict[int, Plan]:
         """The measured plans by the numbers of their trials, in order."""
         return {number: self._trials[number].plan for number in sorted(self._trials)}
@@ -182,9 +190,12 @@ class PlanPredictor:
         shared[:, : len(self._groups)] = self._residuals.covariance(groups, self._groups)
         variance = self._residuals.variance(groups)
         log_s, spread = np.empty((len(samples), len(plans))), np.empty((len(samples), len(plans)))
+        points = np.array([sample.point for sample in samples])
+        seconds = np.array([model.seconds(points) for model in models]).T
         for index, sample in enumerate(samples):
-            seconds = np.array([model.evaluate(sample.point)[0] for model in models])
-            log_s[index], spread[index] = sample.correct(np.log(seconds), shared=shared, variance=variance)
+            log_s[index], spread[index] = sample.correct(
+                np.log(seconds[index]), shared=shared, variance=variance
+            )
         return _mixed(np.array([sample.weight for sample in samples]), log_s, spread)
 
     def most_likely_s(self, plans: Sequence[Plan]) -> list[float]:
