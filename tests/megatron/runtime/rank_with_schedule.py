@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,21 +27,50 @@ FUSION, ENGINE_LAYERS = "--gradient-accumulation-fusion", "transformer_engine"
 
 
 def main() -> None:
-    """Install device, runtime and recording, then run the script."""
+    """Prepare this process and train in it."""
+    words = sys.argv[1:]
+    prepare(preparation(words))
+    train(words)
+
+
+def preparation(words: Sequence[str]) -> list[str]:
+    """The words that decide what is imported and replaced, before anything is."""
+    return sorted({FUSION, ENGINE_LAYERS} & set(words))
+
+
+def prepare(flags: Sequence[str]) -> None:
+    """Install the device, and bring the stand-ins that `preparation` has named."""
     from quartet_plugin.megatron import cpu_device
 
     cpu_device.ensure_environment()
-    folder, order, script, *arguments = sys.argv[1:]
+    if FUSION in flags:
+        provide(APEX)
+    if ENGINE_LAYERS in flags:
+        provide(ENGINE)
+    cpu_device.install()
+
+
+def import_runtime() -> None:
+    """Import, and compile, what `train` needs beyond Megatron."""
+    from quartet_plugin.megatron.runtime.install import prepare
+    from quartet_plugin.runtime.programs import ScheduleSpec
+    from tests.runtime.pipelines import stage_costs
+
+    prepare(ScheduleSpec(costs=stage_costs((0, 1)), name="zb-h1"), num_microbatches=2)
+
+
+def train(words: Sequence[str]) -> None:
+    """Install runtime and recording, then run the script."""
+    from quartet_plugin.megatron import cpu_device
+
+    folder, order, script, *arguments = words
     # The device replaces kernels that need a GPU, unless their stand-ins have been brought.
     given = set(arguments) - {"--sequence-parallel"}
     if FUSION in arguments:
-        provide(APEX)
         arguments.remove(FUSION)
         given |= {"--no-gradient-accumulation-fusion"}
     if ENGINE_LAYERS in arguments:
-        provide(ENGINE)
         given |= {"--transformer-impl", "local"}
-    cpu_device.install()
     from tests.megatron.rank_on_cpu import record_steps
 
     if "--sequence-parallel" in arguments and ENGINE_LAYERS not in arguments:
