@@ -85,7 +85,7 @@ def _doctor_nodes(*, launcher: str | None, site: Path | None, form: ReportFormat
         CheckRow(
             check="framework",
             state="fail" if report["fault"] else "warn" if changed else "ok",
-            found=report["fault"]
+            finding=report["fault"]
             or f"megatron-core {report['framework_version']}, {len(changed)} functions not as known",
             fix="quartet doctor shows which axes that keeps" if changed and not report["fault"] else "",
         ),

@@ -1,4 +1,4 @@
-"""What one node of a cluster has, before anything trains there; the standard library alone is needed.
+"""What one node of a cluster has, before anything trains there; no other library is needed.
 
     python -m quartet_plugin.probe.node_checks FOLDER
 
@@ -8,7 +8,6 @@ port, the name of the first node and the clocks are tried as a training would.
 """
 
 import contextlib
-import json
 import os
 import platform
 import resource
@@ -23,6 +22,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from quartet_plugin.model.files import write_json_atomic
 
 # Distributions whose versions must be equal on all nodes.
 PACKAGES = (
@@ -105,10 +106,10 @@ def limits() -> dict[str, int]:
         "locked memory": resource.RLIMIT_MEMLOCK,
         "shared memory": None,
     }
-    found = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items() if kind is not None}
+    values = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items() if kind is not None}
     with contextlib.suppress(OSError):
-        found["shared memory"] = shutil.disk_usage("/dev/shm").total  # noqa: S108
-    return found
+        values["shared memory"] = shutil.disk_usage("/dev/shm").total  # noqa: S108
+    return values
 
 
 def storage_s(folder: Path) -> float:
@@ -140,8 +141,8 @@ def meet(environment: Mapping[str, str], *, limit_s: float = MEET_S) -> dict[str
             return {**place, "answered": answered}
         return {**place, "clock_offset_s": _clock_offset(address, port, limit_s=limit_s)}
     except OSError as error:
-        what = f"port {port} of {address}" if index else f"port {port}"
-        return {**place, "unreached": f"{what}: {error.strerror or type(error).__name__}"}
+        peer = f"port {port} of {address}" if index else f"port {port}"
+        return {**place, "unreached": f"{peer}: {error.strerror or type(error).__name__}"}
 
 
 def _answer(port: int, *, num_others: int, limit_s: float) -> int:
@@ -198,10 +199,7 @@ def main() -> None:
     meeting.start()
     facts = node_facts(folder, os.environ)
     meeting.join()
-    target = folder / f"node-{place['index']}.json"
-    draft = target.with_suffix(".draft")
-    draft.write_text(json.dumps({**facts, **place}))
-    draft.rename(target)
+    write_json_atomic(folder / f"node-{place['index']}.json", {**facts, **place})
 
 
 if __name__ == "__main__":

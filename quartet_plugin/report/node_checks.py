@@ -27,7 +27,7 @@ class CheckRow:
 
     check: str
     state: State
-    found: str
+    finding: str
     fix: str = ""
 
 
@@ -44,7 +44,7 @@ def table_lines(rows: Sequence[CheckRow]) -> list[str]:
     width = max(len(row.check) for row in rows)
     lines = []
     for row in rows:
-        lines.append(f"{row.check:{width}}  {row.state:4}  {row.found}")
+        lines.append(f"{row.check:{width}}  {row.state:4}  {row.finding}")
         if row.fix:
             lines.append(f"{'':{width}}        {row.fix}")
     return lines
@@ -56,10 +56,10 @@ def _nodes(facts: NodeFacts, expected: Sequence[str]) -> CheckRow:
         return CheckRow(
             check="nodes",
             state="fail",
-            found=f"{len(facts)} of {len(expected)} answered; nothing of {_listed(missing)}",
+            finding=f"{len(facts)} of {len(expected)} answered; nothing of {_listed(missing)}",
             fix="this folder and this python must be there under the same paths (mount, module, container)",
         )
-    return CheckRow(check="nodes", state="ok", found=f"{len(facts)} answered")
+    return CheckRow(check="nodes", state="ok", finding=f"{len(facts)} answered")
 
 
 def _packages(facts: NodeFacts) -> CheckRow:
@@ -70,19 +70,19 @@ def _packages(facts: NodeFacts) -> CheckRow:
         return CheckRow(
             check="packages",
             state="fail",
-            found="; ".join(f"{name}: {_groups(versions[name])}" for name in differing),
+            finding="; ".join(f"{name}: {_groups(versions[name])}" for name in differing),
             fix="install the same versions on all nodes: ranks of different releases do not agree",
         )
     lacking = [name for name in ("quartet-plugin", "torch") if name not in names]
-    found = ", ".join(f"{name} {next(iter(versions[name]))}" for name in names)
+    finding = ", ".join(f"{name} {next(iter(versions[name]))}" for name in names)
     if lacking:
         return CheckRow(
             check="packages",
             state="fail",
-            found=f"no {' and no '.join(lacking)}; {found}",
+            finding=f"no {' and no '.join(lacking)}; {finding}",
             fix="install it for the python that starts the trials (python: of site.yaml)",
         )
-    return CheckRow(check="packages", state="ok", found=found)
+    return CheckRow(check="packages", state="ok", finding=finding)
 
 
 def _version(node: Mapping[str, Any], *, package: str) -> str | None:
@@ -96,18 +96,18 @@ def _devices(facts: NodeFacts) -> CheckRow:
         return CheckRow(
             check="devices",
             state="fail",
-            found=_groups(groups),
+            finding=_groups(groups),
             fix="trials need nodes of equal size: leave the others out, or give them back",
         )
-    found = next(iter(groups))
+    finding = next(iter(groups))
     if not any(node["devices"] for node in facts.values()):
         return CheckRow(
             check="devices",
             state="warn",
-            found=f"{found}, no accelerator",
+            finding=f"{finding}, no accelerator",
             fix="ask for accelerators (gpus_per_node of site.yaml), or tune with device: cpu",
         )
-    return CheckRow(check="devices", state="ok", found=found)
+    return CheckRow(check="devices", state="ok", finding=finding)
 
 
 def _same(
@@ -118,8 +118,8 @@ def _same(
     def compare(facts: NodeFacts) -> CheckRow:
         groups = _by_value(facts, value)
         if len(groups) > 1:
-            return CheckRow(check=check, state="warn", found=_groups(groups), fix=fix)
-        return CheckRow(check=check, state="ok", found=str(next(iter(groups))) or "none")
+            return CheckRow(check=check, state="warn", finding=_groups(groups), fix=fix)
+        return CheckRow(check=check, state="ok", finding=str(next(iter(groups))) or "none")
 
     return compare
 
@@ -136,10 +136,10 @@ def _links(facts: NodeFacts) -> CheckRow:
         return CheckRow(
             check="links",
             state="warn",
-            found="; ".join(filter(None, (_listed(down), _groups(groups) if len(groups) > 1 else ""))),
+            finding="; ".join(filter(None, (_listed(down), _groups(groups) if len(groups) > 1 else ""))),
             fix="a port that is down makes its node slow: ask the site, or leave the node out",
         )
-    return CheckRow(check="links", state="ok", found=next(iter(groups)))
+    return CheckRow(check="links", state="ok", finding=next(iter(groups)))
 
 
 def _port(facts: NodeFacts) -> CheckRow:
@@ -148,14 +148,14 @@ def _port(facts: NodeFacts) -> CheckRow:
         return CheckRow(
             check="port",
             state="fail",
-            found="; ".join(f"{name}: {why}" for name, why in lost.items())[:400],
+            finding="; ".join(f"{name}: {why}" for name, why in lost.items())[:400],
             fix="open the ports from 20000 to 32000 between nodes, and let node names resolve on each",
         )
     ports = {node["port"] for node in facts.values() if node["num_nodes"] > 1}
     return CheckRow(
         check="port",
         state="ok",
-        found=f"all reach the first node on {_listed(ports)}" if ports else "one node",
+        finding=f"all reach the first node on {_listed(ports)}" if ports else "one node",
     )
 
 
@@ -163,32 +163,32 @@ def _clock(facts: NodeFacts) -> CheckRow:
     offsets = {name: node["clock_offset_s"] for name, node in facts.items() if "clock_offset_s" in node}
     worst = max(offsets, key=lambda name: abs(offsets[name]), default=None)
     if worst is None:
-        return CheckRow(check="clock", state="ok", found="nothing to compare")
-    found = f"at most {abs(offsets[worst]):.3f} s apart"
+        return CheckRow(check="clock", state="ok", finding="nothing to compare")
+    finding = f"at most {abs(offsets[worst]):.3f} s apart"
     if abs(offsets[worst]) > _CLOCK_S:
         return CheckRow(
             check="clock",
             state="warn",
-            found=f"{found} ({worst})",
+            finding=f"{finding} ({worst})",
             fix="let the nodes follow one clock (chrony, ntp): timelines and leases compare their times",
         )
-    return CheckRow(check="clock", state="ok", found=found)
+    return CheckRow(check="clock", state="ok", finding=finding)
 
 
 def _storage(facts: NodeFacts) -> CheckRow:
     seconds = {name: node["storage_s"] for name, node in facts.items()}
     worst = max(seconds, key=lambda name: seconds[name])
-    found = (
+    finding = (
         f"a file is written in {statistics.median(seconds.values()):.3f} s, at most {seconds[worst]:.3f} s"
     )
     if seconds[worst] > _STORAGE_S:
         return CheckRow(
             check="storage",
             state="warn",
-            found=f"{found} ({worst})",
+            finding=f"{finding} ({worst})",
             fix="put the run folder on a faster file system: --run-dir",
         )
-    return CheckRow(check="storage", state="ok", found=found)
+    return CheckRow(check="storage", state="ok", finding=finding)
 
 
 def _disk(facts: NodeFacts) -> CheckRow:
@@ -198,12 +198,12 @@ def _disk(facts: NodeFacts) -> CheckRow:
         for place, count in node["free_bytes"].items()
     }
     least = min(free, key=lambda place: free[place])
-    found = f"at least {free[least] / 2**30:.1f} GiB free ({least})"
+    finding = f"at least {free[least] / 2**30:.1f} GiB free ({least})"
     if free[least] < LEAST_FREE_BYTES:
         return CheckRow(
-            check="disk", state="fail", found=found, fix="free space there: a trial needs 2.25 GiB"
+            check="disk", state="fail", finding=finding, fix="free space there: a trial needs 2.25 GiB"
         )
-    return CheckRow(check="disk", state="ok", found=found)
+    return CheckRow(check="disk", state="ok", finding=finding)
 
 
 def _limits(facts: NodeFacts) -> CheckRow:
@@ -222,15 +222,15 @@ def _limits(facts: NodeFacts) -> CheckRow:
         return CheckRow(
             check="limits",
             state="fail",
-            found=_listed([*locked, *low]),
+            finding=_listed([*locked, *low]),
             fix="ulimit -l unlimited for jobs: InfiniBand registers memory (Slurm: PropagateResourceLimits)",
         )
     if low:
         wanted = ", ".join(f"{name} {least}" for name, least in _LEAST.items())
         return CheckRow(
-            check="limits", state="warn", found=_listed(low), fix=f"raise them: at least {wanted}"
+            check="limits", state="warn", finding=_listed(low), fix=f"raise them: at least {wanted}"
         )
-    return CheckRow(check="limits", state="ok", found="enough")
+    return CheckRow(check="limits", state="ok", finding="enough")
 
 
 def _nccl(facts: NodeFacts) -> CheckRow:
@@ -244,10 +244,12 @@ def _nccl(facts: NodeFacts) -> CheckRow:
                 return CheckRow(
                     check="nccl",
                     state="fail",
-                    found=f"{version}: {fault}",
+                    finding=f"{version}: {fault}",
                     fix=f"install {first_well[0]}.{first_well[1]} or later",
                 )
-    return CheckRow(check="nccl", state="ok", found=_listed(sorted(versions)) or "not installed as a package")
+    return CheckRow(
+        check="nccl", state="ok", finding=_listed(sorted(versions)) or "not installed as a package"
+    )
 
 
 _CHECKS: tuple[Callable[[NodeFacts], CheckRow], ...] = (

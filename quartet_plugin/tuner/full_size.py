@@ -103,6 +103,8 @@ class FullSizeStudy:
             f"full size: {num_nodes} nodes: {of_plan.iteration_s:.4g} s an iteration predicted, "
             f"{gain.median:.2f}x ({gain.low:.2f}x to {gain.high:.2f}x) of your own command"
         )
+        if ranking.trial.plan.layout.data_parallel == 1:
+            say("full size: its trial had one replica, so what reducing gradients takes is assumed")
         full = replace(
             full,
             prediction=Prediction(
@@ -208,7 +210,8 @@ class FullSizeStudy:
                 if not result.is_measured:
                     return f"{launch.label} was not measured: {result.reason}"[:1_000]
                 times[number].append(statistics.median(result.iteration_s))
-                if number:
+                if not times[trial.number]:
+                    # By the first launch the nodes have names, which a mapping of another order needs.
                     full = replace(full, made_for=replace(full.made_for, nodes=backend.nodes(result)))
         return self._confirmation(full, times[trial.number], times[0], objective=baseline.objective), full
 

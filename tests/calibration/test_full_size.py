@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from tests.space.jobs import make_job, make_nodes
 from tests.space.test_full_size import random_plans
 
 FACTOR = 4
-WRONG = {"speed": 3.0, "head": 2.0, "transfer": 5.0, "network": 6.0, "optimizer": 2.0}
+WRONG: dict[str, Any] = {"speed": 3.0, "head": 2.0, "transfer": 5.0, "network": 6.0, "optimizer": 2.0}
 
 
 class TwoSizes:

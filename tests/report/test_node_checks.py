@@ -41,8 +41,8 @@ def rows_of(*changes: dict[str, Any], expected: int | None = None) -> dict[str, 
 def test_nodes_that_are_alike_are_well() -> None:
     rows = rows_of({}, {})
     assert {row.state for row in rows.values()} == {"ok"}
-    assert rows["devices"].found == "8 x NVIDIA H100 80GB HBM3"
-    assert rows["port"].found == "all reach the first node on 23000"
+    assert rows["devices"].finding == "8 x NVIDIA H100 80GB HBM3"
+    assert rows["port"].finding == "all reach the first node on 23000"
     assert not any(row.fix for row in rows.values())
 
 
@@ -81,28 +81,28 @@ def test_what_is_not_well_is_named_with_the_node_and_what_to_do(
 ) -> None:
     row = rows_of({}, change)[check]
     assert row.state == state
-    assert found in row.found
+    assert found in row.finding
     assert row.fix
 
 
 def test_a_node_without_an_answer_fails() -> None:
     row = rows_of({}, {}, expected=4)["nodes"]
-    assert (row.state, row.found) == ("fail", "2 of 4 answered; nothing of n2, n3")
+    assert (row.state, row.finding) == ("fail", "2 of 4 answered; nothing of n2, n3")
     assert [row.check for row in check_rows({}, expected=["n0"])] == ["nodes"]
 
 
 def test_nodes_without_accelerators_and_packages_are_told_apart() -> None:
     rows = rows_of({"devices": [], "packages": {"torch": "2.11.0"}})
-    assert (rows["devices"].state, rows["devices"].found) == ("warn", "96 cores, no accelerator")
+    assert (rows["devices"].state, rows["devices"].finding) == ("warn", "96 cores, no accelerator")
     assert rows["packages"].state == "fail"
-    assert "no quartet-plugin" in rows["packages"].found
+    assert "no quartet-plugin" in rows["packages"].finding
 
 
 def test_the_table_has_what_to_do_below_its_row() -> None:
     lines = table_lines(
         [
-            CheckRow(check="disk", state="fail", found="1 GiB free", fix="free space"),
-            CheckRow(check="python", state="ok", found="3.12"),
+            CheckRow(check="disk", state="fail", finding="1 GiB free", fix="free space"),
+            CheckRow(check="python", state="ok", finding="3.12"),
         ]
     )
     assert lines == ["disk    fail  1 GiB free", "              free space", "python  ok    3.12"]

@@ -55,7 +55,7 @@ class FullNodes:
     @contextmanager
     def _open(self) -> Iterator[TrialBackend]:
         self.opened += 1
-        yield self.machine  # type: ignore[misc]
+        yield self.machine
 
     @property
     def nodes(self) -> FullSizeNodes:
