@@ -109,7 +109,7 @@ class PlanPredictor:
         self, machine_model: MachineModel, *, num_iterations: int, folder_of: FolderOf | None = None
     ) -> None:
         self.feasibility = FeasibilityModel(machine_model)
-        self._machine_model = machine_model
+        self.machine_model = machine_model
         self._num_iterations = num_iterations
         self._folder_of = folder_of
         self._model_cache = IterationModelCache(machine_model)
@@ -157,7 +157,7 @@ class PlanPredictor:
         key = identity(plan)
         if key not in self._can_predict:
             try:
-                assumed = np.zeros(self._machine_model.num_coefficients)
+                assumed = np.zeros(self.machine_model.num_coefficients)
                 self._can_predict[key] = self._model_of(plan).evaluate(assumed)[0] > 0.0
             except QuartetError:
                 self._can_predict[key] = False
@@ -282,11 +282,11 @@ class PlanPredictor:
             lambda point: _predicted(times, point),
             Measured(log_s=np.array([time.log_s for time in times]), noise=noise, covariance=covariance),
             starts=[self._anchored(iterations[0], start) for start in self._starts()],
-            spreads=self._machine_model.spreads,
+            spreads=self.machine_model.spreads,
         )
 
     def _starts(self) -> list[FloatArray]:
-        num, first_slot = self._machine_model.num_coefficients, len(COEFFICIENTS)
+        num, first_slot = self.machine_model.num_coefficients, len(COEFFICIENTS)
         starts = [{INDEX[coefficient]: ratio for coefficient, ratio in start.items()} for start in STARTS]
         starts += [{index: FAST_SLOT} for index in range(first_slot, min(num, first_slot + MAX_SLOT_STARTS))]
         points = np.zeros((len(starts), num))

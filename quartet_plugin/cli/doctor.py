@@ -12,7 +12,7 @@ import typer
 
 from quartet_plugin.cli.command import PlanFile
 from quartet_plugin.cli.output import show
-from quartet_plugin.errors import InfrastructureError, PlanError, SeamError
+from quartet_plugin.errors import InfrastructureError, PlanError, SeamError, UsageError
 
 if TYPE_CHECKING:
     from quartet_plugin.model.plan import Plan
@@ -44,6 +44,16 @@ def doctor_command(
     form: Annotated[
         ReportFormat, typer.Option("-f", "--format", help="Lines, or one JSON object.")
     ] = ReportFormat.TEXT,
+    nodes: Annotated[
+        bool,
+        typer.Option("--nodes", help="Look at every node: devices, links, ports, clocks, disks, limits."),
+    ] = False,
+    launcher: Annotated[
+        str | None, typer.Option(help="With --nodes, how they are reached: slurm (this allocation) or ssh.")
+    ] = None,
+    site: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --nodes, what the cluster asks: a site.yaml.")
+    ] = None,
 ) -> None:
     """Tell what can be tuned with the Megatron here, axis by axis, with the reason; nothing is launched."""
     if against is not None and not against.exists():
@@ -51,10 +61,46 @@ def doctor_command(
     if plan is not None:
         recheck_command(plan)
         return
+    if nodes:
+        _doctor_nodes(launcher=launcher, site=site, form=form)
+        return
+    if launcher is not None or site is not None:
+        raise UsageError("quartet doctor: --launcher and --site belong to --nodes; add it")
     report = _report(against)
     _show_report(report, form)
     if report["fault"] is not None:
         raise SeamError(report["fault"])
+
+
+def _doctor_nodes(*, launcher: str | None, site: Path | None, form: ReportFormat) -> None:
+    """Show what the nodes and the framework have. Raises InfrastructureError where a check failed."""
+    from quartet_plugin.cli.doctor_nodes import node_rows
+    from quartet_plugin.report.node_checks import CheckRow, table_lines
+
+    rows, facts = node_rows(launcher=launcher, site=site)
+    report = _report(None)
+    changed = _faults(report)
+    rows.insert(
+        1,
+        CheckRow(
+            check="framework",
+            state="fail" if report["fault"] else "warn" if changed else "ok",
+            finding=report["fault"]
+            or f"megatron-core {report['framework_version']}, {len(changed)} functions not as known",
+            fix="quartet doctor shows which axes that keeps" if changed and not report["fault"] else "",
+        ),
+    )
+    if form is ReportFormat.JSON:
+        import json
+        from dataclasses import asdict
+
+        content = {"schema_version": 1, "nodes": facts, "checks": [asdict(row) for row in rows]}
+        typer.echo(json.dumps(content, indent=1))
+    else:
+        show(*table_lines(rows))
+    failed = [row.check for row in rows if row.state == "fail"]
+    if failed:
+        raise InfrastructureError(f"{len(failed)} of {len(rows)} checks failed: {', '.join(failed)}")
 
 
 def recheck_command(plan: PlanFile) -> None:

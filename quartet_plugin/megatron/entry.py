@@ -157,6 +157,10 @@ def _change(session: Session) -> list[str]:
 
     _, add_megatron_arguments = seams.locate(declared.ARGUMENTS)
     flags = Flags(add_megatron_arguments)
+    if session.files is not None and (divisor := session.files.spec.batch_divisor) is not None:
+        from quartet_plugin.megatron.side_effects import words_of_smaller_batch
+
+        words = words_of_smaller_batch(flags, words, divisor=divisor)
     if plan is not None and rendezvous is not None:
         from quartet_plugin.megatron.apply import apply_plan
 

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from quartet_plugin.model.full_size import read_full_size
+from quartet_plugin.model.plan import read_plan
 from tests.cli.tuning import environment, living, prepare, wait_until
 from tests.launchers.slurm_cluster import SlurmCluster
-from tests.megatron.entry_launch import MEGATRON_FLAGS, SCRIPT
+from tests.megatron.entry_launch import GLOBAL_BATCH_SIZE, MEGATRON_FLAGS, SCRIPT
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("outside_of_jobs")]
 
@@ -33,6 +35,17 @@ MEGATRON_CONFIG = """\
 run: real
 device: cpu
 launcher: slurm
+trial: {nodes: 2, warmup: 1, measure: 3}
+study: {trials: 2, top_k: 1, rounds: 3, control: 0}
+search: {schedule: stock}
+"""
+
+
+SMALL_CONFIG = """\
+run: small
+device: cpu
+launcher: slurm
+nodes: 4
 trial: {nodes: 2, warmup: 1, measure: 3}
 study: {trials: 2, top_k: 1, rounds: 3, control: 0}
 search: {schedule: stock}
@@ -200,4 +213,29 @@ def test_megatron_is_tuned_and_trained_on_two_nodes(cluster: SlurmCluster, tmp_p
     job = submit(cluster, tmp_path, [sys.executable, "-c", ENTRY, *train])
     trained = await_end(cluster, job, tmp_path)
     assert "iteration       20/      20" in trained, (trained, time.monotonic() - began)
+    check_nothing_is_left(cluster, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_megatron_is_tuned_on_two_nodes_for_four(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Trials have half of the batch; a winner is compared on all four nodes."""
+    (tmp_path / "q.yaml").write_text(SMALL_CONFIG)
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    command = [torchrun, "--nproc-per-node", "1", str(SCRIPT), *MEGATRON_FLAGS]
+    options = ["--config", str(tmp_path / "q.yaml"), "--run-dir", str(tmp_path / "runs")]
+    job = submit(cluster, tmp_path, [sys.executable, "-c", ENTRY, "tune", *options, "--", *command])
+    printed = await_end(cluster, job, tmp_path, limit_s=800.0)
+    run = tmp_path / "runs" / "small"
+    assert len(verdicts(run)) == 3, printed
+    assert "a trial has 2 of 4 nodes: one of 2 parts" in printed
+    reported = json.loads(next(run.glob("trials/000000/attempt-1/rank-0.json")).read_text())
+    assert reported["job"]["global_batch_size"] == GLOBAL_BATCH_SIZE // 2
+    prediction = run / "best" / "full-size" / "prediction.json"
+    assert prediction.exists() == (run / "best" / "plan.json").exists(), printed
+    if prediction.exists():
+        full = read_full_size(prediction)
+        assert full.confirmation is not None, full.unconfirmed
+        plan = read_plan(run / "best" / "full-size" / "plan.json")
+        assert (plan.made_for.global_batch_size, plan.layout.world_size) == (GLOBAL_BATCH_SIZE, 4)
     check_nothing_is_left(cluster, tmp_path)
