@@ -219,23 +219,25 @@ def test_megatron_is_tuned_and_trained_on_two_nodes(cluster: SlurmCluster, tmp_p
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_megatron_is_tuned_on_two_nodes_for_four(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """Trials have half of the batch; a winner is compared on all four nodes."""
+    """Trials have half of the batch; the winner is compared on all four nodes."""
     (tmp_path / "q.yaml").write_text(SMALL_CONFIG)
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    command = [torchrun, "--nproc-per-node", "1", str(SCRIPT), *MEGATRON_FLAGS]
+    # Microbatches of one sequence are slow: there is a plan that wins.
+    slow = ["--micro-batch-size", "1"]
+    command = [torchrun, "--nproc-per-node", "1", str(SCRIPT), *MEGATRON_FLAGS, *slow]
     options = ["--config", str(tmp_path / "q.yaml"), "--run-dir", str(tmp_path / "runs")]
     job = submit(cluster, tmp_path, [sys.executable, "-c", ENTRY, "tune", *options, "--", *command])
     printed = await_end(cluster, job, tmp_path, limit_s=800.0)
     run = tmp_path / "runs" / "small"
-    assert len(verdicts(run)) == 3, printed
+    assert set(verdicts(run)) == {"measured"}, printed
     assert "a trial has 2 of 4 nodes: one of 2 parts" in printed
     reported = json.loads(next(run.glob("trials/000000/attempt-1/rank-0.json")).read_text())
     assert reported["job"]["global_batch_size"] == GLOBAL_BATCH_SIZE // 2
     prediction = run / "best" / "full-size" / "prediction.json"
-    assert prediction.exists() == (run / "best" / "plan.json").exists(), printed
-    if prediction.exists():
-        full = read_full_size(prediction)
-        assert full.confirmation is not None, full.unconfirmed
-        plan = read_plan(run / "best" / "full-size" / "plan.json")
-        assert (plan.made_for.global_batch_size, plan.layout.world_size) == (GLOBAL_BATCH_SIZE, 4)
+    assert prediction.exists(), printed
+    full = read_full_size(prediction)
+    assert full.confirmation is not None, full.unconfirmed
+    plan = read_plan(run / "best" / "full-size" / "plan.json")
+    assert (plan.made_for.global_batch_size, plan.layout.world_size) == (GLOBAL_BATCH_SIZE, 4)
+    assert [node.host for node in plan.made_for.nodes] == ["n1", "n2", "n3", "n4"]
     check_nothing_is_left(cluster, tmp_path)
