@@ -26,7 +26,7 @@ MAX_MICRO_BATCH = 64
 BALANCED, EVEN, WRITTEN = 0, 1, 2
 # Sizes of FP8 products are multiples of it.
 FP8_MULTIPLE = 16
-GB = 1e9
+GIB = 2**30
 
 # (TP, CP, PP, DP, micro-batch) and the (virtual stages, EP, split) that go with it.
 type _Row = tuple[int, int, int, int, int]
@@ -311,11 +311,11 @@ class TooLarge:
         """The layouts' refusal for lack of memory."""
         context = f" CP {self.context_parallel}" if self.context_parallel > 1 else ""
         label = f"TP {self.tensor_parallel}{context} PP {self.pipeline_parallel}"
-        least, available = distinct_numbers(self.least_bytes / GB, available_bytes / GB, digits=0)
+        least, available = distinct_numbers(self.least_bytes / GIB, available_bytes / GIB, digits=0)
         if self.least_bytes > available_bytes:
-            need = f"at least {least} GB of the {available} GB that are usable"
+            need = f"at least {least} GiB of the {available} GiB that are usable"
         else:
-            need = f"more than the {available_bytes / GB:.0f} GB that are usable"
+            need = f"more than the {available_bytes / GIB:.0f} GiB that are usable"
         return Refusal(reason=f"memory: {label} needs {need}", count=self.count)
 
 
