@@ -1,7 +1,7 @@
 """Every legal layout of a job as rows of an integer table, and which combinations of degrees are refused."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -114,11 +114,9 @@ def fault_of_degrees(job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: 
     if joined % tp:
         fault = f"TP {tp} does not divide the {joined} devices that fast links join on a node"
         return f"scale-up domain: {fault}{nearest_words(tp, legal.tensor_parallel)}"
-    for name, size in _tensor_sizes(job, shape):
-        if size % tp:
-            rule = name.removeprefix("of ").removeprefix("the ")
-            fault = f"TP {tp} does not divide {size} {name}"
-            return f"{rule}: {fault}{nearest_words(tp, legal.tensor_parallel)}"
+    undivided = fault_of_tensor_parallel(job, shape, tp, legal=legal.tensor_parallel)
+    if undivided is not None:
+        return undivided
     if job.precision == "fp8" and any(width % FP8_MULTIPLE for width in _widths(job, shape, tp)):
         return f"fp8 multiple: TP {tp} leaves FP8 products of sizes that are no multiples of {FP8_MULTIPLE}"
     # Megatron balances causal attention in two chunks a rank; sequence parallelism splits further.
@@ -137,6 +135,20 @@ def fault_of_degrees(job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: 
     if job.global_batch_size % dp:
         fault = f"DP {dp} does not divide a batch of {job.global_batch_size}"
         return f"batch: {fault}{nearest_words(dp, legal.data_parallel)}"
+    return None
+
+
+def fault_of_tensor_parallel(
+    job: PlanRequest, shape: ModelShape, tp: int, *, legal: Sequence[int], shares_groups: bool = False
+) -> str | None:
+    """The first size of the model that `tp` does not divide, with the nearest of the `legal` values.
+
+    With `shares_groups` several ranks may hold one query group, as Megatron lets them.
+    """
+    for name, size in _tensor_sizes(job, shape):
+        if size % tp and not (shares_groups and name == "query groups" and tp % size == 0):
+            rule = name.removeprefix("of ").removeprefix("the ")
+            return f"{rule}: TP {tp} does not divide {size} {name}{nearest_words(tp, legal)}"
     return None
 
 

@@ -64,8 +64,11 @@ def _nearness(refusal: Refusal) -> tuple[int, int]:
 
 
 def _fault_of_request(job: PlanRequest, name: str) -> str | None:
-    """What is wrong with one request where the job has layouts without it; None where it is not to blame."""
-    if not getattr(job.search, name):
+    """What is wrong with one request where the job has layouts without it; None where it is not to blame.
+
+    A default that the job does not write out is nobody's request.
+    """
+    if name not in job.search.model_fields_set or not getattr(job.search, name):
         return None
     free = replace(job, search=job.search.model_copy(update={name: None}))
     columns = layout_table_of(free, job.shape).columns
