@@ -15,6 +15,7 @@ from quartet_plugin.model.schema import nearest_word, unknown_key
 # Written by hand, but for a cluster of 4,096 nodes inside; YAML takes 50 microseconds to read a value.
 MAX_CONFIG_BYTES = 1 << 19
 MAX_CONFIG_VALUES = 100_000
+_SECTION = "must be a section, with keys of its own"
 _CLUSTER_FILE = "a large cluster goes into a file of its own, `cluster: {file: cluster.json}`"
 
 
@@ -37,7 +38,10 @@ def validate[M: BaseModel](model: type[M], data: Any, *, where: str) -> M:
         same = [fault for fault, place in zip(faults, places, strict=True) if place == places[0]]
         others = len(set(places)) - 1
         more = f" (and {others} more)" if others else ""
-        raise ConfigError(f"{where}: {_fault_line(same, places[0], model)}{more}") from error
+        line = _fault_line(same, places[0], model)
+        if where.endswith(".json"):
+            line = line.replace(_SECTION, "must be a JSON object")
+        raise ConfigError(f"{where}: {line}{more}") from error
 
 
 def _place(fault: ErrorDetails, data: Any) -> tuple[int | str, ...]:
@@ -68,10 +72,10 @@ def _fault_line(faults: Sequence[ErrorDetails], place: tuple[int | str, ...], mo
     if fault["type"] == "extra_forbidden":
         return f"{start}: {unknown_key(place[-1], known=_keys(model, place[:-1]))}"
     if fault["type"] in ("model_type", "dict_type"):
-        return f"{start}: must be a section, with keys of its own"
+        return f"{start}: {_SECTION}"
     words = [word for entry in faults for word in _words_of(entry)]
     # The validators of a request make a list of one value: its other form is `auto`.
-    words += ["auto"] if any(entry["loc"][-1] == 0 != place[-1] for entry in faults) else []
+    words += ["auto"] if any(entry["loc"][-1:] == (0,) != place[-1:] for entry in faults) else []
     rules = dict.fromkeys(_rule_of(entry) for entry in faults)
     return f"{start}: {', or '.join(rules)}{nearest_word(fault['input'], known=words)}"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.sections import MAX_CONFIG_BYTES, Section, load_yaml, validate
@@ -74,6 +74,12 @@ class Outer(Section):
     crop: Literal["auto", "none"] | Annotated[int, Field(ge=1)] = "auto"
     degrees: Annotated[tuple[int, ...] | None, BeforeValidator(lambda value: (value,))] = None
 
+    @model_validator(mode="after")
+    def _is_cropped(self) -> "Outer":
+        if self.crop == 7:
+            raise ValueError("7 is no number of layers")
+        return self
+
 
 @pytest.mark.parametrize(
     ("data", "line"),
@@ -90,6 +96,7 @@ class Outer(Section):
         ),
         ({"crop": "x"}, "crop: 'x': should be 'auto' or 'none', or should be a valid integer"),
         ({"degrees": "Auto"}, "degrees: 'Auto': should be a valid integer; did you mean auto?"),
+        ({"crop": 7}, "the file: {'crop': 7}: 7 is no number of layers"),
         ({"inner": 3}, "inner: 3: must be a section, with keys of its own"),
         (
             {"crop": 0, "measure": 0},
