@@ -1,7 +1,7 @@
 """Every legal layout of a job as rows of an integer table, and which combinations of degrees are refused."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -26,7 +26,7 @@ MAX_MICRO_BATCH = 64
 BALANCED, EVEN, WRITTEN = 0, 1, 2
 # Sizes of FP8 products are multiples of it.
 FP8_MULTIPLE = 16
-GB = 1e9
+GIB = 2**30
 
 # (TP, CP, PP, DP, micro-batch) and the (virtual stages, EP, split) that go with it.
 type _Row = tuple[int, int, int, int, int]
@@ -114,11 +114,9 @@ def fault_of_degrees(job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: 
     if joined % tp:
         fault = f"TP {tp} does not divide the {joined} devices that fast links join on a node"
         return f"scale-up domain: {fault}{nearest_words(tp, legal.tensor_parallel)}"
-    for name, size in _tensor_sizes(job, shape):
-        if size % tp:
-            rule = name.removeprefix("of ").removeprefix("the ")
-            fault = f"TP {tp} does not divide {size} {name}"
-            return f"{rule}: {fault}{nearest_words(tp, legal.tensor_parallel)}"
+    undivided = fault_of_tensor_parallel(job, shape, tp, legal=legal.tensor_parallel)
+    if undivided is not None:
+        return undivided
     if job.precision == "fp8" and any(width % FP8_MULTIPLE for width in _widths(job, shape, tp)):
         return f"fp8 multiple: TP {tp} leaves FP8 products of sizes that are no multiples of {FP8_MULTIPLE}"
     # Megatron balances causal attention in two chunks a rank; sequence parallelism splits further.
@@ -137,6 +135,20 @@ def fault_of_degrees(job: PlanRequest, shape: ModelShape, tp: int, cp: int, pp: 
     if job.global_batch_size % dp:
         fault = f"DP {dp} does not divide a batch of {job.global_batch_size}"
         return f"batch: {fault}{nearest_words(dp, legal.data_parallel)}"
+    return None
+
+
+def fault_of_tensor_parallel(
+    job: PlanRequest, shape: ModelShape, tp: int, *, legal: Sequence[int], shares_groups: bool = False
+) -> str | None:
+    """The first size of the model that `tp` does not divide, with the nearest of the `legal` values.
+
+    With `shares_groups` several ranks may hold one query group, as Megatron lets them.
+    """
+    for name, size in _tensor_sizes(job, shape):
+        if size % tp and not (shares_groups and name == "query groups" and tp % size == 0):
+            rule = name.removeprefix("of ").removeprefix("the ")
+            return f"{rule}: TP {tp} does not divide {size} {name}{nearest_words(tp, legal)}"
     return None
 
 
@@ -311,11 +323,11 @@ class TooLarge:
         """The layouts' refusal for lack of memory."""
         context = f" CP {self.context_parallel}" if self.context_parallel > 1 else ""
         label = f"TP {self.tensor_parallel}{context} PP {self.pipeline_parallel}"
-        least, available = distinct_numbers(self.least_bytes / GB, available_bytes / GB, digits=0)
+        least, available = distinct_numbers(self.least_bytes / GIB, available_bytes / GIB, digits=0)
         if self.least_bytes > available_bytes:
-            need = f"at least {least} GB of the {available} GB that are usable"
+            need = f"at least {least} GiB of the {available} GiB that are usable"
         else:
-            need = f"more than the {available_bytes / GB:.0f} GB that are usable"
+            need = f"more than the {available_bytes / GIB:.0f} GiB that are usable"
         return Refusal(reason=f"memory: {label} needs {need}", count=self.count)
 
 

@@ -6,7 +6,7 @@ command's own value, is a form of the knobs that have it by default, and of sche
 
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from quartet_plugin.model.plan import STOCK
+from quartet_plugin.model.schema import nearest_word
 from quartet_plugin.model.sections import Section
 from quartet_plugin.schedule.named import NAMED, Offer
 from quartet_plugin.space.knobs.knob import Kind, Knob
@@ -71,11 +72,11 @@ def distinct[T](values: tuple[T, ...] | None) -> tuple[T, ...] | None:
     return values
 
 
-def _matching(pattern: re.Pattern[str], rule: str) -> AfterValidator:
+def _matching(pattern: re.Pattern[str], rule: str, *, words: Sequence[str] = ()) -> AfterValidator:
     def check(values: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for value in values or ():
             if value == "auto" or not pattern.fullmatch(value):
-                raise ValueError(rule)
+                raise ValueError(f"{rule}{nearest_word(value, known=words)}")
         return values
 
     return AfterValidator(check)
@@ -101,10 +102,10 @@ def _form_of(knob: Knob, *, takes_stock: bool, is_rule: bool) -> Any:
     }
     names = f"one of {', '.join(SCHEDULE_NAMES)}"
     patterns: dict[Kind, AfterValidator] = {
-        "schedule": _matching(_SCHEDULE, names)
+        "schedule": _matching(_SCHEDULE, names, words=SCHEDULE_NAMES)
         if is_rule
-        else _matching(_SCHEDULE_OR_FILE, f"{names}, or a SCHEDULE.json"),
-        "split": _matching(_SPLIT, "auto, stock, even, or counts like 6+2"),
+        else _matching(_SCHEDULE_OR_FILE, f"{names}, or a SCHEDULE.json", words=SCHEDULE_NAMES),
+        "split": _matching(_SPLIT, "auto, stock, even, or counts like 6+2", words=("auto", "stock", "even")),
         "order": _matching(_ORDER, "auto, stock, the name of an order, or slots like 1,0"),
         "shape": _matching(_SHAPE, "layers x hidden size, like 24x2048"),
     }

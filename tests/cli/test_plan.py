@@ -139,7 +139,7 @@ def test_rates_and_cost_are_shown_and_kept_in_the_plan(
     assert main(["plan", job, "-o", plan, *cost]) == 0
     text = capsys.readouterr().out
     rates, price = (line.strip() for line in text.splitlines()[2:4])
-    assert "tokens/s and" in rates
+    assert "tokens/s a device, " in rates
     assert "MFU" in rates
     assert "days for 1e+09 tokens" in price
     assert "price" in price

@@ -206,11 +206,11 @@ def test_memory_refusals_are_grouped_and_counted() -> None:
     found = rank(job)
     memory = [one for one in refusals(job, found) if one.reason.startswith("memory")]
     assert sum(one.count for one in memory) == found.num_too_large > 0
-    assert any("needs at least" in one.reason and "GB" in one.reason for one in memory)
+    assert any("needs at least" in one.reason and "GiB" in one.reason for one in memory)
 
 
 def test_no_legal_layout_names_the_commonest_reason() -> None:
-    with pytest.raises(InfeasibleError, match=r"none is legal .* most often: layers: PP"):
+    with pytest.raises(InfeasibleError, match=r"search\.pipeline_parallel: 2; layers: PP 2 .*; nearest: 1"):
         rank(parsed(model={"num_layers": 1}, search={"pipeline_parallel": 2}))
 
 
@@ -225,10 +225,52 @@ def test_no_legal_layout_is_told_about_the_degree_that_was_asked_for() -> None:
     assert "TP 8" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("batch", "search", "words"),
+    [
+        (
+            64,
+            {"micro_batch_size": 3},
+            "micro_batch_size: 3; no layout of the job has it; nearest: 2 or 4",
+        ),
+        (
+            64,
+            {"virtual_stages": 9, "pipeline_parallel": 2},
+            "virtual_stages: 9; no layout of the job has it; nearest:",
+        ),
+        (64, {"virtual_stages": 1, "schedule": "zb-v"}, "search.virtual_stages: 1; no layout of the job"),
+        (64, {"data_parallel": 8, "tensor_parallel": 4}, "search.tensor_parallel: 4; no layout of the job"),
+        (
+            7,
+            {"pipeline_parallel": 1, "tensor_parallel": 1},
+            "search.tensor_parallel: 1; batch: DP 8 does not divide a batch of 7; nearest: 1; choose another",
+        ),
+        # No request alone is to blame: TP 16 and the like are no reasons, the batch is.
+        (
+            63,
+            {"pipeline_parallel": 1, "tensor_parallel": [1, 2], "data_parallel": [4, 8]},
+            "most often: batch: DP 8 does not divide a batch of 63; nearest: 1",
+        ),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_the_request_that_alone_leaves_no_layout_is_named(
+    batch: int, search: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        rank(parsed(batch={"global_batch_size": batch}, search=search))
+    assert words in str(caught.value), caught.value
+
+
 def test_two_numbers_that_differ_look_different() -> None:
-    group = TooLarge(tensor_parallel=1, context_parallel=1, pipeline_parallel=1, count=1, least_bytes=83.04e9)
-    assert "at least 83.04 GB of the 83.01 GB" in group.refusal(83.01e9).reason
-    assert "at least 90 GB of the 83 GB" in replace(group, least_bytes=90e9).refusal(83.01e9).reason
+    group = TooLarge(
+        tensor_parallel=1, context_parallel=1, pipeline_parallel=1, count=1, least_bytes=77.34 * 2**30
+    )
+    usable_bytes = 77.31 * 2**30
+    assert "at least 77.34 GiB of the 77.31 GiB" in group.refusal(usable_bytes).reason
+    assert (
+        "at least 90 GiB of the 77 GiB" in replace(group, least_bytes=90 * 2**30).refusal(usable_bytes).reason
+    )
     assert distinct_numbers(1.0, 1.0, digits=1) == ("1.0", "1.0")
     assert distinct_numbers(1.0, 1.0000001, digits=1) == ("1.0000000", "1.0000001")
 
