@@ -1,4 +1,4 @@
-"""What one device does in each phase of a partition: its products, and what it sends and receives beside them."""
+"""What one device does in each phase of a partition: its products, and the messages beside them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ TRANSPOSED = frozenset({Tensor.WEIGHT, Tensor.WEIGHT_GRAD})
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """One step of a phase: the product, None before the first and after the last, and the messages beside it."""
+    """One step of a phase: the product, None before the first and after the last, and its messages."""
 
     product: Triple | None
     sends: tuple[BlockTransfer, ...]
@@ -93,7 +93,10 @@ def part_of(tensor: Tensor, block: torch.Tensor, part: int, parts: int) -> torch
 
 
 class DeviceSteps:
-    """A valid partition as one device sees it. Raises PlanError for a table that is not valid or has no rectangles."""
+    """A valid partition as one device sees it.
+
+    Raises PlanError for a table that is not valid, or whose homes are no rectangles.
+    """
 
     def __init__(self, partition: Partition, device: int) -> None:
         validate(partition)

@@ -46,9 +46,7 @@ class BlockMessages:
     num_sent: Counter[Any] = field(default_factory=Counter)
     bytes_sent: Counter[Any] = field(default_factory=Counter)
 
-    def start(
-        self, sends: Sequence[tuple[Any, Endpoint]], receives: Sequence[Endpoint]
-    ) -> RunningMessages:
+    def start(self, sends: Sequence[tuple[Any, Endpoint]], receives: Sequence[Endpoint]) -> RunningMessages:
         """Post all messages of one step at once: in one order on both sides, so that none waits for another.
 
         Each send comes with the key that it is counted by.

@@ -20,7 +20,7 @@ Piece = tuple[BlockIndex, int, int]
 
 @dataclass(slots=True)
 class HeldBlocks:
-    """The blocks that this device holds of one microbatch, and the sizes of pieces of M, N and K (0, 1, 2)."""
+    """The blocks that this device holds of one microbatch, and the sizes of pieces of M, N, K (0, 1, 2)."""
 
     pieces: dict[Tensor, dict[Piece, torch.Tensor]] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
@@ -53,9 +53,7 @@ class PartitionExecutor:
 class _PhaseRun:
     """One phase of one microbatch."""
 
-    def __init__(
-        self, steps: DeviceSteps, messages: BlockMessages, phase: Phase, held: HeldBlocks
-    ) -> None:
+    def __init__(self, steps: DeviceSteps, messages: BlockMessages, phase: Phase, held: HeldBlocks) -> None:
         self._steps = steps
         self._messages = messages
         self._phase = phase
@@ -71,9 +69,7 @@ class _PhaseRun:
         # Of a block with several owners: this device's part of what the others have summed.
         self._arrived: dict[BlockIndex, torch.Tensor] = {}
         self._parts: dict[Piece, torch.Tensor] = {}
-        self._at_home = {
-            tensor: set(steps.homes[tensor].blocks) for tensor in self._factors
-        }
+        self._at_home = {tensor: set(steps.homes[tensor].blocks) for tensor in self._factors}
 
     def run(self) -> torch.Tensor:
         steps = self._steps.steps[self._phase]
@@ -128,7 +124,9 @@ class _PhaseRun:
         whole: Piece = (block, 0, 1)
         if whole not in held:
             home = self._steps.homes[tensor]
-            held[whole] = torch.cat([held[block, part, home.parts] for part in range(home.parts)], home.row_dim)
+            held[whole] = torch.cat(
+                [held[block, part, home.parts] for part in range(home.parts)], home.row_dim
+            )
         return held[whole]
 
     def _multiply(self, triple: Triple) -> None:
