@@ -31,9 +31,9 @@ class WeightGradientPhase:
             return self._executor.run(Phase.G, self._held)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors that are kept until then, but for the weight."""
-        kept = held_pieces(self._held, (Tensor.INPUT, Tensor.OUTPUT_GRAD))
-        return list(kept.values())
+        """The tensors that are kept until then but for the weight, one of each storage."""
+        kept = held_pieces(self._held, (Tensor.INPUT, Tensor.OUTPUT_GRAD)).values()
+        return list({tensor.untyped_storage().data_ptr(): tensor for tensor in kept}.values())
 
 
 class PartitionedLinear(torch.autograd.Function):
