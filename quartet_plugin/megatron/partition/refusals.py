@@ -26,6 +26,8 @@ REFUSED = (
     Refused("experimental_attention_variant", _LAYERS),
     Refused("attention_output_gate", _LAYERS),
     Refused("mtp_num_layers", _LAYERS),
+    Refused("hybrid_layer_pattern", _LAYERS),
+    Refused("hybrid_override_pattern", _LAYERS),
     Refused("heterogeneous_layers_config_path", _LAYERS),
     Refused("fp8", _FP8, alias="fp8_format"),
     Refused("fp4", _FP8, alias="fp4_format"),

@@ -102,17 +102,17 @@ class References:
         order: str | None = None,
         environment: Mapping[str, str] | None = None,
         steps: int = _STEPS,
-        is_resumed: bool = False,
+        is_loaded: bool = True,
         program: Path = support.PRETRAIN_SCRIPT,
     ) -> support.Run:
-        """A run with the test's data; `order` is a plan's schedule. A resumed one loads by its `flags`."""
+        """A run with the test's data; `order` is a schedule. Without `is_loaded` weights come by `flags`."""
         folder = self.folder / name.replace(" ", "-")
         folder.mkdir()
         rank = [str(_SCHEDULED), str(folder), order] if order else [str(support._RANK_PROGRAM), str(folder)]
         arguments = [
             *support.MODEL_FLAGS, *support.TRAINING_FLAGS, "--train-iters", str(steps),
             "--data-path", str(self.data),
-            *(shlex.split(_MODELS[model]) if is_resumed else self.loading(model)), *flags,
+            *(self.loading(model) if is_loaded else shlex.split(_MODELS[model])), *flags,
         ]  # fmt: skip
         code, output = support.run_processes(
             support.torchrun(num_processes, *rank, str(program), *arguments),
@@ -131,7 +131,6 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 def check(references: References, name: str, case: Case) -> support.Run:
     """Losses and gradient norms are one process's, and the bytes on the wire are the table's."""
-    is_plain = case.partition == "stock" or case.order is not None
     run = references.train(
         name,
         case.model,
@@ -139,14 +138,14 @@ def check(references: References, name: str, case: Case) -> support.Run:
         num_processes=case.num_processes,
         order=case.order,
         environment={"PARTITION": case.partition},
-        program=support.PRETRAIN_SCRIPT if is_plain else _PRETRAIN,
+        program=_PRETRAIN if case.order is None else support.PRETRAIN_SCRIPT,
     )
     loss, norm = support.largest_deviation(run, references.run(case.model))
     assert loss <= _TOLERANCE
     assert norm <= _TOLERANCE
-    if not is_plain:
+    if case.order is None:
         check_bytes(run, case)
-    if case.order is not None:
+    else:
         folder = references.folder / name.replace(" ", "-")
         assert len(list(folder.glob("deferred-*"))) == case.num_processes
     return run
@@ -157,7 +156,9 @@ def check_bytes(run: support.Run, case: Case) -> None:
     found = re.search(r"^sent (\d+) bordered (\d+)$", run.output, re.MULTILINE)
     assert found is not None
     partition = partition_from_label(case.partition)
-    assert partition is not None
+    if partition is None:
+        assert (found[1], found[2]) == ("0", "0")
+        return
     words = shlex.split(f"{_MODELS[case.model]} {case.flags}")
     degree = int(words[words.index("--tensor-model-parallel-size") + 1])
     stages = 2 if PP2 in case.flags else 1
@@ -208,6 +209,60 @@ def test_training_with_more_layouts(name: str, references: References) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
+def test_a_grid_saves_what_sequence_parallelism_saves(references: References) -> None:
+    """The peak of saved tensors is stock's with sequence parallelism to the byte, far below that without."""
+    peaks = {
+        name: peak_of(
+            references.train(
+                f"peak {name}",
+                "gpt",
+                tuple(flags.split()),
+                num_processes=4,
+                steps=1,
+                environment={"PARTITION": partition},
+                program=_PRETRAIN,
+            )
+        )
+        for name, partition, flags in (
+            ("grid", "grid", TP4),
+            ("rings", "rings", TP4),
+            ("stock", "stock", TP4),
+            ("unsplit", "stock", "--tensor-model-parallel-size 4"),
+        )
+    }
+    assert peaks["grid"] == peaks["rings"] == peaks["stock"]
+    assert peaks["grid"] <= 0.75 * peaks["unsplit"]
+
+
+def peak_of(run: support.Run) -> int:
+    """The most bytes that autograd has saved on rank 0."""
+    found = re.search(r"^peak (\d+)$", run.output, re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_initial_weights_are_stocks(model: str, references: References) -> None:
+    """From the CPU's generator every layout draws the same weights; no checkpoint is loaded."""
+    fresh = "--use-cpu-initialization"
+    one = references.train(f"fresh {model}", model, (fresh,), num_processes=1, steps=2, is_loaded=False)
+    grid = references.train(
+        f"fresh grid {model}",
+        model,
+        (fresh, *TP4.split()),
+        num_processes=4,
+        steps=2,
+        is_loaded=False,
+        environment={"PARTITION": "grid"},
+        program=_PRETRAIN,
+    )
+    assert max(support.largest_deviation(grid, one)) <= _TOLERANCE
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [("gpt", "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"), ("llama", "")],
@@ -230,7 +285,7 @@ def test_stock_goes_on_from_a_grids_checkpoint(model: str, optimizer: str, refer
         model,
         (*kept, "--load", str(folder), "--exit-on-missing-checkpoint", "--no-load-rng"),
         num_processes=1,
-        is_resumed=True,
+        is_loaded=False,
     )
     reference = references.run(model)
     assert resumed.losses() == pytest.approx(reference.losses()[3:], rel=1e-6)
