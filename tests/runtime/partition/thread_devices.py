@@ -62,4 +62,5 @@ def run_devices[T](num_devices: int, work: Callable[[int, BlockMessages], T]) ->
         thread.join(2 * _TIMEOUT_S)
     if errors:
         raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a device waits for a message that nobody sent"
     return results
