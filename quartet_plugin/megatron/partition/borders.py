@@ -52,7 +52,7 @@ def gather_vector(vector: torch.Tensor, border: Border) -> torch.Tensor:
     return output
 
 
-class _GatherTokens(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, border: Border) -> torch.Tensor:
         ctx.border = border
@@ -63,7 +63,7 @@ class _GatherTokens(torch.autograd.Function):
         return _to_tokens(grad, ctx.border), None
 
 
-class _ScatterTokens(torch.autograd.Function):
+class _ScatterTokens(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, border: Border) -> torch.Tensor:
         ctx.border = border
@@ -74,7 +74,7 @@ class _ScatterTokens(torch.autograd.Function):
         return _to_columns(grad, ctx.border), None
 
 
-class _GatherVector(torch.autograd.Function):
+class _GatherVector(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, vector: torch.Tensor, border: Border) -> torch.Tensor:
         ctx.border = border

@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from quartet_plugin.errors import PlanError
 from quartet_plugin.model.tensor_partition import BlockPartition, TensorPartition
 from quartet_plugin.partition.layer import BLOCK_OF, Linear, Role, planned_partition
 from quartet_plugin.rank.device import device_name
+from quartet_plugin.rank.nccl import uses_nccl
 from quartet_plugin.runtime.partition.device_steps import DeviceSteps
 from quartet_plugin.runtime.partition.linear import WeightGradientPhase
 from quartet_plugin.runtime.partition.messages import BlockMessages
@@ -110,6 +112,8 @@ def _open_messages() -> BlockMessages:
     """Messages in a process group apart from Megatron's, whose collectives would wait for them."""
     ranks = tuple(dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()))
     device = torch.device("cpu" if device_name() == "cpu" else "cuda")
+    if device.type == "cuda" and not uses_nccl(dist.get_backend()):
+        raise PlanError("layout.tensor_partition: blocks go from GPU to GPU, which needs the nccl backend")
     group: Any = None
     for members in rank_groups(ranks, device):
         made = new_group(members, name="partition")

@@ -13,6 +13,7 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.partition.borders import Border, gather_tokens, gather_vector, scatter_tokens
 from quartet_plugin.megatron.partition.context import PartitionContext
 from quartet_plugin.megatron.partition.sharded_state import sharded_linear
@@ -23,7 +24,7 @@ from quartet_plugin.runtime.partition.linear import partitioned_linear
 BlockPlace = tuple[tuple[int, int], tuple[int, int]]
 
 
-class GridLinear(torch.nn.Module):
+class GridLinear(torch.nn.Module):  # type: ignore[misc]
     """One of qkv, proj, fc1 and fc2; takes and returns what Megatron's linear in its place does."""
 
     # Split backwards mark its weight as they mark those of Megatron's linears.
@@ -80,10 +81,19 @@ class GridLinear(torch.nn.Module):
         columns = [home.blocks[peer][0][1] for peer in peers]
         return Border(name, self._context.messages, self._context.device, peers, columns)
 
+    def _check_divides(self, kind: str, size: int, pieces: int) -> None:
+        if size % pieces:
+            raise PlanError(
+                f"layout.tensor_partition: {self.block_label}; {self.linear_name} has {size} {kind}; "
+                f"must be a multiple of {pieces}"
+            )
+
     def _make_parameters(
         self, input_size: int, output_size: int, init_method: Callable[[Any], Any], *, has_bias: bool
     ) -> None:
         (_, rows), (_, columns) = self.block_place
+        self._check_divides("outputs", output_size, (self.bias_place or (0, rows))[1] * self.stride)
+        self._check_divides("inputs", input_size, columns)
         config = self.config
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         empty = torch.empty(
@@ -94,7 +104,7 @@ class GridLinear(torch.nn.Module):
         self.weight.allreduce = True
         if config.perform_initialization:
             self._initialize(input_size, output_size, init_method)
-        self.bias = None
+        self.bias: torch.nn.Parameter | None = None
         if has_bias:
             pieces = 1 if self.bias_place is None else self.bias_place[1]
             zeros = torch.zeros(output_size // pieces, device=device, dtype=config.params_dtype)

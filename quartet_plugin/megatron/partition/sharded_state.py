@@ -27,7 +27,7 @@ def sharded_linear(layer: Any, prefix: str, sharded_offsets: Any, metadata: Any)
     state = layer.state_dict(prefix="", keep_vars=True)
     replica = (0, 0, group.rank())
     (row, rows), (column, columns) = layer.block_place
-    places = {"weight": ((0, row, rows), (1, column, columns))}
+    places: dict[str, tuple[Offset, ...]] = {"weight": ((0, row, rows), (1, column, columns))}
     if layer.bias is not None and layer.bias_place is not None:
         places["bias"] = ((0, *layer.bias_place),)
     sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
@@ -67,10 +67,9 @@ def _halves(
     """Both halves of a gated layer's block, each a part of its half of the global matrix."""
     (_, piece, pieces), *others = axes
 
-    @torch.no_grad()
     def build(key: str, tensor: Any, replica_id: Any, flattened_range: Any) -> list[Any]:
         del flattened_range
-        halves = torch.chunk(tensor, 2, dim=0)
+        halves = torch.chunk(tensor.detach(), 2, dim=0)
         if apart:
             names, places = (f"{key}_w", f"{key}_v"), [(0, piece, pieces)] * 2
         else:

@@ -36,7 +36,7 @@ class WeightGradientPhase:
         return list({tensor.untyped_storage().data_ptr(): tensor for tensor in kept}.values())
 
 
-class PartitionedLinear(torch.autograd.Function):
+class PartitionedLinear(torch.autograd.Function):  # type: ignore[misc]
     """O = I W by a partition's table, for matrices of this device's blocks at home."""
 
     @staticmethod

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from quartet_plugin.errors import PlanError
 from quartet_plugin.megatron.partition.borders import Border, gather_tokens, gather_vector, scatter_tokens
 from quartet_plugin.model.tensor_partition import partition_from_label
 from quartet_plugin.runtime.partition.messages import BlockMessages
@@ -63,7 +64,7 @@ def linear_of(context: Any, name: str, weight: torch.Tensor, *, stride: int = 1)
     config = SimpleNamespace(
         use_cpu_initialization=True, perform_initialization=True, params_dtype=torch.float64
     )
-    linear = GridLinear(
+    linear: Any = GridLinear(
         weight.shape[1],
         weight.shape[0],
         context=context,
@@ -166,6 +167,19 @@ def expected_bias_grad(
         output = activation(x @ first.t() + bias) @ second.t()
         (grad,) = torch.autograd.grad(output, bias, dz)
     return grad
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "line"),
+    [
+        (30, 8, "grid; fc1 has 30 outputs; must be a multiple of 4"),
+        (32, 9, "grid; fc1 has 9 inputs; must be a multiple of 2"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(outputs: int, inputs: int, line: str) -> None:
+    messages = BlockMessages(None, range(4))
+    with pytest.raises(PlanError, match=f"^layout.tensor_partition: {line}$"):
+        linear_of(context_of("grid", 0, messages), "fc1", torch.zeros(outputs, inputs))
 
 
 def test_an_exchange_and_its_inverse() -> None:
