@@ -270,7 +270,13 @@ def test_initial_weights_are_stocks(model: str, references: References) -> None:
 def test_stock_goes_on_from_a_grids_checkpoint(model: str, optimizer: str, references: References) -> None:
     """Three steps on the grid, saved with Adam's state; one stock process then trains on just so."""
     folder = references.folder / f"checkpoint-{model}"
-    kept = (*shlex.split(f"{optimizer} --ckpt-format torch_dist"), "--save-interval", "3")
+    kept = (
+        *shlex.split(f"{optimizer} --ckpt-format torch_dist"),
+        "--save-interval",
+        "3",
+        "--lr-decay-iters",
+        "5",
+    )
     references.train(
         f"saved {model}",
         model,
