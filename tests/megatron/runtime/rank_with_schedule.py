@@ -8,10 +8,10 @@ a GPU does. `profile` is stock's order with its layers measured as by `quartet p
 rank-0.profile.json.
 
 `--gradient-accumulation-fusion` among ARGS fuses weight gradients, with stand-ins for Apex's kernels;
-`--transformer-impl transformer_engine` brings a stand-in for its layers.
+`--transformer-impl transformer_engine` brings a stand-in for its layers. PARTITION in the environment is the
+label of a tensor partition that the layers get.
 """
 
-import copy
 import json
 import os
 import runpy
@@ -65,7 +65,7 @@ def train(words: Sequence[str]) -> None:
 
     folder, order, script, *arguments = words
     # The device replaces kernels that need a GPU, unless their stand-ins have been brought.
-    given = set(arguments) - {"--sequence-parallel"}
+    given = set(arguments)
     if FUSION in arguments:
         arguments.remove(FUSION)
         given |= {"--no-gradient-accumulation-fusion"}
@@ -73,8 +73,6 @@ def train(words: Sequence[str]) -> None:
         given |= {"--transformer-impl", "local"}
     from tests.megatron.rank_on_cpu import record_steps
 
-    if "--sequence-parallel" in arguments and ENGINE_LAYERS not in arguments:
-        mark_norms()
     if ":nccl" in order or ":troubled" in order:
         simulate_nccl(troubled=":troubled" in order)
     if order == "profile":
@@ -148,9 +146,18 @@ def install(order: str, arguments: list[str], folder: Path) -> None:
     )
     if "tracked" in rest:
         prepared.runtime.measure(on_cpu=False)
-    seams.install(prepared.wrappers)
+    seams.install(prepared.wrappers | partition_wrappers(prepared.gradients))
     record_deferred(folder)
     record_reductions(folder)
+
+
+def partition_wrappers(gradients: Any) -> Any:
+    """What lets layers be cut as PARTITION says, their weight gradients deferred with the others."""
+    from quartet_plugin.megatron.partition.install import PartitionedModels
+    from quartet_plugin.model.tensor_partition import partition_from_label
+
+    partition = partition_from_label(os.environ.get("PARTITION", "stock"))
+    return {} if partition is None else PartitionedModels(partition, gradients=gradients).wrappers
 
 
 def record_deferred(folder: Path) -> None:
@@ -193,30 +200,6 @@ def record_reductions(folder: Path) -> None:
         microbatch_done(self, chunk)
 
     GradReduction.microbatch_done = recorded  # type: ignore[method-assign]
-
-
-def mark_norms() -> None:
-    """A torch norm whose parameters are marked as Transformer Engine's are under sequence parallelism.
-
-    Megatron refuses torch's own norm there only because its gradients would not be reduced without the mark.
-    """
-    import torch
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    original = WrappedTorchNorm.__new__
-
-    def marked(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        norm: torch.nn.Module = original(cls, replace_flag(config), *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-    def replace_flag(config: Any) -> Any:
-        plain = copy.copy(config)
-        plain.sequence_parallel = False
-        return plain
-
-    WrappedTorchNorm.__new__ = marked
 
 
 def num_microbatches(arguments: list[str], placement: tuple[int, ...]) -> int:
