@@ -58,15 +58,15 @@ class _KernelCache(FunctionCache):  # type: ignore[misc] # numba has no types
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The machine code on disk, or None: then this process compiles, and others wait for its code."""
-        found = super().load_overload(sig, target_context)
-        if found is not None:
-            return found
+        code = super().load_overload(sig, target_context)
+        if code is not None:
+            return code
         self._release()
         if self._await_others():
-            found = super().load_overload(sig, target_context)
-        if found is not None:
+            code = super().load_overload(sig, target_context)
+        if code is not None:
             self._release()
-        return found
+        return code
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Write what was compiled, and let those read it that wait."""
