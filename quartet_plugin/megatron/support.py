@@ -5,6 +5,7 @@ A custom schedule replaces functions, and needs a known source of each of them.
 """
 
 import os
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
@@ -76,3 +77,8 @@ def require_known_sources() -> None:
         f"{first}{others}; native schedules and all other axes work; `quartet doctor` shows the difference, "
         "--accept-changed-source gives custom schedules back under the parity gate"
     )
+
+
+def tensor_partition_reason(args: Namespace) -> str | None:
+    """Why the layers of this job are cut in Megatron's own way alone; None where they need not be."""
+    return "no partition but Megatron's own is executed under it yet"

@@ -7,6 +7,7 @@ from typing import Literal
 
 from quartet_plugin.errors import PlanError
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.tensor_partition import BlockPartition, TensorPartition
 from quartet_plugin.partition.named import named_partition
 from quartet_plugin.partition.table import Partition, Triple
 
@@ -21,6 +22,15 @@ class Linear:
     name: str
     role: Role
     sizes: Triple
+
+
+# The block of a layer that each linear belongs to.
+BLOCK_OF: dict[str, Literal["attention", "mlp"]] = {
+    "qkv": "attention",
+    "proj": "attention",
+    "fc1": "mlp",
+    "fc2": "mlp",
+}
 
 
 def linears_of(shape: ModelShape, *, tokens: int) -> tuple[Linear, ...]:
@@ -58,3 +68,25 @@ LAYER_FORMS = tuple(_FORMS)
 def partition_of(form: str, linear: Linear, devices: int) -> Partition:
     """The partition of one linear in a form. Raises PlanError for a number of devices that the form lacks."""
     return named_partition(_FORMS[form](devices, linear.role))
+
+
+def planned_partition(block: BlockPartition, linear: Linear, devices: int) -> Partition:
+    """The partition that a plan's form of a block means for one of its linears: what runs and what is priced.
+
+    A grid keeps results at home. An outer dimension is cut as the framework cuts it: K of a block's first
+    linear, N of its second. Raises ConfigError for a number of devices that the form lacks.
+    """
+    if block.form != "grid":
+        return partition_of(block.form, linear, devices)
+    side = block.side(devices)
+    grid = f"home{side}x{side}-{linear.role}"
+    outer = "" if block.outer is None else f"{'K' if linear.role == 'in' else 'N'}{block.outer}-"
+    return named_partition(outer + grid)
+
+
+def planned_layer(
+    partition: TensorPartition, linears: tuple[Linear, ...], devices: int
+) -> tuple[Partition, ...]:
+    """The partitions of a layer's linears, in their order."""
+    blocks = partition.blocks
+    return tuple(planned_partition(blocks[BLOCK_OF[linear.name]], linear, devices) for linear in linears)

@@ -122,12 +122,13 @@ class LiveJob:
 
     `degrees` are sizes as they were built, by the knob's name. `model` is the configuration that the model
     holds; `optimizer` decides how gradients and parameters are shared, Megatron's DDP configuration or
-    DeepSpeed's engine.
+    DeepSpeed's engine. `tensor_partition` is the label of what cuts the layers, None where nothing tells.
     """
 
     degrees: Mapping[str, int]
     model: Any = None
     optimizer: Any = None
+    tensor_partition: str | None = None
 
 
 def degree_of(name: str) -> Callable[[LiveJob], Value | None]:
