@@ -123,8 +123,8 @@ def check_fit(plan: Plan, user: Namespace, *, version: str, world_size: int) -> 
         if getattr(user, dest, None) and not allowed:
             raise PlanError(f"--{dest.replace('_', '-')} cannot be used with a plan: {reason}")
     partition = plan.layout.tensor_partition
-    if partition is not None and (reason := tensor_partition_reason(user)) is not None:
-        raise PlanError(f"layout.tensor_partition: {partition.label}; {reason}")
+    if partition is not None and (unable := tensor_partition_reason(user)) is not None:
+        raise PlanError(f"layout.tensor_partition: {partition.label}; {unable}")
     made_for = plan.made_for
     layout = layout_of(user, world_size=world_size)
     batch = user.global_batch_size or user.micro_batch_size * layout.data_parallel

@@ -11,6 +11,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from quartet_plugin.megatron.placement.end_stages import tied_weights
 from quartet_plugin.model.frameworks import MEGATRON
+from quartet_plugin.model.plan import STOCK
 from quartet_plugin.protocol.execution import (
     PROGRAM,
     BuiltStage,
@@ -76,6 +77,8 @@ def live_job(chunks: Sequence[Any]) -> LiveJob:
         },
         model=get_model_config(chunks[0]),
         optimizer=getattr(chunks[0], "ddp_config", None),
+        # No layer is built otherwise than the framework does.
+        tensor_partition=STOCK,
     )
 
 
