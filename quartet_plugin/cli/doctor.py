@@ -119,14 +119,14 @@ def recheck_command(plan: PlanFile) -> None:
 def _plan_lines(plan: "Plan", *, path: Path, report: dict[str, Any]) -> list[str]:
     """What shows that a plan may be used here. Raises SeamError or PlanError where it may not."""
     from quartet_plugin.cli.plan_checks import framework_version
-    from quartet_plugin.model.receipt import needs_receipt, require_receipt
+    from quartet_plugin.model.receipt import needs_receipt, needs_runtime, require_receipt
 
     if report["fault"] is not None:
         raise SeamError(report["fault"])
-    needs_runtime = needs_receipt(plan)
+    has_schedule = needs_runtime(plan)
     custom = next(row for row in report["axes"] if row["axis"] == _CUSTOM_SCHEDULES)
     faults = _faults(report)
-    if needs_runtime and custom["state"] != "works":
+    if has_schedule and custom["state"] != "works":
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise SeamError(f"{path}: its schedule is off here: {faults[0]}{more}; {_difference_command(report)}")
     here, made_for = report["framework_version"], plan.made_for
@@ -137,11 +137,11 @@ def _plan_lines(plan: "Plan", *, path: Path, report: dict[str, Any]) -> list[str
         )
     level = (
         "a custom schedule, and every function that it replaces is as known"
-        if needs_runtime
+        if has_schedule
         else ("native flags, which this Megatron has")
     )
     lines = [f"megatron-core {here}: the plan's own", f"the plan needs {level}"]
-    if needs_runtime:
+    if needs_receipt(plan):
         receipt = require_receipt(plan, path=path, torch_version=framework_version("torch"))
         lines.append(f"parity receipt: passed over {len(receipt.steps)} steps with these versions")
     return lines

@@ -162,7 +162,7 @@ class Layout:
 
     @property
     def label(self) -> str:
-        """A short name for tables: the degrees that are not 1, the micro-batch, bucket sizes and settings."""
+        """A short name: degrees that are not 1, micro-batch, partition, bucket sizes and settings."""
         degrees = (
             ("tp", self.tensor_parallel),
             ("pp", self.pipeline_parallel),
@@ -175,6 +175,5 @@ class Layout:
         buckets = (("reduce", self.reduce_bucket_size), ("gather", self.allgather_bucket_size))
         sizes = [f"{name} {size:.3g}" for name, size in buckets if size is not None]
         settings = [setting.label for setting in self.settings or ()]
-        if self.tensor_partition is not None:
-            used.append(f"partition {self.tensor_partition.label}")
-        return " ".join([*used, f"mb{self.micro_batch_size}", *sizes, *settings])
+        cut = [] if self.tensor_partition is None else [f"partition {self.tensor_partition.label}"]
+        return " ".join([*used, f"mb{self.micro_batch_size}", *cut, *sizes, *settings])

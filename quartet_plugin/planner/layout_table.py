@@ -12,7 +12,9 @@ from quartet_plugin.cost.run import ScheduleKind
 from quartet_plugin.model.costs import FloatArray, IntArray
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.model.shape import ModelShape
+from quartet_plugin.model.tensor_partition import TensorPartition
 from quartet_plugin.planner.job import PlanRequest
+from quartet_plugin.planner.partition_choices import STOCK_ALONE, legal_partitions, partitions_of
 from quartet_plugin.planner.table_rows import RECOMPUTE, layout_of, unique_rows
 from quartet_plugin.planner.table_schedules import KINDS, schedules_of_rows
 from quartet_plugin.space.forbidden import forbidden_rows
@@ -20,7 +22,7 @@ from quartet_plugin.space.knobs.divisors import divisors, nearest_words
 from quartet_plugin.space.layouts import is_requested
 
 # The columns of the table.
-TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED, SCHEDULE = range(11)
+TP, CP, PP, DP, SIZE, VIRTUAL, EP, SPLIT, MODE, SHARDED, SCHEDULE, PARTITION = range(12)
 MAX_MICRO_BATCH = 64
 # Values of the column `SPLIT`; larger numbers are the job's written splits in order.
 BALANCED, EVEN, WRITTEN = 0, 1, 2
@@ -35,17 +37,22 @@ type _Variant = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutTable:
-    """One row a layout and schedule; the columns are `TP` to `SCHEDULE`, a number of `KINDS`."""
+    """One row a layout and schedule; the columns are `TP` to `PARTITION`.
+
+    `SCHEDULE` is a number of `KINDS`, `PARTITION` one of `partitions`.
+    """
 
     columns: IntArray
+    partitions: tuple[TensorPartition | None, ...] = STOCK_ALONE
 
     def __len__(self) -> int:
         return len(self.columns)
 
     def layout(self, row: int) -> Layout:
         """The layout of one row."""
-        tp, cp, pp, dp, size, virtual, ep, _, mode, sharded, _ = (int(x) for x in self.columns[row])
-        return layout_of(tp, cp, pp, dp, size, virtual, mode, sharded, ep=ep)
+        tp, cp, pp, dp, size, virtual, ep, _, mode, sharded, _, cut = (int(x) for x in self.columns[row])
+        partition = self.partitions[cut]
+        return layout_of(tp, cp, pp, dp, size, virtual, mode, sharded, ep=ep, partition=partition)
 
     def schedule(self, row: int) -> ScheduleKind:
         """The schedule of one row."""
@@ -75,7 +82,21 @@ def layout_table_of(job: PlanRequest, shape: ModelShape) -> LayoutTable:
         modes=columns[:, MODE],
     )
     columns = np.column_stack([columns[kept], kinds])
-    return LayoutTable(columns=columns[~forbidden_rows(search.forbid, _axes(columns), num_rows=len(columns))])
+    columns = columns[~forbidden_rows(search.forbid, _axes(columns), num_rows=len(columns))]
+    partitions = partitions_of(job)
+    return LayoutTable(columns=_with_partitions(job, shape, columns, partitions), partitions=partitions)
+
+
+def _with_partitions(
+    job: PlanRequest, shape: ModelShape, columns: IntArray, partitions: tuple[TensorPartition | None, ...]
+) -> IntArray:
+    """The rows once for each partition of a layer that is asked for and legal there."""
+    keys, _, inverse = unique_rows(columns[:, [TP, CP, EP, SIZE]])
+    legal = [legal_partitions(job, shape, partitions, *key) for key in keys.tolist()]
+    counts = np.array([len(cuts) for cuts in legal], dtype=np.int64)
+    of_row = counts[inverse]
+    each = [cut for key in inverse.tolist() for cut in legal[key]]
+    return np.column_stack([np.repeat(columns, of_row, axis=0), np.array(each, dtype=np.int64)])
 
 
 def _axes(columns: IntArray) -> dict[str, IntArray]:

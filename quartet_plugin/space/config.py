@@ -19,9 +19,12 @@ from pydantic import (
     model_validator,
 )
 
+from quartet_plugin.errors import ConfigError
 from quartet_plugin.model.plan import STOCK
 from quartet_plugin.model.schema import nearest_word
 from quartet_plugin.model.sections import Section
+from quartet_plugin.model.tensor_partition import RULE as PARTITION_RULE
+from quartet_plugin.model.tensor_partition import partition_from_label
 from quartet_plugin.schedule.named import NAMED, Offer
 from quartet_plugin.space.knobs.knob import Kind, Knob
 from quartet_plugin.space.knobs.registry import KNOBS
@@ -99,6 +102,7 @@ def _form_of(knob: Knob, *, takes_stock: bool, is_rule: bool) -> Any:
         "size": _Size,
         "switch": bool,
         "word": Annotated[Literal[*(knob.words or ("",))], BeforeValidator(_no_switch)],
+        "partition": Annotated[str, BeforeValidator(_partition_label)],
     }
     names = f"one of {', '.join(SCHEDULE_NAMES)}"
     patterns: dict[Kind, AfterValidator] = {
@@ -141,6 +145,31 @@ class ScalingConfig(Section):
     shapes: Shapes = Field(
         default=None, description="layers x hidden size, like 24x2048; auto: by the budget"
     )
+
+
+def _partition_label(value: Any) -> str:
+    """A tensor partition's label: a text, `{outer: N, inner: grid}`, or these for attention and mlp.
+
+    Raises ValueError for something else.
+    """
+    try:
+        if isinstance(value, dict) and set(value) == {"attention", "mlp"}:
+            blocks = (f"{name} {_block_label(value[name])}" for name in ("attention", "mlp"))
+            text = ", ".join(blocks)
+        else:
+            text = _block_label(value)
+        known = partition_from_label(text)
+    except ConfigError as error:
+        raise ValueError(str(error).removeprefix("tensor_partition ")) from None
+    return STOCK if known is None else known.label
+
+
+def _block_label(value: Any) -> str:
+    if isinstance(value, dict) and set(value) == {"outer", "inner"} and value["inner"] == "grid":
+        return f"grid outer {value['outer']}"
+    if not isinstance(value, str):
+        raise ValueError(PARTITION_RULE)
+    return value
 
 
 def _no_switch(value: Any) -> Any:

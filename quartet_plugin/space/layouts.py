@@ -213,11 +213,29 @@ def nearest_request(shape: ModelShape, *, rules: LayoutRules) -> str:
     return ""
 
 
+def _may_stay_stock(knob: LayoutKnob, rules: LayoutRules) -> bool:
+    """Whether a list of partitions has stock, so that those which cannot be had are left out."""
+    return knob.kind == "partition" and STOCK in (rules.search.requested(knob.name) or ())
+
+
+def _with_free(
+    knob: LayoutKnob, layouts: Mapping[ModelShape, Sequence[Layout]], rules: LayoutRules
+) -> list[KnobContext]:
+    """The layouts that a knob does something in, had the request not ruled them out by its values."""
+    free = replace(rules, search=rules.search.model_copy(update={knob.name: None}))
+    return [
+        KnobContext(layout=layout, shape=shape, rules=rules)
+        for shape in layouts
+        for layout in legal_layouts(shape, rules=free)
+        if knob.applies(layout)
+    ]
+
+
 def unused_request(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: LayoutRules) -> str | None:
     """The first knob of whose requested values no layout has one, and why; None where each can be had."""
     for knob in LAYOUT_KNOBS:
         wanted = [value for value in rules.search.requested(knob.name) or () if value != STOCK]
-        if not wanted or knob.axis in rules.locked:
+        if not wanted or knob.axis in rules.locked or _may_stay_stock(knob, rules):
             continue
         name = f"search.{knob.name}: {knob.text(wanted[0])}"
         if not knob.is_of(rules.job.framework):
@@ -237,7 +255,7 @@ def unused_request(layouts: Mapping[ModelShape, Sequence[Layout]], *, rules: Lay
         if not offered & set(wanted):
             if isinstance(knob, SettingKnob) and rules.job.setting(knob.name) is None:
                 return f"{name}; the framework did not report the command's own value"
-            able = (context for context in contexts if knob.applies(context.layout))
-            faults = (knob.fault(wanted[0], context) for context in able)
+            able = [context for context in contexts if knob.applies(context.layout)]
+            faults = (knob.fault(wanted[0], context) for context in able or _with_free(knob, layouts, rules))
             return f"{name}; {next(filter(None, faults), 'it does nothing in any layout of the search')}"
     return None

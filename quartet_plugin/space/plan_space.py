@@ -78,7 +78,8 @@ class Space:
     """All plans of a run, made by `build_space`; `baseline` is the user's own configuration.
 
     With `relative_cost` every plan carries its prediction. `written` are the schedules of the files that the
-    search names, by file name.
+    search names, by file name. `scale_up_devices` are the consecutive slots that fast links join, None where
+    no file says it.
     """
 
     job: TrainingJob
@@ -93,6 +94,7 @@ class Space:
     no_custom_schedules: str | None = None
     relative_cost: RelativeCost | None = None
     written: MappingABC[str, WrittenSchedule] = field(default_factory=dict)
+    scale_up_devices: int | None = None
     _orders: dict[object, tuple[RankOrder, ...]] = field(default_factory=dict)
     _groups: dict[ModelShape, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
@@ -189,6 +191,7 @@ class Space:
             locked=self.locked,
             no_custom_schedules=self.no_custom_schedules,
             written=self.written,
+            scale_up_devices=self.scale_up_devices,
         )
 
     def layout_groups(self, shape: ModelShape) -> tuple[str, tuple[str, ...]]:
@@ -377,9 +380,11 @@ def build_space(
     seed: int,
     relative_cost: RelativeCost | None = None,
     written: MappingABC[str, WrittenSchedule] | None = None,
+    scale_up_devices: int | None = None,
 ) -> Space:
     """The space around the user's job; `written` are the schedules of the files that the search names.
 
+    `scale_up_devices` are the consecutive slots that fast links join, where a cluster file says it.
     Raises ConfigError where the search section leaves no plan, or no layout for one of these files.
     """
     baseline = baseline_plan(job, nodes=nodes, run=run, seed=seed)
@@ -400,6 +405,7 @@ def build_space(
         no_custom_schedules=job.no_custom_schedules,
         relative_cost=relative_cost,
         written=written or {},
+        scale_up_devices=scale_up_devices,
     )
     rules = draft.rules()
     layouts = {}

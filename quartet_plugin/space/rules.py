@@ -19,7 +19,8 @@ class LayoutRules:
 
     `locked` has the axes that stay at stock, each with the feature that locks it. `no_custom_schedules` is
     the feature that rules custom schedules out, None where they are allowed. `written` are the schedules of
-    the files that the search names, by file name.
+    the files that the search names, by file name. `scale_up_devices` are the consecutive slots that fast
+    links join, None where no file says it.
     """
 
     job: TrainingJob
@@ -28,6 +29,12 @@ class LayoutRules:
     locked: Mapping[Axis, str] = field(default_factory=dict)
     no_custom_schedules: str | None = None
     written: Mapping[str, WrittenSchedule] = field(default_factory=dict)
+    scale_up_devices: int | None = None
+
+    @property
+    def joined_devices(self) -> int:
+        """The number that a group must divide to stay inside fast links: a node's, where no file says it."""
+        return self.scale_up_devices or self.slots_per_node
 
     @property
     def slots_per_node(self) -> int:

@@ -1,6 +1,7 @@
 """How a plan says that a layer is cut: texts, JSON, and what is refused."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -77,7 +78,7 @@ def test_a_layout_without_one_is_written_as_before() -> None:
         ({"tensor_parallel": 8}, "grid on 8 devices: must be 4, 9, 16"),
     ],
 )
-def test_a_layout_that_has_no_such_partition_is_refused(changes: dict[str, object], words: str) -> None:
+def test_a_layout_that_has_no_such_partition_is_refused(changes: dict[str, Any], words: str) -> None:
     layout = make_layout(tensor_parallel=4, sequence_parallel=True)
     cut = replace(layout, tensor_partition=TensorPartition(attention=GRID, mlp=GRID))
     with pytest.raises(ConfigError, match=words):

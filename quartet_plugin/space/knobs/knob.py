@@ -18,7 +18,7 @@ from quartet_plugin.space.features import Axis
 
 type Value = bool | int | str
 # The form of a knob's values in q.yaml.
-Kind = Literal["degree", "size", "switch", "word", "split", "order", "schedule", "shape"]
+Kind = Literal["degree", "size", "switch", "word", "split", "order", "schedule", "shape", "partition"]
 ChangeClass = Literal["A", "B", "D"]
 
 
@@ -47,6 +47,10 @@ class KnobRules(Protocol):
     @property
     def slots_per_node(self) -> int:
         """The number that a TP group must divide."""
+
+    @property
+    def joined_devices(self) -> int:
+        """The number that a group must divide to stay inside fast links."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
