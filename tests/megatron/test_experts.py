@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quartet_plugin.model.plan import Plan, write_plan
-from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan, write_trial
+from quartet_plugin.model.plan import Plan
+from tests.megatron.entry_launch import MEGATRON_FLAGS, Launch, launch, make_plan
+from tests.megatron.test_parity import train
 
 # Megatron's own bias of sequential experts writes into a view, which torch refuses on every device.
 EXPERTS = """
@@ -31,17 +32,6 @@ PLANS = {
 }
 
 
-def train(plan: Plan, *, folder: Path, weights: Path) -> Launch:
-    """Five iterations of the command with the plan, as a trial."""
-    trial = write_trial(folder, measure=5, plan=plan, weights=weights)
-    write_plan(plan, path=folder / "plan.json")
-    flags = [*FLAGS, "--quartet-plan", str(folder / "plan.json"), "--quartet-trial", str(trial), *CPU]
-    done = launch(plan.layout.world_size, flags, folder=folder)
-    assert done.code == 0, done.output[-3000:]
-    assert "successfully loaded checkpoint" in done.output
-    return done
-
-
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts") / "weights"
@@ -54,7 +44,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch:
     """One process."""
-    return train(make_plan(split=(6,)), folder=tmp_path_factory.mktemp("one"), weights=weights)
+    return train(make_plan(split=(6,)), folder=tmp_path_factory.mktemp("one"), weights=weights, command=FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +57,7 @@ def reference(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Launch
 )
 def test_plan_trains_as_one_process_does(name: str, weights: Path, reference: Launch, tmp_path: Path) -> None:
     plan = PLANS[name]
-    done = train(plan, folder=tmp_path, weights=weights)
+    done = train(plan, folder=tmp_path, weights=weights, command=FLAGS)
     tolerance = 5e-6 if plan.layout.tensor_parallel > 1 else 1e-6
     assert len(reference.losses()) == 5
     assert done.losses() == pytest.approx(reference.losses(), rel=tolerance)

@@ -1,6 +1,7 @@
 """Every plan trains the same: real Megatron, one weights-only checkpoint, dropout off, compared as floats."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,11 +43,18 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(plan: Plan, *, folder: Path, weights: Path, torchrun: tuple[str, ...] = ()) -> Launch:
+def train(
+    plan: Plan,
+    *,
+    folder: Path,
+    weights: Path,
+    torchrun: tuple[str, ...] = (),
+    command: Sequence[str] = MEGATRON_FLAGS,
+) -> Launch:
     """Five iterations of the user's command with the plan, as a trial."""
     trial = write_trial(folder, measure=5, plan=plan, weights=weights)
     write_plan(plan, path=folder / "plan.json")
-    flags = [*MEGATRON_FLAGS, "--quartet-plan", str(folder / "plan.json"), "--quartet-trial", str(trial)]
+    flags = [*command, "--quartet-plan", str(folder / "plan.json"), "--quartet-trial", str(trial)]
     done = launch(
         plan.layout.world_size, [*flags, "--quartet-device", "cpu"], folder=folder, torchrun=torchrun
     )
