@@ -33,21 +33,20 @@ from quartet_plugin.planner.assignment_search import (
     assign,
 )
 from quartet_plugin.planner.bounds import LowerBounds, bounds_of
+from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest
 from quartet_plugin.planner.layout_table import (
     BALANCED,
     SPLIT,
     LayoutTable,
-    LegalDegrees,
     Refusal,
     TooLarge,
     layout_table_of,
     refused_degrees,
     refused_requests,
 )
-from quartet_plugin.planner.table_schedules import groups_of
 from quartet_plugin.scaling.shapes import BudgetRule, equal_shapes
-from quartet_plugin.space.layouts import undivided_request
+from quartet_plugin.space.layouts import nearest_request, undivided_request
 
 # Layouts of a cluster whose mappings are solved with more effort than for ranking.
 REFINED = 4
@@ -265,10 +264,8 @@ def _planned(
     limit_s: float = math.inf,
 ) -> Ranked | NoPlan:
     """The row with its best group's prediction, or why there is none; none over `limit_s` need be made."""
-    layout, schedule = field.table.layout(row), field.table.schedule(row)
     planned = [
-        _planned_with(job, field, row, group, constants, solver, limit_s)
-        for group in groups_of(job, layout, schedule)
+        _planned_with(job, field, row, group, constants, solver, limit_s) for group in field.table.groups(row)
     ]
     able = [ranked for ranked in planned if isinstance(ranked, Ranked)]
     if able:
@@ -355,7 +352,7 @@ def _nearest(job: PlanRequest, fields: list[_Field]) -> str:
         layout = field.table.layout(row)
         split = field.bounds.split(job, field.shape, field.table, row)
         schedule = field.table.schedule(row)
-        group = groups_of(job, layout, schedule)[0]
+        group = field.table.groups(row)[0]
         memory = peak_memory(job.run(field.shape, layout, split, schedule=schedule, group=group))
         if best is None or memory.total < best[0]:
             best = (memory.total, layout, memory)
@@ -380,7 +377,7 @@ def _no_layout(job: PlanRequest) -> str:
     shape = job.shape
     undivided = undivided_request(job.search, num_devices=job.machines.num_devices)
     if undivided is not None:
-        nearest = LegalDegrees(job, shape).nearest_of_search()
+        nearest = nearest_request(shape, rules=rules_of(job))
         return f"layouts: none is legal: {undivided}{nearest}; choose another, or auto"
     refused = refused_requests(job, shape)
     most = f"; most often: {refused[0].reason}" if refused else ""

@@ -1,7 +1,9 @@
 """The parallel layouts a job can have: every choice of the layout's knobs that is legal for the framework."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 
 from quartet_plugin.model.frameworks import capabilities
 from quartet_plugin.model.layout import Layout
@@ -11,9 +13,10 @@ from quartet_plugin.model.training_job import TrainingJob
 from quartet_plugin.space.config import CUSTOM_NAMES, SearchConfig
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.context_parallel import CONTEXT_PARALLEL
-from quartet_plugin.space.knobs.divisors import nearest_words
+from quartet_plugin.space.knobs.data_parallel import DATA_PARALLEL
+from quartet_plugin.space.knobs.divisors import divisors, nearest_words
 from quartet_plugin.space.knobs.expert_parallel import EXPERT_PARALLEL
-from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, SettingKnob
+from quartet_plugin.space.knobs.knob import KnobContext, LayoutKnob, SettingKnob, Value
 from quartet_plugin.space.knobs.registry import BEFORE_SCHEDULE, DEGREES, LAYOUT_KNOBS, OPTIONS
 from quartet_plugin.space.knobs.sequence_parallel import divides_sequence
 from quartet_plugin.space.knobs.tensor_parallel import TENSOR_PARALLEL
@@ -26,11 +29,28 @@ MAX_GROUPS = 8
 
 def legal_layouts(shape: ModelShape, *, rules: LayoutRules) -> tuple[Layout, ...]:
     """Every layout for `shape`, in a fixed order; the baseline's is among them unless it was ruled out."""
+    layouts = (
+        reduce(lambda made, knob: knob[0].put(made, knob[1]), zip(choices, values, strict=True), layout)
+        for layout, choices in choices_by_degrees(shape, rules=rules)
+        for values in itertools.product(*choices.values())
+    )
+    return tuple(dict.fromkeys(layout for layout in layouts if _runs(layout, shape=shape, rules=rules)))
+
+
+def choices_by_degrees(
+    shape: ModelShape, *, rules: LayoutRules
+) -> Iterator[tuple[Layout, dict[LayoutKnob, tuple[Value | None, ...]]]]:
+    """The legal degrees in a fixed order, each with the choices of the other knobs before the schedule.
+
+    A layout takes any of them: none of these choices depends on another.
+    """
     # Chunks need a pipeline, which the degrees are about to decide.
     bare = replace(rules.job.layout, virtual_stages=1)
-    degrees = (_of_degrees(layout, shape, rules) for layout in _chosen([bare], DEGREES, shape, rules))
-    layouts = _chosen(degrees, BEFORE_SCHEDULE, shape, rules)
-    return tuple(dict.fromkeys(layout for layout in layouts if _runs(layout, shape=shape, rules=rules)))
+    knobs = [knob for knob in BEFORE_SCHEDULE if knob.is_of(rules.job.framework)]
+    for degrees in _chosen([bare], DEGREES, shape, rules):
+        layout = _of_degrees(degrees, shape, rules)
+        context = KnobContext(layout=layout, shape=shape, rules=rules)
+        yield layout, {knob: knob.choices(context) for knob in knobs}
 
 
 def _chosen(
@@ -115,7 +135,7 @@ def schedules_of(layout: Layout, *, shape: ModelShape, rules: LayoutRules) -> tu
     is_custom = not is_kept and not is_grouped and rules.no_custom_schedules is None
     if is_custom and not rules.can_change_objective(layout):
         job = rules.job
-        is_split = job.full_backward is None and "moe" not in job.features
+        is_split = job.full_backward is None and job.experts is None and "moe" not in job.features
         names += custom_schedules_of(
             layout,
             num_microbatches=layout.num_microbatches(rules.job.global_batch_size),
@@ -199,6 +219,30 @@ def fault_of_request(shape: ModelShape, *, rules: LayoutRules) -> str | None:
     return None
 
 
+def fault_of_degrees(shape: ModelShape, *, rules: LayoutRules, values: Sequence[int]) -> str | None:
+    """The first rule that a value for each of the first degrees breaks, with the nearest legal values."""
+    layout = rules.job.layout
+    for knob, value in zip(DEGREES, values, strict=False):
+        fault = knob.fault(value, KnobContext(layout=layout, shape=shape, rules=rules))
+        if fault is not None:
+            return f"{knob.label} {value} {fault}{nearest_words(value, _legal_alone(knob, shape, rules))}"
+        layout = knob.put(layout, value)
+    return None
+
+
+def _legal_alone(knob: LayoutKnob, shape: ModelShape, rules: LayoutRules) -> list[int]:
+    """The degrees that are legal where every other one is 1, or data parallelism what is left."""
+    world_size = rules.job.layout.world_size
+    legal = []
+    for value in divisors(world_size):
+        # Pipeline stages leave as many copies as are asked for.
+        stages = world_size // value if knob is DATA_PARALLEL else 1
+        layout = replace(rules.job.layout, pipeline_parallel=stages)
+        if knob.fault(value, KnobContext(layout=layout, shape=shape, rules=rules)) is None:
+            legal.append(value)
+    return legal
+
+
 def nearest_request(shape: ModelShape, *, rules: LayoutRules) -> str:
     """`; nearest: ...` for the first number of the request that alone leaves no layout; "" without one."""
     for knob in (*DEGREES, *BEFORE_SCHEDULE):
@@ -206,7 +250,12 @@ def nearest_request(shape: ModelShape, *, rules: LayoutRules) -> str:
         if not values or knob.kind != "degree":
             continue
         free = replace(rules, search=rules.search.model_copy(update={knob.name: None}))
-        legal = {int(knob.in_layout(layout) or 0) for layout in legal_layouts(shape, rules=free)}
+        legal = {
+            int(value or 0)
+            for layout, choices in choices_by_degrees(shape, rules=free)
+            if all(choices.values())
+            for value in choices.get(knob, (knob.in_layout(layout),))
+        }
         if legal and not legal & set(values):
             return nearest_words(values[0], sorted(legal)).replace(": ", f": {knob.name} ", 1)
     return ""

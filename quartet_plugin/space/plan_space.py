@@ -78,7 +78,7 @@ class Space:
     """All plans of a run, made by `build_space`; `baseline` is the user's own configuration.
 
     With `relative_cost` every plan carries its prediction. `written` are the schedules of the files that the
-    search names, by file name.
+    search names, by file name; `is_planned` and `joined_slots` are as in `LayoutRules`.
     """
 
     job: TrainingJob
@@ -93,6 +93,8 @@ class Space:
     no_custom_schedules: str | None = None
     relative_cost: RelativeCost | None = None
     written: MappingABC[str, WrittenSchedule] = field(default_factory=dict)
+    is_planned: bool = False
+    joined_slots: int | None = None
     _orders: dict[object, tuple[RankOrder, ...]] = field(default_factory=dict)
     _groups: dict[ModelShape, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
@@ -189,6 +191,8 @@ class Space:
             locked=self.locked,
             no_custom_schedules=self.no_custom_schedules,
             written=self.written,
+            is_planned=self.is_planned,
+            joined_slots=self.joined_slots,
         )
 
     def layout_groups(self, shape: ModelShape) -> tuple[str, tuple[str, ...]]:
@@ -377,6 +381,8 @@ def build_space(
     seed: int,
     relative_cost: RelativeCost | None = None,
     written: MappingABC[str, WrittenSchedule] | None = None,
+    is_planned: bool = False,
+    joined_slots: int | None = None,
 ) -> Space:
     """The space around the user's job; `written` are the schedules of the files that the search names.
 
@@ -400,6 +406,8 @@ def build_space(
         no_custom_schedules=job.no_custom_schedules,
         relative_cost=relative_cost,
         written=written or {},
+        is_planned=is_planned,
+        joined_slots=joined_slots,
     )
     rules = draft.rules()
     layouts = {}

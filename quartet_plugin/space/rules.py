@@ -19,7 +19,8 @@ class LayoutRules:
 
     `locked` has the axes that stay at stock, each with the feature that locks it. `no_custom_schedules` is
     the feature that rules custom schedules out, None where they are allowed. `written` are the schedules of
-    the files that the search names, by file name.
+    the files that the search names, by file name. `is_planned`: nothing is launched, so that no command's own
+    value is kept. `joined_slots` are the slots of a node that fast links join; None for all of them.
     """
 
     job: TrainingJob
@@ -28,11 +29,13 @@ class LayoutRules:
     locked: Mapping[Axis, str] = field(default_factory=dict)
     no_custom_schedules: str | None = None
     written: Mapping[str, WrittenSchedule] = field(default_factory=dict)
+    is_planned: bool = False
+    joined_slots: int | None = None
 
     @property
     def slots_per_node(self) -> int:
-        """The number that a TP group must divide: the greatest common divisor of the nodes' slots."""
-        return math.gcd(*(node.num_slots for node in self.nodes))
+        """The number that a TP group must divide: the greatest common divisor of the nodes' joined slots."""
+        return self.joined_slots or math.gcd(*(node.num_slots for node in self.nodes))
 
     @property
     def prohibitions(self) -> Prohibitions:

@@ -12,16 +12,17 @@ from quartet_plugin.errors import ConfigError, InfeasibleError
 from quartet_plugin.model.job_description import LatentAttention
 from quartet_plugin.model.layout import Layout
 from quartet_plugin.planner.bounds import bounds_of
+from quartet_plugin.planner.described_rules import rules_of
 from quartet_plugin.planner.job import PlanRequest, parse_job
 from quartet_plugin.planner.layout_table import (
     TooLarge,
     degrees,
-    fault_of_degrees,
     layout_table_of,
     refused_degrees,
 )
 from quartet_plugin.planner.ranking import rank, refusals
 from quartet_plugin.planner.table_rows import layout_of
+from quartet_plugin.space.layouts import fault_of_degrees
 from tests.planner.planning import job_data, runs_of
 
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 2048}
@@ -170,7 +171,7 @@ def test_experts_are_not_scaled() -> None:
 
 def test_refused_degrees_and_legal_ones_are_all_degrees() -> None:
     job = parsed(
-        model={"num_attention_heads": 12, "hidden_size": 1536, "num_layers": 6},
+        model={"num_attention_heads": 12, "hidden_size": 1536, "num_layers": 5},
         batch={"global_batch_size": 12},
         search={"context_parallel": "auto"},
     )
@@ -178,16 +179,16 @@ def test_refused_degrees_and_legal_ones_are_all_degrees() -> None:
     legal = {tuple(row) for row in layout_table_of(job, job.shape).columns[:, :3].tolist()}
     assert sum(one.count for one in refused) + len(legal) == len(list(degrees(job)))
     reasons = {one.reason for one in refused}
-    assert "heads: TP 8 does not divide 12 heads; nearest: 4" in reasons
-    assert "layers: PP 8 has more stages than 6 layers; nearest: 4" in reasons
-    assert "batch: DP 8 does not divide a batch of 12; nearest: 4" in reasons
+    assert "TP 8 must divide the 12 heads; nearest: 4" in reasons
+    assert "PP 8 must be at most 7 for 5 layers; nearest: 4" in reasons
+    assert "DP 8 must divide a batch of 12; nearest: 4" in reasons
     assert [one.count for one in refused] == sorted((one.count for one in refused), reverse=True)
 
 
 @pytest.mark.parametrize(
     ("model", "tp", "words"),
     [
-        ({"num_query_groups": 2}, 4, "query groups"),
+        ({"num_query_groups": 6, "num_attention_heads": 12, "hidden_size": 1536}, 4, "query groups"),
         ({"ffn_hidden_size": 1022}, 4, "of the FFN"),
         ({**EXPERTS, "expert_ffn_hidden_size": 1002}, 4, "of an expert's FFN"),
         ({"precision": "fp8", "hidden_size": 1032, "num_attention_heads": 8}, 1, "multiples of 16"),
@@ -196,7 +197,7 @@ def test_refused_degrees_and_legal_ones_are_all_degrees() -> None:
 )
 def test_each_constraint_names_itself(model: dict[str, Any], tp: int, words: str) -> None:
     job = parsed(model=model, cluster={"device": "H100-SXM-80GB"})
-    fault = fault_of_degrees(job, job.shape, tp, 1, 1)
+    fault = fault_of_degrees(job.shape, rules=rules_of(job), values=(tp,))
     assert fault is not None
     assert words in fault
 
@@ -210,17 +211,18 @@ def test_memory_refusals_are_grouped_and_counted() -> None:
 
 
 def test_no_legal_layout_names_the_commonest_reason() -> None:
-    with pytest.raises(InfeasibleError, match=r"none is legal .* most often: layers: PP"):
-        rank(parsed(model={"num_layers": 1}, search={"pipeline_parallel": 2}))
+    with pytest.raises(InfeasibleError, match=r"none is legal .* most often: PP 4 must be at most 3"):
+        rank(parsed(model={"num_layers": 1}, search={"pipeline_parallel": 4}))
 
 
 def test_no_legal_layout_is_told_about_the_degree_that_was_asked_for() -> None:
     with pytest.raises(
-        InfeasibleError, match=r"search\.tensor_parallel: 3; must divide the 8 devices; nearest: 2 or 4"
+        InfeasibleError,
+        match=r"search\.tensor_parallel: 3; must divide the 8 devices; nearest: tensor_parallel 2 or 4",
     ) as caught:
         rank(parsed(search={"tensor_parallel": 3}))
     assert "TP 8" not in str(caught.value)
-    with pytest.raises(InfeasibleError, match="TP 4 does not divide 2 heads") as caught:
+    with pytest.raises(InfeasibleError, match="TP 4 must divide the 2 heads") as caught:
         rank(parsed(model={"num_attention_heads": 2}, search={"tensor_parallel": 4}))
     assert "TP 8" not in str(caught.value)
 

@@ -6,9 +6,8 @@ from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, 
 
 
 def _copies(layout: Layout, rules: KnobRules) -> int:
-    command = rules.job.layout
-    return command.world_size // (
-        command.context_parallel * layout.tensor_parallel * layout.pipeline_parallel
+    return rules.job.layout.world_size // (
+        layout.context_parallel * layout.tensor_parallel * layout.pipeline_parallel
     )
 
 
@@ -20,6 +19,8 @@ def _fault(value: Value, context: KnobContext) -> str | None:
     copies = _copies(context.layout, context.rules)
     if value != copies:
         return f"must be {copies}, the devices that TP and PP leave"
+    if context.rules.job.global_batch_size % copies:
+        return f"must divide a batch of {context.rules.job.global_batch_size}"
     if (
         "moe" in context.rules.job.features
         and copies * context.layout.context_parallel % context.layout.expert_parallel

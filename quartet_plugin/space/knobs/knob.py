@@ -48,6 +48,10 @@ class KnobRules(Protocol):
     def slots_per_node(self) -> int:
         """The number that a TP group must divide."""
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether nothing is launched, so that no command's own value is kept."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobContext:

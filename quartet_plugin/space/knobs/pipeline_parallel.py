@@ -8,8 +8,7 @@ from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, 
 
 def _processes(layout: Layout, rules: KnobRules) -> int:
     """The processes that TP and CP leave."""
-    command = rules.job.layout
-    return command.world_size // command.context_parallel // layout.tensor_parallel
+    return rules.job.layout.world_size // layout.context_parallel // layout.tensor_parallel
 
 
 def _offers(context: KnobContext) -> list[int]:
@@ -17,8 +16,12 @@ def _offers(context: KnobContext) -> list[int]:
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
-    processes = _processes(context.layout, context.rules)
-    return f"must divide the {processes} devices that TP leaves" if processes % int(value) else None
+    ranks, processes = int(value), _processes(context.layout, context.rules)
+    if processes % ranks:
+        return f"must divide the {processes} devices that TP leaves"
+    # The first and the last stage may hold the embedding and the head alone.
+    most = context.shape.num_layers + 2
+    return f"must be at most {most} for {context.shape.num_layers} layers" if ranks > most else None
 
 
 PIPELINE_PARALLEL = LayoutKnob(

@@ -1,28 +1,36 @@
 """Tensor parallelism: the devices that share each layer."""
 
 from quartet_plugin.model.frameworks import capabilities
+from quartet_plugin.model.job_description import Experts
 from quartet_plugin.model.shape import ModelShape
 from quartet_plugin.space.features import Axis
 from quartet_plugin.space.knobs.divisors import divisors
 from quartet_plugin.space.knobs.knob import KnobContext, KnobRules, LayoutKnob, Value, degree_of, kept_fault
 
+# Sizes of FP8 products are multiples of it.
+_FP8_MULTIPLE = 16
 
-def sizes_to_divide(shape: ModelShape) -> dict[str, int]:
+
+def sizes_to_divide(shape: ModelShape, experts: Experts | None = None) -> dict[str, int]:
     """The sizes of a model that a tensor-parallel size must divide, by name."""
-    return {
+    sizes = {
         "heads": shape.num_attention_heads,
         "of the FFN": shape.ffn_hidden_size,
         "of the vocabulary": shape.vocab_size,
     }
+    if experts is not None:
+        sizes["of an expert's FFN"] = experts.ffn_hidden_size
+        sizes["of the shared expert's FFN"] = experts.shared_ffn_hidden_size
+    return sizes
 
 
 def _offers(context: KnobContext) -> list[int]:
-    return divisors(context.rules.job.layout.world_size // context.rules.job.layout.context_parallel)
+    return divisors(context.rules.job.layout.world_size // context.layout.context_parallel)
 
 
 def _fault(value: Value, context: KnobContext) -> str | None:
     size, command = int(value), context.rules.job.layout.tensor_parallel
-    processes = context.rules.job.layout.world_size // context.rules.job.layout.context_parallel
+    processes = context.rules.job.layout.world_size // context.layout.context_parallel
     if kept := kept_fault(size, command, _kept(context.rules)):
         return kept
     if size == 1 and "tp_comm_overlap" in context.rules.job.features:
@@ -31,11 +39,26 @@ def _fault(value: Value, context: KnobContext) -> str | None:
         return f"must divide the {context.rules.slots_per_node} devices of a node"
     if processes % size:
         return f"must divide the {processes} devices"
+    sizes = sizes_to_divide(context.shape, context.rules.job.experts).items()
+    undivided = next((f"must divide the {number} {words}" for words, number in sizes if number % size), None)
+    if undivided is not None:
+        return undivided
     groups = context.shape.num_query_groups
     if groups % size and size % groups:
         return f"must divide the {groups} query groups, or be a multiple of them"
-    sizes = sizes_to_divide(context.shape).items()
-    return next((f"must divide the {number} {words}" for words, number in sizes if number % size), None)
+    return _fault_of_plan(size, context) if context.rules.is_planned else None
+
+
+def _fault_of_plan(size: int, context: KnobContext) -> str | None:
+    """The rule that a size breaks in a layout with Transformer Engine's layers and sequence parallelism."""
+    shape, job = context.shape, context.rules.job
+    if shape.seq_length % size:
+        return f"must divide sequences of {shape.seq_length}"
+    widths = [shape.hidden_size, shape.attention_size // size, shape.ffn_hidden_size // size]
+    widths += [] if job.experts is None else [job.experts.ffn_hidden_size // size]
+    if "fp8" in job.features and any(width % _FP8_MULTIPLE for width in widths):
+        return f"leaves FP8 products of sizes that are no multiples of {_FP8_MULTIPLE}"
+    return None
 
 
 def _kept(rules: KnobRules) -> str | None:
