@@ -53,7 +53,8 @@ def described_search(job: PlanRequest) -> PlanSearch:
     """The search section; `stock` is the framework's own schedule of every layout: no command has another."""
     words = [STOCK_NAMES if name == STOCK else (name,) for name in job.search.schedule or ()]
     names = tuple(dict.fromkeys(name for names in words for name in names))
-    return job.search.model_copy(update={"schedule": names or None})
+    search: PlanSearch = job.search.model_copy(update={"schedule": names or None})
+    return search
 
 
 def training_job_of(job: PlanRequest, *, layout: Layout, split: tuple[int, ...]) -> TrainingJob:
